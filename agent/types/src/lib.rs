@@ -1,0 +1,21 @@
+//! The words of Shorthorn as types, the same for replica, engine, agent and controller.
+//!
+//! Nothing here does I/O, reads a clock or allocates on the I/O path.
+#![forbid(unsafe_code)]
+
+mod errno;
+mod generation;
+pub mod limits;
+mod name;
+mod range;
+mod replica_id;
+mod secret;
+mod view;
+
+pub use errno::Errno;
+pub use generation::Generation;
+pub use name::{NameError, VolumeName};
+pub use range::{ByteRange, RangeError};
+pub use replica_id::{ReplicaId, ReplicaIdError};
+pub use secret::{SECRET_BYTES, Secret, SecretError};
+pub use view::{Members, ReplicaReport, TooManyMembers, View, ViewId};

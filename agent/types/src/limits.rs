@@ -1,0 +1,21 @@
+//! Every limit of the data path that more than one crate has to know.
+
+/// The smallest unit of a request: a logical block of the device.
+pub const SECTOR_BYTES: u64 = 512;
+/// The unit in which a replica keeps data and in which overlapping requests are ordered.
+pub const BLOCK_BYTES: u64 = 4096;
+/// The most data that one READ or WRITE carries; front ends split what is larger.
+pub const MAX_IO_BYTES: u32 = 1 << 20;
+/// The largest range of one DISCARD or WRITE_ZEROES; front ends split what is larger. Bounded
+/// because a replica may have to write the zeroes out, and has to answer within the time-out.
+pub const MAX_ZERO_BYTES: u32 = 32 << 20;
+/// The most replicas that one volume can have.
+pub const MAX_MEMBERS: usize = 8;
+/// The most proposed views that a replica keeps beside the committed one.
+pub const MAX_PROPOSED_VIEWS: usize = 16;
+/// The longest volume name.
+pub const MAX_VOLUME_NAME_BYTES: usize = 63;
+/// The most queues (threads, connections per replica) of one engine.
+pub const MAX_QUEUES: u16 = 8;
+/// The most requests in flight in one queue.
+pub const MAX_QUEUE_DEPTH: u16 = 256;

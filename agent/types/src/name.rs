@@ -1,0 +1,105 @@
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::limits::MAX_VOLUME_NAME_BYTES;
+
+/// The name of a volume: a DNS label, so that it is safe as a file name, a unit name, a device
+/// node and a Kubernetes object.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct VolumeName(String);
+
+/// Why a text is no volume name.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum NameError {
+    /// The text is empty or longer than [`MAX_VOLUME_NAME_BYTES`].
+    #[error("volume name {0:?} has {1} characters: it needs 1 to 63")]
+    Length(String, usize),
+    /// The text has a character that is not allowed where it stands.
+    #[error(
+        "volume name {0:?} has {1:?} at position {2}: use lower-case letters, digits and '-', \
+         starting and ending with a letter or digit"
+    )]
+    Character(String, char, usize),
+}
+
+impl VolumeName {
+    /// Checks `text` and takes it as a name.
+    ///
+    /// # Errors
+    /// [`NameError`] says what is wrong and where.
+    pub fn new(text: &str) -> Result<VolumeName, NameError> {
+        if text.is_empty() || text.len() > MAX_VOLUME_NAME_BYTES {
+            return Err(NameError::Length(text.chars().take(80).collect(), text.chars().count()));
+        }
+        for (at, c) in text.char_indices() {
+            let inside = at > 0 && at + c.len_utf8() < text.len();
+            if !(c.is_ascii_lowercase() || c.is_ascii_digit() || (c == '-' && inside)) {
+                return Err(NameError::Character(text.to_owned(), c, at));
+            }
+        }
+        Ok(VolumeName(text.to_owned()))
+    }
+
+    /// The name as text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for VolumeName {
+    type Err = NameError;
+    fn from_str(text: &str) -> Result<VolumeName, NameError> {
+        VolumeName::new(text)
+    }
+}
+
+impl TryFrom<String> for VolumeName {
+    type Error = NameError;
+    fn try_from(text: String) -> Result<VolumeName, NameError> {
+        VolumeName::new(&text)
+    }
+}
+
+impl From<VolumeName> for String {
+    fn from(name: VolumeName) -> String {
+        name.0
+    }
+}
+
+impl fmt::Display for VolumeName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for VolumeName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn takes_dns_labels_only() {
+        for good in ["a", "pvc-1", "0", &"x".repeat(63)] {
+            assert!(VolumeName::new(good).is_ok(), "{good}");
+        }
+        for bad in ["", "-a", "a-", "A", "a/b", "..", "a.b", "é", &"x".repeat(64)] {
+            assert!(VolumeName::new(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn says_what_is_wrong_and_where() {
+        let text = VolumeName::new("my_volume").unwrap_err().to_string();
+        assert!(text.contains("'_' at position 2"), "{text}");
+    }
+}

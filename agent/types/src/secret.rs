@@ -1,0 +1,75 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// How long the secret of a volume is.
+pub const SECRET_BYTES: usize = 32;
+
+/// What engine and replicas of one volume prove to each other. Never shown: `Debug` hides it, and no view
+/// of the API has it.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Secret([u8; SECRET_BYTES]);
+
+/// A stored secret is damaged. Does not say how: the text may be most of the secret.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("a volume secret is not 64 hexadecimal digits")]
+pub struct SecretError;
+
+impl Secret {
+    /// The secret that these random bytes are.
+    #[must_use]
+    pub const fn new(random: [u8; SECRET_BYTES]) -> Secret {
+        Secret(random)
+    }
+
+    /// The bytes, for the agents.
+    #[must_use]
+    pub const fn bytes(&self) -> &[u8; SECRET_BYTES] {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for Secret {
+    type Error = SecretError;
+    fn try_from(text: String) -> Result<Secret, SecretError> {
+        let digits = text.as_bytes();
+        if digits.len() != SECRET_BYTES * 2 || !digits.iter().all(u8::is_ascii_hexdigit) {
+            return Err(SecretError);
+        }
+        let mut bytes = [0; SECRET_BYTES];
+        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
+            let pair = std::str::from_utf8(pair).map_err(|_| SecretError)?;
+            *byte = u8::from_str_radix(pair, 16).map_err(|_| SecretError)?;
+        }
+        Ok(Secret(bytes))
+    }
+}
+
+impl From<Secret> for String {
+    fn from(secret: Secret) -> String {
+        secret.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(hidden)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_stored_as_hex_and_never_debugged() {
+        let secret = Secret::new(std::array::from_fn(|i| u8::try_from(i * 7 % 256).unwrap()));
+        let text = serde_json::to_string(&secret).unwrap();
+        assert_eq!(serde_json::from_str::<Secret>(&text).unwrap(), secret);
+        assert_eq!(format!("{secret:?}"), "Secret(hidden)");
+        assert!(serde_json::from_str::<Secret>("\"00ff\"").is_err());
+        assert!(serde_json::from_str::<Secret>(&format!("\"{}\"", "zz".repeat(32))).is_err());
+    }
+}

@@ -1,0 +1,215 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::limits::MAX_MEMBERS;
+use crate::{Generation, ReplicaId};
+
+/// The number of a view: the generation of the engine that made it, and a count within that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ViewId {
+    /// Who made it.
+    pub generation: Generation,
+    /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with.
+    pub number: u32,
+}
+
+impl fmt::Display for ViewId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.generation, self.number)
+    }
+}
+
+/// The replicas that hold every acknowledged write, and since when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct View {
+    /// Its number; the newer view is the one with the greater number.
+    pub id: ViewId,
+    /// Who is in it.
+    pub members: Members,
+}
+
+impl fmt::Display for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.id, self.members)
+    }
+}
+
+/// What a replica knows of the views of its volume. Everything in it is durable.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaReport {
+    /// The newest committed view.
+    pub committed: View,
+    /// Every proposed view newer than that, oldest first.
+    pub proposed: Vec<View>,
+}
+
+/// A set of at most [`MAX_MEMBERS`] replicas, kept in order, without allocation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Vec<ReplicaId>", into = "Vec<ReplicaId>")]
+pub struct Members {
+    ids: [Option<ReplicaId>; MAX_MEMBERS],
+    count: u8,
+}
+
+/// A volume was given more replicas than [`MAX_MEMBERS`].
+#[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
+#[error("{0} replicas are more than the {MAX_MEMBERS} that a volume can have")]
+pub struct TooManyMembers(pub usize);
+
+impl Members {
+    /// No replica.
+    pub const NONE: Members = Members { ids: [None; MAX_MEMBERS], count: 0 };
+
+    /// The set of `ids`; repeated ones count once.
+    ///
+    /// # Errors
+    /// [`TooManyMembers`].
+    pub fn new(ids: impl IntoIterator<Item = ReplicaId>) -> Result<Members, TooManyMembers> {
+        let mut sorted: Vec<ReplicaId> = ids.into_iter().collect();
+        sorted.sort_unstable();
+        sorted.dedup();
+        if sorted.len() > MAX_MEMBERS {
+            return Err(TooManyMembers(sorted.len()));
+        }
+        let mut members = Members::NONE;
+        for id in sorted {
+            members.append(id);
+        }
+        Ok(members)
+    }
+
+    fn append(&mut self, id: ReplicaId) {
+        self.ids[usize::from(self.count)] = Some(id);
+        self.count += 1;
+    }
+
+    /// How many.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        usize::from(self.count)
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Whether `id` is one of them.
+    #[must_use]
+    pub fn contains(&self, id: ReplicaId) -> bool {
+        self.iter().any(|member| member == id)
+    }
+
+    /// All, in order.
+    pub fn iter(&self) -> impl Iterator<Item = ReplicaId> + '_ {
+        self.ids.iter().flatten().copied()
+    }
+
+    /// Those that `keep` says yes to.
+    #[must_use]
+    pub fn filter(&self, keep: impl Fn(ReplicaId) -> bool) -> Members {
+        let mut kept = Members::NONE;
+        for id in self.iter().filter(|id| keep(*id)) {
+            kept.append(id);
+        }
+        kept
+    }
+
+    /// Those that are in both.
+    #[must_use]
+    pub fn intersection(&self, other: &Members) -> Members {
+        self.filter(|id| other.contains(id))
+    }
+
+    /// All but `id`.
+    #[must_use]
+    pub fn without(&self, id: ReplicaId) -> Members {
+        self.filter(|member| member != id)
+    }
+
+    /// All and `id`.
+    ///
+    /// # Errors
+    /// [`TooManyMembers`].
+    pub fn with(&self, id: ReplicaId) -> Result<Members, TooManyMembers> {
+        Members::new(self.iter().chain([id]))
+    }
+
+    /// Whether all of these are in `other`.
+    #[must_use]
+    pub fn is_subset_of(&self, other: &Members) -> bool {
+        self.iter().all(|id| other.contains(id))
+    }
+}
+
+impl TryFrom<Vec<ReplicaId>> for Members {
+    type Error = TooManyMembers;
+    fn try_from(ids: Vec<ReplicaId>) -> Result<Members, TooManyMembers> {
+        Members::new(ids)
+    }
+}
+
+impl From<Members> for Vec<ReplicaId> {
+    fn from(members: Members) -> Vec<ReplicaId> {
+        members.iter().collect()
+    }
+}
+
+impl fmt::Display for Members {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter()).finish()
+    }
+}
+
+impl fmt::Debug for Members {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    #[test]
+    fn is_a_set() {
+        let all = Members::new([id(3), id(1), id(2), id(1)]).unwrap();
+        assert_eq!(all.len(), 3);
+        assert_eq!(all.iter().collect::<Vec<_>>(), [id(1), id(2), id(3)]);
+        let two = all.without(id(2));
+        assert!(two.is_subset_of(&all) && !all.is_subset_of(&two));
+        assert_eq!(two.with(id(2)), Ok(all));
+        assert_eq!(all.intersection(&two), two);
+    }
+
+    #[test]
+    fn has_a_bound() {
+        assert_eq!(Members::new((0..9).map(id)), Err(TooManyMembers(9)));
+    }
+
+    #[test]
+    fn newer_views_have_greater_numbers() {
+        let number =
+            |attach, restart, number| ViewId { generation: Generation::new(attach, restart), number };
+        assert!(number(2, 0, 1) > number(1, 9, 9));
+        assert!(number(1, 1, 1) > number(1, 0, 9));
+        assert!(number(1, 1, 2) > number(1, 1, 1));
+    }
+
+    #[test]
+    fn reads_back_from_json() {
+        let view = View {
+            id: ViewId { generation: Generation::new(1, 2), number: 3 },
+            members: Members::new([id(1), id(2)]).unwrap(),
+        };
+        let text = serde_json::to_string(&view).unwrap();
+        assert_eq!(serde_json::from_str::<View>(&text).unwrap(), view);
+    }
+}
