@@ -1,0 +1,154 @@
+use shorthorn_types::ByteRange;
+
+use crate::slot::SlotId;
+
+/// The ranges that are in flight, and the requests that wait for them.
+///
+/// Requests that overlap are let through one after another, in the order in which they came, unless both
+/// only read. Ranges count as whole blocks, so that a replica may read, merge and write a block for a
+/// request that covers a part of it.
+///
+/// A scan over an array: with the few hundred requests that can be in flight it is faster than a tree.
+#[derive(Debug)]
+pub struct RangeTable {
+    active: Vec<Entry>,
+    waiting: Vec<Entry>,
+    next_order: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    start: u64,
+    end: u64,
+    slot: SlotId,
+    modifies: bool,
+    /// Greater than that of every entry that came before.
+    order: u64,
+}
+
+impl Entry {
+    /// Whether `self` has to wait until `other` is done. A modification need not wait for an earlier read:
+    /// the read may return either.
+    fn waits_for(&self, other: &Entry) -> bool {
+        other.modifies && other.order < self.order && self.start < other.end && other.start < self.end
+    }
+}
+
+impl RangeTable {
+    /// Room for `requests` in flight.
+    #[must_use]
+    pub fn new(requests: usize) -> RangeTable {
+        let room = || Vec::with_capacity(requests);
+        RangeTable { active: room(), waiting: room(), next_order: 0 }
+    }
+
+    /// Takes a request in: true where it may go at once, else it waits.
+    pub fn enter(&mut self, slot: SlotId, range: ByteRange, modifies: bool) -> bool {
+        let range = range.grown_to_blocks();
+        let entry = Entry { start: range.offset(), end: range.end(), slot, modifies, order: self.next_order };
+        self.next_order += 1;
+        let blocked = self.active.iter().chain(&self.waiting).any(|earlier| entry.waits_for(earlier));
+        if blocked {
+            self.waiting.push(entry);
+        } else {
+            self.active.push(entry);
+        }
+        !blocked
+    }
+
+    /// Takes a request that is in flight out; those that may go now are appended to `ready`.
+    pub fn leave(&mut self, slot: SlotId, ready: &mut Vec<SlotId>) {
+        let Some(at) = self.active.iter().position(|entry| entry.slot == slot) else { return };
+        let gone = self.active.swap_remove(at);
+        if gone.modifies && !self.waiting.is_empty() {
+            self.wake(ready);
+        }
+    }
+
+    /// Lets those through whose turn has come; the order of the others stays.
+    fn wake(&mut self, ready: &mut Vec<SlotId>) {
+        let mut at = 0;
+        while at < self.waiting.len() {
+            let entry = self.waiting[at];
+            let mut earlier = self.active.iter().chain(&self.waiting[..at]);
+            if earlier.any(|earlier| entry.waits_for(earlier)) {
+                at += 1;
+                continue;
+            }
+            self.waiting.remove(at);
+            self.active.push(entry);
+            ready.push(entry.slot);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn slot(slot: u16) -> SlotId {
+        SlotId { queue: 0, slot }
+    }
+
+    fn blocks(first: u64, count: u64) -> ByteRange {
+        ByteRange::new(first * 4096, count * 4096).unwrap()
+    }
+
+    #[test]
+    fn writes_to_one_block_go_one_by_one() {
+        let mut table = RangeTable::new(8);
+        let part = |n: u64| ByteRange::new(n * 512, 512).unwrap();
+        assert!(table.enter(slot(0), part(0), true));
+        assert!(!table.enter(slot(1), part(7), true));
+        assert!(!table.enter(slot(2), part(3), false));
+        assert!(table.enter(slot(3), part(8), true));
+        let mut ready = Vec::new();
+        table.leave(slot(0), &mut ready);
+        assert_eq!(ready, [slot(1)], "the read came after the second write");
+        table.leave(slot(1), &mut ready);
+        assert_eq!(ready, [slot(1), slot(2)]);
+    }
+
+    #[test]
+    fn reads_go_together_and_hold_nobody_up() {
+        let mut table = RangeTable::new(8);
+        assert!(table.enter(slot(0), blocks(0, 4), false));
+        assert!(table.enter(slot(1), blocks(0, 4), false));
+        assert!(table.enter(slot(2), blocks(0, 4), true));
+    }
+
+    proptest! {
+        /// Against a plain model: a request may go when no earlier unfinished one is in its way.
+        #[test]
+        fn is_what_the_rule_says(
+            steps in prop::collection::vec((0u64..12, 1u64..5, any::<bool>(), any::<prop::sample::Index>()), 1..60),
+        ) {
+            let mut table = RangeTable::new(64);
+            let mut unfinished: Vec<(u16, ByteRange, bool)> = Vec::new();
+            let mut going: Vec<u16> = Vec::new();
+            for (n, (first, count, modifies, pick)) in (0u16..).zip(steps) {
+                let range = blocks(first, count);
+                unfinished.push((n, range, modifies));
+                if table.enter(slot(n), range, modifies) {
+                    going.push(n);
+                }
+                if modifies && !going.is_empty() {
+                    let done = going.swap_remove(pick.index(going.len()));
+                    unfinished.retain(|(other, ..)| *other != done);
+                    let mut ready = Vec::new();
+                    table.leave(slot(done), &mut ready);
+                    going.extend(ready.iter().map(|id| id.slot));
+                }
+                let mut expected: Vec<u16> = (0..unfinished.len()).filter(|at| {
+                    let (_, range, _) = unfinished[*at];
+                    !unfinished[..*at].iter().any(|(_, earlier, modifies)| *modifies && earlier.overlaps(range))
+                }).map(|at| unfinished[at].0).collect();
+                expected.sort_unstable();
+                going.sort_unstable();
+                prop_assert_eq!(&going, &expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,36 @@
+use shorthorn_types::ByteRange;
+
+/// What a frontend asks of the volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Fill the slot's buffer from the range.
+    Read,
+    /// Store the slot's buffer in the range; with `fua`, durably.
+    Write {
+        /// Durable before it is acknowledged.
+        fua: bool,
+    },
+    /// Make everything that was acknowledged durable. The range is empty.
+    Flush,
+    /// The range is of no more use.
+    Discard,
+    /// The range reads as zeroes from now on; with `fua`, durably.
+    WriteZeroes {
+        /// Durable before it is acknowledged.
+        fua: bool,
+    },
+}
+
+/// A request in one slot of one queue. The slot is the frontend's until it submits the request, and again
+/// from the request's completion on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Index of the slot in its queue, and of its buffer in the queue's arena.
+    pub slot: u16,
+    /// What is asked for.
+    pub operation: Operation,
+    /// Which bytes of the volume. Checked by the frontend against the volume's size; at most
+    /// [`shorthorn_types::limits::MAX_IO_BYTES`] of data and [`shorthorn_types::limits::MAX_ZERO_BYTES`] of
+    /// discard or zeroes.
+    pub range: ByteRange,
+}

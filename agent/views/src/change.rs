@@ -1,0 +1,132 @@
+use shorthorn_types::{Members, ReplicaId, ReplicaReport, View};
+
+use crate::quorum::{Quorum, quorum};
+
+/// A view on its way to being the current one.
+///
+/// It is through when all its members and a quorum of each view that it has to honour have stored it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// What the proposal carries: the views of which it needs a quorum each.
+    pub honoured: ReplicaReport,
+    /// The view.
+    pub target: View,
+    stored: Members,
+    granted: bool,
+}
+
+/// How far a [`Change`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Some member of the new view has not stored it yet.
+    Storing,
+    /// All members have, but that is no quorum of a view that it replaces, and the arbiter cannot help.
+    NoQuorum,
+    /// Exactly half of a view that it replaces: the arbiter has to grant it.
+    NeedsGrant,
+    /// It is through.
+    Through,
+}
+
+impl Change {
+    /// Proposes `target`, honouring the views in `honoured`.
+    #[must_use]
+    pub fn new(honoured: ReplicaReport, target: View) -> Change {
+        Change { honoured, target, stored: Members::NONE, granted: false }
+    }
+
+    /// `replica` has stored the proposal durably.
+    pub fn stored(&mut self, replica: ReplicaId) {
+        // More replicas than fit a set cannot be proposed to: an error here changes nothing.
+        if let Ok(stored) = self.stored.with(replica) {
+            self.stored = stored;
+        }
+    }
+
+    /// The arbiter has recorded the grant.
+    pub fn granted(&mut self) {
+        self.granted = true;
+    }
+
+    /// How far it is.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        if !self.target.members.is_subset_of(&self.stored) || self.target.members.is_empty() {
+            return Progress::Storing;
+        }
+        let honoured = std::iter::once(&self.honoured.committed).chain(&self.honoured.proposed);
+        match honoured.map(|view| quorum(&view.members, &self.stored)).min() {
+            Some(Quorum::Less) | None => Progress::NoQuorum,
+            Some(Quorum::Half) if !self.granted => Progress::NeedsGrant,
+            Some(Quorum::Half | Quorum::More) => Progress::Through,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Generation, ViewId};
+
+    use super::*;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    fn view(number: u32, ids: &[u64]) -> View {
+        View {
+            id: ViewId { generation: Generation::new(1, 0), number },
+            members: Members::new(ids.iter().copied().map(id)).unwrap(),
+        }
+    }
+
+    fn change(old: &[u64], new: &[u64]) -> Change {
+        Change::new(ReplicaReport { committed: view(1, old), proposed: vec![] }, view(2, new))
+    }
+
+    #[test]
+    fn two_of_three_go_on_by_themselves() {
+        let mut change = change(&[1, 2, 3], &[1, 2]);
+        assert_eq!(change.progress(), Progress::Storing);
+        change.stored(id(1));
+        assert_eq!(change.progress(), Progress::Storing);
+        change.stored(id(2));
+        assert_eq!(change.progress(), Progress::Through);
+    }
+
+    #[test]
+    fn one_of_two_needs_the_arbiter() {
+        let mut change = change(&[1, 2], &[1]);
+        change.stored(id(1));
+        assert_eq!(change.progress(), Progress::NeedsGrant);
+        change.granted();
+        assert_eq!(change.progress(), Progress::Through);
+    }
+
+    #[test]
+    fn one_of_three_is_never_enough() {
+        let mut change = change(&[1, 2, 3], &[1]);
+        change.stored(id(1));
+        change.granted();
+        assert_eq!(change.progress(), Progress::NoQuorum);
+    }
+
+    #[test]
+    fn others_that_stored_it_count_for_the_quorum() {
+        let mut change = change(&[1, 2, 3], &[1]);
+        change.stored(id(1));
+        change.stored(id(3));
+        assert_eq!(change.progress(), Progress::Through);
+    }
+
+    #[test]
+    fn every_honoured_view_needs_its_quorum() {
+        let honoured = ReplicaReport { committed: view(1, &[1, 2, 3]), proposed: vec![view(2, &[2, 3])] };
+        let mut change = Change::new(honoured, view(3, &[2]));
+        change.stored(id(2));
+        change.stored(id(1));
+        assert_eq!(change.progress(), Progress::NeedsGrant);
+        change.stored(id(3));
+        assert_eq!(change.progress(), Progress::Through);
+    }
+}

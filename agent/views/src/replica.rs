@@ -1,0 +1,211 @@
+use serde::{Deserialize, Serialize};
+use shorthorn_types::limits::MAX_PROPOSED_VIEWS;
+use shorthorn_types::{Generation, ReplicaReport, View};
+use thiserror::Error;
+
+/// What one replica keeps of the views of its volume. The shell stores it durably before it answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReplicaViews {
+    generation: Generation,
+    report: ReplicaReport,
+}
+
+/// What fencing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fence {
+    /// The engine holds the replica already: this is one more connection of it.
+    Same,
+    /// A newer engine: whatever the one before still sends must be refused, and what it has sent must have
+    /// ended, before this is answered.
+    Raised,
+}
+
+/// Why a replica does not do what an engine asks. Nothing has changed.
+#[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
+pub enum Refused {
+    /// A newer engine holds the replica.
+    #[error("generation {asked} is fenced: generation {holder} holds this replica")]
+    Fenced {
+        /// Of the engine that asks.
+        asked: Generation,
+        /// Of the engine that holds it.
+        holder: Generation,
+    },
+    /// An engine that has not opened the replica wants to change its views.
+    #[error("generation {asked} has not opened this replica: generation {holder} holds it")]
+    NotOpened {
+        /// Of the engine that asks.
+        asked: Generation,
+        /// Of the engine that holds it.
+        holder: Generation,
+    },
+    /// More proposed views than a replica keeps.
+    #[error("more than {MAX_PROPOSED_VIEWS} proposed views: none of them has been committed")]
+    TooManyProposed,
+}
+
+impl ReplicaViews {
+    /// A replica that was just made for a volume whose first view is `first`.
+    #[must_use]
+    pub fn new(first: View) -> ReplicaViews {
+        ReplicaViews {
+            generation: Generation::NEVER,
+            report: ReplicaReport { committed: first, proposed: Vec::new() },
+        }
+    }
+
+    /// The generation that holds the replica.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// What to tell an engine that opens the replica.
+    #[must_use]
+    pub fn report(&self) -> &ReplicaReport {
+        &self.report
+    }
+
+    /// An engine of `generation` opens the replica.
+    ///
+    /// # Errors
+    /// [`Refused::Fenced`] where a newer one holds it.
+    pub fn fence(&mut self, generation: Generation) -> Result<Fence, Refused> {
+        if generation < self.generation {
+            return Err(Refused::Fenced { asked: generation, holder: self.generation });
+        }
+        let fence = if generation == self.generation { Fence::Same } else { Fence::Raised };
+        self.generation = generation;
+        Ok(fence)
+    }
+
+    /// The engine proposes `view`; `basis` is what it had to honour. Repeating it changes nothing.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub fn propose(
+        &mut self,
+        generation: Generation,
+        view: View,
+        basis: &ReplicaReport,
+    ) -> Result<(), Refused> {
+        self.check(generation)?;
+        let committed = newer(self.report.committed, basis.committed);
+        let mut proposed: Vec<View> = self.report.proposed.clone();
+        proposed.extend(&basis.proposed);
+        proposed.push(view);
+        proposed.retain(|view| view.id > committed.id);
+        proposed.sort_unstable_by_key(|view| view.id);
+        proposed.dedup();
+        if proposed.len() > MAX_PROPOSED_VIEWS {
+            return Err(Refused::TooManyProposed);
+        }
+        self.report = ReplicaReport { committed, proposed };
+        Ok(())
+    }
+
+    /// The engine says that `view` is through: it clears everything older.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub fn commit(&mut self, generation: Generation, view: View) -> Result<(), Refused> {
+        self.check(generation)?;
+        self.report.committed = newer(self.report.committed, view);
+        let committed = self.report.committed.id;
+        self.report.proposed.retain(|view| view.id > committed);
+        Ok(())
+    }
+
+    fn check(&self, asked: Generation) -> Result<(), Refused> {
+        let holder = self.generation;
+        match asked.cmp(&holder) {
+            std::cmp::Ordering::Less => Err(Refused::Fenced { asked, holder }),
+            std::cmp::Ordering::Greater => Err(Refused::NotOpened { asked, holder }),
+            std::cmp::Ordering::Equal => Ok(()),
+        }
+    }
+}
+
+pub(crate) fn newer(one: View, other: View) -> View {
+    if other.id > one.id { other } else { one }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Members, ReplicaId, ViewId};
+
+    use super::*;
+
+    fn view(attach: u64, number: u32, ids: &[u64]) -> View {
+        View {
+            id: ViewId { generation: Generation::new(attach, 0), number },
+            members: Members::new(ids.iter().copied().map(ReplicaId::from_random)).unwrap(),
+        }
+    }
+
+    fn opened(attach: u64) -> ReplicaViews {
+        let mut views = ReplicaViews::new(view(0, 0, &[1, 2, 3]));
+        views.fence(Generation::new(attach, 0)).unwrap();
+        views
+    }
+
+    #[test]
+    fn refuses_lower_generations_everywhere() {
+        let mut views = opened(2);
+        let old = Generation::new(1, 9);
+        let before = views.clone();
+        assert!(matches!(views.fence(old), Err(Refused::Fenced { .. })));
+        let basis = views.report().clone();
+        assert!(matches!(views.propose(old, view(1, 1, &[1]), &basis), Err(Refused::Fenced { .. })));
+        assert!(matches!(views.commit(old, view(1, 1, &[1])), Err(Refused::Fenced { .. })));
+        assert_eq!(views, before);
+        assert_eq!(views.fence(Generation::new(2, 0)), Ok(Fence::Same));
+        assert_eq!(views.fence(Generation::new(2, 1)), Ok(Fence::Raised));
+    }
+
+    #[test]
+    fn an_engine_opens_before_it_proposes() {
+        let mut views = opened(1);
+        let basis = views.report().clone();
+        let refused = views.propose(Generation::new(2, 0), view(2, 1, &[1]), &basis);
+        assert!(matches!(refused, Err(Refused::NotOpened { .. })));
+    }
+
+    #[test]
+    fn keeps_every_proposed_view_until_one_is_committed() {
+        let mut views = opened(1);
+        let basis = views.report().clone();
+        let generation = Generation::new(1, 0);
+        for number in 1..4 {
+            views.propose(generation, view(1, number, &[1, 2]), &basis).unwrap();
+        }
+        views.propose(generation, view(1, 2, &[1, 2]), &basis).unwrap();
+        assert_eq!(views.report().proposed.len(), 3);
+        views.commit(generation, view(1, 2, &[1, 2])).unwrap();
+        assert_eq!(views.report().committed, view(1, 2, &[1, 2]));
+        assert_eq!(views.report().proposed, [view(1, 3, &[1, 2])]);
+        views.commit(generation, view(1, 1, &[1, 2])).unwrap();
+        assert_eq!(views.report().committed, view(1, 2, &[1, 2]));
+    }
+
+    #[test]
+    fn takes_over_what_the_engine_had_to_honour() {
+        let mut views = opened(5);
+        let basis = ReplicaReport { committed: view(3, 1, &[1, 2]), proposed: vec![view(4, 1, &[1])] };
+        views.propose(Generation::new(5, 0), view(5, 1, &[1]), &basis).unwrap();
+        assert_eq!(views.report().committed, basis.committed);
+        assert_eq!(views.report().proposed, [view(4, 1, &[1]), view(5, 1, &[1])]);
+    }
+
+    #[test]
+    fn has_a_bound() {
+        let mut views = opened(1);
+        let basis = views.report().clone();
+        let mut propose = |number| views.propose(Generation::new(1, 0), view(1, number, &[1]), &basis);
+        for number in 1..=16 {
+            propose(number).unwrap();
+        }
+        assert_eq!(propose(17), Err(Refused::TooManyProposed));
+    }
+}

@@ -1,0 +1,392 @@
+use std::fmt;
+
+use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
+use shorthorn_types::{ByteRange, Errno};
+use thiserror::Error;
+
+/// Length of an encoded [`Header`].
+pub const HEADER_BYTES: usize = 40;
+/// The longest text of a control frame.
+pub const MAX_TEXT_BYTES: u32 = 16 << 10;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"SHRN");
+const VERSION: u8 = 1;
+
+/// What a frame asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Opcode {
+    /// Replica to engine, first of all: a nonce. Text: [`crate::Challenge`].
+    Challenge = 1,
+    /// Engine to replica. Text: [`crate::Hello`]; the response carries [`crate::Welcome`].
+    Hello = 2,
+    /// Data of the range; the response carries it.
+    Read = 3,
+    /// Data for the range, behind the header.
+    Write = 4,
+    /// Everything answered so far is made durable.
+    Flush = 5,
+    /// The range need not be kept; reading it gives zeroes or what was there, never anything older.
+    Discard = 6,
+    /// The range reads as zeroes from now on.
+    WriteZeroes = 7,
+    /// Are you there?
+    Ping = 8,
+    /// Store this proposed view. Text: [`crate::ViewMessage`].
+    Propose = 9,
+    /// This view is through. Text: [`crate::ViewMessage`].
+    Commit = 10,
+}
+
+impl Opcode {
+    const ALL: [Opcode; 10] = [
+        Opcode::Challenge,
+        Opcode::Hello,
+        Opcode::Read,
+        Opcode::Write,
+        Opcode::Flush,
+        Opcode::Discard,
+        Opcode::WriteZeroes,
+        Opcode::Ping,
+        Opcode::Propose,
+        Opcode::Commit,
+    ];
+
+    fn of(raw: u8) -> Option<Opcode> {
+        Opcode::ALL.get(usize::from(raw).checked_sub(1)?).copied()
+    }
+
+    /// Whether the frame carries text (JSON), not data of the volume.
+    #[must_use]
+    pub const fn is_control(self) -> bool {
+        matches!(self, Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit)
+    }
+}
+
+/// Bits beside the opcode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flags(u16);
+
+impl Flags {
+    /// A plain request.
+    pub const NONE: Flags = Flags(0);
+    /// The write is durable before it is answered.
+    pub const FUA: Flags = Flags(1);
+    /// The frame answers the request with the same id.
+    pub const RESPONSE: Flags = Flags(1 << 15);
+    const KNOWN: u16 = Flags::FUA.0 | Flags::RESPONSE.0;
+
+    /// Whether all bits of `other` are set.
+    #[must_use]
+    pub const fn has(self, other: Flags) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// The bits of both.
+    #[must_use]
+    pub const fn with(self, other: Flags) -> Flags {
+        Flags(self.0 | other.0)
+    }
+}
+
+/// The fixed part of a frame. A decoded header has passed every check that needs no volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What is asked for, or answered.
+    pub opcode: Opcode,
+    /// Bits beside it.
+    pub flags: Flags,
+    /// Chosen by the engine, repeated in the response.
+    pub id: u64,
+    /// The range in the volume; of control frames and responses without data: offset 0 and the length of the text.
+    pub offset_bytes: u64,
+    /// See `offset_bytes`.
+    pub length_bytes: u32,
+    /// Errno of a response; 0 is success.
+    pub status: i32,
+    /// CRC-32C of the data behind the header, 0 where there is none.
+    pub data_check: u32,
+}
+
+/// Why bytes are no frame. All end the connection: what follows cannot be trusted.
+#[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
+pub enum FrameError {
+    /// The stream does not start with the magic.
+    #[error("magic {0:#010x} instead of {MAGIC:#010x}: the peer does not speak this protocol")]
+    Magic(u32),
+    /// A version of the protocol that this build does not know.
+    #[error("protocol version {0}, this build speaks {VERSION}: upgrade the older side")]
+    Version(u8),
+    /// The header was damaged on the way.
+    #[error("header check {found:#010x}, computed {computed:#010x}: damaged on the way")]
+    HeaderCheck {
+        /// What the header says.
+        found: u32,
+        /// What its bytes give.
+        computed: u32,
+    },
+    /// The data was damaged on the way.
+    #[error(
+        "data check {found:#010x}, computed {computed:#010x} over {length_bytes} bytes: damaged on the way"
+    )]
+    DataCheck {
+        /// What the header says.
+        found: u32,
+        /// What the data gives.
+        computed: u32,
+        /// How long the data is.
+        length_bytes: u32,
+    },
+    /// An opcode that this version does not have.
+    #[error("opcode {0} is not known")]
+    Opcode(u8),
+    /// Flags that this version does not have.
+    #[error("flags {0:#06x} are not known")]
+    Flags(u16),
+    /// A length over the limit of its opcode, or a range that no volume has.
+    #[error("{opcode:?} at {offset_bytes} of {length_bytes} bytes is out of bounds")]
+    Bounds {
+        /// Of this frame.
+        opcode: Opcode,
+        /// Its offset.
+        offset_bytes: u64,
+        /// Its length.
+        length_bytes: u32,
+    },
+    /// A text that is no JSON of the kind that its opcode carries.
+    #[error("the text of {0:?} is not what this version expects")]
+    Text(Opcode),
+}
+
+impl Header {
+    /// A request without data.
+    #[must_use]
+    pub const fn request(opcode: Opcode, id: u64, offset_bytes: u64, length_bytes: u32) -> Header {
+        Header { opcode, flags: Flags::NONE, id, offset_bytes, length_bytes, status: 0, data_check: 0 }
+    }
+
+    /// The response to this request: success or an errno, with no data or text behind it.
+    #[must_use]
+    pub const fn response(&self, outcome: Result<(), Errno>) -> Header {
+        let status = match outcome {
+            Ok(()) => 0,
+            Err(errno) => errno.raw(),
+        };
+        let Header { opcode, id, offset_bytes, .. } = *self;
+        let length_bytes = if opcode.is_control() { 0 } else { self.length_bytes };
+        Header { opcode, flags: Flags::RESPONSE, id, offset_bytes, length_bytes, status, data_check: 0 }
+    }
+
+    /// Whether this answers a request.
+    #[must_use]
+    pub const fn is_response(&self) -> bool {
+        self.flags.has(Flags::RESPONSE)
+    }
+
+    /// The outcome that a response tells.
+    ///
+    /// # Errors
+    /// The errno that the replica answered with.
+    pub const fn outcome(&self) -> Result<(), Errno> {
+        if self.status == 0 { Ok(()) } else { Err(Errno::new(self.status)) }
+    }
+
+    /// How many bytes follow the header.
+    #[must_use]
+    pub const fn data_bytes(&self) -> u32 {
+        let follows = match (self.opcode, self.is_response()) {
+            (Opcode::Read, true) => self.status == 0,
+            (Opcode::Write, false) => true,
+            (opcode, _) => opcode.is_control(),
+        };
+        if follows { self.length_bytes } else { 0 }
+    }
+
+    /// The range that the request is about.
+    ///
+    /// # Errors
+    /// None for a decoded header.
+    pub fn range(&self) -> Result<ByteRange, FrameError> {
+        ByteRange::new(self.offset_bytes, u64::from(self.length_bytes)).map_err(|_| self.out_of_bounds())
+    }
+
+    const fn out_of_bounds(&self) -> FrameError {
+        FrameError::Bounds {
+            opcode: self.opcode,
+            offset_bytes: self.offset_bytes,
+            length_bytes: self.length_bytes,
+        }
+    }
+
+    /// The bytes of the header.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut out = [0; HEADER_BYTES];
+        out[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        out[4] = VERSION;
+        out[5] = self.opcode as u8;
+        out[6..8].copy_from_slice(&self.flags.0.to_le_bytes());
+        out[8..16].copy_from_slice(&self.id.to_le_bytes());
+        out[16..24].copy_from_slice(&self.offset_bytes.to_le_bytes());
+        out[24..28].copy_from_slice(&self.length_bytes.to_le_bytes());
+        out[28..32].copy_from_slice(&self.status.to_le_bytes());
+        out[32..36].copy_from_slice(&self.data_check.to_le_bytes());
+        let check = crc32c::crc32c(&out[..36]);
+        out[36..40].copy_from_slice(&check.to_le_bytes());
+        out
+    }
+
+    /// Reads and checks a header.
+    ///
+    /// # Errors
+    /// [`FrameError`] says what is wrong; the connection has to be closed.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
+        if u32_at(0) != MAGIC {
+            return Err(FrameError::Magic(u32_at(0)));
+        }
+        let computed = crc32c::crc32c(&bytes[..36]);
+        if u32_at(36) != computed {
+            return Err(FrameError::HeaderCheck { found: u32_at(36), computed });
+        }
+        if bytes[4] != VERSION {
+            return Err(FrameError::Version(bytes[4]));
+        }
+        if u16_at(6) & !Flags::KNOWN != 0 {
+            return Err(FrameError::Flags(u16_at(6)));
+        }
+        let header = Header {
+            opcode: Opcode::of(bytes[5]).ok_or(FrameError::Opcode(bytes[5]))?,
+            flags: Flags(u16_at(6)),
+            id: u64_at(8),
+            offset_bytes: u64_at(16),
+            length_bytes: u32_at(24),
+            status: i32::from_le_bytes([bytes[28], bytes[29], bytes[30], bytes[31]]),
+            data_check: u32_at(32),
+        };
+        header.check_bounds()
+    }
+
+    fn check_bounds(self) -> Result<Header, FrameError> {
+        let length = self.length_bytes;
+        let good = match self.opcode {
+            Opcode::Read | Opcode::Write => length > 0 && length <= MAX_IO_BYTES && self.is_sectors(),
+            Opcode::Discard | Opcode::WriteZeroes => {
+                length > 0 && length <= MAX_ZERO_BYTES && self.is_sectors()
+            }
+            Opcode::Flush | Opcode::Ping => length == 0 && self.offset_bytes == 0,
+            Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => {
+                length <= MAX_TEXT_BYTES && self.offset_bytes == 0
+            }
+        };
+        let overflows = self.offset_bytes.checked_add(u64::from(length)).is_none();
+        if !good || overflows { Err(self.out_of_bounds()) } else { Ok(self) }
+    }
+
+    const fn is_sectors(&self) -> bool {
+        self.offset_bytes.is_multiple_of(SECTOR_BYTES)
+            && (self.length_bytes as u64).is_multiple_of(SECTOR_BYTES)
+    }
+
+    /// Compares the data that came behind the header with its check.
+    ///
+    /// # Errors
+    /// [`FrameError::DataCheck`].
+    pub const fn check_data(&self, computed: u32) -> Result<(), FrameError> {
+        if computed == self.data_check {
+            return Ok(());
+        }
+        Err(FrameError::DataCheck { found: self.data_check, computed, length_bytes: self.length_bytes })
+    }
+}
+
+impl fmt::Display for Header {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.is_response() { "response" } else { "request" };
+        write!(
+            f,
+            "{:?} {kind} {:#x} at {} of {} bytes",
+            self.opcode, self.id, self.offset_bytes, self.length_bytes
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn header() -> impl Strategy<Value = Header> {
+        let opcode = prop::sample::select(Opcode::ALL.to_vec());
+        (opcode, any::<(bool, bool, u64, u32)>(), 0u64..1 << 31, 1u32..2048).prop_map(
+            |(opcode, (fua, response, id, data_check), sector, sectors)| {
+                let ranged = !opcode.is_control() && !matches!(opcode, Opcode::Flush | Opcode::Ping);
+                let text = if opcode.is_control() { sectors } else { 0 };
+                let flags = if fua { Flags::FUA } else { Flags::NONE };
+                Header {
+                    opcode,
+                    flags: if response { flags.with(Flags::RESPONSE) } else { flags },
+                    id,
+                    offset_bytes: if ranged { sector * 512 } else { 0 },
+                    length_bytes: if ranged { sectors * 512 } else { text },
+                    status: if response { 5 } else { 0 },
+                    data_check,
+                }
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_and_back(header in header()) {
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn every_damaged_bit_is_noticed(header in header(), bit in 0usize..HEADER_BYTES * 8) {
+            let mut bytes = header.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Header::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_within_bounds(mut bytes in prop::array::uniform32(any::<u8>()), opcode in 0u8..14) {
+            let mut whole = [0; HEADER_BYTES];
+            bytes[..4].copy_from_slice(b"SHRN");
+            (bytes[4], bytes[5]) = (1, opcode);
+            whole[..32].copy_from_slice(&bytes);
+            let check = crc32c::crc32c(&whole[..36]);
+            whole[36..].copy_from_slice(&check.to_le_bytes());
+            if let Ok(header) = Header::decode(&whole) {
+                prop_assert!(header.data_bytes() <= MAX_IO_BYTES.max(MAX_TEXT_BYTES));
+                prop_assert!(header.range().is_ok());
+            }
+        }
+    }
+
+    #[test]
+    fn the_layout_is_fixed() {
+        let mut header = Header::request(Opcode::Write, 0x0102_0304_0506_0708, 4096, 512);
+        header.flags = Flags::FUA;
+        header.data_check = 0xdead_beef;
+        let bytes = header.encode();
+        assert_eq!(&bytes[..8], b"SHRN\x01\x04\x01\x00");
+        assert_eq!(&bytes[8..16], &[8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(&bytes[16..32], &[0, 16, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&bytes[32..36], &[0xef, 0xbe, 0xad, 0xde]);
+        assert_eq!(&bytes[36..], &crc32c::crc32c(&bytes[..36]).to_le_bytes());
+    }
+
+    #[test]
+    fn refuses_ranges_over_the_limit() {
+        let decode = |opcode, length| Header::decode(&Header::request(opcode, 1, 0, length).encode());
+        assert!(decode(Opcode::Write, MAX_IO_BYTES).is_ok());
+        assert!(matches!(decode(Opcode::Write, MAX_IO_BYTES + 512), Err(FrameError::Bounds { .. })));
+        assert!(matches!(decode(Opcode::Read, 100), Err(FrameError::Bounds { .. })));
+        assert!(matches!(decode(Opcode::Flush, 512), Err(FrameError::Bounds { .. })));
+        assert!(matches!(decode(Opcode::Hello, MAX_TEXT_BYTES + 1), Err(FrameError::Bounds { .. })));
+    }
+}

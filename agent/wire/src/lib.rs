@@ -1,0 +1,35 @@
+//! The protocol between an engine and its replicas, as a pure codec.
+//!
+//! A connection carries frames: a [`Header`] of 40 bytes, little-endian, and `data` behind it where the
+//! opcode has some. Requests are pipelined and answered out of order; a response repeats the request's
+//! opcode and id with [`Flags::RESPONSE`] set and an errno (0 is success) in `status`.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 4 | magic, "SHRN" |
+//! | 4 | 1 | version, 1 |
+//! | 5 | 1 | opcode |
+//! | 6 | 2 | flags |
+//! | 8 | 8 | request id |
+//! | 16 | 8 | offset in the volume, bytes |
+//! | 24 | 4 | length, bytes: of the range, or of the text that a control frame carries |
+//! | 28 | 4 | status: an errno in a response, 0 else |
+//! | 32 | 4 | CRC-32C of the data behind the header, 0 where there is none |
+//! | 36 | 4 | CRC-32C of bytes 0 to 35 |
+//!
+//! Opening: the replica sends CHALLENGE with a nonce, the engine answers HELLO (who it is, whom it means,
+//! its generation, the proof that it has the volume's secret), the replica answers WELCOME (the response to
+//! HELLO) or a response with an errno and a text, and closes. Only then other frames are taken.
+//!
+//! What the engine promises: no two requests that modify data and overlap, rounded to
+//! [`shorthorn_types::limits::BLOCK_BYTES`], are in flight at once over all its connections.
+#![forbid(unsafe_code)]
+
+mod handshake;
+mod header;
+
+pub use handshake::{
+    Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text, proof, proofs_equal,
+};
+pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode};
+pub use shorthorn_types::ReplicaReport;
