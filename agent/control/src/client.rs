@@ -1,0 +1,104 @@
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::status::{Command, Status};
+
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a process could not be asked.
+#[derive(Debug, Error)]
+pub enum ControlError {
+    /// The socket does not work: the process is not there, or hangs.
+    #[error("control socket {path}: {source}")]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The answer is not what this version expects.
+    #[error("control socket {path}: unexpected answer: {source}")]
+    Answer {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong.
+        source: serde_json::Error,
+    },
+}
+
+/// A connection to the control socket of a process.
+#[derive(Debug)]
+pub struct Client {
+    path: PathBuf,
+    stream: UnixStream,
+}
+
+impl Client {
+    /// Connects to the socket at `path`.
+    ///
+    /// # Errors
+    /// [`ControlError::Io`] where nobody listens there.
+    pub fn connect(path: &Path) -> Result<Client, ControlError> {
+        let io = |source| ControlError::Io { path: path.to_owned(), source };
+        let stream = UnixStream::connect(path).map_err(io)?;
+        stream.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(io)?;
+        stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(io)?;
+        Ok(Client { path: path.to_owned(), stream })
+    }
+
+    fn send(&self, command: Command) -> Result<(), ControlError> {
+        let mut line = serde_json::to_vec(&command).map_err(|source| self.answer(source))?;
+        line.push(b'\n');
+        (&self.stream).write_all(&line).map_err(|source| self.io(source))
+    }
+
+    fn io(&self, source: io::Error) -> ControlError {
+        ControlError::Io { path: self.path.clone(), source }
+    }
+
+    fn answer(&self, source: serde_json::Error) -> ControlError {
+        ControlError::Answer { path: self.path.clone(), source }
+    }
+
+    fn read(&self, lines: &mut impl BufRead) -> Result<Option<Status>, ControlError> {
+        let mut line = String::new();
+        if lines.read_line(&mut line).map_err(|source| self.io(source))? == 0 {
+            return Ok(None);
+        }
+        serde_json::from_str(&line).map(Some).map_err(|source| self.answer(source))
+    }
+
+    /// The status as it is now.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn status(&self) -> Result<Status, ControlError> {
+        self.send(Command::Status)?;
+        let status = self.read(&mut BufReader::new(&self.stream))?;
+        status.ok_or_else(|| self.io(io::ErrorKind::UnexpectedEof.into()))
+    }
+
+    /// The status as it is now, then after every change; ends when the process does.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn watch(self) -> Result<impl Iterator<Item = Result<Status, ControlError>>, ControlError> {
+        self.send(Command::Watch)?;
+        self.stream.set_read_timeout(None).map_err(|source| self.io(source))?;
+        let stream = self.stream.try_clone().map_err(|source| self.io(source))?;
+        let mut lines = BufReader::new(stream);
+        Ok(std::iter::from_fn(move || self.read(&mut lines).transpose()))
+    }
+
+    /// Asks the process to end.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn stop(&self) -> Result<(), ControlError> {
+        self.send(Command::Stop)
+    }
+}

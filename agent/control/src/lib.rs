@@ -1,0 +1,17 @@
+//! How the agent and an engine or replica process talk: a spec file that the process is started with, and
+//! a control socket of the process that carries lines of JSON.
+//!
+//! A client sends one [`Command`] per line. `status` is answered by one [`Status`] line, `watch` by one at
+//! once and one after every change until the client goes, `stop` by none: the process ends as on SIGTERM.
+#![forbid(unsafe_code)]
+
+mod client;
+mod server;
+mod spec;
+mod status;
+
+pub use client::{Client, ControlError};
+pub use server::{Publisher, Server};
+pub use shorthorn_types::Secret;
+pub use spec::{EngineSpec, FrontendChoice, ReplicaEndpoint, ReplicaSpec, SpecError, load_spec, store_spec};
+pub use status::{Command, EnginePhase, EngineStatus, MemberMode, MemberStatus, ReplicaStatus, Status};

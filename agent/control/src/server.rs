@@ -1,0 +1,241 @@
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use std::{fs, thread};
+
+use crate::status::{Command, Status};
+
+/// The most clients at once; more are turned away.
+const CLIENTS_MAX: usize = 16;
+/// The longest line that a client may send.
+const LINE_MAX_BYTES: u64 = 4096;
+/// A client that does not take its status for so long is cut off.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Where the process puts its newest status; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Publisher(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    newest: Mutex<(u64, Status)>,
+    changed: Condvar,
+    clients: AtomicUsize,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, (u64, Status)> {
+        // A status is replaced whole, so a panic elsewhere leaves nothing half-written.
+        self.newest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Publisher {
+    /// Changes the status and tells everybody who watches, if it is different afterwards.
+    pub fn update(&self, change: impl FnOnce(&mut Status)) {
+        let mut newest = self.0.lock();
+        let before = newest.1.clone();
+        change(&mut newest.1);
+        if newest.1 != before {
+            newest.0 += 1;
+            self.0.changed.notify_all();
+        }
+    }
+
+    /// The newest status.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        self.0.lock().1.clone()
+    }
+}
+
+/// A control socket. It is removed when the server is dropped.
+#[derive(Debug)]
+pub struct Server {
+    path: PathBuf,
+}
+
+impl Server {
+    /// Binds the socket at `path` (mode 0600; what an earlier process left there is removed) and serves it
+    /// on threads of its own. `stop` is called when a client asks the process to end.
+    ///
+    /// # Errors
+    /// What bind answers, for instance for a path of more than 107 bytes.
+    pub fn start(
+        path: &Path,
+        first: Status,
+        stop: impl Fn() + Send + Sync + 'static,
+    ) -> io::Result<(Server, Publisher)> {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        let shared =
+            Shared { newest: Mutex::new((0, first)), changed: Condvar::new(), clients: AtomicUsize::new(0) };
+        let publisher = Publisher(Arc::new(shared));
+        let served = publisher.clone();
+        let stop: Arc<dyn Fn() + Send + Sync> = Arc::new(stop);
+        thread::Builder::new()
+            .name("control".into())
+            .stack_size(128 << 10)
+            .spawn(move || accept(&listener, &served, &stop))?;
+        Ok((Server { path: path.to_owned() }, publisher))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Somebody may have removed it before us: then there is nothing to do.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn accept(listener: &UnixListener, publisher: &Publisher, stop: &Arc<dyn Fn() + Send + Sync>) {
+    for client in listener.incoming() {
+        let client = match client {
+            Ok(client) => client,
+            Err(error) => {
+                tracing::warn!(%error, "control socket: accept failed");
+                thread::sleep(Duration::from_millis(100)); // out of descriptors: do not spin
+                continue;
+            }
+        };
+        if publisher.0.clients.fetch_add(1, Ordering::Relaxed) >= CLIENTS_MAX {
+            publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
+            continue;
+        }
+        let (publisher, stop) = (publisher.clone(), Arc::clone(stop));
+        let shared = Arc::clone(&publisher.0);
+        let spawned =
+            thread::Builder::new().name("control-client".into()).stack_size(128 << 10).spawn(move || {
+                // A client that goes away ends its thread with an error that concerns nobody.
+                let _ = serve(client, &publisher, stop.as_ref());
+                publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
+            });
+        if let Err(error) = spawned {
+            shared.clients.fetch_sub(1, Ordering::Relaxed);
+            tracing::warn!(%error, "control socket: no thread for a client");
+        }
+    }
+}
+
+fn serve(client: UnixStream, publisher: &Publisher, stop: &(dyn Fn() + Send + Sync)) -> io::Result<()> {
+    client.set_write_timeout(Some(WRITE_TIMEOUT))?;
+    let mut lines = BufReader::new(client.try_clone()?);
+    let mut line = String::new();
+    while lines.by_ref().take(LINE_MAX_BYTES).read_line(&mut line)? > 0 {
+        match serde_json::from_str(&line)? {
+            Command::Status => send(&client, &publisher.status())?,
+            Command::Watch => return watch(&client, publisher),
+            Command::Stop => stop(),
+        }
+        line.clear();
+    }
+    Ok(())
+}
+
+fn send(mut client: &UnixStream, status: &Status) -> io::Result<()> {
+    let mut line = serde_json::to_vec(status)?;
+    line.push(b'\n');
+    client.write_all(&line)
+}
+
+fn watch(client: &UnixStream, publisher: &Publisher) -> io::Result<()> {
+    let mut seen = None;
+    loop {
+        let status = {
+            let mut newest = publisher.0.lock();
+            while seen == Some(newest.0) {
+                let (guard, timeout) = publisher
+                    .0
+                    .changed
+                    .wait_timeout(newest, WRITE_TIMEOUT)
+                    .unwrap_or_else(PoisonError::into_inner);
+                newest = guard;
+                if timeout.timed_out() && has_gone(client) {
+                    return Ok(());
+                }
+            }
+            seen = Some(newest.0);
+            newest.1.clone()
+        };
+        send(client, &status)?;
+    }
+}
+
+/// Whether the client has closed its end; it never sends anything after `watch`.
+fn has_gone(mut client: &UnixStream) -> bool {
+    let gone = client.set_nonblocking(true).is_err() || matches!(client.read(&mut [0]), Ok(0));
+    gone || client.set_nonblocking(false).is_err()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use shorthorn_types::{Generation, ReplicaId};
+
+    use super::*;
+    use crate::{Client, ReplicaStatus};
+
+    fn status() -> Status {
+        Status::Replica(ReplicaStatus {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(1),
+            pid: 1,
+            serving: false,
+            message: String::new(),
+            addresses: vec![],
+            size_bytes: 4096,
+            allocated_bytes: 0,
+            generation: Generation::NEVER,
+            directory: "/d".into(),
+        })
+    }
+
+    #[test]
+    fn tells_its_status_and_every_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control");
+        let (server, publisher) = Server::start(&path, status(), || ()).unwrap();
+        let client = Client::connect(&path).unwrap();
+        assert_eq!(client.status().unwrap(), status());
+        let mut changes = Client::connect(&path).unwrap().watch().unwrap();
+        assert_eq!(changes.next().unwrap().unwrap(), status());
+        publisher.update(|status| {
+            if let Status::Replica(replica) = status {
+                replica.serving = true;
+            }
+        });
+        assert!(matches!(changes.next().unwrap().unwrap(), Status::Replica(replica) if replica.serving));
+        drop(server);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn passes_stop_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control");
+        let (told, stopped) = mpsc::channel();
+        let (_server, _) = Server::start(&path, status(), move || told.send(()).unwrap()).unwrap();
+        Client::connect(&path).unwrap().stop().unwrap();
+        stopped.recv_timeout(Duration::from_secs(10)).unwrap();
+    }
+
+    #[test]
+    fn nonsense_ends_the_connection_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control");
+        let (_server, _) = Server::start(&path, status(), || ()).unwrap();
+        let mut raw = UnixStream::connect(&path).unwrap();
+        raw.write_all(b"nonsense\n").unwrap();
+        assert_eq!(raw.read(&mut [0; 10]).unwrap(), 0);
+        assert!(Client::connect(&path).unwrap().status().is_ok());
+    }
+}

@@ -1,0 +1,188 @@
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use shorthorn_types::{Members, ReplicaId, Secret, VolumeName};
+use thiserror::Error;
+
+/// What a replica process is started with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReplicaSpec {
+    /// The volume that it belongs to.
+    pub volume: VolumeName,
+    /// Its identity.
+    pub replica: ReplicaId,
+    /// The replica directory.
+    pub directory: PathBuf,
+    /// Size of the volume: of a new directory, and checked against an old one.
+    pub size_bytes: u64,
+    /// Whether a missing directory may be made.
+    pub create: bool,
+    /// Members of the view that the volume was created with.
+    pub first_members: Members,
+    /// Secret of the volume.
+    pub secret: Secret,
+    /// Unix socket for data, for engines on the same host.
+    pub data_socket: PathBuf,
+    /// IP address and port (0: any) for data, for engines on other hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_address: Option<std::net::SocketAddr>,
+    /// Control socket.
+    pub control_socket: PathBuf,
+}
+
+/// What an engine process is started with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EngineSpec {
+    /// The volume.
+    pub volume: VolumeName,
+    /// Its size; must be what the replicas have.
+    pub size_bytes: u64,
+    /// Number of the attachment.
+    pub attach: u64,
+    /// Where the replicas are.
+    pub replicas: Vec<ReplicaEndpoint>,
+    /// Which frontend.
+    pub frontend: FrontendChoice,
+    /// Secret of the volume.
+    pub secret: Secret,
+    /// State file of the engine: the number of its last start, and its device. Locked while it runs.
+    pub state_file: PathBuf,
+    /// Control socket.
+    pub control_socket: PathBuf,
+    /// Path of the frontend `socket`.
+    pub frontend_socket: PathBuf,
+    /// Directory of the device nodes, /dev/longhorn.
+    pub device_dir: PathBuf,
+    /// Threads, rings and connections per replica.
+    pub queues: u16,
+    /// Requests in flight per queue.
+    pub depth: u16,
+    /// A replica that does not answer a request for so long has failed.
+    pub replica_timeout_ms: u32,
+}
+
+/// Where one replica of the volume is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReplicaEndpoint {
+    /// Which replica has to answer there.
+    pub replica: ReplicaId,
+    /// `unix:<path>` or `tcp:<ip>:<port>`, in the order to try.
+    pub addresses: Vec<String>,
+    /// Whether it is on this host: reads go there first.
+    pub local: bool,
+}
+
+/// Which frontend is wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FrontendChoice {
+    /// The first that works of ublk, nbd.
+    Auto,
+    /// ublk or nothing.
+    Ublk,
+    /// NBD or nothing.
+    Nbd,
+    /// NBD on a Unix socket.
+    Socket,
+}
+
+/// Why a spec file cannot be used.
+#[derive(Debug, Error)]
+pub enum SpecError {
+    /// The file cannot be read or written.
+    #[error("spec file {path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The file does not say what a spec has to say.
+    #[error("spec file {path}: {source}")]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with line and column.
+        source: serde_json::Error,
+    },
+}
+
+/// Reads a spec file.
+///
+/// # Errors
+/// [`SpecError`] names the file and what is wrong.
+pub fn load_spec<T: DeserializeOwned>(path: &Path) -> Result<T, SpecError> {
+    let bytes = fs::read(path).map_err(|source| SpecError::Io { path: path.to_owned(), source })?;
+    serde_json::from_slice(&bytes).map_err(|source| SpecError::Content { path: path.to_owned(), source })
+}
+
+/// Writes a spec file, readable by its owner only: whole or not at all, and durably.
+///
+/// # Errors
+/// [`SpecError`] names the file and what is wrong.
+pub fn store_spec<T: Serialize>(path: &Path, spec: &T) -> Result<(), SpecError> {
+    let content = |source| SpecError::Content { path: path.to_owned(), source };
+    let bytes = serde_json::to_vec_pretty(spec).map_err(content)?;
+    write_durably(path, &bytes).map_err(|source| SpecError::Io { path: path.to_owned(), source })
+}
+
+fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let temporary = path.with_extension("tmp");
+    let mut file =
+        fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(&temporary, path)?;
+    fs::File::open(path.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec() -> EngineSpec {
+        EngineSpec {
+            volume: "v1".parse().unwrap(),
+            size_bytes: 4096,
+            attach: 1,
+            replicas: vec![ReplicaEndpoint {
+                replica: ReplicaId::from_random(1),
+                addresses: vec!["unix:/run/r".into()],
+                local: true,
+            }],
+            frontend: FrontendChoice::Auto,
+            secret: Secret::new([0xa5; 32]),
+            state_file: "/tmp/state".into(),
+            control_socket: "/tmp/control".into(),
+            frontend_socket: "/tmp/nbd".into(),
+            device_dir: "/dev/longhorn".into(),
+            queues: 1,
+            depth: 128,
+            replica_timeout_ms: 5000,
+        }
+    }
+
+    #[test]
+    fn files_and_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.json");
+        store_spec(&path, &spec()).unwrap();
+        assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), spec());
+    }
+
+    #[test]
+    fn errors_name_file_and_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.json");
+        fs::write(&path, "{\n  \"volume\": \"v1\",\n  \"colour\": 1\n}").unwrap();
+        let text = load_spec::<EngineSpec>(&path).unwrap_err().to_string();
+        assert!(text.contains("v1.json") && text.contains("colour") && text.contains("line 3"), "{text}");
+    }
+}

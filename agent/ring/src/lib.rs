@@ -1,0 +1,21 @@
+//! One io_uring per thread, with buffers and byte streams, behind a safe interface.
+//!
+//! All memory that the kernel reads or writes behind our back is in an [`Arena`], which is never given
+//! back while the process lives, or inside a [`Stream`], which outlives its own requests. That is what
+//! makes the operations here safe to call: a completion can come late, but never into freed memory.
+//!
+//! Nothing allocates after set-up.
+
+mod arena;
+mod process;
+mod ring;
+mod stream;
+mod token;
+mod wake;
+
+pub use arena::{Arena, IoBuf, SlotPool};
+pub use process::{ProtectionReport, protect_thread};
+pub use ring::{Completion, Ring};
+pub use stream::{Received, Stream, StreamLimits};
+pub use token::Token;
+pub use wake::{Wake, Waker};

@@ -1,0 +1,228 @@
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::Duration;
+
+use io_uring::squeue::Entry;
+use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode};
+
+use crate::{IoBuf, Token};
+
+/// What the kernel has finished.
+#[derive(Clone, Copy, Debug)]
+pub struct Completion {
+    /// What it belongs to.
+    pub token: Token,
+    /// The result as a system call would give it: negative errno on failure.
+    pub result: i32,
+}
+
+impl Completion {
+    /// The result as a count, or the error.
+    ///
+    /// # Errors
+    /// The errno of the operation.
+    pub fn count(&self) -> io::Result<usize> {
+        usize::try_from(self.result).map_err(|_| io::Error::from_raw_os_error(-self.result))
+    }
+}
+
+/// An io_uring that belongs to the thread that made it.
+pub struct Ring {
+    ring: IoUring,
+    /// Entries that found the submission queue full; they go in before any new one.
+    overflow: VecDeque<Entry>,
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring").field("fd", &self.ring.as_raw_fd()).finish_non_exhaustive()
+    }
+}
+
+impl Ring {
+    /// A ring with `entries` submissions and four times as many completions.
+    ///
+    /// # Errors
+    /// What io_uring_setup answers: ENOSYS or EPERM where the kernel has none or forbids it.
+    pub fn new(entries: u32) -> io::Result<Ring> {
+        // Deferred task work (6.1) batches completions and never interrupts this thread; older kernels do without.
+        let best = IoUring::builder()
+            .setup_cqsize(entries * 4)
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .build(entries);
+        let ring = match best {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                IoUring::builder().setup_cqsize(entries * 4).build(entries)?
+            }
+            other => other?,
+        };
+        Ok(Ring { ring, overflow: VecDeque::with_capacity(entries as usize) })
+    }
+
+    /// Queues `entry` for the next [`Ring::wait`].
+    ///
+    /// # Safety
+    /// Whatever memory the entry points to stays valid until its completion has come.
+    pub unsafe fn push(&mut self, entry: Entry, token: Token) {
+        let entry = entry.user_data(token.pack());
+        // SAFETY: promised by the caller.
+        if !self.overflow.is_empty() || unsafe { self.ring.submission().push(&entry) }.is_err() {
+            self.overflow.push_back(entry);
+        }
+    }
+
+    fn drain_overflow(&mut self) {
+        while let Some(entry) = self.overflow.front() {
+            // SAFETY: promised by the caller of push.
+            if unsafe { self.ring.submission().push(entry) }.is_err() {
+                return;
+            }
+            self.overflow.pop_front();
+        }
+    }
+
+    /// Submits what is queued, waits for a completion (at most `timeout`), and appends all there are to `out`.
+    ///
+    /// # Errors
+    /// What io_uring_enter answers, other than interruption and time-out.
+    pub fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<Completion>) -> io::Result<()> {
+        while !self.overflow.is_empty() {
+            match self.ring.submit() {
+                // Too many completions wait: they are taken first, and the rest goes in with the next wait.
+                Err(error) if is_passing(&error) => break,
+                submitted => submitted?,
+            };
+            self.drain_overflow();
+        }
+        let ready = !self.ring.completion().is_empty();
+        let entered = match timeout {
+            _ if ready => self.ring.submitter().submit_and_wait(0),
+            None => self.ring.submitter().submit_and_wait(1),
+            Some(timeout) => {
+                let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
+            }
+        };
+        match entered {
+            Err(error) if !is_passing(&error) => return Err(error),
+            _ => {}
+        }
+        out.extend(
+            self.ring
+                .completion()
+                .map(|entry| Completion { token: Token::unpack(entry.user_data()), result: entry.result() }),
+        );
+        Ok(())
+    }
+
+    /// Reads `buf.len()` bytes at `offset_bytes` of a file.
+    pub fn read(&mut self, fd: RawFd, buf: IoBuf, offset_bytes: u64, token: Token) {
+        let entry = opcode::Read::new(Fd(fd), buf.as_ptr(), length(buf)).offset(offset_bytes).build();
+        // SAFETY: arena memory is never unmapped.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Writes `buf` at `offset_bytes` of a file; `durable` waits until the data is on the disk (RWF_DSYNC).
+    pub fn write(&mut self, fd: RawFd, buf: IoBuf, offset_bytes: u64, durable: bool, token: Token) {
+        let flags = if durable { libc::RWF_DSYNC } else { 0 };
+        let entry = opcode::Write::new(Fd(fd), buf.as_ptr(), length(buf))
+            .offset(offset_bytes)
+            .rw_flags(flags)
+            .build();
+        // SAFETY: arena memory is never unmapped.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Makes the data of a file durable.
+    pub fn fdatasync(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::Fsync::new(Fd(fd)).flags(FsyncFlags::DATASYNC).build();
+        // SAFETY: no memory involved.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Allocates, zeroes or punches a range of a file, as fallocate(2) does with `mode`.
+    pub fn fallocate(&mut self, fd: RawFd, mode: i32, offset_bytes: u64, length_bytes: u64, token: Token) {
+        let entry = opcode::Fallocate::new(Fd(fd), length_bytes).offset(offset_bytes).mode(mode).build();
+        // SAFETY: no memory involved.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Takes the next connection of a listening socket; the result is its descriptor.
+    pub fn accept(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::Accept::new(Fd(fd), std::ptr::null_mut(), std::ptr::null_mut())
+            .flags(libc::SOCK_CLOEXEC)
+            .build();
+        // SAFETY: no memory involved: the peer's address is not asked for.
+        unsafe { self.push(entry, token) }
+    }
+}
+
+/// Failures of io_uring_enter after which waiting again is right.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN))
+}
+
+fn length(buf: IoBuf) -> u32 {
+    u32::try_from(buf.len()).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Arena;
+
+    const TOKEN: Token = Token { source: 1, kind: 2, index: 3, tag: 4 };
+
+    #[test]
+    fn reads_what_it_wrote() {
+        let mut ring = Ring::new(2).unwrap();
+        let arena = Arena::new(2, 4096).unwrap();
+        let file = tempfile();
+        arena.buf(0).copy_from(b"shorthorn");
+        let mut out = Vec::new();
+        ring.write(file.as_raw_fd(), arena.buf(0).part(0, 9), 100, true, TOKEN);
+        ring.wait(None, &mut out).unwrap();
+        assert_eq!((out[0].token, out[0].count().unwrap()), (TOKEN, 9));
+        ring.read(file.as_raw_fd(), arena.buf(1).part(0, 9), 100, TOKEN);
+        out.clear();
+        ring.wait(None, &mut out).unwrap();
+        let mut back = [0; 9];
+        arena.buf(1).copy_to(&mut back);
+        assert_eq!(&back, b"shorthorn");
+    }
+
+    #[test]
+    fn more_than_the_queue_holds_gets_through() {
+        let mut ring = Ring::new(2).unwrap();
+        let file = tempfile();
+        for tag in 0..20 {
+            ring.fdatasync(file.as_raw_fd(), Token { tag, ..TOKEN });
+        }
+        let mut out = Vec::new();
+        while out.len() < 20 {
+            ring.wait(None, &mut out).unwrap();
+        }
+        let mut tags: Vec<u32> = out.iter().map(|completion| completion.token.tag).collect();
+        tags.sort_unstable();
+        assert_eq!(tags, (0..20).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_wait_ends_by_itself() {
+        let mut ring = Ring::new(2).unwrap();
+        let mut out = Vec::new();
+        ring.wait(Some(Duration::from_millis(1)), &mut out).unwrap();
+        assert!(out.is_empty());
+    }
+
+    fn tempfile() -> std::fs::File {
+        // SAFETY: the name is a valid C string.
+        let fd = unsafe { libc::memfd_create(c"ring".as_ptr(), 0) };
+        assert!(fd >= 0);
+        // SAFETY: the descriptor is new and ours.
+        unsafe { std::os::fd::FromRawFd::from_raw_fd(fd) }
+    }
+}

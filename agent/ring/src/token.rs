@@ -1,0 +1,43 @@
+/// What a completion belongs to, carried through the kernel in the 64 bits of user data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Token {
+    /// Which part of the program the completion goes to.
+    pub source: u8,
+    /// What kind of operation of that part.
+    pub kind: u8,
+    /// Which connection, queue tag or file.
+    pub index: u16,
+    /// Which incarnation of that, or which request.
+    pub tag: u32,
+}
+
+impl Token {
+    /// The 64 bits.
+    #[must_use]
+    pub const fn pack(self) -> u64 {
+        (self.source as u64) << 56 | (self.kind as u64) << 48 | (self.index as u64) << 32 | self.tag as u64
+    }
+
+    /// Reads the 64 bits back.
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation)] // cutting the fields out is what it does
+    pub const fn unpack(bits: u64) -> Token {
+        Token {
+            source: (bits >> 56) as u8,
+            kind: (bits >> 48) as u8,
+            index: (bits >> 32) as u16,
+            tag: bits as u32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_and_back() {
+        let token = Token { source: 0xfe, kind: 3, index: 0xabcd, tag: 0x8765_4321 };
+        assert_eq!(Token::unpack(token.pack()), token);
+    }
+}
