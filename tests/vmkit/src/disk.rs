@@ -1,0 +1,173 @@
+//! Data disks: files on the host that are plugged into a running VM.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use crate::machine::DISK_BUS;
+
+/// The serial number of the data disk, part of its name in the guest.
+pub const DATA_SERIAL: &str = "shorthorn-data";
+
+/// A file system that a data disk has when the VM starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileSystem {
+    /// With the defaults of mkfs.ext4.
+    Ext4,
+    /// With the defaults of mkfs.xfs.
+    Xfs,
+}
+
+impl FileSystem {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Ext4 => "ext4",
+            Self::Xfs => "xfs",
+        }
+    }
+}
+
+/// What happens to written data that the guest did not flush.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Durability {
+    /// It is in the host's page cache, which survives a power cut of the VM.
+    HostCache,
+    /// As above, and a flush does not reach the host's disk either: fastest.
+    NoFlush,
+    /// It goes around the host's page cache: for measurements of the disk itself.
+    Direct,
+    /// A power cut loses what was written to a 64 KiB block for the first time since
+    /// the last flush, as a disk with a volatile cache would. What overwrites such a
+    /// block later survives.
+    VolatileCache,
+}
+
+/// A disk besides the root disk, kept over a reboot and a power cut.
+#[derive(Debug, Clone)]
+pub struct DataDisk {
+    /// The size the guest sees; the file on the host is sparse.
+    pub size_mib: u64,
+    /// None leaves the disk empty and unmounted.
+    pub file_system: Option<FileSystem>,
+    /// Where it is mounted, then and at every later boot.
+    pub mount_point: String,
+    /// What a power cut does to it.
+    pub durability: Durability,
+}
+
+impl DataDisk {
+    /// A disk mounted where the agent keeps its replicas.
+    pub fn new(size_mib: u64, file_system: FileSystem) -> Self {
+        Self {
+            size_mib,
+            file_system: Some(file_system),
+            mount_point: "/var/lib/longhorn".to_owned(),
+            durability: Durability::HostCache,
+        }
+    }
+
+    /// A disk without a file system.
+    pub fn blank(size_mib: u64) -> Self {
+        Self { file_system: None, ..Self::new(size_mib, FileSystem::Ext4) }
+    }
+
+    /// Sets what a power cut does to data that was not flushed.
+    #[must_use]
+    pub fn durability(mut self, durability: Durability) -> Self {
+        self.durability = durability;
+        self
+    }
+
+    /// The path of the disk in the guest.
+    pub fn guest_path() -> String {
+        guest_path(DATA_SERIAL)
+    }
+
+    /// Makes the disk's files in `dir`.
+    pub(crate) fn create(&self, dir: &Path) -> Result<Disk> {
+        let raw = dir.join("data.img");
+        let file = File::create_new(&raw).with_context(|| format!("cannot create {}", raw.display()))?;
+        file.set_len(self.size_mib * 1024 * 1024)
+            .with_context(|| format!("cannot extend {}", raw.display()))?;
+        // Made here rather than in the guest: native speed.
+        match self.file_system {
+            Some(FileSystem::Ext4) => run(Command::new("mkfs.ext4").arg("-q").arg(&raw))?,
+            Some(FileSystem::Xfs) => run(Command::new("mkfs.xfs").arg("-q").arg(&raw))?,
+            None => {}
+        }
+        let path = if self.durability == Durability::VolatileCache {
+            let overlay = dir.join("data.qcow2");
+            create_overlay(&raw, "raw", &overlay)?;
+            overlay
+        } else {
+            raw
+        };
+        Ok(Disk { serial: DATA_SERIAL.to_owned(), path, durability: self.durability, read_only: false })
+    }
+}
+
+/// A disk that can be plugged in.
+#[derive(Debug, Clone)]
+pub struct Disk {
+    pub serial: String,
+    pub path: PathBuf,
+    pub durability: Durability,
+    pub read_only: bool,
+}
+
+impl Disk {
+    /// QEMU's description of the file.
+    pub fn blockdev(&self) -> Value {
+        let direct = self.durability == Durability::Direct;
+        let no_flush = self.durability == Durability::NoFlush;
+        let driver = if self.durability == Durability::VolatileCache { "qcow2" } else { "raw" };
+        json!({
+            "driver": driver,
+            "node-name": self.serial,
+            "read-only": self.read_only,
+            "discard": "unmap",
+            "cache": { "direct": direct, "no-flush": no_flush },
+            "file": {
+                "driver": "file",
+                "filename": self.path,
+                "discard": "unmap",
+                "cache": { "direct": direct, "no-flush": no_flush },
+            },
+        })
+    }
+
+    /// QEMU's description of the disk in front of it.
+    pub fn device(&self) -> Value {
+        json!({
+            "driver": "scsi-hd",
+            "bus": DISK_BUS,
+            "id": format!("disk-{}", self.serial),
+            "drive": self.serial,
+            "serial": self.serial,
+        })
+    }
+}
+
+/// Where udev in the guest links a disk with that serial number.
+pub fn guest_path(serial: &str) -> String {
+    format!("/dev/disk/by-id/scsi-0QEMU_QEMU_HARDDISK_{serial}")
+}
+
+/// Makes a copy-on-write file above a disk.
+pub fn create_overlay(backing: &Path, format: &str, overlay: &Path) -> Result<()> {
+    run(Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-F", format, "-b"])
+        .arg(backing)
+        .arg(overlay))
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+    if !output.status.success() {
+        bail!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}

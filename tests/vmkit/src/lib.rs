@@ -1,0 +1,45 @@
+//! Virtual machines with a real kernel, for tests.
+//!
+//! A [`Vm`] is a clone of a *template*: a machine that was booted once, saved while
+//! it ran, and is mapped copy-on-write by every clone. So a clean machine runs its
+//! first command about a second after [`Vm::start`], even under software emulation.
+//! What is missing (the disk image, a template) is built first, once per machine.
+//!
+//! ```no_run
+//! use shorthorn_vmkit::{Kernel, Vm, VmOptions};
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! let vm = Vm::start(VmOptions::new(Kernel::Ublk))?;
+//! vm.sh("modprobe ublk_drv && test -c /dev/ublk-control")?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Every wait has a limit, every error names the console log, and a VM disappears
+//! with the value, or with the process that started it, however that ends.
+
+mod agent;
+mod cache;
+mod check;
+mod console;
+mod disk;
+mod image;
+mod lan;
+mod machine;
+mod pack;
+mod process;
+mod qemu;
+mod qmp;
+mod template;
+mod terminal;
+mod vm;
+
+pub use agent::{GuestCommand, Output, Running, Stream};
+pub use check::check_template;
+pub use disk::{DataDisk, Durability, FileSystem};
+pub use image::Image;
+pub use lan::Lan;
+pub use machine::Kernel;
+pub use template::{Template, prepare};
+pub use terminal::{interactive_shell, print as print_output};
+pub use vm::{Vm, VmOptions};

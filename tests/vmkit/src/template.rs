@@ -1,0 +1,158 @@
+//! Templates: machines that were booted, saved while they ran, and are cloned.
+
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::agent::{Agent, GuestCommand};
+use crate::cache;
+use crate::console::ConsoleLog;
+use crate::disk::create_overlay;
+use crate::image::Image;
+use crate::machine::{Accelerator, Hardware, Kernel, Memory, hardware_arguments};
+use crate::qemu::{Files, Qemu};
+
+/// Longest cold boot: some 15 s alone, several times that on a busy machine.
+pub const BOOT_LIMIT: Duration = Duration::from_secs(180);
+
+/// Raised when templates made by older code cannot be used any more.
+const FORMAT: u32 = 1;
+
+/// What every clone should find done: modules that hot-plugged disks and mounts
+/// need, and nothing of this boot left to be written.
+const WARM_UP: &str = "modprobe -a sd_mod xfs && udevadm settle && sync";
+
+/// A saved machine in the cache.
+#[derive(Debug, Clone)]
+pub struct Template {
+    dir: PathBuf,
+}
+
+impl Template {
+    /// The template for that hardware; bakes it first if need be.
+    pub fn open(image: &Image, hardware: Hardware) -> Result<Self> {
+        let dir = image.dir().join("templates").join(key(image, hardware));
+        let template = Self { dir };
+        if template.is_complete() {
+            return Ok(template);
+        }
+        let parent = image.dir().join("templates");
+        fs::create_dir_all(&parent).with_context(|| format!("cannot create {}", parent.display()))?;
+        let lock = cache::lock_file(&parent.join(".lock"))?;
+        lock.lock().context("cannot lock the templates")?;
+        if !template.is_complete() {
+            bake(image, hardware, &template.dir)
+                .with_context(|| format!("cannot bake {}", template.dir.display()))?;
+        }
+        Ok(template)
+    }
+
+    /// The file that is the guest's memory.
+    pub(crate) fn memory(&self) -> PathBuf {
+        self.dir.join("memory")
+    }
+
+    /// Everything of the machine but memory and disk.
+    pub(crate) fn state(&self) -> PathBuf {
+        self.dir.join("state")
+    }
+
+    /// The root disk as it was when the machine was saved.
+    pub(crate) fn root_disk(&self) -> PathBuf {
+        self.dir.join("root.qcow2")
+    }
+
+    fn is_complete(&self) -> bool {
+        // The folder is renamed into place when all is written.
+        self.dir.exists()
+    }
+}
+
+/// Bakes the templates that the tests and benchmarks use.
+pub fn prepare(image: &Image, mut progress: impl FnMut(&str)) -> Result<()> {
+    for (kernel, icount) in [(Kernel::Ublk, false), (Kernel::Nbd, false), (Kernel::Ublk, true)] {
+        let started = Instant::now();
+        Template::open(image, standard_hardware(image, kernel, icount))?;
+        let clock = if icount { " with icount" } else { "" };
+        progress(&format!("template {kernel}{clock}: {:.1} s", started.elapsed().as_secs_f32()));
+    }
+    Ok(())
+}
+
+/// The hardware of a VM that asks for nothing special.
+pub fn standard_hardware(image: &Image, kernel: Kernel, icount: bool) -> Hardware {
+    // Instructions can be counted only where they are emulated.
+    let accelerator = if icount { Accelerator::Tcg } else { image.accelerator() };
+    Hardware { kernel, accelerator, vcpus: 2, memory_mib: 2048, icount }
+}
+
+fn key(image: &Image, hardware: Hardware) -> String {
+    let mut hasher = DefaultHasher::new();
+    FORMAT.hash(&mut hasher);
+    WARM_UP.hash(&mut hasher);
+    hardware_arguments(hardware, image).hash(&mut hasher);
+    if hardware.accelerator == Accelerator::Kvm {
+        // The guest has seen the features of this very CPU.
+        fs::read_to_string("/proc/cpuinfo")
+            .unwrap_or_default()
+            .lines()
+            .filter(|line| line.starts_with("model name") || line.starts_with("flags"))
+            .take(2)
+            .for_each(|line| line.hash(&mut hasher));
+    }
+    let Hardware { kernel, accelerator, vcpus, memory_mib, icount } = hardware;
+    let accelerator = if icount { "icount" } else { accelerator.name() };
+    format!("{kernel}-{accelerator}-{vcpus}cpu-{memory_mib}m-{:016x}", hasher.finish())
+}
+
+fn bake(image: &Image, hardware: Hardware, target: &Path) -> Result<()> {
+    let partial = target.with_extension(format!("partial-{}", process::id()));
+    remove_partials(target)?;
+    fs::create_dir(&partial).with_context(|| format!("cannot create {}", partial.display()))?;
+    let template = Template { dir: partial.clone() };
+    let root_disk = template.root_disk();
+    create_overlay(&image.root_disk(), "raw", &root_disk)?;
+
+    let console = Arc::new(ConsoleLog::create(&format!("bake-{}-{}", hardware.kernel, process::id()))?);
+    let files = Files { dir: &partial, console: console.path(), root_overlay: &root_disk, lan: None };
+    let memory = Memory::Baked(template.memory());
+    let mut qemu = Qemu::start(image, hardware, memory, &files)?;
+    let agent = Agent::new(qemu.agent_port()?, Arc::clone(&console));
+    qemu.resume()?;
+    wait_booted(&agent)?;
+    let output = GuestCommand::new(agent.clone(), &["/bin/bash", "-c", WARM_UP], BOOT_LIMIT).run()?;
+    if !output.success() {
+        bail!("{WARM_UP}: {output}\n{}", console.failure());
+    }
+    drop(agent);
+    qemu.save(&template.state())?;
+    fs::rename(&partial, target).with_context(|| format!("cannot create {}", target.display()))
+}
+
+/// Removes what bakes that were killed left; the caller holds the lock.
+fn remove_partials(target: &Path) -> Result<()> {
+    let Some(parent) = target.parent() else { return Ok(()) };
+    for entry in fs::read_dir(parent)? {
+        let path = entry?.path();
+        if path.to_string_lossy().contains(".partial-") {
+            fs::remove_dir_all(&path).with_context(|| format!("cannot remove {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits until systemd has started everything it starts at boot.
+pub fn wait_booted(agent: &Agent) -> Result<()> {
+    let deadline = Instant::now() + BOOT_LIMIT;
+    agent.wait_ready(deadline)?;
+    let argv = ["systemctl", "is-system-running", "--wait"];
+    // Its status tells of failed units, which are for a test to judge.
+    GuestCommand::new(agent.clone(), &argv, deadline.saturating_duration_since(Instant::now()))
+        .run()
+        .map(drop)
+}
