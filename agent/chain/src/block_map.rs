@@ -1,0 +1,336 @@
+//! Which file of the chain holds each block of the volume.
+//!
+//! The volume is cut into windows of 16 MiB. For each window the map keeps two things, both filled
+//! when first needed: one bit per block for the head, which changes with every write, and for
+//! the layers below, which never change, the topmost one that holds each block. Most windows are
+//! uniform and take no memory beyond their entry; what the others take is bounded: where it grows
+//! past the limit, windows that were not used lately are forgotten, and probed again when needed.
+//!
+//! The files themselves are the truth. Forgetting a window is therefore always safe, and it is what
+//! the map does whenever something may have gone wrong.
+
+use std::mem::size_of;
+use std::ops::Range;
+
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use crate::extents::{ExtentSource, FileIndex};
+use crate::limits::{WINDOW_BLOCKS, WINDOW_BYTES, memory_limit_bytes};
+use crate::window::{Bits, HeadBlocks, Owner, ParentBlocks, Window, change_bits};
+
+/// The least that windows may take together, so that a few can always be known at once.
+const HEAP_FLOOR_BYTES: usize = 64 << 10;
+
+/// The map of one chain of open files.
+#[derive(Debug)]
+pub struct BlockMap {
+    pub(crate) size_bytes: u64,
+    /// The head first, the oldest layer last.
+    chain: Vec<FileIndex>,
+    windows: Vec<Window>,
+    heap_bytes: usize,
+    heap_limit_bytes: usize,
+    /// What the limit was lowered to, if it was.
+    lowered_limit_bytes: usize,
+    /// Where the clock that chooses what to forget stands.
+    hand: usize,
+    scratch: Box<[Owner; WINDOW_BLOCKS]>,
+    pub(crate) can_punch: bool,
+}
+
+/// How much memory a map takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapUsage {
+    /// What it takes now.
+    pub used_bytes: usize,
+    /// What it may take.
+    pub limit_bytes: usize,
+}
+
+impl BlockMap {
+    /// A map that knows nothing yet. `chain` is the head first and has at least one file;
+    /// `can_punch` says whether holes can be made in the head.
+    ///
+    /// # Panics
+    /// Where `chain` is empty.
+    #[must_use]
+    pub fn new(size_bytes: u64, chain: Vec<FileIndex>, can_punch: bool) -> BlockMap {
+        assert!(!chain.is_empty(), "a chain has a head");
+        let mut map = BlockMap {
+            size_bytes,
+            chain,
+            windows: Vec::new(),
+            heap_bytes: 0,
+            heap_limit_bytes: 0,
+            lowered_limit_bytes: usize::MAX,
+            hand: 0,
+            scratch: Box::new([None; WINDOW_BLOCKS]),
+            can_punch,
+        };
+        map.set_size(size_bytes);
+        map
+    }
+
+    /// The head.
+    #[must_use]
+    pub fn head(&self) -> FileIndex {
+        self.chain[0]
+    }
+
+    /// Whether there is nothing below the head. Its holes then read as zeroes, and nothing has to
+    /// be known to plan anything.
+    #[must_use]
+    pub fn is_head_only(&self) -> bool {
+        self.chain.len() == 1
+    }
+
+    /// The memory in use.
+    #[must_use]
+    pub fn usage(&self) -> MapUsage {
+        let fixed = self.fixed_bytes();
+        MapUsage { used_bytes: fixed + self.heap_bytes, limit_bytes: fixed + self.heap_limit_bytes }
+    }
+
+    /// Lowers what the windows together may take below what
+    /// [`memory_limit_bytes`](crate::memory_limit_bytes) leaves. The window in use is always kept.
+    pub fn lower_limit(&mut self, heap_bytes: usize) {
+        self.lowered_limit_bytes = heap_bytes;
+        self.heap_limit_bytes = self.heap_limit_bytes.min(heap_bytes);
+        self.make_room(None);
+    }
+
+    /// Puts a new, empty head of `size_bytes` above the old one.
+    pub fn push_head(&mut self, head: FileIndex, size_bytes: u64) {
+        let old_head = self.head();
+        let was_head_only = self.is_head_only();
+        for window in &mut self.windows {
+            if was_head_only {
+                // Nothing was kept about the head while it was alone.
+                *window = Window { head: HeadBlocks::Absent, ..Window::default() };
+            } else {
+                window.push_head(old_head, &mut self.scratch);
+            }
+        }
+        self.chain.insert(0, head);
+        self.set_size(size_bytes);
+        self.heap_bytes = self.windows.iter().map(Window::heap_bytes).sum();
+        self.make_room(None);
+    }
+
+    /// The layer `child` was folded into its parent: what `child` held, `parent` holds now, and
+    /// `child` leaves the chain. Neither is the head.
+    pub fn fold(&mut self, child: FileIndex, parent: FileIndex) {
+        debug_assert!(child != self.head() && parent != self.head());
+        self.chain.retain(|file| *file != child);
+        for window in &mut self.windows {
+            window.parents.replace(child, parent);
+        }
+    }
+
+    /// The head now holds every block that `range` touches.
+    pub fn written(&mut self, range: ByteRange) {
+        if self.is_head_only() {
+            return;
+        }
+        self.change_head(range.grown_to_blocks(), HeadBlocks::insert);
+    }
+
+    /// The head no longer holds the whole blocks inside `range`.
+    pub fn punched(&mut self, range: ByteRange) {
+        if self.is_head_only() {
+            return;
+        }
+        self.change_head(range.shrunk_to_blocks(), HeadBlocks::remove);
+    }
+
+    /// Nobody knows what the head holds in `range`: it is probed again before the next use.
+    pub fn forget(&mut self, range: ByteRange) {
+        if range.is_empty() {
+            return;
+        }
+        for index in window_of(range.offset())..=window_of(range.end() - 1) {
+            if let Some(window) = self.windows.get_mut(index) {
+                self.heap_bytes -= window.head.heap_bytes();
+                window.head = HeadBlocks::Unknown;
+            }
+        }
+    }
+
+    fn change_head(&mut self, range: ByteRange, change: fn(&mut HeadBlocks, Range<usize>)) {
+        let mut offset = range.offset();
+        while offset < range.end() {
+            let index = window_of(offset);
+            let end = range.end().min((index as u64 + 1) * WINDOW_BYTES);
+            let Some(window) = self.windows.get_mut(index) else { return };
+            let before = window.head.heap_bytes();
+            change(&mut window.head, block_in_window(offset)..block_in_window(end - 1) + 1);
+            self.heap_bytes = self.heap_bytes + window.head.heap_bytes() - before;
+            self.make_room(Some(index));
+            offset = end;
+        }
+    }
+
+    /// Which file holds the block at `offset` (the head counts where it holds it), and where the
+    /// run of blocks with that owner ends, at the latest at the end of the window.
+    pub(crate) fn owner_at<S: ExtentSource>(
+        &mut self,
+        offset: u64,
+        source: &mut S,
+    ) -> Result<(Owner, u64), S::Error> {
+        let (index, block) = (window_of(offset), block_in_window(offset));
+        if self.is_head_only() {
+            return Ok((Some(self.head()), offset_of(index, WINDOW_BLOCKS)));
+        }
+        let (present, head_end) = self.head_run(index, block, source)?;
+        if present {
+            return Ok((Some(self.head()), offset_of(index, head_end)));
+        }
+        let (owner, parents_end) = self.parents_run(index, block, source)?;
+        Ok((owner, offset_of(index, head_end.min(parents_end))))
+    }
+
+    /// Which layer below the head holds the block at `offset`, and where the run of blocks with
+    /// that owner ends, at the latest at the end of the window.
+    pub(crate) fn parent_at<S: ExtentSource>(
+        &mut self,
+        offset: u64,
+        source: &mut S,
+    ) -> Result<(Owner, u64), S::Error> {
+        let (index, block) = (window_of(offset), block_in_window(offset));
+        if self.is_head_only() {
+            return Ok((None, offset_of(index, WINDOW_BLOCKS)));
+        }
+        let (owner, end) = self.parents_run(index, block, source)?;
+        Ok((owner, offset_of(index, end)))
+    }
+
+    fn head_run<S: ExtentSource>(
+        &mut self,
+        index: usize,
+        block: usize,
+        source: &mut S,
+    ) -> Result<(bool, usize), S::Error> {
+        self.windows[index].referenced = true;
+        loop {
+            if let Some(run) = self.windows[index].head.run_at(block) {
+                return Ok(run);
+            }
+            let head = self.probe_head(index, source)?;
+            self.heap_bytes += head.heap_bytes();
+            self.windows[index].head = head;
+            self.make_room(Some(index));
+        }
+    }
+
+    fn parents_run<S: ExtentSource>(
+        &mut self,
+        index: usize,
+        block: usize,
+        source: &mut S,
+    ) -> Result<(Owner, usize), S::Error> {
+        self.windows[index].referenced = true;
+        loop {
+            if let Some(run) = self.windows[index].parents.run_at(block) {
+                return Ok(run);
+            }
+            let parents = self.probe_parents(index, source)?;
+            self.heap_bytes += parents.heap_bytes();
+            self.windows[index].parents = parents;
+            self.make_room(Some(index));
+        }
+    }
+
+    fn probe_head<S: ExtentSource>(&mut self, index: usize, source: &mut S) -> Result<HeadBlocks, S::Error> {
+        let mut bits: Bits = [0; WINDOW_BLOCKS / 64];
+        source.data_extents(self.head(), self.window_range(index), &mut |extent| {
+            if let Some(blocks) = blocks_touched(index, extent) {
+                change_bits(&mut bits, blocks, true);
+            }
+        })?;
+        Ok(HeadBlocks::from_bits(&bits))
+    }
+
+    fn probe_parents<S: ExtentSource>(
+        &mut self,
+        index: usize,
+        source: &mut S,
+    ) -> Result<ParentBlocks, S::Error> {
+        let range = self.window_range(index);
+        let mut missing = range.length() / BLOCK_BYTES;
+        let owners = &mut self.scratch;
+        owners.fill(None);
+        for &file in &self.chain[1..] {
+            source.data_extents(file, range, &mut |extent| {
+                let Some(blocks) = blocks_touched(index, extent) else { return };
+                for owner in owners[blocks].iter_mut().filter(|owner| owner.is_none()) {
+                    *owner = Some(file);
+                    missing -= 1;
+                }
+            })?;
+            if missing == 0 {
+                break;
+            }
+        }
+        Ok(ParentBlocks::compress(owners))
+    }
+
+    fn window_range(&self, index: usize) -> ByteRange {
+        let start = index as u64 * WINDOW_BYTES;
+        let length = WINDOW_BYTES.min(self.size_bytes - start);
+        ByteRange::new(start, length).expect("a window lies inside the volume")
+    }
+
+    fn set_size(&mut self, size_bytes: u64) {
+        self.size_bytes = size_bytes;
+        let windows =
+            usize::try_from(size_bytes.div_ceil(WINDOW_BYTES)).expect("the map fits the address space");
+        self.windows.resize_with(windows, Window::default);
+        let limit = usize::try_from(memory_limit_bytes(size_bytes)).unwrap_or(usize::MAX);
+        self.heap_limit_bytes =
+            limit.saturating_sub(self.fixed_bytes()).max(HEAP_FLOOR_BYTES).min(self.lowered_limit_bytes);
+    }
+
+    fn fixed_bytes(&self) -> usize {
+        self.windows.len() * size_of::<Window>() + size_of::<[Owner; WINDOW_BLOCKS]>()
+    }
+
+    /// Forgets windows until the memory is within its limit. One hand goes round, passes over what
+    /// was used since it last came by and over `keep`, and takes the rest.
+    fn make_room(&mut self, keep: Option<usize>) {
+        // Twice round clears every mark and then takes everything; more would never help.
+        let mut turns = 2 * self.windows.len();
+        while self.heap_bytes > self.heap_limit_bytes && turns > 0 {
+            turns -= 1;
+            let index = self.hand;
+            self.hand = (self.hand + 1) % self.windows.len();
+            let window = &mut self.windows[index];
+            if Some(index) == keep || std::mem::take(&mut window.referenced) {
+                continue;
+            }
+            self.heap_bytes -= window.heap_bytes();
+            window.evict();
+        }
+    }
+}
+
+fn window_of(offset: u64) -> usize {
+    usize::try_from(offset / WINDOW_BYTES).expect("the map fits the address space")
+}
+
+// What remains is less than WINDOW_BLOCKS.
+#[allow(clippy::cast_possible_truncation)]
+fn block_in_window(offset: u64) -> usize {
+    (offset % WINDOW_BYTES / BLOCK_BYTES) as usize
+}
+
+fn offset_of(window: usize, block: usize) -> u64 {
+    window as u64 * WINDOW_BYTES + block as u64 * BLOCK_BYTES
+}
+
+/// The blocks of the window that `extent` touches.
+fn blocks_touched(window: usize, extent: ByteRange) -> Option<Range<usize>> {
+    let start = extent.offset().max(offset_of(window, 0));
+    let end = extent.end().min(offset_of(window, WINDOW_BLOCKS));
+    (start < end).then(|| block_in_window(start)..block_in_window(end - 1) + 1)
+}

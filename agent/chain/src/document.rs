@@ -1,0 +1,145 @@
+//! The JSON documents as Longhorn writes them: Go's field names in Go's order, one trailing newline.
+//!
+//! Fields that a newer Longhorn may add are kept in `unknown` and written back, so that opening a
+//! directory here does not take from it what we do not understand.
+
+use std::collections::BTreeMap;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::ChainError;
+use crate::names::VOLUME_META;
+
+/// `volume.meta`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub struct VolumeMeta {
+    /// The size of the volume in bytes.
+    pub size: i64,
+    /// The file name of the head.
+    pub head: String,
+    /// Whether the replica is open, or was when its process died.
+    pub dirty: bool,
+    /// Whether the replica is being rebuilt and lacks data.
+    pub rebuilding: bool,
+    /// What Longhorn last found wrong.
+    pub error: String,
+    /// The file name of the head's parent, empty if it has none.
+    pub parent: String,
+    /// The logical block of the device, 512.
+    pub sector_size: i64,
+    /// The image below the oldest layer, empty if there is none.
+    pub backing_file_path: String,
+    /// Whether the volume is encrypted above us.
+    pub encrypted: bool,
+    /// What we do not know.
+    #[serde(flatten)]
+    pub unknown: Map<String, Value>,
+}
+
+/// The document beside an image.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub struct DiskMeta {
+    /// The file's name when the document was written. Longhorn leaves the head's old name in a
+    /// snapshot's document and goes by the file name instead; so do we.
+    pub name: String,
+    /// The file name of the parent, empty for the oldest layer.
+    pub parent: String,
+    /// Whether the snapshot was removed and waits to be folded away.
+    pub removed: bool,
+    /// Whether a user took the snapshot, rather than the system.
+    pub user_created: bool,
+    /// When, RFC 3339 in UTC.
+    pub created: String,
+    /// Labels; `null` in most.
+    pub labels: Option<BTreeMap<String, String>>,
+    /// What we do not know.
+    #[serde(flatten)]
+    pub unknown: Map<String, Value>,
+}
+
+impl VolumeMeta {
+    /// Reads `volume.meta`.
+    ///
+    /// # Errors
+    /// [`ChainError::Document`] with the place of the damage.
+    pub fn parse(bytes: &[u8]) -> Result<VolumeMeta, ChainError> {
+        parse(VOLUME_META, bytes)
+    }
+
+    /// The file's content.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        to_bytes(self)
+    }
+}
+
+impl DiskMeta {
+    /// Reads the document in the file `name`.
+    ///
+    /// # Errors
+    /// [`ChainError::Document`] with the place of the damage.
+    pub fn parse(name: &str, bytes: &[u8]) -> Result<DiskMeta, ChainError> {
+        parse(name, bytes)
+    }
+
+    /// The file's content.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        to_bytes(self)
+    }
+}
+
+fn parse<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T, ChainError> {
+    if bytes.is_empty() {
+        return Err(ChainError::EmptyDocument { name: name.to_owned() });
+    }
+    serde_json::from_slice(bytes)
+        .map_err(|error| ChainError::Document { name: name.to_owned(), reason: error.to_string() })
+}
+
+pub(crate) fn to_bytes<T: Serialize>(document: &T) -> Vec<u8> {
+    let mut bytes =
+        serde_json::to_vec(document).expect("strings, numbers and maps with string keys always serialise");
+    bytes.push(b'\n');
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // As in the fixtures, which a real Longhorn engine wrote.
+    const VOLUME: &str = "{\"Size\":67108864,\"Head\":\"volume-head-002.img\",\"Dirty\":false,\"Rebuilding\":false,\
+        \"Error\":\"\",\"Parent\":\"volume-snap-s2.img\",\"SectorSize\":512,\"BackingFilePath\":\"\",\"Encrypted\":false}\n";
+    const DISK: &str = "{\"Name\":\"volume-head-001.img\",\"Parent\":\"volume-snap-s1.img\",\"Removed\":false,\
+        \"UserCreated\":true,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
+
+    #[test]
+    fn documents_come_back_byte_for_byte() {
+        assert_eq!(VolumeMeta::parse(VOLUME.as_bytes()).unwrap().to_bytes(), VOLUME.as_bytes());
+        assert_eq!(DiskMeta::parse("x", DISK.as_bytes()).unwrap().to_bytes(), DISK.as_bytes());
+        let labelled = DISK.replace("null", "{\"a\":\"1\",\"b\":\"2\"}");
+        assert_eq!(DiskMeta::parse("x", labelled.as_bytes()).unwrap().to_bytes(), labelled.as_bytes());
+    }
+
+    #[test]
+    fn unknown_fields_survive_and_missing_ones_default() {
+        let newer = VOLUME.replace("}\n", ",\"Future\":{\"Deep\":[1,2]}}\n");
+        assert_eq!(VolumeMeta::parse(newer.as_bytes()).unwrap().to_bytes(), newer.as_bytes());
+        let older = VOLUME.replace(",\"Encrypted\":false", "");
+        assert!(!VolumeMeta::parse(older.as_bytes()).unwrap().encrypted);
+    }
+
+    #[test]
+    fn damage_is_named() {
+        let broken = VolumeMeta::parse(&VOLUME.as_bytes()[..40]).unwrap_err().to_string();
+        assert!(broken.contains("volume.meta") && broken.contains("column"), "{broken}");
+        let empty = DiskMeta::parse("volume-snap-s1.img.meta", b"").unwrap_err().to_string();
+        assert!(empty.contains("volume-snap-s1.img.meta is empty"), "{empty}");
+        assert!(VolumeMeta::parse(VOLUME.replace("67108864", "\"big\"").as_bytes()).is_err());
+    }
+}

@@ -1,0 +1,219 @@
+//! What can be wrong with a directory, or with what is asked of it.
+
+use thiserror::Error;
+
+use crate::limits::MAX_LAYERS;
+
+/// Why a directory cannot be used, or an operation cannot be planned. Every message says what is
+/// wrong, where, and where it is not plain, what to do.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ChainError {
+    /// There is no `volume.meta`.
+    #[error(
+        "volume.meta is missing: this is no replica directory, or a crash took the file; \
+         restore it, or rebuild the replica from another one"
+    )]
+    NoVolumeMeta,
+    /// A document has no bytes, as power loss leaves files that were not synced.
+    #[error("{name} is empty: a crash took its content; restore it, or rebuild the replica from another one")]
+    EmptyDocument {
+        /// The file.
+        name: String,
+    },
+    /// A document cannot be read.
+    #[error("{name} is damaged: {reason}; restore it, or rebuild the replica from another one")]
+    Document {
+        /// The file.
+        name: String,
+        /// What the parser says, with line and column.
+        reason: String,
+    },
+    /// A value in a document cannot be right.
+    #[error("{name}: {field} is {value}, but {rule}")]
+    Value {
+        /// The file.
+        name: String,
+        /// The field.
+        field: &'static str,
+        /// What it says.
+        value: String,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// The volume uses something that we cannot do.
+    #[error("volume.meta: {field} is {value}: {what} is not supported; the directory was left as it is")]
+    Unsupported {
+        /// The field.
+        field: &'static str,
+        /// What it says.
+        value: String,
+        /// The feature.
+        what: &'static str,
+    },
+    /// The replica lacks data.
+    #[error(
+        "volume.meta says Rebuilding: this replica was being rebuilt and lacks data; \
+         let the rebuild finish, or use another replica"
+    )]
+    Rebuilding,
+    /// A file ends in `.meta` but belongs to no image.
+    #[error("{name} belongs to no layer; Longhorn would take it for one: move it out of the directory")]
+    ForeignMeta {
+        /// The file.
+        name: String,
+    },
+    /// A layer of the chain has no image.
+    #[error(
+        "{image} is missing, but {needed_by} needs it; restore it, or rebuild the replica from another one"
+    )]
+    MissingImage {
+        /// The missing file.
+        image: String,
+        /// What names it.
+        needed_by: String,
+    },
+    /// The image of a removed layer's only child is missing, and nothing tells why.
+    #[error(
+        "{image} is missing, but {needed_by} needs it; its parent {parent} is marked as removed, so either a \
+         Longhorn purge stopped between folding it into {parent} and renaming that, or the file was lost. If a \
+         purge was running, rename {parent} to {image}; else rebuild the replica from another one"
+    )]
+    AmbiguousFold {
+        /// The missing file.
+        image: String,
+        /// What names it.
+        needed_by: String,
+        /// The removed parent that may hold its data.
+        parent: String,
+    },
+    /// A layer of the chain has no document.
+    #[error(
+        "{meta} is missing, but {needed_by} needs it; restore it, or rebuild the replica from another one"
+    )]
+    MissingMeta {
+        /// The missing file.
+        meta: String,
+        /// What names it.
+        needed_by: String,
+    },
+    /// The chain comes back to itself.
+    #[error("the chain of parents comes back to {image}: one of the documents is wrong")]
+    Cycle {
+        /// Where it closes.
+        image: String,
+    },
+    /// The chain is too long.
+    #[error("the chain has more than {MAX_LAYERS} layers; remove and purge snapshots first")]
+    TooManyLayers,
+    /// The head is not as large as the volume.
+    #[error(
+        "{image} has {size_bytes} bytes, but the volume has {volume_bytes}: the file was truncated or replaced"
+    )]
+    HeadSize {
+        /// The file.
+        image: String,
+        /// Its size.
+        size_bytes: u64,
+        /// The volume's size.
+        volume_bytes: u64,
+    },
+    /// A layer is larger than the one above it; volumes never shrink.
+    #[error(
+        "{child} has {child_bytes} bytes, less than its parent {image} with {size_bytes}: {child} was truncated"
+    )]
+    LayerShrinks {
+        /// The larger, lower layer.
+        image: String,
+        /// Its size.
+        size_bytes: u64,
+        /// The layer above.
+        child: String,
+        /// The size of that.
+        child_bytes: u64,
+    },
+    /// A layer is smaller than the one above it and nothing says that the volume was expanded between.
+    #[error(
+        "{image} has {size_bytes} bytes, less than {child} above it with {child_bytes}, and no expansion snapshot \
+         explains it: the file was truncated. If the volume was expanded and that snapshot purged since, open it \
+         once with 'accept short layers'"
+    )]
+    ShortLayer {
+        /// The smaller, lower layer.
+        image: String,
+        /// Its size.
+        size_bytes: u64,
+        /// The layer above.
+        child: String,
+        /// The size of that.
+        child_bytes: u64,
+    },
+    /// An image's size is no multiple of 4096.
+    #[error("{image} has {size_bytes} bytes, no multiple of 4096: the file was truncated")]
+    RaggedImage {
+        /// The file.
+        image: String,
+        /// Its size.
+        size_bytes: u64,
+    },
+    /// The image of a snapshot in the chain is the head itself.
+    #[error(
+        "{image} and the head {head} are the same file, so the snapshot would change: restore one of them"
+    )]
+    SnapshotIsHead {
+        /// The snapshot's file.
+        image: String,
+        /// The head's file.
+        head: String,
+    },
+    /// A name for a new snapshot is not allowed.
+    #[error("'{name}' cannot be a snapshot's name: {rule}")]
+    SnapshotName {
+        /// The name.
+        name: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// There is a snapshot of this name.
+    #[error("there is a snapshot '{0}' already")]
+    SnapshotExists(String),
+    /// There is no snapshot of this name.
+    #[error("there is no snapshot '{0}'")]
+    NoSnapshot(String),
+    /// The snapshot was removed; its content is no longer kept.
+    #[error("snapshot '{0}' is marked as removed: its content is no longer kept")]
+    SnapshotRemoved(String),
+    /// Only removed snapshots can be folded away.
+    #[error("snapshot '{0}' is not marked as removed; remove it before it can be coalesced")]
+    NotRemoved(String),
+    /// Folding needs exactly one child.
+    #[error("snapshot '{name}' has {children} children; it stays until all but one of them are gone")]
+    SeveralChildren {
+        /// The snapshot.
+        name: String,
+        /// How many layers build on it.
+        children: usize,
+    },
+    /// The fold cannot run beside writes.
+    #[error(
+        "snapshot '{0}' lies directly under the head, so writes must stop while it is folded: \
+         coalesce it offline, or take another snapshot first"
+    )]
+    ChildIsHead(String),
+    /// A volume only grows.
+    #[error("the volume has {size_bytes} bytes and cannot be given {wanted_bytes}: a volume only grows")]
+    Shrink {
+        /// The size now.
+        size_bytes: u64,
+        /// The size asked for.
+        wanted_bytes: u64,
+    },
+    /// A size that no volume can have.
+    #[error("a volume cannot have {0} bytes: the size is a multiple of 4096, above 0 and below 2^63")]
+    BadSize(u64),
+    /// No number is free for a new head.
+    #[error(
+        "every head number from 000 to 999 is taken: move the files that do not belong to the chain away"
+    )]
+    NoHeadNumber,
+}

@@ -1,0 +1,55 @@
+//! How the map learns what lies in a file.
+
+use std::num::NonZeroU8;
+
+use shorthorn_types::ByteRange;
+
+/// Which of the open files of a chain: an identity, not a position.
+///
+/// A file keeps its index for as long as it is open, whatever is put above or taken from below it;
+/// the index of a file that has left the chain is given to a later one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FileIndex(NonZeroU8); // not zero, so that an optional one takes one byte in the map
+
+impl FileIndex {
+    /// How many files can be open in one chain.
+    pub const SLOTS: usize = u8::MAX as usize;
+
+    /// The file at `slot` of a table of [`FileIndex::SLOTS`].
+    #[must_use]
+    pub const fn new(slot: u8) -> Option<FileIndex> {
+        match slot.checked_add(1) {
+            Some(number) => match NonZeroU8::new(number) {
+                Some(number) => Some(FileIndex(number)),
+                None => None,
+            },
+            None => None,
+        }
+    }
+
+    /// The slot in a table of open files.
+    #[must_use]
+    pub const fn slot(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
+
+/// Supplies the data extents of the chain's files.
+pub trait ExtentSource {
+    /// What can go wrong.
+    type Error;
+
+    /// Calls `found` for every run of bytes in `range` that `file` holds data for, in ascending
+    /// order. Unwritten extents and what lies past the end of the file are holes. The runs need
+    /// not be aligned: the map takes a block that is data in part for data, because blocks are
+    /// always written whole and a part can be a hole only where it was zeroes.
+    ///
+    /// # Errors
+    /// Whatever the source cannot read.
+    fn data_extents(
+        &mut self,
+        file: FileIndex,
+        range: ByteRange,
+        found: &mut dyn FnMut(ByteRange),
+    ) -> Result<(), Self::Error>;
+}

@@ -1,0 +1,42 @@
+//! What lies in a directory, as the caller found it.
+
+use std::collections::BTreeMap;
+
+use crate::names::ImageName;
+
+/// An image file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageFacts {
+    /// Its apparent size.
+    pub size_bytes: u64,
+    /// Its inode: two names of one file have the same.
+    pub inode: u64,
+    /// Whether it has a data extent. Looked at for heads only.
+    pub holds_data: bool,
+}
+
+/// The document of an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MetaFacts {
+    /// Its inode.
+    pub inode: u64,
+    /// Its content.
+    pub bytes: Vec<u8>,
+}
+
+/// Everything in a directory that matters.
+#[derive(Clone, Debug, Default)]
+pub struct DirectoryFacts {
+    /// The content of `volume.meta`.
+    pub volume_meta: Option<Vec<u8>>,
+    /// All images.
+    pub images: BTreeMap<ImageName, ImageFacts>,
+    /// All documents of images.
+    pub metas: BTreeMap<ImageName, MetaFacts>,
+    /// Names of documents that were being written.
+    pub temps: Vec<String>,
+    /// Names of files that end in `.meta` and belong to no image.
+    pub foreign_metas: Vec<String>,
+    /// The content of our note of the operation in progress.
+    pub intent: Option<Vec<u8>>,
+}

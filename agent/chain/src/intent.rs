@@ -1,0 +1,67 @@
+//! The note that is there while an operation runs, so that a crash leaves no riddle.
+//!
+//! Each operation has one step that makes it happen (a rename). The note says which files were
+//! there before; from that and from what is there now, recovery knows on which side of the step the
+//! crash was, and takes back what came before it or does what was to come after. Files are named
+//! with their inodes, so that a note that is out of date does no harm.
+
+use serde::{Deserialize, Serialize};
+
+use crate::document::to_bytes;
+use crate::error::ChainError;
+use crate::names::INTENT_FILE;
+
+/// A file and which one it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRef {
+    /// Its name.
+    pub name: String,
+    /// Its inode.
+    pub inode: u64,
+}
+
+/// The operation in progress.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "operation", rename_all = "kebab-case")]
+pub enum Intent {
+    /// Another head takes over, when `volume.meta` names it: snapshot, expand and revert.
+    ReplaceHead {
+        /// The head until then.
+        old_head: FileRef,
+        /// The head from then on.
+        new_head: String,
+        /// The snapshot that the old head becomes; a revert throws it away.
+        snapshot: Option<String>,
+    },
+    /// A layer was folded into its parent, and takes the place of the layer when it gets its name.
+    Fold {
+        /// The parent, which holds the data of both.
+        parent: FileRef,
+        /// The layer whose name it gets.
+        child: FileRef,
+        /// The parent's parent, empty if it has none.
+        grandparent: String,
+    },
+    /// A snapshot that nothing builds on goes.
+    Delete {
+        /// Its image.
+        image: FileRef,
+    },
+}
+
+impl Intent {
+    /// Reads the note.
+    ///
+    /// # Errors
+    /// [`ChainError::Document`].
+    pub fn parse(bytes: &[u8]) -> Result<Intent, ChainError> {
+        serde_json::from_slice(bytes)
+            .map_err(|error| ChainError::Document { name: INTENT_FILE.to_owned(), reason: error.to_string() })
+    }
+
+    /// The note's content.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        to_bytes(self)
+    }
+}

@@ -1,0 +1,49 @@
+//! What a replica directory means, without touching one.
+//!
+//! A replica keeps a volume as a chain of sparse files in Longhorn's version-1 format: the *head*
+//! takes writes, the snapshots below it never change, and a hole in a layer means "ask the parent".
+//! This crate holds everything about that which needs no I/O:
+//!
+//! - [`ImageName`], [`SnapshotName`], [`VolumeMeta`], [`DiskMeta`]: names and documents;
+//! - [`DirectoryFacts`] and [`recover`]: from what lies in a directory to the [`Layout`] it stands for,
+//!   with the [`Step`]s that finish or undo what a crash interrupted;
+//! - `Layout::plan_*`: every operation on the directory as a list of small steps;
+//! - [`BlockMap`]: which layer holds each 4 KiB block, in bounded memory, filled on demand from
+//!   extents that the caller supplies, and the plans for reads, writes, discards and zeroes.
+//!
+//! The store crate executes the steps and the plans. Because nothing here reads a file or a clock,
+//! tests can stop an operation after any step and simulators can run it over a disk of their own.
+#![forbid(unsafe_code)]
+
+mod block_map;
+mod document;
+mod error;
+mod extents;
+mod facts;
+mod intent;
+mod layout;
+mod limits;
+mod names;
+mod operation;
+mod plan;
+mod recovery;
+mod step;
+mod window;
+
+pub use block_map::{BlockMap, MapUsage};
+pub use document::{DiskMeta, VolumeMeta};
+pub use error::ChainError;
+pub use extents::{ExtentSource, FileIndex};
+pub use facts::{DirectoryFacts, ImageFacts, MetaFacts};
+pub use intent::{FileRef, Intent};
+pub use layout::{Disk, Layout};
+pub use limits::{MAX_LAYERS, WINDOW_BYTES, memory_limit_bytes};
+pub use names::{
+    CHECKSUM_SUFFIX, DirectoryEntry, INTENT_FILE, ImageName, META_SUFFIX, OWN_PREFIX, SnapshotName,
+    TEMP_SUFFIX, VOLUME_META, classify, temp_name,
+};
+pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps, expansion_name};
+pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};
+pub use recovery::{Checks, Recovery, recover};
+pub use shorthorn_types::{ByteRange, RangeError};
+pub use step::{Step, document_steps};

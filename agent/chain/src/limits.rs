@@ -1,0 +1,23 @@
+//! Limits of the format and of the map.
+
+use shorthorn_types::limits::BLOCK_BYTES;
+
+/// The most files that one chain can have, the head included; Longhorn refuses longer ones.
+pub const MAX_LAYERS: usize = 250;
+
+/// Blocks that one window of the map covers.
+pub(crate) const WINDOW_BLOCKS: usize = 4096;
+
+/// Bytes of the volume that one window of the map covers: 16 MiB.
+pub const WINDOW_BYTES: u64 = WINDOW_BLOCKS as u64 * BLOCK_BYTES;
+
+/// What the map may use however small the volume is.
+const MEMORY_FLOOR_BYTES: u64 = 1 << 20;
+
+/// The most memory that the map of a volume of `size_bytes` uses: one bit for each block, which is
+/// 32 MiB for each TiB, but at least 1 MiB.
+#[must_use]
+pub const fn memory_limit_bytes(size_bytes: u64) -> u64 {
+    let limit = size_bytes / (BLOCK_BYTES * 8);
+    if limit < MEMORY_FLOOR_BYTES { MEMORY_FLOOR_BYTES } else { limit }
+}

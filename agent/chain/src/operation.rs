@@ -1,0 +1,327 @@
+//! Every operation on a directory, as the list of steps that it consists of.
+//!
+//! All follow one pattern: prepare beside what is in use, make it durable, take over with one
+//! rename, make that durable, clean up. A crash before the rename leaves the old state, a crash
+//! after it the new one, and [`recover`](crate::recover) tidies either.
+
+use std::collections::BTreeMap;
+
+use crate::document::{DiskMeta, VolumeMeta};
+use crate::error::ChainError;
+use crate::intent::{FileRef, Intent};
+use crate::layout::{Disk, Layout, check_size};
+use crate::limits::MAX_LAYERS;
+use crate::names::{INTENT_FILE, ImageName, SnapshotName, VOLUME_META};
+use crate::step::{Step, document_steps};
+
+/// The label of the snapshot that an expansion leaves; its value is the new size.
+pub(crate) const EXPANSION_LABEL: &str = "replica-expansion";
+
+/// The name of the snapshot that an expansion to `size_bytes` leaves.
+#[must_use]
+pub fn expansion_name(size_bytes: u64) -> String {
+    format!("expand-{size_bytes}")
+}
+
+/// An operation and what the directory stands for afterwards.
+#[derive(Clone, Debug)]
+pub struct Operation {
+    /// What to do, in order.
+    pub steps: Vec<Step>,
+    /// The layout when all is done. Images made on the way have inode 0 in it.
+    pub after: Layout,
+}
+
+/// How a removed snapshot goes away.
+#[derive(Clone, Debug)]
+pub enum FoldPlan {
+    /// Nothing builds on it: it is deleted.
+    Delete(Operation),
+    /// One layer builds on it: that is folded into it, and it takes that layer's name.
+    Fold {
+        /// The layer above, whose data is copied down.
+        child: ImageName,
+        /// The removed snapshot, which receives the data.
+        parent: ImageName,
+        /// Copies the data. Repeatable; changes nothing that anybody reads.
+        copy: Vec<Step>,
+        /// Takes over, after the copy.
+        finish: Operation,
+    },
+}
+
+/// A snapshot to take.
+#[derive(Clone, Debug)]
+pub struct NewSnapshot {
+    /// Its name.
+    pub name: SnapshotName,
+    /// Whether a user wants it, rather than the system.
+    pub user_created: bool,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// When, RFC 3339 in UTC.
+    pub created: String,
+}
+
+/// The steps that make an empty volume, and its layout.
+///
+/// # Errors
+/// [`ChainError::BadSize`].
+pub fn create_steps(size_bytes: u64, created: &str) -> Result<Operation, ChainError> {
+    let size = check_size(size_bytes)?;
+    let head = ImageName::head(0);
+    let meta = DiskMeta { name: head.to_string(), created: created.to_owned(), ..DiskMeta::default() };
+    let volume = VolumeMeta { size, head: head.to_string(), sector_size: 512, ..VolumeMeta::default() };
+    let mut steps = create_image(&head, size_bytes);
+    steps.extend(document_steps(&head.meta_name(), meta.to_bytes()));
+    steps.push(Step::SyncDirectory);
+    steps.extend(document_steps(VOLUME_META, volume.to_bytes()));
+    steps.push(Step::SyncDirectory);
+    let disks = BTreeMap::from([(head.clone(), Disk { meta, size_bytes, inode: 0 })]);
+    Ok(Operation { steps, after: Layout { volume, disks, chain: vec![head], size_bytes } })
+}
+
+impl Layout {
+    /// Rewrites `volume.meta`, durably.
+    #[must_use]
+    pub fn volume_steps(&self) -> Vec<Step> {
+        let mut steps = document_steps(VOLUME_META, self.volume.to_bytes());
+        steps.push(Step::SyncDirectory);
+        steps
+    }
+
+    /// Makes a snapshot of the head as it is.
+    ///
+    /// # Errors
+    /// Where the name is taken or the chain would be too long.
+    pub fn plan_snapshot(&self, snapshot: NewSnapshot) -> Result<Operation, ChainError> {
+        self.put_head_above(snapshot, self.size_bytes)
+    }
+
+    /// Makes the volume larger; leaves a snapshot of its own, as Longhorn does.
+    ///
+    /// # Errors
+    /// Where the size is smaller or none that a volume can have.
+    pub fn plan_expand(&self, size_bytes: u64, created: &str) -> Result<Operation, ChainError> {
+        check_size(size_bytes)?;
+        if size_bytes <= self.size_bytes {
+            return Err(ChainError::Shrink { size_bytes: self.size_bytes, wanted_bytes: size_bytes });
+        }
+        let snapshot = NewSnapshot {
+            name: SnapshotName::new(&expansion_name(size_bytes))?,
+            user_created: false,
+            labels: BTreeMap::from([(EXPANSION_LABEL.to_owned(), size_bytes.to_string())]),
+            created: created.to_owned(),
+        };
+        self.put_head_above(snapshot, size_bytes)
+    }
+
+    fn put_head_above(&self, new: NewSnapshot, size_bytes: u64) -> Result<Operation, ChainError> {
+        let snapshot = ImageName::snapshot(&new.name);
+        if self.disks.contains_key(&snapshot) {
+            return Err(ChainError::SnapshotExists(new.name.as_str().to_owned()));
+        }
+        if self.chain.len() >= MAX_LAYERS {
+            return Err(ChainError::TooManyLayers);
+        }
+        let old = self.head().clone();
+        let head = self.free_head()?;
+        let mut after = self.clone();
+        let mut disk = after.disks.remove(&old).ok_or_else(|| missing(&old))?;
+        disk.meta.user_created = new.user_created;
+        disk.meta.created.clone_from(&new.created);
+        disk.meta.labels = (!new.labels.is_empty()).then_some(new.labels);
+        snapshot.as_str().clone_into(&mut disk.meta.name);
+
+        let intent = Intent::ReplaceHead {
+            old_head: FileRef { name: old.to_string(), inode: disk.inode },
+            new_head: head.to_string(),
+            snapshot: Some(snapshot.to_string()),
+        };
+        let mut steps = vec![Step::SyncFile { name: old.to_string() }];
+        steps.extend(note(&intent));
+        let new_meta = after.add_head(&head, snapshot.as_str(), &new.created, size_bytes)?;
+        steps.extend(create_image(&head, size_bytes));
+        steps.extend(document_steps(&head.meta_name(), new_meta));
+        // An integrity record of an earlier snapshot of this name would not fit.
+        steps.push(Step::Unlink { name: snapshot.checksum_name() });
+        steps.push(Step::Link { from: old.to_string(), to: snapshot.to_string() });
+        steps.extend(document_steps(&snapshot.meta_name(), disk.meta.to_bytes()));
+        steps.push(Step::SyncDirectory);
+
+        after.chain[0] = snapshot.clone();
+        after.chain.insert(0, head);
+        after.disks.insert(snapshot, disk);
+        steps.extend(after.volume_steps());
+        steps.extend(unlink_image(&old));
+        steps.extend(strike_note());
+        Ok(Operation { steps, after })
+    }
+
+    /// Throws the head away and goes on from a snapshot.
+    ///
+    /// # Errors
+    /// Where there is no such snapshot, or it is removed, or its chain is broken.
+    pub fn plan_revert(&self, name: &str, created: &str) -> Result<Operation, ChainError> {
+        // Its layers have been checked when the directory was opened, or were made since.
+        let accept = crate::recovery::Checks { accept_short_layers: true, ..Default::default() };
+        let mut chain = self.chain_of_snapshot(name, &accept)?;
+        let (target, old, head) = (chain[0].clone(), self.head().clone(), self.free_head()?);
+        if chain.len() >= MAX_LAYERS {
+            return Err(ChainError::TooManyLayers);
+        }
+        let mut after = self.clone();
+        let disk = after.disks.remove(&old).ok_or_else(|| missing(&old))?;
+        let intent = Intent::ReplaceHead {
+            old_head: FileRef { name: old.to_string(), inode: disk.inode },
+            new_head: head.to_string(),
+            snapshot: None,
+        };
+        let mut steps = note(&intent);
+        let new_meta = after.add_head(&head, target.as_str(), created, self.size_bytes)?;
+        steps.extend(create_image(&head, self.size_bytes));
+        steps.extend(document_steps(&head.meta_name(), new_meta));
+        steps.push(Step::SyncDirectory);
+        chain.insert(0, head);
+        after.chain = chain;
+        steps.extend(after.volume_steps());
+        steps.extend(unlink_image(&old));
+        steps.extend(strike_note());
+        Ok(Operation { steps, after })
+    }
+
+    /// Marks a snapshot as removed. Its data goes with [`Layout::plan_fold`].
+    ///
+    /// # Errors
+    /// [`ChainError::NoSnapshot`].
+    pub fn plan_remove(&self, name: &str) -> Result<Operation, ChainError> {
+        let image = self.snapshot(name)?.0.clone();
+        let mut after = self.clone();
+        let disk = after.disks.get_mut(&image).ok_or_else(|| missing(&image))?;
+        disk.meta.removed = true;
+        let mut steps = document_steps(&image.meta_name(), disk.meta.to_bytes());
+        steps.push(Step::SyncDirectory);
+        Ok(Operation { steps, after })
+    }
+
+    /// Takes a removed snapshot out of the directory.
+    ///
+    /// # Errors
+    /// Where it is not marked as removed, or several layers build on it.
+    pub fn plan_fold(&self, name: &str) -> Result<FoldPlan, ChainError> {
+        let (parent, disk) = self.snapshot(name)?;
+        if !disk.meta.removed {
+            return Err(ChainError::NotRemoved(name.to_owned()));
+        }
+        let children: Vec<_> = self.children(parent).cloned().collect();
+        match children.as_slice() {
+            [] => Ok(FoldPlan::Delete(self.delete(parent, disk))),
+            [child] => self.fold(parent, disk, child),
+            several => Err(ChainError::SeveralChildren { name: name.to_owned(), children: several.len() }),
+        }
+    }
+
+    fn delete(&self, image: &ImageName, disk: &Disk) -> Operation {
+        let intent = Intent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
+        let mut steps = note(&intent);
+        steps.extend(unlink_image(image));
+        steps.push(Step::Unlink { name: image.checksum_name() });
+        steps.extend(strike_note());
+        let mut after = self.clone();
+        after.disks.remove(image);
+        Operation { steps, after }
+    }
+
+    fn fold(&self, parent: &ImageName, disk: &Disk, child: &ImageName) -> Result<FoldPlan, ChainError> {
+        let upper = self.disks.get(child).ok_or_else(|| missing(child))?;
+        let size_bytes = upper.size_bytes.max(disk.size_bytes);
+        let copy = vec![
+            Step::Grow { name: parent.to_string(), size_bytes },
+            Step::Fold { from: child.clone(), into: parent.clone() },
+            Step::SyncFile { name: parent.to_string() },
+        ];
+        let intent = Intent::Fold {
+            parent: FileRef { name: parent.to_string(), inode: disk.inode },
+            child: FileRef { name: child.to_string(), inode: upper.inode },
+            grandparent: disk.meta.parent.clone(),
+        };
+        let mut after = self.clone();
+        let mut folded = upper.clone();
+        folded.meta.parent.clone_from(&disk.meta.parent);
+        folded.size_bytes = size_bytes;
+        folded.inode = disk.inode;
+        let mut steps = note(&intent);
+        steps.push(Step::Rename { from: parent.to_string(), to: child.to_string() });
+        steps.push(Step::SyncDirectory);
+        steps.extend(document_steps(&child.meta_name(), folded.meta.to_bytes()));
+        if child == self.head() {
+            after.volume.parent.clone_from(&disk.meta.parent);
+            steps.extend(document_steps(VOLUME_META, after.volume.to_bytes()));
+        }
+        steps.push(Step::SyncDirectory);
+        steps.push(Step::Unlink { name: parent.meta_name() });
+        steps.push(Step::Unlink { name: parent.checksum_name() });
+        steps.push(Step::Unlink { name: child.checksum_name() });
+        steps.extend(strike_note());
+        after.disks.insert(child.clone(), folded);
+        after.disks.remove(parent);
+        after.chain.retain(|image| image != parent);
+        Ok(FoldPlan::Fold {
+            child: child.clone(),
+            parent: parent.clone(),
+            copy,
+            finish: Operation { steps, after },
+        })
+    }
+
+    fn free_head(&self) -> Result<ImageName, ChainError> {
+        self.head().next_head(|name| self.disks.contains_key(name)).ok_or(ChainError::NoHeadNumber)
+    }
+
+    /// Puts a new head into the documents; returns its own.
+    fn add_head(
+        &mut self,
+        head: &ImageName,
+        parent: &str,
+        created: &str,
+        size_bytes: u64,
+    ) -> Result<Vec<u8>, ChainError> {
+        let meta = DiskMeta {
+            name: head.to_string(),
+            parent: parent.to_owned(),
+            created: created.to_owned(),
+            ..DiskMeta::default()
+        };
+        let bytes = meta.to_bytes();
+        self.disks.insert(head.clone(), Disk { meta, size_bytes, inode: 0 });
+        self.volume.head = head.to_string();
+        parent.clone_into(&mut self.volume.parent);
+        self.volume.size = check_size(size_bytes)?;
+        self.size_bytes = size_bytes;
+        Ok(bytes)
+    }
+}
+
+fn create_image(image: &ImageName, size_bytes: u64) -> Vec<Step> {
+    let name = image.to_string();
+    vec![Step::CreateSparse { name: name.clone(), size_bytes }, Step::SyncFile { name }]
+}
+
+fn unlink_image(image: &ImageName) -> [Step; 2] {
+    [Step::Unlink { name: image.to_string() }, Step::Unlink { name: image.meta_name() }]
+}
+
+fn note(intent: &Intent) -> Vec<Step> {
+    let mut steps = document_steps(INTENT_FILE, intent.to_bytes());
+    steps.push(Step::SyncDirectory);
+    steps
+}
+
+/// The note goes only when what it would mend is durable.
+fn strike_note() -> [Step; 3] {
+    [Step::SyncDirectory, Step::Unlink { name: INTENT_FILE.to_owned() }, Step::SyncDirectory]
+}
+
+fn missing(image: &ImageName) -> ChainError {
+    ChainError::MissingImage { image: image.to_string(), needed_by: "the operation".to_owned() }
+}

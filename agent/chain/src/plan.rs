@@ -1,0 +1,238 @@
+//! What a read, a write, a discard or a write of zeroes has to do to which file.
+//!
+//! Plans are values; nothing here does I/O beyond asking the caller's [`ExtentSource`] about
+//! windows that the map does not know yet. The caller executes a plan and then tells the map with
+//! `written`, `punched` or `forget`. Requests that overlap in a 4 KiB block must not be in flight
+//! together: a plan is right only until the next change of the same blocks.
+
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, RangeError};
+use thiserror::Error;
+
+use crate::block_map::BlockMap;
+use crate::extents::{ExtentSource, FileIndex};
+
+/// Where a block's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockSource {
+    /// Nowhere: it reads as zeroes.
+    Zero,
+    /// In this file, at the same offset as in the volume.
+    File(FileIndex),
+}
+
+/// A piece of a read. The pieces of one read are in order and cover its range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadSegment {
+    /// Where the bytes are.
+    pub source: BlockSource,
+    /// Which bytes of the volume, and of the file.
+    pub range: ByteRange,
+}
+
+/// A block of which only a part changes: read it from `source`, put `part` in, write it to the head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EdgeBlock {
+    /// The whole block of 4096 bytes.
+    pub block: ByteRange,
+    /// The bytes inside it that change.
+    pub part: ByteRange,
+    /// Where its other bytes are now.
+    pub source: BlockSource,
+}
+
+/// A write: everything goes to the head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WritePlan {
+    /// The block in which the write begins, or which holds all of it, if not from its start to its end.
+    pub first: Option<EdgeBlock>,
+    /// The blocks that the write covers whole.
+    pub whole: Option<ByteRange>,
+    /// The block in which the write ends, if not at its end.
+    pub last: Option<EdgeBlock>,
+}
+
+impl WritePlan {
+    /// The blocks that the write reads or changes. No other write to them may be in flight.
+    #[must_use]
+    pub fn blocks(&self) -> ByteRange {
+        let ranges = [self.first.map(|edge| edge.block), self.whole, self.last.map(|edge| edge.block)];
+        let start = ranges.iter().flatten().map(|range| range.offset()).min().unwrap_or(0);
+        let end = ranges.iter().flatten().map(|range| range.end()).max().unwrap_or(0);
+        span(start, end)
+    }
+}
+
+/// A piece of a discard or of a write of zeroes. All of it happens in the head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ZeroStep {
+    /// Make a hole of these whole blocks; nothing lies below them.
+    Punch(ByteRange),
+    /// Write zeroes over these whole blocks: a hole would show what lies below. (An unwritten
+    /// extent will not do either, because it counts as a hole.)
+    WriteZeroes(ByteRange),
+    /// Put zeroes into a part of a block.
+    Merge(EdgeBlock),
+}
+
+/// Why nothing was planned.
+#[derive(Debug, Error)]
+pub enum PlanError<E> {
+    /// The range is none that the volume can serve.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    /// The source could not say what a file holds.
+    #[error("cannot find out what the layers hold")]
+    Source(E),
+}
+
+impl BlockMap {
+    /// Appends the pieces of a read of `range` to `segments`.
+    ///
+    /// # Errors
+    /// [`PlanError`]; `segments` may then hold a part of the plan.
+    pub fn plan_read<S: ExtentSource>(
+        &mut self,
+        range: ByteRange,
+        source: &mut S,
+        segments: &mut Vec<ReadSegment>,
+    ) -> Result<(), PlanError<S::Error>> {
+        let range = range.check(self.size_bytes)?;
+        if self.is_head_only() {
+            segments.push(ReadSegment { source: BlockSource::File(self.head()), range });
+            return Ok(());
+        }
+        let first = segments.len();
+        let mut offset = range.offset();
+        while offset < range.end() {
+            let (owner, run_end) = self.owner_at(offset, source).map_err(PlanError::Source)?;
+            let found = owner.map_or(BlockSource::Zero, BlockSource::File);
+            let end = run_end.min(range.end());
+            match segments[first..].last_mut() {
+                Some(last) if last.source == found => last.range = span(last.range.offset(), end),
+                _ => segments.push(ReadSegment { source: found, range: span(offset, end) }),
+            }
+            offset = end;
+        }
+        Ok(())
+    }
+
+    /// Plans a write of `range`.
+    ///
+    /// # Errors
+    /// [`PlanError`].
+    pub fn plan_write<S: ExtentSource>(
+        &mut self,
+        range: ByteRange,
+        source: &mut S,
+    ) -> Result<WritePlan, PlanError<S::Error>> {
+        let range = range.check(self.size_bytes)?;
+        let (first, whole, last) = split(range);
+        Ok(WritePlan {
+            first: self.edge(first, source).map_err(PlanError::Source)?,
+            whole,
+            last: self.edge(last, source).map_err(PlanError::Source)?,
+        })
+    }
+
+    /// Appends what a discard of `range` does to `steps`: holes where nothing lies below. A block
+    /// with data below stays as it is, and so does one that is only touched, so that a discard
+    /// never brings older data back.
+    ///
+    /// # Errors
+    /// [`PlanError`]; `steps` may then hold a part of the plan.
+    pub fn plan_discard<S: ExtentSource>(
+        &mut self,
+        range: ByteRange,
+        source: &mut S,
+        steps: &mut Vec<ZeroStep>,
+    ) -> Result<(), PlanError<S::Error>> {
+        let range = range.check(self.size_bytes)?;
+        if !self.can_punch {
+            return Ok(());
+        }
+        self.for_each_parent_run(range.shrunk_to_blocks(), source, |run, has_data| {
+            if !has_data {
+                push(steps, ZeroStep::Punch(run));
+            }
+        })
+    }
+
+    /// Appends what makes `range` read as zeroes to `steps`.
+    ///
+    /// # Errors
+    /// [`PlanError`]; `steps` may then hold a part of the plan.
+    pub fn plan_write_zeroes<S: ExtentSource>(
+        &mut self,
+        range: ByteRange,
+        source: &mut S,
+        steps: &mut Vec<ZeroStep>,
+    ) -> Result<(), PlanError<S::Error>> {
+        let range = range.check(self.size_bytes)?;
+        let (first, whole, last) = split(range);
+        let can_punch = self.can_punch;
+        for part in [first, last] {
+            let edge = self.edge(part, source).map_err(PlanError::Source)?;
+            steps.extend(edge.filter(|edge| edge.source != BlockSource::Zero).map(ZeroStep::Merge));
+        }
+        let Some(whole) = whole else { return Ok(()) };
+        self.for_each_parent_run(whole, source, |run, has_data| {
+            let step = if can_punch && !has_data { ZeroStep::Punch } else { ZeroStep::WriteZeroes };
+            push(steps, step(run));
+        })
+    }
+
+    /// Calls `each` for the runs of blocks in `range` with and without data below the head.
+    fn for_each_parent_run<S: ExtentSource>(
+        &mut self,
+        range: ByteRange,
+        source: &mut S,
+        mut each: impl FnMut(ByteRange, bool),
+    ) -> Result<(), PlanError<S::Error>> {
+        let mut offset = range.offset();
+        while offset < range.end() {
+            let (owner, run_end) = self.parent_at(offset, source).map_err(PlanError::Source)?;
+            let end = run_end.min(range.end());
+            each(span(offset, end), owner.is_some());
+            offset = end;
+        }
+        Ok(())
+    }
+
+    fn edge<S: ExtentSource>(
+        &mut self,
+        part: Option<ByteRange>,
+        source: &mut S,
+    ) -> Result<Option<EdgeBlock>, S::Error> {
+        let Some(part) = part else { return Ok(None) };
+        let block = part.grown_to_blocks();
+        let (owner, _) = self.owner_at(block.offset(), source)?;
+        Ok(Some(EdgeBlock { block, part, source: owner.map_or(BlockSource::Zero, BlockSource::File) }))
+    }
+}
+
+/// The part before the first whole block, the whole blocks, and the part after the last one.
+/// A range inside one block is all "before".
+fn split(range: ByteRange) -> (Option<ByteRange>, Option<ByteRange>, Option<ByteRange>) {
+    let first_end = range.offset().next_multiple_of(BLOCK_BYTES).min(range.end());
+    let last_start = (range.end() / BLOCK_BYTES * BLOCK_BYTES).max(first_end);
+    let part = |start, end| (start < end).then(|| span(start, end));
+    (part(range.offset(), first_end), part(first_end, last_start), part(last_start, range.end()))
+}
+
+/// Appends `step`, joined with the last one where that is the same and ends where this begins.
+fn push(steps: &mut Vec<ZeroStep>, step: ZeroStep) {
+    match (steps.last_mut(), step) {
+        (Some(ZeroStep::Punch(last)), ZeroStep::Punch(next))
+        | (Some(ZeroStep::WriteZeroes(last)), ZeroStep::WriteZeroes(next))
+            if last.end() == next.offset() =>
+        {
+            *last = span(last.offset(), next.end());
+        }
+        _ => steps.push(step),
+    }
+}
+
+fn span(start: u64, end: u64) -> ByteRange {
+    ByteRange::new(start, end - start).expect("the end of a span is no overflow")
+}

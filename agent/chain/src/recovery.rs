@@ -1,0 +1,262 @@
+//! From what lies in a directory to what it stands for, finishing or undoing what a crash cut short.
+//!
+//! Our own operations leave a note ([`Intent`]), so that nothing has to be guessed. Longhorn leaves
+//! none; what it leaves is mended where only one reading is possible, left alone where something
+//! would have to be thrown away, and refused where the chain depends on a guess.
+
+use std::collections::BTreeMap;
+
+use crate::document::{DiskMeta, VolumeMeta};
+use crate::error::ChainError;
+use crate::facts::{DirectoryFacts, ImageFacts, MetaFacts};
+use crate::intent::{FileRef, Intent};
+use crate::layout::{Layout, head_of};
+use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
+use crate::step::{Step, document_steps};
+
+/// What to let pass.
+#[derive(Clone, Debug, Default)]
+pub struct Checks {
+    /// Take a replica whose rebuild did not finish.
+    pub accept_rebuilding: bool,
+    /// Take layers that are smaller than the one above them without an expansion that explains it.
+    pub accept_short_layers: bool,
+    /// Sizes of such layers that were accepted before.
+    pub known_sizes: BTreeMap<String, u64>,
+}
+
+impl Checks {
+    pub(crate) fn accepts(&self, image: &ImageName, size_bytes: u64) -> bool {
+        self.accept_short_layers || self.known_sizes.get(image.as_str()) == Some(&size_bytes)
+    }
+}
+
+/// What a directory stands for.
+#[derive(Clone, Debug)]
+pub struct Recovery {
+    /// The layout once the steps are done. Every file that it names is there already.
+    pub layout: Layout,
+    /// What mends the directory; empty after a clean close.
+    pub steps: Vec<Step>,
+    /// What was found and what the steps do about it, for people.
+    pub notes: Vec<String>,
+}
+
+/// Finds out what a directory stands for.
+///
+/// # Errors
+/// [`ChainError`] where it stands for nothing, or for more than one thing.
+pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, ChainError> {
+    if let Some(name) = facts.foreign_metas.first() {
+        return Err(ChainError::ForeignMeta { name: name.clone() });
+    }
+    let volume = VolumeMeta::parse(facts.volume_meta.as_deref().ok_or(ChainError::NoVolumeMeta)?)?;
+    let head = head_of(&volume)?;
+    let intent = facts.intent.as_deref().map(Intent::parse).transpose()?;
+    let mut work =
+        Work { head, volume, images: facts.images, metas: facts.metas, steps: Vec::new(), notes: Vec::new() };
+    for temp in facts.temps {
+        work.steps.push(Step::Unlink { name: temp });
+    }
+    if let Some(intent) = &intent {
+        work.settle(intent)?;
+    }
+    work.settle_stray_heads()?;
+    work.settle_links_to_head();
+    if intent.is_some() {
+        // The note goes last: until then whatever was mended could be lost again.
+        work.steps.extend([Step::SyncDirectory, Step::Unlink { name: INTENT_FILE.to_owned() }]);
+    }
+    if !work.steps.is_empty() {
+        work.steps.push(Step::SyncDirectory);
+    }
+    work.finish(checks)
+}
+
+/// The directory as it is being mended.
+struct Work {
+    volume: VolumeMeta,
+    head: ImageName,
+    images: BTreeMap<ImageName, ImageFacts>,
+    metas: BTreeMap<ImageName, MetaFacts>,
+    steps: Vec<Step>,
+    notes: Vec<String>,
+}
+
+impl Work {
+    fn finish(mut self, checks: &Checks) -> Result<Recovery, ChainError> {
+        let mut metas = BTreeMap::new();
+        for (image, meta) in &self.metas {
+            metas.insert(image.clone(), DiskMeta::parse(&image.meta_name(), &meta.bytes)?);
+        }
+        for image in self.images.keys().filter(|image| !metas.contains_key(*image)) {
+            self.notes.push(format!("{image} has no document {}; it is left alone", image.meta_name()));
+        }
+        for image in metas.keys().filter(|image| !self.images.contains_key(*image)) {
+            self.notes.push(format!("{} belongs to no image {image}; it is left alone", image.meta_name()));
+        }
+        let layout = Layout::new(self.volume, &self.images, metas, checks)?;
+        Ok(Recovery { layout, steps: self.steps, notes: self.notes })
+    }
+
+    fn settle(&mut self, intent: &Intent) -> Result<(), ChainError> {
+        match intent {
+            Intent::ReplaceHead { old_head, new_head, snapshot } => {
+                let snapshot = snapshot.as_deref().and_then(ImageName::parse);
+                self.settle_head_change(old_head, new_head, snapshot);
+                Ok(())
+            }
+            Intent::Fold { parent, child, grandparent } => self.settle_fold(parent, child, grandparent),
+            Intent::Delete { image } => {
+                self.settle_delete(image);
+                Ok(())
+            }
+        }
+    }
+
+    fn settle_head_change(&mut self, old_head: &FileRef, new_head: &str, snapshot: Option<ImageName>) {
+        let (Some(old), Some(new)) = (ImageName::parse(&old_head.name), ImageName::parse(new_head)) else {
+            return;
+        };
+        if self.head == new {
+            self.notes.push(format!("finished the change of the head from {old} to {new}"));
+            if self.is(&old, old_head.inode) || !self.images.contains_key(&old) {
+                self.remove(&old);
+            }
+        } else if self.head == old {
+            self.notes.push(format!("took back the unfinished change of the head from {old} to {new}"));
+            if self.images.get(&new).is_none_or(|image| !image.holds_data) {
+                self.remove(&new);
+            }
+            if let Some(snapshot) = snapshot
+                && (self.is(&snapshot, old_head.inode) || !self.images.contains_key(&snapshot))
+            {
+                self.remove(&snapshot);
+            }
+        }
+    }
+
+    fn settle_fold(
+        &mut self,
+        parent: &FileRef,
+        child: &FileRef,
+        grandparent: &str,
+    ) -> Result<(), ChainError> {
+        let (Some(folded), Some(name)) = (ImageName::parse(&parent.name), ImageName::parse(&child.name))
+        else {
+            return Ok(());
+        };
+        if !self.is(&name, parent.inode) || self.images.contains_key(&folded) {
+            // Not renamed yet: the copy can be made again, and harms nobody until then.
+            return Ok(());
+        }
+        self.notes.push(format!("finished folding {folded} and {name} together"));
+        if let Some(meta) = self.metas.get_mut(&name) {
+            let mut document = DiskMeta::parse(&name.meta_name(), &meta.bytes)?;
+            if document.parent == parent.name {
+                grandparent.clone_into(&mut document.parent);
+                meta.bytes = document.to_bytes();
+                self.steps.extend(document_steps(&name.meta_name(), meta.bytes.clone()));
+            }
+        }
+        if name == self.head {
+            grandparent.clone_into(&mut self.volume.parent);
+            self.steps.extend(document_steps(VOLUME_META, self.volume.to_bytes()));
+        }
+        self.steps.extend([Step::SyncDirectory, Step::Unlink { name: name.checksum_name() }]);
+        self.remove(&folded);
+        Ok(())
+    }
+
+    fn settle_delete(&mut self, image: &FileRef) {
+        let Some(name) = ImageName::parse(&image.name) else { return };
+        if self.is(&name, image.inode) || !self.images.contains_key(&name) {
+            self.notes.push(format!("finished deleting {name}"));
+            self.remove(&name);
+        }
+    }
+
+    /// Heads other than the one that `volume.meta` names: what a snapshot or revert left behind.
+    fn settle_stray_heads(&mut self) -> Result<(), ChainError> {
+        let strays: Vec<_> =
+            self.images.keys().filter(|name| name.is_head() && **name != self.head).cloned().collect();
+        for stray in strays {
+            let ImageFacts { inode, holds_data, .. } = self.images[&stray];
+            let twin = self.images.iter().find(|(name, image)| !name.is_head() && image.inode == inode);
+            if let Some(twin) = twin.map(|(name, _)| name.clone()) {
+                self.settle_old_head(&stray, &twin)?;
+            } else if holds_data {
+                self.notes.push(format!("{stray} is not the head and holds data; it is left alone"));
+            } else {
+                self.notes.push(format!("removed {stray}, an empty head that never came into use"));
+                self.remove(&stray);
+            }
+        }
+        let is_stray =
+            |name: &&ImageName| name.is_head() && **name != self.head && !self.images.contains_key(*name);
+        for stray in self.metas.keys().filter(is_stray).cloned().collect::<Vec<_>>() {
+            self.remove(&stray);
+        }
+        Ok(())
+    }
+
+    /// The old head `stray` became the snapshot `twin` and has both names still. Longhorn writes
+    /// the snapshot's document last: until then it is the head's, and says that no user took it, so
+    /// that the next purge would throw it away.
+    fn settle_old_head(&mut self, stray: &ImageName, twin: &ImageName) -> Result<(), ChainError> {
+        self.notes.push(format!("finished the snapshot {twin}, whose old name {stray} was still there"));
+        if let Some(old) = self.metas.get(stray).cloned()
+            && self.metas.get(twin).is_none_or(|meta| meta.inode == old.inode)
+        {
+            let mut document = DiskMeta::parse(&stray.meta_name(), &old.bytes)?;
+            document.user_created = true;
+            let bytes = document.to_bytes();
+            self.steps.extend(document_steps(&twin.meta_name(), bytes.clone()));
+            self.steps.push(Step::SyncDirectory);
+            self.metas.insert(twin.clone(), MetaFacts { inode: 0, bytes });
+        }
+        self.remove(stray);
+        Ok(())
+    }
+
+    /// Snapshots that are the head itself: links that an unfinished snapshot made. Only where
+    /// no layer builds on them; else the layout is refused.
+    fn settle_links_to_head(&mut self) {
+        let Some(head) = self.images.get(&self.head).copied() else { return };
+        let parents: Vec<String> = self
+            .metas
+            .iter()
+            .filter_map(|(name, meta)| DiskMeta::parse(name.as_str(), &meta.bytes).ok())
+            .map(|meta| meta.parent)
+            .collect();
+        let is_link = |name: &ImageName, image: &ImageFacts| {
+            !name.is_head()
+                && image.inode == head.inode
+                && !parents.iter().any(|parent| parent == name.as_str())
+        };
+        let links =
+            self.images.iter().filter(|(name, image)| is_link(name, image)).map(|(name, _)| name.clone());
+        for link in links.collect::<Vec<_>>() {
+            self.notes.push(format!("took back the unfinished snapshot {link}, a second name of the head"));
+            self.remove(&link);
+        }
+    }
+
+    fn is(&self, image: &ImageName, inode: u64) -> bool {
+        self.images.get(image).is_some_and(|facts| facts.inode == inode)
+    }
+
+    /// Removes an image and what belongs to it. The document goes last: an image without one is
+    /// told apart more easily than a document without an image.
+    fn remove(&mut self, image: &ImageName) {
+        if self.images.remove(image).is_some() {
+            self.steps.push(Step::Unlink { name: image.to_string() });
+        }
+        if self.metas.remove(image).is_some() {
+            self.steps.push(Step::Unlink { name: image.meta_name() });
+        }
+        if !image.is_head() {
+            self.steps.push(Step::Unlink { name: image.checksum_name() });
+        }
+    }
+}

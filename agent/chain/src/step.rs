@@ -1,0 +1,82 @@
+//! The small steps that every change to a directory is made of.
+
+use crate::names::{ImageName, VOLUME_META, temp_name};
+
+/// One step. Each is atomic or repeatable, so that an operation can stop between any two of them,
+/// or inside one, and be finished or undone later.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Creates or truncates the file and writes `bytes`.
+    Write {
+        /// The file.
+        name: String,
+        /// Its whole content.
+        bytes: Vec<u8>,
+    },
+    /// Makes the file's content durable.
+    SyncFile {
+        /// The file.
+        name: String,
+    },
+    /// Records that the file, about to become `volume.meta`, is our doing and not Longhorn's.
+    Vouch {
+        /// The file.
+        name: String,
+    },
+    /// Renames a file, over what has that name.
+    Rename {
+        /// The old name.
+        from: String,
+        /// The new name.
+        to: String,
+    },
+    /// Gives a file a second name.
+    Link {
+        /// The name that it has.
+        from: String,
+        /// The name that it gets.
+        to: String,
+    },
+    /// Takes the name away, if it is there.
+    Unlink {
+        /// The name.
+        name: String,
+    },
+    /// Makes all names durable.
+    SyncDirectory,
+    /// Creates a file without data; it must not exist.
+    CreateSparse {
+        /// The file.
+        name: String,
+        /// Its size.
+        size_bytes: u64,
+    },
+    /// Makes a file longer; what is added is a hole.
+    Grow {
+        /// The file.
+        name: String,
+        /// Its new size.
+        size_bytes: u64,
+    },
+    /// Copies every block that `from` holds over the same block of `into`.
+    Fold {
+        /// The upper layer.
+        from: ImageName,
+        /// The lower layer, which nothing reads any more.
+        into: ImageName,
+    },
+}
+
+/// Replaces the document `name` so that a crash leaves the old or the new content, never a mixture:
+/// temporary file, sync, rename. The caller appends [`Step::SyncDirectory`] where the new content
+/// must be durable before what comes next.
+#[must_use]
+pub fn document_steps(name: &str, bytes: Vec<u8>) -> Vec<Step> {
+    let temp = temp_name(name);
+    let mut steps = vec![Step::Write { name: temp.clone(), bytes }, Step::SyncFile { name: temp.clone() }];
+    if name == VOLUME_META {
+        steps.push(Step::Vouch { name: temp.clone() });
+    }
+    steps.push(Step::Rename { from: temp, to: name.to_owned() });
+    steps
+}

@@ -1,0 +1,148 @@
+//! What can go wrong with a directory on a real file system.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use shorthorn_chain::{ChainError, PlanError};
+use shorthorn_types::{Errno, RangeError};
+use thiserror::Error;
+
+/// Why a call failed. Every message says what is wrong, where, and where it is not plain, what to
+/// do; [`StoreError::errno`] is what a client of the block device gets.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The system refused a call.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The directory makes no sense, or the operation does not.
+    #[error("{}: {source}", directory.display())]
+    Chain {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// What is wrong.
+        source: ChainError,
+    },
+    /// The range is none that the volume can serve.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    /// Somebody else has the directory open.
+    #[error(
+        "{} is in use{}; stop that first", directory.display(),
+        holder.map_or_else(String::new, |pid| format!(" by process {pid}"))
+    )]
+    Locked {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// The process, where it is known.
+        holder: Option<u32>,
+    },
+    /// The store was opened for reading only.
+    #[error("{} is open for reading only", .0.display())]
+    ReadOnly(PathBuf),
+    /// The file system allocates more than a block at a time.
+    #[error(
+        "the file system of {} allocates {unit_bytes} bytes for a write of 4096, which would hide data of older \
+         layers; put replicas on a file system with blocks of at most 4096 bytes", directory.display()
+    )]
+    AllocationUnit {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// What it allocates.
+        unit_bytes: u64,
+    },
+    /// There is a replica in the directory.
+    #[error("{} holds a replica already; open it, or give another directory", .0.display())]
+    Exists(PathBuf),
+    /// The directory for a new replica has other things in it.
+    #[error("{} is not empty ({entry}); a new replica needs a directory of its own", directory.display())]
+    NotEmpty {
+        /// The directory.
+        directory: PathBuf,
+        /// One of the things in it.
+        entry: String,
+    },
+    /// Our own state cannot be read.
+    #[error("{} is damaged: {reason}; treat the replica as one whose state is not known", path.display())]
+    StateDamaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The stop hook of a test stopped the operation.
+    #[error("stopped by the test")]
+    Stopped,
+    /// An operation failed and what it left could not be put right; the next open will.
+    #[error("{} has to be opened again: an operation failed and could not be taken back", .0.display())]
+    Broken(PathBuf),
+    /// A fold has begun and not ended.
+    #[error("a snapshot is being coalesced; wait for it, or give it up")]
+    FoldRunning,
+    /// What a fold copied no longer fits the chain.
+    #[error("the chain changed while snapshot '{0}' was being coalesced; coalesce it again")]
+    FoldOutdated(String),
+    /// An export would write into the replica.
+    #[error("{} lies in the replica's own directory; export to another place", .0.display())]
+    TargetInside(PathBuf),
+}
+
+impl StoreError {
+    /// The errno for a client of the block device.
+    #[must_use]
+    pub fn errno(&self) -> Errno {
+        match self {
+            StoreError::Io { source, .. } => Errno::of(source),
+            StoreError::Range(_) => Errno::INVALID,
+            StoreError::ReadOnly(_) => Errno::new(nix::libc::EROFS),
+            StoreError::Locked { .. } | StoreError::FoldRunning => Errno::new(nix::libc::EBUSY),
+            StoreError::Exists(_) | StoreError::NotEmpty { .. } => Errno::new(nix::libc::EEXIST),
+            StoreError::AllocationUnit { .. } => Errno::NOT_SUPPORTED,
+            StoreError::Chain { source, .. } => errno_of(source),
+            _ => Errno::IO,
+        }
+    }
+
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl AsRef<Path>,
+        source: impl Into<io::Error>,
+    ) -> StoreError {
+        StoreError::Io { action, path: path.as_ref().to_owned(), source: source.into() }
+    }
+
+    pub(crate) fn chain(directory: &Path, source: ChainError) -> StoreError {
+        StoreError::Chain { directory: directory.to_owned(), source }
+    }
+}
+
+impl From<PlanError<StoreError>> for StoreError {
+    fn from(error: PlanError<StoreError>) -> StoreError {
+        match error {
+            PlanError::Range(range) => StoreError::Range(range),
+            PlanError::Source(source) => source,
+        }
+    }
+}
+
+fn errno_of(error: &ChainError) -> Errno {
+    match error {
+        ChainError::NoSnapshot(_) => Errno::new(nix::libc::ENOENT),
+        ChainError::SnapshotExists(_) => Errno::new(nix::libc::EEXIST),
+        ChainError::Unsupported { .. } => Errno::NOT_SUPPORTED,
+        ChainError::SnapshotName { .. }
+        | ChainError::SnapshotRemoved(_)
+        | ChainError::NotRemoved(_)
+        | ChainError::Shrink { .. }
+        | ChainError::BadSize(_) => Errno::INVALID,
+        ChainError::SeveralChildren { .. } | ChainError::ChildIsHead(_) => Errno::new(nix::libc::EBUSY),
+        _ => Errno::IO,
+    }
+}

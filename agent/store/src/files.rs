@@ -1,0 +1,156 @@
+//! The open files of a chain.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+use nix::unistd::{Whence, lseek};
+use shorthorn_chain::{ExtentSource, FileIndex, ImageName};
+use shorthorn_types::ByteRange;
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+
+/// The open files, each at the slot of its [`FileIndex`].
+#[derive(Debug, Default)]
+pub(crate) struct Files {
+    slots: Vec<Option<LayerFile>>,
+}
+
+#[derive(Debug)]
+struct LayerFile {
+    name: ImageName,
+    file: File,
+}
+
+impl Files {
+    /// Opens a chain, the head first; returns the indices in the same order. Only the head is
+    /// opened for writing, and it only where `writable`.
+    pub fn open_chain(
+        directory: &Directory,
+        chain: &[ImageName],
+        direct_io: bool,
+        writable: bool,
+    ) -> Result<(Files, Vec<FileIndex>), StoreError> {
+        let mut files = Files::default();
+        let mut indices = Vec::with_capacity(chain.len());
+        for (position, name) in chain.iter().enumerate() {
+            indices.push(files.open(directory, name, direct_io, writable && position == 0)?);
+        }
+        Ok((files, indices))
+    }
+
+    /// Opens one more file, in the first free slot.
+    pub fn open(
+        &mut self,
+        directory: &Directory,
+        name: &ImageName,
+        direct_io: bool,
+        writable: bool,
+    ) -> Result<FileIndex, StoreError> {
+        let free = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
+        // A chain is shorter than the table, so a slot is always free.
+        let index = u8::try_from(free)
+            .ok()
+            .and_then(FileIndex::new)
+            .ok_or_else(|| StoreError::io("open", directory.path_of(name.as_str()), Errno::EMFILE))?;
+        let file = open_image(directory, name, direct_io, writable)?;
+        if free == self.slots.len() {
+            self.slots.push(None);
+        }
+        self.slots[free] = Some(LayerFile { name: name.clone(), file });
+        Ok(index)
+    }
+
+    pub fn close(&mut self, index: FileIndex) {
+        self.slots[index.slot()] = None;
+    }
+
+    pub fn rename(&mut self, index: FileIndex, name: ImageName) {
+        if let Some(layer) = &mut self.slots[index.slot()] {
+            layer.name = name;
+        }
+    }
+
+    pub fn find(&self, name: &ImageName) -> Option<FileIndex> {
+        let slot =
+            self.slots.iter().position(|slot| slot.as_ref().is_some_and(|layer| layer.name == *name))?;
+        FileIndex::new(u8::try_from(slot).ok()?)
+    }
+
+    /// The file at an index.
+    ///
+    /// # Panics
+    /// Where the index is none that this chain has: plans are for the chain that they were made for.
+    pub fn get(&self, index: FileIndex) -> &File {
+        &self.slots[index.slot()].as_ref().expect("the file has left the chain").file
+    }
+
+    pub fn fd(&self, index: FileIndex) -> BorrowedFd<'_> {
+        self.get(index).as_fd()
+    }
+
+    pub fn name(&self, index: FileIndex) -> Option<&ImageName> {
+        self.slots.get(index.slot())?.as_ref().map(|layer| &layer.name)
+    }
+}
+
+impl ExtentSource for Files {
+    type Error = StoreError;
+
+    fn data_extents(
+        &mut self,
+        index: FileIndex,
+        range: ByteRange,
+        found: &mut dyn FnMut(ByteRange),
+    ) -> Result<(), StoreError> {
+        data_extents(self.get(index), range, found).map_err(|errno| {
+            let name = self.name(index).map_or("a layer", ImageName::as_str);
+            StoreError::io("find the data of", name, errno)
+        })
+    }
+}
+
+pub(crate) fn open_image(
+    directory: &Directory,
+    name: &ImageName,
+    direct_io: bool,
+    writable: bool,
+) -> Result<File, StoreError> {
+    let access = if writable { OFlag::O_RDWR } else { OFlag::O_RDONLY };
+    let direct = if direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
+    directory.open_file(name.as_str(), access | direct)
+}
+
+/// Calls `found` for every run of data in `range`. Unwritten extents are holes to SEEK_DATA.
+pub(crate) fn data_extents(
+    file: &File,
+    range: ByteRange,
+    found: &mut dyn FnMut(ByteRange),
+) -> nix::Result<()> {
+    let mut offset = range.offset();
+    while offset < range.end() {
+        let start = match lseek(file.as_fd(), signed(offset), Whence::SeekData) {
+            Ok(start) => u64::try_from(start).unwrap_or(offset),
+            Err(Errno::ENXIO) => return Ok(()),
+            Err(errno) => return Err(errno),
+        };
+        if start >= range.end() {
+            return Ok(());
+        }
+        let end = u64::try_from(lseek(file.as_fd(), signed(start), Whence::SeekHole)?).unwrap_or(start);
+        let end = end.min(range.end());
+        if end <= start {
+            return Err(Errno::EIO);
+        }
+        found(ByteRange::new(start, end - start).map_err(|_| Errno::EOVERFLOW)?);
+        offset = end;
+    }
+    Ok(())
+}
+
+/// An offset as the system takes it. Volumes are smaller than 2^63 bytes.
+pub(crate) fn signed(offset: u64) -> i64 {
+    i64::try_from(offset).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,132 @@
+//! How we notice that somebody else has had the directory open.
+//!
+//! Longhorn writes `volume.meta` anew whenever it opens a replica, and so do we. `shorthorn.guard`
+//! records which file ours was: inode, time of modification, checksum of its content. The record is made
+//! before the file gets its name, and keeps the one before, so that a crash between the two never
+//! makes us doubt ourselves. A clean close records the head too, inode and time of change.
+//!
+//! Where the record does not fit, the *epoch* goes up by one. Whatever we keep beside the volume
+//! carries the epoch in which it was written, and counts only in that epoch. A directory that was
+//! copied does not fit either: that errs on the safe side.
+
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nix::fcntl::OFlag;
+use serde::{Deserialize, Serialize};
+use shorthorn_chain::VOLUME_META;
+
+use crate::directory::{Directory, stat_of};
+use crate::error::StoreError;
+use crate::info::Provenance;
+
+pub(crate) const GUARD_FILE: &str = "shorthorn.guard";
+
+/// A file that can be told from any other of its name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileIdentity {
+    inode: u64,
+    mtime_ns: i128,
+    crc32c: u32,
+}
+
+/// The head as a clean close left it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct HeadIdentity {
+    name: String,
+    inode: u64,
+    ctime_ns: i128,
+}
+
+/// The content of `shorthorn.guard`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Guard {
+    /// Goes up whenever somebody else may have changed the volume. Never 0.
+    pub epoch: u64,
+    /// What `volume.meta` may be: the last one of ours, and the one before while it is replaced.
+    volume_meta: Vec<FileIdentity>,
+    /// There after a clean close.
+    head: Option<HeadIdentity>,
+    /// Sizes of layers that are shorter than the one above for a reason that no document tells.
+    #[serde(default)]
+    pub known_sizes: BTreeMap<String, u64>,
+}
+
+impl Guard {
+    /// Reads the record. One that cannot be read is as good as none.
+    pub fn load(directory: &Directory) -> Result<Option<Guard>, StoreError> {
+        let bytes = directory.read(GUARD_FILE)?;
+        Ok(bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()))
+    }
+
+    /// Compares the record with the directory. The guard returned is for the session that begins:
+    /// in the same epoch where everything fits, in the next one where it does not.
+    pub fn judge(directory: &Directory, found: Option<Guard>) -> Result<(Guard, Provenance), StoreError> {
+        let volume_meta = identity(directory, VOLUME_META)?;
+        let Some(mut guard) = found else {
+            let guard = Guard { volume_meta: vec![volume_meta], ..Guard::new() };
+            return Ok((guard, Provenance::Foreign { why: "no record of ours is there".to_owned() }));
+        };
+        let mut why = None;
+        if !guard.volume_meta.contains(&volume_meta) {
+            why = Some("volume.meta was written by somebody else since".to_owned());
+        } else if let Some(head) = &guard.head
+            && HeadIdentity::of(directory, &head.name)?.as_ref() != Some(head)
+        {
+            why = Some(format!("{} was changed by somebody else since", head.name));
+        }
+        guard.head = None;
+        guard.volume_meta = vec![volume_meta];
+        let Some(why) = why else { return Ok((guard, Provenance::Ours)) };
+        guard.epoch += 1;
+        Ok((guard, Provenance::Foreign { why }))
+    }
+
+    /// A guard for a directory that has none. Its epochs begin with the time, so that they are
+    /// above those of a guard that was lost.
+    pub fn new() -> Guard {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Guard { epoch: u64::try_from(since.as_nanos()).unwrap_or(1), ..Guard::default() }
+    }
+
+    /// Records that `temp` is about to become `volume.meta`.
+    pub fn vouch(&mut self, directory: &Directory, temp: &str) -> Result<(), StoreError> {
+        let next = identity(directory, temp)?;
+        // Only the last one of ours can still be in place.
+        let last = self.volume_meta.pop();
+        self.volume_meta = last.into_iter().chain([next]).collect();
+        self.save(directory)
+    }
+
+    /// Records how the head is left.
+    pub fn seal(&mut self, directory: &Directory, head: &str) -> Result<(), StoreError> {
+        self.head = HeadIdentity::of(directory, head)?;
+        Ok(())
+    }
+
+    pub fn save(&self, directory: &Directory) -> Result<(), StoreError> {
+        let mut bytes = serde_json::to_vec(self)
+            .map_err(|error| StoreError::io("write", directory.path_of(GUARD_FILE), error))?;
+        bytes.push(b'\n');
+        directory.replace(GUARD_FILE, &bytes)
+    }
+}
+
+impl HeadIdentity {
+    fn of(directory: &Directory, name: &str) -> Result<Option<HeadIdentity>, StoreError> {
+        let stat = directory.stat(name)?;
+        Ok(stat.map(|stat| HeadIdentity {
+            name: name.to_owned(),
+            inode: stat.inode,
+            ctime_ns: stat.ctime_ns,
+        }))
+    }
+}
+
+/// The time of modification, not of change: a rename changes the latter.
+fn identity(directory: &Directory, name: &str) -> Result<FileIdentity, StoreError> {
+    let file = directory.open_file(name, OFlag::O_RDONLY)?;
+    let stat = stat_of(&file).map_err(|error| StoreError::io("look at", directory.path_of(name), error))?;
+    let bytes = directory.read(name)?.unwrap_or_default();
+    Ok(FileIdentity { inode: stat.inode, mtime_ns: stat.mtime_ns, crc32c: crc32c::crc32c(&bytes) })
+}

@@ -1,0 +1,99 @@
+//! What a store tells about itself.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use shorthorn_chain::{Disk, FileIndex, ImageName, Layout, MapUsage};
+
+/// Whether anybody else may have changed the volume since we last had it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Provenance {
+    /// Nobody has: what we keep beside the volume belongs to it.
+    Ours,
+    /// Somebody may have.
+    Foreign {
+        /// How it was noticed.
+        why: String,
+    },
+}
+
+/// What was found at the opening, and what holds now.
+#[derive(Clone, Debug)]
+pub struct StoreInfo {
+    /// The size of the volume.
+    pub size_bytes: u64,
+    /// The head's file.
+    pub head: ImageName,
+    /// Whether the directory had not been closed cleanly.
+    pub was_dirty: bool,
+    /// Whether the replica is being rebuilt.
+    pub rebuilding: bool,
+    /// Who had the directory last.
+    pub provenance: Provenance,
+    /// Goes up whenever somebody else may have changed the volume.
+    pub epoch: u64,
+    /// What a crash had left, and what was done about it.
+    pub repairs: Vec<String>,
+    /// The memory of the block map.
+    pub map: MapUsage,
+}
+
+/// A layer of the chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerInfo {
+    /// Its open file.
+    pub index: FileIndex,
+    /// Its file's name.
+    pub image: ImageName,
+    /// Its apparent size.
+    pub size_bytes: u64,
+    /// The snapshot's name; the head has none.
+    pub snapshot: Option<String>,
+    /// Whether it is marked as removed.
+    pub removed: bool,
+}
+
+/// A snapshot, in the chain or on a side branch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SnapshotInfo {
+    /// Its name.
+    pub name: String,
+    /// The snapshot below it.
+    pub parent: Option<String>,
+    /// The layers that build on it: names of snapshots, and the head's file name.
+    pub children: Vec<String>,
+    /// Whether a user took it.
+    pub user_created: bool,
+    /// Whether it is marked as removed.
+    pub removed: bool,
+    /// When it was taken, RFC 3339.
+    pub created: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// The size of the volume that it shows.
+    pub size_bytes: u64,
+    /// Whether the head builds on it.
+    pub in_chain: bool,
+}
+
+/// All snapshots: the chain's from the oldest to the newest, then those on side branches by name.
+pub(crate) fn snapshots(layout: &Layout) -> Vec<SnapshotInfo> {
+    let chain = layout.chain().iter().rev();
+    let side = layout.disks().keys().filter(|image| !layout.chain().contains(image));
+    chain.chain(side).filter_map(|image| snapshot(layout, image, layout.disks().get(image)?)).collect()
+}
+
+fn snapshot(layout: &Layout, image: &ImageName, disk: &Disk) -> Option<SnapshotInfo> {
+    let plain = |image: &ImageName| image.snapshot_name().unwrap_or(image.as_str()).to_owned();
+    Some(SnapshotInfo {
+        name: image.snapshot_name()?.to_owned(),
+        parent: ImageName::parse(&disk.meta.parent).as_ref().map(plain),
+        children: layout.children(image).map(plain).collect(),
+        user_created: disk.meta.user_created,
+        removed: disk.meta.removed,
+        created: disk.meta.created.clone(),
+        labels: disk.meta.labels.clone().unwrap_or_default(),
+        size_bytes: disk.size_bytes,
+        in_chain: layout.chain().contains(image),
+    })
+}

@@ -1,0 +1,345 @@
+//! Looking at a directory without changing anything in it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
+use shorthorn_chain::{Checks, DirectoryFacts, DiskMeta, ImageName, Layout, Recovery, VolumeMeta, recover};
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::facts::collect;
+use crate::guard::Guard;
+use crate::info::Provenance;
+use crate::lock::Lock;
+use crate::state::{self, SavedState};
+use crate::table::{human, table};
+
+/// What a directory holds. [`fmt::Display`] gives it as text for people.
+#[derive(Clone, Debug, Serialize)]
+pub struct Inspection {
+    /// The directory.
+    pub directory: String,
+    /// Whether a store could open it, perhaps after repairs.
+    pub usable: bool,
+    /// The volume, where `volume.meta` can be read.
+    pub volume: Option<InspectedVolume>,
+    /// The chain from the head to the oldest layer, then layers on side branches.
+    pub layers: Vec<InspectedLayer>,
+    /// What we keep beside the volume.
+    pub own_state: OwnState,
+    /// The process that has the directory open.
+    pub in_use_by: Option<u32>,
+    /// What was found wrong.
+    pub problems: Vec<Problem>,
+}
+
+/// `volume.meta`.
+#[derive(Clone, Debug, Serialize)]
+pub struct InspectedVolume {
+    /// The size of the volume.
+    pub size_bytes: i64,
+    /// The head's file.
+    pub head: String,
+    /// Not closed cleanly, or open now.
+    pub dirty: bool,
+    /// Being rebuilt.
+    pub rebuilding: bool,
+    /// What Longhorn last found wrong.
+    pub error: String,
+}
+
+/// A layer.
+#[derive(Clone, Debug, Serialize)]
+pub struct InspectedLayer {
+    /// Its file.
+    pub image: String,
+    /// The snapshot's name; the head has none.
+    pub snapshot: Option<String>,
+    /// The file below it.
+    pub parent: Option<String>,
+    /// Whether the head builds on it, or is it.
+    pub in_chain: bool,
+    /// Its apparent size.
+    pub size_bytes: u64,
+    /// What it takes on the disk.
+    pub allocated_bytes: u64,
+    /// Whether a user took it.
+    pub user_created: bool,
+    /// Whether it is marked as removed.
+    pub removed: bool,
+    /// When it was made, RFC 3339.
+    pub created: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// What we keep beside the volume.
+#[derive(Clone, Debug, Serialize)]
+pub struct OwnState {
+    /// `none`, `current`, `outdated` (somebody else may have changed the volume since) or `damaged`.
+    pub status: &'static str,
+    /// The length of the saved state.
+    pub length_bytes: usize,
+    /// Goes up whenever somebody else may have changed the volume; 0 where we never had it.
+    pub epoch: u64,
+    /// How it was noticed that somebody else may have had the directory.
+    pub foreign: Option<String>,
+}
+
+/// Something wrong.
+#[derive(Clone, Debug, Serialize)]
+pub struct Problem {
+    /// How bad it is.
+    pub severity: Severity,
+    /// What is wrong, where, and what to do.
+    pub message: String,
+}
+
+/// How bad a problem is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// The directory cannot be used as it is.
+    Error,
+    /// The next open mends it.
+    Repair,
+    /// Good to know.
+    Note,
+}
+
+/// Looks at a replica directory. Works on damaged ones, and beside a process that has it open.
+///
+/// # Errors
+/// Only where the directory itself cannot be read; all else is in [`Inspection::problems`].
+pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
+    let directory = Directory::open(path.as_ref())?;
+    let mut problems = Vec::new();
+    let in_use_by = match Lock::shared(&directory) {
+        Ok(_) => None,
+        Err(StoreError::Locked { holder, .. }) => holder,
+        Err(error) => return Err(error),
+    };
+    let facts = collect(&directory)?;
+    let volume = facts.volume_meta.as_deref().and_then(|bytes| VolumeMeta::parse(bytes).ok());
+    let found = Guard::load(&directory)?;
+    let known_sizes = found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default();
+    let checks = Checks { accept_rebuilding: true, known_sizes, ..Checks::default() };
+    let recovered = recover(facts.clone(), &checks);
+    let (usable, layers) = match &recovered {
+        Ok(Recovery { layout, notes, .. }) => {
+            problems.extend(notes.iter().map(|note| problem(Severity::Repair, future(note))));
+            (true, layers_of(layout))
+        }
+        Err(error) => {
+            problems.push(problem(Severity::Error, error.to_string()));
+            (false, layers_found(&facts))
+        }
+    };
+    let own_state = own_state(&directory, found, &mut problems)?;
+    if let Some(volume) = &volume {
+        problems.extend(problems_of(volume, in_use_by));
+    }
+    let mut inspection = Inspection {
+        directory: directory.path().display().to_string(),
+        usable,
+        volume: volume.map(inspected_volume),
+        layers,
+        own_state,
+        in_use_by,
+        problems,
+    };
+    for layer in &mut inspection.layers {
+        layer.allocated_bytes = directory.stat(&layer.image)?.map_or(0, |stat| stat.allocated_bytes);
+    }
+    Ok(inspection)
+}
+
+/// A repair's note tells what an open does; nothing has been done yet.
+fn future(note: &str) -> String {
+    format!("the next open mends this: {note}")
+}
+
+fn problem(severity: Severity, message: impl Into<String>) -> Problem {
+    Problem { severity, message: message.into() }
+}
+
+fn problems_of(volume: &VolumeMeta, in_use_by: Option<u32>) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if volume.dirty && in_use_by.is_none() {
+        let message =
+            "the replica was not closed cleanly; what was written last may differ from other replicas";
+        problems.push(problem(Severity::Note, message));
+    }
+    if volume.rebuilding {
+        problems.push(problem(Severity::Note, "the replica was being rebuilt and lacks data"));
+    }
+    if !volume.error.is_empty() {
+        problems.push(problem(Severity::Note, format!("volume.meta reports an error: {}", volume.error)));
+    }
+    problems
+}
+
+fn inspected_volume(volume: VolumeMeta) -> InspectedVolume {
+    InspectedVolume {
+        size_bytes: volume.size,
+        head: volume.head,
+        dirty: volume.dirty,
+        rebuilding: volume.rebuilding,
+        error: volume.error,
+    }
+}
+
+fn own_state(
+    directory: &Directory,
+    found: Option<Guard>,
+    problems: &mut Vec<Problem>,
+) -> Result<OwnState, StoreError> {
+    let was_ours = found.is_some();
+    let epoch = found.as_ref().map_or(0, |guard| guard.epoch);
+    let foreign = match Guard::judge(directory, found) {
+        Ok((_, Provenance::Foreign { why })) if was_ours => Some(why),
+        Err(error) if was_ours => Some(error.to_string()),
+        _ => None,
+    };
+    // Without a record of ours the epoch is 0, which no state carries.
+    let trusted = if foreign.is_some() { 0 } else { epoch };
+    let (status, length_bytes) = match state::load(directory, trusted) {
+        Ok(SavedState::None) => ("none", 0),
+        Ok(SavedState::Current(bytes)) => ("current", bytes.len()),
+        Ok(SavedState::Outdated(bytes)) => ("outdated", bytes.len()),
+        Err(error @ StoreError::StateDamaged { .. }) => {
+            problems.push(problem(Severity::Error, error.to_string()));
+            ("damaged", 0)
+        }
+        Err(error) => return Err(error),
+    };
+    Ok(OwnState { status, length_bytes, epoch, foreign })
+}
+
+fn layers_of(layout: &Layout) -> Vec<InspectedLayer> {
+    let side = layout.disks().keys().filter(|image| !layout.chain().contains(image));
+    let layers = layout.chain().iter().chain(side).filter_map(|image| {
+        let disk = layout.disks().get(image)?;
+        Some(layer(image, &disk.meta, disk.size_bytes, layout.chain().contains(image)))
+    });
+    layers.collect()
+}
+
+/// What can be said about the layers of a directory that makes no sense.
+fn layers_found(facts: &DirectoryFacts) -> Vec<InspectedLayer> {
+    let layers = facts.images.iter().map(|(image, found)| {
+        let meta =
+            facts.metas.get(image).and_then(|meta| DiskMeta::parse(&image.meta_name(), &meta.bytes).ok());
+        layer(image, &meta.unwrap_or_default(), found.size_bytes, false)
+    });
+    layers.collect()
+}
+
+fn layer(image: &ImageName, meta: &DiskMeta, size_bytes: u64, in_chain: bool) -> InspectedLayer {
+    InspectedLayer {
+        image: image.to_string(),
+        snapshot: image.snapshot_name().map(str::to_owned),
+        parent: (!meta.parent.is_empty()).then(|| meta.parent.clone()),
+        in_chain,
+        size_bytes,
+        allocated_bytes: 0,
+        user_created: meta.user_created,
+        removed: meta.removed,
+        created: meta.created.clone(),
+        labels: meta.labels.clone().unwrap_or_default(),
+    }
+}
+
+impl fmt::Display for Inspection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.directory)?;
+        if let Some(volume) = &self.volume {
+            let size = u64::try_from(volume.size_bytes).map_or_else(|_| "no size".to_owned(), human);
+            writeln!(f, "  volume  {size} ({} bytes), {}", volume.size_bytes, self.condition(volume))?;
+            writeln!(f, "  head    {}", volume.head)?;
+        }
+        writeln!(f, "  ours    {}", self.own_state)?;
+        if !self.layers.is_empty() {
+            writeln!(f, "\n{}", self.layer_table().trim_end())?;
+        }
+        if !self.problems.is_empty() {
+            writeln!(f)?;
+        }
+        for problem in &self.problems {
+            writeln!(f, "{}: {}", problem.severity, problem.message)?;
+        }
+        Ok(())
+    }
+}
+
+impl Inspection {
+    fn condition(&self, volume: &InspectedVolume) -> String {
+        match (self.in_use_by, volume.dirty) {
+            (Some(pid), _) => format!("in use by process {pid}"),
+            (None, true) => "not closed cleanly".to_owned(),
+            (None, false) => "closed cleanly".to_owned(),
+        }
+    }
+
+    fn layer_table(&self) -> String {
+        let heading = ["LAYER", "KIND", "SIZE", "ALLOCATED", "CREATED", "PARENT", "LABELS"];
+        let rows: Vec<Vec<String>> = self.layers.iter().map(row).collect();
+        table(&heading, &rows)
+    }
+}
+
+fn row(layer: &InspectedLayer) -> Vec<String> {
+    let plain = |image: &str| {
+        ImageName::parse(image)
+            .and_then(|name| name.snapshot_name().map(str::to_owned))
+            .unwrap_or_else(|| image.to_owned())
+    };
+    let mut kind = match (&layer.snapshot, layer.user_created) {
+        (None, _) => "head",
+        (Some(_), true) => "user",
+        (Some(_), false) => "system",
+    }
+    .to_owned();
+    if layer.removed {
+        kind.push_str(", removed");
+    }
+    if !layer.in_chain {
+        kind.push_str(", side");
+    }
+    let labels: Vec<String> = layer.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    vec![
+        plain(&layer.image),
+        kind,
+        human(layer.size_bytes),
+        human(layer.allocated_bytes),
+        layer.created.clone(),
+        layer.parent.as_deref().map_or_else(|| "-".to_owned(), plain),
+        labels.join(","),
+    ]
+}
+
+impl fmt::Display for OwnState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.epoch, self.status) {
+            (0, "none") => write!(f, "nothing: never opened by Shorthorn")?,
+            (epoch, "none") => write!(f, "epoch {epoch}, no state saved")?,
+            (epoch, status) => write!(f, "epoch {epoch}, {} bytes of state, {status}", self.length_bytes)?,
+        }
+        match &self.foreign {
+            Some(why) => write!(f, " ({why})"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Severity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Severity::Error => "error",
+            Severity::Repair => "repair",
+            Severity::Note => "note",
+        })
+    }
+}

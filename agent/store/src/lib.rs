@@ -1,0 +1,52 @@
+//! One replica: a directory of sparse files in Longhorn's version-1 format.
+//!
+//! [`Store`] opens a directory, holds it alone, and answers three kinds of calls:
+//!
+//! - *plans* for the data path ([`Store::plan_read`], [`Store::plan_write`], [`Store::plan_discard`],
+//!   [`Store::plan_write_zeroes`]): which bytes of which file. The caller does the I/O on
+//!   [`Store::fd`] and reports with [`Store::written`], [`Store::punched`] or [`Store::write_failed`];
+//! - the same done at once ([`Store::read_at`], [`Store::write_at`], …), for tools and rare paths;
+//! - *operations* on the directory ([`Store::snapshot`], [`Store::revert`], …), each of which happens
+//!   whole or not at all, whenever the process or the machine stops.
+//!
+//! [`inspect`] and [`export`] look at a directory without changing anything in it.
+//!
+//! The rules are in `shorthorn-chain`, which does no I/O; this crate executes them.
+#![forbid(unsafe_code)]
+
+mod buffer;
+mod data;
+mod directory;
+mod error;
+mod export;
+mod facts;
+mod files;
+mod fold;
+mod guard;
+mod host;
+mod info;
+mod inspect;
+mod lock;
+mod operations;
+mod options;
+mod state;
+mod steps;
+mod store;
+mod table;
+mod timestamp;
+
+pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
+pub use error::StoreError;
+pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
+pub use fold::{FoldJob, FoldedJob};
+pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
+pub use inspect::{InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, Severity, inspect};
+pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
+pub use shorthorn_chain::{
+    BlockSource, EdgeBlock, FileIndex, ImageName, MapUsage, ReadSegment, WINDOW_BYTES, WritePlan, ZeroStep,
+    memory_limit_bytes,
+};
+pub use shorthorn_types::{ByteRange, Errno, RangeError};
+pub use state::{SavedState, StateWriter};
+pub use store::Store;
+pub use timestamp::now_rfc3339;

@@ -1,0 +1,63 @@
+//! One process at a time.
+
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg, OFlag};
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+
+/// The file that is locked; it holds the number of the process that holds the lock.
+pub(crate) const LOCK_FILE: &str = "shorthorn.lock";
+
+/// The lock on a directory; given back when dropped or when the process ends.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    file: Option<Flock<File>>,
+}
+
+impl Lock {
+    /// Takes the directory for this process alone.
+    pub fn exclusive(directory: &Directory) -> Result<Lock, StoreError> {
+        let file = directory.open_file(LOCK_FILE, OFlag::O_RDWR | OFlag::O_CREAT)?;
+        let mut file = lock(directory, file, FlockArg::LockExclusiveNonblock)?;
+        let note = format!("{}\n", std::process::id());
+        file.set_len(0)
+            .and_then(|()| file.rewind())
+            .and_then(|()| file.write_all(note.as_bytes()))
+            .map_err(|error| StoreError::io("write", directory.path_of(LOCK_FILE), error))?;
+        Ok(Lock { file: Some(file) })
+    }
+
+    /// Keeps writers out without changing anything. Where no lock file is there, no store has ever
+    /// had the directory open, and there is nothing to hold on to.
+    pub fn shared(directory: &Directory) -> Result<Lock, StoreError> {
+        if directory.stat(LOCK_FILE)?.is_none() {
+            return Ok(Lock { file: None });
+        }
+        let file = directory.open_file(LOCK_FILE, OFlag::O_RDONLY)?;
+        Ok(Lock { file: Some(lock(directory, file, FlockArg::LockSharedNonblock)?) })
+    }
+
+    /// Checks, at the end of reading, that nobody came in between: where there was no lock file to
+    /// hold on to, there must be none now.
+    pub fn still_alone(&self, directory: &Directory) -> Result<(), StoreError> {
+        if self.file.is_none() && directory.stat(LOCK_FILE)?.is_some() {
+            return Err(StoreError::Locked { directory: directory.path().to_owned(), holder: None });
+        }
+        Ok(())
+    }
+}
+
+fn lock(directory: &Directory, file: File, how: FlockArg) -> Result<Flock<File>, StoreError> {
+    Flock::lock(file, how).map_err(|(mut file, errno)| {
+        if errno != Errno::EWOULDBLOCK {
+            return StoreError::io("lock", directory.path_of(LOCK_FILE), errno);
+        }
+        let mut text = String::new();
+        let holder = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+        StoreError::Locked { directory: directory.path().to_owned(), holder }
+    })
+}

@@ -1,0 +1,161 @@
+//! Operations on the directory. Each happens whole or not at all.
+//!
+//! After one, done or failed, plans made before are void, and so are file indices that were kept:
+//! ask [`Store::head`] and plan again.
+
+use std::collections::BTreeMap;
+
+use shorthorn_chain::{NewSnapshot, Operation, Recovery, SnapshotName, Step, temp_name};
+
+use crate::error::StoreError;
+use crate::state::STATE_FILE;
+use crate::store::{Store, open_chain, recover_directory};
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+impl Store {
+    /// Makes a snapshot of the volume as it is. No write may be in flight: it would land in the
+    /// snapshot. `created_rfc3339` is when, in UTC ([`now_rfc3339`](crate::now_rfc3339)).
+    ///
+    /// # Errors
+    /// [`StoreError`]; there is then no such snapshot.
+    pub fn snapshot(
+        &mut self,
+        name: &str,
+        user_created: bool,
+        labels: BTreeMap<String, String>,
+        created_rfc3339: &str,
+    ) -> Result<()> {
+        self.check_writable()?;
+        let name = SnapshotName::new(name).map_err(|error| self.chain_error(error))?;
+        let created = created_rfc3339.to_owned();
+        let new = NewSnapshot { name, user_created, labels, created };
+        let operation = self.layout.plan_snapshot(new).map_err(|error| self.chain_error(error))?;
+        self.put_head_above(operation)
+    }
+
+    /// Makes the volume larger. No write may be in flight. Leaves a snapshot `expand-<size>`, as
+    /// Longhorn does.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the volume then has its old size.
+    pub fn expand(&mut self, new_size_bytes: u64, created_rfc3339: &str) -> Result<()> {
+        self.check_writable()?;
+        if new_size_bytes == self.size_bytes() {
+            return Ok(());
+        }
+        let operation = self
+            .layout
+            .plan_expand(new_size_bytes, created_rfc3339)
+            .map_err(|error| self.chain_error(error))?;
+        self.put_head_above(operation)
+    }
+
+    /// Throws away what was written since a snapshot. No request may be in flight, and whoever has
+    /// the volume mounted must have let it go.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the volume is then as it was.
+    pub fn revert(&mut self, name: &str, created_rfc3339: &str) -> Result<()> {
+        self.check_writable()?;
+        self.check_no_fold()?;
+        let operation =
+            self.layout.plan_revert(name, created_rfc3339).map_err(|error| self.chain_error(error))?;
+        self.remember_short_layers(&operation)?;
+        self.perform(operation)?;
+        self.reopen()
+    }
+
+    /// Marks a snapshot as removed: it can no longer be reverted to or exported, and
+    /// [`Store::coalesce`] takes its data out of the directory.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the snapshot is then as it was.
+    pub fn remove(&mut self, name: &str) -> Result<()> {
+        self.check_writable()?;
+        let operation = self.layout.plan_remove(name).map_err(|error| self.chain_error(error))?;
+        self.perform(operation)
+    }
+
+    pub(crate) fn check_no_fold(&self) -> Result<()> {
+        if self.fold_running { Err(StoreError::FoldRunning) } else { Ok(()) }
+    }
+
+    /// A layer that is shorter than the one above was truncated, unless the snapshot that an
+    /// expansion left explains it. Before an operation that may take that away, the sizes are recorded.
+    pub(crate) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
+        let known = self.guard.known_sizes.clone();
+        self.guard.known_sizes.extend(operation.after.short_layers());
+        if self.guard.known_sizes == known {
+            return Ok(());
+        }
+        self.checks.known_sizes.clone_from(&self.guard.known_sizes);
+        self.guard.save(&self.directory)
+    }
+
+    /// Executes an operation and takes over the layout after it.
+    pub(crate) fn perform(&mut self, operation: Operation) -> Result<()> {
+        match self.run(&operation.steps) {
+            Ok(()) => {
+                self.layout = operation.after;
+                self.learn_inode()
+            }
+            Err(StoreError::Stopped) => Err(StoreError::Stopped),
+            Err(error) => self.settle(&operation, error),
+        }
+    }
+
+    /// An operation failed in the middle: does at once what the next open would do. Where the
+    /// operation had happened and only tidying failed, it counts as done.
+    fn settle(&mut self, operation: &Operation, error: StoreError) -> Result<()> {
+        self.broken = true;
+        let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
+            return Err(error);
+        };
+        // Another thread may be saving state right now: what it writes is not for us to sweep up.
+        let state_temp = Step::Unlink { name: temp_name(STATE_FILE) };
+        let steps: Vec<Step> = steps.into_iter().filter(|step| *step != state_temp).collect();
+        if self.run(&steps).is_err() {
+            return Err(error);
+        }
+        let happened = layout.same_documents(&operation.after);
+        self.layout = layout;
+        self.reopen()?;
+        self.broken = false;
+        if happened { Ok(()) } else { Err(error) }
+    }
+
+    fn put_head_above(&mut self, operation: Operation) -> Result<()> {
+        let old_head = self.head();
+        let old_image = self.layout.head().clone();
+        self.perform(operation)?;
+        let chain = self.layout.chain();
+        if self.files.find(&old_image).is_none() || chain.len() < 2 {
+            return Ok(()); // Settled after a failure, and opened anew.
+        }
+        let (image, snapshot) = (chain[0].clone(), chain[1].clone());
+        let opened = self.files.open(&self.directory, &image, self.host.direct_io, true);
+        let head = opened.inspect_err(|_| self.broken = true)?;
+        self.files.rename(old_head, snapshot);
+        self.map.push_head(head, self.layout.size_bytes());
+        Ok(())
+    }
+
+    /// The layout names the new head's inode only once it exists.
+    fn learn_inode(&mut self) -> Result<()> {
+        let head = self.layout.head().clone();
+        if let Some(stat) = self.directory.stat(head.as_str())? {
+            self.layout.set_inode(&head, stat.inode);
+        }
+        Ok(())
+    }
+
+    /// Opens the files of the chain again and forgets what is known about them.
+    pub(crate) fn reopen(&mut self) -> Result<()> {
+        let opened = open_chain(&self.directory, self.layout.clone(), self.host, true);
+        let (_, files, map) = opened.inspect_err(|_| self.broken = true)?;
+        self.files = files;
+        self.map = map;
+        Ok(())
+    }
+}

@@ -1,0 +1,61 @@
+//! How a store is created and opened.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// For a new replica.
+#[derive(Clone, Debug, Default)]
+pub struct CreateOptions {
+    /// The size of the volume, a multiple of 4096.
+    pub size_bytes: u64,
+    /// When it was made, RFC 3339 in UTC; `None` is now.
+    pub created: Option<String>,
+    /// Stops or fails in the middle; for crash tests.
+    pub fault: Option<FaultHook>,
+}
+
+/// For an existing replica.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// Change nothing: no lock file, no flag in `volume.meta`, no repairs.
+    pub read_only: bool,
+    /// Take a replica whose rebuild did not finish.
+    pub accept_rebuilding: bool,
+    /// Take layers that are shorter than the one above although nothing tells of an expansion. The
+    /// sizes are remembered, so that it need be said only once.
+    pub accept_short_layers: bool,
+    /// Stops or fails in the middle; for crash tests.
+    pub fault: Option<FaultHook>,
+}
+
+/// What a [`FaultHook`] makes of a step that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    None,
+    /// The store stops there as if the process had died: it does nothing more, and every later call fails.
+    Die,
+    /// The next step fails with this errno.
+    Fail(i32),
+}
+
+/// Called after every step of an operation and every chunk that a fold copies, with what was done.
+#[derive(Clone)]
+pub struct FaultHook(Arc<dyn Fn(&str) -> Fault + Send + Sync>);
+
+impl FaultHook {
+    /// A hook that asks `fault`.
+    pub fn new(fault: impl Fn(&str) -> Fault + Send + Sync + 'static) -> FaultHook {
+        FaultHook(Arc::new(fault))
+    }
+
+    pub(crate) fn after(&self, done: &str) -> Fault {
+        (self.0)(done)
+    }
+}
+
+impl fmt::Debug for FaultHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FaultHook")
+    }
+}

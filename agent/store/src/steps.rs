@@ -1,0 +1,132 @@
+//! Executes the steps that the chain crate plans.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use shorthorn_chain::{ImageName, Step, WINDOW_BYTES};
+use shorthorn_types::ByteRange;
+
+use crate::buffer::AlignedBuffer;
+use crate::directory::{Directory, stat_of};
+use crate::error::StoreError;
+use crate::files::{data_extents, open_image};
+use crate::guard::Guard;
+use crate::options::{Fault, FaultHook};
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+/// How much a fold copies at a time.
+const COPY_BYTES: usize = 1 << 20;
+
+/// Executes steps in one directory.
+pub(crate) struct Executor<'a> {
+    pub directory: &'a Directory,
+    pub fault: Option<&'a FaultHook>,
+    pub direct_io: bool,
+}
+
+impl Executor<'_> {
+    /// Executes `steps`, which may replace `volume.meta`.
+    pub fn run(&self, steps: &[Step], guard: &mut Guard) -> Result<()> {
+        for step in steps {
+            match step {
+                Step::Vouch { name } => guard.vouch(self.directory, name)?,
+                step => self.execute(step, &mut |_| {})?,
+            }
+            self.pass(|| format!("{step:?}"))?;
+        }
+        Ok(())
+    }
+
+    /// Executes the steps that copy for a fold. `progress` hears how many bytes more are copied.
+    pub fn copy(&self, steps: &[Step], progress: &mut dyn FnMut(u64)) -> Result<()> {
+        for step in steps {
+            self.execute(step, progress)?;
+            self.pass(|| format!("{step:?}"))?;
+        }
+        Ok(())
+    }
+
+    fn pass(&self, done: impl FnOnce() -> String) -> Result<()> {
+        match self.fault.map_or(Fault::None, |hook| hook.after(&done())) {
+            Fault::None => Ok(()),
+            Fault::Die => Err(StoreError::Stopped),
+            Fault::Fail(errno) => {
+                let error = std::io::Error::from_raw_os_error(errno);
+                Err(StoreError::io("change", self.directory.path(), error))
+            }
+        }
+    }
+
+    fn execute(&self, step: &Step, progress: &mut dyn FnMut(u64)) -> Result<()> {
+        let directory = self.directory;
+        match step {
+            Step::Write { name, bytes } => directory.write(name, bytes),
+            Step::SyncFile { name } => directory.sync_file(name),
+            Step::Rename { from, to } => directory.rename(from, to),
+            Step::Link { from, to } => directory.link(from, to),
+            Step::Unlink { name } => directory.unlink(name),
+            Step::SyncDirectory => directory.sync(),
+            Step::CreateSparse { name, size_bytes } => directory.create_sparse(name, *size_bytes),
+            Step::Grow { name, size_bytes } => directory.grow(name, *size_bytes),
+            Step::Fold { from, into } => self.fold(from, into, progress),
+            // Only changes of the head come with this step, and they run with a guard.
+            Step::Vouch { .. } => Ok(()),
+        }
+    }
+
+    /// Copies the data of `from` over that of `into`, hole by hole, whole blocks at a time. Zeroes
+    /// are copied too: a block of zeroes hides what lies below, a hole does not.
+    fn fold(&self, from: &ImageName, into: &ImageName, progress: &mut dyn FnMut(u64)) -> Result<()> {
+        let upper = open_image(self.directory, from, self.direct_io, false)?;
+        let lower = open_image(self.directory, into, self.direct_io, true)?;
+        let looked = stat_of(&upper).map_err(|error| self.error("look at", from, error))?;
+        let whole = ByteRange::new(0, looked.size_bytes)?;
+        let mut buffer = AlignedBuffer::new(COPY_BYTES);
+        let mut extents = Vec::new();
+        let mut start = 0;
+        while start < whole.end() {
+            let window = ByteRange::new(start, WINDOW_BYTES.min(whole.end() - start))?;
+            extents.clear();
+            data_extents(&upper, window, &mut |extent| extents.push(extent.grown_to_blocks()))
+                .map_err(|errno| self.error("find the data of", from, errno))?;
+            for extent in &extents {
+                self.copy_extent((&upper, from), (&lower, into), *extent, &mut buffer, progress)?;
+            }
+            start = window.end();
+        }
+        Ok(())
+    }
+
+    fn copy_extent(
+        &self,
+        (upper, from): (&File, &ImageName),
+        (lower, into): (&File, &ImageName),
+        extent: ByteRange,
+        buffer: &mut AlignedBuffer,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let mut at = extent.offset();
+        while at < extent.end() {
+            let length = (extent.end() - at).min(COPY_BYTES as u64);
+            // No more than the buffer holds.
+            #[allow(clippy::cast_possible_truncation)]
+            let chunk = &mut buffer.as_mut_slice()[..length as usize];
+            upper.read_exact_at(chunk, at).map_err(|error| self.error("read", from, error))?;
+            lower.write_all_at(chunk, at).map_err(|error| self.error("write", into, error))?;
+            at += length;
+            progress(length);
+            self.pass(|| format!("copied {length} bytes up to {at}"))?;
+        }
+        Ok(())
+    }
+
+    fn error(
+        &self,
+        action: &'static str,
+        image: &ImageName,
+        source: impl Into<std::io::Error>,
+    ) -> StoreError {
+        StoreError::io(action, self.directory.path_of(image.as_str()), source)
+    }
+}

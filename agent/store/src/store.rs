@@ -1,0 +1,358 @@
+//! One open replica directory.
+
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use shorthorn_chain::{
+    BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, classify, create_steps,
+    recover,
+};
+
+use crate::buffer::AlignedBuffer;
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::facts::collect;
+use crate::files::Files;
+use crate::guard::{GUARD_FILE, Guard};
+use crate::host::HostFileSystem;
+use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
+use crate::lock::{LOCK_FILE, Lock};
+use crate::options::{CreateOptions, FaultHook, OpenOptions};
+use crate::state::{self, SavedState, StateWriter};
+use crate::steps::Executor;
+use crate::timestamp::now_rfc3339;
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+/// How much the synchronous calls move at a time.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+
+/// One open replica directory, held alone.
+///
+/// Calls that change the directory (operations) wait for the disk and take milliseconds; the plans
+/// do not, except where they meet a part of the volume for the first time and ask the file system
+/// what lies there. Dropping a store leaves the directory as after a crash: nothing is lost, but it
+/// counts as dirty until it is opened again. [`Store::close`] leaves it clean.
+#[derive(Debug)]
+pub struct Store {
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) host: HostFileSystem,
+    pub(crate) layout: Layout,
+    pub(crate) files: Files,
+    pub(crate) map: BlockMap,
+    pub(crate) guard: Guard,
+    pub(crate) checks: Checks,
+    pub(crate) fault: Option<FaultHook>,
+    pub(crate) scratch: AlignedBuffer,
+    pub(crate) read_only: bool,
+    pub(crate) broken: bool,
+    pub(crate) fold_running: bool,
+    was_dirty: bool,
+    provenance: Provenance,
+    repairs: Vec<String>,
+    _lock: Lock,
+}
+
+impl Store {
+    /// Makes a replica of an empty volume and opens it. The directory must not exist, be empty, or
+    /// hold no more than an interrupted `create` left.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn create(path: impl AsRef<Path>, options: CreateOptions) -> Result<Store> {
+        let path = path.as_ref();
+        let created = options.created.unwrap_or_else(now_rfc3339);
+        let operation =
+            create_steps(options.size_bytes, &created).map_err(|error| StoreError::chain(path, error))?;
+        make_directory(path)?;
+        let directory = Directory::open(path)?;
+        let lock = Lock::exclusive(&directory)?;
+        sweep_for_create(&directory)?;
+        let host = HostFileSystem::probe(&directory, false)?;
+        let executor =
+            Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
+        let mut guard = Guard::new();
+        executor.run(&operation.steps, &mut guard)?;
+        let options = OpenOptions { fault: options.fault, ..OpenOptions::default() };
+        Store::open_locked(directory, lock, host, options)
+    }
+
+    /// Opens a replica, and finishes or takes back what a crash interrupted.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the directory is then as it was, unless a repair was under way.
+    pub fn open(path: impl AsRef<Path>, options: OpenOptions) -> Result<Store> {
+        let directory = Directory::open(path.as_ref())?;
+        let lock = if options.read_only { Lock::shared(&directory) } else { Lock::exclusive(&directory) }?;
+        let host = HostFileSystem::probe(&directory, options.read_only)?;
+        Store::open_locked(directory, lock, host, options)
+    }
+
+    fn open_locked(
+        directory: Directory,
+        lock: Lock,
+        host: HostFileSystem,
+        options: OpenOptions,
+    ) -> Result<Store> {
+        let found = Guard::load(&directory)?;
+        let checks = Checks {
+            accept_rebuilding: options.accept_rebuilding,
+            accept_short_layers: options.accept_short_layers,
+            known_sizes: found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default(),
+        };
+        let Recovery { layout, steps, notes } = recover_directory(&directory, &checks)?;
+        let (mut guard, provenance) = Guard::judge(&directory, found)?;
+        if options.accept_short_layers {
+            guard.known_sizes = layout.short_layers();
+        }
+        let was_dirty = layout.volume().dirty;
+        let (layout, files, map) = if options.read_only {
+            open_chain(&directory, layout, host, false)?
+        } else {
+            let executor =
+                Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
+            executor.run(&steps, &mut guard)?;
+            let (mut layout, files, map) = open_chain(&directory, layout, host, true)?;
+            layout.volume_mut().dirty = true;
+            executor.run(&layout.volume_steps(), &mut guard)?;
+            directory.keep_reserve();
+            (layout, files, map)
+        };
+        Ok(Store {
+            directory: Arc::new(directory),
+            host,
+            layout,
+            files,
+            map,
+            guard,
+            checks,
+            fault: options.fault,
+            scratch: AlignedBuffer::new(CHUNK_BYTES),
+            read_only: options.read_only,
+            broken: false,
+            fold_running: false,
+            was_dirty,
+            provenance,
+            repairs: notes,
+            _lock: lock,
+        })
+    }
+
+    /// Makes all data durable, marks the directory as cleanly closed and gives it up.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the directory then counts as dirty.
+    pub fn close(mut self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        self.check_writable()?;
+        let head = self.layout.head().clone();
+        // Not only the data: the time of change, which the guard records, must be durable too.
+        self.directory.sync_file(head.as_str())?;
+        self.guard.seal(&self.directory, head.as_str())?;
+        self.layout.volume_mut().dirty = false;
+        self.run(&self.layout.volume_steps())
+    }
+
+    /// The size of the volume.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.layout.size_bytes()
+    }
+
+    /// The head: where all writes go.
+    #[must_use]
+    pub fn head(&self) -> FileIndex {
+        self.map.head()
+    }
+
+    /// The descriptor of a file that a plan names. Valid until the next operation; reads that the
+    /// kernel has already taken are not disturbed by one.
+    ///
+    /// # Panics
+    /// Where the plan is older than the last operation and names a file that has left the chain.
+    #[must_use]
+    pub fn fd(&self, index: FileIndex) -> BorrowedFd<'_> {
+        self.files.fd(index)
+    }
+
+    /// Whether [`Store::fd`] does direct I/O: memory must then be aligned to
+    /// [`MEMORY_ALIGNMENT`](crate::MEMORY_ALIGNMENT), and offset and length to
+    /// [`Store::alignment_bytes`].
+    #[must_use]
+    pub fn direct_io(&self) -> bool {
+        self.host.direct_io
+    }
+
+    /// What offset and length of a read must be a multiple of: 1, 512 or 4096. Whole blocks always
+    /// will do. Where it is 4096 and a read is for less, plan it for whole blocks and drop the rest.
+    #[must_use]
+    pub fn alignment_bytes(&self) -> u32 {
+        self.host.alignment_bytes
+    }
+
+    /// Whether holes can be made. Where not, discards do nothing and zeroes are written out.
+    #[must_use]
+    pub fn can_punch(&self) -> bool {
+        self.host.can_punch
+    }
+
+    /// The layers from the head to the oldest.
+    #[must_use]
+    pub fn layers(&self) -> Vec<LayerInfo> {
+        let info = |image: &ImageName| {
+            let disk = self.layout.disks().get(image)?;
+            Some(LayerInfo {
+                index: self.files.find(image)?,
+                image: image.clone(),
+                size_bytes: disk.size_bytes,
+                snapshot: image.snapshot_name().map(str::to_owned),
+                removed: disk.meta.removed,
+            })
+        };
+        self.layout.chain().iter().filter_map(info).collect()
+    }
+
+    /// All snapshots: the chain's from the oldest to the newest, then those on side branches.
+    #[must_use]
+    pub fn snapshots(&self) -> Vec<SnapshotInfo> {
+        snapshots(&self.layout)
+    }
+
+    /// What was found at the opening, and what holds now.
+    #[must_use]
+    pub fn info(&self) -> StoreInfo {
+        StoreInfo {
+            size_bytes: self.size_bytes(),
+            head: self.layout.head().clone(),
+            was_dirty: self.was_dirty,
+            rebuilding: self.layout.volume().rebuilding,
+            provenance: self.provenance.clone(),
+            epoch: self.guard.epoch,
+            repairs: self.repairs.clone(),
+            map: self.map.usage(),
+        }
+    }
+
+    /// What was saved with [`Store::save_state`].
+    ///
+    /// # Errors
+    /// [`StoreError::StateDamaged`], or an I/O error.
+    pub fn load_state(&self) -> Result<SavedState> {
+        let trusted =
+            if self.read_only && self.provenance != Provenance::Ours { u64::MAX } else { self.guard.epoch };
+        state::load(&self.directory, trusted)
+    }
+
+    /// Saves bytes beside the volume, durably and whole.
+    ///
+    /// # Errors
+    /// An I/O error; what was saved before is then still there.
+    pub fn save_state(&mut self, payload: &[u8]) -> Result<()> {
+        self.state_writer()?.save(payload)
+    }
+
+    /// Saves state from another thread. Hold one writer at a time.
+    ///
+    /// # Errors
+    /// [`StoreError::ReadOnly`].
+    pub fn state_writer(&self) -> Result<StateWriter> {
+        self.check_writable()?;
+        Ok(StateWriter::new(Arc::clone(&self.directory), self.guard.epoch))
+    }
+
+    /// Marks the replica as lacking data, or as whole again.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn set_rebuilding(&mut self, rebuilding: bool) -> Result<()> {
+        self.check_writable()?;
+        self.layout.volume_mut().rebuilding = rebuilding;
+        self.run(&self.layout.volume_steps())
+    }
+
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        if self.read_only {
+            return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
+        }
+        if self.broken {
+            return Err(StoreError::Broken(self.directory.path().to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Executes steps; a stop by the test hook leaves the store broken.
+    pub(crate) fn run(&mut self, steps: &[Step]) -> Result<()> {
+        let executor = Executor {
+            directory: &self.directory,
+            fault: self.fault.as_ref(),
+            direct_io: self.host.direct_io,
+        };
+        let result = executor.run(steps, &mut self.guard);
+        self.broken |= matches!(result, Err(StoreError::Stopped));
+        result
+    }
+
+    pub(crate) fn chain_error(&self, source: shorthorn_chain::ChainError) -> StoreError {
+        StoreError::chain(self.directory.path(), source)
+    }
+}
+
+pub(crate) fn recover_directory(directory: &Directory, checks: &Checks) -> Result<Recovery> {
+    recover(collect(directory)?, checks).map_err(|error| StoreError::chain(directory.path(), error))
+}
+
+/// Opens the files of the layout's chain.
+pub(crate) fn open_chain(
+    directory: &Directory,
+    layout: Layout,
+    host: HostFileSystem,
+    writable: bool,
+) -> Result<(Layout, Files, BlockMap)> {
+    let (files, indices) = Files::open_chain(directory, layout.chain(), host.direct_io, writable)?;
+    let map = BlockMap::new(layout.size_bytes(), indices, host.can_punch);
+    Ok((layout, files, map))
+}
+
+fn make_directory(path: &Path) -> Result<()> {
+    match std::fs::DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {
+            // The new directory's own name must be durable before anything in it counts.
+            let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+            Directory::open(parent.unwrap_or_else(|| Path::new(".")))?.sync()
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(StoreError::io("make the directory", path, error)),
+    }
+}
+
+/// Removes what an interrupted `create` left, and refuses anything else.
+fn sweep_for_create(directory: &Directory) -> Result<()> {
+    let facts = collect(directory)?;
+    if facts.volume_meta.is_some() {
+        return Err(StoreError::Exists(directory.path().to_owned()));
+    }
+    let first = ImageName::head(0);
+    let mut leftovers = Vec::new();
+    for name in directory.list()? {
+        let ours = match classify(&name) {
+            DirectoryEntry::Temp => true,
+            DirectoryEntry::Meta(image) => image == first,
+            DirectoryEntry::Image(image) => {
+                image == first && facts.images.get(&image).is_some_and(|image| !image.holds_data)
+            }
+            _ => name == GUARD_FILE,
+        };
+        if !ours && name != LOCK_FILE {
+            return Err(StoreError::NotEmpty { directory: directory.path().to_owned(), entry: name });
+        }
+        if ours {
+            leftovers.push(name);
+        }
+    }
+    leftovers.iter().try_for_each(|name| directory.unlink(name))?;
+    directory.sync()
+}

@@ -1,0 +1,340 @@
+//! The store against a plain array of bytes, over random requests and operations.
+#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use common::{pattern, read_all, scratch};
+use proptest::prelude::*;
+use shorthorn_store::{
+    CreateOptions, ExportTarget, OpenOptions, Severity, Store, StoreError, export, inspect,
+};
+
+const TIME: &str = "2026-01-01T00:00:00Z";
+const START_BYTES: usize = 256 << 10;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write { sectors: Range<usize>, fua: bool },
+    Discard { sectors: Range<usize> },
+    WriteZeroes { sectors: Range<usize>, fua: bool },
+    Snapshot,
+    Remove(usize),
+    Coalesce(usize),
+    CoalesceBesideWrites(usize, Range<usize>),
+    Revert(usize),
+    Expand(usize),
+    Reopen { clean: bool },
+}
+
+fn sectors() -> impl Strategy<Value = Range<usize>> {
+    let length = prop_oneof![3 => 1..24usize, 1 => 1..200usize, 1 => Just(8usize)];
+    (0..800usize, length, any::<bool>()).prop_map(|(start, length, align)| {
+        let start = if align { start / 8 * 8 } else { start };
+        start..start + length
+    })
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let index = || 0..1000usize;
+    prop_oneof![
+        10 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| Step::Write { sectors, fua }),
+        4 => sectors().prop_map(|sectors| Step::Discard { sectors }),
+        4 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| Step::WriteZeroes { sectors, fua }),
+        4 => Just(Step::Snapshot),
+        2 => index().prop_map(Step::Remove),
+        2 => index().prop_map(Step::Coalesce),
+        1 => (index(), sectors()).prop_map(|(index, sectors)| Step::CoalesceBesideWrites(index, sectors)),
+        1 => index().prop_map(Step::Revert),
+        1 => (1..20usize).prop_map(Step::Expand),
+        2 => any::<bool>().prop_map(|clean| Step::Reopen { clean }),
+    ]
+}
+
+/// What the volume and its snapshots must read as.
+struct Model {
+    volume: Vec<u8>,
+    snapshots: BTreeMap<String, Snapshot>,
+    writes: u64,
+    names: u64,
+}
+
+struct Snapshot {
+    content: Vec<u8>,
+    removed: bool,
+}
+
+struct Run {
+    path: PathBuf,
+    store: Option<Store>,
+    model: Model,
+}
+
+impl Run {
+    fn new(directory: &Path) -> Run {
+        let path = directory.join("replica");
+        let options = CreateOptions { size_bytes: START_BYTES as u64, ..CreateOptions::default() };
+        let store = Store::create(&path, options).unwrap();
+        let volume = vec![0; START_BYTES];
+        Run {
+            path,
+            store: Some(store),
+            model: Model { volume, snapshots: BTreeMap::new(), writes: 0, names: 0 },
+        }
+    }
+
+    fn store(&mut self) -> &mut Store {
+        self.store.as_mut().unwrap()
+    }
+
+    fn bytes(&self, sectors: &Range<usize>) -> Range<usize> {
+        let end = (sectors.end * 512).min(self.model.volume.len());
+        (sectors.start * 512).min(end - 512)..end
+    }
+
+    fn perform(&mut self, step: Step) {
+        match step {
+            Step::Write { sectors, fua } => self.write(&sectors, fua),
+            Step::Discard { sectors } => self.discard(&sectors),
+            Step::WriteZeroes { sectors, fua } => {
+                let bytes = self.bytes(&sectors);
+                self.store().write_zeroes(bytes.start as u64, bytes.len() as u64, fua).unwrap();
+                self.model.volume[bytes].fill(0);
+            }
+            Step::Snapshot => self.snapshot(),
+            Step::Remove(index) => {
+                let Some(name) = self.pick(index, |_| true) else { return };
+                self.store().remove(&name).unwrap();
+                self.model.snapshots.get_mut(&name).unwrap().removed = true;
+            }
+            Step::Coalesce(index) => self.coalesce(index),
+            Step::CoalesceBesideWrites(index, sectors) => self.coalesce_beside_writes(index, &sectors),
+            Step::Revert(index) => {
+                let Some(name) = self.pick(index, |snapshot| !snapshot.removed) else { return };
+                self.store().revert(&name, TIME).unwrap();
+                let size = self.model.volume.len();
+                self.model.volume.clone_from(&self.model.snapshots[&name].content);
+                self.model.volume.resize(size, 0);
+            }
+            Step::Expand(blocks) => {
+                let size = self.model.volume.len() + blocks * 4096;
+                let content = self.model.volume.clone();
+                self.store().expand(size as u64, TIME).unwrap();
+                self.model.snapshots.insert(format!("expand-{size}"), Snapshot { content, removed: false });
+                self.model.volume.resize(size, 0);
+            }
+            Step::Reopen { clean } => {
+                let store = self.store.take().unwrap();
+                if clean {
+                    store.close().unwrap()
+                } else {
+                    drop(store)
+                }
+                self.store = Some(Store::open(&self.path, OpenOptions::default()).unwrap());
+            }
+        }
+    }
+
+    fn write(&mut self, sectors: &Range<usize>, fua: bool) {
+        self.model.writes += 1;
+        let bytes = self.bytes(sectors);
+        let data = pattern(self.model.writes, bytes.len());
+        self.store().write_at(&data, bytes.start as u64, fua).unwrap();
+        self.model.volume[bytes].copy_from_slice(&data);
+    }
+
+    /// Every block must read as before or as zeroes, and those only touched as before.
+    fn discard(&mut self, sectors: &Range<usize>) {
+        let bytes = self.bytes(sectors);
+        self.store().discard(bytes.start as u64, bytes.len() as u64).unwrap();
+        let mut found = vec![0; self.model.volume.len()];
+        self.store().read_at(&mut found, 0).unwrap();
+        let whole = bytes.start.next_multiple_of(4096)..bytes.end / 4096 * 4096;
+        for (at, (new, old)) in found.chunks(4096).zip(self.model.volume.chunks(4096)).enumerate() {
+            let may_change = whole.contains(&(at * 4096));
+            assert!(
+                new == old || (may_change && new.iter().all(|byte| *byte == 0)),
+                "block {at} after a discard"
+            );
+        }
+        self.model.volume = found;
+    }
+
+    fn snapshot(&mut self) {
+        self.model.names += 1;
+        let name = format!("s{}", self.model.names);
+        self.store().snapshot(&name, true, BTreeMap::new(), TIME).unwrap();
+        let content = self.model.volume.clone();
+        self.model.snapshots.insert(name, Snapshot { content, removed: false });
+    }
+
+    fn coalesce(&mut self, index: usize) {
+        let Some(name) = self.pick(index, |snapshot| snapshot.removed) else { return };
+        if self.has_several_children(&name) {
+            assert!(self.store().coalesce(&name).unwrap_err().to_string().contains("children"));
+        } else {
+            self.store().coalesce(&name).unwrap();
+            self.model.snapshots.remove(&name);
+        }
+    }
+
+    /// The copy and requests to the volume at the same time.
+    fn coalesce_beside_writes(&mut self, index: usize, sectors: &Range<usize>) {
+        let Some(name) = self.pick(index, |snapshot| snapshot.removed) else { return };
+        let Ok(job) = self.store().begin_coalesce(&name) else { return };
+        self.write(sectors, false);
+        let done = job.run(|_| {}).unwrap();
+        self.discard(sectors);
+        let before = self.model.snapshots.len();
+        self.snapshot();
+        self.write(sectors, true);
+        match self.store().finish_coalesce(done) {
+            Ok(()) => {
+                self.model.snapshots.remove(&name);
+                assert_eq!(self.model.snapshots.len(), before);
+            }
+            Err(StoreError::FoldOutdated(_) | StoreError::Chain { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn has_several_children(&mut self, name: &str) -> bool {
+        self.store().snapshots().iter().any(|snapshot| snapshot.name == name && snapshot.children.len() > 1)
+    }
+
+    fn pick(&self, index: usize, wanted: impl Fn(&Snapshot) -> bool) -> Option<String> {
+        let names: Vec<_> = self.model.snapshots.iter().filter(|(_, snapshot)| wanted(snapshot)).collect();
+        (!names.is_empty()).then(|| names[index % names.len()].0.clone())
+    }
+
+    fn check(&mut self) {
+        let found = read_all(self.store());
+        assert!(
+            found == self.model.volume,
+            "the volume differs at {:?}",
+            difference(&found, &self.model.volume)
+        );
+        let usage = self.store().info().map;
+        assert!(usage.used_bytes <= usage.limit_bytes, "{usage:?}");
+    }
+
+    /// Exports everything from the closed directory.
+    fn finish(mut self) {
+        self.store.take().unwrap().close().unwrap();
+        assert!(exported(&self.path, None) == self.model.volume, "the exported volume differs");
+        for (name, snapshot) in &self.model.snapshots {
+            if snapshot.removed {
+                assert!(export(&self.path, Some(name), sink().0, |_, _| {}).is_err());
+            } else {
+                assert!(exported(&self.path, Some(name)) == snapshot.content, "snapshot {name} differs");
+            }
+        }
+        let inspection = inspect(&self.path).unwrap();
+        assert!(inspection.usable && inspection.problems.is_empty(), "{inspection}");
+        assert!(inspection.problems.iter().all(|problem| problem.severity != Severity::Error));
+    }
+}
+
+fn difference(one: &[u8], other: &[u8]) -> Option<usize> {
+    (0..one.len().max(other.len())).find(|&at| one.get(at) != other.get(at))
+}
+
+#[derive(Clone, Debug, Default)]
+struct Bytes(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Bytes {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+fn sink() -> (ExportTarget, Bytes) {
+    let bytes = Bytes::default();
+    (ExportTarget::Stream(Box::new(bytes.clone())), bytes)
+}
+
+fn exported(path: &Path, snapshot: Option<&str>) -> Vec<u8> {
+    let (target, bytes) = sink();
+    export(path, snapshot, target, |done, all| assert!(done <= all)).unwrap();
+    bytes.0.lock().unwrap().clone()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, max_shrink_iters: 2000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_store_is_an_array_of_bytes(steps in prop::collection::vec(step(), 1..50)) {
+        let directory = scratch();
+        let mut run = Run::new(directory.path());
+        for step in steps {
+            run.perform(step);
+            run.check();
+        }
+        run.finish();
+    }
+}
+
+/// The same on whatever disk the temporary directory is on, with real direct I/O.
+#[test]
+fn a_disk_behaves_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut run = Run::new(directory.path());
+    let write = |start: usize, end: usize| Step::Write { sectors: start..end, fua: false };
+    let steps = [
+        write(0, 64),
+        Step::Snapshot,
+        write(3, 17),
+        Step::Discard { sectors: 0..64 },
+        Step::WriteZeroes { sectors: 20..45, fua: true },
+        Step::Snapshot,
+        Step::Expand(3),
+        write(500, 540),
+        Step::Reopen { clean: false },
+        Step::Remove(0),
+        Step::Coalesce(0),
+        write(0, 1),
+        Step::Reopen { clean: true },
+    ];
+    for step in steps {
+        run.perform(step);
+        run.check();
+    }
+    run.finish();
+}
+
+/// The layers below are then shorter than the head, which is no truncation.
+#[test]
+fn a_volume_that_was_expanded_and_reverted_opens() {
+    for record_is_lost in [false, true] {
+        let directory = scratch();
+        let mut run = Run::new(directory.path());
+        let write = Step::Write { sectors: 0..64, fua: false };
+        for step in [Step::Snapshot, write.clone(), Step::Expand(1), write.clone(), Step::Expand(2), write] {
+            run.perform(step);
+        }
+        run.store().revert("s1", TIME).unwrap();
+        run.store.take().unwrap().close().unwrap();
+        if record_is_lost {
+            std::fs::remove_file(run.path.join("shorthorn.guard")).unwrap();
+        }
+        let mut store = Store::open(&run.path, OpenOptions::default()).unwrap();
+        assert_eq!(store.size_bytes(), START_BYTES as u64 + 3 * 4096);
+        assert!(read_all(&mut store).iter().all(|byte| *byte == 0));
+        drop(store);
+        // A truncated layer is still told apart.
+        let layer =
+            std::fs::OpenOptions::new().write(true).open(run.path.join("volume-snap-s1.img")).unwrap();
+        layer.set_len(4096).unwrap();
+        assert!(Store::open(&run.path, OpenOptions::default()).is_err());
+    }
+}

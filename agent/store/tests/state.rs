@@ -1,0 +1,146 @@
+//! What we keep beside the volume, and how we notice that somebody else was there.
+#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use common::Fixture;
+use shorthorn_store::{OpenOptions, Provenance, SavedState, Store, StoreError, inspect};
+
+fn open(path: &Path) -> Store {
+    Store::open(path, OpenOptions::default()).unwrap()
+}
+
+/// A fixture that was opened here, with state `hello`, and closed or left as after a crash.
+fn with_state(clean: bool) -> Fixture {
+    let fixture = Fixture::unpack("lhsimple");
+    let mut store = open(fixture.path());
+    assert!(matches!(store.info().provenance, Provenance::Foreign { .. }));
+    assert_eq!(store.load_state().unwrap(), SavedState::None);
+    store.save_state(b"hello").unwrap();
+    assert_eq!(store.load_state().unwrap(), SavedState::Current(b"hello".to_vec()));
+    if clean {
+        store.close().unwrap();
+    }
+    fixture
+}
+
+/// What the fixture's state counts as, told by a reader first, because the store writes.
+fn status(path: &Path) -> SavedState {
+    let told = inspect(path).unwrap().own_state.status;
+    let read_only = Store::open(path, OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();
+    let seen = read_only.load_state().unwrap();
+    drop(read_only);
+    let state = open(path).load_state().unwrap();
+    assert_eq!(seen, state);
+    let expected = match state {
+        SavedState::None => "none",
+        SavedState::Current(_) => "current",
+        SavedState::Outdated(_) => "outdated",
+    };
+    assert_eq!(told, expected);
+    state
+}
+
+/// Longhorn opens and closes: it writes `volume.meta` anew each time.
+fn as_longhorn(path: &Path) {
+    for dirty in ["true", "false"] {
+        let name = path.join("volume.meta");
+        let text = std::fs::read_to_string(&name).unwrap();
+        let (before, _) = text.split_once("\"Dirty\":").unwrap();
+        let (_, after) = text.split_once(",\"Rebuilding\"").unwrap();
+        std::fs::write(
+            path.join("volume.meta.tmp"),
+            format!("{before}\"Dirty\":{dirty},\"Rebuilding\"{after}"),
+        )
+        .unwrap();
+        std::fs::rename(path.join("volume.meta.tmp"), name).unwrap();
+    }
+}
+
+#[test]
+fn state_survives_a_clean_close_and_a_crash() {
+    for clean in [true, false] {
+        let fixture = with_state(clean);
+        for _ in 0..3 {
+            assert_eq!(status(fixture.path()), SavedState::Current(b"hello".to_vec()), "clean: {clean}");
+        }
+    }
+}
+
+#[test]
+fn longhorn_in_between_is_noticed() {
+    for clean in [true, false] {
+        let fixture = with_state(clean);
+        as_longhorn(fixture.path());
+        assert_eq!(status(fixture.path()), SavedState::Outdated(b"hello".to_vec()));
+        // And it stays noticed, however often the directory is opened.
+        let mut store = open(fixture.path());
+        assert_eq!(store.load_state().unwrap(), SavedState::Outdated(b"hello".to_vec()));
+        store.save_state(b"again").unwrap();
+        store.close().unwrap();
+        assert_eq!(status(fixture.path()), SavedState::Current(b"again".to_vec()));
+    }
+}
+
+#[test]
+fn a_changed_head_is_noticed_after_a_clean_close() {
+    let fixture = with_state(true);
+    let head = File::options().write(true).open(fixture.path().join("volume-head-002.img")).unwrap();
+    head.write_all_at(&[1; 512], 0).unwrap();
+    head.sync_all().unwrap();
+    assert_eq!(status(fixture.path()), SavedState::Outdated(b"hello".to_vec()));
+}
+
+#[test]
+fn a_lost_record_makes_the_state_outdated() {
+    let fixture = with_state(true);
+    std::fs::remove_file(fixture.path().join("shorthorn.guard")).unwrap();
+    // The epochs begin anew, and the one that the state carries must not be taken for it.
+    assert_eq!(status(fixture.path()), SavedState::Outdated(b"hello".to_vec()));
+}
+
+#[test]
+fn operations_keep_the_state() {
+    let fixture = with_state(true);
+    let mut store = open(fixture.path());
+    store.snapshot("s3", true, Default::default(), "2026-01-01T00:00:00Z").unwrap();
+    store.revert("s1", "2026-01-01T00:00:00Z").unwrap();
+    store.expand(65 << 20, "2026-01-01T00:00:00Z").unwrap();
+    drop(store);
+    assert_eq!(status(fixture.path()), SavedState::Current(b"hello".to_vec()));
+}
+
+#[test]
+fn damage_is_refused() {
+    type Damage = fn(&mut Vec<u8>);
+    let damages: [(Damage, &str); 4] = [
+        (|bytes| bytes.clear(), "no first line"),
+        (|bytes| bytes[2] = b'x', "first line"),
+        (|bytes| bytes.truncate(bytes.len() - 1), "4 bytes of 5"),
+        (|bytes| *bytes.last_mut().unwrap() ^= 1, "checksum is wrong"),
+    ];
+    for (damage, word) in damages {
+        let fixture = with_state(true);
+        let name = fixture.path().join("shorthorn.state");
+        let mut bytes = std::fs::read(&name).unwrap();
+        damage(&mut bytes);
+        std::fs::write(&name, bytes).unwrap();
+        let error = open(fixture.path()).load_state().unwrap_err();
+        assert!(matches!(error, StoreError::StateDamaged { .. }));
+        assert!(error.to_string().contains(word), "{error}");
+        assert_eq!(inspect(fixture.path()).unwrap().own_state.status, "damaged");
+    }
+}
+
+#[test]
+fn another_thread_can_save() {
+    let fixture = with_state(true);
+    let store = open(fixture.path());
+    let mut writer = store.state_writer().unwrap();
+    std::thread::spawn(move || writer.save(b"from there").unwrap()).join().unwrap();
+    assert_eq!(store.load_state().unwrap(), SavedState::Current(b"from there".to_vec()));
+}
