@@ -1,0 +1,248 @@
+//! The listening sockets, and the threads that open connections.
+
+use std::fs;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{setsockopt, sockopt};
+use shorthorn_ring::Waker;
+use tracing::Span;
+
+use crate::error::ReplicaError;
+use crate::handshake::{Identity, greet};
+use crate::limits::{HANDSHAKE_TIMEOUT, HANDSHAKES_MAX, SMALL_STACK_BYTES};
+use crate::server::{Candidate, Message};
+
+/// TCP probes an idle peer after so many seconds,
+const KEEPALIVE_IDLE_S: u32 = 10;
+/// so often,
+const KEEPALIVE_INTERVAL_S: u32 = 5;
+/// and gives up after so many probes without an answer.
+const KEEPALIVE_PROBES: u32 = 4;
+/// Out of descriptors or memory: how long to wait before the next try.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// The sockets on which engines find this replica.
+#[derive(Debug)]
+pub(crate) struct Listeners {
+    unix: UnixListener,
+    path: PathBuf,
+    tcp: Option<TcpListener>,
+}
+
+impl Listeners {
+    /// Binds the Unix socket at `path`, readable by its owner only, in place of what an earlier process has
+    /// left there, and the TCP address if there is one.
+    ///
+    /// # Errors
+    /// [`ReplicaError::Listen`] names the address.
+    pub fn bind(path: &Path, address: Option<SocketAddr>) -> Result<Listeners, ReplicaError> {
+        let unix = bind_unix(path)
+            .map_err(|source| ReplicaError::Listen { address: format!("unix:{}", path.display()), source })?;
+        let tcp = address
+            .map(|address| {
+                let bound = TcpListener::bind(address);
+                bound
+                    .and_then(|tcp| tcp.set_nonblocking(true).map(|()| tcp))
+                    .map_err(|source| ReplicaError::Listen { address: format!("tcp:{address}"), source })
+            })
+            .transpose()?;
+        Ok(Listeners { unix, path: path.to_owned(), tcp })
+    }
+
+    /// Where engines find us, as an engine's spec writes it.
+    pub fn addresses(&self) -> Vec<String> {
+        let tcp = self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
+        let unix = format!("unix:{}", self.path.display());
+        [unix].into_iter().chain(tcp.map(|address| format!("tcp:{address}"))).collect()
+    }
+}
+
+impl Drop for Listeners {
+    fn drop(&mut self) {
+        // Somebody may have removed it before us: then there is nothing to do.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn bind_unix(path: &Path) -> io::Result<UnixListener> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.file_type().is_socket() => fs::remove_file(path)?,
+        Ok(_) => {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "something that is no socket is there"));
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// The thread that takes connections.
+#[derive(Debug)]
+pub(crate) struct Acceptor {
+    thread: JoinHandle<()>,
+    shared: Arc<Shared>,
+}
+
+/// What the accepting thread and the handshakes share.
+#[derive(Debug)]
+struct Shared {
+    identity: Identity,
+    data: Sender<Message>,
+    waker: Waker,
+    span: Span,
+    /// Wakes the accepting thread: a handshake has ended, or everything ends.
+    event: EventFd,
+    /// Handshakes that run.
+    running: AtomicUsize,
+    stopping: AtomicUsize,
+}
+
+impl Acceptor {
+    /// Takes connections on `listeners`, and sends engines that have proven who they are to the data thread.
+    ///
+    /// # Errors
+    /// Where there is no thread or descriptor for it.
+    pub fn start(
+        listeners: Listeners,
+        identity: Identity,
+        data: Sender<Message>,
+        waker: Waker,
+        span: Span,
+    ) -> Result<Acceptor, ReplicaError> {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
+        let (running, stopping) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { identity, data, waker, span, event, running, stopping });
+        let served = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name("accept".into())
+            .stack_size(SMALL_STACK_BYTES)
+            .spawn(move || accept(&listeners, &served))
+            .map_err(|source| ReplicaError::system("start a thread", source))?;
+        Ok(Acceptor { thread, shared })
+    }
+
+    /// Takes no more connections, and waits for the thread.
+    pub fn stop(self) {
+        self.shared.stopping.store(1, Ordering::Release);
+        self.shared.wake();
+        let _ = self.thread.join();
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        // It fails only where the counter is full: then the thread is awake.
+        let _ = self.event.write(1);
+    }
+}
+
+fn accept(listeners: &Listeners, shared: &Arc<Shared>) {
+    let _in = shared.span.enter();
+    while shared.stopping.load(Ordering::Acquire) == 0 {
+        let full = shared.running.load(Ordering::Acquire) >= HANDSHAKES_MAX;
+        if let Err(error) = wait(listeners, shared, full) {
+            tracing::warn!(%error, "waiting for connections failed");
+            thread::sleep(ACCEPT_PAUSE);
+        }
+        let _ = shared.event.read();
+        if !full && let Err(error) = accept_one(listeners, shared) {
+            tracing::warn!(%error, "a connection could not be accepted");
+            thread::sleep(ACCEPT_PAUSE); // the next try would fail the same way at once
+        }
+    }
+}
+
+/// Waits for a connection or the event; when `full`, for the event only.
+fn wait(listeners: &Listeners, shared: &Shared, full: bool) -> nix::Result<()> {
+    let on = |fd| PollFd::new(fd, PollFlags::POLLIN);
+    let mut fds = vec![on(shared.event.as_fd())];
+    if !full {
+        fds.push(on(listeners.unix.as_fd()));
+        fds.extend(listeners.tcp.as_ref().map(|tcp| on(tcp.as_fd())));
+    }
+    match poll(&mut fds, PollTimeout::NONE) {
+        Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Takes at most one connection of each listener.
+fn accept_one(listeners: &Listeners, shared: &Arc<Shared>) -> io::Result<()> {
+    if let Some((socket, _)) = unless_nothing(listeners.unix.accept())? {
+        open(socket, "unix".to_owned(), shared)?;
+    }
+    let Some(tcp) = &listeners.tcp else { return Ok(()) };
+    if let Some((socket, peer)) = unless_nothing(tcp.accept())? {
+        socket.set_nodelay(true)?;
+        setsockopt(&socket, sockopt::KeepAlive, &true)?;
+        setsockopt(&socket, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S)?;
+        setsockopt(&socket, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S)?;
+        setsockopt(&socket, sockopt::TcpKeepCount, &KEEPALIVE_PROBES)?;
+        // The calls are the same for every kind of stream socket.
+        open(UnixStream::from(OwnedFd::from(socket)), format!("tcp:{peer}"), shared)?;
+    }
+    Ok(())
+}
+
+fn unless_nothing<T>(accepted: io::Result<T>) -> io::Result<Option<T>> {
+    match accepted {
+        Ok(accepted) => Ok(Some(accepted)),
+        Err(error) => match error.kind() {
+            // Nobody there, or gone again.
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {
+                Ok(None)
+            }
+            _ => Err(error),
+        },
+    }
+}
+
+/// Opens the connection on a thread of its own.
+fn open(socket: UnixStream, peer: String, shared: &Arc<Shared>) -> io::Result<()> {
+    shared.running.fetch_add(1, Ordering::AcqRel);
+    let handshake = Arc::clone(shared);
+    let thread =
+        thread::Builder::new().name("handshake".into()).stack_size(SMALL_STACK_BYTES).spawn(move || {
+            let _in = handshake.span.enter();
+            if let Err(error) = hand_over(socket, peer.clone(), &handshake) {
+                tracing::warn!(peer, %error, "connection refused");
+            }
+            handshake.running.fetch_sub(1, Ordering::AcqRel);
+            handshake.wake();
+        });
+    if thread.is_err() {
+        shared.running.fetch_sub(1, Ordering::AcqRel);
+    }
+    thread.map(drop)
+}
+
+/// Finds out who is there, and hands the socket over to the data thread, which answers the hello.
+fn hand_over(socket: UnixStream, peer: String, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce)?;
+    let (hello, place) = greet(&socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
+    socket.set_read_timeout(None)?;
+    socket.set_write_timeout(None)?;
+    let candidate = Candidate { socket: socket.into(), place, hello, peer };
+    // It fails only when the data thread is gone, and then the process ends.
+    if shared.data.send(Message::Candidate(candidate)).is_ok() {
+        shared.waker.wake();
+    }
+    Ok(())
+}

@@ -1,0 +1,125 @@
+use std::io;
+use std::path::PathBuf;
+
+use shorthorn_control::SpecError;
+use shorthorn_store::StoreError;
+use shorthorn_types::{Errno, ReplicaId, VolumeName};
+use shorthorn_views::Refused;
+use thiserror::Error;
+
+/// Why a replica does not serve, or not what it is asked for.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ReplicaError {
+    /// The spec file cannot be used.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// There is no replica in the directory, and none may be made.
+    #[error(
+        "{} holds no replica, and the spec does not allow to create one: if the disk is not mounted, mount it; \
+         if the replica is lost, remove it and let another be rebuilt", .0.display()
+    )]
+    Missing(PathBuf),
+    /// The directory cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The directory has another size than the spec.
+    #[error(
+        "{} holds a volume of {found_bytes} bytes, but the spec says {expected_bytes}: one of them is wrong",
+        directory.display()
+    )]
+    Size {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// What it holds.
+        found_bytes: u64,
+        /// What was expected.
+        expected_bytes: u64,
+    },
+    /// The directory belongs to another replica.
+    #[error(
+        "{} belongs to replica {replica} of volume {volume}, not to replica {expected_replica} of volume \
+         {expected_volume}: the spec names the wrong directory", directory.display()
+    )]
+    OtherReplica {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// Whose it is.
+        volume: VolumeName,
+        /// Whose it is.
+        replica: ReplicaId,
+        /// Whose it should be.
+        expected_volume: VolumeName,
+        /// Whose it should be.
+        expected_replica: ReplicaId,
+    },
+    /// Somebody else has had the directory open since we did.
+    #[error(
+        "{} was opened by another program (Longhorn?) or copied since this replica last served it, so what it \
+         holds may be older or newer than what the other replicas hold: rebuild it from another replica, or \
+         salvage it", .0.display()
+    )]
+    ChangedByOthers(PathBuf),
+    /// The directory has data, but nothing tells which views it belongs to.
+    #[error(
+        "{} holds data but has lost shorthorn.state, which says who may write it: restore the file, rebuild \
+         the replica from another one, or salvage it. If no replica has ever served it, remove shorthorn.guard, \
+         and it is taken as it is", .0.display()
+    )]
+    StateLost(PathBuf),
+    /// The saved state makes no sense.
+    #[error("{}/shorthorn.state: {source}: written by a newer version, or damaged", directory.display())]
+    State {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// What is wrong.
+        source: serde_json::Error,
+    },
+    /// The state cannot be written as text.
+    #[error("the state cannot be encoded: {0}")]
+    Encode(serde_json::Error),
+    /// The rules of views do not allow it.
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    /// A socket cannot be set up.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// Where.
+        address: String,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The system does not give what the process needs.
+    #[error("cannot {action}: {source}")]
+    System {
+        /// What for.
+        action: &'static str,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The data thread has ended although nobody asked it to.
+    #[error("the data thread has ended unexpectedly")]
+    ThreadEnded,
+}
+
+impl ReplicaError {
+    /// The errno for a client that asked for what failed.
+    #[must_use]
+    pub fn errno(&self) -> Errno {
+        match self {
+            ReplicaError::Store(error) => error.errno(),
+            ReplicaError::Refused(Refused::TooManyProposed) => Errno::NO_SPACE,
+            ReplicaError::Refused(_) => Errno::NOT_PERMITTED,
+            ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
+            ReplicaError::Missing(_) => Errno::new(libc::ENOENT),
+            ReplicaError::Spec(_) | ReplicaError::Size { .. } | ReplicaError::OtherReplica { .. } => {
+                Errno::INVALID
+            }
+            _ => Errno::IO,
+        }
+    }
+
+    pub(crate) fn system(action: &'static str, source: impl Into<io::Error>) -> ReplicaError {
+        ReplicaError::System { action, source: source.into() }
+    }
+}

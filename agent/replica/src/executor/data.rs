@@ -1,0 +1,209 @@
+//! Reads and writes.
+
+use shorthorn_ring::{Ring, Token};
+use shorthorn_store::{BlockSource, FileIndex, StoreError};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno};
+
+use super::buffers::length_of;
+use super::{Executor, Outcome, Piece, SOURCE_DISK, is_durable, is_passing, kind};
+use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
+
+impl Executor {
+    /// Reads the blocks of `range`, whatever part of them was asked for.
+    pub(super) fn start_read(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+        let blocks = range.grown_to_blocks();
+        let mut segments = std::mem::take(&mut self.segments);
+        segments.clear();
+        let planned = self.store.plan_read(blocks, &mut segments);
+        if planned.is_ok() {
+            for segment in &segments {
+                match segment.source {
+                    BlockSource::Zero => self.buffers.part(slot, blocks.offset(), segment.range).zero(),
+                    BlockSource::File(file) => {
+                        let first = EDGE_BLOCKS + block_count(segment.range.offset() - blocks.offset());
+                        let count = block_count(segment.range.length());
+                        self.read(slot, kind::READ, piece(first, count, file), ring);
+                    }
+                }
+            }
+        }
+        self.segments = segments;
+        planned.map_err(|error| self.not_planned(&error))?;
+        if self.work(slot).pending == 0 {
+            self.finish(slot, Ok(()));
+        }
+        Ok(())
+    }
+
+    /// Everything of a write goes to the head in one operation, the blocks that it changes in part
+    /// included: they are read and completed first.
+    pub(super) fn start_write(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+        let plan = self.store.plan_write(range).map_err(|error| self.not_planned(&error))?;
+        for (edge, found) in [plan.first, plan.last].into_iter().enumerate() {
+            match found.map(|found| found.source) {
+                None => {}
+                Some(BlockSource::Zero) => {
+                    self.buffers.blocks(slot, edge, 1).zero();
+                    self.complete_edge(slot, edge);
+                }
+                Some(BlockSource::File(file)) => self.read(slot, kind::EDGE, piece(edge, 1, file), ring),
+            }
+        }
+        if self.work(slot).pending == 0 {
+            self.write_blocks(slot, ring);
+        }
+        Ok(())
+    }
+
+    /// Puts the part of an edge block that the write does not change beside the part that it does.
+    fn complete_edge(&mut self, slot: u16, edge: usize) {
+        let work = self.work(slot);
+        let (whole, blocks) = (work.header.range().unwrap_or(work.blocks), work.blocks);
+        let last_block = (whole.end() - 1) / BLOCK_BYTES * BLOCK_BYTES;
+        let start = if edge == 0 { blocks.offset() } else { last_block };
+        let end = start + BLOCK_BYTES;
+        for (from, to) in [(start, whole.offset().max(start)), (whole.end().min(end), end)] {
+            let Ok(part) = ByteRange::new(from, to - from) else { continue };
+            let target = self.buffers.part(slot, blocks.offset(), part);
+            let skip = super::buffers::distance(from - start);
+            target.copy_from_buf(self.buffers.blocks(slot, edge, 1).part(skip, length_of(part)));
+        }
+    }
+
+    fn write_blocks(&mut self, slot: u16, ring: &mut Ring) {
+        let count = block_count(self.work(slot).blocks.length());
+        let head = self.store.head();
+        self.write(slot, piece(EDGE_BLOCKS, count, head), ring);
+    }
+
+    fn read(&mut self, slot: u16, kind: u8, piece: Piece, ring: &mut Ring) {
+        let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
+        let offset = self.offset_of(slot, kind, piece);
+        let token = Token { source: SOURCE_DISK, kind, index: slot, tag: piece.pack() };
+        ring.read(self.fd(piece.file), buf, offset, token);
+        self.work_mut(slot).pending += 1;
+        self.in_flight += 1;
+    }
+
+    fn write(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
+        let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
+        let offset = self.offset_of(slot, kind::WRITE, piece);
+        let token = Token { source: SOURCE_DISK, kind: kind::WRITE, index: slot, tag: piece.pack() };
+        let durable = is_durable(&self.work(slot).header);
+        ring.write(self.fd(piece.file), buf, offset, durable, token);
+        self.work_mut(slot).pending += 1;
+        self.in_flight += 1;
+    }
+
+    /// Where the first block of a piece is in the volume.
+    fn offset_of(&self, slot: u16, kind: u8, piece: Piece) -> u64 {
+        let blocks = self.work(slot).blocks;
+        match (kind, piece.first) {
+            (kind::EDGE, 0) => blocks.offset(),
+            (kind::EDGE, _) => blocks.end() - BLOCK_BYTES,
+            (_, first) => blocks.offset() + (u64::from(first) - EDGE_BLOCKS as u64) * BLOCK_BYTES,
+        }
+    }
+
+    pub(super) fn on_read(
+        &mut self,
+        slot: u16,
+        kind: u8,
+        piece: Piece,
+        result: Result<usize, Errno>,
+        ring: &mut Ring,
+    ) {
+        self.work_mut(slot).pending -= 1;
+        match result {
+            Err(errno) if is_passing(errno) => return self.read(slot, kind, piece, ring),
+            Err(errno) => self.read_failed(slot, piece, errno),
+            Ok(count) => match piece.after(u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX)) {
+                None => {}
+                Some(rest) if rest.first > piece.first => return self.read(slot, kind, rest, ring),
+                // The file has ended. The head never does within the volume; a layer below it may be shorter.
+                Some(_) if piece.file == self.store.head() => self.read_failed(slot, piece, Errno::IO),
+                Some(_) => {
+                    let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
+                    buf.part(count, buf.len() - count).zero();
+                }
+            },
+        }
+        if kind == kind::EDGE {
+            self.complete_edge(slot, usize::from(piece.first));
+        }
+        self.go_on(slot, kind, ring);
+    }
+
+    /// Does what comes next when the last operation of a read, or of the edges of a write, has ended.
+    fn go_on(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
+        let work = self.work(slot);
+        match (work.pending, work.failure) {
+            (0, Some(errno)) => self.finish(slot, Err(errno)),
+            (0, None) if kind == kind::EDGE => self.write_blocks(slot, ring),
+            (0, None) => self.finish(slot, Ok(())),
+            _ => {}
+        }
+    }
+
+    pub(super) fn on_write(
+        &mut self,
+        slot: u16,
+        piece: Piece,
+        result: Result<usize, Errno>,
+        ring: &mut Ring,
+    ) {
+        let work = self.work_mut(slot);
+        work.pending -= 1;
+        let (header, blocks) = (work.header, work.blocks);
+        let failed = match result {
+            Err(errno) if is_passing(errno) => return self.write(slot, piece, ring),
+            Err(errno) => Some(errno),
+            Ok(count) => match piece.after(u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX)) {
+                Some(rest) if rest.first > piece.first => return self.write(slot, rest, ring),
+                Some(_) => Some(Errno::IO), // not a single block: it would go on like this for ever
+                None => None,
+            },
+        };
+        if !is_durable(&header) || failed.is_some() {
+            self.flushes.changed();
+        }
+        let outcome = match failed {
+            None => {
+                self.store.written(blocks);
+                Ok(())
+            }
+            Some(errno) => Err(self.write_failed(blocks, errno)),
+        };
+        self.finish(slot, outcome);
+    }
+
+    fn read_failed(&mut self, slot: u16, piece: Piece, errno: Errno) {
+        if self.read_failures == 0 {
+            let file = piece.file.slot();
+            tracing::warn!(%errno, file, "reading failed; later failures are answered but not logged");
+        }
+        self.read_failures += 1;
+        self.work_mut(slot).failure.get_or_insert(errno);
+    }
+
+    /// The errno of a request that could not be planned: the file system cannot say what a layer holds.
+    pub(super) fn not_planned(&mut self, error: &StoreError) -> Errno {
+        if self.read_failures == 0 {
+            tracing::warn!(%error, "a request could not be planned; later failures are answered but not logged");
+        }
+        self.read_failures += 1;
+        error.errno()
+    }
+}
+
+fn piece(first: usize, count: usize, file: FileIndex) -> Piece {
+    // A slot has a few hundred blocks.
+    let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
+    Piece { first: number(first), blocks: number(count), file }
+}
+
+/// How many blocks a distance inside a request is.
+fn block_count(bytes: u64) -> usize {
+    super::buffers::distance(bytes / BLOCK_BYTES)
+}

@@ -1,0 +1,119 @@
+/// Flushes that share one fdatasync.
+///
+/// A flush covers every write that was answered before it came. So it can not join an fdatasync that
+/// runs already, but all that come while one runs share the next.
+#[derive(Debug)]
+pub(super) struct Flushes {
+    running: Vec<u16>,
+    waiting: Vec<u16>,
+    in_flight: bool,
+    /// Whether anything has changed since the last fdatasync began.
+    unsynced: bool,
+}
+
+/// What to do with a flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flush {
+    /// Everything is durable: answer at once.
+    Done,
+    /// Start an fdatasync; it covers this one.
+    Start,
+    /// It waits for the next one.
+    Waits,
+}
+
+impl Flushes {
+    /// For at most `slots` flushes at a time. What earlier processes have written counts as not durable.
+    pub fn new(slots: usize) -> Flushes {
+        Flushes {
+            running: Vec::with_capacity(slots),
+            waiting: Vec::with_capacity(slots),
+            in_flight: false,
+            unsynced: true,
+        }
+    }
+
+    /// Something has changed that has to be made durable.
+    pub fn changed(&mut self) {
+        self.unsynced = true;
+    }
+
+    /// The flush in `slot` has come.
+    pub fn arrive(&mut self, slot: u16) -> Flush {
+        if self.in_flight {
+            self.waiting.push(slot);
+            return Flush::Waits;
+        }
+        if !self.unsynced {
+            return Flush::Done;
+        }
+        self.running.push(slot);
+        self.begin();
+        Flush::Start
+    }
+
+    fn begin(&mut self) {
+        self.in_flight = true;
+        self.unsynced = false;
+    }
+
+    /// The fdatasync has ended: appends the flushes that it covered to `covered`. True where the next one is
+    /// to be started, for those that have come since.
+    pub fn ended(&mut self, covered: &mut Vec<u16>) -> bool {
+        self.in_flight = false;
+        covered.append(&mut self.running);
+        if self.waiting.is_empty() {
+            return false;
+        }
+        std::mem::swap(&mut self.running, &mut self.waiting);
+        self.begin();
+        true
+    }
+
+    /// Appends all flushes to `all`, after a failure that none of them survives.
+    pub fn give_up(&mut self, all: &mut Vec<u16>) {
+        self.in_flight = false;
+        self.unsynced = true;
+        all.append(&mut self.running);
+        all.append(&mut self.waiting);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_that_come_while_one_runs_share_the_next() {
+        let mut flushes = Flushes::new(8);
+        let mut covered = Vec::new();
+        assert_eq!(flushes.arrive(1), Flush::Start);
+        assert_eq!(flushes.arrive(2), Flush::Waits);
+        assert_eq!(flushes.arrive(3), Flush::Waits);
+        assert!(flushes.ended(&mut covered));
+        assert_eq!(covered, [1]);
+        assert!(!flushes.ended(&mut covered));
+        assert_eq!(covered, [1, 2, 3]);
+    }
+
+    #[test]
+    fn nothing_new_needs_no_fdatasync() {
+        let mut flushes = Flushes::new(8);
+        assert_eq!(flushes.arrive(1), Flush::Start, "an earlier process may have left something");
+        flushes.changed();
+        assert!(!flushes.ended(&mut Vec::new()));
+        assert_eq!(flushes.arrive(2), Flush::Start, "the change came after the fdatasync had begun");
+        assert!(!flushes.ended(&mut Vec::new()));
+        assert_eq!(flushes.arrive(3), Flush::Done);
+    }
+
+    #[test]
+    fn a_failure_takes_all_with_it() {
+        let mut flushes = Flushes::new(8);
+        flushes.arrive(1);
+        flushes.arrive(2);
+        let mut all = Vec::new();
+        flushes.give_up(&mut all);
+        assert_eq!(all, [1, 2]);
+    }
+}

@@ -1,0 +1,330 @@
+//! Executes requests on the replica directory: knows files and buffers, but no connection.
+//!
+//! A request lives in a slot. The caller [assigns](Executor::assign) the slot, puts the data of a write into
+//! its [payload](Executor::payload), [starts](Executor::start) it, passes on the completions that carry
+//! [`SOURCE_DISK`], and takes what has [finished](Executor::take_finished). Nothing here allocates or logs
+//! while all goes well.
+
+mod buffers;
+mod data;
+mod flush;
+mod piece;
+mod zeroes;
+mod zeroing;
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+
+use shorthorn_ring::{Completion, IoBuf, Ring, Token};
+use shorthorn_store::{FileIndex, ReadSegment, Store, StoreError};
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::{Flags, Header, MAX_TEXT_BYTES, Opcode};
+
+use self::buffers::Buffers;
+use self::flush::{Flush, Flushes};
+use self::piece::Piece;
+use self::zeroes::ZeroJobs;
+use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
+
+/// The source of the tokens of everything that this module asks of the kernel.
+pub(crate) const SOURCE_DISK: u8 = 1;
+
+/// What an operation is for: the `kind` of its token.
+mod kind {
+    /// Blocks of a read; the tag is a piece.
+    pub const READ: u8 = 0;
+    /// A block that a write changes in part; the tag is a piece.
+    pub const EDGE: u8 = 1;
+    /// Blocks of a write; the tag is a piece.
+    pub const WRITE: u8 = 2;
+    /// The fdatasync of all flushes.
+    pub const SYNC: u8 = 3;
+    /// The current step of a discard or write of zeroes; the tag is the job.
+    pub const ZERO_STEP: u8 = 4;
+    /// The block that such a step changes in part is read; the tag is the job.
+    pub const ZERO_EDGE: u8 = 5;
+}
+
+/// What became of a request.
+pub(crate) type Outcome = Result<(), Errno>;
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Executor {
+    store: Store,
+    buffers: Buffers,
+    works: Box<[Work]>,
+    segments: Vec<ReadSegment>,
+    flushes: Flushes,
+    /// Flushes that have just ended.
+    covered: Vec<u16>,
+    zero_jobs: ZeroJobs,
+    finished: Vec<(u16, Outcome)>,
+    /// Operations that the kernel has.
+    in_flight: usize,
+    /// Why nothing is served any more.
+    failure: Option<String>,
+    /// Failed reads so far; only the first is logged.
+    read_failures: u64,
+}
+
+/// A request in execution.
+#[derive(Clone, Copy, Debug)]
+struct Work {
+    header: Header,
+    /// What it is about, grown to whole blocks.
+    blocks: ByteRange,
+    /// Operations in the kernel, for reads and writes.
+    pending: u16,
+    failure: Option<Errno>,
+}
+
+const NOTHING: Work = Work {
+    header: Header::request(Opcode::Ping, 0, 0, 0),
+    blocks: match ByteRange::new(0, 0) {
+        Ok(range) => range,
+        Err(_) => panic!("an empty range is one"),
+    },
+    pending: 0,
+    failure: None,
+};
+
+impl Executor {
+    /// Executes on `store`.
+    ///
+    /// # Errors
+    /// Where there is no memory for the buffers.
+    pub fn new(store: Store) -> io::Result<Executor> {
+        Ok(Executor {
+            store,
+            buffers: Buffers::new()?,
+            works: vec![NOTHING; SLOTS].into(),
+            segments: Vec::with_capacity(REQUEST_BLOCKS_MAX),
+            flushes: Flushes::new(SLOTS),
+            covered: Vec::with_capacity(SLOTS),
+            zero_jobs: ZeroJobs::new(),
+            finished: Vec::with_capacity(SLOTS),
+            in_flight: 0,
+            failure: None,
+            read_failures: 0,
+        })
+    }
+
+    /// The request of `header` has `slot` from now on.
+    pub fn assign(&mut self, slot: u16, header: Header) {
+        let blocks = header.range().map_or(NOTHING.blocks, ByteRange::grown_to_blocks);
+        self.works[usize::from(slot)] = Work { header, blocks, ..NOTHING };
+        if header.opcode == Opcode::Read || header.data_bytes() > 0 {
+            self.buffers.touch(slot, blocks);
+        }
+    }
+
+    /// The header that the slot was assigned for.
+    pub fn header(&self, slot: u16) -> Header {
+        self.work(slot).header
+    }
+
+    /// Where the request's data, or the text of a control frame, is.
+    pub fn payload(&self, slot: u16) -> IoBuf {
+        let Work { header, blocks, .. } = self.work(slot);
+        // Decoded headers have a range, see assign.
+        let range = header.range().unwrap_or(*blocks);
+        self.buffers.part(slot, blocks.offset(), range)
+    }
+
+    /// The slot is not used any more.
+    pub fn free(&mut self, slot: u16) {
+        self.buffers.free(slot);
+    }
+
+    /// No slot is in use, and none was for a while: gives memory back.
+    pub fn release_memory(&mut self) {
+        self.buffers.release_all();
+    }
+
+    /// Begins to execute the request in `slot`. It comes out of [`Executor::take_finished`], maybe at once.
+    pub fn start(&mut self, slot: u16, ring: &mut Ring) {
+        let started = if self.failure.is_some() { Err(Errno::IO) } else { self.begin(slot, ring) };
+        if let Err(errno) = started {
+            self.finish(slot, Err(errno));
+        }
+    }
+
+    fn begin(&mut self, slot: u16, ring: &mut Ring) -> Outcome {
+        let header = self.work(slot).header;
+        match header.opcode {
+            Opcode::Flush => self.flush(slot, ring),
+            Opcode::Read => self.start_read(slot, self.checked(&header)?, ring)?,
+            Opcode::Write => self.start_write(slot, self.checked(&header)?, ring)?,
+            Opcode::Discard | Opcode::WriteZeroes => self.start_zeroing(slot, self.checked(&header)?, ring),
+            Opcode::Ping => self.finish(slot, Ok(())),
+            Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => {
+                return Err(Errno::INVALID);
+            }
+        }
+        Ok(())
+    }
+
+    fn checked(&self, header: &Header) -> Result<ByteRange, Errno> {
+        let range = header.range().map_err(|_| Errno::INVALID)?;
+        range.check(self.store.size_bytes()).map_err(|_| Errno::INVALID)
+    }
+
+    /// Takes a completion that carries [`SOURCE_DISK`].
+    pub fn on_completion(&mut self, completion: Completion, ring: &mut Ring) {
+        self.in_flight -= 1;
+        let Token { kind, index: slot, tag, .. } = completion.token;
+        let count = completion.count().map_err(|error| Errno::of(&error));
+        match (kind, Piece::unpack(tag)) {
+            (kind::READ | kind::EDGE, Some(piece)) => self.on_read(slot, kind, piece, count, ring),
+            (kind::WRITE, Some(piece)) => self.on_write(slot, piece, count, ring),
+            (kind::SYNC, _) => self.on_synced(count, ring),
+            (kind::ZERO_STEP | kind::ZERO_EDGE, _) => {
+                self.on_zero_step(u8::try_from(tag).unwrap_or(0), kind, count, ring);
+                self.start_waiting(ring);
+            }
+            _ => debug_assert!(false, "a completion of nothing: {completion:?}"),
+        }
+    }
+
+    /// Puts what has finished since into `finished`, which is empty, in the order in which it did. False where
+    /// that is nothing.
+    pub fn take_finished(&mut self, finished: &mut Vec<(u16, Outcome)>) -> bool {
+        debug_assert!(finished.is_empty());
+        std::mem::swap(&mut self.finished, finished);
+        !finished.is_empty()
+    }
+
+    /// Puts a text that answers a control frame into the slot. None where it is too long.
+    pub fn put_text(&mut self, slot: u16, text: &[u8]) -> Option<IoBuf> {
+        let range =
+            ByteRange::new(0, text.len() as u64).ok().filter(|_| text.len() <= MAX_TEXT_BYTES as usize)?;
+        self.buffers.touch(slot, range.grown_to_blocks());
+        let buf = self.buffers.part(slot, 0, range);
+        buf.copy_from(text);
+        Some(buf)
+    }
+
+    /// Whether the kernel has nothing to do for us.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight == 0
+    }
+
+    /// Why nothing is served any more, if that is so.
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.as_deref()
+    }
+
+    /// The size of the volume.
+    pub fn size_bytes(&self) -> u64 {
+        self.store.size_bytes()
+    }
+
+    /// Saves state beside the volume, durably. Waits for the disk: for rare things only.
+    pub fn save_state(&mut self, payload: &[u8]) -> Result<(), StoreError> {
+        let saved = self.store.save_state(payload);
+        if let Err(error) = &saved
+            && is_final(error.errno())
+        {
+            self.fail(&format!("the state of the replica could not be saved: {error}"));
+        }
+        saved
+    }
+
+    /// Makes everything durable and leaves the directory clean; after a failure it stays as it is.
+    ///
+    /// # Errors
+    /// Whatever the store cannot do; the directory then counts as dirty.
+    pub fn close(self) -> Result<(), StoreError> {
+        debug_assert!(self.is_idle());
+        if self.failure.is_some() { Ok(()) } else { self.store.close() }
+    }
+
+    fn work(&self, slot: u16) -> &Work {
+        &self.works[usize::from(slot)]
+    }
+
+    fn work_mut(&mut self, slot: u16) -> &mut Work {
+        &mut self.works[usize::from(slot)]
+    }
+
+    fn fd(&self, file: FileIndex) -> RawFd {
+        self.store.fd(file).as_raw_fd()
+    }
+
+    fn head_fd(&self) -> RawFd {
+        self.fd(self.store.head())
+    }
+
+    fn finish(&mut self, slot: u16, outcome: Outcome) {
+        let outcome = if self.failure.is_some() { Err(Errno::IO) } else { outcome };
+        self.finished.push((slot, outcome));
+    }
+
+    fn flush(&mut self, slot: u16, ring: &mut Ring) {
+        match self.flushes.arrive(slot) {
+            Flush::Done => self.finish(slot, Ok(())),
+            Flush::Start => self.sync(ring),
+            Flush::Waits => {}
+        }
+    }
+
+    fn sync(&mut self, ring: &mut Ring) {
+        self.in_flight += 1;
+        ring.fdatasync(self.head_fd(), Token { source: SOURCE_DISK, kind: kind::SYNC, index: 0, tag: 0 });
+    }
+
+    fn on_synced(&mut self, result: Result<usize, Errno>, ring: &mut Ring) {
+        let mut covered = std::mem::take(&mut self.covered);
+        match result {
+            Ok(_) => {
+                if self.flushes.ended(&mut covered) {
+                    self.sync(ring);
+                }
+            }
+            // What was not durable may be gone, and the kernel tells that only once: asking again would be
+            // answered with a success that means nothing.
+            Err(errno) => {
+                self.fail(&format!("the data could not be made durable: {errno}"));
+                self.flushes.give_up(&mut covered);
+            }
+        }
+        for slot in covered.drain(..) {
+            self.finish(slot, Ok(()));
+        }
+        self.covered = covered;
+    }
+
+    /// A write to the head has failed: the errno to answer with. Where more than space is missing, nobody
+    /// can say what the head holds, and nothing is served any more.
+    fn write_failed(&mut self, range: ByteRange, errno: Errno) -> Errno {
+        self.store.write_failed(range);
+        if is_final(errno) {
+            self.fail(&format!("writing {range} failed: {errno}"));
+            return Errno::IO;
+        }
+        if errno.raw() == libc::EDQUOT { Errno::NO_SPACE } else { errno }
+    }
+
+    /// Nothing is served from now on.
+    fn fail(&mut self, message: &str) {
+        if self.failure.is_none() {
+            tracing::error!("{message}; nothing is served until the replica is restarted");
+            self.failure = Some(message.to_owned());
+        }
+    }
+}
+
+/// Whether, after a write has failed so, nothing more can be trusted. Space and memory can come back.
+fn is_final(errno: Errno) -> bool {
+    !matches!(errno.raw(), libc::ENOSPC | libc::EDQUOT | libc::ENOMEM)
+}
+
+/// Failures after which the same operation is tried again.
+fn is_passing(errno: Errno) -> bool {
+    matches!(errno.raw(), libc::EINTR | libc::EAGAIN)
+}
+
+fn is_durable(header: &Header) -> bool {
+    header.flags.has(Flags::FUA)
+}

@@ -1,0 +1,69 @@
+use shorthorn_store::FileIndex;
+
+use crate::limits::{BLOCK_BYTES_USIZE, SLOT_BYTES};
+
+/// A run of blocks in the buffer of a slot, and the file that they are read from or written to. It travels
+/// through the kernel in the tag of a token, so that nothing has to be kept for each operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// The first block, counted from the start of the buffer.
+    pub first: u16,
+    /// How many blocks.
+    pub blocks: u16,
+    /// The file.
+    pub file: FileIndex,
+}
+
+const FIELD_BITS: u32 = 12;
+const FIELD_MASK: u32 = (1 << FIELD_BITS) - 1;
+const FILE_BITS: u32 = 8;
+// Every block of a slot has a number.
+const _: () = assert!(SLOT_BYTES / BLOCK_BYTES_USIZE <= FIELD_MASK as usize);
+
+impl Piece {
+    /// As the tag of a token.
+    pub fn pack(self) -> u32 {
+        let (first, blocks) = (u32::from(self.first), u32::from(self.blocks));
+        debug_assert!(first <= FIELD_MASK && blocks <= FIELD_MASK);
+        let file = u32::try_from(self.file.slot()).unwrap_or(0);
+        first << (FIELD_BITS + FILE_BITS) | blocks << FILE_BITS | file
+    }
+
+    /// Reads the tag back; none where it was never packed.
+    #[allow(clippy::cast_possible_truncation)] // cutting the fields out is what it does
+    pub fn unpack(tag: u32) -> Option<Piece> {
+        let first = (tag >> (FIELD_BITS + FILE_BITS)) as u16;
+        let blocks = (tag >> FILE_BITS & FIELD_MASK) as u16;
+        Some(Piece { first, blocks, file: FileIndex::new(tag as u8)? })
+    }
+
+    /// What is left to do after `blocks` more are done; none where that is nothing.
+    pub fn after(self, blocks: u16) -> Option<Piece> {
+        let done = blocks.min(self.blocks);
+        let rest = Piece { first: self.first + done, blocks: self.blocks - done, file: self.file };
+        (rest.blocks > 0).then_some(rest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn tags_and_back(first in 0u16..4096, blocks in 0u16..4096, file in 0u8..255) {
+            let piece = Piece { first, blocks, file: FileIndex::new(file).unwrap() };
+            prop_assert_eq!(Piece::unpack(piece.pack()), Some(piece));
+        }
+    }
+
+    #[test]
+    fn what_is_left() {
+        let piece = Piece { first: 3, blocks: 5, file: FileIndex::new(1).unwrap() };
+        assert_eq!(piece.after(2), Some(Piece { first: 5, blocks: 3, ..piece }));
+        assert_eq!(piece.after(5), None);
+        assert_eq!(piece.after(9), None);
+    }
+}

@@ -1,0 +1,186 @@
+use std::collections::VecDeque;
+
+use shorthorn_store::ZeroStep;
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use crate::limits::{BLOCK_BYTES_USIZE, SLOTS, ZERO_JOBS_MAX, ZERO_PLAN_BYTES, ZERO_WRITE_BYTES};
+
+/// The discards and writes of zeroes in execution, and those that wait for one of them to end.
+#[derive(Debug)]
+pub(super) struct ZeroJobs {
+    jobs: [ZeroJob; ZERO_JOBS_MAX],
+    queue: VecDeque<u16>,
+}
+
+/// One discard or write of zeroes. It is planned a bounded piece at a time, and does one thing at a time.
+#[derive(Debug, Default)]
+pub(super) struct ZeroJob {
+    slot: Option<u16>,
+    /// What is still to be planned.
+    rest: Option<ByteRange>,
+    /// The plan of the current piece, of which the first `next` steps are begun.
+    pub steps: Vec<ZeroStep>,
+    next: usize,
+    /// What is left of a step that is too long to be done at once.
+    writing: Option<ByteRange>,
+    /// What is being done.
+    pub current: Option<ZeroStep>,
+}
+
+/// What a job wants next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Execute this; a write of zeroes is at most [`ZERO_WRITE_BYTES`] long.
+    Step(ZeroStep),
+    /// Put the plan for this range into [`ZeroJob::steps`].
+    Plan(ByteRange),
+    /// Nothing: it is done.
+    Done,
+}
+
+impl ZeroJobs {
+    pub fn new() -> ZeroJobs {
+        let steps = usize::try_from(ZERO_PLAN_BYTES).unwrap_or(0) / BLOCK_BYTES_USIZE + 2;
+        let job = || ZeroJob { steps: Vec::with_capacity(steps), ..ZeroJob::default() };
+        ZeroJobs { jobs: std::array::from_fn(|_| job()), queue: VecDeque::with_capacity(SLOTS) }
+    }
+
+    /// A job for the request in `slot`, or none: then it is queued.
+    pub fn begin(&mut self, slot: u16, range: ByteRange) -> Option<u8> {
+        let free = self.jobs.iter().position(|job| job.slot.is_none());
+        let Some(index) = free else {
+            self.queue.push_back(slot);
+            return None;
+        };
+        let job = &mut self.jobs[index];
+        job.steps.clear();
+        *job = ZeroJob {
+            slot: Some(slot),
+            rest: Some(range),
+            steps: std::mem::take(&mut job.steps),
+            ..ZeroJob::default()
+        };
+        u8::try_from(index).ok()
+    }
+
+    /// The job `index`.
+    pub fn job(&mut self, index: u8) -> &mut ZeroJob {
+        &mut self.jobs[usize::from(index)]
+    }
+
+    /// The job is done.
+    pub fn end(&mut self, index: u8) {
+        self.job(index).slot = None;
+    }
+
+    /// The request that has waited longest, if there is a job for it now.
+    pub fn next_waiting(&mut self) -> Option<u16> {
+        let free = self.jobs.iter().any(|job| job.slot.is_none());
+        if free { self.queue.pop_front() } else { None }
+    }
+}
+
+impl ZeroJob {
+    /// Whose job it is.
+    pub fn slot(&self) -> Option<u16> {
+        self.slot
+    }
+
+    /// What to do next.
+    pub fn next(&mut self) -> Next {
+        if let Some(range) = self.writing.take() {
+            return Next::Step(self.write(range));
+        }
+        if let Some(step) = self.steps.get(self.next).copied() {
+            self.next += 1;
+            return Next::Step(match step {
+                ZeroStep::WriteZeroes(range) => self.write(range),
+                step => step,
+            });
+        }
+        self.plan_next()
+    }
+
+    /// The first part of a write of zeroes; what is left of it comes next.
+    fn write(&mut self, range: ByteRange) -> ZeroStep {
+        let (now, later) = cut(range, range.offset() + ZERO_WRITE_BYTES);
+        self.writing = later;
+        ZeroStep::WriteZeroes(now)
+    }
+
+    fn plan_next(&mut self) -> Next {
+        self.steps.clear();
+        self.next = 0;
+        let Some(rest) = self.rest.take() else { return Next::Done };
+        // Pieces end at blocks, so that no block is in two of them.
+        let end = (rest.offset() + ZERO_PLAN_BYTES) / BLOCK_BYTES * BLOCK_BYTES;
+        let (piece, later) = cut(rest, end);
+        self.rest = later;
+        Next::Plan(piece)
+    }
+}
+
+/// `range` up to `end`, and what is behind it.
+pub(super) fn cut(range: ByteRange, end: u64) -> (ByteRange, Option<ByteRange>) {
+    let part = |start: u64, end: u64| ByteRange::new(start, end - start).ok();
+    match part(range.offset(), end.min(range.end())) {
+        Some(first) if end < range.end() => (first, part(end, range.end())),
+        _ => (range, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn range(offset: u64, length: u64) -> ByteRange {
+        ByteRange::new(offset, length).unwrap()
+    }
+
+    #[test]
+    fn more_than_the_jobs_wait_their_turn() {
+        let mut jobs = ZeroJobs::new();
+        let begun: Vec<_> = (0..6).map(|slot| jobs.begin(slot, range(0, 4096))).collect();
+        assert_eq!(begun, [Some(0), Some(1), Some(2), Some(3), None, None]);
+        assert_eq!(jobs.next_waiting(), None);
+        jobs.end(2);
+        assert_eq!(jobs.next_waiting(), Some(4));
+        assert_eq!(jobs.begin(4, range(0, 4096)), Some(2));
+        jobs.end(0);
+        assert_eq!(jobs.next_waiting(), Some(5));
+        assert_eq!(jobs.next_waiting(), None);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_cover_the_range_once(sector in 0u64..100_000, sectors in 1u64..=65536) {
+            let whole = range(sector * 512, sectors * 512);
+            let mut jobs = ZeroJobs::new();
+            let index = jobs.begin(7, whole).unwrap();
+            let job = jobs.job(index);
+            let (mut planned, mut written) = (whole.offset(), whole.offset());
+            loop {
+                match job.next() {
+                    Next::Plan(piece) => {
+                        prop_assert_eq!(piece.offset(), planned);
+                        prop_assert!(piece.length() <= ZERO_PLAN_BYTES && !piece.is_empty());
+                        planned = piece.end();
+                        prop_assert!(planned % BLOCK_BYTES == 0 || planned == whole.end());
+                        job.steps.push(ZeroStep::WriteZeroes(piece));
+                    }
+                    Next::Step(ZeroStep::WriteZeroes(part)) => {
+                        prop_assert_eq!(part.offset(), written);
+                        prop_assert!(part.length() <= ZERO_WRITE_BYTES && !part.is_empty());
+                        written = part.end();
+                    }
+                    Next::Step(step) => prop_assert!(false, "{:?}", step),
+                    Next::Done => break,
+                }
+            }
+            prop_assert_eq!((planned, written), (whole.end(), whole.end()));
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Discards and writes of zeroes.
+
+use shorthorn_ring::{Ring, Token};
+use shorthorn_store::{BlockSource, EdgeBlock, ZeroStep};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::Opcode;
+
+use super::buffers::{distance, length_of};
+use super::zeroes::{Next, cut};
+use super::{Executor, Outcome, SOURCE_DISK, is_durable, is_passing, kind};
+
+/// What fallocate makes a hole with.
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+
+impl Executor {
+    pub(super) fn start_zeroing(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) {
+        if let Some(job) = self.zero_jobs.begin(slot, range) {
+            self.next_zero_step(job, ring);
+        }
+    }
+
+    /// Plans until there is something to do, and begins it.
+    fn next_zero_step(&mut self, job: u8, ring: &mut Ring) {
+        loop {
+            match self.zero_jobs.job(job).next() {
+                Next::Step(step) => return self.begin_zero_step(job, step, ring),
+                Next::Plan(piece) => {
+                    if let Err(errno) = self.plan_zeroing(job, piece) {
+                        return self.end_zeroing(job, Err(errno), ring);
+                    }
+                }
+                Next::Done => return self.end_zeroing(job, Ok(()), ring),
+            }
+        }
+    }
+
+    fn plan_zeroing(&mut self, index: u8, piece: ByteRange) -> Outcome {
+        let job = self.zero_jobs.job(index);
+        let mut steps = std::mem::take(&mut job.steps);
+        let discards = job.slot().is_some_and(|slot| self.header(slot).opcode == Opcode::Discard);
+        let planned = if discards {
+            self.store.plan_discard(piece, &mut steps)
+        } else {
+            self.store.plan_write_zeroes(piece, &mut steps)
+        };
+        self.zero_jobs.job(index).steps = steps;
+        planned.map_err(|error| self.not_planned(&error))
+    }
+
+    fn begin_zero_step(&mut self, job: u8, step: ZeroStep, ring: &mut Ring) {
+        self.zero_jobs.job(job).current = Some(step);
+        let token = zero_token(kind::ZERO_STEP, job);
+        match step {
+            ZeroStep::Punch(range) => {
+                ring.fallocate(self.head_fd(), PUNCH, range.offset(), range.length(), token);
+            }
+            ZeroStep::WriteZeroes(range) => {
+                ring.write(self.head_fd(), self.buffers.zeroes(range.length()), range.offset(), false, token);
+            }
+            ZeroStep::Merge(edge) => return self.read_zero_edge(job, edge, ring),
+        }
+        self.in_flight += 1;
+    }
+
+    /// The first step of a merge: reads the block.
+    fn read_zero_edge(&mut self, job: u8, edge: EdgeBlock, ring: &mut Ring) {
+        let Some(slot) = self.zero_jobs.job(job).slot() else { return };
+        let buf = self.buffers.blocks(slot, 0, 1);
+        match edge.source {
+            BlockSource::File(file) => {
+                ring.read(self.fd(file), buf, edge.block.offset(), zero_token(kind::ZERO_EDGE, job));
+                self.in_flight += 1;
+            }
+            BlockSource::Zero => {
+                buf.zero();
+                self.write_zero_edge(job, slot, edge, ring);
+            }
+        }
+    }
+
+    /// The second step of a merge: writes the block with zeroes in it.
+    fn write_zero_edge(&mut self, job: u8, slot: u16, edge: EdgeBlock, ring: &mut Ring) {
+        let buf = self.buffers.blocks(slot, 0, 1);
+        buf.part(distance(edge.part.offset() - edge.block.offset()), length_of(edge.part)).zero();
+        ring.write(self.head_fd(), buf, edge.block.offset(), false, zero_token(kind::ZERO_STEP, job));
+        self.in_flight += 1;
+    }
+
+    pub(super) fn on_zero_step(&mut self, job: u8, kind: u8, result: Result<usize, Errno>, ring: &mut Ring) {
+        let state = self.zero_jobs.job(job);
+        let (Some(slot), Some(step)) = (state.slot(), state.current) else { return };
+        match (step, result) {
+            (step, Err(errno)) if is_passing(errno) => self.begin_zero_step(job, step, ring),
+            (ZeroStep::Merge(edge), Ok(count)) if kind == kind::ZERO_EDGE => {
+                // Short only where a layer below the head ends inside the block.
+                let buf = self.buffers.blocks(slot, 0, 1);
+                buf.part(count.min(buf.len()), buf.len() - count.min(buf.len())).zero();
+                self.write_zero_edge(job, slot, edge, ring);
+            }
+            (ZeroStep::Merge(_), Err(errno)) if kind == kind::ZERO_EDGE => {
+                self.end_zeroing(job, Err(errno), ring);
+            }
+            (step, Err(errno)) => self.zero_step_failed(job, slot, step, errno, ring),
+            (ZeroStep::Punch(range), Ok(_)) => {
+                self.flushes.changed();
+                self.store.punched(range);
+                self.next_zero_step(job, ring);
+            }
+            (ZeroStep::WriteZeroes(range), Ok(count)) => {
+                self.zeroes_written(job, slot, step, range, count, ring)
+            }
+            (ZeroStep::Merge(edge), Ok(count)) => {
+                self.zeroes_written(job, slot, step, edge.block, count, ring)
+            }
+        }
+    }
+
+    /// `count` bytes of `range` are written; the rest, if any, is tried again.
+    fn zeroes_written(
+        &mut self,
+        job: u8,
+        slot: u16,
+        step: ZeroStep,
+        range: ByteRange,
+        count: usize,
+        ring: &mut Ring,
+    ) {
+        let done = (count as u64 / BLOCK_BYTES * BLOCK_BYTES).min(range.length());
+        if done == 0 {
+            return self.zero_step_failed(job, slot, step, Errno::IO, ring);
+        }
+        self.flushes.changed();
+        let (now, rest) = cut(range, range.offset() + done);
+        self.store.written(now);
+        match rest {
+            Some(rest) => self.begin_zero_step(job, ZeroStep::WriteZeroes(rest), ring),
+            None => self.next_zero_step(job, ring),
+        }
+    }
+
+    fn zero_step_failed(&mut self, job: u8, slot: u16, step: ZeroStep, errno: Errno, ring: &mut Ring) {
+        self.flushes.changed();
+        let range = match step {
+            ZeroStep::Punch(range) | ZeroStep::WriteZeroes(range) => range,
+            ZeroStep::Merge(edge) => edge.block,
+        };
+        let discards = self.header(slot).opcode == Opcode::Discard;
+        if discards && matches!(errno.raw(), libc::ENOSPC | libc::EOPNOTSUPP) {
+            // A discard that frees nothing is still one; what it was about reads as before.
+            self.store.write_failed(range);
+            return self.end_zeroing(job, Ok(()), ring);
+        }
+        let errno = self.write_failed(range, errno);
+        self.end_zeroing(job, Err(errno), ring);
+    }
+
+    fn end_zeroing(&mut self, job: u8, outcome: Outcome, ring: &mut Ring) {
+        let slot = self.zero_jobs.job(job).slot();
+        self.zero_jobs.end(job);
+        let Some(slot) = slot else { return };
+        match outcome {
+            Ok(()) if is_durable(&self.header(slot)) => self.flush(slot, ring),
+            outcome => self.finish(slot, outcome),
+        }
+    }
+
+    /// Begins the discards and writes of zeroes that have waited for a job, as far as there are any now.
+    pub(super) fn start_waiting(&mut self, ring: &mut Ring) {
+        while let Some(slot) = self.zero_jobs.next_waiting() {
+            self.start(slot, ring);
+        }
+    }
+}
+
+fn zero_token(kind: u8, job: u8) -> Token {
+    Token { source: SOURCE_DISK, kind, index: 0, tag: u32::from(job) }
+}

@@ -1,0 +1,278 @@
+//! The opening of a connection, up to the point where the engine has proven who it is.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use shorthorn_control::Secret;
+use shorthorn_types::limits::MAX_QUEUES;
+use shorthorn_types::{Errno, Generation, ReplicaId, VolumeName};
+use shorthorn_wire::{
+    Challenge, FrameError, HEADER_BYTES, Header, Hello, Opcode, Refusal, decode_text, encode_text, proof,
+    proofs_equal,
+};
+use thiserror::Error;
+
+use crate::candidates::Place;
+
+/// Who we are, and the secret that an engine has to prove.
+#[derive(Debug)]
+pub(crate) struct Identity {
+    pub volume: VolumeName,
+    pub replica: ReplicaId,
+    pub secret: Secret,
+}
+
+/// Why a connection was not opened.
+#[derive(Debug, Error)]
+pub(crate) enum HandshakeError {
+    /// The peer is gone, too slow, or no socket works.
+    #[error("the connection failed during the handshake: {0}")]
+    Io(#[from] io::Error),
+    /// The peer does not speak the protocol.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// The peer sent something else first.
+    #[error("{0:?} came where a hello has to come first")]
+    NoHello(Opcode),
+    /// The engine wants another volume or replica.
+    #[error(
+        "this is replica {replica} of volume {volume}, not replica {asked_replica} of volume {asked_volume}"
+    )]
+    SomebodyElse {
+        volume: VolumeName,
+        replica: ReplicaId,
+        asked_volume: VolumeName,
+        asked_replica: ReplicaId,
+    },
+    /// The engine does not know the secret.
+    #[error("the proof is wrong: the engine does not have the secret of volume {0}")]
+    Proof(VolumeName),
+    /// A queue that no engine has.
+    #[error("queue {0} is out of bounds: an engine has at most {MAX_QUEUES}")]
+    Queue(u16),
+    /// A generation that no engine has.
+    #[error("generation {} is the one before any engine: attachments count from 1", Generation::NEVER)]
+    Generation,
+}
+
+impl HandshakeError {
+    /// What the engine is answered with; none where there is nobody to answer.
+    fn errno(&self) -> Option<Errno> {
+        match self {
+            HandshakeError::Io(_) | HandshakeError::Frame(_) | HandshakeError::NoHello(_) => None,
+            HandshakeError::SomebodyElse { .. } => Some(Errno::new(libc::ENXIO)),
+            HandshakeError::Proof(_) => Some(Errno::new(libc::EACCES)),
+            HandshakeError::Queue(_) | HandshakeError::Generation => Some(Errno::INVALID),
+        }
+    }
+}
+
+/// Sends the challenge, takes the hello and checks it, all within `timeout`; a refusal is sent.
+///
+/// # Errors
+/// [`HandshakeError`]; the connection is to be dropped.
+pub(crate) fn greet(
+    socket: &UnixStream,
+    identity: &Identity,
+    nonce: [u8; 32],
+    timeout: Duration,
+) -> Result<(Header, Place), HandshakeError> {
+    let mut socket = Deadline { socket, end: Instant::now() + timeout };
+    let nonce: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
+    let (header, text) = encode_text(Challenge::HEADER, &Challenge { nonce: nonce.clone() });
+    socket.write_all(&[&header.encode()[..], &text].concat())?;
+    let (header, hello) = read_hello(&mut socket)?;
+    let checked = identity.check(&hello, &nonce);
+    if let Err(error) = &checked
+        && let Some(errno) = error.errno()
+    {
+        let refusal = Refusal { message: error.to_string(), holder: None };
+        socket.write_all(&refusal_frame(&header, errno, &refusal))?;
+    }
+    checked?;
+    Ok((header, Place { generation: hello.generation, queue: hello.queue }))
+}
+
+/// The frame that refuses the hello of `header`.
+pub(crate) fn refusal_frame(header: &Header, errno: Errno, refusal: &Refusal) -> Vec<u8> {
+    let (header, text) = encode_text(header.response(Err(errno)), refusal);
+    [&header.encode()[..], &text].concat()
+}
+
+fn read_hello(socket: &mut impl Read) -> Result<(Header, Hello), HandshakeError> {
+    let mut bytes = [0; HEADER_BYTES];
+    socket.read_exact(&mut bytes)?;
+    let header = Header::decode(&bytes)?;
+    if header.opcode != Opcode::Hello || header.is_response() {
+        return Err(HandshakeError::NoHello(header.opcode));
+    }
+    // At most MAX_TEXT_BYTES, as the header was decoded.
+    let mut text = vec![0; header.length_bytes as usize];
+    socket.read_exact(&mut text)?;
+    let hello = decode_text(&header, &text)?;
+    Ok((header, hello))
+}
+
+impl Identity {
+    fn check(&self, hello: &Hello, nonce: &str) -> Result<(), HandshakeError> {
+        if (&hello.volume, hello.replica) != (&self.volume, self.replica) {
+            return Err(HandshakeError::SomebodyElse {
+                volume: self.volume.clone(),
+                replica: self.replica,
+                asked_volume: hello.volume.clone(),
+                asked_replica: hello.replica,
+            });
+        }
+        if !proofs_equal(&proof(self.secret.bytes(), nonce, hello), &hello.proof) {
+            return Err(HandshakeError::Proof(self.volume.clone()));
+        }
+        if hello.queue >= MAX_QUEUES {
+            return Err(HandshakeError::Queue(hello.queue));
+        }
+        if hello.generation == Generation::NEVER {
+            return Err(HandshakeError::Generation);
+        }
+        Ok(())
+    }
+}
+
+/// A socket on which everything together has to be done before a point in time, however slowly bytes drip in.
+struct Deadline<'a> {
+    socket: &'a UnixStream,
+    end: Instant,
+}
+
+impl Deadline<'_> {
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+impl Read for Deadline<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(Some(self.left()?))?;
+        let mut socket = self.socket;
+        socket.read(buf)
+    }
+}
+
+impl Write for Deadline<'_> {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.socket.set_write_timeout(Some(self.left()?))?;
+        let mut socket = self.socket;
+        socket.write(buf)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+
+    fn identity() -> Identity {
+        let replica = ReplicaId::from_random(7);
+        Identity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]) }
+    }
+
+    fn hello() -> Hello {
+        let generation = Generation::new(2, 1);
+        Hello {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(7),
+            generation,
+            queue: 1,
+            proof: String::new(),
+        }
+    }
+
+    /// What comes out when an engine answers the challenge with `hello`, its proof made with `secret`; and what
+    /// the engine is answered.
+    fn open(hello: Hello, secret: [u8; 32]) -> (Result<Place, HandshakeError>, Option<(Header, Refusal)>) {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let engine = thread::spawn(move || {
+            let (_, challenge) = read_frame::<Challenge>(&mut theirs).unwrap();
+            assert_eq!(challenge.nonce, "05".repeat(32));
+            let proof = proof(&secret, &challenge.nonce, &hello);
+            let (header, text) =
+                encode_text(Header::request(Opcode::Hello, 9, 0, 0), &Hello { proof, ..hello });
+            theirs.write_all(&header.encode()).unwrap();
+            theirs.write_all(&text).unwrap();
+            read_frame::<Refusal>(&mut theirs)
+        });
+        let opened = greet(&ours, &identity(), [5; 32], TIMEOUT);
+        drop(ours);
+        (opened.map(|(_, place)| place), engine.join().unwrap())
+    }
+
+    fn read_frame<T: serde::de::DeserializeOwned>(socket: &mut impl Read) -> Option<(Header, T)> {
+        let mut bytes = [0; HEADER_BYTES];
+        socket.read_exact(&mut bytes).ok()?;
+        let header = Header::decode(&bytes).unwrap();
+        let mut text = vec![0; header.data_bytes() as usize];
+        socket.read_exact(&mut text).unwrap();
+        Some((header, decode_text(&header, &text).unwrap()))
+    }
+
+    #[test]
+    fn takes_who_proves_the_secret() {
+        let (opened, refusal) = open(hello(), [3; 32]);
+        assert_eq!(opened.unwrap(), Place { generation: Generation::new(2, 1), queue: 1 });
+        assert_eq!(refusal, None);
+    }
+
+    #[test]
+    fn refuses_and_says_why() {
+        let stranger = Hello { volume: "v2".parse().unwrap(), ..hello() };
+        let other = Hello { replica: ReplicaId::from_random(8), ..hello() };
+        let cases = [
+            (stranger, [3; 32], libc::ENXIO, "of volume v1, not"),
+            (other, [3; 32], libc::ENXIO, "this is replica 00000007"),
+            (hello(), [4; 32], libc::EACCES, "the proof is wrong"),
+            (Hello { queue: 8, ..hello() }, [3; 32], libc::EINVAL, "queue 8 is out of bounds"),
+            (Hello { generation: Generation::NEVER, ..hello() }, [3; 32], libc::EINVAL, "generation 0.0"),
+        ];
+        for (hello, secret, errno, words) in cases {
+            let (opened, refusal) = open(hello, secret);
+            assert!(opened.is_err());
+            let (header, refusal) = refusal.unwrap();
+            assert_eq!((header.opcode, header.id, header.status), (Opcode::Hello, 9, errno));
+            assert!(refusal.message.contains(words), "{}", refusal.message);
+            assert!(!refusal.message.contains("0303"), "{}", refusal.message);
+        }
+    }
+
+    #[test]
+    fn the_deadline_is_for_the_whole_opening() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let drip = thread::spawn(move || {
+            let byte = Header::request(Opcode::Hello, 9, 0, 200).encode();
+            for at in 0.. {
+                let gone = theirs.write_all(&byte[at % HEADER_BYTES..][..1]).is_err();
+                if gone
+                    || stopped.recv_timeout(Duration::from_millis(20))
+                        != Err(std::sync::mpsc::RecvTimeoutError::Timeout)
+                {
+                    return;
+                }
+            }
+        });
+        let begun = Instant::now();
+        assert!(matches!(
+            greet(&ours, &identity(), [5; 32], Duration::from_millis(200)),
+            Err(HandshakeError::Io(_))
+        ));
+        assert!(begun.elapsed() < TIMEOUT);
+        drop((ours, stop));
+        drip.join().unwrap();
+    }
+}

@@ -1,0 +1,33 @@
+//! The replica process: serves one replica directory to the engine of its volume.
+//!
+//! - The *main* thread opens the directory and the sockets, answers for the process (status, signals), and
+//!   leaves the directory clean at the end.
+//! - The *accept* thread takes connections, and a few short-lived threads open them: an engine proves there
+//!   that it has the volume's secret.
+//! - The *data* thread does everything else: it has the ring, the buffers, the directory and all connections,
+//!   and shares none of them.
+//!
+//! What is promised to engines: an answer to WRITE, DISCARD or WRITE_ZEROES means that later reads see it; an
+//! answer to FLUSH that everything answered before is durable, and FUA the same for one request. The generation
+//! and the views are durable before they are answered. When making data durable has failed once, nothing is
+//! served any more, which the status tells and every answer says with EIO.
+//!
+//! What engines promise: no two requests in flight that modify data and overlap, rounded to 4 KiB. Where one breaks
+//! that, the blocks where they overlap hold any mixture; nothing else suffers. An engine that has nothing to ask
+//! sends a PING now and then: a connection on which nothing comes for 60 seconds is closed.
+#![forbid(unsafe_code)]
+
+mod accept;
+mod candidates;
+mod connection;
+mod error;
+mod executor;
+mod handshake;
+mod limits;
+mod process;
+mod server;
+mod slots;
+mod state;
+
+pub use error::ReplicaError;
+pub use process::run;

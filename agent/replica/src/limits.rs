@@ -1,0 +1,55 @@
+//! Every limit of a replica process, in one place.
+
+use std::time::Duration;
+
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_QUEUES};
+
+/// Connections at once: those of one engine, and as many that are ending or about to take their place.
+pub(crate) const CONNECTIONS_MAX: usize = MAX_QUEUES as usize * 2;
+/// Connections that have proven who they are and wait until older ones have ended.
+pub(crate) const CANDIDATES_MAX: usize = MAX_QUEUES as usize * 2;
+/// Requests in flight that all connections share, beyond the one that each can always have.
+pub(crate) const SHARED_SLOTS: usize = 256;
+/// Slots in all. Every request has one, from its header until its response is sent.
+pub(crate) const SLOTS: usize = SHARED_SLOTS + CONNECTIONS_MAX;
+/// Data of requests in flight at once, beyond the one request that each connection can always have.
+pub(crate) const BYTES_IN_FLIGHT_MAX: u64 = 4 << 20;
+/// What free slots may keep of memory; more is given back to the kernel at once.
+pub(crate) const SLOT_MEMORY_MAX: u64 = 4 << 20;
+/// What each slot keeps of memory when nothing has been asked for a while.
+pub(crate) const SLOT_MEMORY_IDLE_BYTES: usize = (EDGE_BLOCKS + 1) * BLOCK_BYTES_USIZE;
+/// Bytes that are received ahead on one connection: many small requests in one system call.
+pub(crate) const RECEIVE_BYTES: usize = 64 << 10;
+/// Submissions that the ring takes before it has to enter the kernel.
+pub(crate) const RING_ENTRIES: u32 = 256;
+
+/// [`BLOCK_BYTES`] as a length of memory.
+pub(crate) const BLOCK_BYTES_USIZE: usize = 4096;
+const _: () = assert!(BLOCK_BYTES_USIZE as u64 == BLOCK_BYTES);
+/// The blocks that the largest request touches where it begins inside one.
+pub(crate) const REQUEST_BLOCKS_MAX: usize = MAX_IO_BYTES as usize / BLOCK_BYTES_USIZE + 1;
+/// Blocks at the start of a slot's buffer in which the two edges of a write are read.
+pub(crate) const EDGE_BLOCKS: usize = 2;
+/// A slot's buffer: the edges, and the blocks of the request behind them.
+pub(crate) const SLOT_BYTES: usize = (EDGE_BLOCKS + REQUEST_BLOCKS_MAX) * BLOCK_BYTES_USIZE;
+
+/// Discards and writes of zeroes that are executed at once; the others wait their turn.
+pub(crate) const ZERO_JOBS_MAX: usize = 4;
+/// How much of a discard or write of zeroes is planned at a time, which bounds the length of a plan.
+pub(crate) const ZERO_PLAN_BYTES: u64 = 4 << 20;
+/// How many zeroes are written at a time.
+pub(crate) const ZERO_WRITE_BYTES: u64 = 1 << 20;
+
+/// Connections that are being opened at once; more wait in the socket's backlog.
+pub(crate) const HANDSHAKES_MAX: usize = 8;
+/// How long opening a connection may take until the engine has said who it is.
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often the data thread looks for silent connections and unused memory.
+pub(crate) const TICK: Duration = Duration::from_secs(5);
+/// After so many ticks without a byte from an engine (which pings when it has nothing else to say) its
+/// connection is closed: 60 seconds.
+pub(crate) const SILENT_TICKS_MAX: u32 = 12;
+/// How often the space on the disk is looked at for the status.
+pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
+/// Stack of a thread that does nothing deep.
+pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;

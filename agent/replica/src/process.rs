@@ -1,0 +1,229 @@
+//! The process: from the spec to a serving replica, and back to a clean directory.
+
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::thread::{self, JoinHandle};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use shorthorn_control::{Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec};
+use shorthorn_ring::{ProtectionReport, Wake, Waker, protect_thread};
+use shorthorn_store::{CreateOptions, OpenOptions, Store};
+use tracing::Span;
+
+use crate::accept::{Acceptor, Listeners};
+use crate::error::ReplicaError;
+use crate::executor::Executor;
+use crate::handshake::Identity;
+use crate::limits::STATUS_PERIOD;
+use crate::server::{Message, Server};
+use crate::state::State;
+
+/// Serves the replica that the spec file describes, until SIGTERM, SIGINT or a `stop` on the control socket.
+/// Blocks; the directory is clean when it returns without an error.
+///
+/// # Errors
+/// [`ReplicaError`] says what is wrong, where, and what to do. Errors of single requests are answered to the engine
+/// that made them and do not end the process.
+pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
+    let spec: ReplicaSpec = load_spec(spec_file)?;
+    let span = tracing::info_span!("replica", volume = %spec.volume, replica = %spec.replica);
+    let _in = span.clone().entered();
+    // Before there is a second thread: threads inherit the mask.
+    let signals = block_signals()?;
+    let mut store = open_store(&spec)?;
+    let state = State::load(&mut store, &spec)?;
+    // Only whoever has the directory may take the sockets: another process may be serving it.
+    let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
+    let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
+    let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
+    let first = first_status(&spec, &state, &listeners);
+    // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
+    // refused then, and no later mapping is. Threads inherit the rest of the protection.
+    let executor =
+        Executor::new(store).map_err(|source| ReplicaError::system("map memory for buffers", source))?;
+    report_protection(&protect_thread());
+
+    let (_control, publisher) = start_control(&spec, first, &woken)?;
+    let data = DataThread::start(executor, state, &publisher, &span, &woken)?;
+    let acceptor =
+        Acceptor::start(listeners, identity(&spec), data.messages.clone(), data.waker.clone(), span)?;
+    publisher.update(|status| change(status, |replica| replica.serving = true));
+    notify(&[sd_notify::NotifyState::Ready]);
+    tracing::info!(directory = %spec.directory.display(), "serving");
+
+    wait(&signals, &woken, &data, || refresh(&spec, &publisher))?;
+    notify(&[sd_notify::NotifyState::Stopping]);
+    publisher.update(|status| {
+        change(status, |replica| {
+            replica.serving = false;
+            replica.message = "stopping".to_owned();
+        })
+    });
+    acceptor.stop();
+    data.stop()?;
+    tracing::info!("stopped; the directory is clean");
+    Ok(())
+}
+
+fn block_signals() -> Result<SignalFd, ReplicaError> {
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGTERM);
+    signals.add(Signal::SIGINT);
+    pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), None)
+        .and_then(|()| SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK))
+        .map_err(|errno| ReplicaError::system("wait for signals", errno))
+}
+
+fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
+    let directory = &spec.directory;
+    let there = directory.join("volume.meta").exists();
+    if !there && !spec.create {
+        return Err(ReplicaError::Missing(directory.clone()));
+    }
+    let store = if there {
+        Store::open(directory, OpenOptions::default())?
+    } else {
+        Store::create(directory, CreateOptions { size_bytes: spec.size_bytes, ..CreateOptions::default() })?
+    };
+    for repair in store.info().repairs {
+        tracing::warn!("{repair}");
+    }
+    if store.size_bytes() != spec.size_bytes {
+        return Err(ReplicaError::Size {
+            directory: directory.clone(),
+            found_bytes: store.size_bytes(),
+            expected_bytes: spec.size_bytes,
+        });
+    }
+    Ok(store)
+}
+
+fn identity(spec: &ReplicaSpec) -> Identity {
+    Identity { volume: spec.volume.clone(), replica: spec.replica, secret: spec.secret.clone() }
+}
+
+fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners) -> ReplicaStatus {
+    ReplicaStatus {
+        volume: spec.volume.clone(),
+        replica: spec.replica,
+        pid: std::process::id(),
+        serving: false,
+        message: String::new(),
+        addresses: listeners.addresses(),
+        size_bytes: spec.size_bytes,
+        allocated_bytes: allocated_bytes(&spec.directory),
+        generation: state.views().generation(),
+        directory: spec.directory.clone(),
+    }
+}
+
+fn start_control(
+    spec: &ReplicaSpec,
+    first: ReplicaStatus,
+    woken: &Arc<EventFd>,
+) -> Result<(ControlServer, Publisher), ReplicaError> {
+    let told = Arc::clone(woken);
+    // It fails only where the counter is full: then the process is being woken already.
+    let stop = move || {
+        let _ = told.write(1);
+    };
+    ControlServer::start(&spec.control_socket, Status::Replica(first), stop).map_err(|source| {
+        ReplicaError::Listen { address: format!("control socket {}", spec.control_socket.display()), source }
+    })
+}
+
+/// The data thread, and how to reach it.
+struct DataThread {
+    thread: JoinHandle<Result<(), ReplicaError>>,
+    messages: Sender<Message>,
+    waker: Waker,
+}
+
+impl DataThread {
+    fn start(
+        executor: Executor,
+        state: State,
+        publisher: &Publisher,
+        span: &Span,
+        woken: &Arc<EventFd>,
+    ) -> Result<DataThread, ReplicaError> {
+        let (wake, waker) = Wake::new().map_err(|source| ReplicaError::system("make an eventfd", source))?;
+        let (messages, inbox) = mpsc::channel();
+        let (publisher, span, woken) = (publisher.clone(), span.clone(), Arc::clone(woken));
+        let serve = move || {
+            let _in = span.enter();
+            let served = Server::new(executor, state, inbox, wake, publisher).and_then(Server::run);
+            let _ = woken.write(1);
+            served
+        };
+        let thread = thread::Builder::new().name("data".into()).spawn(serve);
+        let thread = thread.map_err(|source| ReplicaError::system("start a thread", source))?;
+        Ok(DataThread { thread, messages, waker })
+    }
+
+    fn stop(self) -> Result<(), ReplicaError> {
+        // It fails only when the thread has ended by itself, and then says why.
+        if self.messages.send(Message::Stop).is_ok() {
+            self.waker.wake();
+        }
+        self.thread.join().unwrap_or(Err(ReplicaError::ThreadEnded))
+    }
+}
+
+/// Waits for a signal, a stop, or the end of the data thread; looks after the status meanwhile.
+fn wait(
+    signals: &SignalFd,
+    woken: &EventFd,
+    data: &DataThread,
+    refresh: impl Fn(),
+) -> Result<(), ReplicaError> {
+    let period = PollTimeout::try_from(STATUS_PERIOD).unwrap_or(PollTimeout::MAX);
+    loop {
+        let on = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        match poll(&mut [on(signals.as_fd()), on(woken.as_fd())], period) {
+            Ok(0) if !data.thread.is_finished() => refresh(),
+            Ok(_) => return Ok(()),
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(errno) => return Err(ReplicaError::system("wait for signals", errno)),
+        }
+    }
+}
+
+fn refresh(spec: &ReplicaSpec, publisher: &Publisher) {
+    let allocated_bytes = allocated_bytes(&spec.directory);
+    publisher.update(|status| change(status, |replica| replica.allocated_bytes = allocated_bytes));
+}
+
+/// What the files of the directory take on the disk. Whoever can not be looked at does not count.
+fn allocated_bytes(directory: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
+    entries.filter_map(|entry| entry.ok()?.metadata().ok()).map(|metadata| metadata.blocks() * 512).sum()
+}
+
+fn change(status: &mut Status, change: impl FnOnce(&mut ReplicaStatus)) {
+    if let Status::Replica(replica) = status {
+        change(replica);
+    }
+}
+
+/// Tells systemd, where it wants to know.
+fn notify(state: &[sd_notify::NotifyState]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "systemd could not be told");
+    }
+}
+
+fn report_protection(report: &ProtectionReport) {
+    if let Some(error) = &report.io_flusher {
+        tracing::warn!(%error, "PR_SET_IO_FLUSHER failed: under memory pressure the volume may hang; run as root");
+    }
+    if let Some(error) = &report.memory_lock {
+        tracing::warn!(%error, "memory is not locked: under memory pressure the volume may hang; raise LimitMEMLOCK");
+    }
+}

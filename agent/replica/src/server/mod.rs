@@ -1,0 +1,263 @@
+//! The data thread: one ring, all connections, and the executor.
+//!
+//! Everything happens in one loop: wait for completions, pass each on to whom it belongs, answer what has
+//! finished, serve who waits for a slot, start the sends. Requests of all connections are pipelined and answered
+//! in the order in which they finish. Nothing allocates, logs or locks per request.
+
+mod admission;
+mod requests;
+
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::Receiver;
+use std::time::Instant;
+
+use shorthorn_control::{Publisher, Status};
+use shorthorn_ring::{Completion, Ring, Token, Wake};
+use shorthorn_types::Errno;
+use shorthorn_wire::Header;
+
+use crate::candidates::{Candidates, Place};
+use crate::connection::{Connection, SOURCE_RECEIVE, SOURCE_SEND};
+use crate::error::ReplicaError;
+use crate::executor::{Executor, Outcome, SOURCE_DISK};
+use crate::limits::{CONNECTIONS_MAX, RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
+use crate::slots::Slots;
+use crate::state::State;
+
+const SOURCE_WAKE: u8 = 0;
+const WAKE_TOKEN: Token = Token { source: SOURCE_WAKE, kind: 0, index: 0, tag: 0 };
+
+/// What other threads tell the data thread.
+#[derive(Debug)]
+pub(crate) enum Message {
+    /// An engine has proven who it is.
+    Candidate(Candidate),
+    /// End.
+    Stop,
+}
+
+/// An engine that has said hello and waits for the answer.
+#[derive(Debug)]
+pub(crate) struct Candidate {
+    /// The connection.
+    pub socket: OwnedFd,
+    /// Which engine and which of its queues.
+    pub place: Place,
+    /// The hello, which is still to be answered.
+    pub hello: Header,
+    /// Where it comes from, for logs.
+    pub peer: String,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Server {
+    ring: Ring,
+    wake: Wake,
+    inbox: Receiver<Message>,
+    executor: Executor,
+    state: State,
+    slots: Slots,
+    connections: Vec<Option<Connection>>,
+    candidates: Candidates<Candidate>,
+    publisher: Publisher,
+    finished: Vec<(u16, Outcome)>,
+    /// Slots whose response has gone out.
+    sent: Vec<u32>,
+    /// Whether a request has come since the last tick.
+    busy: bool,
+    /// Whether free slots may have memory that idleness should give back.
+    memory_to_release: bool,
+    failure_published: bool,
+    stopping: bool,
+}
+
+impl Server {
+    /// A server on this thread, which has to be the one that runs it.
+    ///
+    /// # Errors
+    /// Where the kernel has no io_uring for us.
+    pub fn new(
+        executor: Executor,
+        state: State,
+        inbox: Receiver<Message>,
+        wake: Wake,
+        publisher: Publisher,
+    ) -> Result<Server, ReplicaError> {
+        let ring =
+            Ring::new(RING_ENTRIES).map_err(|source| ReplicaError::system("set up io_uring", source))?;
+        let mut connections = Vec::with_capacity(CONNECTIONS_MAX);
+        connections.resize_with(CONNECTIONS_MAX, || None);
+        Ok(Server {
+            ring,
+            wake,
+            inbox,
+            executor,
+            state,
+            slots: Slots::new(),
+            connections,
+            candidates: Candidates::new(),
+            publisher,
+            finished: Vec::with_capacity(SLOTS),
+            sent: Vec::with_capacity(SLOTS),
+            busy: false,
+            memory_to_release: false,
+            failure_published: false,
+            stopping: false,
+        })
+    }
+
+    /// Serves until it is told to stop; leaves the directory clean.
+    ///
+    /// # Errors
+    /// Where the ring fails or the directory can not be closed.
+    pub fn run(mut self) -> Result<(), ReplicaError> {
+        let mut completions = Vec::with_capacity(RING_ENTRIES as usize * 4);
+        let mut last_tick = Instant::now();
+        self.wake.arm(&mut self.ring, WAKE_TOKEN);
+        while !(self.stopping && self.is_quiet()) {
+            let timeout = self.needs_ticks().then_some(TICK);
+            self.ring
+                .wait(timeout, &mut completions)
+                .map_err(|source| ReplicaError::system("wait for io_uring", source))?;
+            for completion in completions.drain(..) {
+                self.dispatch(completion);
+            }
+            self.answer();
+            self.settle();
+            if timeout.is_some() && last_tick.elapsed() >= TICK {
+                last_tick = Instant::now();
+                self.tick();
+            }
+        }
+        self.executor.close()?;
+        Ok(())
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.executor.is_idle() && self.connections.iter().all(Option::is_none)
+    }
+
+    fn needs_ticks(&self) -> bool {
+        self.memory_to_release || self.connections.iter().any(Option::is_some)
+    }
+
+    fn dispatch(&mut self, completion: Completion) {
+        let index = completion.token.index;
+        match completion.token.source {
+            SOURCE_DISK => self.executor.on_completion(completion, &mut self.ring),
+            SOURCE_RECEIVE => self.on_received(index, completion),
+            SOURCE_SEND => self.on_sent(index, completion),
+            _ => self.on_wake(),
+        }
+    }
+
+    fn on_wake(&mut self) {
+        self.wake.arm(&mut self.ring, WAKE_TOKEN);
+        while let Ok(message) = self.inbox.try_recv() {
+            match message {
+                Message::Candidate(candidate) => self.admit(candidate),
+                Message::Stop => self.stop(),
+            }
+        }
+    }
+
+    /// What engines have in flight is not answered any more: to them it is as if the replica had failed, which
+    /// is what it is about to do.
+    fn stop(&mut self) {
+        tracing::info!("stopping");
+        self.stopping = true;
+        for candidate in self.candidates.drain().collect::<Vec<_>>() {
+            self.refuse(candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
+        }
+        for index in self.connection_indices() {
+            self.end(index, "the replica is being stopped");
+        }
+    }
+
+    fn connection_indices(&self) -> impl Iterator<Item = u16> + use<> {
+        0..u16::try_from(CONNECTIONS_MAX).unwrap_or(u16::MAX)
+    }
+
+    fn connection(&mut self, index: u16) -> Option<&mut Connection> {
+        self.connections.get_mut(usize::from(index))?.as_mut()
+    }
+
+    /// Gives the connection up. It goes when everything of it has ended; see [`Server::settle`].
+    fn end(&mut self, index: u16, why: impl std::fmt::Display) {
+        let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else { return };
+        connection.ending = true;
+        connection.stream.shutdown();
+        let Place { generation, queue } = connection.place;
+        tracing::info!(%generation, queue, peer = connection.peer, "connection closed: {why}");
+        self.slots.forget(index);
+    }
+
+    /// Removes what has ended, lets in who has waited for that, and starts the sends.
+    fn settle(&mut self) {
+        let mut removed = false;
+        for index in self.connection_indices() {
+            removed |= self.remove_ended(index);
+        }
+        if removed {
+            self.welcome_ready();
+        }
+        for connection in self.connections.iter_mut().flatten().filter(|connection| !connection.ending) {
+            connection.stream.flush(&mut self.ring);
+        }
+        self.publish_failure();
+    }
+
+    /// Removes the connection if it is over and nothing of it is in flight any more.
+    fn remove_ended(&mut self, index: u16) -> bool {
+        let Some(connection) = &mut self.connections[usize::from(index)] else { return false };
+        if !connection.ending || !connection.stream.is_idle() {
+            return false;
+        }
+        connection.stream.abandon(&mut self.sent);
+        self.sent.extend(connection.receiving.take().map(u32::from));
+        self.free_sent();
+        if self.slots.held(index) > 0 {
+            return false;
+        }
+        self.connections[usize::from(index)] = None;
+        true
+    }
+
+    /// Frees the slots in `sent`.
+    fn free_sent(&mut self) {
+        for owner in self.sent.drain(..) {
+            let slot = u16::try_from(owner).unwrap_or(u16::MAX);
+            self.executor.free(slot);
+            self.slots.give(slot);
+        }
+    }
+
+    fn tick(&mut self) {
+        for index in self.connection_indices() {
+            let waits = self.slots.is_waiting(index);
+            let Some(connection) = self.connection(index) else { continue };
+            // Who waits for a slot is not listened to, and so can not be blamed for its silence.
+            if connection.tick() >= SILENT_TICKS_MAX && !waits {
+                self.end(index, "nothing was heard of the engine for too long");
+            }
+        }
+        if self.memory_to_release && !self.busy && self.slots.is_idle() {
+            self.executor.release_memory();
+            self.memory_to_release = false;
+        }
+        self.busy = false;
+    }
+
+    fn publish_failure(&mut self) {
+        let Some(failure) = self.executor.failure().filter(|_| !self.failure_published) else { return };
+        self.failure_published = true;
+        let failure = failure.to_owned();
+        self.publisher.update(|status| {
+            if let Status::Replica(replica) = status {
+                replica.serving = false;
+                replica.message = failure;
+            }
+        });
+    }
+}

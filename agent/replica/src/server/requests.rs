@@ -1,0 +1,227 @@
+//! From received bytes to requests, and from what has finished to responses.
+
+use shorthorn_ring::{Completion, Received};
+use shorthorn_types::Errno;
+use shorthorn_wire::{HEADER_BYTES, Header, Opcode, Refusal, ViewMessage, decode_text, encode_text};
+
+use super::Server;
+use crate::error::ReplicaError;
+use crate::executor::Outcome;
+use crate::limits::RECEIVE_BYTES;
+
+/// Requests with no more data than this are received whole before they are taken up: the data is copied once
+/// more, but many requests come with one system call. Larger data is received in place.
+const INLINE_DATA_BYTES: usize = RECEIVE_BYTES / 4;
+
+/// What becomes of the bytes at the start of a connection's receive buffer.
+enum Parsed {
+    /// A request that needs this slot's data first, which is all there.
+    Ready(u16),
+    /// Nothing can be done until more bytes come.
+    MoreBytes,
+    /// Nothing can be done until a slot is free.
+    NoSlot,
+    /// The connection is of no more use.
+    Broken(String),
+}
+
+impl Server {
+    pub(super) fn on_received(&mut self, index: u16, completion: Completion) {
+        let Some(connection) = self.connection(index) else { return };
+        let received = connection.stream.on_received(completion);
+        if connection.ending {
+            return;
+        }
+        connection.heard = true;
+        match received {
+            Ok(Received::Part) => self.arm(index),
+            Ok(Received::Bytes) => self.take_requests(index, None),
+            Ok(Received::Payload) => {
+                if let Some(slot) = connection.receiving.take() {
+                    self.take_up(index, slot);
+                }
+                self.take_requests(index, None);
+            }
+            Ok(Received::End) => self.end(index, "the engine has closed it"),
+            Err(error) => self.end(index, error),
+        }
+    }
+
+    fn arm(&mut self, index: u16) {
+        if let Some(Some(connection)) = self.connections.get_mut(usize::from(index)) {
+            connection.stream.arm(&mut self.ring);
+        }
+    }
+
+    /// Takes up all requests that have been received; the first one has `slot`, if that is given.
+    fn take_requests(&mut self, index: u16, mut slot: Option<u16>) {
+        loop {
+            match self.parse(index, slot.take()) {
+                Parsed::Ready(slot) => self.take_up(index, slot),
+                Parsed::MoreBytes => return self.arm(index),
+                Parsed::NoSlot => return,
+                Parsed::Broken(why) => return self.end(index, why),
+            }
+        }
+    }
+
+    fn parse(&mut self, index: u16, slot: Option<u16>) -> Parsed {
+        let Some(Some(connection)) = self.connections.get_mut(usize::from(index)) else {
+            return Parsed::NoSlot;
+        };
+        if connection.ending {
+            debug_assert!(slot.is_none(), "an ended connection waits for nothing");
+            return Parsed::NoSlot;
+        }
+        let Some(bytes) = connection.stream.bytes().first_chunk::<HEADER_BYTES>() else {
+            return Parsed::MoreBytes;
+        };
+        let header = match Header::decode(bytes) {
+            Ok(header) if is_request(&header) => header,
+            Ok(header) => return Parsed::Broken(format!("{header} is nothing that an engine sends")),
+            Err(error) => return Parsed::Broken(error.to_string()),
+        };
+        let data_bytes = header.data_bytes() as usize;
+        let missing = (HEADER_BYTES + data_bytes).saturating_sub(connection.stream.bytes().len());
+        if missing > 0 && data_bytes <= INLINE_DATA_BYTES {
+            return Parsed::MoreBytes;
+        }
+        let Some(slot) = slot.or_else(|| self.slots.take(index, data_in_slot(&header))) else {
+            return Parsed::NoSlot;
+        };
+        self.busy = true;
+        self.memory_to_release = true;
+        self.executor.assign(slot, header);
+        connection.stream.consume(HEADER_BYTES);
+        if data_bytes > 0 && !connection.stream.receive_into(self.executor.payload(slot)) {
+            connection.receiving = Some(slot);
+            return Parsed::MoreBytes;
+        }
+        Parsed::Ready(slot)
+    }
+
+    /// Executes the request in `slot`, whose data is there.
+    fn take_up(&mut self, index: u16, slot: u16) {
+        let header = self.executor.header(slot);
+        match header.opcode {
+            Opcode::Propose | Opcode::Commit => return self.take_view(index, slot, &header),
+            Opcode::Write => {
+                if let Err(error) = header.check_data(self.executor.payload(slot).crc32c()) {
+                    self.free(slot);
+                    return self.end(index, format!("{header}: {error}"));
+                }
+            }
+            _ => {}
+        }
+        self.executor.start(slot, &mut self.ring);
+    }
+
+    /// Stores a proposed view, or the mark that one is committed. It waits for the disk, and everybody with it,
+    /// which is well: views change when a replica has failed, and then most requests wait already.
+    fn take_view(&mut self, index: u16, slot: u16, header: &Header) {
+        let mut text = vec![0; header.data_bytes() as usize];
+        self.executor.payload(slot).copy_to(&mut text);
+        let message: ViewMessage = match decode_text(header, &text) {
+            Ok(message) => message,
+            Err(error) => {
+                self.free(slot);
+                return self.end(index, error);
+            }
+        };
+        let Some(generation) = self.connection(index).map(|connection| connection.place.generation) else {
+            return;
+        };
+        if self.executor.failure().is_some() {
+            return self.respond(slot, Err(Errno::IO));
+        }
+        let ViewMessage { view, basis } = message;
+        let stored = self.state.change(&mut self.executor, |views| {
+            if header.opcode == Opcode::Propose {
+                views.propose(generation, view, &basis)
+            } else {
+                views.commit(generation, view)
+            }
+        });
+        match stored {
+            Ok(()) => {
+                tracing::info!(%view, "{:?}", header.opcode);
+                self.respond(slot, Ok(()));
+            }
+            Err(error) => self.refuse_view(slot, header, &error),
+        }
+    }
+
+    fn refuse_view(&mut self, slot: u16, header: &Header, error: &ReplicaError) {
+        tracing::warn!(%error, "{:?} refused", header.opcode);
+        let refusal = Refusal { message: error.to_string(), holder: None };
+        let (response, text) = encode_text(header.response(Err(error.errno())), &refusal);
+        let payload = self.executor.put_text(slot, &text);
+        self.send(slot, &response, payload);
+    }
+
+    /// Answers everything that has finished, and serves who waits for a slot, until neither is left.
+    pub(super) fn answer(&mut self) {
+        let mut finished = std::mem::take(&mut self.finished);
+        loop {
+            while self.executor.take_finished(&mut finished) {
+                for (slot, outcome) in finished.drain(..) {
+                    self.respond(slot, outcome);
+                }
+            }
+            let Some((index, slot)) = self.slots.serve() else { break };
+            self.take_requests(index, Some(slot));
+        }
+        self.finished = finished;
+    }
+
+    fn respond(&mut self, slot: u16, outcome: Outcome) {
+        let header = self.executor.header(slot);
+        let mut response = header.response(outcome);
+        let mut payload = None;
+        if header.opcode == Opcode::Read && outcome.is_ok() {
+            let data = self.executor.payload(slot);
+            response.data_check = data.crc32c();
+            payload = Some(data);
+        }
+        if header.opcode.is_control() {
+            response.length_bytes = 0;
+        }
+        self.send(slot, &response, payload);
+    }
+
+    /// Queues a response; the slot is free when it has gone out.
+    fn send(&mut self, slot: u16, response: &Header, payload: Option<shorthorn_ring::IoBuf>) {
+        let index = self.slots.connection(slot);
+        let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else {
+            return self.free(slot);
+        };
+        if let Err(error) = connection.stream.send(&response.encode(), payload, Some(u32::from(slot))) {
+            self.free(slot);
+            self.end(index, error);
+        }
+    }
+
+    pub(super) fn on_sent(&mut self, index: u16, completion: Completion) {
+        let Some(Some(connection)) = self.connections.get_mut(usize::from(index)) else { return };
+        let result = connection.stream.on_sent(completion, &mut self.sent);
+        self.free_sent();
+        if let Err(error) = result {
+            self.end(index, error);
+        }
+    }
+
+    fn free(&mut self, slot: u16) {
+        self.executor.free(slot);
+        self.slots.give(slot);
+    }
+}
+
+/// Whether an engine may send this once it is welcome.
+fn is_request(header: &Header) -> bool {
+    !header.is_response() && !matches!(header.opcode, Opcode::Challenge | Opcode::Hello)
+}
+
+/// How much memory the request's data takes.
+fn data_in_slot(header: &Header) -> u32 {
+    if header.opcode == Opcode::Read { header.length_bytes } else { header.data_bytes() }
+}

@@ -1,0 +1,16 @@
+//! A replica process for tests: `replica-under-test SPEC`.
+#![allow(clippy::print_stderr)]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let spec = PathBuf::from(std::env::args_os().nth(1).unwrap_or_default());
+    match shorthorn_replica::run(&spec) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}

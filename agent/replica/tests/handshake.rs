@@ -1,0 +1,169 @@
+//! Who is let in.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+
+use common::*;
+use shorthorn_types::{Generation, ReplicaId};
+use shorthorn_wire::{Flags, Hello, Opcode};
+
+#[test]
+fn an_engine_is_told_size_and_views() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), 16 * MIB));
+    let (mut client, welcome) = replica.try_open(generation(3), 0).unwrap();
+    assert_eq!(welcome.size_bytes, 16 * MIB);
+    assert_eq!(welcome.report.committed.members, replica.spec.first_members);
+    assert!(welcome.report.proposed.is_empty());
+    client.ping().unwrap();
+    let status = replica.status();
+    assert!(status.serving && status.generation == generation(3), "{status:?}");
+    assert_eq!(status.addresses, [format!("unix:{}", replica.spec.data_socket.display())]);
+    let mode = std::fs::metadata(&replica.spec.data_socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
+fn strangers_are_refused_and_told_why() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let hello = || replica.hello(generation(1), 0);
+    let cases: [(Hello, [u8; 32], &str); 4] = [
+        (Hello { volume: "v2".parse().unwrap(), ..hello() }, SECRET, "volume v1, not"),
+        (Hello { replica: ReplicaId::from_random(9), ..hello() }, SECRET, "replica 00000007"),
+        (hello(), [0; 32], "the proof is wrong"),
+        (Hello { queue: 99, ..hello() }, SECRET, "queue 99"),
+    ];
+    for (hello, secret, words) in cases {
+        let Ok(Err((status, refusal))) = Client::open(replica.connect(), hello, secret) else {
+            panic!("{words}")
+        };
+        assert!(status != 0 && refusal.message.contains(words), "{status} {refusal:?}");
+        assert_eq!(refusal.holder, None);
+    }
+    assert_eq!(replica.status().generation, generation(0), "nobody of them has fenced anybody");
+}
+
+#[test]
+fn nonsense_ends_the_connection_and_nothing_else() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let mut client = replica.open(generation(1));
+    for nonsense in [&b"GET / HTTP/1.1\r\n\r\n and so on and so on and so on"[..], &[0; 4096], &[0xff; 40]] {
+        let mut socket = replica.connect();
+        socket.set_read_timeout(Some(TIMEOUT)).unwrap();
+        read_frame(&mut socket).unwrap();
+        socket.write_all(nonsense).unwrap();
+        let mut rest = Vec::new();
+        // An end or a reset, but no answer.
+        let _ = socket.read_to_end(&mut rest);
+        assert!(rest.is_empty(), "{rest:?}");
+    }
+    client.ping().unwrap();
+}
+
+#[test]
+fn a_lower_generation_is_refused_and_told_who_holds_the_replica() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let mut client = replica.open(generation(5));
+    let (status, refusal) = replica.try_open(generation(4), 0).err().unwrap();
+    assert_eq!((status, refusal.holder), (libc::EPERM, Some(generation(5))));
+    client.ping().unwrap();
+}
+
+#[test]
+fn a_higher_generation_closes_the_older_connections() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let old = replica.open(generation(5));
+    let (old_too, _) = replica.try_open(generation(5), 1).unwrap();
+    let mut new = replica.open(generation(6));
+    assert!(old.closed() && old_too.closed());
+    new.ping().unwrap();
+    assert!(replica.try_open(generation(5), 0).is_err());
+    assert_eq!(replica.status().generation, generation(6));
+}
+
+/// Once a newer engine is welcome, nothing of what the older one has sent changes anything any more.
+#[test]
+fn writes_of_an_older_engine_have_ended_when_the_newer_is_welcome() {
+    const LENGTH: u32 = 1 << 20;
+    const PLACES: u64 = 4;
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), 32 * MIB));
+    let begun = std::time::Instant::now();
+    for attach in 1..30 {
+        let mut old = replica.open(generation(attach));
+        let (told, started) = std::sync::mpsc::channel();
+        let writer = std::thread::spawn(move || {
+            let data = pattern(attach, LENGTH as usize);
+            for n in 0.. {
+                if n == 20 {
+                    told.send(()).unwrap();
+                }
+                let offset = n % PLACES * u64::from(LENGTH);
+                if old.try_send(Opcode::Write, Flags::NONE, offset, LENGTH, &data).is_err() {
+                    return;
+                }
+            }
+        });
+        started.recv().unwrap();
+        // Small and quick, where large ones of the older engine may be on their way.
+        let mut new = replica.open(Generation::new(attach, 1));
+        let data = pattern(attach << 32, 4096);
+        for n in 0..PLACES {
+            new.write(n * u64::from(LENGTH) + (512 << 10), &data).unwrap();
+        }
+        writer.join().unwrap();
+        new.flush().unwrap();
+        for n in 0..PLACES {
+            assert!(new.read(n * u64::from(LENGTH) + (512 << 10), 4096).unwrap() == data);
+        }
+    }
+    assert!(begun.elapsed() < TIMEOUT, "a newer engine waits for requests in flight and nothing else");
+}
+
+#[test]
+fn a_generation_outlives_a_kill() {
+    let base = base();
+    let mut replica = Replica::start(&spec(base.path(), MIB));
+    replica.open(generation(5));
+    replica.kill();
+    let replica = Replica::start(&replica.spec);
+    assert_eq!(replica.status().generation, generation(5));
+    let (_, refusal) = replica.try_open(generation(4), 0).err().unwrap();
+    assert_eq!(refusal.holder, Some(generation(5)));
+    replica.open(generation(5));
+}
+
+#[test]
+fn queues_have_a_connection_each_and_the_newer_one_counts() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let mut clients: Vec<Client> =
+        (0..8).map(|queue| replica.try_open(generation(1), queue).unwrap().0).collect();
+    clients.iter_mut().for_each(|client| client.ping().unwrap());
+    let (mut again, _) = replica.try_open(generation(1), 3).unwrap();
+    assert!(clients.remove(3).closed());
+    again.ping().unwrap();
+    clients.iter_mut().for_each(|client| client.ping().unwrap());
+}
+
+#[test]
+fn engines_on_other_hosts_come_by_tcp() {
+    let base = base();
+    let mut spec = spec(base.path(), MIB);
+    spec.data_address = Some("127.0.0.1:0".parse().unwrap());
+    let replica = Replica::start(&spec);
+    let addresses = replica.status().addresses;
+    let address = addresses[1].strip_prefix("tcp:").unwrap();
+    let socket = std::net::TcpStream::connect(address).unwrap();
+    let socket = std::os::unix::net::UnixStream::from(std::os::fd::OwnedFd::from(socket));
+    let (mut client, _) = Client::open(socket, replica.hello(generation(1), 0), SECRET).unwrap().unwrap();
+    client.write(4096, &pattern(1, 8192)).unwrap();
+    assert_eq!(client.read(4096, 8192).unwrap(), pattern(1, 8192));
+}

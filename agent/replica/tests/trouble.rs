@@ -1,0 +1,243 @@
+//! Disks that are full or broken. Needs root, for mounts; without it these tests say so and pass.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::*;
+use shorthorn_wire::{Flags, Opcode};
+
+/// Something mounted under a directory, until it is dropped.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn tmpfs(at: &Path, size_bytes: u64) -> Mounted {
+        std::fs::create_dir_all(at).unwrap();
+        run("mount", &["-t", "tmpfs", "-o", &format!("size={size_bytes}"), "tmpfs", at.to_str().unwrap()]);
+        Mounted(at.to_owned())
+    }
+
+    /// An ext4 of `size_bytes` in a sparse file.
+    fn ext4(image: &Path, at: &Path, size_bytes: u64) -> Mounted {
+        std::fs::create_dir_all(at).unwrap();
+        std::fs::File::create(image).unwrap().set_len(size_bytes).unwrap();
+        run("mkfs.ext4", &["-q", "-O", "^has_journal", image.to_str().unwrap()]);
+        run("mount", &["-o", "loop", image.to_str().unwrap(), at.to_str().unwrap()]);
+        Mounted(at.to_owned())
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// Runs a program that must succeed; what it prints.
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+fn may_mount() -> bool {
+    let root = nix::unistd::geteuid().is_root();
+    if !root {
+        println!("skipped: mounting needs root");
+    }
+    root
+}
+
+/// Writes blocks of 64 KiB until one is refused; how many were not.
+fn fill(client: &mut Client) -> u64 {
+    for n in 0.. {
+        match client.write(n * (64 << 10), &pattern(n, 64 << 10)) {
+            Ok(()) => {}
+            Err(errno) => {
+                assert_eq!(errno, libc::ENOSPC);
+                return n;
+            }
+        }
+    }
+    unreachable!()
+}
+
+fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
+    let base = base();
+    let mut spec = spec(base.path(), 256 * MIB);
+    spec.directory = directory.join("v1-00000007");
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    let written = fill(&mut client);
+    assert!(written > 10);
+    for n in 0..written {
+        assert!(client.read(n * (64 << 10), 64 << 10).unwrap() == pattern(n, 64 << 10));
+    }
+    client.flush().unwrap();
+    // Over what is there, there is always room; and space that is given back can be used again.
+    client.write(0, &pattern(1000, 64 << 10)).unwrap();
+    client.call(Opcode::Discard, Flags::NONE, 8 * (64 << 10), 2 * (64 << 10), &[]).unwrap();
+    client.flush().unwrap();
+    client.write(written * (64 << 10), &pattern(1001, 64 << 10)).unwrap();
+    assert!(client.read(written * (64 << 10), 64 << 10).unwrap() == pattern(1001, 64 << 10));
+    assert!(replica.status().serving);
+    assert!(replica.terminate().success());
+}
+
+#[test]
+fn a_full_ext4() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 32 * MIB);
+    a_full_disk_refuses_writes_and_goes_on(&disk.0);
+}
+
+#[test]
+fn a_full_tmpfs() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
+    a_full_disk_refuses_writes_and_goes_on(&disk.0);
+}
+
+nix::ioctl_read!(
+    /// FS_IOC_SHUTDOWN of ext4 and XFS.
+    shut_down_file_system,
+    b'X',
+    125,
+    u32
+);
+
+/// From now on everything on the file system of `directory` is an I/O error.
+fn break_down(directory: &Path) {
+    let file = std::fs::File::open(directory).unwrap();
+    let mut without_flushing = 2;
+    // SAFETY: the call reads the number that it is given and writes nothing else.
+    unsafe { shut_down_file_system(file.as_raw_fd(), &mut without_flushing) }.unwrap();
+}
+
+/// Breaks the disk of a replica that holds some data, and lets `meets_it` be the first to notice.
+fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 64 * MIB);
+    let mut spec = spec(base.path(), 32 * MIB);
+    spec.directory = disk.0.join("v1-00000007");
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    client.write(0, &pattern(1, 64 << 10)).unwrap();
+    break_down(&disk.0);
+    meets_it(&mut client);
+    // A ping needs no disk: it is the replica that refuses.
+    assert_eq!(client.ping(), Err(libc::EIO));
+    assert_eq!(client.read(0, 4096), Err(libc::EIO));
+    assert_eq!(client.write(0, &[1; 4096]), Err(libc::EIO));
+    assert_eq!(client.call(Opcode::WriteZeroes, Flags::NONE, 0, 4096, &[]), Err(libc::EIO));
+    assert_eq!(client.call(Opcode::Discard, Flags::NONE, 0, 4096, &[]), Err(libc::EIO));
+    assert_eq!(client.flush(), Err(libc::EIO));
+    let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
+    assert!(status == libc::EIO && refusal.message.contains("has failed"), "{refusal:?}");
+    let told = replica.status();
+    assert!(!told.serving && !told.message.is_empty(), "{told:?}");
+    replica.kill();
+}
+
+#[test]
+fn after_a_failed_write_nothing_is_served_any_more() {
+    after_an_io_error(|client| assert_eq!(client.write(4096, &[1; 4096]), Err(libc::EIO)));
+}
+
+#[test]
+fn after_a_failed_flush_nothing_is_served_any_more() {
+    after_an_io_error(|client| assert_eq!(client.flush(), Err(libc::EIO)));
+}
+
+/// What can not be read here can be read from another replica; this one still takes writes.
+#[test]
+fn a_failed_read_is_answered() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 64 * MIB);
+    let mut spec = spec(base.path(), 32 * MIB);
+    spec.directory = disk.0.join("v1-00000007");
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    client.write(0, &pattern(1, 64 << 10)).unwrap();
+    break_down(&disk.0);
+    assert_eq!(client.read(0, 4096), Err(libc::EIO));
+    client.ping().unwrap();
+    assert!(replica.status().serving);
+    replica.kill();
+}
+
+/// A file system on which every write waits, until this is dropped.
+struct Frozen<'a>(&'a Mounted);
+
+impl<'a> Frozen<'a> {
+    fn new(disk: &'a Mounted) -> Frozen<'a> {
+        run("fsfreeze", &["--freeze", disk.0.to_str().unwrap()]);
+        Frozen(disk)
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.0.0).status();
+    }
+}
+
+/// The head of the replica in `directory` comes to lie on another file system, which can be frozen without the
+/// rest of the directory.
+fn move_head(directory: &Path, to: &Mounted) -> Mounted {
+    let head = directory.join("volume-head-000.img");
+    let moved = to.0.join("head");
+    run("cp", &["--sparse=always", head.to_str().unwrap(), moved.to_str().unwrap()]);
+    run("mount", &["--bind", moved.to_str().unwrap(), head.to_str().unwrap()]);
+    Mounted(head)
+}
+
+/// A newer engine is not welcome as long as a write of the older one may still land.
+#[test]
+fn a_newer_engine_waits_for_writes_in_flight() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 64 * MIB);
+    let mut replica = Replica::start(&spec(base.path(), MIB));
+    let spec = replica.spec.clone();
+    replica.kill();
+    let _head = move_head(&spec.directory, &disk);
+    let replica = Replica::start(&spec);
+    let mut old = replica.open(generation(1));
+    let frozen = Frozen::new(&disk);
+    old.send(Opcode::Write, Flags::NONE, 0, 4096, &pattern(1, 4096));
+    // It is answered although it came later: the write is in execution, and hangs.
+    let ping = old.send(Opcode::Ping, Flags::NONE, 0, 0, &[]);
+    assert_eq!(old.receive().unwrap().0.id, ping);
+
+    let hello = replica.hello(generation(2), 0);
+    let socket = replica.connect();
+    let (told, welcome) = std::sync::mpsc::channel();
+    let newer = std::thread::spawn(move || {
+        let opened = Client::open(socket, hello, SECRET).unwrap().unwrap();
+        told.send(()).unwrap();
+        opened.0
+    });
+    assert!(old.closed(), "the older one is closed at once");
+    let early = welcome.recv_timeout(std::time::Duration::from_millis(500));
+    drop(frozen);
+    assert!(early.is_err(), "it was welcome while a write was in flight");
+    assert!(newer.join().unwrap().read(0, 4096).unwrap() == pattern(1, 4096));
+}
