@@ -1,0 +1,131 @@
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use shorthorn_types::VolumeName;
+
+use crate::QueueFrontend;
+
+/// Which frontend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FrontendKind {
+    /// /dev/ublkbN through the ublk driver.
+    Ublk,
+    /// /dev/nbdN through generic netlink.
+    Nbd,
+    /// NBD on a Unix socket: no kernel driver, no device.
+    Socket,
+}
+
+impl std::fmt::Display for FrontendKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            FrontendKind::Ublk => "ublk",
+            FrontendKind::Nbd => "nbd",
+            FrontendKind::Socket => "socket",
+        })
+    }
+}
+
+/// What a frontend needs to know.
+#[derive(Clone, Debug)]
+pub struct FrontendSpec {
+    /// The volume.
+    pub volume: VolumeName,
+    /// Its size.
+    pub size_bytes: u64,
+    /// How many queues; each gets a [`QueueFrontend`].
+    pub queues: u16,
+    /// How many requests in flight per queue; the arena of a queue has as many slots.
+    pub depth: u16,
+    /// The path of the socket, for [`FrontendKind::Socket`].
+    pub socket_path: PathBuf,
+    /// Where `/dev/longhorn` is.
+    pub device_dir: PathBuf,
+    /// The device of an earlier engine process of this attachment, to be recovered.
+    pub previous: Option<DeviceRecord>,
+}
+
+/// What has to be remembered, durably, to recover the device after the process died.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceRecord {
+    /// Its frontend.
+    pub kind: FrontendKind,
+    /// Number of the kernel's device: N of /dev/ublkbN or /dev/nbdN; absent for the socket.
+    pub kernel_id: Option<u32>,
+    /// As it was made: a recovered device keeps its queues and depth.
+    pub queues: u16,
+    /// See `queues`.
+    pub depth: u16,
+}
+
+/// A frontend whose device exists, or is about to, and serves nothing yet.
+pub struct Prepared {
+    /// One for each queue, in order.
+    pub queues: Vec<Box<dyn QueueFrontend>>,
+    /// The control half.
+    pub device: Box<dyn Device>,
+}
+
+impl std::fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prepared").field("queues", &self.queues.len()).finish_non_exhaustive()
+    }
+}
+
+/// The half of a frontend that lives on the engine's main thread; its calls may block.
+pub trait Device: Send {
+    /// What to remember before [`Device::go_live`].
+    fn record(&self) -> DeviceRecord;
+
+    /// Makes the device usable: the queues already serve. Returns the path under which people find it:
+    /// `/dev/longhorn/<volume>`, or the socket.
+    ///
+    /// # Errors
+    /// Says what is in the way.
+    fn go_live(&mut self) -> Result<PathBuf, FrontendError>;
+
+    /// Tells the device that the volume has grown.
+    ///
+    /// # Errors
+    /// [`FrontendError::Unsupported`] where the kernel cannot do it while the device is in use.
+    fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError>;
+
+    /// Whether somebody uses the device (mounted, held by another device, opened exclusively), and who.
+    fn in_use(&self) -> Option<String>;
+
+    /// Takes the node away first, then the device; the queues still serve meanwhile.
+    ///
+    /// # Errors
+    /// Says what is in the way.
+    fn stop(&mut self) -> Result<(), FrontendError>;
+}
+
+/// Why a frontend cannot do what it was asked to.
+#[derive(Debug, thiserror::Error)]
+pub enum FrontendError {
+    /// This kernel cannot do it.
+    #[error("{frontend} is not possible here: {reason}")]
+    Unsupported {
+        /// Which frontend.
+        frontend: FrontendKind,
+        /// What is missing and what would help.
+        reason: String,
+    },
+    /// Something is in the way that must not be touched.
+    #[error("{action}: {reason}")]
+    Refused {
+        /// What was to be done, to what.
+        action: String,
+        /// What is in the way, and what to do about it.
+        reason: String,
+    },
+    /// A call to the kernel failed.
+    #[error("{action}: {source}")]
+    System {
+        /// What was being done, to what.
+        action: String,
+        /// The answer of the kernel.
+        source: std::io::Error,
+    },
+}

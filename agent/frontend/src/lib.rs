@@ -1,0 +1,18 @@
+//! Frontends: what turns a volume into something that a kernel or a client can use.
+//!
+//! A frontend has two halves. A [`QueueFrontend`] per queue lives on that queue's thread and ring: it
+//! takes requests from the kernel or the client and answers them. The [`Device`] lives on the engine's main
+//! thread: it brings the device up while the queues already serve, resizes it and takes it away.
+
+mod device;
+mod nbd;
+pub mod node;
+pub mod probe;
+mod queue;
+pub mod ublk;
+mod wait;
+
+pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared};
+pub use nbd::{prepare_nbd, prepare_socket};
+pub use queue::{QueueFrontend, QueueIo, SOURCE};
+pub use ublk::prepare_ublk;

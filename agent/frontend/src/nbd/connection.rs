@@ -1,0 +1,513 @@
+//! One connection: from the bytes of a client to requests for the volume, and back.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use shorthorn_core::{Operation, Request};
+use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
+use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
+use shorthorn_types::{ByteRange, VolumeName};
+
+use super::command::{Command, Commands, Part};
+use super::handshake::{Handshake, Next, Offer, greeting};
+use super::protocol::{
+    CommandKind, MAX_REQUEST_BYTES, NbdError, RequestHeader, data_chunk, error_chunk, simple_reply,
+};
+use super::share::SlotShare;
+use crate::{QueueIo, SOURCE};
+
+/// [`Token::kind`] of a finished send.
+pub(super) const SENT: u8 = 1;
+/// [`Token::kind`] of a finished receive.
+pub(super) const RECEIVED: u8 = 2;
+
+/// How much is received at once: some ten small writes with their data, or thousands of reads. Larger data go
+/// to their slot directly.
+const RECEIVE_BYTES: usize = 64 << 10;
+/// Replies without a slot (errors, and what is done already) that may wait to be sent, beyond one for every
+/// slot, before no more requests are read.
+const SPARE_REPLIES: usize = 16;
+/// Owner of a frame that has no slot.
+const NO_SLOT: u32 = u32::MAX;
+
+/// What is exported.
+#[derive(Debug)]
+pub(super) struct Export {
+    pub(super) name: VolumeName,
+    size_bytes: AtomicU64,
+}
+
+impl Export {
+    pub(super) fn new(name: VolumeName, size_bytes: u64) -> Arc<Export> {
+        Arc::new(Export { name, size_bytes: AtomicU64::new(size_bytes) })
+    }
+
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    pub(super) fn grow(&self, size_bytes: u64) {
+        self.size_bytes.store(size_bytes, Ordering::Release);
+    }
+}
+
+/// What the connections of a queue have in common.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) export: Arc<Export>,
+    pub(super) share: SlotShare,
+    pub(super) commands: Commands,
+    replies_max: usize,
+    frames_max: usize,
+    /// Owners of the frames that were just sent.
+    finished: Vec<u32>,
+}
+
+impl Shared {
+    pub(super) fn new(export: Arc<Export>, slots: u16, connections: u16) -> Shared {
+        let replies_max = usize::from(slots) + SPARE_REPLIES;
+        // Replies that may wait, the last reply of every command in progress, and the data of every slot.
+        let frames_max = replies_max + 2 * usize::from(slots) + 2;
+        Shared {
+            export,
+            share: SlotShare::new(slots, connections),
+            commands: Commands::new(slots, connections),
+            replies_max,
+            frames_max,
+            finished: Vec::with_capacity(frames_max),
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Phase {
+    Handshake(Handshake),
+    Serving,
+    /// What is in progress is answered, then the connection ends.
+    Leaving,
+    /// Nothing is sent or received any more; what is in progress ends in silence.
+    Dead,
+}
+
+/// How a connection begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Opening {
+    /// With the newstyle negotiation.
+    Negotiate,
+    /// In the transmission phase, as the Linux driver wants it.
+    Transmission,
+}
+
+/// A client.
+#[derive(Debug)]
+pub(super) struct Connection {
+    id: u16,
+    incarnation: u32,
+    stream: Stream,
+    phase: Phase,
+    structured: bool,
+    /// The request that is being cut into parts.
+    current: Option<u16>,
+    /// The slot whose data are being received.
+    receiving: Option<u16>,
+    /// How many requests are in progress.
+    commands: u16,
+    /// Replies without a slot that wait to be sent.
+    replies: usize,
+    /// Whether the end was agreed: the client has said good-bye, or we have.
+    left: bool,
+}
+
+impl Connection {
+    pub(super) fn new(
+        id: u16,
+        incarnation: u32,
+        fd: OwnedFd,
+        opening: Opening,
+        shared: &Shared,
+    ) -> Connection {
+        let token = |kind| Token { source: SOURCE, kind, index: id, tag: incarnation };
+        let limits = StreamLimits { frames: shared.frames_max, receive_bytes: RECEIVE_BYTES };
+        Connection {
+            id,
+            incarnation,
+            stream: Stream::new(fd, token(SENT), token(RECEIVED), limits),
+            phase: match opening {
+                Opening::Negotiate => Phase::Handshake(Handshake::new()),
+                Opening::Transmission => Phase::Serving,
+            },
+            structured: false,
+            current: None,
+            receiving: None,
+            commands: 0,
+            replies: 0,
+            left: false,
+        }
+    }
+
+    /// Whether `token` was given out by this connection, not by an earlier one in its place.
+    pub(super) fn owns(&self, token: Token) -> bool {
+        token.tag == self.incarnation
+    }
+
+    /// Says the first word, where it is ours, and begins to listen.
+    pub(super) fn start(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        if matches!(self.phase, Phase::Handshake(_)) && self.stream.send_owned(&[], greeting()).is_err() {
+            self.lose();
+        }
+        self.stream.arm(io.ring);
+        self.advance(shared, io);
+    }
+
+    /// Ends the connection as soon as all requests are answered.
+    pub(super) fn leave(&mut self) {
+        self.left = true;
+        match self.phase {
+            Phase::Handshake(_) => self.lose(),
+            Phase::Serving => self.phase = Phase::Leaving,
+            Phase::Leaving | Phase::Dead => {}
+        }
+    }
+
+    /// Whether the connection broke off without a good-bye.
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_dead() && !self.left
+    }
+
+    fn lose(&mut self) {
+        if !self.is_dead() {
+            self.stream.shutdown();
+            self.phase = Phase::Dead;
+        }
+    }
+
+    fn is_dead(&self) -> bool {
+        matches!(self.phase, Phase::Dead)
+    }
+
+    /// Goes as far as the bytes and slots that are there allow.
+    pub(super) fn advance(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        while self.receiving.is_none() {
+            let more = match (&self.phase, self.current) {
+                (Phase::Handshake(_), _) => self.negotiate(shared, io),
+                (Phase::Serving | Phase::Leaving, Some(id)) => self.go_on(id, shared, io),
+                (Phase::Serving, None) => self.next_request(shared, io),
+                (Phase::Leaving, None) | (Phase::Dead, _) => false,
+            };
+            if !more {
+                return;
+            }
+        }
+    }
+
+    /// One message of the handshake; false where it has to wait.
+    fn negotiate(&mut self, shared: &Shared, io: &mut QueueIo<'_>) -> bool {
+        // One answer at a time: who sends without listening gets no memory of ours.
+        let Phase::Handshake(handshake) = &mut self.phase else { return false };
+        if self.stream.is_sending() {
+            return false;
+        }
+        let slots = u32::from(shared.share.largest_claim());
+        let offer = Offer {
+            name: shared.export.name.as_str(),
+            size_bytes: shared.export.size_bytes(),
+            max_request_bytes: MAX_REQUEST_BYTES,
+            max_simple_request_bytes: MAX_REQUEST_BYTES.min(slots * MAX_IO_BYTES),
+        };
+        let mut answer = Vec::new();
+        let (used, next) = handshake.advance(&offer, self.stream.bytes(), &mut answer);
+        self.structured = handshake.structured();
+        self.stream.consume(used);
+        if !answer.is_empty() && self.stream.send_owned(&[], answer).is_err() {
+            self.lose();
+        }
+        match next {
+            Next::Wait => self.stream.arm(io.ring),
+            Next::Go => return true,
+            Next::Close => {
+                self.left = true;
+                self.phase = Phase::Leaving;
+            }
+            Next::Transmission => {
+                self.phase = Phase::Serving;
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Reads the header of the next request; false where it has to wait.
+    fn next_request(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+        if self.replies >= shared.replies_max {
+            return false; // goes on when some are sent
+        }
+        let header = match RequestHeader::parse(self.stream.bytes()) {
+            None => {
+                self.stream.arm(io.ring);
+                return false;
+            }
+            Some(Err(bad)) => {
+                tracing::warn!(volume = %shared.export.name, magic = bad.0, "NBD client sent no request: closed");
+                self.lose();
+                return false;
+            }
+            Some(Ok(header)) => header,
+        };
+        self.stream.consume(RequestHeader::BYTES);
+        if header.kind == CommandKind::Disconnect {
+            self.left = true;
+            self.phase = Phase::Leaving;
+            return false;
+        }
+        self.take_on(&header, shared);
+        true
+    }
+
+    fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared) {
+        let mut command = Command::new(self.id, header.kind, header.fua(), header.cookie);
+        command.offset_bytes = header.offset_bytes;
+        command.rest_bytes = match header.kind {
+            CommandKind::Flush => 1,
+            CommandKind::Unknown(_) => 0,
+            _ => header.length_bytes,
+        };
+        command.error = header.check(shared.export.size_bytes()).err();
+        let parts = command.rest_bytes.div_ceil(MAX_IO_BYTES);
+        if self.waits_for_all(&command) && parts > shared.share.largest_claim().into() {
+            command.error.get_or_insert(NbdError::INVALID);
+        }
+        self.current = shared.commands.insert(command);
+        debug_assert!(self.current.is_some(), "more commands than slots and connections");
+        self.commands += 1;
+    }
+
+    /// A READ with a simple reply needs all its data before the first byte of the reply: the header says
+    /// whether there was an error.
+    fn waits_for_all(&self, command: &Command) -> bool {
+        command.kind == CommandKind::Read && !self.structured
+    }
+
+    /// Makes the next part of command `id`; false where it has to wait.
+    fn go_on(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+        let command = shared.commands.get(id);
+        if command.error.is_some() {
+            shared.share.leave(self.id);
+            let passing = if command.kind == CommandKind::Write { command.rest_bytes } else { 0 };
+            let here = u32::try_from(self.stream.bytes().len()).map_or(passing, |here| here.min(passing));
+            self.stream.consume(here as usize);
+            command.rest_bytes = passing - here;
+            if command.rest_bytes > 0 {
+                self.stream.arm(io.ring);
+                return false;
+            }
+        }
+        let command = *command;
+        if command.rest_bytes == 0 {
+            self.current = None;
+            if command.is_over() {
+                self.finish(id, shared, io);
+            }
+            return true;
+        }
+        let parts = if self.waits_for_all(&command) { command.rest_bytes.div_ceil(MAX_IO_BYTES) } else { 1 };
+        let parts = u16::try_from(parts).unwrap_or(u16::MAX);
+        if !shared.share.claim(self.id, parts) {
+            return false; // goes on when slots are given back
+        }
+        for _ in 0..parts {
+            self.make_part(id, shared, io);
+        }
+        true
+    }
+
+    fn make_part(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        let slot = shared.share.take();
+        let command = shared.commands.get(id);
+        let longest = match command.kind {
+            CommandKind::Trim | CommandKind::WriteZeroes => MAX_ZERO_BYTES,
+            _ => MAX_IO_BYTES,
+        };
+        let part = Part::new(id, command.offset_bytes, command.rest_bytes.min(longest));
+        command.offset_bytes += u64::from(part.length_bytes);
+        command.rest_bytes -= part.length_bytes;
+        command.parts += 1;
+        let command = *command;
+        shared.commands.set_part(slot, part);
+        if self.waits_for_all(&command) {
+            shared.commands.chain(slot);
+        }
+        if command.kind == CommandKind::Write && !self.stream.receive_into(buffer(io, slot, part)) {
+            self.receiving = Some(slot);
+            self.stream.arm(io.ring);
+            return;
+        }
+        submit(slot, shared, io);
+    }
+
+    /// A receive is over.
+    pub(super) fn on_received(&mut self, completion: Completion, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        match self.stream.on_received(completion) {
+            Ok(Received::Bytes) => self.advance(shared, io),
+            Ok(Received::Part) => self.stream.arm(io.ring),
+            Ok(Received::Payload) => {
+                if let Some(slot) = self.receiving.take() {
+                    submit(slot, shared, io);
+                }
+                self.advance(shared, io);
+            }
+            Ok(Received::End) | Err(_) => self.lose(),
+        }
+    }
+
+    /// A send is over: slots whose data are out are free.
+    pub(super) fn on_sent(&mut self, completion: Completion, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        if self.stream.on_sent(completion, &mut shared.finished).is_err() {
+            self.lose();
+        }
+        self.frames_gone(shared);
+        if !self.is_dead() {
+            self.stream.flush(io.ring);
+            self.advance(shared, io);
+        }
+    }
+
+    fn frames_gone(&mut self, shared: &mut Shared) {
+        while let Some(owner) = shared.finished.pop() {
+            match u16::try_from(owner) {
+                Ok(slot) => shared.share.give(self.id, slot),
+                Err(_) => self.replies -= 1,
+            }
+        }
+    }
+
+    /// The volume has done the part in `slot`; its command knows it already.
+    pub(super) fn part_done(&mut self, slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        let part = shared.commands.part(slot);
+        let command = *shared.commands.get(part.command);
+        let failed = command.error.is_some() || self.is_dead();
+        match command.kind {
+            _ if self.waits_for_all(&command) => {}
+            CommandKind::Read if !failed => {
+                let header =
+                    data_chunk(command.cookie, part.offset_bytes, part.length_bytes, command.is_over());
+                self.send_data(&header, buffer(io, slot, part), slot);
+            }
+            CommandKind::Trim if command.fua && command.is_over() && !failed => {
+                // A discard has no FUA of its own.
+                let flush = shared.commands.get(part.command);
+                flush.kind = CommandKind::Flush;
+                flush.parts = 1;
+                submit(slot, shared, io);
+                return;
+            }
+            _ => shared.share.give(self.id, slot),
+        }
+        if command.is_over() {
+            self.finish(part.command, shared, io);
+        }
+    }
+
+    /// Answers a command whose parts are all done, and forgets it.
+    fn finish(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+        let command = *shared.commands.get(id);
+        let failed = command.error.is_some() || self.is_dead();
+        let reply = simple_reply(command.cookie, command.error);
+        match (command.kind, command.error) {
+            (CommandKind::Read, Some(error)) if self.structured => {
+                self.send_reply(&error_chunk(command.cookie, error));
+            }
+            (CommandKind::Read, None) if self.structured => {} // the last chunk said so
+            (CommandKind::Read, None) => {
+                let mut header: &[u8] = &reply;
+                while !failed && let Some(slot) = shared.commands.unchain(id) {
+                    self.send_data(header, buffer(io, slot, shared.commands.part(slot)), slot);
+                    header = &[];
+                }
+            }
+            _ => self.send_reply(&reply),
+        }
+        while let Some(slot) = shared.commands.unchain(id) {
+            shared.share.give(self.id, slot);
+        }
+        shared.commands.remove(id);
+        self.commands -= 1;
+    }
+
+    fn send_reply(&mut self, reply: &[u8]) {
+        if self.is_dead() {
+            return;
+        }
+        self.replies += 1;
+        self.queue(reply, None, NO_SLOT);
+    }
+
+    fn send_data(&mut self, header: &[u8], data: IoBuf, slot: u16) {
+        self.queue(header, Some(data), slot.into());
+    }
+
+    fn queue(&mut self, header: &[u8], data: Option<IoBuf>, owner: u32) {
+        // The stream has room for all replies there can be: see Shared::new.
+        let queued = self.stream.send(header, data, Some(owner));
+        debug_assert!(queued.is_ok(), "{queued:?}");
+        if queued.is_err() {
+            self.lose();
+        }
+    }
+
+    /// Sends what was held back.
+    pub(super) fn flush(&mut self, io: &mut QueueIo<'_>) {
+        if !self.is_dead() && self.stream.is_sending() {
+            self.stream.flush(io.ring);
+        }
+    }
+
+    /// Ends what is to end. True where nothing of the connection is left, in the ring or in the volume.
+    pub(super) fn settle(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+        if matches!(self.phase, Phase::Leaving) && self.commands == 0 && !self.stream.is_sending() {
+            self.lose();
+        }
+        if !self.is_dead() || !self.stream.is_idle() {
+            return false;
+        }
+        // The kernel holds none of our buffers any more.
+        shared.share.leave(self.id);
+        self.stream.abandon(&mut shared.finished);
+        self.frames_gone(shared);
+        if let Some(slot) = self.receiving.take() {
+            let command = shared.commands.part(slot).command;
+            shared.commands.get(command).parts -= 1;
+            shared.share.give(self.id, slot);
+        }
+        if let Some(id) = self.current.take() {
+            shared.commands.get(id).rest_bytes = 0;
+            if shared.commands.get(id).is_over() {
+                self.finish(id, shared, io);
+            }
+        }
+        self.commands == 0
+    }
+}
+
+fn buffer(io: &QueueIo<'_>, slot: u16, part: Part) -> IoBuf {
+    io.arena.buf(slot.into()).part(0, part.length_bytes as usize)
+}
+
+/// Asks the volume for the part in `slot`.
+fn submit(slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    let part = shared.commands.part(slot);
+    let command = shared.commands.get(part.command);
+    let fua = command.fua;
+    let (operation, length_bytes) = match command.kind {
+        CommandKind::Read => (Operation::Read, part.length_bytes),
+        CommandKind::Write => (Operation::Write { fua }, part.length_bytes),
+        CommandKind::Trim => (Operation::Discard, part.length_bytes),
+        CommandKind::WriteZeroes => (Operation::WriteZeroes { fua }, part.length_bytes),
+        CommandKind::Flush | CommandKind::Disconnect | CommandKind::Unknown(_) => (Operation::Flush, 0),
+    };
+    let offset_bytes = if operation == Operation::Flush { 0 } else { part.offset_bytes };
+    match ByteRange::new(offset_bytes, length_bytes.into()) {
+        Ok(range) => io.requests.push(Request { slot, operation, range }),
+        Err(error) => unreachable!("the request was checked against the volume: {error}"),
+    }
+}

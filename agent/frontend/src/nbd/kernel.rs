@@ -1,0 +1,328 @@
+//! The frontend `nbd`: a block device /dev/nbdN of the kernel's NBD driver, served over a pair of Unix sockets for
+//! each queue, without a handshake.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
+
+use shorthorn_ring::Completion;
+use shorthorn_types::limits::{MAX_IO_BYTES, SECTOR_BYTES};
+use shorthorn_types::{Errno, VolumeName};
+
+use super::connection::{Export, Opening, Shared};
+use super::link::{self, Target};
+use super::netlink::NewDevice;
+use super::protocol::transmission_flags;
+use super::service::Service;
+use super::sysfs;
+use crate::node::{self, DeviceNumber};
+use crate::{
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo, probe,
+    wait,
+};
+
+/// After this many seconds without an answer the kernel gives up the connection and sends its requests again on
+/// another one. It is also how long requests wait that were in flight when an engine died. Longer than any
+/// time-out between engine and replicas.
+const REQUEST_TIMEOUT_S: u64 = 15;
+/// How long the kernel keeps requests for a device without any connection. An hour: whoever starts engines
+/// decides long before.
+const DEAD_CONNECTION_TIMEOUT_S: u64 = 3600;
+/// Connections of one queue: one that lives, and broken ones whose requests are still in progress in a volume
+/// that has stopped for longer than the request time-out.
+const CONNECTIONS: u16 = 4;
+/// How long kernel and udev have to show a new device.
+const SETTLE_LIMIT: Duration = Duration::from_secs(10);
+/// How long a recovered device has to answer a first read: longer than the time-out, so that a connection that
+/// broke meanwhile is replaced before.
+const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
+/// How long the device of a dead engine has to answer a read, to show that it is not dead.
+const DEAD_LIMIT: Duration = Duration::from_secs(2);
+/// How long a disconnected device has to go.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// Makes the socket pairs and a queue for each. The device itself comes, or comes back, with
+/// [`Device::go_live`].
+///
+/// # Errors
+/// The kernel has no NBD, or the volume has a device that another process serves.
+pub fn prepare_nbd(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
+    probe::load_nbd().map_err(|missing| FrontendError::Unsupported {
+        frontend: FrontendKind::Nbd,
+        reason: missing.to_string(),
+    })?;
+    let backend = format!("shorthorn:{}", spec.volume);
+    let recovered = recover_or_clear(spec, &backend)?;
+    let old = spec.previous.as_ref().filter(|_| recovered.is_some());
+    let record = DeviceRecord {
+        kind: FrontendKind::Nbd,
+        kernel_id: recovered,
+        queues: old.map_or(spec.queues, |old| old.queues).max(1),
+        depth: old.map_or(spec.depth, |old| old.depth).max(CONNECTIONS),
+    };
+    let export = Export::new(spec.volume.clone(), spec.size_bytes);
+    let closed = Arc::new(AtomicBool::new(false));
+    let (sender, broken) = mpsc::channel();
+    let (mut queues, mut kernel_ends): (Vec<Box<dyn QueueFrontend>>, _) = (Vec::new(), Vec::new());
+    for _ in 0..record.queues {
+        let (ours, kernels) =
+            link::pair().map_err(|source| system("make the sockets of an NBD queue", source))?;
+        let shared = Shared::new(Arc::clone(&export), record.depth, CONNECTIONS);
+        let mut service = Service::new(shared, CONNECTIONS);
+        let first = service.add(ours, Opening::Transmission);
+        kernel_ends.push(kernels);
+        let (sender, closed) = (sender.clone(), Arc::clone(&closed));
+        queues.push(Box::new(KernelQueue { service, first, broken: false, sender, closed }));
+    }
+    let device = NbdDevice {
+        volume: spec.volume.clone(),
+        device_dir: spec.device_dir.clone(),
+        export,
+        backend,
+        record,
+        kernel_ends,
+        broken: Some(broken),
+        closed,
+        number: None,
+    };
+    Ok(Prepared { queues, device: Box::new(device) })
+}
+
+/// The device that is to be recovered. One that is not, and nobody serves any more, is taken away: its requests
+/// are of another attachment.
+fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, FrontendError> {
+    let found = sysfs::find(backend).map_err(|source| {
+        system(format!("look for the NBD device of {} in /sys/block", spec.volume), source)
+    })?;
+    if let Some(previous) = &spec.previous {
+        // Without a number, the engine died after it had asked for the device and before it could note it.
+        let recovered = found.iter().copied().find(|index| previous.kernel_id.is_none_or(|id| id == *index));
+        if recovered.is_some() {
+            return Ok(recovered);
+        }
+        tracing::warn!(volume = %spec.volume, ?previous, "nbd: the device is gone; a new one is made");
+    }
+    for index in found {
+        clear(spec, index)?;
+    }
+    Ok(None)
+}
+
+/// Takes away what an attachment has left behind that nobody remembers.
+fn clear(spec: &FrontendSpec, index: u32) -> Result<(), FrontendError> {
+    let path = Path::new("/dev").join(sysfs::name(index));
+    let action = || format!("take away {}, the old NBD device of {}", path.display(), spec.volume);
+    let refuse = |reason: String| Err(FrontendError::Refused { action: action(), reason });
+    match sysfs::read_once(path.clone(), DEAD_LIMIT) {
+        Ok(()) => return refuse("another process serves it; stop that one first".into()),
+        Err(error) => {
+            tracing::warn!(volume = %spec.volume, index, %error, "nbd: an old device is taken away")
+        }
+    }
+    disconnect(index).map_err(|source| system(action(), source))
+}
+
+/// Disconnects device `index` and waits until it is gone.
+fn disconnect(index: u32) -> io::Result<()> {
+    link::call(move |driver| driver.disconnect(index))?;
+    let gone = wait::until(STOP_LIMIT, || Ok::<_, io::Error>((!sysfs::is_connected(index)).then_some(())))?;
+    gone.ok_or_else(|| {
+        let text = "it is disconnected, but somebody has it open; it is gone when that one closes it";
+        io::Error::new(io::ErrorKind::TimedOut, text)
+    })
+}
+
+fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
+    FrontendError::System { action: action.into(), source }
+}
+
+/// One queue: one hardware queue of the kernel's device.
+#[derive(Debug)]
+struct KernelQueue {
+    service: Service,
+    first: Option<u16>,
+    /// Whether the connection broke and no new one was offered.
+    broken: bool,
+    /// Takes the kernel's ends of new pairs to the keeper.
+    sender: Sender<OwnedFd>,
+    closed: Arc<AtomicBool>,
+}
+
+impl KernelQueue {
+    /// After a connection broke: makes a new one. This is the one thing here that allocates; it happens after a
+    /// failure only.
+    fn mend(&mut self, io: &mut QueueIo<'_>) {
+        self.broken |= self.service.take_lost();
+        if !self.broken || !self.service.has_room() || self.closed.load(Ordering::Acquire) {
+            return;
+        }
+        let (ours, kernels) = match link::pair() {
+            Ok(pair) => pair,
+            Err(error) => {
+                tracing::error!(%error, "nbd: no sockets for a new connection");
+                return;
+            }
+        };
+        // Without a keeper there is no device any more, and nothing to mend.
+        if self.sender.send(kernels).is_ok()
+            && let Some(id) = self.service.add(ours, Opening::Transmission)
+        {
+            self.service.start(io, id);
+        }
+        self.broken = false;
+    }
+}
+
+impl QueueFrontend for KernelQueue {
+    fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
+        if let Some(first) = self.first.take() {
+            self.service.start(io, first);
+        }
+        Ok(())
+    }
+
+    fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()> {
+        self.service.on_completion(io, completion);
+        self.mend(io);
+        Ok(())
+    }
+
+    fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
+        self.service.complete(io, slot, outcome);
+        self.mend(io);
+    }
+
+    fn flush(&mut self, io: &mut QueueIo<'_>) {
+        self.service.flush(io);
+    }
+}
+
+/// The kernel's device.
+#[derive(Debug)]
+struct NbdDevice {
+    volume: VolumeName,
+    device_dir: PathBuf,
+    export: Arc<Export>,
+    backend: String,
+    record: DeviceRecord,
+    /// Until the kernel has them.
+    kernel_ends: Vec<OwnedFd>,
+    /// Until the keeper has it.
+    broken: Option<Receiver<OwnedFd>>,
+    /// No connection is to be mended any more.
+    closed: Arc<AtomicBool>,
+    number: Option<DeviceNumber>,
+}
+
+impl Device for NbdDevice {
+    /// The number of a new device is known after [`Device::go_live`] only. An engine that dies before it has
+    /// noted it finds the device by its identifier.
+    fn record(&self) -> DeviceRecord {
+        self.record.clone()
+    }
+
+    fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
+        let (index, new) = match self.record.kernel_id {
+            Some(index) => (index, false),
+            None => (self.connect()?, true),
+        };
+        self.record.kernel_id = Some(index);
+        if let Err(error) = sysfs::announce(index) {
+            tracing::warn!(index, %error, "nbd: udev can not be told of the device: its rules may not have matched");
+        }
+        let path = self.bring_up(index, new);
+        if path.is_err() && new {
+            self.closed.store(true, Ordering::Release);
+            if let Err(error) = disconnect(index) {
+                tracing::warn!(index, %error, "nbd: a device that did not come up can not be taken away");
+            }
+            self.record.kernel_id = None;
+        }
+        path
+    }
+
+    fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
+        // Ours first: the kernel may use the new bytes before the call is over.
+        self.export.grow(size_bytes);
+        let Some(index) = self.record.kernel_id else { return Ok(()) };
+        let backend = self.backend.clone();
+        link::call(move |driver| driver.resize(index, &backend, size_bytes))
+            .map_err(|source| system(format!("resize {} to {size_bytes} bytes", sysfs::name(index)), source))
+    }
+
+    fn in_use(&self) -> Option<String> {
+        self.number.and_then(|_| node::in_use(&self.device_dir.join(self.volume.as_str())))
+    }
+
+    fn stop(&mut self) -> Result<(), FrontendError> {
+        if let Some(number) = self.number.take() {
+            node::remove(&self.device_dir, &self.volume, number)?;
+        }
+        self.closed.store(true, Ordering::Release);
+        self.kernel_ends.clear();
+        let Some(index) = self.record.kernel_id else { return Ok(()) };
+        disconnect(index).map_err(|source| system(format!("disconnect {}", sysfs::name(index)), source))
+    }
+}
+
+impl NbdDevice {
+    /// Makes a new device.
+    fn connect(&mut self) -> Result<u32, FrontendError> {
+        let sockets = std::mem::take(&mut self.kernel_ends);
+        let (size_bytes, backend) = (self.export.size_bytes(), self.backend.clone());
+        let connected = link::call(move |driver| {
+            driver.connect(&NewDevice {
+                size_bytes,
+                block_bytes: SECTOR_BYTES,
+                server_flags: transmission_flags::ALL.into(),
+                timeout_s: REQUEST_TIMEOUT_S,
+                dead_connection_timeout_s: DEAD_CONNECTION_TIMEOUT_S,
+                backend: &backend,
+                sockets: &sockets,
+            })
+        });
+        connected.map_err(|source| system(format!("make an NBD device for {}", self.volume), source))
+    }
+
+    fn bring_up(&mut self, index: u32, new: bool) -> Result<PathBuf, FrontendError> {
+        let name = sysfs::name(index);
+        let target = Target { index, backend: self.backend.clone() };
+        for socket in std::mem::take(&mut self.kernel_ends) {
+            target.reconnect(&socket).map_err(|source| system(format!("reconnect {name}"), source))?;
+        }
+        if let Some(broken) = self.broken.take() {
+            link::keep(target, broken, Arc::clone(&self.closed))
+                .map_err(|source| system("start the thread that mends NBD connections", source))?;
+        }
+        if !new {
+            self.catch_up(index, &name)?;
+        }
+        let number = node::settle(&name, self.export.size_bytes(), SETTLE_LIMIT)?;
+        // The kernel would cut requests at 1280 KiB, which takes two slots. It works as well.
+        if let Err(error) = sysfs::limit_requests(index, MAX_IO_BYTES) {
+            tracing::warn!(device = name, %error, "nbd: the size of requests can not be limited");
+        }
+        let path = node::publish(&self.device_dir, &self.volume, number)?;
+        self.number = Some(number);
+        sysfs::read_once(path.clone(), ALIVE_LIMIT)
+            .map_err(|source| system(format!("read the first sector of {name}"), source))?;
+        Ok(path)
+    }
+
+    /// The volume may have grown while nobody served the device.
+    fn catch_up(&mut self, index: u32, name: &str) -> Result<(), FrontendError> {
+        let size =
+            node::disk_size(name).map_err(|source| system(format!("read the size of {name}"), source))?;
+        if size == Some(self.export.size_bytes()) {
+            return Ok(());
+        }
+        let backend = self.backend.clone();
+        let size_bytes = self.export.size_bytes();
+        link::call(move |driver| driver.resize(index, &backend, size_bytes))
+            .map_err(|source| system(format!("resize {name} to {size_bytes} bytes"), source))
+    }
+}

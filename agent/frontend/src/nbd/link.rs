@@ -1,0 +1,123 @@
+//! The sockets between the kernel's NBD driver and our queues, and how broken ones are replaced.
+//!
+//! The kernel gives up a socket when a request on it was not answered within the time-out, or when we close it.
+//! RECONFIGURE puts a new socket in place of a dead one, and does nothing, without a word, where none is dead.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Receiver;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, getsockopt, socketpair, sockopt::SendTimeout};
+use nix::sys::time::TimeValLike;
+use shorthorn_ring::protect_thread;
+
+use super::netlink::Driver;
+use super::sysfs;
+use crate::wait;
+
+/// How long a new socket is offered. A dead socket is known as such within milliseconds after it broke.
+const OFFER_LIMIT: Duration = Duration::from_secs(10);
+/// How long one call to the driver may take. It waits for locks that are held for the time of another call, and
+/// a change of size for requests in flight, which end or are requeued within the request time-out of 15 s.
+const CALL_LIMIT: Duration = Duration::from_secs(20);
+
+/// A connected pair: one end for us, one for the kernel, which takes no other sockets than SOCK_STREAM.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?)
+}
+
+/// Calls the driver, with a limit, on a thread that is left behind where the call hangs.
+pub(super) fn call<T: Send + 'static>(
+    work: impl FnOnce(&mut Driver) -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    wait::within(CALL_LIMIT, move || work(&mut Driver::open()?))
+}
+
+/// A kernel's device that is ours.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub(super) index: u32,
+    pub(super) backend: String,
+}
+
+impl Target {
+    /// Puts `socket` in place of a dead one, as soon as there is a dead one.
+    ///
+    /// # Errors
+    /// What the driver answers; [`io::ErrorKind::TimedOut`] where all sockets stay alive: somebody else serves.
+    pub(super) fn reconnect(&self, socket: &OwnedFd) -> io::Result<()> {
+        let taken = wait::until(OFFER_LIMIT, || {
+            let offered = socket.try_clone()?;
+            let target = self.clone();
+            call(move |driver| driver.reconnect(target.index, &target.backend, offered.as_fd()))?;
+            Ok::<_, io::Error>(is_taken(socket)?.then_some(()))
+        })?;
+        taken.ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::TimedOut,
+                "all its connections are alive: another process serves it",
+            )
+        })
+    }
+
+    /// Whether the device is still connected, and ours.
+    pub(super) fn is_there(&self) -> bool {
+        sysfs::backend(self.index).as_deref() == Some(self.backend.as_str())
+    }
+}
+
+/// Whether the kernel uses its end `socket` of a pair. The driver gives each socket that it takes its request
+/// time-out as the time-out for sending (nbd_reconnect_socket in drivers/block/nbd.c), and only then.
+fn is_taken(socket: &OwnedFd) -> io::Result<bool> {
+    Ok(getsockopt(socket, SendTimeout)?.num_microseconds() != 0)
+}
+
+/// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from `broken`.
+/// Ends when all queues have ended. Sets `closed` where the device is gone for good.
+pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<AtomicBool>) -> io::Result<()> {
+    let keeper = move || {
+        // The device waits for us; what this machine does not allow is reported by the queues' threads.
+        let _ = protect_thread();
+        for socket in broken {
+            if closed.load(Ordering::Acquire) {
+                continue;
+            }
+            match target.reconnect(&socket) {
+                Ok(()) => tracing::info!(device = target.index, "nbd: a broken connection was replaced"),
+                Err(_) if !target.is_there() => {
+                    closed.store(true, Ordering::Release);
+                    tracing::warn!(
+                        device = target.index,
+                        "nbd: the device was disconnected by somebody else"
+                    );
+                }
+                // The queue finds its end closed, and tries again with a new pair.
+                Err(error) => {
+                    tracing::warn!(device = target.index, %error, "nbd: a broken connection can not be replaced yet");
+                }
+            }
+        }
+    };
+    thread::Builder::new().name("nbd-keeper".into()).spawn(keeper).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::socket::setsockopt;
+    use nix::sys::time::TimeVal;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_with_a_time_out_is_taken() {
+        let (ours, theirs) = pair().unwrap();
+        assert!(!is_taken(&theirs).unwrap());
+        setsockopt(&theirs, SendTimeout, &TimeVal::seconds(15)).unwrap();
+        assert!(is_taken(&theirs).unwrap());
+        assert!(!is_taken(&ours).unwrap());
+    }
+}

@@ -1,0 +1,26 @@
+//! NBD: the protocol, the server of a queue, and the two frontends that use it.
+//!
+//! From the client inwards: `protocol` and `handshake` are the bytes; `connection` turns them into requests of
+//! at most a slot's data each, kept in the tables of `command`; `share` says which connection gets a slot;
+//! `service` is the connections of one queue. The frontend `socket` listens on a Unix socket; the frontend
+//! `kernel` gives sockets to the kernel's driver (`link`) by `netlink`, and finds its device in `sysfs`.
+
+mod command;
+mod connection;
+mod handshake;
+mod kernel;
+mod link;
+mod netlink;
+mod protocol;
+mod service;
+mod share;
+mod socket;
+mod sysfs;
+
+pub use kernel::prepare_nbd;
+pub use socket::prepare_socket;
+
+/// Whether the kernel's NBD driver answers over generic netlink.
+pub(crate) fn driver_answers() -> std::io::Result<()> {
+    netlink::Driver::open().map(drop)
+}

@@ -1,0 +1,131 @@
+//! The connections of one queue.
+
+use std::os::fd::OwnedFd;
+
+use shorthorn_ring::Completion;
+use shorthorn_types::Errno;
+
+use super::connection::{Connection, Opening, RECEIVED, SENT, Shared};
+use crate::QueueIo;
+
+/// All connections of one queue, and what they share.
+#[derive(Debug)]
+pub(super) struct Service {
+    connections: Box<[Option<Connection>]>,
+    shared: Shared,
+    /// Counts the connections ever opened; in the tokens, so that what comes late finds nobody else.
+    incarnation: u32,
+    open: u16,
+    lost: bool,
+}
+
+impl Service {
+    /// For at most `connections` at a time.
+    pub(super) fn new(shared: Shared, connections: u16) -> Service {
+        let connections = (0..connections).map(|_| None).collect();
+        Service { connections, shared, incarnation: 0, open: 0, lost: false }
+    }
+
+    /// How many connections there are.
+    pub(super) fn open(&self) -> u16 {
+        self.open
+    }
+
+    /// Whether there can be one more.
+    pub(super) fn has_room(&self) -> bool {
+        usize::from(self.open) < self.connections.len()
+    }
+
+    /// Whether a connection broke off since this was asked last. Its requests may still be in progress.
+    pub(super) fn take_lost(&mut self) -> bool {
+        std::mem::take(&mut self.lost)
+    }
+
+    /// Serves one more connection; `None`, and the socket is closed, where there is no room.
+    pub(super) fn add(&mut self, fd: OwnedFd, opening: Opening) -> Option<u16> {
+        let place = self.connections.iter().position(Option::is_none)?;
+        let id = u16::try_from(place).ok()?;
+        self.incarnation = self.incarnation.wrapping_add(1);
+        self.connections[place] = Some(Connection::new(id, self.incarnation, fd, opening, &self.shared));
+        self.open += 1;
+        Some(id)
+    }
+
+    /// Starts to talk to connection `id`.
+    pub(super) fn start(&mut self, io: &mut QueueIo<'_>, id: u16) {
+        self.with(id, io, Connection::start);
+        self.flush(io);
+    }
+
+    /// A completion of one of the connections.
+    pub(super) fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) {
+        self.with(completion.token.index, io, |connection, shared, io| {
+            if !connection.owns(completion.token) {
+                return;
+            }
+            match completion.token.kind {
+                SENT => connection.on_sent(completion, shared, io),
+                RECEIVED => connection.on_received(completion, shared, io),
+                _ => {}
+            }
+        });
+        self.resume(io);
+    }
+
+    /// The volume has done the part in `slot`.
+    pub(super) fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
+        let part = self.shared.commands.part(slot);
+        let command = self.shared.commands.get(part.command);
+        command.parts -= 1;
+        if let Err(errno) = outcome {
+            command.error.get_or_insert_with(|| errno.into());
+        }
+        let id = command.connection;
+        self.with(id, io, |connection, shared, io| connection.part_done(slot, shared, io));
+        self.resume(io);
+    }
+
+    /// Sends what was held back.
+    pub(super) fn flush(&mut self, io: &mut QueueIo<'_>) {
+        for connection in self.connections.iter_mut().flatten() {
+            connection.flush(io);
+        }
+    }
+
+    /// Ends all connections, once what is in progress is answered.
+    pub(super) fn leave(&mut self, io: &mut QueueIo<'_>) {
+        for id in 0..u16::try_from(self.connections.len()).unwrap_or(u16::MAX) {
+            self.with(id, io, |connection, _, _| connection.leave());
+        }
+    }
+
+    /// Does `work` on connection `id`, and forgets the connection where that was its end.
+    fn with(
+        &mut self,
+        id: u16,
+        io: &mut QueueIo<'_>,
+        work: impl FnOnce(&mut Connection, &mut Shared, &mut QueueIo<'_>),
+    ) {
+        let Some(place) = self.connections.get_mut(usize::from(id)) else { return };
+        let Some(connection) = place else { return };
+        let before = connection.is_lost();
+        work(connection, &mut self.shared, io);
+        let over = connection.settle(&mut self.shared, io);
+        self.lost |= connection.is_lost() && !before;
+        if over {
+            *place = None;
+            self.open -= 1;
+        }
+    }
+
+    /// Lets those go on that waited for slots, in their order.
+    fn resume(&mut self, io: &mut QueueIo<'_>) {
+        let mut position = 0;
+        while let Some(id) = self.shared.share.waiting(position) {
+            self.with(id, io, Connection::advance);
+            if self.shared.share.waiting(position) == Some(id) {
+                position += 1;
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! How the connections of one queue share its slots.
+
+use std::collections::VecDeque;
+
+use shorthorn_ring::SlotPool;
+
+/// The slots of a queue, and who waits for one.
+///
+/// Every connection has one slot to itself, so that a client which does not read its replies, or stops in the
+/// middle of a write, stops nobody else. The other slots are common. Who finds none stands in line, and only
+/// the first in line may take common slots: a request that needs many at once gets them in the end.
+#[derive(Debug)]
+pub(super) struct SlotShare {
+    pool: SlotPool,
+    common_free: u16,
+    held: Box<[u16]>,
+    line: VecDeque<u16>,
+    largest_claim: u16,
+}
+
+impl SlotShare {
+    /// `slots` for at most `connections`, of which there must not be more than slots.
+    pub(super) fn new(slots: u16, connections: u16) -> SlotShare {
+        assert!(connections > 0 && connections <= slots, "{connections} connections on {slots} slots");
+        let common_free = slots - connections;
+        SlotShare {
+            pool: SlotPool::new(slots),
+            common_free,
+            held: vec![0; connections.into()].into(),
+            line: VecDeque::with_capacity(connections.into()),
+            largest_claim: common_free + 1,
+        }
+    }
+
+    /// The most slots that one connection can have at once.
+    pub(super) fn largest_claim(&self) -> u16 {
+        self.largest_claim
+    }
+
+    /// Promises `count` slots to `connection`, which then takes each with [`SlotShare::take`]. Where they are
+    /// not free it stands in line from now on.
+    pub(super) fn claim(&mut self, connection: u16, count: u16) -> bool {
+        debug_assert!(count <= self.largest_claim);
+        let held = &mut self.held[usize::from(connection)];
+        let common = if *held == 0 { count - 1 } else { count };
+        let first = self.line.front().is_none_or(|first| *first == connection);
+        if common > 0 && (!first || common > self.common_free) {
+            if !self.line.contains(&connection) {
+                self.line.push_back(connection);
+            }
+            return false;
+        }
+        *held += count;
+        self.common_free -= common;
+        self.leave(connection);
+        true
+    }
+
+    /// One of the slots that were claimed.
+    ///
+    /// # Panics
+    /// Where none was.
+    pub(super) fn take(&mut self) -> u16 {
+        self.pool.take().expect("a claim is granted only where there are slots")
+    }
+
+    /// `connection` needs `slot` no more.
+    pub(super) fn give(&mut self, connection: u16, slot: u16) {
+        self.pool.give(slot);
+        let held = &mut self.held[usize::from(connection)];
+        *held -= 1;
+        if *held > 0 {
+            self.common_free += 1;
+        }
+    }
+
+    /// The connection at `position` of the line.
+    pub(super) fn waiting(&self, position: usize) -> Option<u16> {
+        self.line.get(position).copied()
+    }
+
+    /// `connection` waits no more.
+    pub(super) fn leave(&mut self, connection: u16) {
+        if !self.line.is_empty() {
+            self.line.retain(|other| *other != connection);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn claim(share: &mut SlotShare, connection: u16, count: u16) -> Option<Vec<u16>> {
+        share.claim(connection, count).then(|| (0..count).map(|_| share.take()).collect())
+    }
+
+    #[test]
+    fn nobody_is_shut_out() {
+        let mut share = SlotShare::new(8, 3);
+        assert_eq!(share.largest_claim(), 6);
+        assert!(claim(&mut share, 0, 6).is_some(), "one takes all it can");
+        assert!(claim(&mut share, 0, 1).is_none());
+        assert!(claim(&mut share, 1, 1).is_some(), "the others have one each");
+        assert!(claim(&mut share, 2, 1).is_some());
+        assert!(claim(&mut share, 2, 1).is_none());
+    }
+
+    #[test]
+    fn a_large_claim_is_not_overtaken() {
+        let mut share = SlotShare::new(4, 2);
+        let held = claim(&mut share, 0, 2).unwrap();
+        assert!(claim(&mut share, 1, 3).is_none());
+        share.give(0, held[0]);
+        assert!(claim(&mut share, 0, 2).is_none(), "stands behind the one in line");
+        assert!(claim(&mut share, 1, 3).is_some());
+        assert_eq!(share.waiting(0), Some(0));
+        assert_eq!(share.waiting(1), None);
+    }
+
+    proptest! {
+        /// Whatever is claimed and given back: claims that were granted find their slots, the line moves as
+        /// soon as all is given back, and no slot is lost.
+        #[test]
+        fn slots_are_neither_lost_nor_doubled(steps in proptest::collection::vec((0u16..4, 0u16..6), 0..200)) {
+            let mut share = SlotShare::new(9, 4);
+            let mut held: Vec<Vec<u16>> = vec![vec![]; 4];
+            for (connection, count) in steps {
+                let mine = &mut held[usize::from(connection)];
+                if count == 0 {
+                    if let Some(slot) = mine.pop() { share.give(connection, slot); }
+                } else if let Some(slots) = claim(&mut share, connection, count) {
+                    mine.extend(slots);
+                }
+                let mut all: Vec<u16> = held.iter().flatten().copied().collect();
+                all.sort_unstable();
+                all.dedup();
+                prop_assert_eq!(all.len(), held.iter().map(Vec::len).sum::<usize>());
+            }
+            for (connection, slots) in held.into_iter().enumerate() {
+                for slot in slots { share.give(u16::try_from(connection).unwrap(), slot); }
+            }
+            while let Some(first) = share.waiting(0) {
+                let all = share.largest_claim();
+                let slots = claim(&mut share, first, all).unwrap();
+                for slot in slots { share.give(first, slot); }
+            }
+            prop_assert!(share.claim(2, share.largest_claim()));
+        }
+    }
+}

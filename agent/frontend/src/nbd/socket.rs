@@ -1,0 +1,347 @@
+//! The frontend `socket`: NBD on a Unix socket, for qemu, libnbd and whoever else speaks it. Needs no kernel
+//! driver and no privilege.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::errno::Errno as Error;
+use nix::sys::socket::{
+    AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, bind, connect, listen, shutdown, socket,
+};
+use shorthorn_ring::{Completion, Token, Wake, Waker};
+use shorthorn_types::Errno;
+
+use super::connection::{Export, Opening, Shared};
+use super::service::Service;
+use crate::{
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo, SOURCE,
+};
+
+/// The most clients of one queue. Each costs 64 KiB of buffer, and a slot that nobody else can have.
+const CLIENTS_MAX: u16 = 16;
+/// A client for this many slots at most, so that most slots are for whoever needs them.
+const SLOTS_PER_CLIENT: u16 = 4;
+/// Clients that wait to be accepted.
+const BACKLOG: i32 = 128;
+/// How long [`Device::stop`] waits for the answers to requests in progress.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// [`Token::kind`] of an accepted client; 1 and 2 are the connections'.
+const ACCEPTED: u8 = 3;
+/// [`Token::kind`] of a call from the main thread.
+const WOKEN: u8 = 4;
+
+/// Makes the socket, under a name that nobody knows yet, and a queue for each of its threads.
+///
+/// # Errors
+/// The path is taken by something else than a dead socket, or can not be made.
+pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
+    refuse_taken_path(&spec.socket_path)?;
+    let staging = staging_path(&spec.socket_path);
+    let listener = Arc::new(listen_at(&staging)?);
+    let export = Export::new(spec.volume.clone(), spec.size_bytes);
+    let clients = Arc::new(Clients::default());
+    let stopping = Arc::new(AtomicBool::new(false));
+    let depth = spec.depth.max(1);
+    let connections = (depth / SLOTS_PER_CLIENT).clamp(1, CLIENTS_MAX);
+    let mut queues: Vec<Box<dyn QueueFrontend>> = Vec::new();
+    let mut wakers = Vec::new();
+    for _ in 0..spec.queues.max(1) {
+        let (wake, waker) =
+            Wake::new().map_err(|source| system("making an eventfd for an NBD queue", source))?;
+        wakers.push(waker);
+        queues.push(Box::new(SocketQueue {
+            listener: Arc::clone(&listener),
+            accepting: false,
+            service: Service::new(Shared::new(Arc::clone(&export), depth, connections), connections),
+            wake,
+            stopping: Arc::clone(&stopping),
+            clients: Arc::clone(&clients),
+            counted: 0,
+        }));
+    }
+    let record =
+        DeviceRecord { kind: FrontendKind::Socket, kernel_id: None, queues: spec.queues.max(1), depth };
+    let device = SocketDevice {
+        path: spec.socket_path.clone(),
+        staging: Some(staging),
+        inode: None,
+        listener,
+        export,
+        wakers,
+        stopping,
+        clients,
+        record,
+    };
+    Ok(Prepared { queues, device: Box::new(device) })
+}
+
+/// How many clients there are, over all queues.
+#[derive(Debug, Default)]
+struct Clients {
+    count: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Clients {
+    fn set(&self, change: impl FnOnce(usize) -> usize) {
+        let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        *count = change(*count);
+        self.changed.notify_all();
+    }
+
+    fn count(&self) -> usize {
+        *self.count.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until there are none; returns how many are left when the time is over.
+    fn wait_for_none(&self, limit: Duration) -> usize {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(count, limit, |count| *count > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// One queue's clients.
+#[derive(Debug)]
+struct SocketQueue {
+    /// All queues accept from it; the kernel wakes them in turn.
+    listener: Arc<OwnedFd>,
+    accepting: bool,
+    service: Service,
+    wake: Wake,
+    stopping: Arc<AtomicBool>,
+    clients: Arc<Clients>,
+    /// How many of ours are in `clients`.
+    counted: u16,
+}
+
+impl SocketQueue {
+    fn token(kind: u8) -> Token {
+        Token { source: SOURCE, kind, index: 0, tag: 0 }
+    }
+
+    /// Asks for the next client where there is room for it. Those that come meanwhile wait, or go to another
+    /// queue.
+    fn accept(&mut self, io: &mut QueueIo<'_>) {
+        if !self.accepting && self.service.has_room() && !self.stopping.load(Ordering::Acquire) {
+            io.ring.accept(self.listener.as_raw_fd(), Self::token(ACCEPTED));
+            self.accepting = true;
+        }
+    }
+
+    fn on_accepted(&mut self, io: &mut QueueIo<'_>, completion: Completion) {
+        self.accepting = false;
+        if completion.result < 0 {
+            let error = Error::from_raw(-completion.result);
+            if self.stopping.load(Ordering::Acquire) {
+                return;
+            }
+            tracing::warn!(%error, "an NBD client could not be accepted");
+            // Out of descriptors or memory: asking again at once would fail again at once. The next event of
+            // this queue asks again.
+            if !matches!(error, Error::EMFILE | Error::ENFILE | Error::ENOMEM | Error::ENOBUFS) {
+                self.accept(io);
+            }
+            return;
+        }
+        // SAFETY: the descriptor is the result of an accept: new, and nobody else's.
+        let fd = unsafe { OwnedFd::from_raw_fd(completion.result) };
+        if !self.stopping.load(Ordering::Acquire)
+            && let Some(id) = self.service.add(fd, Opening::Negotiate)
+        {
+            self.service.start(io, id);
+        }
+        self.accept(io);
+    }
+
+    /// After anything that may have changed the number of clients.
+    fn count(&mut self, io: &mut QueueIo<'_>) {
+        let (open, counted) = (self.service.open(), self.counted);
+        if open != counted {
+            self.counted = open;
+            self.clients.set(|count| count + usize::from(open) - usize::from(counted));
+            self.accept(io);
+        }
+    }
+}
+
+impl QueueFrontend for SocketQueue {
+    fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
+        self.wake.arm(io.ring, Self::token(WOKEN));
+        self.accept(io);
+        Ok(())
+    }
+
+    fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()> {
+        match completion.token.kind {
+            ACCEPTED => self.on_accepted(io, completion),
+            WOKEN => {
+                // Only stop() calls.
+                self.service.leave(io);
+                self.wake.arm(io.ring, Self::token(WOKEN));
+            }
+            _ => {
+                self.service.on_completion(io, completion);
+                self.accept(io);
+            }
+        }
+        self.count(io);
+        Ok(())
+    }
+
+    fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
+        self.service.complete(io, slot, outcome);
+        self.count(io);
+    }
+
+    fn flush(&mut self, io: &mut QueueIo<'_>) {
+        self.service.flush(io);
+    }
+}
+
+/// The socket's name, and the way to all queues.
+#[derive(Debug)]
+struct SocketDevice {
+    path: PathBuf,
+    /// Where the socket is until it is live.
+    staging: Option<PathBuf>,
+    /// Device and inode number of the live socket, so that no other is removed.
+    inode: Option<(u64, u64)>,
+    listener: Arc<OwnedFd>,
+    export: Arc<Export>,
+    wakers: Vec<Waker>,
+    stopping: Arc<AtomicBool>,
+    clients: Arc<Clients>,
+    record: DeviceRecord,
+}
+
+impl Device for SocketDevice {
+    fn record(&self) -> DeviceRecord {
+        self.record.clone()
+    }
+
+    fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
+        if let Some(staging) = self.staging.take() {
+            let action = || format!("giving the NBD socket its name {}", self.path.display());
+            fs::rename(&staging, &self.path).map_err(|source| system(action(), source))?;
+            self.inode = inode_of(&self.path);
+        }
+        Ok(self.path.clone())
+    }
+
+    /// Clients that come from now on see the new size; NBD has no way to tell the others.
+    fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
+        self.export.grow(size_bytes);
+        Ok(())
+    }
+
+    fn in_use(&self) -> Option<String> {
+        match self.clients.count() {
+            0 => None,
+            1 => Some(format!("one NBD client of {}", self.path.display())),
+            count => Some(format!("{count} NBD clients of {}", self.path.display())),
+        }
+    }
+
+    fn stop(&mut self) -> Result<(), FrontendError> {
+        self.remove_name()?;
+        self.stopping.store(true, Ordering::Release);
+        // Ends the queues' accepts. It fails where it was done before.
+        let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
+        for waker in &self.wakers {
+            waker.wake();
+        }
+        match self.clients.wait_for_none(STOP_LIMIT) {
+            0 => Ok(()),
+            left => Err(system(
+                format!(
+                    "waiting {STOP_LIMIT:?} for the requests of {left} clients of {}",
+                    self.path.display()
+                ),
+                io::ErrorKind::TimedOut.into(),
+            )),
+        }
+    }
+}
+
+impl SocketDevice {
+    fn remove_name(&mut self) -> Result<(), FrontendError> {
+        let ours = self.inode.take().is_some_and(|inode| inode_of(&self.path) == Some(inode));
+        let path = self.staging.take().or_else(|| ours.then(|| self.path.clone()));
+        let Some(path) = path else { return Ok(()) };
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(system(format!("removing the NBD socket {}", path.display()), source))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
+    FrontendError::System { action: action.into(), source }
+}
+
+fn inode_of(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+fn staging_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
+}
+
+/// A listening socket of mode 0600 at `path`; what was there is removed.
+fn listen_at(path: &Path) -> Result<OwnedFd, FrontendError> {
+    let make = || {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+        bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+        // Nobody can connect before listen.
+        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        listen(&fd, Backlog::new(BACKLOG)?)?;
+        Ok(fd)
+    };
+    make().map_err(|source: io::Error| {
+        let hint = match source.raw_os_error() {
+            Some(libc::ENAMETOOLONG) => " (at most 107 bytes: choose a shorter directory)",
+            _ => "",
+        };
+        system(format!("making the NBD socket {}{hint}", path.display()), source)
+    })
+}
+
+/// Whoever died there is no obstacle; a live server, and what is no socket, is.
+fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
+    let taken = |what: &str| {
+        let action = format!("taking {} for the NBD socket: {what}", path.display());
+        Err(system(action, io::ErrorKind::AddrInUse.into()))
+    };
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(system(format!("looking at {}", path.display()), error)),
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            return taken("something that is no socket is there; move it away");
+        }
+        Ok(_) => {}
+    }
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let probe = socket(AddressFamily::Unix, SockType::Stream, flags, None)
+        .and_then(|fd| connect(fd.as_raw_fd(), &UnixAddr::new(path)?));
+    match probe {
+        Err(Error::ECONNREFUSED | Error::ENOENT) => Ok(()),
+        Ok(()) | Err(Error::EAGAIN) => taken("another process serves it; stop that one first"),
+        Err(error) => Err(system(format!("connecting to {}", path.display()), error.into())),
+    }
+}

@@ -1,0 +1,131 @@
+//! What sysfs says about the NBD devices of this host.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use shorthorn_types::limits::SECTOR_BYTES;
+
+use crate::wait;
+
+const BLOCK: &str = "/sys/block";
+
+/// The name of device `index` in /dev and /sys/block.
+pub(super) fn name(index: u32) -> String {
+    format!("nbd{index}")
+}
+
+fn attribute(root: &Path, index: u32, attribute: &str) -> PathBuf {
+    root.join(name(index)).join(attribute)
+}
+
+/// Whose device `index` is: the identifier that it was made with. None where it is not connected.
+pub(super) fn backend(index: u32) -> Option<String> {
+    backend_in(Path::new(BLOCK), index)
+}
+
+fn backend_in(root: &Path, index: u32) -> Option<String> {
+    let text = fs::read_to_string(attribute(root, index, "backend")).ok()?;
+    Some(text.trim_end_matches('\n').to_owned())
+}
+
+/// Whether device `index` is connected, or not yet wholly disconnected.
+pub(super) fn is_connected(index: u32) -> bool {
+    attribute(Path::new(BLOCK), index, "pid").exists()
+}
+
+/// Has udev look at device `index` again. The kernel may tell it of a new device before the attribute `backend`
+/// is there, by which our rules know it.
+///
+/// # Errors
+/// What the file system answers.
+pub(super) fn announce(index: u32) -> io::Result<()> {
+    fs::write(attribute(Path::new(BLOCK), index, "uevent"), "change")
+}
+
+/// The devices whose identifier is `backend`.
+///
+/// # Errors
+/// What the file system answers.
+pub(super) fn find(backend: &str) -> io::Result<Vec<u32>> {
+    find_in(Path::new(BLOCK), backend)
+}
+
+fn find_in(root: &Path, backend: &str) -> io::Result<Vec<u32>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(root)? {
+        let name = entry?.file_name();
+        let index = name.to_str().and_then(|name| name.strip_prefix("nbd")?.parse().ok());
+        if let Some(index) = index
+            && backend_in(root, index).as_deref() == Some(backend)
+        {
+            found.push(index);
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// Asks the kernel to make no request of device `index` longer than `bytes`.
+///
+/// # Errors
+/// What the file system answers.
+pub(super) fn limit_requests(index: u32, bytes: u32) -> io::Result<()> {
+    fs::write(attribute(Path::new(BLOCK), index, "queue/max_sectors_kb"), (bytes / 1024).to_string())
+}
+
+/// Reads the first sector through the block device `path`, past the page cache, within `limit`.
+///
+/// # Errors
+/// What the device answers; [`io::ErrorKind::TimedOut`] where it does not answer.
+pub(super) fn read_once(path: PathBuf, limit: Duration) -> io::Result<()> {
+    /// No device asks for more: memory pages are what O_DIRECT is about.
+    const ALIGNMENT: usize = 4096;
+    let length = usize::try_from(SECTOR_BYTES).unwrap_or(ALIGNMENT);
+    wait::within(limit, move || {
+        let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path)?;
+        let mut memory = vec![0; ALIGNMENT + length];
+        let start = memory.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
+        file.read_exact_at(&mut memory[start..start + length], 0)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_found_by_their_backend() {
+        let dir = tempfile::tempdir().unwrap();
+        let device = |name: &str, backend: Option<&str>| {
+            let dir = dir.path().join(name);
+            fs::create_dir(&dir).unwrap();
+            if let Some(backend) = backend {
+                fs::write(dir.join("backend"), format!("{backend}\n")).unwrap();
+            }
+        };
+        device("nbd12", Some("shorthorn:a"));
+        device("nbd3", Some("shorthorn:a"));
+        device("nbd4", Some("shorthorn:ab"));
+        device("nbd5", None);
+        device("nbd", Some("shorthorn:a"));
+        device("nbdx", Some("shorthorn:a"));
+        device("sda", Some("shorthorn:a"));
+        assert_eq!(find_in(dir.path(), "shorthorn:a").unwrap(), [3, 12]);
+        assert_eq!(find_in(dir.path(), "shorthorn:b").unwrap(), [0; 0]);
+        assert_eq!(backend_in(dir.path(), 4).as_deref(), Some("shorthorn:ab"));
+        assert!(find_in(&dir.path().join("none"), "shorthorn:a").is_err());
+    }
+
+    #[test]
+    fn a_file_reads_like_a_device() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("device");
+        fs::write(&path, [1; 4096]).unwrap();
+        read_once(path.clone(), Duration::from_secs(30)).unwrap();
+        fs::write(&path, [1; 100]).unwrap();
+        assert!(read_once(path, Duration::from_secs(30)).is_err(), "too short");
+    }
+}

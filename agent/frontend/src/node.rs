@@ -1,0 +1,410 @@
+//! Device nodes: `/dev/longhorn/<volume>`, and who uses a block device.
+//!
+//! A node is a name for a device number and outlives the device. So a node says nothing before sysfs has been
+//! asked whether the number still belongs to a device.
+
+mod users;
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, lchown};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use nix::sys::stat::{Mode, SFlag, mknod};
+use nix::unistd::Group;
+use shorthorn_types::VolumeName;
+use shorthorn_types::limits::SECTOR_BYTES;
+
+use crate::{FrontendError, wait};
+
+pub use users::in_use;
+
+/// Who may open the device: root and the group `disk`, as for every disk of the host.
+const NODE_MODE: u32 = 0o660;
+/// The group of disks on every distribution; where it is missing, root alone may open the device.
+const NODE_GROUP: &str = "disk";
+const SYSFS: &str = "/sys";
+const UDEV_CONTROL: &str = "/run/udev/control";
+const UDEV_DATA: &str = "/run/udev/data";
+
+/// Number of a block device.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceNumber {
+    /// Its driver.
+    pub major: u32,
+    /// Which of the driver's devices.
+    pub minor: u32,
+}
+
+impl DeviceNumber {
+    /// Takes apart what stat(2) calls `rdev`.
+    #[must_use]
+    pub fn of(rdev: u64) -> DeviceNumber {
+        DeviceNumber { major: libc::major(rdev), minor: libc::minor(rdev) }
+    }
+}
+
+impl fmt::Display for DeviceNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.major, self.minor)
+    }
+}
+
+impl fmt::Debug for DeviceNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// The text is not `major:minor`.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("{0:?} is no device number: it has to look like 259:3")]
+pub struct DeviceNumberError(String);
+
+impl FromStr for DeviceNumber {
+    type Err = DeviceNumberError;
+    fn from_str(text: &str) -> Result<DeviceNumber, DeviceNumberError> {
+        let parts = text.trim_end().split_once(':');
+        let number = parts.and_then(|(major, minor)| {
+            Some(DeviceNumber { major: major.parse().ok()?, minor: minor.parse().ok()? })
+        });
+        number.ok_or_else(|| DeviceNumberError(text.chars().take(40).collect()))
+    }
+}
+
+/// A node in the directory of device nodes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceNode {
+    /// Its name.
+    pub volume: VolumeName,
+    /// What it leads to.
+    pub device: DeviceNumber,
+    /// Whether a device of this number exists. The number of a device that went away may since have been given
+    /// to another one, so a live node need not lead to the volume of its name; a dead one leads nowhere.
+    pub live: bool,
+}
+
+/// Makes `<device_dir>/<volume>` a node of `device`, at once and whole: whoever looks sees no node, the one that
+/// was there, or the new one.
+///
+/// A node whose device is gone is replaced, and so is one whose number now belongs to another volume of
+/// `device_dir`: both are what a killed process leaves behind.
+///
+/// # Errors
+/// [`FrontendError::Refused`] where something else has that name: a node of a live device, or no node at all.
+pub fn publish(
+    device_dir: &Path,
+    volume: &VolumeName,
+    device: DeviceNumber,
+) -> Result<PathBuf, FrontendError> {
+    let path = device_dir.join(volume.as_str());
+    let action = || format!("make the device node {} for device {device}", path.display());
+    let system = |source| FrontendError::System { action: action(), source };
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(device_dir).map_err(system)?;
+    let found = look(&path).map_err(system)?;
+    if let Some(reason) = obstacle(Path::new(SYSFS), device_dir, volume, found, device).map_err(system)? {
+        return Err(FrontendError::Refused { action: action(), reason });
+    }
+    // No volume has a name with a dot. A killed process leaves at most this one, for itself to replace.
+    let new = device_dir.join(format!(".{volume}.new"));
+    make(&new, device).and_then(|()| fs::rename(&new, &path)).map_err(system)?;
+    Ok(path)
+}
+
+/// Takes the node of `volume` away if it leads to `device`; another one is not ours and stays.
+///
+/// # Errors
+/// What the file system answers.
+pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> Result<(), FrontendError> {
+    let path = device_dir.join(volume.as_str());
+    let removed = match look(&path) {
+        Ok(Found::Node(found)) if found == device => fs::remove_file(&path),
+        Ok(_) => Ok(()),
+        Err(error) => Err(error),
+    };
+    removed.map_err(|source| FrontendError::System {
+        action: format!("remove the device node {}", path.display()),
+        source,
+    })
+}
+
+/// All nodes in `device_dir` that have the name of a volume, in order of their names. A directory that does not
+/// exist has none.
+///
+/// # Errors
+/// What the file system answers.
+pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
+    nodes(Path::new(SYSFS), device_dir).map_err(|source| FrontendError::System {
+        action: format!("look for device nodes in {}", device_dir.display()),
+        source,
+    })
+}
+
+/// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, where it
+/// runs, has handled it: before that, udev may still have it open.
+///
+/// # Errors
+/// [`FrontendError::System`] where the disk does not come up within `limit`. A udev that is slow or stuck is
+/// worth a warning only: the device works without its links.
+pub fn settle(name: &str, size_bytes: u64, limit: Duration) -> Result<DeviceNumber, FrontendError> {
+    let disk = Path::new(SYSFS).join("block").join(name);
+    let action = || format!("wait for the disk {name} of {size_bytes} bytes in {}", disk.display());
+    let seen = wait::until(limit, || match disk_of(&disk)? {
+        Some((device, size)) if size == size_bytes => Ok(Some(device)),
+        _ => Ok(None),
+    });
+    let device = seen
+        .and_then(|seen| seen.ok_or_else(|| wait::timed_out(limit)))
+        .map_err(|source| FrontendError::System { action: action(), source })?;
+    let record = Path::new(UDEV_DATA).join(format!("b{device}"));
+    let handled = || Ok::<_, ()>((!Path::new(UDEV_CONTROL).exists() || record.exists()).then_some(()));
+    if wait::until(limit, handled) != Ok(Some(())) {
+        tracing::warn!(disk = name, "udev has not handled the disk within {limit:?}; going on without it");
+    }
+    Ok(device)
+}
+
+/// Size of the disk `name` (as in /sys/block) in bytes; None where there is none.
+///
+/// # Errors
+/// What sysfs answers.
+pub(crate) fn disk_size(name: &str) -> io::Result<Option<u64>> {
+    Ok(disk_of(&Path::new(SYSFS).join("block").join(name))?.map(|(_, size)| size))
+}
+
+/// Number and size of the disk whose folder in sysfs is `disk`; None where there is none.
+fn disk_of(disk: &Path) -> io::Result<Option<(DeviceNumber, u64)>> {
+    let (Some(device), Some(size)) = (read(&disk.join("dev"))?, read(&disk.join("size"))?) else {
+        return Ok(None);
+    };
+    let device = device.parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    let sectors: u64 =
+        size.trim_end().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok(Some((device, sectors * SECTOR_BYTES)))
+}
+
+/// The content of a small file; None where there is none, or where it went away just now.
+fn read(path: &Path) -> io::Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::ENOTDIR))
+}
+
+/// What has a name.
+enum Found {
+    Nothing,
+    Node(DeviceNumber),
+    /// Something that is no block device, in words.
+    Other(&'static str),
+}
+
+fn look(path: &Path) -> io::Result<Found> {
+    let meta = match fs::symlink_metadata(path) {
+        Ok(meta) => meta,
+        Err(error) if is_gone(&error) => return Ok(Found::Nothing),
+        Err(error) => return Err(error),
+    };
+    let kind = meta.file_type();
+    Ok(match () {
+        () if kind.is_block_device() => Found::Node(DeviceNumber::of(meta.rdev())),
+        () if kind.is_file() => Found::Other("a regular file, perhaps written while there was no device"),
+        () if kind.is_symlink() => Found::Other("a symbolic link"),
+        () if kind.is_dir() => Found::Other("a directory"),
+        () => Found::Other("no block device"),
+    })
+}
+
+/// Why what was found may not be replaced by a node of `device`; None where it may.
+fn obstacle(
+    sysfs: &Path,
+    device_dir: &Path,
+    volume: &VolumeName,
+    found: Found,
+    device: DeviceNumber,
+) -> io::Result<Option<String>> {
+    let old = match found {
+        Found::Nothing => return Ok(None),
+        Found::Other(what) => return Ok(Some(format!("{what} has that name; remove it if it is of no use"))),
+        Found::Node(old) if old == device || !is_live(sysfs, old) => return Ok(None),
+        Found::Node(old) => old,
+    };
+    let taken = nodes(sysfs, device_dir)?.iter().any(|node| node.device == old && node.volume != *volume);
+    Ok((!taken).then(|| {
+        format!(
+            "the name leads to the live device {old} ({}); stop whoever serves it, or remove the node if it is a leftover",
+            name_of(sysfs, old).unwrap_or_else(|| "without a name in sysfs".into())
+        )
+    }))
+}
+
+fn make(path: &Path, device: DeviceNumber) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if !is_gone(&error) => return Err(error),
+        _ => {}
+    }
+    let number = libc::makedev(device.major, device.minor);
+    mknod(path, SFlag::S_IFBLK, Mode::empty(), number)?;
+    if let Some(group) = Group::from_name(NODE_GROUP)? {
+        lchown(path, None, Some(group.gid.as_raw()))?;
+    }
+    // Last, so that nobody can open it before it has its group.
+    fs::set_permissions(path, fs::Permissions::from_mode(NODE_MODE))
+}
+
+fn nodes(sysfs: &Path, device_dir: &Path) -> io::Result<Vec<DeviceNode>> {
+    let entries = match fs::read_dir(device_dir) {
+        Ok(entries) => entries,
+        Err(error) if is_gone(&error) => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut nodes = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        let Some(volume) = entry.file_name().to_str().and_then(|name| VolumeName::new(name).ok()) else {
+            continue;
+        };
+        if let Found::Node(device) = look(&entry.path())? {
+            nodes.push(DeviceNode { volume, device, live: is_live(sysfs, device) });
+        }
+    }
+    nodes.sort_by(|a, b| a.volume.cmp(&b.volume));
+    Ok(nodes)
+}
+
+fn folder_of(sysfs: &Path, device: DeviceNumber) -> PathBuf {
+    sysfs.join("dev/block").join(device.to_string())
+}
+
+fn is_live(sysfs: &Path, device: DeviceNumber) -> bool {
+    folder_of(sysfs, device).exists()
+}
+
+/// The kernel's name of a device: `ublkb3`.
+fn name_of(sysfs: &Path, device: DeviceNumber) -> Option<String> {
+    let folder = fs::canonicalize(folder_of(sysfs, device)).ok()?;
+    folder.file_name().and_then(OsStr::to_str).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEAD: DeviceNumber = DeviceNumber { major: 4095, minor: 1 };
+    const DEAD_TOO: DeviceNumber = DeviceNumber { major: 4095, minor: 2 };
+
+    fn name(text: &str) -> VolumeName {
+        VolumeName::new(text).unwrap()
+    }
+
+    /// A directory in which nodes can be made, or None where this user may not make any.
+    fn directory() -> Option<tempfile::TempDir> {
+        let directory = tempfile::tempdir().unwrap();
+        match make(&directory.path().join("x"), DEAD) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                println!("skipped: this user may not make device nodes");
+                return None;
+            }
+            made => made.unwrap(),
+        }
+        fs::remove_file(directory.path().join("x")).unwrap();
+        Some(directory)
+    }
+
+    /// A block device that this machine has: its number and the name of the kernel for it.
+    fn live() -> (DeviceNumber, String) {
+        let entry = fs::read_dir("/sys/dev/block").unwrap().next().unwrap().unwrap();
+        let device = entry.file_name().to_str().unwrap().parse().unwrap();
+        (device, name_of(Path::new(SYSFS), device).unwrap())
+    }
+
+    #[test]
+    fn device_numbers_from_sysfs_and_stat() {
+        assert_eq!("259:3\n".parse(), Ok(DeviceNumber { major: 259, minor: 3 }));
+        for bad in ["", "259", ":", "a:b", "1:-2", "1:2:3"] {
+            assert!(bad.parse::<DeviceNumber>().is_err(), "{bad}");
+        }
+        let big = DeviceNumber { major: 259, minor: 0xf_fff0 };
+        assert_eq!(DeviceNumber::of(libc::makedev(big.major, big.minor)), big);
+    }
+
+    #[test]
+    fn publishes_replaces_leftovers_and_removes() {
+        let Some(dir) = directory() else { return };
+        let dir = dir.path().join("longhorn");
+        let path = publish(&dir, &name("a"), DEAD).unwrap();
+        let meta = fs::symlink_metadata(&path).unwrap();
+        assert!(meta.file_type().is_block_device());
+        assert_eq!((DeviceNumber::of(meta.rdev()), meta.mode() & 0o7777), (DEAD, NODE_MODE));
+        if let Some(group) = Group::from_name(NODE_GROUP).unwrap() {
+            assert_eq!(meta.gid(), group.gid.as_raw());
+        }
+        publish(&dir, &name("a"), DEAD).unwrap();
+        publish(&dir, &name("a"), DEAD_TOO).unwrap();
+        assert_eq!(scan(&dir).unwrap(), [DeviceNode { volume: name("a"), device: DEAD_TOO, live: false }]);
+        remove(&dir, &name("a"), DEAD).unwrap();
+        assert_eq!(scan(&dir).unwrap().len(), 1, "the node of another device stays");
+        remove(&dir, &name("a"), DEAD_TOO).unwrap();
+        remove(&dir, &name("a"), DEAD_TOO).unwrap();
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_killed_publish_leaves_nothing_that_matters() {
+        let Some(dir) = directory() else { return };
+        make(&dir.path().join(".a.new"), DEAD).unwrap();
+        assert_eq!(scan(dir.path()).unwrap(), []);
+        publish(dir.path(), &name("a"), DEAD_TOO).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn the_node_of_a_live_device_stays() {
+        let Some(dir) = directory() else { return };
+        let (device, kernel_name) = live();
+        publish(dir.path(), &name("a"), device).unwrap();
+        assert!(scan(dir.path()).unwrap()[0].live);
+        let error = publish(dir.path(), &name("a"), DEAD).unwrap_err().to_string();
+        assert!(error.contains(&device.to_string()) && error.contains(&kernel_name), "{error}");
+        publish(dir.path(), &name("a"), device).unwrap();
+        // Now that another volume has that number, the old node is a leftover of it.
+        publish(dir.path(), &name("b"), device).unwrap();
+        publish(dir.path(), &name("a"), DEAD).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_node_stays() {
+        let Some(dir) = directory() else { return };
+        fs::write(dir.path().join("a"), "data").unwrap();
+        let error = publish(dir.path(), &name("a"), DEAD).unwrap_err();
+        assert!(matches!(error, FrontendError::Refused { .. }), "{error}");
+        assert!(error.to_string().contains("a regular file"), "{error}");
+        remove(dir.path(), &name("a"), DEAD).unwrap();
+        assert_eq!(fs::read(dir.path().join("a")).unwrap(), b"data");
+        assert_eq!(scan(dir.path()).unwrap(), []);
+        assert_eq!(scan(&dir.path().join("missing")).unwrap(), []);
+    }
+
+    #[test]
+    fn a_disk_is_there_with_the_right_size_or_not() {
+        let sys = tempfile::tempdir().unwrap();
+        assert_eq!(disk_of(&sys.path().join("none")).unwrap(), None);
+        fs::write(sys.path().join("dev"), "259:7\n").unwrap();
+        fs::write(sys.path().join("size"), "2048\n").unwrap();
+        let device = DeviceNumber { major: 259, minor: 7 };
+        assert_eq!(disk_of(sys.path()).unwrap(), Some((device, 1 << 20)));
+        fs::write(sys.path().join("size"), "many").unwrap();
+        assert!(disk_of(sys.path()).is_err());
+        let error = settle("no-such-disk", 1 << 20, Duration::from_millis(1)).unwrap_err().to_string();
+        assert!(error.contains("no-such-disk of 1048576 bytes"), "{error}");
+    }
+}

@@ -1,0 +1,343 @@
+//! Which frontends work on this host, and which one to take.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::ublk::{CONTROL_PATH, REQUIRED_FEATURES};
+use crate::{FrontendError, FrontendKind, ublk, wait};
+
+/// Loading a module takes milliseconds; one that takes longer hangs.
+const MODPROBE_LIMIT: Duration = Duration::from_secs(10);
+/// The driver answers at once, or never.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+/// devtmpfs makes nodes before the module has loaded; udev alone needs a moment.
+const NODE_LIMIT: Duration = Duration::from_secs(2);
+
+const UBLK_MODULE: &str = "ublk_drv";
+const NBD_MODULE: &str = "nbd";
+
+/// Whether one frontend works here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FrontendReport {
+    /// Which.
+    pub kind: FrontendKind,
+    /// Whether it does.
+    pub usable: bool,
+    /// What it offers; or what is missing, and what would help.
+    pub reason: String,
+}
+
+/// Looks which frontends work here, in the order in which they are preferred. Loads the module of ublk, and where
+/// that is of no use that of NBD.
+#[must_use]
+pub fn probe() -> Vec<FrontendReport> {
+    let ublk = probe_ublk();
+    let nbd = probe_nbd(ublk.is_err());
+    let socket = Ok("NBD on a Unix socket needs no kernel driver".to_owned());
+    [(FrontendKind::Ublk, ublk), (FrontendKind::Nbd, nbd), (FrontendKind::Socket, socket)]
+        .into_iter()
+        .map(|(kind, found)| {
+            let usable = found.is_ok();
+            FrontendReport { kind, usable, reason: found.unwrap_or_else(|reason| reason) }
+        })
+        .collect()
+}
+
+/// The frontend to take: `wanted`, or where nothing particular is wanted the first usable one that makes a block
+/// device.
+///
+/// # Errors
+/// Says what is missing for `wanted`, or for each that was tried.
+pub fn choose(
+    wanted: Option<FrontendKind>,
+    reports: &[FrontendReport],
+) -> Result<FrontendKind, FrontendError> {
+    let Some(kind) = wanted else { return choose_any(reports) };
+    match reports.iter().find(|report| report.kind == kind) {
+        Some(report) if report.usable => Ok(kind),
+        // It needs nothing of the host.
+        None if kind == FrontendKind::Socket => Ok(kind),
+        Some(report) => Err(FrontendError::Unsupported { frontend: kind, reason: report.reason.clone() }),
+        None => Err(FrontendError::Unsupported { frontend: kind, reason: "it was not looked for".into() }),
+    }
+}
+
+fn choose_any(reports: &[FrontendReport]) -> Result<FrontendKind, FrontendError> {
+    let devices = || reports.iter().filter(|report| report.kind != FrontendKind::Socket);
+    if let Some(report) = devices().find(|report| report.usable) {
+        return Ok(report.kind);
+    }
+    let reasons: Vec<String> =
+        devices().map(|report| format!("{}: {}", report.kind, report.reason)).collect();
+    Err(FrontendError::Refused {
+        action: "choose a frontend that makes a block device".into(),
+        reason: reasons.join("; "),
+    })
+}
+
+/// Why ublk must not be touched on the kernel of this `release` (uname -r), or None.
+///
+/// Kernels with commit 529d4d632788 and without 011af85ccd87 follow a null pointer on the first ADD_DEV: the
+/// caller hangs for good, and a host with panic_on_oops reboots. No trial can find that out.
+#[must_use]
+pub fn ublk_deny_reason(release: &str) -> Option<String> {
+    let fix = if is_stable_oops(release) {
+        "use 6.18.6 or later"
+    } else if is_ubuntu_oops(release) {
+        "use another kernel of the distribution"
+    } else {
+        return None;
+    };
+    Some(format!(
+        "the kernel {release} crashes when a ublk device is made (fixed by commit 011af85ccd87); {fix}"
+    ))
+}
+
+/// 6.18.4 and 6.18.5 of kernel.org, and what distributions build of them.
+fn is_stable_oops(release: &str) -> bool {
+    ["6.18.4", "6.18.5"].iter().any(|bad| {
+        release.strip_prefix(bad).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+    })
+}
+
+/// Ubuntu's kernels for clouds, as in `6.17.0-1015-azure`: on Azure builds 1015 to 1018 are known to crash, on AWS
+/// no 6.17 is known not to.
+fn is_ubuntu_oops(release: &str) -> bool {
+    let Some(build) = release.strip_prefix("6.17.0-") else { return false };
+    match build.split_once('-') {
+        Some((_, "aws")) => true,
+        Some((number, "azure")) => number.parse::<u32>().is_ok_and(|number| (1015..=1018).contains(&number)),
+        _ => false,
+    }
+}
+
+/// What ublk offers here, or why it is of no use.
+fn probe_ublk() -> Result<String, String> {
+    let release = release();
+    if let Some(reason) = ublk_deny_reason(&release) {
+        return Err(reason);
+    }
+    load_ublk().map_err(|missing| missing.to_string())?;
+    let features = ublk::features(ANSWER_LIMIT).map_err(|error| explain_ublk(&error, &release))?;
+    let missing: Vec<&str> =
+        REQUIRED_FEATURES.iter().filter(|(bit, _)| features & bit == 0).map(|(_, name)| *name).collect();
+    if missing.is_empty() {
+        Ok(format!("ublk with features {features:#x}"))
+    } else {
+        Err(format!(
+            "the ublk driver of kernel {release} has no {}; use Linux 6.5 or later",
+            missing.join(", ")
+        ))
+    }
+}
+
+/// What a failed look at the driver means.
+fn explain_ublk(error: &io::Error, release: &str) -> String {
+    match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM) => format!(
+            "{CONTROL_PATH} or io_uring is not permitted ({error}); run as root, and see that \
+             /proc/sys/kernel/io_uring_disabled is 0"
+        ),
+        Some(libc::ENOSYS) => format!("kernel {release} has no io_uring; use one with CONFIG_IO_URING"),
+        Some(libc::ENODEV | libc::EOPNOTSUPP) => {
+            format!("the ublk driver of kernel {release} is too old ({error}); use Linux 6.5 or later")
+        }
+        _ => format!("the ublk driver of kernel {release} does not answer: {error}"),
+    }
+}
+
+/// Loads the ublk driver unless it is there.
+pub(crate) fn load_ublk() -> Result<(), MissingModule> {
+    let node = Path::new(CONTROL_PATH);
+    if node.exists() {
+        return Ok(());
+    }
+    load(UBLK_MODULE)?;
+    let seen = wait::until(NODE_LIMIT, || Ok::<_, ()>(node.exists().then_some(())));
+    if seen == Ok(Some(())) {
+        return Ok(());
+    }
+    Err(MissingModule {
+        module: UBLK_MODULE,
+        reason: format!("it is loaded, but there is no {CONTROL_PATH}"),
+    })
+}
+
+/// Loads the NBD driver unless it is there.
+pub(crate) fn load_nbd() -> Result<(), MissingModule> {
+    if is_loaded(NBD_MODULE) { Ok(()) } else { load(NBD_MODULE) }
+}
+
+/// What NBD offers here, or why it is of no use. Where `load` is false, a module that is not loaded is only looked
+/// for.
+fn probe_nbd(load: bool) -> Result<String, String> {
+    if !load && !is_loaded(NBD_MODULE) {
+        modprobe(NBD_MODULE, &["--dry-run"]).map_err(|missing| missing.to_string())?;
+        return Ok("the module nbd can be loaded".into());
+    }
+    load_nbd().map_err(|missing| missing.to_string())?;
+    crate::nbd::driver_answers().map_err(|error| {
+        format!(
+            "the module nbd is loaded, but its netlink family can not be used: {error}; it is in the host's \
+             network namespace only"
+        )
+    })?;
+    Ok("NBD through generic netlink".into())
+}
+
+/// A kernel module is not there.
+#[derive(Debug, thiserror::Error)]
+#[error("no module {module}: {reason}; {}", remedy(.module))]
+pub(crate) struct MissingModule {
+    module: &'static str,
+    reason: String,
+}
+
+fn remedy(module: &str) -> &'static str {
+    match module {
+        UBLK_MODULE => {
+            "it needs Linux 6.5 or later with CONFIG_BLK_DEV_UBLK (Debian 12: a kernel of bookworm-backports; \
+             Ubuntu: linux-modules-extra of this kernel)"
+        }
+        _ => "it needs a kernel with CONFIG_BLK_DEV_NBD (Ubuntu: linux-modules-extra of this kernel)",
+    }
+}
+
+fn is_loaded(module: &str) -> bool {
+    Path::new("/sys/module").join(module).exists()
+}
+
+fn load(module: &'static str) -> Result<(), MissingModule> {
+    modprobe(module, &[])
+}
+
+fn modprobe(module: &'static str, options: &'static [&str]) -> Result<(), MissingModule> {
+    let missing = |reason: String| MissingModule { module, reason };
+    let output = wait::within(MODPROBE_LIMIT, move || {
+        Command::new("modprobe").args(options).arg(module).stdin(Stdio::null()).output()
+    });
+    match output {
+        Ok(output) if output.status.success() => Ok(()),
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stderr);
+            let said = said.trim();
+            Err(missing(if said.is_empty() {
+                format!("modprobe: {}", output.status)
+            } else {
+                said.to_owned()
+            }))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(missing("no modprobe (package kmod)".into()))
+        }
+        Err(error) => Err(missing(format!("modprobe: {error}"))),
+    }
+}
+
+/// The release of the running kernel, as uname -r says.
+pub(crate) fn release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_that_crash_are_denied() {
+        for bad in [
+            "6.18.4",
+            "6.18.4-arch1-1",
+            "6.18.5",
+            "6.18.5-zabbly+",
+            "6.18.5+deb14-amd64",
+            "6.17.0-1015-azure",
+            "6.17.0-1018-azure",
+            "6.17.0-1017-aws",
+            "6.17.0-1003-aws",
+        ] {
+            let reason = ublk_deny_reason(bad);
+            assert!(reason.is_some_and(|reason| reason.contains(bad)), "{bad}");
+        }
+    }
+
+    #[test]
+    fn other_kernels_are_not() {
+        for good in [
+            "6.18.3",
+            "6.18.6",
+            "6.18.44",
+            "6.18.50-1",
+            "6.17.0-1014-azure",
+            "6.17.0-1019-azure",
+            "6.17.0-14-generic",
+            "6.17.4",
+            "6.12.95+deb12-amd64",
+            "6.1.0-40-amd64",
+            "16.18.4",
+            "",
+        ] {
+            assert_eq!(ublk_deny_reason(good), None, "{good}");
+        }
+    }
+
+    fn reports(ublk: bool, nbd: bool) -> [FrontendReport; 3] {
+        [(FrontendKind::Ublk, ublk), (FrontendKind::Nbd, nbd), (FrontendKind::Socket, true)]
+            .map(|(kind, usable)| FrontendReport { kind, usable, reason: format!("reason of {kind}") })
+    }
+
+    #[test]
+    fn the_choice() {
+        use FrontendKind::{Nbd, Socket, Ublk};
+        // wanted, ublk usable, nbd usable: chosen
+        let table = [
+            (None, true, true, Some(Ublk)),
+            (None, true, false, Some(Ublk)),
+            (None, false, true, Some(Nbd)),
+            (None, false, false, None),
+            (Some(Ublk), true, true, Some(Ublk)),
+            (Some(Ublk), false, true, None),
+            (Some(Nbd), true, true, Some(Nbd)),
+            (Some(Nbd), true, false, None),
+            (Some(Socket), false, false, Some(Socket)),
+        ];
+        for (wanted, ublk, nbd, chosen) in table {
+            let found = choose(wanted, &reports(ublk, nbd)).ok();
+            assert_eq!(found, chosen, "{wanted:?} with ublk {ublk}, nbd {nbd}");
+        }
+        assert_eq!(choose(Some(Socket), &[]).ok(), Some(Socket));
+    }
+
+    #[test]
+    fn a_refusal_names_every_reason() {
+        let text = choose(None, &reports(false, false)).unwrap_err().to_string();
+        assert!(text.contains("ublk: reason of ublk") && text.contains("nbd: reason of nbd"), "{text}");
+        let text = choose(Some(FrontendKind::Nbd), &reports(true, false)).unwrap_err().to_string();
+        assert!(text.contains("reason of nbd") && !text.contains("reason of ublk"), "{text}");
+    }
+
+    #[test]
+    fn a_probe_always_ends_with_reasons() {
+        let reports = probe();
+        assert_eq!(reports.iter().map(|report| report.kind).collect::<Vec<_>>(), reports_order());
+        assert!(reports.iter().all(|report| !report.reason.is_empty()), "{reports:?}");
+        assert!(reports[2].usable);
+    }
+
+    fn reports_order() -> Vec<FrontendKind> {
+        reports(true, true).into_iter().map(|report| report.kind).collect()
+    }
+
+    #[test]
+    fn what_is_missing_and_what_helps() {
+        let text = load("no-such-module").unwrap_err().to_string();
+        assert!(text.contains("no module no-such-module"), "{text}");
+        let missing = MissingModule { module: UBLK_MODULE, reason: "not found".into() };
+        assert!(missing.to_string().contains("CONFIG_BLK_DEV_UBLK"), "{missing}");
+        assert!(explain_ublk(&io::Error::from_raw_os_error(libc::EACCES), "6.12").contains("run as root"));
+        assert!(explain_ublk(&wait::timed_out(ANSWER_LIMIT), "6.12").contains("no answer within 5s"));
+    }
+}

@@ -1,0 +1,42 @@
+use std::io;
+
+use shorthorn_core::Request;
+use shorthorn_ring::{Arena, Completion, Ring};
+use shorthorn_types::Errno;
+
+/// [`shorthorn_ring::Token::source`] of every completion that belongs to the frontend. Other numbers are the engine's.
+pub const SOURCE: u8 = 1;
+
+/// What a queue lends its frontend.
+#[derive(Debug)]
+pub struct QueueIo<'a> {
+    /// The ring of the queue's thread.
+    pub ring: &'a mut Ring,
+    /// The data of slot N is the first bytes of buffer N. One slot per request in flight.
+    pub arena: &'a Arena,
+    /// Where the frontend puts new requests. The engine takes them after every call.
+    pub requests: &'a mut Vec<Request>,
+}
+
+/// The half of a frontend that lives on the thread of one queue. Nothing here may block or allocate once it
+/// has started.
+pub trait QueueFrontend: Send {
+    /// First call on the queue's thread: asks the ring for what it waits for.
+    ///
+    /// # Errors
+    /// The queue can not be served.
+    fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()>;
+
+    /// A completion with [`SOURCE`].
+    ///
+    /// # Errors
+    /// Only where the whole queue is of no more use; the loss of a client is not an error.
+    fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()>;
+
+    /// The volume has done the request in `slot` (or failed): answers it. The answer may be held back until
+    /// [`QueueFrontend::flush`].
+    fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>);
+
+    /// End of a batch: sends what was held back.
+    fn flush(&mut self, io: &mut QueueIo<'_>);
+}

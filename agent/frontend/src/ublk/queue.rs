@@ -1,0 +1,294 @@
+//! One queue of a ublk device: fetches requests and answers them.
+
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use io_uring::opcode;
+use io_uring::types::Fd;
+use shorthorn_core::{Operation, Request};
+use shorthorn_ring::{Completion, Token};
+use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
+use shorthorn_types::{ByteRange, Errno};
+
+use super::abi::{self, IoCommand, IoDescriptor};
+use crate::{QueueFrontend, QueueIo, SOURCE};
+
+/// A queue: tag N of the driver is slot N.
+///
+/// A tag is either with the driver, which waits for a request to deliver, or with us, who work on one. It changes
+/// sides with the completion of a command, and with the next command.
+#[derive(Debug)]
+pub(super) struct UblkQueue {
+    queue: u16,
+    /// The most bytes of one request: what the device was made with.
+    max_io_bytes: u32,
+    /// Size of the volume; changed by a resize.
+    size_bytes: Arc<AtomicU64>,
+    /// What a tag that we work on is to be answered with where all goes well.
+    success: Box<[i32]>,
+    /// Tags that the driver will give no more requests for.
+    ended: usize,
+    /// The character device. Gone once all tags have ended: a deletion of the device waits for that.
+    device: Option<Arc<OwnedFd>>,
+    /// Mapped from the start of the queue until all tags have ended.
+    descriptors: Option<Descriptors>,
+}
+
+impl UblkQueue {
+    /// Queue number `queue` of the device whose character device is `device`.
+    pub(super) fn new(
+        device: Arc<OwnedFd>,
+        queue: u16,
+        depth: u16,
+        max_io_bytes: u32,
+        size_bytes: Arc<AtomicU64>,
+    ) -> UblkQueue {
+        UblkQueue {
+            queue,
+            max_io_bytes,
+            size_bytes,
+            success: vec![0; usize::from(depth)].into(),
+            ended: 0,
+            device: Some(device),
+            descriptors: None,
+        }
+    }
+
+    /// Gives `tag` to the driver.
+    fn submit(&self, io: &mut QueueIo<'_>, command: u32, tag: u16, result: i32) {
+        // Answers that come after the end have nobody to go to.
+        let Some(device) = &self.device else { return };
+        let address = io.arena.buf(usize::from(tag)).as_ptr().addr() as u64;
+        let header = IoCommand { queue: self.queue, tag, result, address };
+        let entry = opcode::UringCmd16::new(Fd(device.as_raw_fd()), command).cmd(header.encode()).build();
+        let token = Token { source: SOURCE, kind: 0, index: tag, tag: 0 };
+        // SAFETY: the address is that of arena memory, which is never unmapped.
+        unsafe { io.ring.push(entry, token) }
+    }
+
+    /// The driver has given us `tag` with a request in its descriptor.
+    fn accept(&mut self, io: &mut QueueIo<'_>, tag: u16) {
+        let Some(descriptors) = &self.descriptors else { return };
+        let descriptor = descriptors.get(usize::from(tag));
+        match translate(tag, descriptor, self.max_io_bytes, self.size_bytes.load(Ordering::Relaxed)) {
+            Ok((request, success)) => {
+                self.success[usize::from(tag)] = success;
+                io.requests.push(request);
+            }
+            Err(errno) => self.submit(io, abi::IO_COMMIT_AND_FETCH_REQ, tag, -errno.raw()),
+        }
+    }
+}
+
+impl QueueFrontend for UblkQueue {
+    fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
+        let (depth, needed) = (self.success.len(), self.max_io_bytes as usize);
+        if io.arena.slots() < depth || io.arena.slot_bytes() < needed {
+            let problem = format!(
+                "the arena of queue {} has {} slots of {} bytes; the device needs {depth} of {needed}",
+                self.queue,
+                io.arena.slots(),
+                io.arena.slot_bytes()
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
+        }
+        let Some(device) = &self.device else { return Err(io::ErrorKind::NotConnected.into()) };
+        // Not earlier: the driver lets no other process map them any more.
+        self.descriptors = Some(Descriptors::map(device.as_fd(), self.queue, depth)?);
+        for tag in (0..).take(depth) {
+            self.submit(io, abi::IO_FETCH_REQ, tag, 0);
+        }
+        Ok(())
+    }
+
+    fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()> {
+        let tag = completion.token.index;
+        match completion.result {
+            abi::IO_RES_OK => self.accept(io, tag),
+            abi::IO_RES_ABORT => {
+                self.ended += 1;
+                if self.ended == self.success.len() {
+                    self.descriptors = None;
+                    self.device = None;
+                }
+            }
+            result => {
+                let source = io::Error::from_raw_os_error(-result);
+                let problem = format!("the ublk driver refuses tag {tag} of queue {}: {source}", self.queue);
+                return Err(io::Error::new(source.kind(), problem));
+            }
+        }
+        Ok(())
+    }
+
+    fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
+        let result = match outcome {
+            Ok(()) => self.success[usize::from(slot)],
+            Err(errno) => -errno.raw(),
+        };
+        self.submit(io, abi::IO_COMMIT_AND_FETCH_REQ, slot, result);
+    }
+
+    fn flush(&mut self, _io: &mut QueueIo<'_>) {
+        // Answers are in the ring already; it holds them until the thread waits.
+    }
+}
+
+/// What a descriptor asks for, and what to answer where it succeeds. The driver keeps to the limits that it was
+/// given; they are checked all the same, as what comes after relies on them.
+fn translate(
+    slot: u16,
+    descriptor: IoDescriptor,
+    max_io_bytes: u32,
+    size_bytes: u64,
+) -> Result<(Request, i32), Errno> {
+    let fua = descriptor.op_flags & abi::IO_F_FUA != 0;
+    let (operation, limit_bytes) = match descriptor.op_flags & abi::IO_OP_MASK {
+        abi::IO_OP_READ => (Operation::Read, max_io_bytes.min(MAX_IO_BYTES)),
+        abi::IO_OP_WRITE => (Operation::Write { fua }, max_io_bytes.min(MAX_IO_BYTES)),
+        abi::IO_OP_FLUSH => {
+            let range = ByteRange::new(0, 0).map_err(|_| Errno::INVALID)?;
+            return Ok((Request { slot, operation: Operation::Flush, range }, 0));
+        }
+        abi::IO_OP_DISCARD => (Operation::Discard, MAX_ZERO_BYTES),
+        abi::IO_OP_WRITE_ZEROES => (Operation::WriteZeroes { fua }, MAX_ZERO_BYTES),
+        _ => return Err(Errno::NOT_SUPPORTED),
+    };
+    let start = descriptor.start_sector.checked_mul(SECTOR_BYTES).ok_or(Errno::INVALID)?;
+    let length = u64::from(descriptor.sectors) * SECTOR_BYTES;
+    if length > u64::from(limit_bytes) {
+        return Err(Errno::INVALID);
+    }
+    let range = ByteRange::new(start, length)
+        .and_then(|range| range.check(size_bytes))
+        .map_err(|_| Errno::INVALID)?;
+    let success = match operation {
+        // Fewer would make the driver ask for the rest.
+        Operation::Read | Operation::Write { .. } => i32::try_from(length).map_err(|_| Errno::INVALID)?,
+        _ => 0,
+    };
+    Ok((Request { slot, operation, range }, success))
+}
+
+/// The descriptors of a queue, which the driver writes and we may only read.
+#[derive(Debug)]
+struct Descriptors {
+    base: NonNull<IoDescriptor>,
+    count: usize,
+    length_bytes: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread, until Drop.
+unsafe impl Send for Descriptors {}
+
+impl Descriptors {
+    fn map(device: BorrowedFd<'_>, queue: u16, count: usize) -> io::Result<Descriptors> {
+        let page = page_bytes();
+        let length_bytes = abi::descriptor_bytes(count, page);
+        let offset = libc::off_t::try_from(abi::descriptor_offset(queue, page)).map_err(io::Error::other)?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing of ours.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                length_bytes,
+                libc::PROT_READ,
+                libc::MAP_SHARED | libc::MAP_POPULATE,
+                device.as_raw_fd(),
+                offset,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Descriptors { base, count, length_bytes })
+    }
+
+    fn get(&self, tag: usize) -> IoDescriptor {
+        assert!(tag < self.count && self.count * size_of::<IoDescriptor>() <= self.length_bytes);
+        // SAFETY: inside the mapping, as just checked. The driver has written it before it completed the command
+        // of the tag, and leaves it alone until the next one.
+        unsafe { self.base.add(tag).read_volatile() }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nothing refers to it any more.
+        unsafe {
+            libc::munmap(self.base.as_ptr().cast(), self.length_bytes);
+        }
+    }
+}
+
+fn page_bytes() -> usize {
+    // SAFETY: no memory involved.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).unwrap_or(4096)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SIZE: u64 = 1 << 30;
+
+    fn descriptor(op_flags: u32, start_sector: u64, sectors: u32) -> IoDescriptor {
+        IoDescriptor { op_flags, sectors, start_sector, address: 0 }
+    }
+
+    fn ask(op_flags: u32, start_sector: u64, sectors: u32) -> Result<(Operation, u64, u64, i32), Errno> {
+        let (request, success) = translate(3, descriptor(op_flags, start_sector, sectors), 1 << 20, SIZE)?;
+        assert_eq!(request.slot, 3);
+        Ok((request.operation, request.range.offset(), request.range.length(), success))
+    }
+
+    #[test]
+    fn every_operation_has_its_request() {
+        let (fua, other_flags) = (abi::IO_F_FUA, 1 << 8 | 1 << 11 | 1 << 15);
+        assert_eq!(ask(abi::IO_OP_READ | other_flags, 8, 2), Ok((Operation::Read, 4096, 1024, 1024)));
+        assert_eq!(ask(abi::IO_OP_WRITE, 0, 1), Ok((Operation::Write { fua: false }, 0, 512, 512)));
+        assert_eq!(ask(abi::IO_OP_WRITE | fua, 0, 1), Ok((Operation::Write { fua: true }, 0, 512, 512)));
+        assert_eq!(ask(abi::IO_OP_FLUSH, u64::MAX, 0), Ok((Operation::Flush, 0, 0, 0)));
+        assert_eq!(ask(abi::IO_OP_DISCARD, 8, 65536), Ok((Operation::Discard, 4096, 32 << 20, 0)));
+        let zeroes = Operation::WriteZeroes { fua: false };
+        assert_eq!(ask(abi::IO_OP_WRITE_ZEROES | other_flags, 8, 8), Ok((zeroes, 4096, 4096, 0)));
+        assert_eq!(ask(4, 0, 8), Err(Errno::NOT_SUPPORTED), "WRITE_SAME");
+        assert_eq!(ask(18, 0, 8), Err(Errno::NOT_SUPPORTED), "REPORT_ZONES");
+    }
+
+    #[test]
+    fn what_breaks_a_limit_is_refused() {
+        assert!(ask(abi::IO_OP_WRITE, 0, 2048).is_ok());
+        assert_eq!(ask(abi::IO_OP_WRITE, 0, 2049), Err(Errno::INVALID));
+        assert_eq!(ask(abi::IO_OP_DISCARD, 0, 65537), Err(Errno::INVALID));
+        assert_eq!(ask(abi::IO_OP_READ, 0, 0), Err(Errno::INVALID));
+        assert!(ask(abi::IO_OP_READ, SIZE / 512 - 1, 1).is_ok());
+        assert_eq!(ask(abi::IO_OP_READ, SIZE / 512, 1), Err(Errno::INVALID));
+        assert_eq!(ask(abi::IO_OP_READ, u64::MAX, 1), Err(Errno::INVALID));
+    }
+
+    proptest! {
+        #[test]
+        fn no_descriptor_gives_a_request_out_of_bounds(
+            op_flags: u32,
+            start in prop_oneof![0..SIZE / 256, any::<u64>()],
+            sectors in prop_oneof![0u32..1 << 17, any::<u32>()],
+            max_io_bytes in prop_oneof![Just(512u32 << 10), Just(1 << 20), Just(4 << 20)],
+        ) {
+            if let Ok((request, success)) = translate(0, descriptor(op_flags, start, sectors), max_io_bytes, SIZE) {
+                prop_assert!(request.range.end() <= SIZE);
+                let data = matches!(request.operation, Operation::Read | Operation::Write { .. });
+                let limit = if data { max_io_bytes.min(MAX_IO_BYTES) } else { MAX_ZERO_BYTES };
+                prop_assert!(request.range.length() <= u64::from(limit));
+                prop_assert_eq!(u64::try_from(success).unwrap(), if data { request.range.length() } else { 0 });
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Devices that a process has left behind: taking one over, or taking it away.
+//!
+//! The driver keeps them. When the process of a started device dies, the driver notices once all its descriptors
+//! are closed, and sets the device QUIESCED: requests wait, without a limit. From there a new process goes on
+//! (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or somebody stops the device and the requests fail.
+//!
+//! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every device
+//! carries the identity of its volume in the field that the driver keeps for its server.
+//!
+//! Known gap (Linux 6.12): where the new process dies as well, after some of its tags were fetched and before all
+//! were, the driver takes no third process, and the device can only be stopped. That is why a queue maps and
+//! fetches in one go, and why this is the last thing that a starting engine does.
+
+use std::fs;
+use std::io;
+use std::time::Duration;
+
+use shorthorn_types::VolumeName;
+
+use super::abi::{self, DeviceInfo};
+use super::control::Control;
+use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
+use crate::{FrontendError, wait};
+
+/// How long the descriptors of a dead process may take to be closed. Its memory has to be given back first, and
+/// what it had in flight on a slow disk has to end.
+const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(30);
+/// Where the driver lists its devices.
+const CLASS: &str = "/sys/class/ublk-char";
+
+/// The mark of a device of `volume`: FNV-1a, 64 bits, of its name behind a prefix of ours.
+pub(super) fn identity(volume: &VolumeName) -> u64 {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0100_0000_01b3;
+    let bytes = b"shorthorn/".iter().chain(volume.as_str().as_bytes());
+    bytes.fold(BASIS, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(PRIME))
+}
+
+/// Prepares device `id` of `volume` for this process. None where there is nothing to take over: the device is
+/// gone, is another volume's, or was never started.
+pub(super) fn take_over(
+    control: &mut Control,
+    id: u32,
+    volume: &VolumeName,
+) -> Result<Option<DeviceInfo>, FrontendError> {
+    let mut server_pid = 0;
+    let taken = wait::until(DEAD_SERVER_LIMIT, || {
+        let info = control.info(id, COMMAND_LIMIT)?.filter(|info| info.server_flags == identity(volume));
+        let Some(info) = info.filter(|info| info.state != abi::STATE_DEAD) else { return Ok(Some(None)) };
+        if info.state != abi::STATE_QUIESCED {
+            // The driver has not noticed yet, or the process lives.
+            server_pid = info.server_pid;
+            return Ok(None);
+        }
+        match control.run(abi::CMD_START_USER_RECOVERY, id, 0, COMMAND_LIMIT) {
+            Ok(()) => Ok(Some(Some(info))),
+            Err(error) => match error.raw_os_error() {
+                // The old process has not closed everything.
+                Some(libc::EBUSY) => Ok(None),
+                // This was done before, by a process that died before it fetched a tag.
+                Some(libc::EINVAL) => Ok(Some(Some(info))),
+                _ => Err(error),
+            },
+        }
+    });
+    taken.and_then(|taken| taken.ok_or_else(|| wait::timed_out(DEAD_SERVER_LIMIT))).map_err(during(format!(
+        "take over ublkb{id} of {volume} from process {server_pid}, which has to be gone"
+    )))
+}
+
+/// Stops and deletes every device of `volume`: what an engine left behind that does not come back. Requests that
+/// wait there fail. Returns how many devices there were.
+///
+/// # Errors
+/// [`FrontendError::Refused`] where a living process serves one.
+pub fn remove_leftovers(volume: &VolumeName) -> Result<usize, FrontendError> {
+    let mut control = match Control::open() {
+        // No driver, no devices.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+        opened => opened.map_err(during(format!("open {}", super::CONTROL_PATH)))?,
+    };
+    clear(&mut control, volume)
+}
+
+/// [`remove_leftovers`] with an open control device.
+pub(super) fn clear(control: &mut Control, volume: &VolumeName) -> Result<usize, FrontendError> {
+    let action = || format!("look for ublk devices that were left behind for {volume}");
+    let mut removed = 0;
+    for id in devices().map_err(during(action()))? {
+        let ours = |info: &DeviceInfo| info.server_flags == identity(volume);
+        let Some(info) = control.info(id, COMMAND_LIMIT).map_err(during(action()))?.filter(ours) else {
+            continue;
+        };
+        let gone = wait::until(DEAD_SERVER_LIMIT, || {
+            let state = control.info(id, COMMAND_LIMIT)?.map_or(abi::STATE_DEAD, |info| info.state);
+            Ok((state != abi::STATE_LIVE).then_some(()))
+        });
+        if gone.map_err(during(action()))?.is_none() {
+            let reason =
+                format!("process {} serves ublkb{id} of that volume; stop it first", info.server_pid);
+            return Err(FrontendError::Refused { action: action(), reason });
+        }
+        tracing::info!(%volume, id, state = info.state, "removing a ublk device that was left behind");
+        let stopped = control.run(abi::CMD_STOP_DEV, id, 0, STOP_LIMIT);
+        unless_gone(stopped).map_err(during(format!("stop ublkb{id}, left behind for {volume}")))?;
+        delete(control, id)?;
+        removed += 1;
+    }
+    Ok(removed)
+}
+
+/// The numbers of all ublk devices of this host.
+fn devices() -> io::Result<Vec<u32>> {
+    let entries = match fs::read_dir(CLASS) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut ids = Vec::new();
+    for entry in entries {
+        ids.extend(entry?.file_name().to_str().and_then(parse_name));
+    }
+    Ok(ids)
+}
+
+/// N of `ublkcN`.
+fn parse_name(name: &str) -> Option<u32> {
+    name.strip_prefix("ublkc")?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_identity_never_changes() {
+        let name = |text| VolumeName::new(text).unwrap();
+        // Devices outlive upgrades of this program.
+        assert_eq!(identity(&name("pvc-1")), 0x2c50_3fb2_4f1e_d972);
+        assert_ne!(identity(&name("pvc-1")), identity(&name("pvc-2")));
+    }
+
+    #[test]
+    fn names_of_character_devices() {
+        assert_eq!(parse_name("ublkc0"), Some(0));
+        assert_eq!(parse_name("ublkc4711"), Some(4711));
+        for other in ["ublkb0", "ublkc", "ublkc-1", "ublkc1x"] {
+            assert_eq!(parse_name(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_host_without_the_driver_has_no_devices() {
+        if !fs::exists(CLASS).unwrap() {
+            assert_eq!(devices().unwrap(), Vec::<u32>::new());
+        }
+    }
+}

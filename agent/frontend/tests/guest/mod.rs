@@ -1,0 +1,109 @@
+//! A virtual machine in which the example `memory_device` serves a volume through a frontend. The volume is a file
+//! on tmpfs, so it survives the death of the process that serves it.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use shorthorn_vmkit::{Kernel, Running, Vm, VmOptions};
+
+/// For whatever does not do much I/O; software emulation is slow.
+pub const MINUTE: Duration = Duration::from_secs(60);
+/// The node of volume `memory`.
+pub const NODE: &str = "/dev/longhorn/memory";
+/// mkfs.xfs wants 300 MiB at least.
+pub const SIZE_BYTES: u64 = 384 << 20;
+
+/// A VM in which `memory_device` can be started and killed.
+pub struct Guest {
+    pub vm: Vm,
+    frontend: &'static str,
+}
+
+impl Guest {
+    pub fn start(kernel: Kernel, frontend: &'static str) -> Result<Guest> {
+        let vm = Vm::start(VmOptions::new(kernel).name(frontend))?;
+        vm.push(&[(memory_device()?, "/usr/local/bin/memory_device", 0o755)])?;
+        vm.sh("mkdir -p /mem && mount -t tmpfs -o size=1g tmpfs /mem && dmesg -C")?;
+        Ok(Guest { vm, frontend })
+    }
+
+    /// The command that serves volume `name`.
+    pub fn command(&self, name: &str, options: &str) -> String {
+        let frontend = self.frontend;
+        format!(
+            "memory_device --frontend {frontend} --volume {name} --size {SIZE_BYTES} --backing /mem/{name}.data \
+             --state /mem/{name}.state {options}"
+        )
+    }
+
+    /// Starts `memory_device` for volume `name` and waits until its device is ready. Returns its process id.
+    pub fn serve(&self, name: &str, options: &str) -> Result<u32> {
+        let command = self.command(name, options);
+        let pid = self.vm.sh(&format!(
+            "setsid {command} </dev/null >/mem/{name}.out 2>/mem/{name}.err & \
+             for n in $(seq 1200); do \
+                 if grep -q device /mem/{name}.out; then echo $!; exit; fi; \
+                 kill -0 $! || {{ cat /mem/{name}.err >&2; exit 1; }}; \
+                 sleep 0.05; \
+             done; \
+             echo 'not ready' >&2; cat /mem/{name}.err >&2; exit 1"
+        ))?;
+        pid.parse().with_context(|| format!("no process id: {pid}"))
+    }
+
+    /// Ends the process with `signal` and waits until it is gone.
+    pub fn end(&self, pid: u32, signal: &str) -> Result<()> {
+        let script = format!(
+            "kill -{signal} {pid}; \
+             for n in $(seq 1200); do test -e /proc/{pid} || exit 0; sleep 0.05; done; cat /mem/*.err >&2; exit 1"
+        );
+        let output = self.vm.command(&script).limit(2 * MINUTE).run()?;
+        ensure!(output.success(), "process {pid} does not end on SIG{signal}: {output}");
+        Ok(())
+    }
+
+    /// Sends `signal` and returns the line that the process says to it.
+    pub fn ask(&self, pid: u32, signal: &str) -> Result<String> {
+        self.vm.sh(&format!(
+            "before=$(wc -l </mem/memory.err); kill -{signal} {pid}; \
+             for n in $(seq 600); do \
+                 test $(wc -l </mem/memory.err) -gt $before && exec tail -n 1 /mem/memory.err; sleep 0.05; \
+             done; exit 1"
+        ))
+    }
+
+    /// Starts fio on `target`: what `mode` (randwrite, randtrimwrite) writes is read back and compared.
+    pub fn start_fio(&self, target: &str, mode: &str, seconds: u32) -> Result<Running> {
+        let command = format!(
+            "cd /mem && fio --name=verify --filename={target} --size=96m --rw={mode} --bsrange=4k-64k --blockalign=4k --direct=1 \
+             --ioengine=libaio --iodepth=16 --time_based --runtime={seconds} --verify=crc32c --verify_backlog=256 \
+             --verify_fatal=1 --output-format=terse"
+        );
+        self.vm.command(&command).limit(10 * MINUTE).spawn()
+    }
+
+    pub fn no_io_errors(&self) -> Result<()> {
+        let log = self.vm.sh("dmesg | grep -iE 'i/o error|oops:|bug:|warning:|call trace' || true")?;
+        ensure!(log.is_empty(), "the kernel complains:\n{log}");
+        Ok(())
+    }
+}
+
+/// Builds the example with the profile of this test, and says where it is.
+fn memory_device() -> Result<PathBuf> {
+    let mut dir = std::env::current_exe()?;
+    dir.pop();
+    dir.pop();
+    let profile = match dir.file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev",
+        Some(name) => name,
+    };
+    let built = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--package", "shorthorn-frontend", "--example", "memory_device"])
+        .args(["--profile", profile])
+        .status()?;
+    ensure!(built.success(), "cargo build --example memory_device: {built}");
+    Ok(dir.join("examples/memory_device"))
+}

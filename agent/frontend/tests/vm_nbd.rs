@@ -1,0 +1,168 @@
+//! The frontend nbd on a real kernel, in a virtual machine that has no ublk. These tests fail where VMs cannot
+//! run.
+
+mod guest;
+
+use anyhow::{Result, ensure};
+use guest::{Guest, MINUTE, NODE, SIZE_BYTES};
+use shorthorn_vmkit::Kernel;
+
+fn start() -> Result<Guest> {
+    Guest::start(Kernel::Nbd, "nbd")
+}
+
+#[test]
+fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "--queues 4 --depth 64")?;
+    let read = |file: &str| guest.vm.sh(&format!("cat /sys/block/nbd0/{file}"));
+    for (file, expected) in [
+        ("size", "786432"),
+        ("ro", "0"),
+        ("backend", "shorthorn:memory"),
+        ("queue/logical_block_size", "512"),
+        ("queue/write_cache", "write back"),
+        ("queue/fua", "1"),
+        ("queue/max_sectors_kb", "1024"),
+        ("queue/rotational", "0"),
+    ] {
+        let found = read(file)?;
+        ensure!(found == expected, "{file} is {found}, not {expected}");
+    }
+    ensure!(read("queue/discard_max_bytes")?.parse::<u64>()? > 0);
+    // Connections beyond the number of processors are spare.
+    let (queues, cpus) = (guest.vm.sh("ls /sys/block/nbd0/mq | wc -l")?, guest.vm.sh("nproc")?);
+    ensure!(queues == cpus, "{queues} queues on {cpus} processors");
+    let record = guest.vm.sh("cat /mem/memory.state")?;
+    ensure!(record.contains(r#""kernel_id":0,"queues":4,"depth":64"#), "{record}");
+    let node = guest.vm.sh(&format!("stat -c '%F %a %G %Hr:%Lr' {NODE}"))?;
+    let number = read("dev")?;
+    ensure!(node == format!("block special file 660 disk {number}"), "{node}");
+
+    ensure!(guest.ask(pid, "USR2")? == "used: by nobody");
+    guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount {NODE} /mnt/m"))?;
+    ensure!(guest.ask(pid, "USR2")? == "used: mounted at /mnt/m");
+    let fio = guest.start_fio("/mnt/m/file", "randwrite", 5)?;
+    let grown = SIZE_BYTES + (64 << 20);
+    let said = guest.ask(pid, "USR1")?;
+    ensure!(said == format!("the volume has {grown} bytes"), "{said}");
+    ensure!(read("size")? == (grown / 512).to_string());
+    let output = fio.wait(5 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    guest.vm.sh(&format!("resize2fs {NODE} && umount /mnt/m && fsck.ext4 -fn {NODE}"))?;
+
+    guest.end(pid, "TERM")?;
+    guest.vm.sh(&format!("test ! -e {NODE} && test ! -e /sys/block/nbd0/pid"))?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn every_request_does_what_it_says() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "")?;
+    let vm = &guest.vm;
+    // As large as the driver can, as small as it can.
+    vm.sh(&format!(
+        "echo 32768 >/sys/block/nbd0/queue/max_sectors_kb && \
+         head -c 64M /dev/urandom >/mem/random && \
+         dd if=/mem/random of={NODE} bs=32M oflag=direct status=none && \
+         dd if={NODE} of=/mem/back bs=32M count=2 iflag=direct status=none && cmp /mem/random /mem/back && \
+         dd if=/mem/random of={NODE} bs=3584 count=512 seek=20000 oflag=direct,dsync status=none && \
+         cmp -n 67108864 /mem/random {NODE} && \
+         cmp -n 1835008 /mem/random <(dd if={NODE} bs=3584 skip=20000 count=512 iflag=direct status=none)"
+    ))?;
+    vm.sh(&format!(
+        "blkdiscard -o 33554432 -l 33554432 {NODE} && blkdiscard -z -o 3584 -l 1024 {NODE} && \
+         cmp -n 3584 /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
+         cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} /dev/zero"
+    ))?;
+    let before = vm.sh("sha256sum </mem/memory.data")?;
+    guest.end(pid, "TERM")?;
+    let pid = guest.serve("memory", "")?;
+    ensure!(vm.sh(&format!("sha256sum <{NODE}"))? == before, "the content changed over a stop and a start");
+    // Buffered writes that nobody has flushed are written when the last opener closes.
+    vm.sh(&format!("dd if=/mem/random of={NODE} bs=1M count=8 conv=notrunc status=none"))?;
+    guest.end(pid, "TERM")?;
+    vm.sh("cmp -n 8388608 /mem/random /mem/memory.data")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn killed_under_load_and_back_without_an_error() -> Result<()> {
+    let guest = start()?;
+    let mut pid = guest.serve("memory", "")?;
+    guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount {NODE} /mnt/m"))?;
+    let fio = guest.start_fio("/mnt/m/file", "randwrite", 60)?;
+    for _ in 0..3 {
+        guest.vm.sh("sleep 2")?;
+        guest.end(pid, "KILL")?;
+        pid = guest.serve("memory", "")?;
+        // Requests that were in flight come back after the request time-out of 15 s.
+        guest.vm.sh("sleep 16")?;
+    }
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    guest.vm.sh("umount /mnt/m")?;
+    guest.vm.sh(&format!("fsck.ext4 -fn {NODE}"))?;
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_server_that_hangs_gets_its_connections_back() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "")?;
+    let fio = guest.start_fio(NODE, "randwrite", 40)?;
+    guest.vm.sh(&format!("sleep 2; kill -STOP {pid}; sleep 20; kill -CONT {pid}"))?;
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    let log = guest.vm.sh("dmesg | grep -c 'Connection timed out' || true")?;
+    ensure!(log != "0", "no connection was given up: the test shows nothing");
+    guest.vm.sh(&format!("dd if=/dev/zero of={NODE} bs=1M count=64 oflag=direct status=none"))?;
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn devices_belong_to_their_volumes() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    let first = guest.serve("memory", "")?;
+    // A record from before a restart of the host: its number is another volume's now.
+    vm.sh("cp /mem/memory.state /mem/other.state")?;
+    let other = guest.serve("other", "")?;
+    ensure!(
+        vm.sh("cat /mem/other.state")?.contains(r#""kernel_id":1"#),
+        "took over the device of another volume"
+    );
+    ensure!(vm.sh("ls /dev/longhorn")? == "memory\nother");
+
+    // A second server of the same volume, with the record and without it.
+    for state in ["/mem/memory.state", "/mem/none.state"] {
+        let output = vm.run(&guest.command("memory", &format!("--state {state}")))?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(!output.success() && stderr.contains("another process serves it"), "{output}");
+    }
+    vm.sh(&format!("dd if={NODE} of=/dev/null bs=1M count=1 iflag=direct status=none"))?;
+
+    // It dies between asking for the device and noting its number.
+    guest.end(first, "KILL")?;
+    vm.sh(r#"sed -i 's/"kernel_id":0/"kernel_id":null/' /mem/memory.state"#)?;
+    let first = guest.serve("memory", "")?;
+    ensure!(vm.sh("cat /mem/memory.state")?.contains(r#""kernel_id":0"#), "the device was not found");
+
+    // The record is lost: the old device must not be taken over, as its requests are from another time.
+    guest.end(first, "KILL")?;
+    vm.sh("rm /mem/memory.state")?;
+    let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
+    vm.sh("sleep 0.5")?;
+    let first = guest.serve("memory", "")?;
+    let output = waiting.wait(MINUTE)?;
+    ensure!(!output.success(), "a write to the device that was removed: {output}");
+    ensure!(vm.sh("grep -l shorthorn:memory /sys/block/nbd*/backend | wc -l")? == "1");
+    guest.end(other, "TERM")?;
+    guest.end(first, "TERM")?;
+    ensure!(vm.sh("ls -A /dev/longhorn")?.is_empty());
+    vm.sh("for n in /sys/block/nbd*/pid; do test ! -e $n || exit 1; done")?;
+    Ok(())
+}

@@ -1,0 +1,228 @@
+//! The frontend ublk on a real kernel, in a virtual machine. These tests fail where VMs cannot run.
+
+mod guest;
+
+use anyhow::{Context, Result, ensure};
+use guest::{Guest, MINUTE, NODE, SIZE_BYTES};
+use shorthorn_vmkit::Kernel;
+
+fn start() -> Result<Guest> {
+    Guest::start(Kernel::Ublk, "ublk")
+}
+
+#[test]
+fn the_block_layer_sees_what_we_offer() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "--queues 8 --depth 64")?;
+    let read = |file: &str| guest.vm.sh(&format!("cat /sys/block/ublkb0/{file}"));
+    for (file, expected) in [
+        ("size", "786432"),
+        ("ro", "0"),
+        ("queue/logical_block_size", "512"),
+        ("queue/physical_block_size", "4096"),
+        ("queue/minimum_io_size", "4096"),
+        ("queue/write_cache", "write back"),
+        ("queue/fua", "1"),
+        ("queue/discard_granularity", "4096"),
+        ("queue/discard_max_bytes", "33554432"),
+        ("queue/write_zeroes_max_bytes", "33554432"),
+        ("queue/max_hw_sectors_kb", "1024"),
+        ("queue/nr_requests", "64"),
+        ("queue/rotational", "0"),
+    ] {
+        let found = read(file)?;
+        ensure!(found == expected, "{file} is {found}, not {expected}");
+    }
+    // The driver makes no more queues than there are processors.
+    let (queues, cpus) = (guest.vm.sh("ls /sys/block/ublkb0/mq | wc -l")?, guest.vm.sh("nproc")?);
+    ensure!(queues == cpus, "{queues} queues on {cpus} processors");
+    let record = guest.vm.sh("cat /mem/memory.state")?;
+    ensure!(record.contains(&format!(r#""kernel_id":0,"queues":{cpus},"depth":64"#)), "{record}");
+    let node = guest.vm.sh(&format!("stat -c '%F %a %G %Hr:%Lr' {NODE}"))?;
+    let number = read("dev")?;
+    ensure!(node == format!("block special file 660 disk {number}"), "{node}");
+    guest.vm.sh(&format!("test -e /run/udev/data/b{number}")).context("udev was not waited for")?;
+
+    guest.vm.sh(&format!("kill -USR1 {pid}; for n in $(seq 600); do grep -q 'volume has' /mem/memory.err && exit; sleep 0.05; done; exit 1"))?;
+    let refusal = guest.vm.sh("cat /mem/memory.err")?;
+    ensure!(refusal.contains("can not resize a device that is in use"), "{refusal}");
+    guest.end(pid, "TERM")?;
+    guest.vm.sh(&format!("test ! -e {NODE} && test ! -e /dev/ublkb0 && test ! -e /dev/ublkc0"))?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn every_request_does_what_it_says() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "")?;
+    let vm = &guest.vm;
+    vm.sh(&format!(
+        "head -c 64M /dev/urandom >/mem/random && \
+         dd if=/mem/random of={NODE} bs=1M oflag=direct status=none && \
+         dd if=/mem/random of={NODE} bs=3584 count=4096 seek=20000 oflag=direct,dsync status=none && \
+         cmp -n 67108864 /mem/random {NODE} && \
+         cmp -n 14680064 /mem/random <(dd if={NODE} bs=3584 skip=20000 count=4096 iflag=direct status=none)"
+    ))?;
+    // A discard of half, zeroes over the odd sectors around a block boundary.
+    vm.sh(&format!(
+        "blkdiscard -o 33554432 -l 33554432 {NODE} && blkdiscard -z -o 3584 -l 1024 {NODE} && \
+         cmp -n 3584 /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
+         cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} /dev/zero"
+    ))?;
+    let before = vm.sh("sha256sum </mem/memory.data")?;
+    guest.end(pid, "TERM")?;
+    let pid = guest.serve("memory", "")?;
+    ensure!(vm.sh(&format!("sha256sum <{NODE}"))? == before, "the content changed over a stop and a start");
+    vm.sh(&format!("blkdiscard -z {NODE} && cmp -n {SIZE_BYTES} {NODE} /dev/zero"))?;
+    // Buffered writes that nobody has flushed are written when the device stops. The last one who closes it would
+    // flush them, so somebody keeps it open.
+    let holder =
+        vm.spawn(&format!("exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; sleep 1000"))?;
+    vm.sh("for n in $(seq 600); do test -e /mem/written && exit; sleep 0.05; done; exit 1")?;
+    guest.end(pid, "TERM")?;
+    vm.sh("cmp -n 8388608 /mem/random /mem/memory.data")?;
+    holder.kill();
+    guest.no_io_errors()
+}
+
+#[test]
+fn file_systems_and_who_uses_them() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "")?;
+    let vm = &guest.vm;
+    ensure!(guest.ask(pid, "USR2")? == "used: by nobody");
+    for file_system in ["ext4", "xfs"] {
+        let force = if file_system == "xfs" { "-f" } else { "-F" };
+        vm.sh(&format!(
+            "mkfs.{file_system} -q {force} {NODE} && mkdir -p '/mnt/a b' && mount -o discard {NODE} '/mnt/a b'"
+        ))?;
+        ensure!(guest.ask(pid, "USR2")? == "used: mounted at /mnt/a b");
+        let fio = guest.start_fio("'/mnt/a b/file'", "randwrite", 5)?.wait(5 * MINUTE)?;
+        ensure!(fio.success(), "fio on {file_system}: {fio}");
+        vm.sh("rm '/mnt/a b/file' && fstrim '/mnt/a b' && umount '/mnt/a b'")?;
+    }
+    vm.sh(&format!("mkswap {NODE} && swapon {NODE}"))?;
+    ensure!(guest.ask(pid, "USR2")? == "used: used as swap");
+    vm.sh(&format!("swapoff {NODE} && echo '0 8 linear {NODE} 0' | dmsetup create on-top"))?;
+    let users = guest.ask(pid, "USR2")?;
+    ensure!(users.starts_with("used: held by dm-"), "{users}");
+    vm.sh("dmsetup remove on-top")?;
+    ensure!(guest.ask(pid, "USR2")? == "used: by nobody");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn killed_under_load_and_back_without_an_error() -> Result<()> {
+    let guest = start()?;
+    let mut pid = guest.serve("memory", "")?;
+    guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount -o discard {NODE} /mnt/m"))?;
+    let fio = guest.start_fio("/mnt/m/file", "randwrite", 20)?;
+    // Beside it, files that come and go, so that discards are in flight as well.
+    let files = "for n in $(seq 20); do dd if=/dev/urandom of=/mnt/m/$n bs=1M count=8 conv=fsync && rm /mnt/m/$n && sync -f /mnt/m; done";
+    let files = guest.vm.command(&format!("set -e; {files}")).limit(10 * MINUTE).spawn()?;
+    for _ in 0..4 {
+        guest.vm.sh("sleep 2")?;
+        guest.end(pid, "KILL")?;
+        guest.vm.sh("sleep 0.5")?;
+        pid = guest.serve("memory", "")?;
+    }
+    let output = files.wait(10 * MINUTE)?;
+    ensure!(output.success(), "files that come and go: {output}");
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    guest.vm.sh("umount /mnt/m")?;
+    guest.vm.sh(&format!("fsck.ext4 -fn {NODE}"))?;
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn killed_during_a_recovery() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "")?;
+    let fio = guest.start_fio(NODE, "randtrimwrite", 10)?;
+    guest.vm.sh("sleep 2")?;
+    guest.end(pid, "KILL")?;
+    for _ in 0..2 {
+        // It has taken the device over when it dies, and has fetched nothing.
+        let dies = "memory_device --volume memory --backing /mem/memory.data --state /mem/memory.state --fault killed";
+        let output = guest.vm.run(&format!("{dies} --size {SIZE_BYTES}"))?;
+        ensure!(output.status == 137, "{output}");
+    }
+    let pid = guest.serve("memory", "")?;
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    // START_DEV waits until all tags are fetched; here nobody fetches any.
+    let output = vm.run(&format!(
+        "time timeout --signal=KILL 90 memory_device --volume memory --size {SIZE_BYTES} --backing /mem/memory.data \
+         --state /mem/memory.state --frontend ublk --fault stalled"
+    ))?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status == 1 && stderr.contains("start the device ublkb0"), "{output}");
+    ensure!(stderr.contains("no answer within 30s"), "{output}");
+    let pid = guest.serve("memory", "")?;
+    ensure!(vm.sh("ls /sys/class/ublk-char | wc -l")? == "1", "the device that never started is still there");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_kernel_without_ublk_says_what_is_missing() -> Result<()> {
+    let guest = Guest::start(Kernel::Nbd, "ublk")?;
+    let device =
+        format!("memory_device --size {SIZE_BYTES} --backing /mem/memory.data --state /mem/memory.state");
+    let output = guest.vm.run(&format!("{device} --frontend ublk"))?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(!output.success() && stderr.contains("no module ublk_drv"), "{output}");
+    ensure!(stderr.contains("CONFIG_BLK_DEV_UBLK"), "{output}");
+    // Whatever is wanted, the report says of each whether it works.
+    ensure!(stderr.contains("ublk: does not work: ") && stderr.contains("nbd: works: "), "{output}");
+    Ok(())
+}
+
+#[test]
+fn devices_belong_to_their_volumes() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    let first = guest.serve("memory", "")?;
+    // A record from before a restart of the host: its number is another volume's now.
+    vm.sh("cp /mem/memory.state /mem/other.state")?;
+    let other = guest.serve("other", "")?;
+    ensure!(
+        vm.sh("cat /mem/other.out")?.contains(r#""kernel_id":1"#),
+        "took over the device of another volume"
+    );
+    ensure!(vm.sh("ls /dev/longhorn")? == "memory\nother");
+
+    // A second server of the same volume, which knows nothing of the first.
+    let output = vm.run(&format!(
+        "memory_device --volume memory --size {SIZE_BYTES} --backing /mem/second.data --state /mem/second.state \
+         --frontend ublk"
+    ))?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(!output.success() && stderr.contains(&format!("process {first} serves ublkb0")), "{output}");
+
+    // The record is lost: the old device must not be taken over, as its requests are from another time.
+    guest.end(first, "KILL")?;
+    vm.sh("rm /mem/memory.state")?;
+    let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
+    vm.sh("sleep 0.5")?;
+    let first = guest.serve("memory", "")?;
+    let output = waiting.wait(MINUTE)?;
+    ensure!(!output.success(), "a write to the device that was removed: {output}");
+    ensure!(vm.sh("ls /sys/class/ublk-char | wc -l")? == "2");
+    guest.end(other, "TERM")?;
+    guest.end(first, "TERM")?;
+    ensure!(vm.sh("ls /sys/class/ublk-char | wc -l")? == "0");
+    ensure!(vm.sh("ls -A /dev/longhorn")?.is_empty());
+    Ok(())
+}
