@@ -1,0 +1,73 @@
+use std::io;
+use std::path::PathBuf;
+
+use shorthorn_control::SpecError;
+use shorthorn_frontend::FrontendError;
+use shorthorn_types::{Generation, VolumeName};
+use thiserror::Error;
+
+/// Why an engine process ends.
+#[derive(Debug, Error)]
+pub enum EngineError {
+    /// The spec file cannot be used.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// A value in the spec can never work.
+    #[error("spec of volume {volume}: {reason}")]
+    BadSpec {
+        /// The volume.
+        volume: VolumeName,
+        /// Which value, and what it may be.
+        reason: String,
+    },
+    /// The state file of the engine cannot be used.
+    #[error("state file {path}: {source}")]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// Another engine of the volume runs on this host.
+    #[error("state file {path} is locked: another engine of this volume runs on this host")]
+    Running {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The spec is older than what ran here before.
+    #[error("attachment {asked} is older than {known}, which ran here before: the spec is out of date")]
+    Outdated {
+        /// In the spec.
+        asked: u64,
+        /// In the state file.
+        known: u64,
+    },
+    /// A newer engine holds the volume: this one never comes back.
+    #[error("generation {generation} is fenced: generation {holder} holds the volume")]
+    Deposed {
+        /// Of this engine.
+        generation: Generation,
+        /// Of the newer one.
+        holder: Generation,
+    },
+    /// Too few replicas are left. A new start waits for them.
+    #[error("the volume is frozen: {0}")]
+    Frozen(String),
+    /// The frontend does not work.
+    #[error(transparent)]
+    Frontend(#[from] FrontendError),
+    /// A call to the system failed.
+    #[error("{action}: {source}")]
+    System {
+        /// What was being done.
+        action: &'static str,
+        /// What the system says.
+        source: io::Error,
+    },
+}
+
+impl EngineError {
+    pub(crate) fn system(action: &'static str) -> impl FnOnce(io::Error) -> EngineError {
+        move |source| EngineError::System { action, source }
+    }
+}

@@ -1,0 +1,341 @@
+//! The connection of one queue to one replica, on the queue's ring.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use shorthorn_core::{Event, Operation, PeerIndex, SlotId};
+use shorthorn_ring::{Arena, Completion, Received, Ring, Stream, StreamLimits, Token};
+use shorthorn_types::{ByteRange, Generation, ReplicaReport, View, ViewId};
+use shorthorn_wire::{Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, ViewMessage, encode_text};
+
+use crate::connection::{ConnectError, refusal};
+
+/// [`Token::source`] of the completions of links; [`Token::index`] is the peer.
+pub const SOURCE: u8 = 2;
+const KIND_SEND: u8 = 0;
+const KIND_RECEIVE: u8 = 1;
+
+/// Frames beside those of requests: a PING, a view change and its mark, repeated a few times.
+const CONTROL_FRAMES: usize = 32;
+/// A view message and a run of small replies fit; payloads of reads are received past it.
+const RECEIVE_BYTES: usize = MAX_TEXT_BYTES as usize + (48 << 10);
+
+/// The upper half of a request id says what it is about, the lower which one.
+const ID_REQUEST: u64 = 1 << 32;
+const ID_PING: u64 = 2 << 32;
+const ID_PROPOSE: u64 = 3 << 32;
+const ID_COMMIT: u64 = 4 << 32;
+const ID_KIND: u64 = 0xffff_ffff_0000_0000;
+
+/// What a replica said that the core need not know.
+#[derive(Debug)]
+pub enum Notice {
+    /// A newer engine holds the volume.
+    Deposed { holder: Generation },
+}
+
+/// One connection. Errors end in [`Event::Lost`]; after [`Link::close`], [`Link::take_closed`] tells when the
+/// last operation on it has ended.
+#[derive(Debug)]
+pub struct Link {
+    peer: PeerIndex,
+    queue: u16,
+    generation: Generation,
+    stream: Option<Stream>,
+    closing: bool,
+    told_closed: bool,
+    /// Per slot: how many bytes a read of this slot asked this replica for; 0 where none did.
+    asked_bytes: Box<[u32]>,
+    /// The read whose data is being received.
+    receiving: Option<Header>,
+}
+
+impl Link {
+    /// Takes a connection that has been greeted. `socket` is absent for a replica that is no member.
+    pub fn new(
+        peer: PeerIndex,
+        queue: u16,
+        generation: Generation,
+        depth: u16,
+        socket: Option<OwnedFd>,
+    ) -> Link {
+        let token = |kind| Token { source: SOURCE, kind, index: u16::from(peer), tag: 0 };
+        let limits =
+            StreamLimits { frames: usize::from(depth) + CONTROL_FRAMES, receive_bytes: RECEIVE_BYTES };
+        let stream = socket.map(|fd| Stream::new(fd, token(KIND_SEND), token(KIND_RECEIVE), limits));
+        Link {
+            peer,
+            queue,
+            generation,
+            closing: stream.is_none(),
+            told_closed: stream.is_none(),
+            stream,
+            asked_bytes: vec![0; usize::from(depth)].into(),
+            receiving: None,
+        }
+    }
+
+    /// Starts to receive.
+    pub fn start(&mut self, ring: &mut Ring) {
+        if let Some(stream) = &mut self.stream {
+            stream.arm(ring);
+        }
+    }
+
+    /// Queues a request; `data_check` is that of the slot's data, for writes.
+    pub fn send(
+        &mut self,
+        slot: SlotId,
+        operation: Operation,
+        range: ByteRange,
+        data_check: u32,
+        arena: &Arena,
+        events: &mut Vec<Event>,
+    ) {
+        let (opcode, fua) = match operation {
+            Operation::Read => (Opcode::Read, false),
+            Operation::Write { fua } => (Opcode::Write, fua),
+            Operation::Flush => (Opcode::Flush, false),
+            Operation::Discard => (Opcode::Discard, false),
+            Operation::WriteZeroes { fua } => (Opcode::WriteZeroes, fua),
+        };
+        let length = u32::try_from(range.length()).unwrap_or(u32::MAX);
+        let (offset, length) = if opcode == Opcode::Flush { (0, 0) } else { (range.offset(), length) };
+        let mut header = Header::request(opcode, ID_REQUEST | u64::from(slot.slot), offset, length);
+        header.flags = if fua { Flags::FUA } else { Flags::NONE };
+        header.data_check = data_check;
+        if opcode == Opcode::Read {
+            self.asked_bytes[usize::from(slot.slot)] = length;
+        }
+        let payload =
+            (opcode == Opcode::Write).then(|| arena.buf(usize::from(slot.slot)).part(0, length as usize));
+        let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
+        if let Err(error) = stream.send(&header.encode(), payload, None) {
+            self.fail(&format!("sending: {error}"), events);
+        }
+    }
+
+    /// Queues a PING.
+    pub fn ping(&mut self, events: &mut Vec<Event>) {
+        let header = Header::request(Opcode::Ping, ID_PING, 0, 0);
+        let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
+        if let Err(error) = stream.send(&header.encode(), None, None) {
+            self.fail(&format!("sending: {error}"), events);
+        }
+    }
+
+    /// Queues a proposed view.
+    pub fn propose(&mut self, view: View, honoured: ReplicaReport, events: &mut Vec<Event>) {
+        self.send_view(Opcode::Propose, ID_PROPOSE, view, honoured, events);
+    }
+
+    /// Queues the mark that a view is through.
+    pub fn commit(&mut self, view: View, events: &mut Vec<Event>) {
+        let honoured = ReplicaReport { committed: view, proposed: Vec::new() };
+        self.send_view(Opcode::Commit, ID_COMMIT, view, honoured, events);
+    }
+
+    fn send_view(
+        &mut self,
+        opcode: Opcode,
+        kind: u64,
+        view: View,
+        basis: ReplicaReport,
+        events: &mut Vec<Event>,
+    ) {
+        let request = Header::request(opcode, kind | u64::from(view.id.number), 0, 0);
+        let (header, text) = encode_text(request, &ViewMessage { view, basis });
+        let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
+        if let Err(error) = stream.send_owned(&header.encode(), text) {
+            self.fail(&format!("sending: {error}"), events);
+        }
+    }
+
+    /// Sends what is queued.
+    pub fn flush(&mut self, ring: &mut Ring) {
+        if let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) {
+            stream.flush(ring);
+        }
+    }
+
+    /// Ends the connection; nothing that comes over it counts any more.
+    pub fn close(&mut self) {
+        self.closing = true;
+        if let Some(stream) = &self.stream {
+            stream.shutdown();
+        }
+    }
+
+    /// Once, when the connection was closed and no operation on it is under way: its buffers are free.
+    pub fn take_closed(&mut self) -> Option<Event> {
+        let idle = self.stream.as_ref().is_none_or(Stream::is_idle);
+        if !self.closing || self.told_closed || !idle {
+            return None;
+        }
+        self.told_closed = true;
+        self.stream = None;
+        Some(Event::Closed { peer: self.peer, queue: self.queue })
+    }
+
+    /// Takes a completion of [`SOURCE`] for this peer.
+    pub fn on_completion(
+        &mut self,
+        completion: Completion,
+        ring: &mut Ring,
+        arena: &Arena,
+        events: &mut Vec<Event>,
+    ) -> Option<Notice> {
+        let Some(stream) = &mut self.stream else { return None };
+        if completion.token.kind == KIND_SEND {
+            let mut owners = Vec::new(); // frames of requests have no owners: it stays empty
+            if let Err(error) = stream.on_sent(completion, &mut owners) {
+                self.fail(&format!("sending: {error}"), events);
+            }
+            return None;
+        }
+        let received = stream.on_received(completion);
+        if self.closing {
+            return None;
+        }
+        let result = match received {
+            Ok(Received::End) => Err("it has closed the connection".to_owned()),
+            Err(error) => Err(format!("receiving: {error}")),
+            Ok(Received::Part) => Ok(None),
+            Ok(Received::Payload) => {
+                self.payload_done(arena, events).and_then(|()| self.parse(arena, events))
+            }
+            Ok(Received::Bytes) => self.parse(arena, events),
+        };
+        match result {
+            Ok(notice) => {
+                self.start(ring);
+                notice
+            }
+            Err(reason) => {
+                self.fail(&reason, events);
+                None
+            }
+        }
+    }
+
+    fn fail(&mut self, reason: &str, events: &mut Vec<Event>) {
+        if !self.closing {
+            self.close();
+            events.push(Event::Lost { peer: self.peer, reason: reason.to_owned() });
+        }
+    }
+
+    /// Takes every whole frame out of the receive buffer.
+    fn parse(&mut self, arena: &Arena, events: &mut Vec<Event>) -> Result<Option<Notice>, String> {
+        let mut notice = None;
+        while let Some(bytes) = self.stream.as_ref().and_then(|stream| stream.bytes().first_chunk()) {
+            let header = Header::decode(bytes).map_err(|error| error.to_string())?;
+            if !header.is_response() {
+                return Err(format!("it sends a request: {header}"));
+            }
+            if header.opcode == Opcode::Read && header.status == 0 {
+                if !self.begin_payload(header, arena)? {
+                    break;
+                }
+                self.payload_done(arena, events)?;
+            } else if header.opcode.is_control() {
+                if !self.take_control(&header, events, &mut notice)? {
+                    break;
+                }
+            } else {
+                self.consume(HEADER_BYTES);
+                self.take_answer(&header, events)?;
+            }
+        }
+        Ok(notice)
+    }
+
+    fn consume(&mut self, count: usize) {
+        if let Some(stream) = &mut self.stream {
+            stream.consume(count);
+        }
+    }
+
+    /// The header of a read that went well: its data goes straight to the slot. True where all of it is here.
+    fn begin_payload(&mut self, header: Header, arena: &Arena) -> Result<bool, String> {
+        let slot = self.slot_of(&header)?;
+        let asked = std::mem::take(&mut self.asked_bytes[usize::from(slot.slot)]);
+        if asked != header.length_bytes || asked == 0 {
+            return Err(format!("it answers {header} with {asked} bytes asked for"));
+        }
+        self.consume(HEADER_BYTES);
+        self.receiving = Some(header);
+        let target = arena.buf(usize::from(slot.slot)).part(0, header.length_bytes as usize);
+        Ok(self.stream.as_mut().is_some_and(|stream| stream.receive_into(target)))
+    }
+
+    /// The data of a read is in its slot.
+    fn payload_done(&mut self, arena: &Arena, events: &mut Vec<Event>) -> Result<(), String> {
+        let Some(header) = self.receiving.take() else { return Err("data without a header".to_owned()) };
+        let slot = self.slot_of(&header)?;
+        let data = arena.buf(usize::from(slot.slot)).part(0, header.length_bytes as usize);
+        header.check_data(data.crc32c()).map_err(|error| error.to_string())?;
+        events.push(Event::Reply { peer: self.peer, slot, outcome: Ok(()) });
+        Ok(())
+    }
+
+    /// An answer without data.
+    fn take_answer(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), String> {
+        if header.id & ID_KIND == ID_PING {
+            events.push(Event::Pong { peer: self.peer });
+            return Ok(());
+        }
+        let slot = self.slot_of(header)?;
+        self.asked_bytes[usize::from(slot.slot)] = 0;
+        events.push(Event::Reply { peer: self.peer, slot, outcome: header.outcome() });
+        Ok(())
+    }
+
+    /// The answer to a view message, if it is here whole.
+    fn take_control(
+        &mut self,
+        header: &Header,
+        events: &mut Vec<Event>,
+        notice: &mut Option<Notice>,
+    ) -> Result<bool, String> {
+        let whole = HEADER_BYTES + header.data_bytes() as usize;
+        let Some(stream) = &mut self.stream else { return Ok(false) };
+        let Some(text) = stream.bytes().get(HEADER_BYTES..whole) else { return Ok(false) };
+        let outcome = header.outcome().map_err(|errno| refusal(header, text, errno));
+        stream.consume(whole);
+        match outcome {
+            Err(ConnectError::Deposed { holder, .. }) => *notice = Some(Notice::Deposed { holder }),
+            Err(error) => return Err(error.to_string()),
+            Ok(()) if header.id & ID_KIND == ID_PROPOSE => {
+                let number = u32::try_from(header.id & !ID_KIND).unwrap_or(u32::MAX);
+                let view = ViewId { generation: self.generation, number };
+                events.push(Event::ViewStored { peer: self.peer, view });
+            }
+            Ok(()) => {}
+        }
+        Ok(true)
+    }
+
+    fn slot_of(&self, header: &Header) -> Result<SlotId, String> {
+        let slot = u16::try_from(header.id & !ID_KIND).ok();
+        match slot
+            .filter(|slot| header.id & ID_KIND == ID_REQUEST && usize::from(*slot) < self.asked_bytes.len())
+        {
+            Some(slot) => Ok(SlotId { queue: self.queue, slot }),
+            None => Err(format!("it answers what it was not asked: {header}")),
+        }
+    }
+}
+
+/// The tokens of links carry the peer.
+pub fn peer_of(token: Token) -> PeerIndex {
+    u8::try_from(token.index).unwrap_or(u8::MAX)
+}
+
+/// A socket for the ring out of a connection.
+pub fn socket(connection: Option<crate::connection::Connection>) -> io::Result<Option<OwnedFd>> {
+    connection.map(crate::connection::Connection::into_socket).transpose()
+}
+
+#[cfg(test)]
+mod tests;

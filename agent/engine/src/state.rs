@@ -1,0 +1,151 @@
+//! What an engine remembers from one process to the next, on the host where it runs.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, Flock, FlockArg, RenameFlags, renameat2};
+use serde::{Deserialize, Serialize};
+use shorthorn_frontend::DeviceRecord;
+use shorthorn_types::Generation;
+
+use crate::EngineError;
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Content {
+    /// The generation that was used last.
+    generation: Generation,
+    /// The device, from before it goes live until it is gone.
+    device: Option<DeviceRecord>,
+}
+
+/// The state file, locked: no two processes use one generation.
+#[derive(Debug)]
+pub struct EngineState {
+    path: PathBuf,
+    content: Content,
+    _lock: Flock<File>,
+}
+
+impl EngineState {
+    /// Locks and reads the state file, and takes the next generation of attachment `attach`.
+    ///
+    /// # Errors
+    /// The file is in use, or newer than the spec, or cannot be read or written.
+    pub fn open(path: &Path, attach: u64) -> Result<EngineState, EngineError> {
+        let state = |source| EngineError::State { path: path.to_owned(), source };
+        let lock = lock(&path.with_extension("lock")).map_err(|source| match source.raw_os_error() {
+            Some(raw) if Errno::from_raw(raw) == Errno::EWOULDBLOCK => {
+                EngineError::Running { path: path.to_owned() }
+            }
+            _ => state(source),
+        })?;
+        let content = match fs::read(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Content::default(),
+            Err(error) => return Err(state(error)),
+            Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| state(error.into()))?,
+        };
+        let known = content.generation.attach;
+        if attach < known {
+            return Err(EngineError::Outdated { asked: attach, known });
+        }
+        let mut state = EngineState { path: path.to_owned(), content, _lock: lock };
+        if attach > known {
+            state.content.generation = Generation::new(attach, 0);
+            // The volume may have been attached elsewhere since: what an old device still holds back must
+            // never be written now.
+            state.content.device = None;
+            state.store()?;
+        } else {
+            state.next_generation()?;
+        }
+        Ok(state)
+    }
+
+    /// The generation of this process.
+    pub fn generation(&self) -> Generation {
+        self.content.generation
+    }
+
+    /// Takes the next generation: durable before it is used.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn next_generation(&mut self) -> Result<Generation, EngineError> {
+        self.content.generation.restart += 1;
+        self.store()?;
+        Ok(self.content.generation)
+    }
+
+    /// The device that an earlier process has left.
+    pub fn device(&self) -> Option<&DeviceRecord> {
+        self.content.device.as_ref()
+    }
+
+    /// Remembers the device, or that there is none.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn set_device(&mut self, device: Option<DeviceRecord>) -> Result<(), EngineError> {
+        self.content.device = device;
+        self.store()
+    }
+
+    fn store(&self) -> Result<(), EngineError> {
+        self.write().map_err(|source| EngineError::State { path: self.path.clone(), source })
+    }
+
+    /// Whole or not at all, durably. The file of the last time is kept as the next one to be written over and
+    /// exchanged, so that this needs no space: an engine has to start and to stop on a full disk too.
+    fn write(&self) -> io::Result<()> {
+        let temporary = self.path.with_extension("tmp");
+        let bytes = serde_json::to_vec_pretty(&self.content)?;
+        let mut file =
+            OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&temporary)?;
+        file.write_all(&bytes)?;
+        file.set_len(bytes.len() as u64)?;
+        file.sync_all()?;
+        match renameat2(AT_FDCWD, &temporary, AT_FDCWD, &self.path, RenameFlags::RENAME_EXCHANGE) {
+            Ok(()) => {}
+            // There is none yet, or this file system cannot exchange names.
+            Err(Errno::ENOENT | Errno::EINVAL) => fs::rename(&temporary, &self.path)?,
+            Err(errno) => return Err(errno.into()),
+        }
+        File::open(self.path.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
+    }
+}
+
+fn lock(path: &Path) -> io::Result<Flock<File>> {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_process_has_a_generation_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = |attach| EngineState::open(&path, attach).map(|state| state.generation());
+        assert_eq!(open(1).unwrap(), Generation::new(1, 0));
+        assert_eq!(open(1).unwrap(), Generation::new(1, 1));
+        assert_eq!(open(5).unwrap(), Generation::new(5, 0));
+        assert!(matches!(open(4), Err(EngineError::Outdated { asked: 4, known: 5 })));
+        let held = EngineState::open(&path, 5).unwrap();
+        assert_eq!(held.generation(), Generation::new(5, 1));
+        assert!(matches!(open(5), Err(EngineError::Running { .. })));
+    }
+
+    #[test]
+    fn a_damaged_file_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        fs::write(&path, "{").unwrap();
+        assert!(EngineState::open(&path, 1).unwrap_err().to_string().contains("v1.state"));
+    }
+}
