@@ -1,0 +1,192 @@
+//! The command line.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use shorthorn_control::FrontendChoice;
+use shorthorn_types::VolumeName;
+
+use crate::logging::{self, LogFormat};
+use crate::size::VolumeSize;
+
+/// Replicated block storage: everything that runs on a node.
+///
+/// `serve` is the agent of a node in a cluster. `run` needs no agent, no controller and no configuration: it
+/// keeps one volume in a directory for as long as it runs. `engine` and `replica serve` are the processes
+/// that both of them start.
+#[derive(Debug, Parser)]
+#[command(name = "shorthorn-agent", version, about, long_about, max_term_width = 100)]
+pub struct Cli {
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Args)]
+pub struct LogArgs {
+    /// What is logged: error, warn, info, debug or trace, or directives like info,shorthorn_engine=debug.
+    /// Replaces what the configuration file says; info where nothing says anything
+    #[arg(long, global = true, value_name = "LEVEL", env = "SHORTHORN_LOG", value_parser = log_level)]
+    pub log_level: Option<String>,
+    /// How it is logged, to standard error. Replaces what the configuration file says
+    #[arg(long, global = true, value_name = "FORMAT", env = "SHORTHORN_LOG_FORMAT")]
+    pub log_format: Option<LogFormat>,
+}
+
+fn log_level(text: &str) -> Result<String, String> {
+    logging::check_level(text).map(|()| text.to_owned())
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Runs one volume, with no daemon, until SIGTERM or ctrl-C
+    Run(RunArgs),
+    /// Runs the agent of this node: the API that a controller calls
+    Serve(ServeArgs),
+    /// Runs the engine of one volume; started by `serve` and `run`
+    Engine(RoleArgs),
+    /// Serves, shows or exports a replica directory
+    #[command(subcommand)]
+    Replica(ReplicaCommand),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum ReplicaCommand {
+    /// Serves one replica directory to engines; started by `serve` and `run`
+    Serve(RoleArgs),
+    /// Shows what is in a replica directory that no process has open
+    Inspect(InspectArgs),
+    /// Writes the volume as a replica directory has it, or one of its snapshots, as a raw image
+    Export(ExportArgs),
+}
+
+/// What an engine or replica process is started with.
+#[derive(Clone, Debug, Args)]
+pub struct RoleArgs {
+    /// What to run: a JSON file, as `serve` and `run` write it
+    #[arg(long, value_name = "FILE")]
+    pub spec: PathBuf,
+    /// Hold a lock on this file, with the process id in it; refuse to start where another process has it
+    #[arg(long, value_name = "FILE")]
+    pub pid_file: Option<PathBuf>,
+    /// Where this ends with an error, leave the message in this file
+    #[arg(long, value_name = "FILE")]
+    pub error_file: Option<PathBuf>,
+    /// Stop when the parent process, which must have this id, ends
+    #[arg(long, value_name = "PID")]
+    pub parent: Option<i32>,
+}
+
+/// Runs one volume in a directory, with no daemon at all.
+///
+/// Makes the volume where DIR has none, else goes on with the one that is there. When it is ready, one line of
+/// JSON on standard output says where: its `device` or its `uri` and `socket`, and the `pids` of all its
+/// processes. An engine or replica that dies is started again. SIGTERM and SIGINT stop everything cleanly.
+///
+/// Killed with SIGKILL, a volume with the frontend `socket` stops as well. With a kernel frontend engine and
+/// replicas go on, so that a mounted file system keeps its disk; the next `run` on DIR takes the device over.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Name of the volume: lower-case letters, digits and '-', at most 63
+    pub name: VolumeName,
+    /// Directory of the volume: its replicas, its identity, its sockets; made where it is missing
+    #[arg(long)]
+    pub dir: PathBuf,
+    /// Size of the volume, for instance 1GiB: a multiple of 4096 bytes
+    #[arg(long)]
+    pub size: VolumeSize,
+    /// How many replicas, 1 to 8
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub replicas: u8,
+    /// How the volume is offered. `socket` works for everybody, the others need root and a kernel driver
+    #[arg(long, default_value = "socket")]
+    pub frontend: FrontendArg,
+    /// Threads of the engine, and connections to each replica
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=8))]
+    pub queues: u16,
+    /// Requests in flight per queue
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub queue_depth: u16,
+    /// A replica that does not answer a request for so many milliseconds has failed
+    #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(100..=600_000))]
+    pub replica_timeout_ms: u32,
+    /// Give up when the volume is not ready after so many seconds
+    #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub ready_timeout: u64,
+    /// Directory of the device node
+    #[arg(long, default_value = "/dev/longhorn", value_name = "DIR")]
+    pub device_dir: PathBuf,
+}
+
+/// A frontend, as people name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FrontendArg {
+    /// NBD on a Unix socket: no kernel driver, no root
+    Socket,
+    /// A block device: ublk where the kernel has it, else nbd
+    Auto,
+    /// A block device through the ublk driver
+    Ublk,
+    /// A block device through the nbd driver
+    Nbd,
+}
+
+impl From<FrontendArg> for FrontendChoice {
+    fn from(arg: FrontendArg) -> FrontendChoice {
+        match arg {
+            FrontendArg::Socket => FrontendChoice::Socket,
+            FrontendArg::Auto => FrontendChoice::Auto,
+            FrontendArg::Ublk => FrontendChoice::Ublk,
+            FrontendArg::Nbd => FrontendChoice::Nbd,
+        }
+    }
+}
+
+/// Runs the agent of this node.
+///
+/// Engines and replicas are units of systemd, or processes of their own where PID 1 is not systemd. They go on
+/// when the agent stops, crashes or is upgraded, and the next agent finds them again.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// The configuration file, TOML. Where it is not given, /etc/shorthorn/agent.toml if that is there
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Check the configuration, and end
+    #[arg(long)]
+    pub check: bool,
+    /// Replaces `data_address` of the configuration
+    #[arg(long, value_name = "IP")]
+    pub data_address: Option<IpAddr>,
+}
+
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The replica directory
+    pub dir: PathBuf,
+    /// For people, or for programs
+    #[arg(long, default_value = "text", value_name = "FORMAT")]
+    pub output: OutputFormat,
+}
+
+/// How a result is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OutputFormat {
+    /// For people
+    Text,
+    /// For programs
+    Json,
+}
+
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// The replica directory
+    pub dir: PathBuf,
+    /// The snapshot to write, instead of the volume as it is now
+    #[arg(long, value_name = "NAME")]
+    pub snapshot: Option<String>,
+    /// The file to write, sparse; `-` is standard output
+    #[arg(value_name = "FILE|-")]
+    pub file: PathBuf,
+}

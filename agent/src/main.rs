@@ -1,0 +1,80 @@
+//! The agent of a node, and the processes that it starts.
+
+mod cli;
+mod logging;
+mod pid_file;
+mod roles;
+mod run;
+mod serve;
+mod size;
+mod tools;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command, LogArgs, ReplicaCommand, ServeArgs};
+use serve::config::Config;
+use shorthorn_engine::EngineError;
+
+const DEFAULT_LOG_LEVEL: &str = "info";
+/// How an engine ends that a newer one has fenced: it must not be started again (RestartPreventExitStatus in
+/// shorthorn-engine@.service).
+const DEPOSED: u8 = 10;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match dispatch(&cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Where standard error is closed nobody can be told.
+            let _ = writeln!(std::io::stderr(), "shorthorn-agent: {error:#}");
+            match error.downcast_ref() {
+                Some(EngineError::Deposed { .. }) => ExitCode::from(DEPOSED),
+                _ => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+fn dispatch(cli: &Cli) -> anyhow::Result<()> {
+    match &cli.command {
+        Command::Serve(args) => serve_node(args, &cli.log),
+        Command::Run(args) => {
+            start_logs(&cli.log);
+            Ok(run::run(args)?)
+        }
+        Command::Engine(args) => {
+            start_logs(&cli.log);
+            roles::engine(args)
+        }
+        Command::Replica(ReplicaCommand::Serve(args)) => {
+            start_logs(&cli.log);
+            roles::replica(args)
+        }
+        Command::Replica(ReplicaCommand::Inspect(args)) => tools::inspect(args),
+        Command::Replica(ReplicaCommand::Export(args)) => {
+            start_logs(&cli.log);
+            tools::export(args)
+        }
+    }
+}
+
+fn start_logs(args: &LogArgs) {
+    let level = args.log_level.as_deref().unwrap_or(DEFAULT_LOG_LEVEL);
+    logging::start(level, args.log_format.unwrap_or_default());
+}
+
+fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
+    let mut config = Config::load(args.config.as_deref())?;
+    if args.data_address.is_some() {
+        config.data_address = args.data_address;
+    }
+    if args.check {
+        return Ok(());
+    }
+    let level = log.log_level.as_deref().unwrap_or(&config.log_level);
+    logging::start(level, log.log_format.unwrap_or(config.log_format));
+    serve::serve(config)
+}

@@ -1,0 +1,234 @@
+//! Pid files that cannot lie.
+//!
+//! A process holds a record lock on its pid file for as long as it lives. The kernel tells who holds the
+//! lock, so a pid that was used again, or a file left by a process that is gone, deceives nobody. The text in the
+//! file is for people.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::io::Errno;
+use rustix::process::{
+    Flock, FlockType, Pid, PidfdFlags, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal,
+};
+use thiserror::Error;
+
+/// A pid file held by this process. The lock goes with the process, or when this is dropped.
+#[derive(Debug)]
+pub struct PidFile {
+    _file: File,
+}
+
+/// Why a pid file cannot be taken.
+#[derive(Debug, Error)]
+pub enum PidFileError {
+    /// Another process has it.
+    #[error("{path} is held by process {pid}")]
+    Held {
+        /// The file.
+        path: PathBuf,
+        /// Who has it.
+        pid: i32,
+    },
+    /// It cannot be opened, locked or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+}
+
+impl PidFile {
+    /// Takes the pid file at `path` for this process. A process may do that once: closing any other
+    /// descriptor of the file would let go of the lock.
+    ///
+    /// # Errors
+    /// [`PidFileError::Held`] where another process has it.
+    pub fn claim(path: &Path) -> Result<PidFile, PidFileError> {
+        let io = |source| PidFileError::Io { path: path.to_owned(), source };
+        let mut file = fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(io)?;
+        while let Err(error) = fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
+            if !matches!(error, Errno::ACCESS | Errno::AGAIN) {
+                return Err(io(error.into()));
+            }
+            // Between the two calls the holder may have gone: then the lock is free, and is tried again.
+            if let Some(pid) = lock_holder(&file).map_err(io)? {
+                return Err(PidFileError::Held { path: path.to_owned(), pid: pid.as_raw_nonzero().get() });
+            }
+        }
+        file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(io)?;
+        Ok(PidFile { _file: file })
+    }
+}
+
+fn lock_holder(file: &File) -> io::Result<Option<Pid>> {
+    let held = fcntl_getlk(file, &Flock::from(FlockType::WriteLock))?;
+    Ok(held.and_then(|lock| lock.pid))
+}
+
+/// A living process that holds a pid file.
+#[derive(Debug)]
+pub struct Holder {
+    pid: Pid,
+    fd: OwnedFd,
+}
+
+impl Holder {
+    /// Who holds the pid file at `path`; nobody where it is missing.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn find(path: &Path) -> io::Result<Option<Holder>> {
+        let file = match File::open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        loop {
+            let Some(pid) = lock_holder(&file)? else { return Ok(None) };
+            let fd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
+                Err(Errno::SRCH) => continue,
+                other => other?,
+            };
+            // It held the lock before and after: the descriptor is of that very process.
+            if lock_holder(&file)? == Some(pid) {
+                return Ok(Some(Holder { pid, fd }));
+            }
+        }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw_nonzero().get()
+    }
+
+    /// Asks it to end, as SIGTERM does.
+    ///
+    /// # Errors
+    /// What the system says; a process that has ended already is no error.
+    pub fn terminate(&self) -> io::Result<()> {
+        self.signal(Signal::TERM)
+    }
+
+    /// Ends it at once.
+    ///
+    /// # Errors
+    /// What the system says; a process that has ended already is no error.
+    pub fn kill(&self) -> io::Result<()> {
+        self.signal(Signal::KILL)
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(&self.fd, signal) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Waits until it has ended, for at most `limit`; whether it has.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn wait(&self, limit: Duration) -> io::Result<bool> {
+        let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
+        loop {
+            match poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&limit)) {
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+                Ok(ready) => return Ok(ready > 0),
+            }
+        }
+    }
+
+    /// A child that may not hold its pid file yet, and whose end nobody has taken yet.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn of_child(child: &std::process::Child) -> io::Result<Holder> {
+        let pid = Pid::from_child(child);
+        Ok(Holder { pid, fd: pidfd_open(pid, PidfdFlags::NONBLOCK)? })
+    }
+
+    /// A pidfd: readable once the process has ended.
+    ///
+    /// # Errors
+    /// Out of descriptors.
+    pub fn fd(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    const HOLD: &str = "SHORTHORN_TEST_HOLD";
+
+    /// Not a test of its own: the other process of the tests below.
+    #[test]
+    fn helper_holds_until_its_input_ends() {
+        let Some(path) = std::env::var_os(HOLD) else { return };
+        let _held = PidFile::claim(Path::new(&path)).unwrap();
+        println!("held");
+        io::copy(&mut io::stdin(), &mut io::sink()).unwrap();
+    }
+
+    fn holder_process(path: &Path) -> std::process::Child {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "--nocapture", "pid_file::tests::helper_holds_until_its_input_ends"])
+            .env(HOLD, path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.map_while(Result::ok).any(|line| line.contains("held")));
+        child
+    }
+
+    #[test]
+    fn tells_who_holds_it_while_that_lives() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        assert!(Holder::find(&path).unwrap().is_none());
+        let mut child = holder_process(&path);
+        let holder = Holder::find(&path).unwrap().unwrap();
+        assert_eq!(holder.pid().unsigned_abs(), child.id());
+        match PidFile::claim(&path) {
+            Err(PidFileError::Held { pid, .. }) => assert_eq!(pid.unsigned_abs(), child.id()),
+            other => panic!("{other:?}"),
+        }
+        assert!(!holder.wait(Duration::ZERO).unwrap());
+        holder.kill().unwrap();
+        assert!(holder.wait(Duration::from_secs(20)).unwrap());
+        child.wait().unwrap();
+        holder.terminate().unwrap();
+        assert!(Holder::find(&path).unwrap().is_none());
+        assert!(PidFile::claim(&path).is_ok());
+    }
+
+    #[test]
+    fn a_left_over_file_is_nobodys() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        fs::write(&path, "1\n").unwrap();
+        assert!(Holder::find(&path).unwrap().is_none());
+    }
+}

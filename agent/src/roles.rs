@@ -1,0 +1,55 @@
+//! The processes that `serve` and `run` start: an engine, a replica.
+//!
+//! They have no async runtime: everything that they do after their start is in the crates of their roles.
+
+use std::ffi::CStr;
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context;
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use nix::unistd::getppid;
+
+use crate::cli::RoleArgs;
+use crate::pid_file::PidFile;
+
+/// Runs the engine of one volume until it is told to stop.
+pub fn engine(args: &RoleArgs) -> anyhow::Result<()> {
+    run(args, c"shorthorn-eng", |spec| Ok(shorthorn_engine::run(spec)?))
+}
+
+/// Serves one replica directory until it is told to stop.
+pub fn replica(args: &RoleArgs) -> anyhow::Result<()> {
+    run(args, c"shorthorn-rep", |spec| Ok(shorthorn_replica::run(spec)?))
+}
+
+fn run(args: &RoleArgs, name: &CStr, role: impl FnOnce(&Path) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    // Started from /proc/self/exe the process would be called "exe"; the name is only for people.
+    let _ = prctl::set_name(name);
+    let ended = start(args).and_then(|_held| role(&args.spec));
+    if let (Err(error), Some(path)) = (&ended, &args.error_file)
+        && let Err(unwritten) = fs::write(path, format!("{error:#}\n"))
+    {
+        tracing::warn!("{}: {unwritten}", path.display());
+    }
+    ended
+}
+
+fn start(args: &RoleArgs) -> anyhow::Result<Option<PidFile>> {
+    if let Some(parent) = args.parent {
+        prctl::set_pdeathsig(Signal::SIGTERM).context("cannot ask to be told of the parent's end")?;
+        // The parent may have ended before that call.
+        anyhow::ensure!(getppid().as_raw() == parent, "the parent, process {parent}, has ended");
+    }
+    let held = args.pid_file.as_deref().map(PidFile::claim).transpose()?;
+    if let Some(path) = &args.error_file {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).context(format!("{}", path.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(held)
+}

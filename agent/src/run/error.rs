@@ -1,0 +1,112 @@
+use std::io;
+use std::path::{Path, PathBuf};
+
+use shorthorn_control::SpecError;
+use thiserror::Error;
+
+/// Why a volume cannot be run.
+#[derive(Debug, Error)]
+pub enum RunError {
+    /// A file or directory of the volume does not work.
+    #[error("{path}: {source}")]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// Signals, threads or processes cannot be had.
+    #[error("{action}: {source}")]
+    System {
+        /// What was being done.
+        action: &'static str,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// A JSON file of the volume cannot be read or written.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// Another supervisor has the directory.
+    #[error("{dir} is in use by process {pid}: stop that one first (kill {pid})")]
+    Held {
+        /// The directory of the volume.
+        dir: PathBuf,
+        /// Who has it.
+        pid: i32,
+    },
+    /// The directory holds a volume that is not the one asked for.
+    #[error(
+        "{dir} holds a volume whose {what} is {found}, not {wanted}: use {what} {found}, or another directory"
+    )]
+    Other {
+        /// The directory of the volume.
+        dir: PathBuf,
+        /// Name, size or number of replicas.
+        what: &'static str,
+        /// What the directory says.
+        found: String,
+        /// What was asked for.
+        wanted: String,
+    },
+    /// No directory for sockets has a path short enough.
+    #[error(
+        "{path} is too long for a Unix socket, which has {longest} bytes at most: use a shorter directory, or set \
+         XDG_RUNTIME_DIR to one"
+    )]
+    TooLong {
+        /// The path that was tried last.
+        path: PathBuf,
+        /// The longest that works.
+        longest: usize,
+    },
+    /// A directory that others can write to, or that is not ours, must not hold our sockets.
+    #[error("{0} is not a directory of this user with mode 0700: remove it, or set XDG_RUNTIME_DIR")]
+    NotOurs(PathBuf),
+    /// A process of an earlier run goes on and cannot be stopped.
+    #[error("process {pid} of an earlier run on this directory {why}")]
+    Leftover {
+        /// The process.
+        pid: i32,
+        /// Why it cannot be stopped.
+        why: String,
+    },
+    /// A process ended before the volume was ready.
+    #[error("the {role} ended before the volume was ready: {message}")]
+    Ended {
+        /// Which.
+        role: String,
+        /// Its last words.
+        message: String,
+    },
+    /// The engine needs at least one.
+    #[error("no replica can be opened: {0}")]
+    NoReplica(String),
+    /// The time to become ready has passed.
+    #[error("the volume is not ready after {seconds} s: {message}")]
+    NotReady {
+        /// How long it was waited for.
+        seconds: u64,
+        /// What it waits for.
+        message: String,
+    },
+    /// A process did not stop, or not cleanly.
+    #[error("the {role} did not stop cleanly: {message}")]
+    Unclean {
+        /// Which.
+        role: String,
+        /// How it ended.
+        message: String,
+    },
+}
+
+impl RunError {
+    /// For `map_err`: the system refused something about `path`.
+    pub fn at(path: &Path) -> impl FnOnce(io::Error) -> RunError {
+        |source| RunError::Io { path: path.to_owned(), source }
+    }
+
+    /// For `map_err`: the system refused `action`.
+    pub fn doing<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> RunError {
+        move |source| RunError::System { action, source: source.into() }
+    }
+}

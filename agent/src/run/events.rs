@@ -1,0 +1,86 @@
+//! What the supervisor waits for: signals, and the statuses of its processes.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use shorthorn_control::{Client, Status};
+
+use crate::run::RunError;
+
+/// Events that wait to be handled; their senders wait where it is full.
+pub const QUEUE: usize = 64;
+/// Small: these threads only move a line of JSON.
+const STACK_BYTES: usize = 128 << 10;
+/// How long a process has to bind its control socket is up to it; so often it is tried.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+
+/// Something happened.
+#[derive(Debug)]
+pub enum Event {
+    /// SIGTERM or SIGINT.
+    Stop,
+    /// A child ended.
+    Child,
+    /// The status of a process. The numbers are those it was given to [`watch`].
+    Status(usize, u32, Box<Status>),
+}
+
+/// Keeps SIGTERM, SIGINT and SIGCHLD from doing anything but being read from what this returns.
+pub fn block_signals() -> Result<SignalFd, RunError> {
+    let mut signals = SigSet::empty();
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD] {
+        signals.add(signal);
+    }
+    signals.thread_block().map_err(RunError::doing("cannot block signals"))?;
+    SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC).map_err(RunError::doing("cannot receive signals"))
+}
+
+/// Turns signals into events, on a thread of its own.
+pub fn forward_signals(signals: SignalFd, events: SyncSender<Event>) -> Result<(), RunError> {
+    let forward = move || {
+        while let Ok(Some(signal)) = signals.read_signal() {
+            let child = i32::try_from(signal.ssi_signo) == Ok(Signal::SIGCHLD as i32);
+            if events.send(if child { Event::Child } else { Event::Stop }).is_err() {
+                return;
+            }
+        }
+    };
+    spawn("signals", forward)
+}
+
+/// Turns the statuses of a process into events, on a thread of its own, until `ended` is set.
+pub fn watch(
+    control: PathBuf,
+    (process, start): (usize, u32),
+    ended: Arc<AtomicBool>,
+    events: SyncSender<Event>,
+) -> Result<(), RunError> {
+    let watch = move || {
+        let mut pause = FIRST_PAUSE;
+        while !ended.load(Ordering::Acquire) {
+            // The process may not be that far yet, or not be any more: both look the same from here.
+            let statuses = Client::connect(&control).and_then(Client::watch);
+            for status in statuses.into_iter().flatten().map_while(Result::ok) {
+                pause = FIRST_PAUSE;
+                if events.send(Event::Status(process, start, Box::new(status))).is_err() {
+                    return;
+                }
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    };
+    spawn("watch", watch)
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), RunError> {
+    let builder = thread::Builder::new().name(name.into()).stack_size(STACK_BYTES);
+    builder.spawn(body).map(|_| ()).map_err(RunError::doing("cannot start a thread"))
+}

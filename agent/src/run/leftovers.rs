@@ -1,0 +1,52 @@
+//! Processes of an earlier supervisor on the same directory that was killed.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use shorthorn_frontend::node;
+
+use crate::cli::{FrontendArg, RunArgs};
+use crate::pid_file::Holder;
+use crate::run::RunError;
+use crate::run::runtime::RuntimeDir;
+use crate::run::volume::VolumeDir;
+
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// Stops them, the engine first, as a supervisor does. Where the device is in use, the engine is killed instead:
+/// then the device stays, its requests wait, and the engine that is started next takes it over.
+///
+/// # Errors
+/// [`RunError::Leftover`] where the next engine could not take the device over, or a process does not stop.
+pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<(), RunError> {
+    let find = |pid_file: &Path| Holder::find(pid_file).map_err(RunError::at(pid_file));
+    if let Some(engine) = find(&runtime.engine().pid)? {
+        let user = node::in_use(&args.device_dir.join(args.name.as_str()));
+        match &user {
+            Some(user) if args.frontend == FrontendArg::Socket => {
+                let why =
+                    format!("has a device that is in use by {user}: unmount it, or take the same frontend");
+                return Err(RunError::Leftover { pid: engine.pid(), why });
+            }
+            _ => stop_one(&engine, user.is_some())?,
+        }
+    }
+    for id in &volume.file().replicas {
+        if let Some(replica) = find(&runtime.replica(*id).pid)? {
+            stop_one(&replica, false)?;
+        }
+    }
+    Ok(())
+}
+
+fn stop_one(holder: &Holder, at_once: bool) -> Result<(), RunError> {
+    let pid = holder.pid();
+    let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };
+    tracing::warn!(pid, at_once, "a process of an earlier run goes on: stopping it");
+    if at_once { holder.kill() } else { holder.terminate() }.map_err(failed)?;
+    if holder.wait(STOP_LIMIT).map_err(failed)? {
+        return Ok(());
+    }
+    Err(RunError::Leftover { pid, why: format!("does not stop within {} s", STOP_LIMIT.as_secs()) })
+}

@@ -1,0 +1,46 @@
+//! `shorthorn-agent run`: one volume with no daemon at all.
+//!
+//! This process is the supervisor. It makes or opens the volume's directory, starts a process per replica and
+//! the engine, says on standard output when the volume is ready, starts again what dies, and stops everything
+//! on SIGTERM. It has a few threads and no async runtime, because its memory counts beside the engine's.
+
+mod announce;
+mod error;
+mod events;
+mod leftovers;
+mod process;
+mod runtime;
+mod supervisor;
+mod volume;
+
+pub use error::RunError;
+
+use shorthorn_control::FrontendChoice;
+
+use crate::cli::RunArgs;
+use supervisor::Supervisor;
+use volume::VolumeDir;
+
+/// Runs the volume until SIGTERM or SIGINT.
+pub fn run(args: &RunArgs) -> Result<(), RunError> {
+    // Before there is any thread: all inherit the mask.
+    let signals = events::block_signals()?;
+    let mut volume = VolumeDir::open(args)?;
+    let runtime = runtime::prepare(volume.path())?;
+    leftovers::stop(args, &runtime, &volume)?;
+    volume.raise_attach()?;
+    tracing::info!(
+        volume = %args.name,
+        directory = %volume.path().display(),
+        attach = volume.file().attach,
+        "starting"
+    );
+    Supervisor::new(args, volume, runtime, signals)?.run()
+}
+
+/// Whether the processes of the volume end with their supervisor, however that ends.
+///
+/// With a kernel frontend they must not: a file system may be mounted on the device.
+fn dies_with_supervisor(frontend: FrontendChoice) -> bool {
+    frontend == FrontendChoice::Socket
+}

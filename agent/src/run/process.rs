@@ -1,0 +1,206 @@
+//! One process of a volume: the engine or a replica.
+
+use std::fmt;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use shorthorn_control::{EnginePhase, Status};
+use shorthorn_types::ReplicaId;
+
+use crate::run::RunError;
+use crate::run::events::{self, Event};
+use crate::run::runtime::ProcessFiles;
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(100);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
+/// A process that has run for so long did not die of how it was started.
+const SETTLED: Duration = Duration::from_secs(10);
+
+/// What a process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The engine.
+    Engine,
+    /// A replica.
+    Replica(ReplicaId),
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Role::Engine => f.write_str("engine"),
+            Role::Replica(id) => write!(f, "replica {id}"),
+        }
+    }
+}
+
+/// One process, started again when it ends.
+#[derive(Debug)]
+pub struct Process {
+    /// What it is.
+    pub role: Role,
+    /// Its files.
+    pub files: ProcessFiles,
+    /// What it told last, since its last start.
+    pub status: Option<Status>,
+    /// How it ended the last time.
+    pub last_words: Option<String>,
+    /// How often it has ended in a row without having settled.
+    pub failures: u32,
+    /// When it is to be started again.
+    pub restart_at: Option<Instant>,
+    index: usize,
+    with_parent: bool,
+    starts: u32,
+    started_at: Instant,
+    running: Option<Running>,
+}
+
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    ended: Arc<AtomicBool>,
+}
+
+impl Process {
+    /// A process that is not started yet; `index` comes back in its events.
+    pub fn new(role: Role, index: usize, files: ProcessFiles, with_parent: bool) -> Process {
+        Process {
+            role,
+            files,
+            status: None,
+            last_words: None,
+            failures: 0,
+            restart_at: None,
+            index,
+            with_parent,
+            starts: 0,
+            started_at: Instant::now(),
+            running: None,
+        }
+    }
+
+    /// Starts it.
+    ///
+    /// It must be called on the main thread: a process that asked to be told of its parent's end is told
+    /// when the thread ends that started it.
+    pub fn start(&mut self, events: &SyncSender<Event>) -> Result<(), RunError> {
+        assert!(self.running.is_none(), "the {} runs already", self.role);
+        let child = self.command().spawn().map_err(RunError::doing("cannot start a process"))?;
+        self.starts += 1;
+        self.restart_at = None;
+        self.status = None;
+        self.started_at = Instant::now();
+        tracing::debug!(role = %self.role, pid = child.id(), "started");
+        let ended = Arc::new(AtomicBool::new(false));
+        let watched = Arc::clone(&ended);
+        self.running = Some(Running { child, ended });
+        events::watch(self.files.control.clone(), (self.index, self.starts), watched, events.clone())
+    }
+
+    fn command(&self) -> Command {
+        // The very program that runs, even where its file has been replaced since.
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("shorthorn-agent");
+        match self.role {
+            Role::Engine => command.arg("engine"),
+            Role::Replica(_) => command.args(["replica", "serve"]),
+        };
+        command.arg("--spec").arg(&self.files.spec);
+        command.arg("--pid-file").arg(&self.files.pid);
+        command.arg("--error-file").arg(&self.files.error);
+        if self.with_parent {
+            command.arg("--parent").arg(std::process::id().to_string());
+        }
+        // ctrl-C is for the supervisor, which stops the others in their order.
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
+        command.env_remove("NOTIFY_SOCKET");
+        command
+    }
+
+    /// Its process id, while it runs.
+    pub fn pid(&self) -> Option<u32> {
+        self.running.as_ref().map(|running| running.child.id())
+    }
+
+    /// Takes a status that came from start number `start`.
+    pub fn take(&mut self, start: u32, status: Status) {
+        if start == self.starts && self.running.is_some() {
+            self.status = Some(status);
+        }
+    }
+
+    /// Whether it serves.
+    pub fn serves(&self) -> bool {
+        match &self.status {
+            Some(Status::Engine(engine)) => engine.phase == EnginePhase::Serving && engine.endpoint.is_some(),
+            Some(Status::Replica(replica)) => replica.serving,
+            None => false,
+        }
+    }
+
+    /// What it says about itself, where it has something to say.
+    fn message(&self) -> Option<&str> {
+        let message = match self.status.as_ref()? {
+            Status::Engine(engine) => &engine.message,
+            Status::Replica(replica) => &replica.message,
+        };
+        Some(message.as_str()).filter(|message| !message.is_empty())
+    }
+
+    /// Why it does not serve, for people.
+    pub fn trouble(&self) -> String {
+        match (self.message(), &self.last_words, self.pid()) {
+            (Some(message), ..) => format!("the {} says: {message}", self.role),
+            (None, Some(words), _) => format!("the {} ended: {words}", self.role),
+            (None, None, Some(pid)) => format!("the {} (process {pid}) does not serve yet", self.role),
+            (None, None, None) => format!("the {} is not started yet", self.role),
+        }
+    }
+
+    /// How it ended, where it has since the last call; the text is for people.
+    pub fn ended(&mut self) -> Result<Option<(ExitStatus, String)>, RunError> {
+        let Some(running) = &mut self.running else { return Ok(None) };
+        let status = running.child.try_wait().map_err(RunError::doing("cannot wait for a process"))?;
+        let Some(status) = status else { return Ok(None) };
+        running.ended.store(true, Ordering::Release);
+        let told = self.message().map(str::to_owned);
+        self.running = None;
+        self.status = None;
+        let words = self.words_of(status, told);
+        self.last_words = Some(words.clone());
+        Ok(Some((status, words)))
+    }
+
+    fn words_of(&self, status: ExitStatus, told: Option<String>) -> String {
+        let left = fs::read_to_string(&self.files.error).ok().map(|text| text.trim().to_owned());
+        match left.filter(|text| !text.is_empty()).or(told) {
+            Some(words) => format!("{words} ({status})"),
+            None => status.to_string(),
+        }
+    }
+
+    /// Has it started again, the later the more often it failed.
+    pub fn schedule_restart(&mut self) {
+        let now = Instant::now();
+        self.failures = if now - self.started_at >= SETTLED { 1 } else { self.failures.saturating_add(1) };
+        let doubled = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10));
+        self.restart_at = Some(now + doubled.min(LONGEST_BACKOFF));
+    }
+
+    /// Sends it a signal, if it runs.
+    pub fn signal(&self, signal: Signal) -> Result<(), RunError> {
+        let Some(running) = &self.running else { return Ok(()) };
+        // Its id cannot have been used again: nobody but us takes its end, and we have not.
+        let pid = i32::try_from(running.child.id()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+        let pid = pid.map_err(RunError::doing("cannot signal a process"))?;
+        kill(Pid::from_raw(pid), signal).map_err(RunError::doing("cannot signal a process"))
+    }
+}

@@ -1,0 +1,272 @@
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use nix::sys::signalfd::SignalFd;
+use shorthorn_control::{EngineSpec, FrontendChoice, ReplicaEndpoint, ReplicaSpec, Status, store_spec};
+use shorthorn_types::{Members, ReplicaId};
+
+use crate::cli::RunArgs;
+use crate::run::announce::{Pids, Ready, ReadyReplica, nbd_uri};
+use crate::run::events::{self, Event};
+use crate::run::process::{Process, Role};
+use crate::run::runtime::RuntimeDir;
+use crate::run::volume::{VolumeDir, private_dir};
+use crate::run::{RunError, dies_with_supervisor};
+
+/// A replica of a volume that was ready before is not waited for any longer once it has failed so often:
+/// the engine can do without it.
+const REPLICA_TRIES: u32 = 2;
+/// A process that was told to stop has so long.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+/// And so long once it was killed: the kernel may have to give up its I/O first.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+
+/// All processes of a volume; the engine is the last.
+#[derive(Debug)]
+pub struct Supervisor {
+    volume: VolumeDir,
+    processes: Vec<Process>,
+    events: Receiver<Event>,
+    sender: SyncSender<Event>,
+    ready_limit: Duration,
+    announced: bool,
+}
+
+impl Supervisor {
+    /// Writes the specs of all processes; starts none.
+    pub fn new(
+        args: &RunArgs,
+        volume: VolumeDir,
+        runtime: RuntimeDir,
+        signals: SignalFd,
+    ) -> Result<Supervisor, RunError> {
+        let (sender, events) = sync_channel(events::QUEUE);
+        events::forward_signals(signals, sender.clone())?;
+        private_dir(&volume.path().join("replicas"))?;
+        let with_parent = dies_with_supervisor(args.frontend.into());
+        let mut processes = Vec::new();
+        for (index, id) in volume.file().replicas.iter().copied().enumerate() {
+            let process = Process::new(Role::Replica(id), index, runtime.replica(id), with_parent);
+            store_spec(&process.files.spec, &replica_spec(&volume, &process, id)?)?;
+            processes.push(process);
+        }
+        let engine = Process::new(Role::Engine, processes.len(), runtime.engine(), with_parent);
+        store_spec(&engine.files.spec, &engine_spec(args, &volume, &engine, &processes))?;
+        processes.push(engine);
+        let ready_limit = Duration::from_secs(args.ready_timeout);
+        Ok(Supervisor { volume, processes, events, sender, ready_limit, announced: false })
+    }
+
+    /// Runs everything until it is told to stop, or cannot go on.
+    pub fn run(mut self) -> Result<(), RunError> {
+        let served = self.serve();
+        let stopped = self.stop();
+        served.and(stopped)
+    }
+
+    fn serve(&mut self) -> Result<(), RunError> {
+        let deadline = Instant::now() + self.ready_limit;
+        let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
+        debug_assert_eq!(engine.role, Role::Engine);
+        for replica in replicas {
+            replica.start(&self.sender)?;
+        }
+        loop {
+            match self.next_event(deadline)? {
+                Some(Event::Stop) => return Ok(()),
+                Some(Event::Child) => self.reap()?,
+                Some(Event::Status(process, start, status)) => self.processes[process].take(start, *status),
+                None => {}
+            }
+            self.start_what_is_due()?;
+            self.announce_if_ready()?;
+            if !self.announced && Instant::now() >= deadline {
+                return Err(self.not_ready());
+            }
+        }
+    }
+
+    /// The next event; none where something has become due instead.
+    fn next_event(&self, deadline: Instant) -> Result<Option<Event>, RunError> {
+        let due = self.processes.iter().filter_map(|process| process.restart_at);
+        let due = due.chain((!self.announced).then_some(deadline)).min();
+        let received = match due {
+            None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(due) => self.events.recv_timeout(due.saturating_duration_since(Instant::now())),
+        };
+        match received {
+            Ok(event) => Ok(Some(event)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            // This has a sender of its own.
+            Err(RecvTimeoutError::Disconnected) => unreachable!("the channel of events is closed"),
+        }
+    }
+
+    fn reap(&mut self) -> Result<(), RunError> {
+        let may_lose_replicas = self.volume.file().initialised;
+        for process in &mut self.processes {
+            let Some((_, message)) = process.ended()? else { continue };
+            let replaceable = may_lose_replicas && process.role != Role::Engine;
+            if !self.announced && !replaceable {
+                return Err(RunError::Ended { role: process.role.to_string(), message });
+            }
+            process.schedule_restart();
+            tracing::warn!(role = %process.role, failures = process.failures, "ended, starting it again: {message}");
+        }
+        Ok(())
+    }
+
+    fn start_what_is_due(&mut self) -> Result<(), RunError> {
+        let now = Instant::now();
+        for process in &mut self.processes {
+            if process.restart_at.is_some_and(|at| at <= now) {
+                process.start(&self.sender)?;
+            }
+        }
+        let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
+        let first_start = engine.pid().is_none() && engine.restart_at.is_none();
+        let settled = |replica: &Process| replica.serves() || replica.failures >= REPLICA_TRIES;
+        if !first_start || !replicas.iter().all(settled) {
+            return Ok(());
+        }
+        if !replicas.iter().any(Process::serves) {
+            return Err(RunError::NoReplica(troubles(replicas)));
+        }
+        engine.start(&self.sender)
+    }
+
+    fn announce_if_ready(&mut self) -> Result<(), RunError> {
+        let (engine, replicas) = self.processes.split_last().expect("the engine is always there");
+        if self.announced || !engine.serves() {
+            return Ok(());
+        }
+        let Some(Status::Engine(status)) = &engine.status else { return Ok(()) };
+        let (frontend, endpoint) = (status.frontend.clone().unwrap_or_default(), status.endpoint.clone());
+        let socket = endpoint.clone().filter(|_| frontend == "socket");
+        let name = self.volume.file().name.clone();
+        let ready = Ready {
+            device: endpoint.filter(|_| frontend != "socket"),
+            uri: socket.as_deref().map(|socket| nbd_uri(&name, socket)),
+            socket,
+            pids: Pids {
+                supervisor: std::process::id(),
+                engine: engine.pid(),
+                replicas: replicas.iter().filter_map(Process::pid).collect(),
+            },
+            frontend,
+            size_bytes: status.size_bytes,
+            generation: status.generation.to_string(),
+            replicas: replicas.iter().filter_map(|replica| self.ready_replica(replica)).collect(),
+            name,
+        };
+        self.volume.set_initialised()?;
+        self.announced = true;
+        tracing::info!(frontend = ready.frontend, generation = ready.generation, "ready");
+        ready.print();
+        Ok(())
+    }
+
+    fn ready_replica(&self, process: &Process) -> Option<ReadyReplica> {
+        let Role::Replica(id) = process.role else { return None };
+        Some(ReadyReplica { id, directory: self.volume.replica_dir(id), pid: process.pid() })
+    }
+
+    fn not_ready(&self) -> RunError {
+        RunError::NotReady { seconds: self.ready_limit.as_secs(), message: troubles(&self.processes) }
+    }
+
+    /// Stops the engine, then the replicas; everything is tried whatever fails.
+    fn stop(&mut self) -> Result<(), RunError> {
+        let replicas = self.processes.len() - 1;
+        let engine = self.stop_group(replicas..replicas + 1);
+        let replicas = self.stop_group(0..replicas);
+        engine.and(replicas)
+    }
+
+    fn stop_group(&mut self, group: std::ops::Range<usize>) -> Result<(), RunError> {
+        let mut unclean = None;
+        for process in &self.processes[group.clone()] {
+            process.signal(Signal::SIGTERM)?;
+        }
+        let mut deadline = Instant::now() + STOP_LIMIT;
+        let mut killed = false;
+        while let Some(process) = self.processes[group.clone()].iter().find(|process| process.pid().is_some())
+        {
+            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Err(_) if killed => {
+                    let message = format!("process {} outlives SIGKILL", process.pid().unwrap_or_default());
+                    return Err(RunError::Unclean { role: process.role.to_string(), message });
+                }
+                // Told to stop once more: the caller does not want to wait.
+                Ok(Event::Stop) | Err(_) => {
+                    for process in &self.processes[group.clone()] {
+                        process.signal(Signal::SIGKILL)?;
+                    }
+                    (killed, deadline) = (true, Instant::now() + KILL_LIMIT);
+                }
+                Ok(Event::Child | Event::Status(..)) => {}
+            }
+            for process in &mut self.processes[group.clone()] {
+                if let Some((status, message)) = process.ended()? {
+                    tracing::debug!(role = %process.role, "stopped");
+                    if !status.success() {
+                        unclean = Some(RunError::Unclean { role: process.role.to_string(), message });
+                    }
+                }
+            }
+        }
+        unclean.map_or(Ok(()), Err)
+    }
+}
+
+/// Why the volume is not ready, for people.
+fn troubles(processes: &[Process]) -> String {
+    let waiting = processes.iter().filter(|process| !process.serves());
+    waiting.map(Process::trouble).collect::<Vec<_>>().join("; ")
+}
+
+fn replica_spec(volume: &VolumeDir, process: &Process, id: ReplicaId) -> Result<ReplicaSpec, RunError> {
+    let file = volume.file();
+    let first_members = Members::new(file.replicas.iter().copied());
+    Ok(ReplicaSpec {
+        volume: file.name.clone(),
+        replica: id,
+        directory: volume.replica_dir(id),
+        size_bytes: file.size_bytes,
+        create: !file.initialised,
+        first_members: first_members.map_err(|error| {
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidData, error);
+            RunError::Io { path: volume.path().join("volume.json"), source }
+        })?,
+        secret: file.secret.clone(),
+        data_socket: process.files.data.clone(),
+        data_address: None,
+        control_socket: process.files.control.clone(),
+    })
+}
+
+fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &[Process]) -> EngineSpec {
+    let file = volume.file();
+    let endpoint = |(process, id): (&Process, &ReplicaId)| ReplicaEndpoint {
+        replica: *id,
+        addresses: vec![format!("unix:{}", process.files.data.display())],
+        local: true,
+    };
+    EngineSpec {
+        volume: file.name.clone(),
+        size_bytes: file.size_bytes,
+        attach: file.attach,
+        replicas: replicas.iter().zip(&file.replicas).map(endpoint).collect(),
+        frontend: FrontendChoice::from(args.frontend),
+        secret: file.secret.clone(),
+        state_file: volume.path().join("engine.json"),
+        control_socket: engine.files.control.clone(),
+        frontend_socket: engine.files.data.clone(),
+        device_dir: PathBuf::clone(&args.device_dir),
+        queues: args.queues,
+        depth: args.queue_depth,
+        replica_timeout_ms: args.replica_timeout_ms,
+    }
+}

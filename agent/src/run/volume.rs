@@ -1,0 +1,205 @@
+use std::fs;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use shorthorn_control::{Secret, load_spec, store_spec};
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use crate::cli::RunArgs;
+use crate::pid_file::{PidFile, PidFileError};
+use crate::run::RunError;
+use crate::size;
+
+/// `volume.json`: what a volume is, for as long as its directory lives.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VolumeFile {
+    /// Its name.
+    pub name: VolumeName,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Its replicas.
+    pub replicas: Vec<ReplicaId>,
+    /// What replicas and engine know each other by.
+    pub secret: Secret,
+    /// Number of the newest attachment. No two engines ever have the same.
+    pub attach: u64,
+    /// Whether it was ready once. From then on a replica directory that is missing is a lost replica,
+    /// and not one that has to be made.
+    pub initialised: bool,
+}
+
+/// The directory of a volume, held by this process.
+#[derive(Debug)]
+pub struct VolumeDir {
+    path: PathBuf,
+    file: VolumeFile,
+    _lock: PidFile,
+}
+
+impl VolumeDir {
+    /// Opens the directory that `args` name, or makes it, and the volume in it.
+    ///
+    /// # Errors
+    /// [`RunError::Held`] where another process has it, [`RunError::Other`] where it holds another volume.
+    pub fn open(args: &RunArgs) -> Result<VolumeDir, RunError> {
+        let mut builder = fs::DirBuilder::new();
+        builder.recursive(true).mode(0o700).create(&args.dir).map_err(RunError::at(&args.dir))?;
+        let path = fs::canonicalize(&args.dir).map_err(RunError::at(&args.dir))?;
+        let lock = PidFile::claim(&path.join("lock")).map_err(|error| match error {
+            PidFileError::Held { pid, .. } => RunError::Held { dir: path.clone(), pid },
+            PidFileError::Io { path, source } => RunError::Io { path, source },
+        })?;
+        let json = path.join("volume.json");
+        let file = if json.try_exists().map_err(RunError::at(&json))? {
+            let file: VolumeFile = load_spec(&json)?;
+            check(&file, args, &path)?;
+            file
+        } else {
+            let file = draw(args)?;
+            store_spec(&json, &file)?;
+            file
+        };
+        Ok(VolumeDir { path, file, _lock: lock })
+    }
+
+    /// The directory, absolute.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the volume is.
+    pub fn file(&self) -> &VolumeFile {
+        &self.file
+    }
+
+    /// The directory of a replica.
+    pub fn replica_dir(&self, replica: ReplicaId) -> PathBuf {
+        self.path.join("replicas").join(format!("{}-{replica}", self.file.name))
+    }
+
+    /// Takes the next number for an attachment, durably, before any engine can show it to a replica.
+    ///
+    /// # Errors
+    /// [`RunError::Spec`].
+    pub fn raise_attach(&mut self) -> Result<(), RunError> {
+        self.file.attach += 1;
+        self.store()
+    }
+
+    /// Remembers, durably, that the volume was ready once.
+    ///
+    /// # Errors
+    /// [`RunError::Spec`].
+    pub fn set_initialised(&mut self) -> Result<(), RunError> {
+        if self.file.initialised {
+            return Ok(());
+        }
+        self.file.initialised = true;
+        self.store()
+    }
+
+    fn store(&self) -> Result<(), RunError> {
+        Ok(store_spec(&self.path.join("volume.json"), &self.file)?)
+    }
+}
+
+/// Makes a directory for this user only, where it is missing.
+pub fn private_dir(path: &Path) -> Result<(), RunError> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true).mode(0o700).create(path).map_err(RunError::at(path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(RunError::at(path))
+}
+
+fn check(file: &VolumeFile, args: &RunArgs, dir: &Path) -> Result<(), RunError> {
+    let differs = |what, found: String, wanted: String| {
+        let dir = dir.to_owned();
+        if found == wanted { Ok(()) } else { Err(RunError::Other { dir, what, found, wanted }) }
+    };
+    differs("name", file.name.to_string(), args.name.to_string())?;
+    differs("size", size::human(file.size_bytes), size::human(args.size.0))?;
+    differs("number of replicas", file.replicas.len().to_string(), args.replicas.to_string())
+}
+
+/// A volume that nobody has seen before.
+fn draw(args: &RunArgs) -> Result<VolumeFile, RunError> {
+    let mut replicas: Vec<ReplicaId> = Vec::new();
+    while replicas.len() < usize::from(args.replicas) {
+        let id = ReplicaId::from_random(u64::from_le_bytes(random()?));
+        if !replicas.contains(&id) {
+            replicas.push(id);
+        }
+    }
+    Ok(VolumeFile {
+        name: args.name.clone(),
+        size_bytes: args.size.0,
+        replicas,
+        secret: Secret::new(random()?),
+        attach: 0,
+        initialised: false,
+    })
+}
+
+fn random<const N: usize>() -> Result<[u8; N], RunError> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        let flags = rustix::rand::GetRandomFlags::empty();
+        match rustix::rand::getrandom(&mut bytes[filled..], flags) {
+            Ok(got) => filled += got,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(RunError::doing("no random numbers")(error)),
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn args(dir: &Path, more: &[&str]) -> RunArgs {
+        let dir = dir.to_str().unwrap();
+        let words = ["shorthorn-agent", "run", "v1", "--dir", dir].into_iter().chain(more.iter().copied());
+        match Cli::try_parse_from(words).unwrap().command {
+            Command::Run(args) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn goes_on_with_what_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let args = args(dir.path(), &["--size", "1GiB"]);
+        let mut first = VolumeDir::open(&args).unwrap();
+        first.raise_attach().unwrap();
+        first.set_initialised().unwrap();
+        let written = first.file().clone();
+        assert_eq!((written.attach, written.initialised, written.replicas.len()), (1, true, 3));
+        drop(first);
+        assert_eq!(VolumeDir::open(&args).unwrap().file(), &written);
+    }
+
+    #[test]
+    fn refuses_another_volume() {
+        let dir = tempfile::tempdir().unwrap();
+        VolumeDir::open(&args(dir.path(), &["--size", "1GiB"])).unwrap();
+        let size = VolumeDir::open(&args(dir.path(), &["--size", "2GiB"])).unwrap_err().to_string();
+        assert!(size.contains("whose size is 1GiB, not 2GiB"), "{size}");
+        let count = args(dir.path(), &["--size", "1GiB", "--replicas", "2"]);
+        let count = VolumeDir::open(&count).unwrap_err().to_string();
+        assert!(count.contains("whose number of replicas is 3, not 2"), "{count}");
+    }
+
+    #[test]
+    fn says_what_is_wrong_with_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("volume.json"), "{\n\"name\": \"v1\",\n\"colour\": 1}").unwrap();
+        let text = VolumeDir::open(&args(dir.path(), &["--size", "1GiB"])).unwrap_err().to_string();
+        assert!(text.contains("volume.json") && text.contains("line 3"), "{text}");
+    }
+}

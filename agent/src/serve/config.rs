@@ -1,0 +1,346 @@
+//! The configuration file of the agent.
+
+use std::fs;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::{Range, RangeInclusive};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
+use thiserror::Error;
+use toml::Spanned;
+
+use crate::logging::{self, LogFormat};
+use crate::serve::listen::ListenAddress;
+
+/// Where the configuration is looked for when nothing else is said.
+pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
+const SIZE_MAX_BYTES: u64 = 1 << 20;
+
+/// What the agent does; `agent/shorthorn-agent.toml` explains every key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Name of the node.
+    pub node_name: String,
+    /// Where the node API is served.
+    pub listen: Vec<ListenAddress>,
+    /// What has to survive a reboot.
+    pub state_dir: PathBuf,
+    /// Sockets and pid files.
+    pub runtime_dir: PathBuf,
+    /// Device nodes.
+    pub device_dir: PathBuf,
+    /// Address that other nodes reach replicas at.
+    pub data_address: Option<IpAddr>,
+    /// Ports of replicas on `data_address`.
+    pub data_ports: RangeInclusive<u16>,
+    /// Disks, beside those that were added through the API.
+    pub disks: Vec<PathBuf>,
+    /// Who runs the instances.
+    pub instances: InstancesChoice,
+    /// Threads of an engine.
+    pub queues: u16,
+    /// Requests in flight per queue.
+    pub queue_depth: u16,
+    /// A replica that does not answer for so long has failed.
+    pub replica_timeout_ms: u32,
+    /// What is logged.
+    pub log_level: String,
+    /// How.
+    pub log_format: LogFormat,
+}
+
+/// Who runs the instances.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum InstancesChoice {
+    /// systemd where it is PID 1.
+    #[default]
+    Auto,
+    /// Units of systemd.
+    Systemd,
+    /// Processes that the agent starts.
+    Children,
+}
+
+/// Why there is no configuration.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// It is no TOML, has an unknown key, or a value of the wrong type.
+    #[error("{path}:{line}: {message}")]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// From 1.
+        line: usize,
+        /// What is wrong.
+        message: String,
+    },
+    /// No name for the node.
+    #[error("this host has no usable name ({0}): set node_name in the configuration")]
+    HostName(String),
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct File {
+    node_name: Option<Spanned<String>>,
+    listen: Option<Vec<Spanned<String>>>,
+    state_dir: Option<Spanned<PathBuf>>,
+    runtime_dir: Option<Spanned<PathBuf>>,
+    device_dir: Option<Spanned<PathBuf>>,
+    data_address: Option<Spanned<String>>,
+    data_ports: Option<Spanned<String>>,
+    disks: Option<Vec<Spanned<PathBuf>>>,
+    instances: InstancesChoice,
+    queues: Option<Spanned<u16>>,
+    queue_depth: Option<Spanned<u16>>,
+    replica_timeout_ms: Option<Spanned<u32>>,
+    log: LogTable,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct LogTable {
+    level: Option<Spanned<String>>,
+    format: LogFormat,
+}
+
+/// What is wrong with the value at a place of the file.
+struct Wrong(Range<usize>, String);
+
+impl Config {
+    /// Reads `path`; where that is not given, the default file if it is there, else the defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the file, the line and the key.
+    pub fn load(path: Option<&Path>) -> Result<Config, ConfigError> {
+        let optional = path.is_none();
+        let path = path.unwrap_or_else(|| Path::new(DEFAULT_PATH));
+        let text = match read(path) {
+            Err(error) if optional && error.kind() == io::ErrorKind::NotFound => String::new(),
+            other => other.map_err(|source| ConfigError::Io { path: path.to_owned(), source })?,
+        };
+        Config::parse(path, &text)
+    }
+
+    /// Takes `text` as the content of the file at `path`.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the file, the line and the key.
+    pub fn parse(path: &Path, text: &str) -> Result<Config, ConfigError> {
+        let content = |place: Option<Range<usize>>, message: String| {
+            let end = place.map_or(0, |place| place.start.min(text.len()));
+            let line = 1 + text.as_bytes()[..end].iter().filter(|byte| **byte == b'\n').count();
+            ConfigError::Content { path: path.to_owned(), line, message }
+        };
+        let file: File =
+            toml::from_str(text).map_err(|error| content(error.span(), error.message().to_owned()))?;
+        let mut config = check(file).map_err(|Wrong(place, message)| content(Some(place), message))?;
+        if config.node_name.is_empty() {
+            config.node_name = host_name()?;
+        }
+        Ok(config)
+    }
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    if fs::metadata(path)?.len() > SIZE_MAX_BYTES {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    fs::read_to_string(path)
+}
+
+fn check(file: File) -> Result<Config, Wrong> {
+    let listen = match file.listen {
+        None => vec![ListenAddress::Unix("/run/shorthorn/agent.sock".into())],
+        Some(listen) => listen
+            .into_iter()
+            .map(|address| with("listen", address, |text| text.parse::<ListenAddress>()))
+            .collect::<Result<_, _>>()?,
+    };
+    let disks = file.disks.unwrap_or_default().into_iter();
+    Ok(Config {
+        node_name: optional("node_name", file.node_name, "", |name| node_name(&name))?,
+        listen,
+        state_dir: directory("state_dir", file.state_dir, "/var/lib/shorthorn")?,
+        runtime_dir: directory("runtime_dir", file.runtime_dir, "/run/shorthorn")?,
+        device_dir: directory("device_dir", file.device_dir, "/dev/longhorn")?,
+        data_address: optional("data_address", file.data_address, "", |text| data_address(&text))?,
+        data_ports: optional("data_ports", file.data_ports, "10000-14999", |text| ports(&text))?,
+        disks: disks.map(|disk| with("disks", disk, absolute)).collect::<Result<_, _>>()?,
+        instances: file.instances,
+        queues: number("queues", file.queues, 1, 1..=MAX_QUEUES)?,
+        queue_depth: number("queue_depth", file.queue_depth, 128, 1..=MAX_QUEUE_DEPTH)?,
+        replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 100..=600_000)?,
+        log_level: optional("log.level", file.log.level, "info", |level| {
+            logging::check_level(&level).map(|()| level)
+        })?,
+        log_format: file.log.format,
+    })
+}
+
+fn with<T, U, E: ToString>(
+    key: &str,
+    value: Spanned<T>,
+    check: impl FnOnce(T) -> Result<U, E>,
+) -> Result<U, Wrong> {
+    let place = value.span();
+    check(value.into_inner()).map_err(|error| Wrong(place, format!("{key}: {}", error.to_string())))
+}
+
+fn optional<T, E: ToString>(
+    key: &str,
+    value: Option<Spanned<String>>,
+    default: &str,
+    check: impl FnOnce(String) -> Result<T, E>,
+) -> Result<T, Wrong> {
+    with(key, value.unwrap_or_else(|| Spanned::new(0..0, default.to_owned())), check)
+}
+
+fn directory(key: &str, value: Option<Spanned<PathBuf>>, default: &str) -> Result<PathBuf, Wrong> {
+    with(key, value.unwrap_or_else(|| Spanned::new(0..0, default.into())), absolute)
+}
+
+fn number<T: PartialOrd + std::fmt::Display>(
+    key: &str,
+    value: Option<Spanned<T>>,
+    default: T,
+    allowed: RangeInclusive<T>,
+) -> Result<T, Wrong> {
+    with(key, value.unwrap_or_else(|| Spanned::new(0..0, default)), |value| {
+        if allowed.contains(&value) {
+            return Ok(value);
+        }
+        Err(format!("{value} is not between {} and {}", allowed.start(), allowed.end()))
+    })
+}
+
+/// An absolute path without `.` and `..`, so that a name appended to it stays inside.
+pub fn absolute(path: PathBuf) -> Result<PathBuf, String> {
+    use std::path::Component::{Normal, RootDir};
+    if path.is_absolute() && path.components().all(|part| matches!(part, Normal(_) | RootDir)) {
+        return Ok(path);
+    }
+    Err(format!("{:?} is no absolute path without \"..\"", path.display().to_string()))
+}
+
+fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let address: IpAddr = text.parse().map_err(|_| format!("{text:?} is no IP address"))?;
+    if address.is_unspecified() || address.is_multicast() {
+        return Err(format!("{text} is no address that other nodes could reach this one at"));
+    }
+    Ok(Some(address))
+}
+
+fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
+    let wrong = || format!("{text:?} is no range of ports: write it like 10000-14999");
+    let (first, last) = text.split_once('-').ok_or_else(wrong)?;
+    let first: u16 = first.parse().map_err(|_| wrong())?;
+    let last: u16 = last.parse().map_err(|_| wrong())?;
+    if first == 0 || last < first { Err(wrong()) } else { Ok(first..=last) }
+}
+
+/// Node names are those of Kubernetes: DNS names.
+fn node_name(name: &str) -> Result<String, String> {
+    let label = |label: &str| {
+        let inside = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !label.is_empty() && label.chars().all(inside) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    if name.is_empty() || (name.len() <= 253 && name.split('.').all(label)) {
+        return Ok(name.to_owned());
+    }
+    Err(format!("{name:?} is no node name: use lower-case letters, digits, '-' and '.', at most 253"))
+}
+
+fn host_name() -> Result<String, ConfigError> {
+    let name = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
+    match node_name(&name) {
+        Ok(name) if !name.is_empty() => Ok(name),
+        Ok(_) => Err(ConfigError::HostName("it is empty".into())),
+        Err(error) => Err(ConfigError::HostName(error)),
+    }
+}
+
+/// Whether the API may be served at `address`.
+///
+/// # Errors
+/// Says why not.
+pub fn check_tcp(address: SocketAddr) -> Result<SocketAddr, String> {
+    if address.ip().is_unspecified() || address.ip().is_multicast() {
+        return Err(format!("{address}: name one address of this host, for instance 127.0.0.1"));
+    }
+    Ok(address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(Path::new("/etc/agent.toml"), text).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn nothing_is_needed() {
+        let config = parse("").unwrap();
+        assert_eq!(config.instances, InstancesChoice::Auto);
+        assert!(!config.node_name.is_empty());
+    }
+
+    #[test]
+    fn the_sample_says_the_defaults() {
+        let sample = include_str!("../../shorthorn-agent.toml");
+        assert_eq!(parse(sample).unwrap(), parse("").unwrap());
+        // With every key switched on it must still be what it was.
+        let on = |line: &str| match line.strip_prefix('#') {
+            Some(key) if !key.starts_with(' ') && key.contains('=') => key.to_owned(),
+            _ => line.to_owned(),
+        };
+        let all: Vec<String> = sample.lines().map(on).collect();
+        let mut config = parse(&all.join("\n")).unwrap();
+        config.node_name = parse("").unwrap().node_name;
+        assert_eq!(config, parse("").unwrap());
+    }
+
+    #[test]
+    fn unknown_keys_are_refused_with_their_line() {
+        let error = parse("node_name = \"n1\"\n\ncolour = 1\n").unwrap_err();
+        assert!(error.starts_with("/etc/agent.toml:3: ") && error.contains("colour"), "{error}");
+        let error = parse("[log]\nlevel = \"info\"\nloud = true\n").unwrap_err();
+        assert!(error.starts_with("/etc/agent.toml:3: ") && error.contains("loud"), "{error}");
+    }
+
+    #[test]
+    fn wrong_values_are_refused_with_key_and_line() {
+        let cases = [
+            ("\nqueues = 99", "2: queues: 99 is not between 1 and 8"),
+            ("\n\nqueues = \"many\"", "3: invalid type"),
+            ("state_dir = \"var\"", "1: state_dir: \"var\" is no absolute path"),
+            ("state_dir = \"/var/../etc\"", "1: state_dir: "),
+            ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
+            ("data_ports = \"9-5\"", "1: data_ports: \"9-5\""),
+            ("node_name = \"A_b\"", "1: node_name: \"A_b\""),
+            ("listen = [\n\"unix:/a\",\n\"tcp:0.0.0.0:1\"]", "3: listen: 0.0.0.0:1"),
+            ("listen = [\"http://x\"]", "1: listen: \"http://x\""),
+            ("instances = \"docker\"", "1: unknown variant `docker`"),
+            ("[log]\nlevel = \"loud=,\"", "2: log.level: "),
+        ];
+        for (text, wanted) in cases {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(&format!("/etc/agent.toml:{wanted}")), "{text:?}: {error}");
+        }
+    }
+}

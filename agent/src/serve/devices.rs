@@ -1,0 +1,62 @@
+//! The block devices of this node that are ours.
+
+use std::fs;
+use std::path::Path;
+
+use shorthorn_frontend::FrontendError;
+use shorthorn_frontend::node::{self, DeviceNode, DeviceNumber};
+use shorthorn_proto::v1;
+use shorthorn_types::limits::SECTOR_BYTES;
+
+use crate::serve::error::NodeError;
+
+/// All of them. `has_engine` says whether the engine of a volume runs.
+///
+/// # Errors
+/// What the file system answers.
+pub fn list(device_dir: &Path, has_engine: impl Fn(&str) -> bool) -> Result<Vec<v1::Device>, NodeError> {
+    let nodes = node::scan(device_dir).map_err(|error| NodeError::Unavailable(error.to_string()))?;
+    Ok(nodes.iter().map(|node| show(device_dir, node, has_engine(node.volume.as_str()))).collect())
+}
+
+fn show(device_dir: &Path, node: &DeviceNode, has_engine: bool) -> v1::Device {
+    let state = match (node.live, has_engine) {
+        (false, _) => "stale",
+        (true, true) => "live",
+        (true, false) => "recovering",
+    };
+    v1::Device {
+        volume: node.volume.to_string(),
+        path: device_dir.join(node.volume.as_str()).display().to_string(),
+        kernel_path: kernel_path(node.device).unwrap_or_default(),
+        major: node.device.major,
+        minor: node.device.minor,
+        size_bytes: size(node.device).unwrap_or_default(),
+        state: state.to_owned(),
+    }
+}
+
+fn kernel_path(device: DeviceNumber) -> Option<String> {
+    let folder = fs::canonicalize(format!("/sys/dev/block/{device}")).ok()?;
+    Some(format!("/dev/{}", folder.file_name()?.to_str()?))
+}
+
+fn size(device: DeviceNumber) -> Option<u64> {
+    let sectors = fs::read_to_string(format!("/sys/dev/block/{device}/size")).ok()?;
+    sectors.trim().parse::<u64>().ok()?.checked_mul(SECTOR_BYTES)
+}
+
+/// Removes the nodes whose devices are gone: what a host or an engine that was killed leaves behind.
+pub fn remove_stale(device_dir: &Path) {
+    let remove = |node: &DeviceNode| node::remove(device_dir, &node.volume, node.device);
+    let report = |node: &DeviceNode, removed: Result<(), FrontendError>| match removed {
+        Ok(()) => {
+            tracing::info!(volume = %node.volume, device = %node.device, "removed a node without a device")
+        }
+        Err(error) => tracing::warn!(volume = %node.volume, "{error}"),
+    };
+    match node::scan(device_dir) {
+        Ok(nodes) => nodes.iter().filter(|node| !node.live).for_each(|node| report(node, remove(node))),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}

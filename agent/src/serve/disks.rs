@@ -1,0 +1,430 @@
+//! Disks: directories on mounted file systems that hold replicas, as Longhorn keeps them.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use rustix::fs::{StatVfsMountFlags, statvfs};
+use serde::{Deserialize, Serialize};
+use shorthorn_control::{load_spec, store_spec};
+use shorthorn_proto::v1;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use crate::serve::config::absolute;
+use crate::serve::error::NodeError;
+use crate::serve::instance::InstanceId;
+
+/// Longhorn's file: which disk this is.
+const IDENTITY_FILE: &str = "longhorn-disk.cfg";
+const REPLICAS: &str = "replicas";
+
+/// The disks of this node.
+#[derive(Debug)]
+pub struct Disks {
+    /// From the configuration.
+    configured: Vec<PathBuf>,
+    /// Which were added, for the next agent.
+    file: PathBuf,
+    added: Mutex<Vec<PathBuf>>,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Added {
+    disks: Vec<PathBuf>,
+}
+
+/// `longhorn-disk.cfg`, with Longhorn's keys. Keys that a later Longhorn adds are not for us.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Identity {
+    #[serde(default)]
+    disk_name: String,
+    #[serde(rename = "diskUUID")]
+    disk_uuid: String,
+    #[serde(default)]
+    disk_driver: String,
+    #[serde(default)]
+    state: String,
+}
+
+impl Disks {
+    /// The disks of the configuration, and those that were added to an earlier agent.
+    ///
+    /// # Errors
+    /// The file of those cannot be read.
+    pub fn open(configured: &[PathBuf], state_dir: &Path) -> Result<Disks, NodeError> {
+        let file = state_dir.join("disks.json");
+        let added = if file.try_exists().map_err(NodeError::at(&file))? {
+            load_spec::<Added>(&file)?.disks
+        } else {
+            Vec::new()
+        };
+        let disks = Disks { configured: configured.to_vec(), file, added: Mutex::new(added) };
+        for disk in disks.paths() {
+            remove_trash(&disk);
+        }
+        Ok(disks)
+    }
+
+    fn paths(&self) -> BTreeSet<PathBuf> {
+        let added = self.added.lock().unwrap_or_else(PoisonError::into_inner);
+        self.configured.iter().chain(added.iter()).cloned().collect()
+    }
+
+    /// All disks, as they are now.
+    pub fn list(&self) -> Vec<v1::Disk> {
+        self.paths().iter().map(|path| look(path)).collect()
+    }
+
+    /// Whether `path` is one of them.
+    pub fn has(&self, path: &Path) -> bool {
+        self.paths().contains(path)
+    }
+
+    /// Prepares a directory as a disk, and remembers it.
+    ///
+    /// # Errors
+    /// [`NodeError`] says what is wrong with the directory.
+    pub fn add(&self, path: &str) -> Result<v1::Disk, NodeError> {
+        let path = absolute(path.into()).map_err(|error| NodeError::Invalid(format!("path: {error}")))?;
+        let real = fs::canonicalize(&path).map_err(|error| {
+            NodeError::Precondition(format!(
+                "{}: {error}: mount the disk and make the directory first",
+                path.display()
+            ))
+        })?;
+        if real != path {
+            let message = format!("{} leads to {}: use that path", path.display(), real.display());
+            return Err(NodeError::Invalid(message));
+        }
+        if let Some(problem) = obstacle(&path) {
+            return Err(NodeError::Precondition(format!("{}: {problem}", path.display())));
+        }
+        let uuid = identify(&path)?;
+        let twin = self.list().into_iter().find(|disk| disk.uuid == uuid && Path::new(&disk.path) != path);
+        if let Some(twin) = twin {
+            let message = format!("{} and {} are the same disk, {uuid}", path.display(), twin.path);
+            return Err(NodeError::Exists(message));
+        }
+        let replicas = path.join(REPLICAS);
+        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&replicas);
+        made.map_err(NodeError::at(&replicas))?;
+        self.remember(&path)?;
+        Ok(look(&path))
+    }
+
+    fn remember(&self, path: &Path) -> Result<(), NodeError> {
+        let mut added = self.added.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.configured.iter().chain(added.iter()).any(|known| known == path) {
+            return Ok(());
+        }
+        let mut disks = added.clone();
+        disks.push(path.to_owned());
+        store_spec(&self.file, &Added { disks: disks.clone() })?;
+        *added = disks;
+        Ok(())
+    }
+}
+
+/// Deletes the directory of a replica that does not run. First it gets a name that is no replica's, so that
+/// one that is deleted in part is never taken for a replica.
+///
+/// # Errors
+/// [`NodeError::Precondition`] where something else has that name.
+pub fn delete_replica(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
+    let InstanceId::Replica(..) = id else {
+        return Err(NodeError::Invalid(format!("the {id} is no replica")));
+    };
+    let replicas = disk.join(REPLICAS);
+    let (directory, trash) = (replicas.join(id.name()), replicas.join(trash_name(id)));
+    remove_tree(&trash).map_err(NodeError::at(&trash))?;
+    match fs::symlink_metadata(&directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(NodeError::at(&directory)(error)),
+        Ok(meta) if !meta.is_dir() => {
+            return Err(NodeError::Precondition(format!("{} is no directory", directory.display())));
+        }
+        Ok(_) => {}
+    }
+    fs::rename(&directory, &trash).map_err(NodeError::at(&directory))?;
+    fs::File::open(&replicas).and_then(|dir| dir.sync_all()).map_err(NodeError::at(&replicas))?;
+    remove_tree(&trash).map_err(NodeError::at(&trash))
+}
+
+/// Longhorn takes names that end in a hyphen and eight letters or digits for replicas; this is none.
+fn trash_name(id: &InstanceId) -> String {
+    format!(".{}.deleted", id.name())
+}
+
+fn is_trash(name: &str) -> bool {
+    let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(".deleted"));
+    inner.is_some_and(|name| InstanceId::parse(v1::InstanceKind::Replica, name).is_ok())
+}
+
+fn remove_tree(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Ends the deletions that an earlier agent had begun.
+fn remove_trash(disk: &Path) {
+    let replicas = disk.join(REPLICAS);
+    for entry in fs::read_dir(&replicas).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(is_trash) {
+            let path = entry.path();
+            match remove_tree(&path) {
+                Ok(()) => tracing::info!("{}: deleted, as was begun earlier", path.display()),
+                Err(error) => tracing::warn!("{}: {error}", path.display()),
+            }
+        }
+    }
+}
+
+/// A disk as it is now; whatever is wrong is in words.
+fn look(path: &Path) -> v1::Disk {
+    let mut disk = v1::Disk { path: path.display().to_string(), ..v1::Disk::default() };
+    if let Some(problem) = obstacle(path) {
+        disk.problem = problem;
+        return disk;
+    }
+    match read_identity(path) {
+        Ok(Some(identity)) => disk.uuid = identity.disk_uuid,
+        Ok(None) => disk.problem = format!("{IDENTITY_FILE} is missing: add the disk again"),
+        Err(problem) => disk.problem = problem,
+    }
+    match statvfs(path) {
+        Ok(space) => {
+            disk.total_bytes = space.f_blocks.saturating_mul(space.f_frsize);
+            disk.available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+        }
+        Err(error) => disk.problem = format!("its space is unknown: {error}"),
+    }
+    disk.filesystem = filesystem(path).unwrap_or_default();
+    disk.replicas = replicas(path);
+    disk
+}
+
+/// What keeps a directory from being a disk.
+fn obstacle(path: &Path) -> Option<String> {
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Some("there is no such directory: mount the disk, or make the directory".into());
+        }
+        Err(error) => return Some(error.to_string()),
+        Ok(meta) if !meta.is_dir() => return Some("it is no directory".into()),
+        Ok(_) => {}
+    }
+    let space = match statvfs(path) {
+        Ok(space) => space,
+        Err(error) => return Some(error.to_string()),
+    };
+    if space.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return Some(
+            "its file system is mounted read-only: look into the kernel's log why, and mount it again".into(),
+        );
+    }
+    if space.f_frsize > BLOCK_BYTES {
+        let unit = space.f_frsize;
+        return Some(format!(
+            "its file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES} or less: make one with \
+             blocks of {BLOCK_BYTES}"
+        ));
+    }
+    None
+}
+
+fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
+    let file = path.join(IDENTITY_FILE);
+    let bytes = match fs::read(&file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(|error| format!("{}: {error}", file.display()))?,
+    };
+    let identity: Identity = serde_json::from_slice(&bytes)
+        .map_err(|error| format!("{} is damaged: {error}: repair or remove it", file.display()))?;
+    if identity.disk_uuid.is_empty() {
+        return Err(format!("{} has no diskUUID: repair or remove it", file.display()));
+    }
+    Ok(Some(identity))
+}
+
+/// The disk's UUID; a disk that has none gets one.
+fn identify(path: &Path) -> Result<String, NodeError> {
+    if let Some(identity) = read_identity(path).map_err(NodeError::Precondition)? {
+        return Ok(identity.disk_uuid);
+    }
+    let disk_uuid = draw_uuid()?;
+    let identity = Identity { disk_uuid: disk_uuid.clone(), ..Identity::default() };
+    store_spec(&path.join(IDENTITY_FILE), &identity)?;
+    Ok(disk_uuid)
+}
+
+/// A random UUID, version 4.
+fn draw_uuid() -> Result<String, NodeError> {
+    let text = fs::read_to_string("/proc/sys/kernel/random/uuid");
+    text.map(|text| text.trim().to_owned()).map_err(NodeError::at(Path::new("/proc/sys/kernel/random/uuid")))
+}
+
+/// The type of the file system that `path` is on.
+fn filesystem(path: &Path) -> Option<String> {
+    let device = fs::metadata(path).ok()?.dev();
+    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    filesystem_in(&mounts, &number, path)
+}
+
+/// Looks for the device; where mountinfo shows another number for it (btrfs), for the mount that `path` is under.
+fn filesystem_in(mounts: &str, number: &str, path: &Path) -> Option<String> {
+    let mut under: Option<(usize, &str)> = None;
+    for line in mounts.lines() {
+        let (mount, source) = line.split_once(" - ")?;
+        let mut fields = mount.split(' ').skip(2);
+        let (device, point) = (fields.next()?, fields.nth(1)?);
+        let kind = source.split(' ').next()?;
+        if device == number {
+            return Some(kind.to_owned());
+        }
+        if path.starts_with(point) && under.is_none_or(|(longest, _)| longest <= point.len()) {
+            under = Some((point.len(), kind));
+        }
+    }
+    under.map(|(_, kind)| kind.to_owned())
+}
+
+fn replicas(disk: &Path) -> Vec<String> {
+    let entries = fs::read_dir(disk.join(REPLICAS)).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<String> =
+        names.filter(|name| InstanceId::parse(v1::InstanceKind::Replica, name).is_ok()).collect();
+    names.sort();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disks(dir: &Path) -> Disks {
+        Disks::open(&[], dir).unwrap()
+    }
+
+    fn replica(name: &str) -> InstanceId {
+        InstanceId::parse(v1::InstanceKind::Replica, name).unwrap()
+    }
+
+    #[test]
+    fn a_disk_keeps_its_identity() {
+        let dir = tempfile::tempdir().unwrap();
+        let (state, disk) = (dir.path().join("state"), dir.path().join("disk"));
+        fs::create_dir_all(&state).unwrap();
+        fs::create_dir_all(disk.join("replicas/v1-0123abcd")).unwrap();
+        let disks = disks(&state);
+        let first = disks.add(disk.to_str().unwrap()).unwrap();
+        assert!(first.problem.is_empty() && first.uuid.len() == 36 && first.total_bytes > 0, "{first:?}");
+        assert!(!first.filesystem.is_empty());
+        assert_eq!(first.replicas, ["v1-0123abcd"]);
+        assert_eq!(disks.add(disk.to_str().unwrap()).unwrap().uuid, first.uuid);
+        let again = Disks::open(&[], &state).unwrap().list();
+        assert_eq!((again.len(), &again[0].uuid), (1, &first.uuid));
+        let identity: serde_json::Value =
+            serde_json::from_slice(&fs::read(disk.join("longhorn-disk.cfg")).unwrap()).unwrap();
+        let keys: Vec<&String> = identity.as_object().unwrap().keys().collect();
+        assert_eq!(keys, ["diskDriver", "diskName", "diskUUID", "state"]);
+    }
+
+    #[test]
+    fn takes_the_identity_that_longhorn_gave() {
+        let dir = tempfile::tempdir().unwrap();
+        let cfg = r#"{"diskName":"d","diskUUID":"u-1","diskDriver":"","state":"","later":1}"#;
+        fs::write(dir.path().join("longhorn-disk.cfg"), cfg).unwrap();
+        let disk = disks(dir.path()).add(dir.path().to_str().unwrap()).unwrap();
+        assert_eq!(disk.uuid, "u-1");
+    }
+
+    #[test]
+    fn says_what_is_wrong() {
+        let dir = tempfile::tempdir().unwrap();
+        let disks = disks(dir.path());
+        let add = |path: &Path| disks.add(path.to_str().unwrap()).unwrap_err();
+        assert!(matches!(add(&dir.path().join("missing")), NodeError::Precondition(_)));
+        assert!(matches!(disks.add("relative"), Err(NodeError::Invalid(_))));
+        assert!(matches!(add(&dir.path().join("../x")), NodeError::Invalid(_)));
+        let file = dir.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(add(&file).to_string().contains("no directory"));
+        let damaged = dir.path().join("damaged");
+        fs::create_dir(&damaged).unwrap();
+        fs::write(damaged.join("longhorn-disk.cfg"), "{").unwrap();
+        assert!(add(&damaged).to_string().contains("damaged"));
+        let configured = Disks::open(&[dir.path().join("gone")], dir.path()).unwrap();
+        assert!(configured.list()[0].problem.contains("no such directory"));
+    }
+
+    #[test]
+    fn one_disk_has_one_path() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+        fs::create_dir(&one).unwrap();
+        fs::create_dir(&two).unwrap();
+        let disks = disks(dir.path());
+        disks.add(one.to_str().unwrap()).unwrap();
+        fs::copy(one.join("longhorn-disk.cfg"), two.join("longhorn-disk.cfg")).unwrap();
+        assert!(matches!(disks.add(two.to_str().unwrap()), Err(NodeError::Exists(_))));
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&one, &link).unwrap();
+        assert!(matches!(disks.add(link.to_str().unwrap()), Err(NodeError::Invalid(_))));
+    }
+
+    #[test]
+    fn deletes_a_replica_however_often() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("replicas/v1-0123abcd");
+        fs::create_dir_all(&directory).unwrap();
+        fs::write(directory.join("volume.meta"), "{}").unwrap();
+        for _ in 0..2 {
+            delete_replica(dir.path(), &replica("v1-0123abcd")).unwrap();
+            assert_eq!(fs::read_dir(dir.path().join("replicas")).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn ends_a_deletion_that_was_begun() {
+        let dir = tempfile::tempdir().unwrap();
+        let trash = dir.path().join("replicas").join(trash_name(&replica("v1-0123abcd")));
+        let other = dir.path().join("replicas/.other");
+        fs::create_dir_all(trash.join("deep")).unwrap();
+        fs::create_dir_all(&other).unwrap();
+        assert!(replicas(dir.path()).is_empty());
+        drop(Disks::open(&[dir.path().to_owned()], dir.path()).unwrap());
+        assert!(!trash.exists() && other.exists());
+    }
+
+    #[test]
+    fn deletes_no_link() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("replicas")).unwrap();
+        fs::create_dir_all(dir.path().join("precious")).unwrap();
+        let link = dir.path().join("replicas/v1-0123abcd");
+        std::os::unix::fs::symlink(dir.path().join("precious"), &link).unwrap();
+        assert!(matches!(
+            delete_replica(dir.path(), &replica("v1-0123abcd")),
+            Err(NodeError::Precondition(_))
+        ));
+        assert!(dir.path().join("precious").exists());
+    }
+
+    #[test]
+    fn finds_the_file_system() {
+        let mounts = "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n\
+                      23 22 0:40 /sub /data rw - btrfs /dev/sdb rw\n";
+        let find = |number, path: &str| filesystem_in(mounts, number, Path::new(path)).unwrap();
+        assert_eq!(find("8:1", "/var/lib/longhorn"), "ext4");
+        assert_eq!(find("0:99", "/data/longhorn"), "btrfs");
+        assert_eq!(find("0:99", "/database"), "ext4");
+    }
+}

@@ -1,0 +1,95 @@
+use std::fmt;
+use std::io;
+use std::path::Path;
+
+use shorthorn_control::SpecError;
+use shorthorn_types::{NameError, ReplicaIdError, TooManyMembers};
+use thiserror::Error;
+use tonic::Status;
+
+/// Why a call of the node API fails. Each variant is one status code.
+#[derive(Debug, Error)]
+pub enum NodeError {
+    /// A name, size or path that can never work; says what to change.
+    #[error("{0}")]
+    Invalid(String),
+    /// There is no such thing here.
+    #[error("{0}")]
+    NotFound(String),
+    /// The same name with other arguments.
+    #[error("{0}")]
+    Exists(String),
+    /// Not in this state; says what is in the way.
+    #[error("{0}")]
+    Precondition(String),
+    /// No space.
+    #[error("{0}")]
+    Exhausted(String),
+    /// It may work when it is tried again.
+    #[error("{0}")]
+    Unavailable(String),
+}
+
+impl NodeError {
+    /// For `map_err`: the system refused something about `path`.
+    pub fn at(path: &Path) -> impl FnOnce(io::Error) -> NodeError {
+        |error| NodeError::of_io(&error, format!("{}: {error}", path.display()))
+    }
+
+    /// For a worker thread that was lost: it can only have been the runtime going down.
+    pub fn lost(error: impl fmt::Display) -> NodeError {
+        NodeError::Unavailable(format!("the agent is stopping: {error}"))
+    }
+
+    fn of_io(error: &io::Error, message: String) -> NodeError {
+        match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => NodeError::Exhausted(message),
+            io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::NotADirectory => {
+                NodeError::Precondition(message)
+            }
+            _ => NodeError::Unavailable(message),
+        }
+    }
+}
+
+impl From<NameError> for NodeError {
+    fn from(error: NameError) -> NodeError {
+        NodeError::Invalid(error.to_string())
+    }
+}
+
+impl From<ReplicaIdError> for NodeError {
+    fn from(error: ReplicaIdError) -> NodeError {
+        NodeError::Invalid(error.to_string())
+    }
+}
+
+impl From<TooManyMembers> for NodeError {
+    fn from(error: TooManyMembers) -> NodeError {
+        NodeError::Invalid(error.to_string())
+    }
+}
+
+impl From<SpecError> for NodeError {
+    fn from(error: SpecError) -> NodeError {
+        let message = error.to_string();
+        match error {
+            SpecError::Io { source, .. } => NodeError::of_io(&source, message),
+            SpecError::Content { .. } => NodeError::Unavailable(message),
+        }
+    }
+}
+
+impl From<NodeError> for Status {
+    fn from(error: NodeError) -> Status {
+        let message = error.to_string();
+        match error {
+            NodeError::Invalid(_) => Status::invalid_argument(message),
+            NodeError::NotFound(_) => Status::not_found(message),
+            NodeError::Exists(_) => Status::already_exists(message),
+            NodeError::Precondition(_) => Status::failed_precondition(message),
+            NodeError::Exhausted(_) => Status::resource_exhausted(message),
+            NodeError::Unavailable(_) => Status::unavailable(message),
+        }
+    }
+}

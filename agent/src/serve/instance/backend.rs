@@ -1,0 +1,61 @@
+use std::pin::Pin;
+
+use thiserror::Error;
+
+use crate::serve::error::NodeError;
+use crate::serve::instance::InstanceId;
+
+/// What a backend does takes time.
+pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<(), BackendError>> + Send + 'a>>;
+
+/// Who runs instances. The spec file of an instance is there from before its start until after its stop.
+///
+/// What it sees of processes it puts into the [`Table`](crate::serve::instance::Table), for every instance that was
+/// adopted or started; of one that was stopped it says nothing any more.
+pub trait Backend: Send + Sync {
+    /// Takes over an instance that an earlier agent has started. One that does not run since the
+    /// host was started anew stays that way.
+    fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+
+    /// Starts an instance, and keeps it running. One that runs already goes on.
+    fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+
+    /// Stops an instance; done when its process is gone. One that does not run is stopped already.
+    fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+}
+
+/// Why a backend cannot do what it should.
+#[derive(Debug, Error)]
+pub enum BackendError {
+    /// systemd says no.
+    #[error("systemd: {0}")]
+    Bus(#[from] zbus::Error),
+    /// The units of instances are not there.
+    #[error(
+        "systemd does not know {0}: install the unit files of shorthorn-agent, and run systemctl daemon-reload"
+    )]
+    NoUnit(String),
+    /// The system says no.
+    #[error("{action}: {source}")]
+    System {
+        /// What was being done.
+        action: String,
+        /// The answer.
+        source: std::io::Error,
+    },
+    /// A process does not end.
+    #[error("process {0} outlives SIGKILL: it waits for the kernel")]
+    Immortal(i32),
+    /// The process ended, but not because we wanted it to, or it did not end at all.
+    #[error("{0} does not stop: {1}")]
+    NotStopped(String, String),
+}
+
+impl From<BackendError> for NodeError {
+    fn from(error: BackendError) -> NodeError {
+        match error {
+            BackendError::NoUnit(_) => NodeError::Precondition(error.to_string()),
+            _ => NodeError::Unavailable(error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Instances as processes of our own, where PID 1 is not systemd.
+//!
+//! An instance outlives the agent that has started it: it is in a process group of its own, and nothing
+//! tells it of the agent's end. It holds its pid file, so the next agent finds it. A task per instance
+//! waits for its end, and starts it again.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::pid_file::Holder;
+use crate::serve::instance::backend::Pending;
+use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(100);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
+/// A process that has run for so long did not die of how it was started.
+const SETTLED: Duration = Duration::from_secs(10);
+/// A process that was told to stop has so long.
+const STOP_LIMIT: Duration = Duration::from_secs(90);
+/// And so long once it was killed.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+/// Names the current boot of the host.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The backend.
+#[derive(Debug)]
+pub struct Children {
+    places: Places,
+    table: Arc<Table>,
+    runners: Mutex<HashMap<InstanceId, Runner>>,
+}
+
+#[derive(Debug)]
+struct Runner {
+    /// Set to have the instance stopped.
+    stop: watch::Sender<bool>,
+    task: JoinHandle<Result<(), BackendError>>,
+}
+
+impl Children {
+    /// A backend that runs nothing yet.
+    ///
+    /// # Errors
+    /// The pid files of an earlier boot cannot be told from those of this one.
+    pub fn new(places: Places, table: Arc<Table>) -> io::Result<Children> {
+        forget_earlier_boots(&places)?;
+        Ok(Children { places, table, runners: Mutex::default() })
+    }
+
+    fn run(&self, id: &InstanceId) {
+        let mut runners = self.runners.lock().unwrap_or_else(PoisonError::into_inner);
+        if runners.get(id).is_some_and(|runner| !runner.task.is_finished()) {
+            return;
+        }
+        let (stop, stopping) = watch::channel(false);
+        let instance = Instance {
+            id: id.clone(),
+            places: self.places.clone(),
+            table: Arc::clone(&self.table),
+            stopping,
+            failures: 0,
+        };
+        let task = tokio::spawn(instance.run());
+        runners.insert(id.clone(), Runner { stop, task });
+    }
+}
+
+impl Backend for Children {
+    fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            // A pid file says that it was to run, in this boot of the host.
+            if self.places.pid(id).exists() {
+                self.run(id);
+            } else {
+                self.table.set_process(id, Process::only(Phase::Stopped));
+            }
+            Ok(())
+        })
+    }
+
+    fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            self.run(id);
+            Ok(())
+        })
+    }
+
+    fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            let runner = self.runners.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+            let Some(Runner { stop, task }) = runner else { return Ok(()) };
+            stop.send_replace(true);
+            let ended = task
+                .await
+                .unwrap_or_else(|lost| Err(BackendError::NotStopped(id.to_string(), lost.to_string())));
+            if ended.is_err() {
+                // It is still there: it must not be forgotten.
+                self.run(id);
+            }
+            ended
+        })
+    }
+}
+
+/// Removes the pid files of an earlier boot: what they are of is not started again by itself.
+fn forget_earlier_boots(places: &Places) -> io::Result<()> {
+    let at = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
+    };
+    let current = fs::read(BOOT_ID).map_err(at(Path::new(BOOT_ID)))?;
+    let marker = places.boot_id();
+    if fs::read(&marker).is_ok_and(|marked| marked == current) {
+        return Ok(());
+    }
+    places.remove_pid_files()?;
+    fs::write(&marker, current).map_err(at(&marker))
+}
+
+/// One instance that is to run.
+struct Instance {
+    id: InstanceId,
+    places: Places,
+    table: Arc<Table>,
+    stopping: watch::Receiver<bool>,
+    failures: u32,
+}
+
+/// A process that lives, or did until just now.
+struct Living {
+    pid: i32,
+    fd: AsyncFd<OwnedFd>,
+    holder: Option<Holder>,
+    child: Option<Child>,
+}
+
+impl Instance {
+    /// Keeps it running until it is to stop.
+    async fn run(mut self) -> Result<(), BackendError> {
+        while !*self.stopping.borrow() {
+            let started = Instant::now();
+            let ended = match self.find_or_spawn() {
+                Ok(mut living) => {
+                    self.report(Process::with_pid(Phase::Running, living.pid));
+                    tokio::select! {
+                        biased;
+                        () = told(&mut self.stopping) => {
+                            self.report(Process::with_pid(Phase::Stopping, living.pid));
+                            self.end(&mut living).await?;
+                            break;
+                        }
+                        message = living.ended() => message,
+                    }
+                }
+                Err(error) => error.to_string(),
+            };
+            let words = self.last_words(&ended);
+            self.failures = if started.elapsed() >= SETTLED { 1 } else { self.failures.saturating_add(1) };
+            let backoff = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_BACKOFF);
+            tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
+            self.report(Process::failed(words));
+            tokio::select! {
+                () = told(&mut self.stopping) => {}
+                () = sleep(backoff) => {}
+            }
+        }
+        // From here on the next agent leaves it alone.
+        self.places.remove_runtime_files(&self.id);
+        Ok(())
+    }
+
+    fn report(&self, process: Process) {
+        self.table.set_process(&self.id, process);
+    }
+
+    /// The process that runs already, else a new one. Where both happen at once, the new one finds the pid file
+    /// held and ends, and the next call finds the other.
+    fn find_or_spawn(&self) -> io::Result<Living> {
+        let pid_file = self.places.pid(&self.id);
+        if let Some(holder) = Holder::find(&pid_file)? {
+            tracing::info!(instance = %self.id, pid = holder.pid(), "found running");
+            let fd = end_of(&holder)?;
+            return Ok(Living { pid: holder.pid(), fd, holder: Some(holder), child: None });
+        }
+        // From here on the next agent starts it, should this one be killed now.
+        fs::OpenOptions::new().create(true).append(true).open(&pid_file)?;
+        let child = self.command(&pid_file).spawn()?;
+        let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
+        let holder = Holder::of_child(&child)?;
+        let fd = end_of(&holder)?;
+        tracing::info!(instance = %self.id, pid, "started");
+        Ok(Living { pid, fd, holder: Some(holder), child: Some(child) })
+    }
+
+    fn command(&self, pid_file: &Path) -> Command {
+        // The program as it is installed now, so that what is started after an upgrade is the new one.
+        let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
+        let program = if program.exists() { program } else { "/proc/self/exe".into() };
+        let mut command = Command::new(program);
+        command.arg0("shorthorn-agent");
+        match self.id {
+            InstanceId::Engine(_) => command.arg("engine"),
+            InstanceId::Replica(..) => command.args(["replica", "serve"]),
+        };
+        command.arg("--spec").arg(self.places.spec(&self.id));
+        command.arg("--pid-file").arg(pid_file);
+        command.arg("--error-file").arg(self.places.error(&self.id));
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
+        for variable in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"] {
+            command.env_remove(variable);
+        }
+        command
+    }
+
+    fn last_words(&self, ended: &str) -> String {
+        match fs::read_to_string(self.places.error(&self.id)) {
+            Ok(words) if !words.trim().is_empty() => format!("{} ({ended})", words.trim()),
+            _ => ended.to_owned(),
+        }
+    }
+
+    /// Ends the process: with SIGTERM, and where that does not help with SIGKILL.
+    async fn end(&self, living: &mut Living) -> Result<(), BackendError> {
+        let system = |source| BackendError::System { action: format!("stop process {}", living.pid), source };
+        let Some(holder) = living.holder.take() else { return Ok(()) };
+        holder.terminate().map_err(system)?;
+        if timeout(STOP_LIMIT, living.ended()).await.is_ok() {
+            return Ok(());
+        }
+        tracing::error!(instance = %self.id, pid = holder.pid(), "does not stop within {STOP_LIMIT:?}: killing it");
+        holder
+            .kill()
+            .map_err(|source| BackendError::System { action: format!("kill {}", holder.pid()), source })?;
+        let ended = timeout(KILL_LIMIT, living.ended()).await;
+        ended.map(|_| ()).map_err(|_| BackendError::Immortal(holder.pid()))
+    }
+}
+
+/// Becomes readable when the process has ended.
+fn end_of(holder: &Holder) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd is the same descriptor until it is dropped, which happens after its registration ends.
+    Ok(unsafe { AsyncFd::register_with_interest(holder.fd()?, Interest::READABLE) }?)
+}
+
+/// Waits until the instance is to stop; a sender that is gone says so too.
+async fn told(stopping: &mut watch::Receiver<bool>) {
+    let _ = stopping.wait_for(|stop| *stop).await;
+}
+
+impl Living {
+    /// Waits for its end, and says how it was.
+    async fn ended(&mut self) -> String {
+        if let Err(error) = self.fd.readable().await {
+            return format!("cannot wait for process {}: {error}", self.pid);
+        }
+        match self.child.as_mut().map(Child::wait) {
+            Some(Ok(status)) => status.to_string(),
+            Some(Err(error)) => error.to_string(),
+            None => format!("process {} ended", self.pid),
+        }
+    }
+}

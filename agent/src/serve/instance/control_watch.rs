@@ -1,0 +1,51 @@
+//! Follows what a process tells on its control socket, on the async runtime of the agent.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use shorthorn_control::{Command, Status};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::time::sleep;
+
+/// The longest line that a process may send; a status with eight members has about 2 KiB.
+const LINE_MAX_BYTES: u64 = 64 << 10;
+const FIRST_PAUSE: Duration = Duration::from_millis(2);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Gives every status to `take`, and `None` when the process cannot be asked any more; for ever.
+pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let mut told = false;
+        let ended = once(&control, &mut told, &mut take).await;
+        if told {
+            pause = FIRST_PAUSE;
+            take(None);
+        }
+        if let Err(error) = ended {
+            tracing::trace!("{}: {error}", control.display());
+        }
+        // The process may not be that far yet, or be gone for good: whoever knows ends this.
+        sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+async fn once(control: &Path, told: &mut bool, take: &mut impl FnMut(Option<Status>)) -> io::Result<()> {
+    let mut stream = UnixStream::connect(control).await?;
+    let mut line = serde_json::to_vec(&Command::Watch)?;
+    line.push(b'\n');
+    stream.write_all(&line).await?;
+    let mut lines = BufReader::new(stream);
+    loop {
+        line.clear();
+        if (&mut lines).take(LINE_MAX_BYTES).read_until(b'\n', &mut line).await? == 0 {
+            return Ok(());
+        }
+        let status = serde_json::from_slice(&line)?;
+        *told = true;
+        take(Some(status));
+    }
+}

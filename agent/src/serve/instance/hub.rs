@@ -1,0 +1,221 @@
+//! The operations on instances: start, stop, find again.
+//!
+//! What should run is what has a spec file. It is written before the process is started, and removed when the
+//! process is gone, so that an agent that was killed anywhere in between can go on.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use shorthorn_proto::v1;
+use tokio::task::JoinHandle;
+
+use crate::serve::config::Config;
+use crate::serve::error::NodeError;
+use crate::serve::instance::{Backend, InstanceId, Phase, Places, Process, Spec, Table};
+use crate::serve::{blocking, ports};
+
+/// The instances of this node.
+pub struct Hub {
+    table: Arc<Table>,
+    backend: Box<dyn Backend>,
+    places: Places,
+    config: Config,
+    /// One operation at a time on each instance.
+    gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
+}
+
+impl Hub {
+    /// Finds the instances of an earlier agent again. `backend` reports to `table`.
+    ///
+    /// # Errors
+    /// The directory of spec files cannot be read, or the backend does not answer.
+    pub async fn start(
+        config: Config,
+        places: Places,
+        table: Arc<Table>,
+        backend: Box<dyn Backend>,
+    ) -> Result<Arc<Hub>, NodeError> {
+        let hub = Hub { table, backend, places, config, gates: Mutex::default() };
+        hub.adopt_all().await?;
+        Ok(Arc::new(hub))
+    }
+
+    async fn adopt_all(&self) -> Result<(), NodeError> {
+        for kind in [v1::InstanceKind::Engine, v1::InstanceKind::Replica] {
+            for id in spec_files(&self.places.specs(kind), kind)? {
+                match Spec::load(&id, &self.places) {
+                    Ok(spec) => {
+                        self.table.insert(spec, Process::only(Phase::Stopped));
+                        self.backend.adopt(&id).await?;
+                    }
+                    // Its process, if there is one, goes on; a new start writes the file again.
+                    Err(error) => tracing::error!(instance = %id, "left alone: {error}"),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the files of instances are.
+    pub fn places(&self) -> &Places {
+        &self.places
+    }
+
+    /// What is known of them.
+    pub fn table(&self) -> &Arc<Table> {
+        &self.table
+    }
+
+    /// Starts an instance; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Exists`] where it runs with another spec, [`NodeError::Precondition`] where the request is
+    /// older than what was here.
+    pub async fn start_instance(self: &Arc<Hub>, spec: Spec) -> Result<v1::Instance, NodeError> {
+        let hub = Arc::clone(self);
+        // A task of its own: a caller that goes away must not leave half of it done.
+        finish(tokio::spawn(async move { hub.start_now(spec).await })).await
+    }
+
+    async fn start_now(self: Arc<Hub>, mut spec: Spec) -> Result<v1::Instance, NodeError> {
+        let id = spec.id();
+        let gate = self.gate(&id);
+        let _open = gate.lock().await;
+        if let Some((known, process)) = self.table.known(&id) {
+            refuse_older(&spec, &known)?;
+            let same = spec.is_same_request(&known);
+            if same && process.phase != Phase::Stopped {
+                self.backend.start(&id).await?;
+                return self.published(&id);
+            }
+            if !same && process.phase != Phase::Stopped {
+                let hint = "stop it first";
+                return Err(NodeError::Exists(format!("the {id} runs with other arguments: {hint}")));
+            }
+            ports::keep(&mut spec, &known);
+        }
+        if let Spec::Replica(replica) = &mut spec {
+            ports::choose(replica, &self.config, &self.table.ports_of_others(&id))?;
+        }
+        let stored = (spec.clone(), self.places.clone());
+        blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+        self.table.insert(spec, Process::only(Phase::Starting));
+        if let Err(error) = self.backend.start(&id).await {
+            self.table.set_process(&id, Process::failed(error.to_string()));
+            return Err(error.into());
+        }
+        self.published(&id)
+    }
+
+    /// Stops an instance, and forgets it; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where its device is in use.
+    pub async fn stop_instance(self: &Arc<Hub>, id: InstanceId, attach: u64) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        finish(tokio::spawn(async move { hub.stop_now(&id, attach).await })).await
+    }
+
+    async fn stop_now(&self, id: &InstanceId, attach: u64) -> Result<(), NodeError> {
+        let gate = self.gate(id);
+        let _open = gate.lock().await;
+        let Some((spec, process)) = self.table.known(id) else { return Ok(()) };
+        if attach != 0 && spec.attach().is_some_and(|running| running > attach) {
+            return Ok(());
+        }
+        if let (Spec::Engine(engine), false) = (&spec, process.phase == Phase::Stopped) {
+            let node = engine.device_dir.join(engine.volume.as_str());
+            let user = blocking(move || Ok(shorthorn_frontend::node::in_use(&node).map(|user| (node, user))))
+                .await?;
+            if let Some((node, user)) = user {
+                let message = format!("{} is in use: {user}", node.display());
+                return Err(NodeError::Precondition(message));
+            }
+        }
+        if process.phase != Phase::Stopped {
+            self.table.set_process(id, Process { phase: Phase::Stopping, ..process });
+        }
+        self.backend.stop(id).await?;
+        self.forget(id).await
+    }
+
+    /// Forgets a stopped instance: removes its spec file, then tells those who watch.
+    async fn forget(&self, id: &InstanceId) -> Result<(), NodeError> {
+        let path = self.places.spec(id);
+        blocking(move || remove_durably(&path).map_err(NodeError::at(&path))).await?;
+        self.table.remove(id);
+        Ok(())
+    }
+
+    /// Does `work` while the instance is stopped and cannot be started.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it is not stopped, and what `work` answers.
+    pub async fn while_stopped<T: Send + 'static>(
+        &self,
+        id: &InstanceId,
+        work: impl FnOnce() -> Result<T, NodeError> + Send + 'static,
+    ) -> Result<T, NodeError> {
+        let gate = self.gate(id);
+        let _open = gate.lock().await;
+        if let Some((_, process)) = self.table.known(id) {
+            if process.phase != Phase::Stopped {
+                return Err(NodeError::Precondition(format!("the {id} runs: stop it first")));
+            }
+            self.forget(id).await?;
+        }
+        blocking(work).await
+    }
+
+    fn gate(&self, id: &InstanceId) -> Arc<tokio::sync::Mutex<()>> {
+        let mut gates = self.gates.lock().unwrap_or_else(PoisonError::into_inner);
+        // Those that nobody uses go, so that there are never more than operations under way.
+        gates.retain(|_, gate| Arc::strong_count(gate) > 1);
+        Arc::clone(gates.entry(id.clone()).or_default())
+    }
+
+    fn published(&self, id: &InstanceId) -> Result<v1::Instance, NodeError> {
+        let published = self.table.published(id);
+        published.ok_or_else(|| NodeError::Unavailable(format!("the {id} was stopped meanwhile")))
+    }
+}
+
+async fn finish<T>(task: JoinHandle<Result<T, NodeError>>) -> Result<T, NodeError> {
+    task.await.map_err(NodeError::lost)?
+}
+
+/// A request of an earlier attachment that comes late must not undo a later one.
+fn refuse_older(spec: &Spec, known: &Spec) -> Result<(), NodeError> {
+    match (spec.attach(), known.attach()) {
+        (Some(asked), Some(newest)) if asked < newest => {
+            Err(NodeError::Precondition(format!("attachment {asked} is over: the newest here is {newest}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The instances that have a spec file in `dir`; other files there are left alone.
+fn spec_files(dir: &Path, kind: v1::InstanceKind) -> Result<Vec<InstanceId>, NodeError> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).map_err(NodeError::at(dir))? {
+        let name = entry.map_err(NodeError::at(dir))?.file_name();
+        let stem = name.to_str().and_then(|name| name.strip_suffix(".json"));
+        match stem.map(|stem| InstanceId::parse(kind, stem)) {
+            Some(Ok(id)) => found.push(id),
+            _ => tracing::debug!("{}: {} is no spec file", dir.display(), name.display()),
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn remove_durably(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    fs::File::open(path.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
+}

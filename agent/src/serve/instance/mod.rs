@@ -1,0 +1,108 @@
+//! Engines and replicas as processes: what they are called, who runs them, what is known of them.
+
+mod backend;
+mod children;
+mod control_watch;
+mod hub;
+mod places;
+mod process;
+mod spec;
+mod systemd;
+mod table;
+mod units;
+
+use std::fmt;
+
+use shorthorn_proto::v1;
+use shorthorn_types::{ReplicaId, VolumeName};
+
+pub use backend::{Backend, BackendError};
+pub use children::Children;
+pub use hub::Hub;
+pub use places::Places;
+pub use process::{Phase, Process};
+pub use spec::Spec;
+pub use systemd::Systemd;
+pub use table::{Table, Watch};
+
+use crate::serve::error::NodeError;
+
+/// Which instance.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum InstanceId {
+    /// The engine of a volume.
+    Engine(VolumeName),
+    /// A replica of a volume.
+    Replica(VolumeName, ReplicaId),
+}
+
+impl InstanceId {
+    /// Takes what came from outside.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] says what is wrong with it.
+    pub fn parse(kind: v1::InstanceKind, name: &str) -> Result<InstanceId, NodeError> {
+        match kind {
+            v1::InstanceKind::Engine => Ok(InstanceId::Engine(VolumeName::new(name)?)),
+            v1::InstanceKind::Replica => {
+                let parts = name.rsplit_once('-');
+                let (volume, replica) = parts.ok_or_else(|| {
+                    NodeError::Invalid(format!("instance name {name:?} is not <volume>-<replica id>"))
+                })?;
+                Ok(InstanceId::Replica(VolumeName::new(volume)?, replica.parse()?))
+            }
+            v1::InstanceKind::Unspecified => {
+                Err(NodeError::Invalid("the kind of the instance is missing: engine or replica".into()))
+            }
+        }
+    }
+
+    /// Its kind.
+    pub fn kind(&self) -> v1::InstanceKind {
+        match self {
+            InstanceId::Engine(_) => v1::InstanceKind::Engine,
+            InstanceId::Replica(..) => v1::InstanceKind::Replica,
+        }
+    }
+
+    /// Its name, alone among those of its kind.
+    pub fn name(&self) -> String {
+        match self {
+            InstanceId::Engine(volume) => volume.to_string(),
+            InstanceId::Replica(volume, replica) => format!("{volume}-{replica}"),
+        }
+    }
+}
+
+impl fmt::Display for InstanceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            InstanceId::Engine(volume) => write!(f, "engine {volume}"),
+            InstanceId::Replica(volume, replica) => write!(f, "replica {volume}-{replica}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_back() {
+        for (kind, name) in [(v1::InstanceKind::Engine, "v-1"), (v1::InstanceKind::Replica, "v-1-0123abcd")] {
+            let id = InstanceId::parse(kind, name).unwrap();
+            assert_eq!((id.kind(), id.name().as_str()), (kind, name));
+        }
+    }
+
+    #[test]
+    fn refuses_what_is_no_name() {
+        for name in ["", "../v1", "v1/x", "V1", "v1\n"] {
+            assert!(InstanceId::parse(v1::InstanceKind::Engine, name).is_err(), "{name:?}");
+        }
+        for name in ["v1", "v1-short", "-0123abcd", "../x-0123abcd", "v1-0123ABCD", "v1-0123abc/"] {
+            assert!(InstanceId::parse(v1::InstanceKind::Replica, name).is_err(), "{name:?}");
+        }
+        assert!(InstanceId::parse(v1::InstanceKind::Unspecified, "v1").is_err());
+    }
+}

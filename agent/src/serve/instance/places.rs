@@ -1,0 +1,165 @@
+//! Which file of an instance is where.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use shorthorn_proto::v1::InstanceKind;
+
+use crate::pid_file::Holder;
+use crate::serve::error::NodeError;
+use crate::serve::instance::InstanceId;
+
+/// The longest path that `sockaddr_un` takes, which also needs a NUL.
+const SOCKET_PATH_MAX_BYTES: usize = 107;
+
+/// The directories of the agent.
+#[derive(Clone, Debug)]
+pub struct Places {
+    state: PathBuf,
+    runtime: PathBuf,
+}
+
+impl Places {
+    /// Makes all directories that are missing.
+    ///
+    /// # Errors
+    /// Names the directory.
+    pub fn prepare(state: &Path, runtime: &Path) -> io::Result<Places> {
+        let places = Places { state: state.to_owned(), runtime: runtime.to_owned() };
+        let mut needed = vec![state.join("engines")];
+        for kind in [InstanceKind::Engine, InstanceKind::Replica] {
+            needed.push(places.specs(kind));
+            needed.push(runtime.join(folder(kind)));
+        }
+        for path in needed {
+            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
+            made.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+        }
+        Ok(places)
+    }
+
+    /// The directory of the spec files of a kind: what has one should run.
+    pub fn specs(&self, kind: InstanceKind) -> PathBuf {
+        self.state.join("instances").join(folder(kind))
+    }
+
+    /// The spec file of an instance. Its unit reads the same.
+    pub fn spec(&self, id: &InstanceId) -> PathBuf {
+        self.specs(id.kind()).join(format!("{}.json", id.name()))
+    }
+
+    /// The state file of the engine of an attached volume.
+    pub fn engine_state(&self, id: &InstanceId) -> PathBuf {
+        self.state.join("engines").join(format!("{}.json", id.name()))
+    }
+
+    /// What an instance that ended with an error has left. Its unit says the same.
+    pub fn error(&self, id: &InstanceId) -> PathBuf {
+        self.runtime_file(id, "error")
+    }
+
+    /// The pid file of an instance that is no unit.
+    pub fn pid(&self, id: &InstanceId) -> PathBuf {
+        self.runtime_file(id, "pid")
+    }
+
+    /// Removes what the process of a stopped instance may have left.
+    pub fn remove_runtime_files(&self, id: &InstanceId) {
+        for extension in ["pid", "error", "control", "nbd", "data"] {
+            let path = self.runtime_file(id, extension);
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    tracing::warn!("{}: {error}", path.display());
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Removes the pid files that no process holds.
+    ///
+    /// # Errors
+    /// Names the file.
+    pub fn remove_pid_files(&self) -> io::Result<()> {
+        for kind in [InstanceKind::Engine, InstanceKind::Replica] {
+            for entry in fs::read_dir(self.runtime.join(folder(kind)))? {
+                let path = entry?.path();
+                let is_pid_file = path.extension().is_some_and(|extension| extension == "pid");
+                if is_pid_file && Holder::find(&path)?.is_none() {
+                    fs::remove_file(&path)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The boot of the host that the pid files are of.
+    pub fn boot_id(&self) -> PathBuf {
+        self.runtime.join("boot-id")
+    }
+
+    /// The control socket of an instance.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] where its path is too long.
+    pub fn control(&self, id: &InstanceId) -> Result<PathBuf, NodeError> {
+        self.socket(id, "control")
+    }
+
+    /// The data socket of a replica; the socket for NBD clients of an engine.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] where its path is too long.
+    pub fn data(&self, id: &InstanceId) -> Result<PathBuf, NodeError> {
+        self.socket(id, if id.kind() == InstanceKind::Engine { "nbd" } else { "data" })
+    }
+
+    fn socket(&self, id: &InstanceId, extension: &str) -> Result<PathBuf, NodeError> {
+        let path = self.runtime_file(id, extension);
+        let length = path.as_os_str().len();
+        if length <= SOCKET_PATH_MAX_BYTES {
+            return Ok(path);
+        }
+        Err(NodeError::Invalid(format!(
+            "{} has {length} bytes, and the path of a Unix socket at most {SOCKET_PATH_MAX_BYTES}: use a shorter \
+             runtime_dir, or a shorter name",
+            path.display()
+        )))
+    }
+
+    fn runtime_file(&self, id: &InstanceId, extension: &str) -> PathBuf {
+        self.runtime.join(folder(id.kind())).join(format!("{}.{extension}", id.name()))
+    }
+}
+
+fn folder(kind: InstanceKind) -> &'static str {
+    if kind == InstanceKind::Engine { "engine" } else { "replica" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_directory_has_room_for_the_longest_name() {
+        let places = Places { state: "/var/lib/shorthorn".into(), runtime: "/run/shorthorn".into() };
+        let volume = "v".repeat(63);
+        let ids = [
+            InstanceId::parse(InstanceKind::Engine, &volume).unwrap(),
+            InstanceId::parse(InstanceKind::Replica, &format!("{volume}-01234567")).unwrap(),
+        ];
+        for id in ids {
+            assert!(places.control(&id).is_ok() && places.data(&id).is_ok(), "{id}");
+        }
+    }
+
+    #[test]
+    fn a_path_that_is_too_long_is_refused_in_words() {
+        let places = Places { state: "/s".into(), runtime: format!("/{}", "r".repeat(100)).into() };
+        let id = InstanceId::parse(InstanceKind::Engine, "v1").unwrap();
+        let text = places.control(&id).unwrap_err().to_string();
+        assert!(text.contains("shorter runtime_dir"), "{text}");
+    }
+}

@@ -1,0 +1,205 @@
+//! What an instance is started with, made from what the controller asks for.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use shorthorn_control::{
+    EngineSpec, FrontendChoice, ReplicaEndpoint, ReplicaSpec, Secret, SpecError, load_spec, store_spec,
+};
+use shorthorn_proto::v1;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
+use shorthorn_types::{Members, ReplicaId, VolumeName};
+
+use crate::serve::config::{Config, absolute};
+use crate::serve::error::NodeError;
+use crate::serve::instance::{InstanceId, Places};
+
+/// The most addresses of one replica that an engine is given.
+const ADDRESSES_MAX: usize = 8;
+
+/// The spec of an instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Spec {
+    /// Of an engine.
+    Engine(EngineSpec),
+    /// Of a replica.
+    Replica(ReplicaSpec),
+}
+
+impl Spec {
+    /// What the controller asks for, as an engine.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] says which field can never work.
+    pub fn engine(
+        request: v1::StartEngineRequest,
+        config: &Config,
+        places: &Places,
+    ) -> Result<Spec, NodeError> {
+        let volume = VolumeName::new(&request.volume)?;
+        let id = InstanceId::Engine(volume.clone());
+        if request.attach == 0 {
+            return Err(NodeError::Invalid("attach is 0: the first attachment has number 1".into()));
+        }
+        if request.replicas.is_empty() || request.replicas.len() > MAX_MEMBERS {
+            let count = request.replicas.len();
+            return Err(NodeError::Invalid(format!("{count} replicas: an engine needs 1 to {MAX_MEMBERS}")));
+        }
+        let replicas: Vec<_> = request.replicas.into_iter().map(endpoint).collect::<Result<_, _>>()?;
+        let distinct = Members::new(replicas.iter().map(|endpoint| endpoint.replica))?;
+        if distinct.len() != replicas.len() {
+            return Err(NodeError::Invalid("one of the replicas is given twice".into()));
+        }
+        Ok(Spec::Engine(EngineSpec {
+            volume,
+            size_bytes: size(request.size_bytes)?,
+            attach: request.attach,
+            replicas,
+            frontend: frontend(&request.frontend)?,
+            secret: secret(&request.secret)?,
+            state_file: places.engine_state(&id),
+            control_socket: places.control(&id)?,
+            frontend_socket: places.data(&id)?,
+            device_dir: config.device_dir.clone(),
+            queues: config.queues,
+            depth: config.queue_depth,
+            replica_timeout_ms: config.replica_timeout_ms,
+        }))
+    }
+
+    /// What the controller asks for, as a replica; its data port is still to be chosen.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] says which field can never work.
+    pub fn replica(request: v1::StartReplicaRequest, places: &Places) -> Result<Spec, NodeError> {
+        let volume = VolumeName::new(&request.volume)?;
+        let replica: ReplicaId = request.replica_id.parse()?;
+        let id = InstanceId::Replica(volume.clone(), replica);
+        let members: Vec<ReplicaId> =
+            request.first_members.iter().map(|id| id.parse()).collect::<Result<_, _>>()?;
+        let disk = absolute(PathBuf::from(&request.disk_path))
+            .map_err(|error| NodeError::Invalid(format!("disk_path: {error}")))?;
+        Ok(Spec::Replica(ReplicaSpec {
+            volume,
+            replica,
+            directory: disk.join("replicas").join(id.name()),
+            size_bytes: size(request.size_bytes)?,
+            create: request.create,
+            first_members: Members::new(members)?,
+            secret: secret(&request.secret)?,
+            data_socket: places.data(&id)?,
+            data_address: None,
+            control_socket: places.control(&id)?,
+        }))
+    }
+
+    /// Reads the spec file of `id`.
+    ///
+    /// # Errors
+    /// [`SpecError`].
+    pub fn load(id: &InstanceId, places: &Places) -> Result<Spec, SpecError> {
+        let path = places.spec(id);
+        match id {
+            InstanceId::Engine(_) => load_spec(&path).map(Spec::Engine),
+            InstanceId::Replica(..) => load_spec(&path).map(Spec::Replica),
+        }
+    }
+
+    /// Writes the spec file, durably.
+    ///
+    /// # Errors
+    /// [`SpecError`].
+    pub fn store(&self, places: &Places) -> Result<(), SpecError> {
+        let path = places.spec(&self.id());
+        match self {
+            Spec::Engine(spec) => store_spec(&path, spec),
+            Spec::Replica(spec) => store_spec(&path, spec),
+        }
+    }
+
+    /// Whose it is.
+    pub fn id(&self) -> InstanceId {
+        match self {
+            Spec::Engine(spec) => InstanceId::Engine(spec.volume.clone()),
+            Spec::Replica(spec) => InstanceId::Replica(spec.volume.clone(), spec.replica),
+        }
+    }
+
+    /// The control socket of the process.
+    pub fn control_socket(&self) -> PathBuf {
+        match self {
+            Spec::Engine(spec) => spec.control_socket.clone(),
+            Spec::Replica(spec) => spec.control_socket.clone(),
+        }
+    }
+
+    /// The number of the attachment of an engine.
+    pub fn attach(&self) -> Option<u64> {
+        match self {
+            Spec::Engine(spec) => Some(spec.attach),
+            Spec::Replica(_) => None,
+        }
+    }
+
+    /// Whether both come from the same request. What the agent adds to that may have changed with its
+    /// configuration, and `create` changes once a replica has data.
+    pub fn is_same_request(&self, other: &Spec) -> bool {
+        match (self, other) {
+            (Spec::Engine(a), Spec::Engine(b)) => {
+                (&a.volume, a.size_bytes, a.attach, a.frontend)
+                    == (&b.volume, b.size_bytes, b.attach, b.frontend)
+                    && (&a.replicas, &a.secret) == (&b.replicas, &b.secret)
+            }
+            (Spec::Replica(a), Spec::Replica(b)) => {
+                (&a.volume, a.replica, &a.directory) == (&b.volume, b.replica, &b.directory)
+                    && (a.size_bytes, &a.first_members, &a.secret)
+                        == (b.size_bytes, &b.first_members, &b.secret)
+            }
+            _ => false,
+        }
+    }
+}
+
+fn endpoint(address: v1::ReplicaAddress) -> Result<ReplicaEndpoint, NodeError> {
+    let replica: ReplicaId = address.replica_id.parse()?;
+    if address.addresses.is_empty() || address.addresses.len() > ADDRESSES_MAX {
+        let count = address.addresses.len();
+        return Err(NodeError::Invalid(format!(
+            "replica {replica} has {count} addresses: 1 to {ADDRESSES_MAX}"
+        )));
+    }
+    for text in &address.addresses {
+        let good = match text.split_once(':') {
+            Some(("unix", path)) => absolute(path.into()).is_ok(),
+            Some(("tcp", socket)) => socket.parse::<SocketAddr>().is_ok(),
+            _ => false,
+        };
+        if !good {
+            let hint = "use unix:<absolute path> or tcp:<ip>:<port>";
+            return Err(NodeError::Invalid(format!("address {text:?} of replica {replica}: {hint}")));
+        }
+    }
+    Ok(ReplicaEndpoint { replica, addresses: address.addresses, local: address.local })
+}
+
+fn size(bytes: u64) -> Result<u64, NodeError> {
+    if bytes != 0 && bytes.is_multiple_of(BLOCK_BYTES) {
+        return Ok(bytes);
+    }
+    Err(NodeError::Invalid(format!("size {bytes}: it must be a multiple of {BLOCK_BYTES}, and not 0")))
+}
+
+fn secret(bytes: &[u8]) -> Result<Secret, NodeError> {
+    let bytes = bytes.try_into();
+    bytes.map(Secret::new).map_err(|_| NodeError::Invalid("the secret must have 32 bytes".into()))
+}
+
+fn frontend(name: &str) -> Result<FrontendChoice, NodeError> {
+    match name {
+        "" | "auto" => Ok(FrontendChoice::Auto),
+        "ublk" => Ok(FrontendChoice::Ublk),
+        "nbd" => Ok(FrontendChoice::Nbd),
+        "socket" => Ok(FrontendChoice::Socket),
+        _ => Err(NodeError::Invalid(format!("frontend {name:?}: use auto, ublk, nbd or socket"))),
+    }
+}

@@ -1,0 +1,218 @@
+//! Instances as units of systemd.
+//!
+//! The unit files keep an instance running: they start it again when it dies, and give up after many times
+//! in a row. All that is left to do here is to say what is to run, to follow the units, and to try those again
+//! that systemd has given up.
+
+use std::collections::HashMap;
+use std::fs;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+use tokio_stream::StreamExt;
+use zbus::fdo::PropertiesProxy;
+use zbus::{Connection, OwnedObjectPath};
+
+use crate::serve::instance::backend::Pending;
+use crate::serve::instance::units::{ManagerProxy, ServiceProxy, UnitProxy, unit_of};
+use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
+
+const DESTINATION: &str = "org.freedesktop.systemd1";
+/// More than the `TimeoutStopSec=` of the units: systemd has killed the process before.
+const STOP_LIMIT: Duration = Duration::from_secs(120);
+/// A unit that systemd has given up is tried again after this.
+const FIRST_RETRY: Duration = Duration::from_secs(10);
+const LONGEST_RETRY: Duration = Duration::from_secs(120);
+
+/// The backend.
+pub struct Systemd {
+    bus: Bus,
+    followers: Mutex<HashMap<InstanceId, JoinHandle<()>>>,
+}
+
+#[derive(Clone)]
+struct Bus {
+    connection: Connection,
+    manager: ManagerProxy<'static>,
+    places: Places,
+    table: Arc<Table>,
+}
+
+impl Systemd {
+    /// Connects to the systemd of this host.
+    ///
+    /// # Errors
+    /// [`BackendError::Bus`].
+    pub async fn connect(places: Places, table: Arc<Table>) -> Result<Systemd, BackendError> {
+        let connection = Connection::system().await?;
+        let manager = ManagerProxy::new(&connection).await?;
+        manager.subscribe().await?;
+        let bus = Bus { connection, manager, places, table };
+        Ok(Systemd { bus, followers: Mutex::default() })
+    }
+
+    /// The connection: without it nothing is seen any more.
+    pub fn connection(&self) -> &Connection {
+        &self.bus.connection
+    }
+
+    /// Follows the unit of `id`, unless it is followed already.
+    async fn follow(&self, id: &InstanceId) -> Result<(), BackendError> {
+        let path = self.bus.manager.load_unit(&unit_of(id)).await?;
+        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
+        if followers.get(id).is_none_or(JoinHandle::is_finished) {
+            let (bus, followed) = (self.bus.clone(), id.clone());
+            let task = tokio::spawn(async move {
+                if let Err(error) = bus.follow(&followed, path).await {
+                    tracing::error!(instance = %followed, "not followed any more: {error}");
+                }
+            });
+            followers.insert(id.clone(), task);
+        }
+        Ok(())
+    }
+}
+
+impl Backend for Systemd {
+    fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(self.follow(id))
+    }
+
+    fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            self.bus.start(id).await?;
+            self.follow(id).await
+        })
+    }
+
+    fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            // Before the unit is stopped, so that it is not tried again meanwhile, and nothing is said of it after.
+            let follower = self.followers.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+            if let Some(follower) = follower {
+                follower.abort();
+                let _ = follower.await;
+            }
+            if let Err(error) = self.bus.stop(id).await {
+                self.follow(id).await?;
+                return Err(error);
+            }
+            self.bus.places.remove_runtime_files(id);
+            Ok(())
+        })
+    }
+}
+
+impl Bus {
+    async fn start(&self, id: &InstanceId) -> Result<(), BackendError> {
+        let unit = unit_of(id);
+        // A unit that was given up is not started before that. It fails where the unit is not loaded.
+        let _ = self.manager.reset_failed_unit(&unit).await;
+        match self.manager.start_unit(&unit, "replace").await {
+            Err(error) if is_no_such_unit(&error) => Err(BackendError::NoUnit(unit)),
+            other => other.map(|_| ()).map_err(BackendError::from),
+        }
+    }
+
+    async fn stop(&self, id: &InstanceId) -> Result<(), BackendError> {
+        let unit = unit_of(id);
+        let mut removed = self.manager.receive_job_removed().await?;
+        let job = match self.manager.stop_unit(&unit, "replace").await {
+            Err(error) if is_no_such_unit(&error) => return Ok(()),
+            other => other?,
+        };
+        let done = async {
+            while let Some(signal) = removed.next().await {
+                let arguments = signal.args()?;
+                if arguments.job == job {
+                    return Ok::<String, zbus::Error>(arguments.result.clone());
+                }
+            }
+            Ok("the connection was lost".to_owned())
+        };
+        let result = match timeout(STOP_LIMIT, done).await {
+            Ok(result) => result?,
+            Err(_) => format!("no answer within {STOP_LIMIT:?}"),
+        };
+        // Forgets that it was killed, where it was.
+        let _ = self.manager.reset_failed_unit(&unit).await;
+        if result == "done" { Ok(()) } else { Err(BackendError::NotStopped(unit, result)) }
+    }
+
+    /// Reports how the unit is, now and after every change; ends only with an error.
+    async fn follow(&self, id: &InstanceId, path: OwnedObjectPath) -> Result<(), BackendError> {
+        let properties = PropertiesProxy::new(&self.connection, DESTINATION, path.clone()).await?;
+        let unit = UnitProxy::new(&self.connection, path.clone()).await?;
+        let service = ServiceProxy::new(&self.connection, path).await?;
+        // Before the first look, so that no change is missed.
+        let mut changes = properties.receive_properties_changed().await?;
+        let mut retry = FIRST_RETRY;
+        let mut words = None;
+        loop {
+            let process = self.look(id, &unit, &service, &mut words).await?;
+            let given_up = process.phase == Phase::Failed && unit.active_state().await? == "failed";
+            if process.phase == Phase::Running {
+                retry = FIRST_RETRY;
+            }
+            self.table.set_process(id, process);
+            let changed = async {
+                let closed = || BackendError::NotStopped(unit_of(id), "the connection was lost".into());
+                changes.next().await.map(|_| ()).ok_or_else(closed)
+            };
+            tokio::select! {
+                changed = changed => changed?,
+                () = sleep(retry), if given_up => {
+                    tracing::warn!(instance = %id, "systemd has given it up: trying again");
+                    retry = (retry * 2).min(LONGEST_RETRY);
+                    self.start(id).await?;
+                }
+            }
+        }
+    }
+
+    async fn look(
+        &self,
+        id: &InstanceId,
+        unit: &UnitProxy<'_>,
+        service: &ServiceProxy<'_>,
+        words: &mut Option<String>,
+    ) -> Result<Process, BackendError> {
+        let (active, sub) = (unit.active_state().await?, unit.sub_state().await?);
+        let pid = service.main_pid().await?;
+        let phase = match (active.as_str(), sub.as_str()) {
+            ("active" | "reloading", _) => Phase::Running,
+            ("activating", "auto-restart" | "auto-restart-queued") | ("failed", _) => Phase::Failed,
+            ("activating", _) => Phase::Starting,
+            ("deactivating", _) => Phase::Stopping,
+            // A restart passes through here between the end of one process and the start of the next.
+            _ if unit.job().await?.0 != 0 => Phase::Starting,
+            _ => Phase::Stopped,
+        };
+        if phase == Phase::Failed {
+            let result = service.result().await?;
+            // The next process may have removed them already: then those of the one before are as good.
+            *words = self.last_words(id).or_else(|| words.take());
+            let message =
+                words.as_ref().map_or_else(|| result.clone(), |words| format!("{words} ({result})"));
+            return Ok(Process::failed(message));
+        }
+        if phase == Phase::Running {
+            *words = None;
+        }
+        let pid = i32::try_from(pid).ok().filter(|pid| *pid != 0);
+        Ok(Process { phase, pid, message: String::new() })
+    }
+
+    /// What the last process has left, where it could say what was wrong.
+    fn last_words(&self, id: &InstanceId) -> Option<String> {
+        let words = fs::read_to_string(self.places.error(id)).ok()?;
+        Some(words.trim().to_owned()).filter(|words| !words.is_empty())
+    }
+}
+
+fn is_no_such_unit(error: &zbus::Error) -> bool {
+    let zbus::Error::MethodError(name, ..) = error else { return false };
+    name.as_str() == "org.freedesktop.systemd1.NoSuchUnit"
+}

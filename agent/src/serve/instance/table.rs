@@ -1,0 +1,160 @@
+//! What is known of the instances of this node, and who is told when that changes.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use shorthorn_control::Status;
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::instance_event::Type;
+use tokio::sync::broadcast;
+use tokio::task::JoinHandle;
+
+use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
+use crate::serve::{ports, show};
+
+/// Events that a watcher may be behind before it is cut off.
+const WATCH_LAG_MAX: usize = 1024;
+
+/// All instances. Backends put in what they see of processes; the control socket of each living process is
+/// followed here.
+#[derive(Debug)]
+pub struct Table(Mutex<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    entries: BTreeMap<InstanceId, Entry>,
+    changes: broadcast::Sender<v1::InstanceEvent>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    spec: Spec,
+    process: Process,
+    status: Option<Status>,
+    published: v1::Instance,
+    /// Follows the control socket while the process lives.
+    follower: Option<JoinHandle<()>>,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        if let Some(follower) = self.follower.take() {
+            follower.abort();
+        }
+    }
+}
+
+/// All instances at one moment, and every change from then on.
+#[derive(Debug)]
+pub struct Watch {
+    /// As they were.
+    pub now: Vec<v1::Instance>,
+    /// What came after.
+    pub changes: broadcast::Receiver<v1::InstanceEvent>,
+}
+
+impl Table {
+    /// A table of no instance.
+    pub fn new() -> Arc<Table> {
+        let (changes, _) = broadcast::channel(WATCH_LAG_MAX);
+        Arc::new(Table(Mutex::new(Inner { entries: BTreeMap::new(), changes })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // Entries are changed whole, so a panic elsewhere leaves nothing half-written.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All instances.
+    pub fn list(&self) -> Vec<v1::Instance> {
+        self.lock().entries.values().map(|entry| entry.published.clone()).collect()
+    }
+
+    /// All instances, and every change after.
+    pub fn watch(&self) -> Watch {
+        let inner = self.lock();
+        let now = inner.entries.values().map(|entry| entry.published.clone()).collect();
+        Watch { now, changes: inner.changes.subscribe() }
+    }
+
+    /// The spec and the process of an instance.
+    pub fn known(&self, id: &InstanceId) -> Option<(Spec, Process)> {
+        let inner = self.lock();
+        inner.entries.get(id).map(|entry| (entry.spec.clone(), entry.process.clone()))
+    }
+
+    /// An instance as the node API shows it.
+    pub fn published(&self, id: &InstanceId) -> Option<v1::Instance> {
+        self.lock().entries.get(id).map(|entry| entry.published.clone())
+    }
+
+    /// The ports of all instances but one.
+    pub fn ports_of_others(&self, id: &InstanceId) -> Vec<u16> {
+        let inner = self.lock();
+        let others = inner.entries.iter().filter(|(other, _)| *other != id);
+        others.filter_map(|(_, entry)| ports::of(&entry.spec)).collect()
+    }
+
+    /// Adds an instance, in place of one of the same name.
+    pub fn insert(&self, spec: Spec, process: Process) {
+        let id = spec.id();
+        let published = show::instance(&spec, &process, None);
+        let entry = Entry { spec, process, status: None, published: published.clone(), follower: None };
+        let mut inner = self.lock();
+        inner.entries.insert(id, entry);
+        inner.tell(Type::Set, published);
+    }
+
+    /// Forgets an instance.
+    pub fn remove(&self, id: &InstanceId) {
+        let mut inner = self.lock();
+        if let Some(entry) = inner.entries.remove(id) {
+            inner.tell(Type::Gone, entry.published.clone());
+        }
+    }
+
+    /// Takes what is now seen of the process of an instance; ignored where that is not here any more.
+    pub fn set_process(self: &Arc<Table>, id: &InstanceId, process: Process) {
+        let mut inner = self.lock();
+        let Some(entry) = inner.entries.get_mut(id) else { return };
+        let changed = entry.process.pid != process.pid;
+        entry.process = process;
+        if changed {
+            entry.status = None;
+            if let Some(follower) = entry.follower.take() {
+                follower.abort();
+            }
+            if let Some(pid) = entry.process.pid {
+                let table = Arc::clone(self);
+                let (id, control) = (id.clone(), entry.spec.control_socket());
+                let take = move |status| table.set_status(&id, pid, status);
+                entry.follower = Some(tokio::spawn(control_watch::follow(control, take)));
+            }
+        }
+        inner.publish(id);
+    }
+
+    fn set_status(&self, id: &InstanceId, pid: i32, status: Option<Status>) {
+        let mut inner = self.lock();
+        if let Some(entry) = inner.entries.get_mut(id).filter(|entry| entry.process.pid == Some(pid)) {
+            entry.status = status;
+            inner.publish(id);
+        }
+    }
+}
+
+impl Inner {
+    fn publish(&mut self, id: &InstanceId) {
+        let Some(entry) = self.entries.get_mut(id) else { return };
+        let shown = show::instance(&entry.spec, &entry.process, entry.status.as_ref());
+        if shown != entry.published {
+            entry.published = shown.clone();
+            self.tell(Type::Set, shown);
+        }
+    }
+
+    fn tell(&self, r#type: Type, instance: v1::Instance) {
+        // It fails only where nobody watches.
+        let _ = self.changes.send(v1::InstanceEvent { r#type: r#type.into(), instance: Some(instance) });
+    }
+}

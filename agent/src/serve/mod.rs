@@ -1,0 +1,131 @@
+//! `shorthorn-agent serve`: the agent of a node.
+//!
+//! It holds no state that matters to I/O. What should run is in spec files; what runs is found again through
+//! systemd, or through pid files and control sockets. So it may end at any moment, and the next one goes on.
+//!
+//! After the host was started anew, neither engines nor replicas are started by the agent. An engine needs a
+//! new number of attachment, which only the controller can give, and the controller knows which replicas it wants.
+//! Their spec files are still there, and they are listed as stopped.
+
+pub mod config;
+mod devices;
+mod disks;
+mod error;
+mod frontends;
+mod instance;
+mod listen;
+mod ports;
+mod service;
+mod show;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use shorthorn_proto::v1::node_server::NodeServer;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tonic::transport::Server;
+
+use crate::pid_file::PidFile;
+use config::{Config, InstancesChoice};
+use disks::Disks;
+use error::NodeError;
+use instance::{Backend, Children, Hub, Places, Systemd, Table};
+use service::NodeService;
+
+/// Requests that are large are wrong: the largest, for an engine with eight replicas, has a few KiB.
+const REQUEST_MAX_BYTES: usize = 256 << 10;
+/// Calls that one client may have under way.
+const CALLS_MAX: usize = 64;
+/// A client that does not answer is given up after twice this, so that its watches end.
+const KEEPALIVE: Duration = Duration::from_secs(20);
+/// Calls that are under way when the agent stops have so long. They are safe to repeat.
+const DRAIN_LIMIT: Duration = Duration::from_secs(3);
+
+/// Runs the agent until SIGTERM or SIGINT.
+pub fn serve(config: Config) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(run(config))
+}
+
+async fn run(config: Config) -> anyhow::Result<()> {
+    let places = Places::prepare(&config.state_dir, &config.runtime_dir)?;
+    let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
+    devices::remove_stale(&config.device_dir);
+    let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
+    let table = Table::new();
+    let (backend, lost) = backend(&config, &places, &table).await?;
+    let hub = Hub::start(config.clone(), places, table, backend).await?;
+    let incoming = listen::bind(&config.listen).await?;
+    let (stop, stopping) = watch::channel(false);
+    let service = NodeService {
+        config: Arc::new(config),
+        hub,
+        disks,
+        frontends: Arc::default(),
+        stopping: stopping.clone(),
+    };
+    tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
+    sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
+
+    let mut drained = stopping;
+    let server = Server::builder()
+        .concurrency_limit_per_connection(CALLS_MAX)
+        .http2_keepalive_interval(Some(KEEPALIVE))
+        .add_service(NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES))
+        .serve_with_incoming_shutdown(incoming, async move {
+            let _ = drained.wait_for(|stopping| *stopping).await;
+        });
+    let mut server = std::pin::pin!(server);
+    let ended = tokio::select! {
+        served = &mut server => return served.context("the node API cannot be served"),
+        signal = stop_signal() => signal,
+        () = lost => Err(anyhow::anyhow!("the connection to systemd is lost")),
+    };
+    tracing::info!("stopping; engines and replicas go on");
+    stop.send_replace(true);
+    // Whoever is cut off calls again.
+    let _ = tokio::time::timeout(DRAIN_LIMIT, server).await;
+    ended
+}
+
+async fn stop_signal() -> anyhow::Result<()> {
+    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tokio::select! {
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    Ok(())
+}
+
+/// Whoever runs the instances, and what to wait for to learn that they are out of sight.
+async fn backend(
+    config: &Config,
+    places: &Places,
+    table: &Arc<Table>,
+) -> anyhow::Result<(Box<dyn Backend>, std::pin::Pin<Box<dyn Future<Output = ()> + Send>>)> {
+    let systemd = match config.instances {
+        InstancesChoice::Systemd => true,
+        InstancesChoice::Children => false,
+        // What sd_booted(3) looks at.
+        InstancesChoice::Auto => Path::new("/run/systemd/system").is_dir(),
+    };
+    if systemd {
+        let systemd = Systemd::connect(places.clone(), Arc::clone(table)).await?;
+        let connection = systemd.connection().clone();
+        tracing::info!("instances are units of systemd");
+        return Ok((Box::new(systemd), Box::pin(async move { connection.closed().await })));
+    }
+    tracing::info!("instances are processes of the agent");
+    let children = Children::new(places.clone(), Arc::clone(table))?;
+    Ok((Box::new(children), Box::pin(std::future::pending())))
+}
+
+/// Does what may wait for a disk on a thread for that.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, NodeError> + Send + 'static,
+) -> Result<T, NodeError> {
+    tokio::task::spawn_blocking(work).await.map_err(NodeError::lost)?
+}

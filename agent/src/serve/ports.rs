@@ -1,0 +1,49 @@
+//! The TCP ports of replicas. A replica keeps its port for as long as it is known here, so that the engines of
+//! other nodes find it again after it was started anew.
+
+use std::net::{SocketAddr, TcpListener};
+
+use shorthorn_control::ReplicaSpec;
+
+use crate::serve::config::Config;
+use crate::serve::error::NodeError;
+use crate::serve::instance::Spec;
+
+/// The port of an instance.
+pub fn of(spec: &Spec) -> Option<u16> {
+    match spec {
+        Spec::Replica(replica) => replica.data_address.map(|address| address.port()),
+        Spec::Engine(_) => None,
+    }
+}
+
+/// Takes the port over from the spec that was here before.
+pub fn keep(spec: &mut Spec, known: &Spec) {
+    if let (Spec::Replica(spec), Spec::Replica(known)) = (spec, known) {
+        spec.data_address = known.data_address;
+    }
+}
+
+/// Gives `replica` an address where the node has one: the port that it has, else the first that is free.
+///
+/// # Errors
+/// [`NodeError::Exhausted`] where none is free.
+pub fn choose(replica: &mut ReplicaSpec, config: &Config, taken: &[u16]) -> Result<(), NodeError> {
+    let Some(ip) = config.data_address else {
+        replica.data_address = None;
+        return Ok(());
+    };
+    let had = replica.data_address.map(|address| address.port());
+    if let Some(port) = had.filter(|port| config.data_ports.contains(port) && !taken.contains(port)) {
+        replica.data_address = Some(SocketAddr::new(ip, port));
+        return Ok(());
+    }
+    // Somebody else may use a port of ours too; trying it is the only way to know.
+    let free = |port: &u16| !taken.contains(port) && TcpListener::bind((ip, *port)).is_ok();
+    let port = config.data_ports.clone().find(free).ok_or_else(|| {
+        let (first, last) = (config.data_ports.start(), config.data_ports.end());
+        NodeError::Exhausted(format!("no port of {ip} from {first} to {last} is free: widen data_ports"))
+    })?;
+    replica.data_address = Some(SocketAddr::new(ip, port));
+    Ok(())
+}

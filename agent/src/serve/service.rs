@@ -1,0 +1,206 @@
+//! The node API: what `node.proto` says, on top of instances, disks and devices.
+
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use shorthorn_frontend::probe::FrontendReport;
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::node_server::Node;
+use shorthorn_types::{ReplicaId, VolumeName};
+use tokio::sync::{broadcast, mpsc, watch};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+use crate::serve::blocking;
+use crate::serve::config::{Config, absolute};
+use crate::serve::devices;
+use crate::serve::disks::{self, Disks};
+use crate::serve::error::NodeError;
+use crate::serve::frontends::Frontends;
+use crate::serve::instance::{Hub, InstanceId, Spec, Watch};
+
+/// Events that wait in the connection of a watcher, beside those that wait in the hub.
+const WATCH_QUEUE: usize = 16;
+
+/// The service.
+#[derive(Clone)]
+pub struct NodeService {
+    /// What the node is.
+    pub config: Arc<Config>,
+    /// Its instances.
+    pub hub: Arc<Hub>,
+    /// Its disks.
+    pub disks: Arc<Disks>,
+    /// Which frontends work here.
+    pub frontends: Arc<Frontends>,
+    /// Ends the watches: true when the agent stops.
+    pub stopping: watch::Receiver<bool>,
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+
+#[tonic::async_trait]
+impl Node for NodeService {
+    async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::NodeInfo> {
+        let frontend = |report: FrontendReport| v1::FrontendInfo {
+            name: report.kind.to_string(),
+            usable: report.usable,
+            reason: report.reason,
+        };
+        let reports = self.frontends.get().await?;
+        Ok(Response::new(v1::NodeInfo {
+            name: self.config.node_name.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            data_address: self.config.data_address.map(|address| address.to_string()).unwrap_or_default(),
+            frontends: reports.into_iter().map(frontend).collect(),
+        }))
+    }
+
+    async fn list_instances(
+        &self,
+        _: Request<v1::ListInstancesRequest>,
+    ) -> Answer<v1::ListInstancesResponse> {
+        Ok(Response::new(v1::ListInstancesResponse { instances: self.hub.table().list() }))
+    }
+
+    async fn start_replica(&self, request: Request<v1::StartReplicaRequest>) -> Answer<v1::Instance> {
+        let request = request.into_inner();
+        let disk = PathBuf::from(&request.disk_path);
+        let spec = Spec::replica(request, self.hub.places())?;
+        if !self.disks.has(&disk) {
+            return Err(unknown_disk(&disk).into());
+        }
+        Ok(Response::new(self.hub.start_instance(spec).await?))
+    }
+
+    async fn start_engine(&self, request: Request<v1::StartEngineRequest>) -> Answer<v1::Instance> {
+        let spec = Spec::engine(request.into_inner(), &self.config, self.hub.places())?;
+        Ok(Response::new(self.hub.start_instance(spec).await?))
+    }
+
+    async fn stop_instance(
+        &self,
+        request: Request<v1::StopInstanceRequest>,
+    ) -> Answer<v1::StopInstanceResponse> {
+        let request = request.into_inner();
+        let id = InstanceId::parse(request.kind(), &request.name)?;
+        self.hub.stop_instance(id, request.attach).await?;
+        Ok(Response::new(v1::StopInstanceResponse {}))
+    }
+
+    type WatchInstancesStream = Pin<Box<dyn Stream<Item = Result<v1::InstanceEvent, Status>> + Send>>;
+
+    async fn watch_instances(
+        &self,
+        _: Request<v1::WatchInstancesRequest>,
+    ) -> Answer<Self::WatchInstancesStream> {
+        let (sender, events) = mpsc::channel(WATCH_QUEUE);
+        let (watch, mut stopping) = (self.hub.table().watch(), self.stopping.clone());
+        tokio::spawn(async move {
+            tokio::select! {
+                () = forward(watch, &sender) => {}
+                () = sender.closed() => {}
+                _ = stopping.wait_for(|stopping| *stopping) => {}
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+
+    async fn list_disks(&self, _: Request<v1::ListDisksRequest>) -> Answer<v1::ListDisksResponse> {
+        let all = Arc::clone(&self.disks);
+        let disks = blocking(move || Ok(all.list())).await?;
+        Ok(Response::new(v1::ListDisksResponse { disks }))
+    }
+
+    async fn add_disk(&self, request: Request<v1::AddDiskRequest>) -> Answer<v1::Disk> {
+        let (all, path) = (Arc::clone(&self.disks), request.into_inner().path);
+        Ok(Response::new(blocking(move || all.add(&path)).await?))
+    }
+
+    async fn delete_replica(
+        &self,
+        request: Request<v1::DeleteReplicaRequest>,
+    ) -> Answer<v1::DeleteReplicaResponse> {
+        let request = request.into_inner();
+        let volume = VolumeName::new(&request.volume).map_err(NodeError::from)?;
+        let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
+        let id = InstanceId::Replica(volume, replica);
+        let disk = absolute(request.disk_path.into()).map_err(NodeError::Invalid)?;
+        if !self.disks.has(&disk) {
+            return Err(unknown_disk(&disk).into());
+        }
+        let deleted = id.clone();
+        self.hub.while_stopped(&id, move || disks::delete_replica(&disk, &deleted)).await?;
+        Ok(Response::new(v1::DeleteReplicaResponse {}))
+    }
+
+    async fn list_devices(&self, _: Request<v1::ListDevicesRequest>) -> Answer<v1::ListDevicesResponse> {
+        let (dir, instances) = (self.config.device_dir.clone(), self.hub.table().list());
+        let devices = blocking(move || {
+            let engine = i32::from(v1::InstanceKind::Engine);
+            let runs = |instance: &v1::Instance| instance.kind == engine && instance.pid != 0;
+            devices::list(&dir, |volume| instances.iter().any(|engine| runs(engine) && engine.name == volume))
+        });
+        Ok(Response::new(v1::ListDevicesResponse { devices: devices.await? }))
+    }
+}
+
+fn unknown_disk(disk: &std::path::Path) -> NodeError {
+    NodeError::NotFound(format!("{} is no disk of this node: add it first", disk.display()))
+}
+
+/// Gives a watcher what is there, then what changes, until it goes or has fallen too far behind.
+async fn forward(watch: Watch, sender: &mpsc::Sender<Result<v1::InstanceEvent, Status>>) {
+    let Watch { now, mut changes } = watch;
+    let event =
+        |r#type: v1::instance_event::Type, instance| v1::InstanceEvent { r#type: r#type.into(), instance };
+    for instance in now {
+        if sender.send(Ok(event(v1::instance_event::Type::Set, Some(instance)))).await.is_err() {
+            return;
+        }
+    }
+    if sender.send(Ok(event(v1::instance_event::Type::Synced, None))).await.is_err() {
+        return;
+    }
+    loop {
+        let next = match changes.recv().await {
+            Ok(change) => Ok(change),
+            Err(broadcast::error::RecvError::Closed) => return,
+            Err(broadcast::error::RecvError::Lagged(missed)) => {
+                Err(Status::resource_exhausted(format!("{missed} events were missed: watch again")))
+            }
+        };
+        let last = next.is_err();
+        if sender.send(next).await.is_err() || last {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn change(name: &str) -> v1::InstanceEvent {
+        let instance = v1::Instance { name: name.into(), ..v1::Instance::default() };
+        v1::InstanceEvent { r#type: v1::instance_event::Type::Set.into(), instance: Some(instance) }
+    }
+
+    #[tokio::test]
+    async fn a_slow_watcher_is_cut_off() {
+        let (changes, changed) = broadcast::channel(2);
+        let (sender, mut events) = mpsc::channel(16);
+        for name in ["a", "b", "c"] {
+            changes.send(change(name)).unwrap();
+        }
+        forward(Watch { now: Vec::new(), changes: changed }, &sender).await;
+        let synced = events.recv().await.unwrap().unwrap();
+        assert_eq!(synced.r#type(), v1::instance_event::Type::Synced);
+        let cut_off = events.recv().await.unwrap().unwrap_err();
+        assert_eq!(cut_off.code(), tonic::Code::ResourceExhausted);
+        drop(sender);
+        assert!(events.recv().await.is_none());
+    }
+}

@@ -1,0 +1,102 @@
+//! Instances as the node API shows them.
+
+use shorthorn_control::{EnginePhase, EngineSpec, MemberMode, ReplicaSpec, Status};
+use shorthorn_proto::v1::{self, InstanceState, instance::Detail};
+
+use crate::serve::instance::{Phase, Process, Spec};
+
+/// What the process of an instance and its control socket say, in one.
+pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::Instance {
+    let id = spec.id();
+    let (inside, told) = match status {
+        Some(Status::Engine(engine)) => (engine_state(engine.phase), engine.message.as_str()),
+        Some(Status::Replica(replica)) if replica.serving => {
+            (InstanceState::Running, replica.message.as_str())
+        }
+        Some(Status::Replica(replica)) => (InstanceState::Starting, replica.message.as_str()),
+        None => (InstanceState::Starting, ""),
+    };
+    let state = match process.phase {
+        Phase::Stopped => InstanceState::Stopped,
+        Phase::Starting => InstanceState::Starting,
+        Phase::Running => inside,
+        Phase::Stopping => InstanceState::Stopping,
+        Phase::Failed => InstanceState::Error,
+    };
+    let message = if process.message.is_empty() { told } else { &process.message };
+    v1::Instance {
+        kind: id.kind().into(),
+        name: id.name(),
+        state: state.into(),
+        message: message.to_owned(),
+        pid: process.pid.unwrap_or_default(),
+        detail: Some(match spec {
+            Spec::Engine(spec) => Detail::Engine(engine(spec, status)),
+            Spec::Replica(spec) => Detail::Replica(replica(spec, status)),
+        }),
+    }
+}
+
+fn engine_state(phase: EnginePhase) -> InstanceState {
+    match phase {
+        EnginePhase::Starting => InstanceState::Starting,
+        EnginePhase::Serving | EnginePhase::Frozen => InstanceState::Running,
+        EnginePhase::Stopping => InstanceState::Stopping,
+        EnginePhase::Stopped => InstanceState::Error,
+    }
+}
+
+fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
+    let mut shown = v1::EngineStatus {
+        volume: spec.volume.to_string(),
+        size_bytes: spec.size_bytes,
+        attach: spec.attach,
+        ..v1::EngineStatus::default()
+    };
+    let Some(Status::Engine(status)) = status else { return shown };
+    shown.phase = match status.phase {
+        EnginePhase::Starting => "starting",
+        EnginePhase::Serving => "serving",
+        EnginePhase::Frozen => "frozen",
+        EnginePhase::Stopping => "stopping",
+        EnginePhase::Stopped => "stopped",
+    }
+    .to_owned();
+    shown.generation = status.generation.to_string();
+    shown.view = status.view.map(|view| view.to_string()).unwrap_or_default();
+    shown.frontend = status.frontend.clone().unwrap_or_default();
+    shown.endpoint = status.endpoint.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+    shown.size_bytes = status.size_bytes;
+    let member = |member: &shorthorn_control::MemberStatus| v1::EngineMember {
+        replica_id: member.replica.to_string(),
+        address: member.address.clone(),
+        mode: mode(member.mode).to_owned(),
+        message: member.message.clone(),
+    };
+    shown.members = status.members.iter().map(member).collect();
+    shown
+}
+
+fn mode(mode: MemberMode) -> &'static str {
+    match mode {
+        MemberMode::Connecting => "connecting",
+        MemberMode::Member => "member",
+        MemberMode::Failed => "failed",
+    }
+}
+
+fn replica(spec: &ReplicaSpec, status: Option<&Status>) -> v1::ReplicaStatus {
+    let mut shown = v1::ReplicaStatus {
+        volume: spec.volume.to_string(),
+        replica_id: spec.replica.to_string(),
+        size_bytes: spec.size_bytes,
+        directory: spec.directory.display().to_string(),
+        ..v1::ReplicaStatus::default()
+    };
+    let Some(Status::Replica(status)) = status else { return shown };
+    shown.addresses.clone_from(&status.addresses);
+    shown.size_bytes = status.size_bytes;
+    shown.allocated_bytes = status.allocated_bytes;
+    shown.generation = status.generation.to_string();
+    shown
+}

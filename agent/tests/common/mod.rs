@@ -1,0 +1,160 @@
+//! The real binary, started by a test and gone when the test is.
+#![allow(dead_code, reason = "every test binary uses a part")]
+
+pub mod nbd;
+pub mod node;
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+/// Far more than anything takes: whoever waits so long has found a bug.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+pub fn agent() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shorthorn-agent"));
+    command.env_remove("SHORTHORN_LOG").env_remove("NOTIFY_SOCKET");
+    command
+}
+
+/// A process of the binary; killed when this is dropped.
+pub struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    log: Receiver<String>,
+}
+
+impl Running {
+    pub fn start(command: &mut Command) -> Running {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary starts");
+        let lines = forward(child.stdout.take().expect("a pipe"));
+        let log = forward_log(child.stderr.take().expect("a pipe"));
+        Running { child, lines, log }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The next line of standard output.
+    pub fn line(&self) -> String {
+        match self.lines.recv_timeout(LIMIT) {
+            Ok(line) => line,
+            Err(error) => panic!("no line on standard output ({error}); log:\n{}", self.log_so_far()),
+        }
+    }
+
+    /// Waits for a line of the log that contains `text`.
+    pub fn wait_for_log(&self, text: &str) {
+        loop {
+            match self.log.recv_timeout(LIMIT) {
+                Ok(line) if line.contains(text) => return,
+                Ok(_) => {}
+                Err(error) => panic!("no {text:?} in the log: {error}"),
+            }
+        }
+    }
+
+    pub fn log_so_far(&self) -> String {
+        self.log.try_iter().collect::<Vec<_>>().join("\n")
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        signal_to(self.pid(), signal);
+    }
+
+    /// Waits for its end.
+    pub fn ended(&mut self) -> ExitStatus {
+        let pid = self.pid();
+        assert!(wait_for_end(pid), "process {pid} does not end; log:\n{}", self.log_so_far());
+        self.child.wait().expect("it is our child")
+    }
+
+    /// Waits for its end; what it has said on standard error meanwhile.
+    pub fn failed(&mut self) -> String {
+        let status = self.ended();
+        let log = self.log.iter().collect::<Vec<_>>().join("\n");
+        assert!(!status.success(), "it should have failed; log:\n{log}");
+        log
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn forward(pipe: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    thread::spawn(move || {
+        for line in BufReader::new(pipe).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+/// As [`forward`], except that the pipe is drained to its end: children of an agent write to it as well.
+fn forward_log(pipe: ChildStderr) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    thread::spawn(move || {
+        for line in BufReader::new(pipe).lines().map_while(Result::ok) {
+            let _ = sender.send(line);
+        }
+    });
+    receiver
+}
+
+fn pid_of(pid: u32) -> Pid {
+    Pid::from_raw(i32::try_from(pid).unwrap()).unwrap()
+}
+
+pub fn signal_to(pid: u32, signal: Signal) {
+    kill_process(pid_of(pid), signal).unwrap();
+}
+
+/// Whether a process ends within the limit; one that is gone has ended.
+pub fn wait_for_end(pid: u32) -> bool {
+    let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return true };
+    let limit = Timespec::try_from(LIMIT).unwrap();
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap() > 0
+}
+
+/// Whether a process lives.
+pub fn lives(pid: u32) -> bool {
+    let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return false };
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)).unwrap() == 0
+}
+
+/// The first status on the control socket at `path` that is as wanted. The socket may not be there yet.
+pub fn wait_for_status(path: &Path, wanted: impl Fn(&shorthorn_control::Status) -> bool + Send + 'static) {
+    let (done, waited) = channel();
+    let path = path.to_owned();
+    thread::spawn(move || {
+        loop {
+            let watch = shorthorn_control::Client::connect(&path).and_then(shorthorn_control::Client::watch);
+            if watch.into_iter().flatten().map_while(Result::ok).any(|status| wanted(&status)) {
+                let _ = done.send(());
+                return;
+            }
+            thread::yield_now();
+        }
+    });
+    waited.recv_timeout(LIMIT).expect("the process never said what was wanted");
+}

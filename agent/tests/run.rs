@@ -1,0 +1,180 @@
+//! `shorthorn-agent run`, end to end.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::nbd::Nbd;
+use common::{Running, agent, lives, signal_to, wait_for_end, wait_for_status};
+use rustix::process::Signal;
+use serde_json::Value;
+use shorthorn_control::{EnginePhase, Status};
+
+fn run(dir: &Path, more: &[&str]) -> Command {
+    let mut command = agent();
+    command.args(["run", "v1", "--size", "16MiB", "--dir"]).arg(dir).args(more);
+    command
+}
+
+/// What the one line of a ready volume says.
+struct Ready(Value);
+
+impl Ready {
+    fn of(running: &Running) -> Ready {
+        Ready(serde_json::from_str(&running.line()).expect("a line of JSON"))
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0["socket"].as_str().expect("a socket").into()
+    }
+
+    fn pid(&self, of: &str) -> u32 {
+        u32::try_from(self.0["pids"][of].as_u64().expect("a pid")).unwrap()
+    }
+
+    fn replicas(&self) -> Vec<u32> {
+        let pids = self.0["pids"]["replicas"].as_array().unwrap();
+        pids.iter().map(|pid| u32::try_from(pid.as_u64().unwrap()).unwrap()).collect()
+    }
+}
+
+#[test]
+fn keeps_its_data_from_run_to_run() {
+    let dir = tempfile::tempdir().unwrap();
+    for turn in 0..3u8 {
+        let mut running = Running::start(&mut run(dir.path(), &[]));
+        let ready = Ready::of(&running);
+        assert_eq!((&ready.0["name"], &ready.0["device"]), (&"v1".into(), &Value::Null));
+        let uri = format!("nbd+unix:///v1?socket={}", ready.socket().display());
+        assert_eq!(ready.0["uri"], uri.as_str());
+        assert_eq!(ready.pid("supervisor"), running.pid());
+        assert_eq!(ready.replicas().len(), 3);
+        {
+            let mut nbd = Nbd::connect(&ready.socket(), "v1");
+            assert_eq!(nbd.size_bytes, 16 << 20);
+            for earlier in 0..turn {
+                assert_eq!(nbd.read(u64::from(earlier) * 4096, 4096), [earlier + 1; 4096]);
+            }
+            nbd.write(u64::from(turn) * 4096, &[turn + 1; 4096]);
+        }
+        running.signal(Signal::TERM);
+        assert!(running.ended().success(), "{}", running.log_so_far());
+        for pid in ready.replicas().into_iter().chain([ready.pid("engine")]) {
+            assert!(!lives(pid), "process {pid} was left behind");
+        }
+        assert!(!ready.socket().exists(), "the socket was left behind");
+        // Each run is an attachment of its own.
+        assert_eq!(ready.0["generation"], format!("{}.0", turn + 1));
+    }
+    let replicas = fs::read_dir(dir.path().join("replicas")).unwrap().count();
+    assert_eq!(replicas, 3);
+}
+
+#[test]
+fn refuses_another_volume_and_a_second_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
+    Ready::of(&first);
+    let second = Running::start(&mut run(dir.path(), &["--replicas", "1"])).failed();
+    assert!(second.contains(&format!("in use by process {}", first.pid())), "{second}");
+    drop(first);
+    let count = Running::start(&mut run(dir.path(), &["--replicas", "2"])).failed();
+    assert!(count.contains("whose number of replicas is 1, not 2"), "{count}");
+    let mut size = agent();
+    size.args(["run", "v1", "--replicas", "1", "--size", "1GiB", "--dir"]).arg(dir.path());
+    let size = Running::start(&mut size).failed();
+    assert!(size.contains("whose size is 16MiB, not 1GiB"), "{size}");
+}
+
+#[test]
+fn starts_what_dies_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
+    let ready = Ready::of(&running);
+    Nbd::connect(&ready.socket(), "v1").write(0, &[1; 4096]);
+    let engine = ready.pid("engine");
+    signal_to(engine, Signal::KILL);
+    wait_for_status(&dir.path().join("run/engine.control"), move |status| match status {
+        Status::Engine(status) => status.pid != engine && status.phase == EnginePhase::Serving,
+        Status::Replica(_) => false,
+    });
+    assert_eq!(Nbd::connect(&ready.socket(), "v1").read(0, 4096), [1; 4096]);
+    let replica = ready.replicas()[0];
+    let id = ready.0["replicas"][0]["id"].as_str().unwrap().to_owned();
+    signal_to(replica, Signal::KILL);
+    wait_for_status(&dir.path().join("run").join(format!("{id}.control")), move |status| match status {
+        Status::Replica(status) => status.pid != replica && status.serving,
+        Status::Engine(_) => false,
+    });
+}
+
+#[test]
+fn leaves_nothing_behind_when_it_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut running = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
+    let ready = Ready::of(&running);
+    Nbd::connect(&ready.socket(), "v1").write(4096, &[7; 4096]);
+    running.signal(Signal::KILL);
+    running.ended();
+    for pid in ready.replicas().into_iter().chain([ready.pid("engine")]) {
+        assert!(wait_for_end(pid), "process {pid} outlives its supervisor");
+    }
+    let again = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
+    assert_eq!(Nbd::connect(&Ready::of(&again).socket(), "v1").read(4096, 4096), [7; 4096]);
+}
+
+#[test]
+fn an_ordinary_user_can_run_one() {
+    const NOBODY: u32 = 65534;
+    let dir = tempfile::tempdir().unwrap();
+    if fs::metadata(dir.path()).unwrap().uid() != 0 {
+        return; // whoever runs the tests is an ordinary user
+    }
+    std::os::unix::fs::chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+    // The binary may be in a directory that is closed to others. A copy made by this process could be held open for
+    // writing by what other tests start just then.
+    let binary = dir.path().join("shorthorn-agent");
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_shorthorn-agent")).arg(&binary).status().unwrap();
+    assert!(copied.success());
+    let mut command = Command::new(binary);
+    command.args(["run", "v1", "--size", "16MiB", "--replicas", "2", "--dir"]).arg(dir.path().join("v1"));
+    let mut running = Running::start(command.uid(NOBODY).gid(NOBODY));
+    let ready = Ready::of(&running);
+    let mut nbd = Nbd::connect(&ready.socket(), "v1");
+    nbd.write(0, &[3; 4096]);
+    assert_eq!(nbd.read(0, 4096), [3; 4096]);
+    drop(nbd);
+    running.signal(Signal::TERM);
+    assert!(running.ended().success());
+}
+
+#[test]
+fn long_paths_do_not_matter() {
+    let dir = tempfile::tempdir().unwrap();
+    let long = dir.path().join("x".repeat(120));
+    let mut command = run(&long, &["--replicas", "1"]);
+    command.env("XDG_RUNTIME_DIR", dir.path());
+    let running = Running::start(&mut command);
+    let socket = Ready::of(&running).socket();
+    assert!(socket.starts_with(dir.path()) && !socket.starts_with(&long), "{}", socket.display());
+    Nbd::connect(&socket, "v1").write(0, &[1; 512]);
+}
+
+#[test]
+fn says_why_it_cannot_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
+    let ready = Ready::of(&running);
+    running.signal(Signal::TERM);
+    running.ended();
+    let directory = PathBuf::from(ready.0["replicas"][0]["directory"].as_str().unwrap());
+    fs::write(directory.join("volume.meta"), "{ damaged").unwrap();
+    let log = Running::start(&mut run(dir.path(), &["--replicas", "1"])).failed();
+    let last = log.lines().last().unwrap();
+    assert!(last.contains("no replica can be opened") && last.contains("volume.meta"), "{log}");
+}

@@ -1,0 +1,314 @@
+//! `shorthorn-agent serve` with instances as processes of its own, through the node API.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::nbd::Nbd;
+use common::node::{
+    REPLICAS, SIZE, connect, endpoint, engine, list, pid, replica, running, start_volume, stop, wait_for,
+};
+use common::{LIMIT, Running, agent, lives, signal_to, wait_for_end};
+use rustix::process::Signal;
+use shorthorn_proto::v1::instance_event::Type;
+use shorthorn_proto::v1::node_client::NodeClient;
+use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
+use tempfile::TempDir;
+use tonic::Code;
+use tonic::transport::Channel;
+
+/// A node: directories that outlive its agents, and processes that outlive them too, until this is dropped.
+struct Node {
+    dir: TempDir,
+}
+
+impl Node {
+    fn new() -> Node {
+        let node = Node { dir: tempfile::tempdir().unwrap() };
+        fs::create_dir(node.disk()).unwrap();
+        let path = |name: &str| node.dir.path().join(name).display().to_string();
+        let config = format!(
+            "node_name = \"n1\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
+             device_dir = \"{}\"\ninstances = \"children\"\n",
+            path("sock"),
+            path("s"),
+            path("r"),
+            path("dev")
+        );
+        fs::write(node.config(), config).unwrap();
+        node
+    }
+
+    fn disk(&self) -> PathBuf {
+        self.dir.path().join("disk")
+    }
+
+    fn config(&self) -> PathBuf {
+        self.dir.path().join("agent.toml")
+    }
+
+    fn agent(&self) -> Running {
+        Running::start(agent().arg("serve").arg("--config").arg(self.config()))
+    }
+
+    /// An agent that answers, and a client of it.
+    async fn start(&self) -> (Running, NodeClient<Channel>) {
+        let agent = self.agent();
+        agent.wait_for_log("ready");
+        let client = connect(&self.dir.path().join("sock")).await.unwrap();
+        (agent, client)
+    }
+
+    fn replica(&self, id: &str) -> v1::StartReplicaRequest {
+        replica(&self.disk(), id)
+    }
+
+    fn pid_files(&self) -> Vec<PathBuf> {
+        let folders = ["r/engine", "r/replica"].map(|folder| self.dir.path().join(folder));
+        let entries = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten();
+        let paths = entries.map(|entry| entry.path());
+        paths.filter(|path| path.extension().is_some_and(|extension| extension == "pid")).collect()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        for file in self.pid_files() {
+            let pid = fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<u32>().ok());
+            let ours = |pid: &u32| {
+                let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                let dir = self.dir.path().as_os_str().as_encoded_bytes();
+                arguments.windows(dir.len()).any(|window| window == dir)
+            };
+            if let Some(pid) = pid.filter(ours) {
+                signal_to(pid, Signal::KILL);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_volume_from_start_to_deletion() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    let info = client.get_node(v1::GetNodeRequest {}).await.unwrap().into_inner();
+    assert_eq!(info.name, "n1");
+    assert!(info.frontends.iter().any(|frontend| frontend.name == "socket" && frontend.usable), "{info:?}");
+    let engine = start_volume(&node.disk(), "socket", &mut client).await;
+    let mut nbd = Nbd::connect(&endpoint(&engine), "v1");
+    nbd.write(0, &[5; 4096]);
+    drop(nbd);
+    assert_eq!(list(&mut client).await.len(), 3);
+
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
+    assert!(!lives(pid(&engine)));
+    for id in REPLICAS {
+        let request = || v1::DeleteReplicaRequest {
+            disk_path: node.disk().display().to_string(),
+            volume: "v1".into(),
+            replica_id: id.into(),
+        };
+        let early = client.delete_replica(request()).await.unwrap_err();
+        assert_eq!(early.code(), Code::FailedPrecondition);
+        client.stop_instance(stop(InstanceKind::Replica, &format!("v1-{id}"), 0)).await.unwrap();
+        client.delete_replica(request()).await.unwrap();
+        client.delete_replica(request()).await.unwrap();
+    }
+    assert!(list(&mut client).await.is_empty());
+    let disks = client.list_disks(v1::ListDisksRequest {}).await.unwrap().into_inner().disks;
+    assert!(disks[0].replicas.is_empty(), "{disks:?}");
+    assert!(node.pid_files().is_empty());
+}
+
+#[tokio::test]
+async fn a_killed_agent_changes_nothing() {
+    let node = Node::new();
+    let (agent, mut client) = node.start().await;
+    let engine = start_volume(&node.disk(), "socket", &mut client).await;
+    let mut nbd = Nbd::connect(&endpoint(&engine), "v1");
+    nbd.write(0, &[1; 4096]);
+    let mut before: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
+    before.sort_unstable();
+    drop(agent); // SIGKILL
+    nbd.write(4096, &[2; 4096]);
+
+    let (mut agent, mut client) = node.start().await;
+    for name in ["v1", "v1-0000000a", "v1-0000000b"] {
+        wait_for(&mut client, name, running).await;
+    }
+    let mut after: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
+    after.sort_unstable();
+    assert_eq!(after, before);
+    assert_eq!(nbd.read(0, 8192), [[1; 4096], [2; 4096]].concat());
+
+    agent.signal(Signal::TERM);
+    assert!(agent.ended().success());
+    assert!(before.iter().all(|pid| lives(*pid)), "stopping the agent stops nothing else");
+    let (_agent, mut client) = node.start().await;
+    wait_for(&mut client, "v1", running).await;
+    drop(nbd);
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 0)).await.unwrap();
+    assert!(wait_for_end(pid(&engine)));
+}
+
+#[tokio::test]
+async fn what_dies_is_started_again() {
+    let node = Node::new();
+    let (agent, mut client) = node.start().await;
+    start_volume(&node.disk(), "socket", &mut client).await;
+    let name = "v1-0000000a";
+    let first = wait_for(&mut client, name, running).await;
+    signal_to(pid(&first), Signal::KILL);
+    let second = wait_for(&mut client, name, |replica| running(replica) && replica.pid != first.pid).await;
+    // And what dies while there is no agent, by the next one.
+    drop(agent);
+    signal_to(pid(&second), Signal::KILL);
+    assert!(wait_for_end(pid(&second)));
+    let (_agent, mut client) = node.start().await;
+    wait_for(&mut client, name, |replica| running(replica) && replica.pid != second.pid).await;
+}
+
+#[tokio::test]
+async fn after_a_reboot_nothing_starts_by_itself() {
+    let node = Node::new();
+    let (agent, mut client) = node.start().await;
+    let engine_before = start_volume(&node.disk(), "socket", &mut client).await;
+    let pids: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
+    drop(agent);
+    for pid in pids {
+        signal_to(pid, Signal::KILL);
+        assert!(wait_for_end(pid));
+    }
+    fs::write(node.dir.path().join("r/boot-id"), "another boot").unwrap();
+
+    let (_agent, mut client) = node.start().await;
+    let instances = list(&mut client).await;
+    assert_eq!(instances.len(), 3);
+    assert!(instances.iter().all(|instance| instance.state() == InstanceState::Stopped), "{instances:?}");
+    let mut replicas = Vec::new();
+    for id in REPLICAS {
+        let request = v1::StartReplicaRequest { create: false, ..node.replica(id) };
+        client.start_replica(request).await.unwrap();
+        replicas.push(wait_for(&mut client, &format!("v1-{id}"), running).await);
+    }
+    client.start_engine(engine(2, &replicas, "socket")).await.unwrap();
+    let engine = wait_for(&mut client, "v1", running).await;
+    assert_ne!(engine.pid, engine_before.pid);
+}
+
+#[tokio::test]
+async fn calls_can_be_repeated_and_contradictions_are_refused() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    let first = start_volume(&node.disk(), "socket", &mut client).await;
+    let replicas: Vec<_> = {
+        let all = list(&mut client).await;
+        all.into_iter().filter(|instance| instance.kind() == InstanceKind::Replica).collect()
+    };
+    let again = client.start_engine(engine(1, &replicas, "socket")).await.unwrap().into_inner();
+    assert_eq!(again.pid, first.pid);
+    let replica = v1::StartReplicaRequest { create: false, ..node.replica(REPLICAS[0]) };
+    assert_eq!(client.start_replica(replica).await.unwrap().into_inner().pid, replicas[0].pid);
+
+    let refused = |result: Result<tonic::Response<v1::Instance>, tonic::Status>| result.unwrap_err().code();
+    let higher = client.start_engine(engine(2, &replicas, "socket")).await;
+    assert_eq!(refused(higher), Code::AlreadyExists);
+    let other = v1::StartReplicaRequest { size_bytes: SIZE * 2, ..node.replica(REPLICAS[0]) };
+    assert_eq!(refused(client.start_replica(other).await), Code::AlreadyExists);
+    let unknown = v1::StartReplicaRequest { disk_path: "/nowhere".into(), ..node.replica("0000000c") };
+    assert_eq!(refused(client.start_replica(unknown).await), Code::NotFound);
+    let name = v1::StartReplicaRequest { volume: "../v1".into(), ..node.replica("0000000c") };
+    assert_eq!(refused(client.start_replica(name).await), Code::InvalidArgument);
+    let secret = v1::StartEngineRequest { secret: vec![1], ..engine(1, &replicas, "socket") };
+    assert_eq!(refused(client.start_engine(secret).await), Code::InvalidArgument);
+
+    client.stop_instance(stop(InstanceKind::Engine, "other", 0)).await.unwrap();
+    let bad = client.stop_instance(stop(InstanceKind::Engine, "a/b", 0)).await.unwrap_err();
+    assert_eq!(bad.code(), Code::InvalidArgument);
+
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
+    client.start_engine(engine(3, &replicas, "socket")).await.unwrap();
+    let third = wait_for(&mut client, "v1", running).await;
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 2)).await.unwrap();
+    assert!(lives(pid(&third)), "a late stop must leave a later engine alone");
+    assert_eq!(refused(client.start_engine(engine(2, &replicas, "socket")).await), Code::FailedPrecondition);
+}
+
+#[tokio::test]
+async fn watches_tell_everything_in_order() {
+    let node = Node::new();
+    let (mut agent, mut client) = node.start().await;
+    start_volume(&node.disk(), "socket", &mut client).await;
+    let mut events = client.watch_instances(v1::WatchInstancesRequest {}).await.unwrap().into_inner();
+    let mut kinds = Vec::new();
+    for _ in 0..4 {
+        kinds.push(events.message().await.unwrap().unwrap().r#type());
+    }
+    assert_eq!(kinds, [Type::Set, Type::Set, Type::Set, Type::Synced]);
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 0)).await.unwrap();
+    let mut last = InstanceState::Running;
+    loop {
+        let event = tokio::time::timeout(LIMIT, events.message()).await.unwrap().unwrap().unwrap();
+        let Some(instance) = event.instance.clone().filter(|instance| instance.name == "v1") else {
+            continue;
+        };
+        match event.r#type() {
+            Type::Gone => break,
+            _ => last = instance.state(),
+        }
+    }
+    assert_eq!(last, InstanceState::Stopping);
+    // An agent that stops ends its watches, and does not wait for whoever holds one.
+    agent.signal(Signal::TERM);
+    let end = tokio::time::timeout(LIMIT, async { while let Ok(Some(_)) = events.message().await {} });
+    end.await.expect("the watch ends with the agent");
+    assert!(agent.ended().success());
+}
+
+#[tokio::test]
+async fn an_instance_that_cannot_start_says_why() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    let path = node.disk().display().to_string();
+    client.add_disk(v1::AddDiskRequest { path }).await.unwrap();
+    let request = v1::StartReplicaRequest { create: false, ..node.replica(REPLICAS[0]) };
+    client.start_replica(request).await.unwrap();
+    let failed =
+        wait_for(&mut client, "v1-0000000a", |replica| replica.state() == InstanceState::Error).await;
+    assert!(failed.message.contains("v1-0000000a"), "{}", failed.message);
+    client.stop_instance(stop(InstanceKind::Replica, "v1-0000000a", 0)).await.unwrap();
+    assert!(list(&mut client).await.is_empty());
+}
+
+#[test]
+fn a_second_agent_is_refused() {
+    let node = Node::new();
+    let first = node.agent();
+    first.wait_for_log("ready");
+    let log = node.agent().failed();
+    assert!(log.contains(&format!("held by process {}", first.pid())), "{log}");
+}
+
+#[test]
+fn a_wrong_configuration_is_refused_with_its_line() {
+    let node = Node::new();
+    let config = node.config();
+    fs::write(&config, "node_name = \"n1\"\n\ncolour = \"red\"\n").unwrap();
+    let log = node.agent().failed();
+    assert!(log.contains(&format!("{}:3: unknown field `colour`", config.display())), "{log}");
+    fs::write(&config, "# here\nqueue_depth = 0\n").unwrap();
+    let log = Running::start(agent().args(["serve", "--check", "--config"]).arg(&config)).failed();
+    assert!(log.contains(&format!("{}:2: queue_depth: 0 is not between", config.display())), "{log}");
+    let missing = Path::new("/nonexistent/agent.toml");
+    let log = Running::start(agent().args(["serve", "--config"]).arg(missing)).failed();
+    assert!(log.contains("/nonexistent/agent.toml"), "{log}");
+}
+
+#[test]
+fn the_sample_configuration_is_good() {
+    let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/shorthorn-agent.toml");
+    let mut check = Running::start(agent().args(["serve", "--check", "--config", sample]));
+    assert!(check.ended().success());
+}

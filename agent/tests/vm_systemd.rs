@@ -1,0 +1,175 @@
+//! The agent with instances as units of systemd, on a real kernel, in a virtual machine. This test fails where
+//! VMs cannot run.
+//!
+//! What happens in the machine is a test of this very binary, which is copied there.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use common::node::{REPLICAS, connect, endpoint, list, pid, replica, running, start_volume, stop, wait_for};
+use common::{lives, signal_to, wait_for_end};
+use rustix::process::Signal;
+use shorthorn_proto::v1::node_client::NodeClient;
+use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
+use shorthorn_vmkit::{Kernel, Vm, VmOptions};
+use tonic::Code;
+use tonic::transport::Channel;
+
+const INSIDE: &str = "SHORTHORN_TEST_IN_VM";
+const DISK: &str = "/var/lib/longhorn";
+const DEVICE: &str = "/dev/longhorn/v1";
+
+#[test]
+fn units_of_systemd() -> anyhow::Result<()> {
+    let vm = Vm::start(VmOptions::new(Kernel::Ublk).name("units"))?;
+    let units = concat!(env!("CARGO_MANIFEST_DIR"), "/../systemd");
+    let source = |path: &str| Path::new(units).join(path);
+    let this = std::env::current_exe()?;
+    let (lib, usr) = ("/usr/lib/systemd/system", "/usr/lib");
+    let mut files = vec![
+        (
+            Path::new(env!("CARGO_BIN_EXE_shorthorn-agent")).to_owned(),
+            "/usr/bin/shorthorn-agent".to_owned(),
+            0o755,
+        ),
+        (this, "/root/test".to_owned(), 0o755),
+    ];
+    for unit in ["shorthorn-agent.service", "shorthorn-engine@.service", "shorthorn-replica@.service"] {
+        files.push((source(&format!("system/{unit}")), format!("{lib}/{unit}"), 0o644));
+    }
+    for unit in ["shorthorn.slice", "shorthorn-replicas.target"] {
+        files.push((source(&format!("system/{unit}")), format!("{lib}/{unit}"), 0o644));
+    }
+    for file in ["tmpfiles.d/shorthorn.conf", "udev/rules.d/59-shorthorn.rules"] {
+        files.push((source(file), format!("{usr}/{file}"), 0o644));
+    }
+    let files: Vec<_> = files.iter().map(|(from, to, mode)| (from, to.as_str(), *mode)).collect();
+    vm.push(&files)?;
+    vm.sh("systemd-analyze verify --man=no /usr/lib/systemd/system/shorthorn*")?;
+    vm.sh("systemd-tmpfiles --create shorthorn.conf && udevadm control --reload")?;
+    // The machine is slow: 20 starts take it longer than a minute.
+    let limit = "/run/systemd/system/shorthorn-replica@v1-0000000c.service.d/limit.conf";
+    vm.sh(&format!("mkdir -p $(dirname {limit}) && printf '[Unit]\\nStartLimitBurst=3\\n' > {limit}"))?;
+    vm.sh("systemctl daemon-reload && systemctl start shorthorn-agent")?;
+    let test = format!("{INSIDE}=1 /root/test --exact inside --nocapture");
+    let done = vm.command(&test).limit(Duration::from_secs(300)).run()?;
+    let journal = || vm.sh("journalctl -o cat -u 'shorthorn*'").unwrap_or_default();
+    let errors = String::from_utf8_lossy(&done.stderr);
+    anyhow::ensure!(done.success(), "{}\n{errors}\n{}", done.text(), journal());
+    vm.sh("! systemctl list-units --all --plain --no-legend 'shorthorn-engine@*' 'shorthorn-replica@*' | grep .")?;
+    Ok(())
+}
+
+/// Not a test of its own: what happens in the machine.
+#[tokio::test]
+async fn inside() {
+    if std::env::var_os(INSIDE).is_none() {
+        return;
+    }
+    let socket = Path::new("/run/shorthorn/agent.sock");
+    let mut client = connect(socket).await.unwrap();
+    let first = start_volume(Path::new(DISK), "auto", &mut client).await;
+    assert_eq!(endpoint(&first), Path::new(DEVICE));
+    fs::write("/root/random", vec![0xa5; 1 << 20]).unwrap();
+    sh("dd if=/root/random of=/dev/longhorn/v1 bs=64k oflag=direct status=none");
+    what_the_units_promise(&list(&mut client).await);
+    let mut client = kill_the_agent(socket, client).await;
+    let second = kill_the_engine(&first, &mut client).await;
+    refuse_while_in_use(&second, &mut client).await;
+    give_up_and_go_on(&mut client).await;
+    stop_all(&mut client).await;
+}
+
+fn sh(script: &str) {
+    let status = Command::new("sh").args(["-ec", script]).status().unwrap();
+    assert!(status.success(), "{script}: {status}");
+}
+
+fn what_the_units_promise(instances: &[v1::Instance]) {
+    assert_eq!(instances.len(), 3);
+    for instance in instances {
+        let proc = Path::new("/proc").join(instance.pid.to_string());
+        let namespace = |proc: &Path| fs::read_link(proc.join("ns/mnt")).unwrap();
+        assert_eq!(
+            namespace(&proc),
+            namespace(Path::new("/proc/1")),
+            "{} has mounts of its own",
+            instance.name
+        );
+        assert_eq!(fs::read_to_string(proc.join("oom_score_adj")).unwrap().trim(), "-900");
+        let limits = fs::read_to_string(proc.join("limits")).unwrap();
+        let memlock = limits.lines().find(|line| line.starts_with("Max locked memory")).unwrap();
+        assert!(memlock.contains("unlimited"), "{memlock}");
+        assert!(fs::read_to_string(proc.join("cgroup")).unwrap().contains("/shorthorn.slice/"));
+    }
+    sh("udevadm info --query=property $(readlink -f /sys/dev/block/$(stat -c %Hr:%Lr /dev/longhorn/v1)) \
+        | grep -qx UDISKS_IGNORE=1");
+}
+
+async fn kill_the_agent(socket: &Path, mut client: NodeClient<Channel>) -> NodeClient<Channel> {
+    let before: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
+    sh("systemctl kill --signal=KILL shorthorn-agent");
+    // Answers when the agent is ready again.
+    sh("systemctl restart shorthorn-agent");
+    let mut client = connect(socket).await.unwrap();
+    for name in ["v1", "v1-0000000a", "v1-0000000b"] {
+        wait_for(&mut client, name, running).await;
+    }
+    let after: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
+    assert_eq!(after, before);
+    client
+}
+
+async fn kill_the_engine(engine: &v1::Instance, client: &mut NodeClient<Channel>) -> v1::Instance {
+    signal_to(pid(engine), Signal::KILL);
+    sh(
+        "dd if=/dev/longhorn/v1 of=/root/read bs=64k count=16 iflag=direct status=none && cmp /root/random /root/read",
+    );
+    let again = wait_for(client, "v1", |again| running(again) && again.pid != engine.pid).await;
+    assert_eq!(endpoint(&again), Path::new(DEVICE));
+    again
+}
+
+async fn refuse_while_in_use(engine: &v1::Instance, client: &mut NodeClient<Channel>) {
+    sh("mkfs.ext4 -q /dev/longhorn/v1 && mount /dev/longhorn/v1 /mnt");
+    let refused = client.stop_instance(stop(InstanceKind::Engine, "v1", 0)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("/mnt"), "{}", refused.message());
+    assert!(lives(pid(engine)));
+    sh("umount /mnt");
+    let devices = client.list_devices(v1::ListDevicesRequest {}).await.unwrap().into_inner().devices;
+    assert_eq!((devices.len(), devices[0].state.as_str()), (1, "live"), "{devices:?}");
+    assert!(Path::new(&devices[0].kernel_path).exists(), "{devices:?}");
+}
+
+/// A replica that cannot start: systemd gives it up, the agent does not; stopping it ends that.
+async fn give_up_and_go_on(client: &mut NodeClient<Channel>) {
+    let missing = v1::StartReplicaRequest { create: false, ..replica(Path::new(DISK), "0000000c") };
+    client.start_replica(missing).await.unwrap();
+    let name = "v1-0000000c";
+    let says_why = |replica: &v1::Instance| {
+        replica.state() == InstanceState::Error && replica.message.contains("holds no replica")
+    };
+    wait_for(client, name, says_why).await;
+    sh("until systemctl is-failed --quiet shorthorn-replica@v1-0000000c; do sleep 0.2; done");
+    sh("while systemctl is-failed --quiet shorthorn-replica@v1-0000000c; do sleep 0.2; done");
+    client.stop_instance(stop(InstanceKind::Replica, name, 0)).await.unwrap();
+    assert_eq!(list(client).await.len(), 3);
+}
+
+async fn stop_all(client: &mut NodeClient<Channel>) {
+    let pids: Vec<u32> = list(client).await.iter().map(pid).collect();
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
+    assert!(!Path::new(DEVICE).exists());
+    for id in REPLICAS {
+        client.stop_instance(stop(InstanceKind::Replica, &format!("v1-{id}"), 0)).await.unwrap();
+    }
+    assert!(pids.into_iter().all(wait_for_end));
+    assert!(list(client).await.is_empty());
+    assert_eq!(fs::read_dir("/var/lib/shorthorn/instances/engine").unwrap().count(), 0);
+}
