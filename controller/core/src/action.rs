@@ -1,0 +1,158 @@
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use crate::NodeName;
+use crate::objects::{Frontend, Key, Object, Secret};
+use crate::observed::InstanceKey;
+
+/// One small step. The shell carries the steps of a decision out in order and gives the rest up at the
+/// first that fails; the next decision starts from what is so then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Stores the object if the stored one still has its resource version.
+    Write(Box<Object>),
+    /// Removes the object if it still has this resource version.
+    Remove(Key, u64),
+    /// Asks the agent of a node for something.
+    Call(NodeName, AgentCall),
+    /// Tells people what happens.
+    Emit(Event),
+}
+
+/// A call to an agent, all of them idempotent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AgentCall {
+    /// Starts a replica process.
+    StartReplica {
+        /// Whose data it holds.
+        volume: VolumeName,
+        /// Which replica.
+        replica_id: ReplicaId,
+        /// The disk that its directory is on.
+        disk_path: String,
+        /// Size of the volume.
+        size_bytes: u64,
+        /// The members of the volume's first view.
+        first_members: Vec<ReplicaId>,
+        /// The volume's secret.
+        secret: Secret,
+        /// Whether a missing directory may be made.
+        create: bool,
+    },
+    /// Starts an engine process.
+    StartEngine {
+        /// Whose engine it is.
+        volume: VolumeName,
+        /// Size of the volume.
+        size_bytes: u64,
+        /// Number of the attachment.
+        attach: u64,
+        /// The replicas and where they are.
+        replicas: BTreeMap<ReplicaId, ReplicaTarget>,
+        /// How the device is made.
+        frontend: Frontend,
+        /// The volume's secret.
+        secret: Secret,
+    },
+    /// Stops a process.
+    StopInstance {
+        /// Which one.
+        instance: InstanceKey,
+        /// Of an engine: only if its attachment is this one or an older one. 0: any.
+        attach: u64,
+    },
+    /// Deletes the directory of a stopped replica.
+    DeleteReplica {
+        /// The disk that its directory is on.
+        disk_path: String,
+        /// Whose data it held.
+        volume: VolumeName,
+        /// Which replica.
+        replica_id: ReplicaId,
+    },
+}
+
+impl AgentCall {
+    /// The instance that the call is about: its failure is shown with that one.
+    #[must_use]
+    pub fn instance(&self) -> InstanceKey {
+        match self {
+            AgentCall::StartReplica { volume, replica_id, .. }
+            | AgentCall::DeleteReplica { volume, replica_id, .. } => {
+                InstanceKey::replica(volume, *replica_id)
+            }
+            AgentCall::StartEngine { volume, .. } => InstanceKey::engine(volume),
+            AgentCall::StopInstance { instance, .. } => instance.clone(),
+        }
+    }
+
+    /// What it does, in a word.
+    #[must_use]
+    pub const fn verb(&self) -> &'static str {
+        match self {
+            AgentCall::StartReplica { .. } => "start replica",
+            AgentCall::StartEngine { .. } => "start engine",
+            AgentCall::StopInstance { .. } => "stop",
+            AgentCall::DeleteReplica { .. } => "delete replica data",
+        }
+    }
+}
+
+/// Where an engine finds a replica.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaTarget {
+    /// In the order to try.
+    pub addresses: Vec<String>,
+    /// Whether it is on the engine's node.
+    pub local: bool,
+}
+
+/// Something that people should hear of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// What it happened to.
+    pub about: Key,
+    /// Whether it is a trouble.
+    pub warning: bool,
+    /// One word for programs.
+    pub reason: &'static str,
+    /// A sentence for people.
+    pub message: String,
+}
+
+/// What a reconciler decides.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Decision {
+    /// To be carried out in this order.
+    pub actions: Vec<Action>,
+    /// Look again after this time even if nothing changes: a time limit ends then.
+    pub look_again: Option<Duration>,
+}
+
+impl Decision {
+    /// Nothing to do.
+    #[must_use]
+    pub fn nothing() -> Decision {
+        Decision::default()
+    }
+
+    pub(crate) fn write(&mut self, object: impl Into<Object>) {
+        self.actions.push(Action::Write(Box::new(object.into())));
+    }
+
+    pub(crate) fn call(&mut self, node: &NodeName, call: AgentCall) {
+        self.actions.push(Action::Call(node.clone(), call));
+    }
+
+    pub(crate) fn emit(&mut self, about: Key, warning: bool, reason: &'static str, message: String) {
+        self.actions.push(Action::Emit(Event { about, warning, reason, message }));
+    }
+
+    /// Looks again after `wait`, or sooner where that was decided already.
+    pub(crate) fn again_after(&mut self, wait: Duration) {
+        self.look_again = Some(self.look_again.map_or(wait, |earlier| earlier.min(wait)));
+    }
+}

@@ -1,0 +1,35 @@
+//! The decisions of the control plane, without any I/O.
+//!
+//! - [`objects`]: Volume, Engine, Replica and Node, as they are stored, and the [`World`] of all of them.
+//! - [`observed`]: what the agents of the nodes show right now; never stored.
+//! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
+//! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
+//! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
+//!
+//! Everything is level-triggered: a decision looks only at what is stored and observed now, so the shell
+//! that carries actions out may die between any two of them. An action that calls an agent is idempotent,
+//! and a write carries the resource version that the decision was made from.
+//!
+//! The order that keeps data safe, in one place:
+//! 1. `volume.status.attach` is raised and stored before any engine is started with that number.
+//! 2. `engine.status.currentState` leaves `stopped` before the first start call, and becomes `stopped`
+//!    only after a stop call was answered: a stored `stopped` is a promise that no start is under way.
+//! 3. `replica.status.data` becomes `requested` before the first call that may make a directory, and
+//!    `present` in the same write that publishes the replica's addresses. An engine gets only published
+//!    addresses, so no directory that an engine has used is ever made anew.
+//! 4. Data is deleted for a replica whose deletion was asked for, which only the deletion of its volume does.
+#![forbid(unsafe_code)]
+
+mod action;
+mod node_name;
+pub mod objects;
+pub mod observed;
+pub mod reconcile;
+pub mod requests;
+pub mod scheduler;
+mod world;
+
+pub use action::{Action, AgentCall, Decision, Event, ReplicaTarget};
+pub use jiff::Timestamp;
+pub use node_name::{NodeName, NodeNameError};
+pub use world::World;

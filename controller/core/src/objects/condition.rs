@@ -1,0 +1,104 @@
+use serde::{Deserialize, Serialize};
+
+use crate::Timestamp;
+
+/// What a condition is about. True is always the good side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum ConditionType {
+    /// Of a volume: every replica has a disk.
+    Scheduled,
+    /// Of a volume: every replica has every acknowledged write.
+    Healthy,
+    /// Of a volume: it is where it should be. While it is not, says what is being waited for.
+    Settled,
+    /// Of a node: its agent answers.
+    Ready,
+}
+
+impl ConditionType {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            ConditionType::Scheduled => "Scheduled",
+            ConditionType::Healthy => "Healthy",
+            ConditionType::Settled => "Settled",
+            ConditionType::Ready => "Ready",
+        }
+    }
+}
+
+/// One thing about an object that is so or is not so, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Condition {
+    /// What it is about.
+    #[serde(rename = "type")]
+    pub kind: ConditionType,
+    /// Whether it is so.
+    pub status: bool,
+    /// One word for programs, like `ReplicaFailed`; empty where all is well.
+    pub reason: String,
+    /// A sentence for people: what is in the way, and what to do.
+    pub message: String,
+    /// When `status` last changed.
+    pub last_transition_time: Timestamp,
+}
+
+/// What a reconciler finds for a condition: that all is well, or the reason and the sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// The condition holds.
+    Well,
+    /// It does not: the word for programs, the sentence for people.
+    Wrong(&'static str, String),
+}
+
+impl Finding {
+    /// A finding that something is wrong.
+    #[must_use]
+    pub fn wrong(reason: &'static str, message: impl Into<String>) -> Finding {
+        Finding::Wrong(reason, message.into())
+    }
+}
+
+/// The conditions of an object, at most one of each type.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Conditions(Vec<Condition>);
+
+impl Conditions {
+    /// Notes `finding`; the transition time changes only with the status.
+    pub fn set(&mut self, kind: ConditionType, finding: Finding, now: Timestamp) {
+        let (status, reason, message) = match finding {
+            Finding::Well => (true, String::new(), String::new()),
+            Finding::Wrong(reason, message) => (false, reason.to_owned(), message),
+        };
+        match self.0.iter_mut().find(|condition| condition.kind == kind) {
+            Some(condition) => {
+                if condition.status != status {
+                    condition.last_transition_time = now;
+                }
+                (condition.status, condition.reason, condition.message) = (status, reason, message);
+            }
+            None => self.0.push(Condition { kind, status, reason, message, last_transition_time: now }),
+        }
+    }
+
+    /// The condition of that type, where it was ever set.
+    #[must_use]
+    pub fn get(&self, kind: ConditionType) -> Option<&Condition> {
+        self.0.iter().find(|condition| condition.kind == kind)
+    }
+
+    /// Whether the condition was set and holds.
+    #[must_use]
+    pub fn is_true(&self, kind: ConditionType) -> bool {
+        self.get(kind).is_some_and(|condition| condition.status)
+    }
+
+    /// All of them, in the order in which they were first set.
+    pub fn iter(&self) -> impl Iterator<Item = &Condition> {
+        self.0.iter()
+    }
+}

@@ -1,0 +1,120 @@
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use super::{CurrentState, DesireState, Frontend, Metadata};
+use crate::{NodeName, ReplicaTarget};
+
+/// The engine of a volume; it has the volume's name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Engine {
+    /// Name, version and dates.
+    pub metadata: Metadata,
+    /// What the volume's reconciler wants.
+    pub spec: EngineSpec,
+    /// What the engine's reconciler saw.
+    #[serde(default)]
+    pub status: EngineStatus,
+}
+
+/// What the volume's reconciler wants of the engine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineSpec {
+    /// Whose engine it is.
+    pub volume_name: VolumeName,
+    /// In bytes.
+    #[serde(with = "super::quoted")]
+    pub volume_size: u64,
+    /// Where it runs, or ran last.
+    #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
+    pub node_id: Option<NodeName>,
+    /// Whether it should run.
+    pub desire_state: DesireState,
+    /// The number of the attachment that it runs for.
+    pub attach: u64,
+    /// How the device is made.
+    pub frontend: Frontend,
+    /// The replicas that it starts with, and where they are. Fixed for one attachment.
+    #[serde(default)]
+    pub replica_address_map: BTreeMap<ReplicaId, ReplicaTarget>,
+}
+
+/// What is known of the engine process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineStatus {
+    /// Whether a process is there.
+    pub current_state: CurrentState,
+    /// The newest attachment whose engine process was seen.
+    #[serde(default)]
+    pub seen_attach: u64,
+    /// The newest attachment whose engine process was seen and is gone for good. Only an engine with a
+    /// higher number may follow it.
+    #[serde(default)]
+    pub lost_attach: u64,
+    /// starting, serving, frozen (no quorum) or stopped, as the engine says.
+    #[serde(default)]
+    pub phase: String,
+    /// The generation in which it serves.
+    #[serde(default)]
+    pub generation: String,
+    /// The view in which it serves.
+    #[serde(default)]
+    pub view: String,
+    /// The frontend that it chose.
+    #[serde(default)]
+    pub frontend: String,
+    /// The device, or the socket.
+    #[serde(default)]
+    pub endpoint: String,
+    /// What each replica is to it.
+    #[serde(default)]
+    pub replica_mode_map: BTreeMap<ReplicaId, MemberStatus>,
+    /// What is wrong.
+    #[serde(default)]
+    pub message: String,
+}
+
+impl EngineStatus {
+    /// Whether the engine serves the volume.
+    #[must_use]
+    pub fn is_serving(&self) -> bool {
+        self.current_state == CurrentState::Running && self.phase == "serving"
+    }
+}
+
+/// What one replica is to the engine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberStatus {
+    /// In the view or not.
+    pub mode: MemberMode,
+    /// Why it is not.
+    #[serde(default)]
+    pub message: String,
+}
+
+/// Whether a replica is in the view of the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemberMode {
+    /// It has every acknowledged write.
+    Member,
+    /// It left the view.
+    Failed,
+    /// Not known yet.
+    Connecting,
+}
+
+impl MemberMode {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            MemberMode::Member => "member",
+            MemberMode::Failed => "failed",
+            MemberMode::Connecting => "connecting",
+        }
+    }
+}

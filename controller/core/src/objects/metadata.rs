@@ -1,0 +1,83 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Timestamp;
+
+/// The kinds of objects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// [`super::Volume`]
+    Volume,
+    /// [`super::Engine`]
+    Engine,
+    /// [`super::Replica`]
+    Replica,
+    /// [`super::Node`]
+    Node,
+}
+
+impl Kind {
+    /// The word in keys and messages.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Kind::Volume => "volume",
+            Kind::Engine => "engine",
+            Kind::Replica => "replica",
+            Kind::Node => "node",
+        }
+    }
+}
+
+/// What identifies an object in a store.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    /// Which kind.
+    pub kind: Kind,
+    /// Its name, unique within the kind.
+    pub name: String,
+}
+
+impl Key {
+    /// The key of the object `name` of `kind`.
+    #[must_use]
+    pub fn new(kind: Kind, name: impl Into<String>) -> Key {
+        Key { kind, name: name.into() }
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.kind.as_str(), self.name)
+    }
+}
+
+/// What every object has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Metadata {
+    /// Unique within the kind.
+    pub name: String,
+    /// Raised by the store at every write, and checked against what is stored; 0: not stored yet.
+    pub resource_version: u64,
+    /// When it was made.
+    pub creation_timestamp: Timestamp,
+    /// When its deletion was asked for; the reconcilers take it from there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deletion_timestamp: Option<Timestamp>,
+}
+
+impl Metadata {
+    /// The metadata of an object that is about to be made.
+    #[must_use]
+    pub fn new(name: impl Into<String>, now: Timestamp) -> Metadata {
+        Metadata { name: name.into(), resource_version: 0, creation_timestamp: now, deletion_timestamp: None }
+    }
+
+    /// Whether its deletion was asked for.
+    #[must_use]
+    pub const fn is_deleting(&self) -> bool {
+        self.deletion_timestamp.is_some()
+    }
+}

@@ -1,0 +1,140 @@
+//! The objects of the control plane, with Longhorn's field names where the meaning is the same.
+
+mod condition;
+mod engine;
+mod metadata;
+mod node;
+mod quoted;
+mod replica;
+mod volume;
+
+use serde::{Deserialize, Serialize};
+
+pub use condition::{Condition, ConditionType, Conditions, Finding};
+pub use engine::{Engine, EngineSpec, EngineStatus, MemberMode, MemberStatus};
+pub use metadata::{Key, Kind, Metadata};
+pub use node::{DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
+pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
+pub use shorthorn_types::{SECRET_BYTES, Secret};
+pub use volume::{Frontend, FrontendError, Robustness, Volume, VolumeSpec, VolumeState, VolumeStatus};
+
+/// What an instance (an engine or a replica process) should be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DesireState {
+    /// A process serves.
+    Running,
+    /// No process.
+    #[default]
+    Stopped,
+}
+
+impl DesireState {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            DesireState::Running => "running",
+            DesireState::Stopped => "stopped",
+        }
+    }
+}
+
+/// What an instance is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CurrentState {
+    /// There is no process, and no call that starts one is under way.
+    #[default]
+    Stopped,
+    /// A start was decided; the process may or may not be there.
+    Starting,
+    /// The process serves.
+    Running,
+    /// The process is on its way out.
+    Stopping,
+    /// The process cannot serve; the message says why.
+    Error,
+    /// The agent of the node has not been reached for a while.
+    Unknown,
+}
+
+impl CurrentState {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            CurrentState::Stopped => "stopped",
+            CurrentState::Starting => "starting",
+            CurrentState::Running => "running",
+            CurrentState::Stopping => "stopping",
+            CurrentState::Error => "error",
+            CurrentState::Unknown => "unknown",
+        }
+    }
+}
+
+/// Any object, as a store keeps it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind")]
+pub enum Object {
+    /// A volume.
+    Volume(Volume),
+    /// The engine of a volume.
+    Engine(Engine),
+    /// One replica of a volume.
+    Replica(Replica),
+    /// A node with its disks.
+    Node(Node),
+}
+
+impl Object {
+    /// Name, version and dates.
+    #[must_use]
+    pub const fn metadata(&self) -> &Metadata {
+        match self {
+            Object::Volume(object) => &object.metadata,
+            Object::Engine(object) => &object.metadata,
+            Object::Replica(object) => &object.metadata,
+            Object::Node(object) => &object.metadata,
+        }
+    }
+
+    /// Name, version and dates, to be changed.
+    pub const fn metadata_mut(&mut self) -> &mut Metadata {
+        match self {
+            Object::Volume(object) => &mut object.metadata,
+            Object::Engine(object) => &mut object.metadata,
+            Object::Replica(object) => &mut object.metadata,
+            Object::Node(object) => &mut object.metadata,
+        }
+    }
+
+    /// Which kind of object it is.
+    #[must_use]
+    pub const fn kind(&self) -> Kind {
+        match self {
+            Object::Volume(_) => Kind::Volume,
+            Object::Engine(_) => Kind::Engine,
+            Object::Replica(_) => Kind::Replica,
+            Object::Node(_) => Kind::Node,
+        }
+    }
+
+    /// What identifies it.
+    #[must_use]
+    pub fn key(&self) -> Key {
+        Key::new(self.kind(), &self.metadata().name)
+    }
+}
+
+macro_rules! into_object {
+    ($($kind:ident),*) => {$(
+        impl From<$kind> for Object {
+            fn from(object: $kind) -> Object {
+                Object::$kind(object)
+            }
+        }
+    )*};
+}
+into_object!(Volume, Engine, Replica, Node);

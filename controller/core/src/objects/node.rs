@@ -1,0 +1,114 @@
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Conditions, Metadata};
+use crate::observed::DiskView;
+use crate::scheduler::RESERVED_PERCENT;
+
+/// A machine with an agent, and its disks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// Name, version and dates.
+    pub metadata: Metadata,
+    /// What its administrator wants.
+    pub spec: NodeSpec,
+    /// What its agent says.
+    #[serde(default)]
+    pub status: NodeStatus,
+}
+
+/// What the administrator wants of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeSpec {
+    /// Where its agent answers.
+    pub address: String,
+    /// Whether new replicas may go there.
+    pub allow_scheduling: bool,
+    /// Its disks by path.
+    #[serde(default)]
+    pub disks: BTreeMap<String, DiskSpec>,
+}
+
+/// What the administrator wants of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DiskSpec {
+    /// Whether new replicas may go there.
+    pub allow_scheduling: bool,
+    /// Bytes that replicas leave to others.
+    #[serde(with = "super::quoted")]
+    pub storage_reserved: u64,
+}
+
+/// What the agent of a node says.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeStatus {
+    /// What holds and what does not, and why.
+    #[serde(default)]
+    pub conditions: Conditions,
+    /// Version of the agent.
+    #[serde(default)]
+    pub version: String,
+    /// Where other nodes reach its replicas; empty: they cannot.
+    #[serde(default)]
+    pub data_address: String,
+    /// The frontends that it knows.
+    #[serde(default)]
+    pub frontends: Vec<FrontendStatus>,
+    /// Its disks by path.
+    #[serde(default)]
+    pub disk_status: BTreeMap<String, DiskStatus>,
+}
+
+/// Whether a node can make devices in one way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FrontendStatus {
+    /// ublk, nbd, socket
+    pub name: String,
+    /// Whether it works there.
+    pub usable: bool,
+    /// Why not.
+    #[serde(default)]
+    pub reason: String,
+}
+
+/// What the agent says of a disk, without what changes all the time.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DiskStatus {
+    /// The identity that was written on it.
+    #[serde(rename = "diskUUID")]
+    pub disk_uuid: String,
+    /// ext4, xfs, …
+    pub filesystem_type: String,
+    /// Its size in bytes.
+    #[serde(with = "super::quoted")]
+    pub storage_maximum: u64,
+    /// What is wrong and what to do; empty: usable.
+    #[serde(default)]
+    pub problem: String,
+}
+
+impl DiskSpec {
+    /// What a disk of that size gets when it is first seen.
+    #[must_use]
+    pub const fn of_new(total_bytes: u64) -> DiskSpec {
+        DiskSpec { allow_scheduling: true, storage_reserved: total_bytes / 100 * RESERVED_PERCENT }
+    }
+}
+
+impl DiskStatus {
+    /// The part of what the agent says that is stored.
+    #[must_use]
+    pub fn of(disk: &DiskView) -> DiskStatus {
+        DiskStatus {
+            disk_uuid: disk.uuid.clone(),
+            filesystem_type: disk.filesystem.clone(),
+            storage_maximum: disk.total_bytes,
+            problem: disk.problem.clone(),
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! 64-bit numbers as JSON strings, as Longhorn and Kubernetes write sizes: JSON readers round large numbers.
+
+use serde::{Deserialize, Deserializer, Serializer};
+
+pub(super) fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    text.parse().map_err(|_| serde::de::Error::custom(format_args!("{text:?} is no size in bytes")))
+}

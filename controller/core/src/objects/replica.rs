@@ -1,0 +1,84 @@
+use serde::{Deserialize, Serialize};
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use super::{CurrentState, DesireState, Metadata};
+use crate::{NodeName, Timestamp};
+
+/// One copy of a volume's data; named `<volume>-<replica id>`, as its directory and its process are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Replica {
+    /// Name, version and dates.
+    pub metadata: Metadata,
+    /// Where it is and whether it should run.
+    pub spec: ReplicaSpec,
+    /// What the replica's reconciler saw.
+    #[serde(default)]
+    pub status: ReplicaStatus,
+}
+
+/// Where a replica is and whether it should run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReplicaSpec {
+    /// Whose data it holds.
+    pub volume_name: VolumeName,
+    /// In bytes.
+    #[serde(with = "super::quoted")]
+    pub volume_size: u64,
+    /// Its identity, never used again.
+    #[serde(rename = "replicaID")]
+    pub replica_id: ReplicaId,
+    /// The node that it is on, for good.
+    #[serde(rename = "nodeID")]
+    pub node_id: NodeName,
+    /// The disk that it is on, for good.
+    pub disk_path: String,
+    /// The identity of that disk when the replica was placed there.
+    #[serde(rename = "diskID")]
+    pub disk_id: String,
+    /// Whether its process should run.
+    pub desire_state: DesireState,
+}
+
+/// What is known of a replica.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReplicaStatus {
+    /// Whether a process is there.
+    pub current_state: CurrentState,
+    /// Whether there is a directory.
+    pub data: DataState,
+    /// Where its process serves, while it does.
+    #[serde(default)]
+    pub addresses: Vec<String>,
+    /// What is wrong.
+    #[serde(default)]
+    pub message: String,
+    /// When it was last seen to become a member of the engine's view.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub healthy_at: Option<Timestamp>,
+    /// When it left the view; none while it is, as far as known, in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failed_at: Option<Timestamp>,
+}
+
+/// Whether a replica has a directory on its disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DataState {
+    /// No call that could have made it was ever sent.
+    #[default]
+    None,
+    /// It may be there; no engine has used it.
+    Requested,
+    /// It was seen. Missing from now on means that data was lost, and it is never made anew.
+    Present,
+}
+
+impl ReplicaSpec {
+    /// The name that the object, the directory and the process have.
+    #[must_use]
+    pub fn instance_name(volume: &VolumeName, id: ReplicaId) -> String {
+        format!("{volume}-{id}")
+    }
+}

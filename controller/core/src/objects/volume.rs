@@ -1,0 +1,180 @@
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use shorthorn_types::{ReplicaId, VolumeName};
+use thiserror::Error;
+
+use super::{Conditions, Metadata, Secret};
+use crate::NodeName;
+
+/// A volume: one engine where it is attached, and some replicas.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Volume {
+    /// Name, version and dates.
+    pub metadata: Metadata,
+    /// What its owner wants.
+    pub spec: VolumeSpec,
+    /// What the reconcilers made of it.
+    #[serde(default)]
+    pub status: VolumeStatus,
+}
+
+/// What the owner of a volume wants.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSpec {
+    /// Its name, which is also the name of its engine and of its device.
+    pub volume_name: VolumeName,
+    /// In bytes, a multiple of 4096.
+    #[serde(with = "super::quoted")]
+    pub size: u64,
+    /// How many copies of the data there should be.
+    pub number_of_replicas: u32,
+    /// How the device is made.
+    pub frontend: Frontend,
+    /// Where it should be attached; none: nowhere.
+    #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
+    pub node_id: Option<NodeName>,
+    /// Whether several replicas may be on one node.
+    #[serde(default)]
+    pub replica_soft_anti_affinity: bool,
+    /// What its engine and replicas prove to each other.
+    pub secret: Secret,
+}
+
+/// What the reconcilers made of a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeStatus {
+    /// Where in its life it is.
+    pub state: VolumeState,
+    /// How safe its data is now.
+    pub robustness: Robustness,
+    /// Where it is, or is on its way to or from.
+    #[serde(rename = "currentNodeID", default, skip_serializing_if = "Option::is_none")]
+    pub current_node_id: Option<NodeName>,
+    /// Number of the newest attachment: the first half of the generation that fences older engines.
+    /// Only ever rises, and is stored before an engine is started with it.
+    pub attach: u64,
+    /// When that number was drawn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attach_started_at: Option<crate::Timestamp>,
+    /// The replicas that the volume was created with, which are the members of its first view.
+    #[serde(default)]
+    pub first_members: Vec<ReplicaId>,
+    /// What holds and what does not, and why.
+    #[serde(default)]
+    pub conditions: Conditions,
+}
+
+/// Where in its life a volume is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VolumeState {
+    /// Its replicas are being given disks.
+    #[default]
+    Creating,
+    /// A device is there.
+    Attached,
+    /// Nothing runs.
+    Detached,
+    /// Replicas, then the engine, are being started.
+    Attaching,
+    /// The engine, then the replicas, are being stopped.
+    Detaching,
+    /// As detaching, and then its data is deleted.
+    Deleting,
+}
+
+impl VolumeState {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            VolumeState::Creating => "creating",
+            VolumeState::Attached => "attached",
+            VolumeState::Detached => "detached",
+            VolumeState::Attaching => "attaching",
+            VolumeState::Detaching => "detaching",
+            VolumeState::Deleting => "deleting",
+        }
+    }
+}
+
+/// How safe the data of a volume is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Robustness {
+    /// Every replica has every acknowledged write.
+    Healthy,
+    /// It serves, with fewer replicas than it should have.
+    Degraded,
+    /// It cannot serve.
+    Faulted,
+    /// Nothing can be said: it is not attached, or its node is silent.
+    #[default]
+    Unknown,
+}
+
+impl Robustness {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Robustness::Healthy => "healthy",
+            Robustness::Degraded => "degraded",
+            Robustness::Faulted => "faulted",
+            Robustness::Unknown => "unknown",
+        }
+    }
+}
+
+/// How the device of a volume is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Frontend {
+    /// The best that the node can do.
+    #[default]
+    Auto,
+    /// ublk.
+    Ublk,
+    /// The NBD driver of the kernel.
+    Nbd,
+    /// NBD on a Unix socket, no kernel device.
+    Socket,
+}
+
+/// A text names no frontend.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("there is no frontend {0:?}: use auto, ublk, nbd or socket")]
+pub struct FrontendError(String);
+
+impl Frontend {
+    /// The word that is stored, sent and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Frontend::Auto => "auto",
+            Frontend::Ublk => "ublk",
+            Frontend::Nbd => "nbd",
+            Frontend::Socket => "socket",
+        }
+    }
+}
+
+impl FromStr for Frontend {
+    type Err = FrontendError;
+    fn from_str(text: &str) -> Result<Frontend, FrontendError> {
+        let all = [Frontend::Auto, Frontend::Ublk, Frontend::Nbd, Frontend::Socket];
+        all.into_iter()
+            .find(|frontend| frontend.as_str() == text)
+            .ok_or_else(|| FrontendError(text.chars().take(80).collect()))
+    }
+}
+
+impl fmt::Display for Frontend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}

@@ -1,0 +1,216 @@
+//! What the agents show now. Held in memory by the shell, fed by the watch stream of each agent.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use crate::objects::{FrontendStatus, MemberStatus, ReplicaSpec};
+use crate::{NodeName, Timestamp};
+
+/// What all agents show.
+#[derive(Clone, Debug, Default)]
+pub struct Agents {
+    /// By node; every configured node is there.
+    pub by_node: BTreeMap<NodeName, AgentView>,
+}
+
+impl Agents {
+    /// What the agent of `node` shows; none where no such agent is configured.
+    #[must_use]
+    pub fn get(&self, node: &NodeName) -> Option<&AgentView> {
+        self.by_node.get(node)
+    }
+}
+
+/// What one agent shows.
+#[derive(Clone, Debug)]
+pub struct AgentView {
+    /// Where the agent is reached, from the controller's configuration.
+    pub address: String,
+    /// Whether the rest is up to date.
+    pub link: Link,
+    /// Who the agent says it is.
+    pub info: Option<AgentInfo>,
+    /// The disks that it knows, by path.
+    pub disks: BTreeMap<String, DiskView>,
+    /// The processes that it knows.
+    pub instances: BTreeMap<InstanceKey, Instance>,
+    /// What became of the last call about an instance, where that failed.
+    pub failures: BTreeMap<InstanceKey, String>,
+}
+
+impl AgentView {
+    /// The view of an agent that has not been reached yet.
+    #[must_use]
+    pub fn new(address: impl Into<String>, now: Timestamp) -> AgentView {
+        AgentView {
+            address: address.into(),
+            link: Link::Down { since: now, reason: "not reached yet".to_owned() },
+            info: None,
+            disks: BTreeMap::new(),
+            instances: BTreeMap::new(),
+            failures: BTreeMap::new(),
+        }
+    }
+
+    /// Whether the view is up to date.
+    #[must_use]
+    pub const fn is_synced(&self) -> bool {
+        matches!(self.link, Link::Synced)
+    }
+}
+
+/// Whether an agent is in reach.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Link {
+    /// Its stream is open and everything that was there at its start has been seen.
+    Synced,
+    /// It is not in reach.
+    Down {
+        /// Since when.
+        since: Timestamp,
+        /// What the last attempt said.
+        reason: String,
+    },
+}
+
+/// Who an agent says it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AgentInfo {
+    /// The name of its node.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// Where other nodes reach its replicas; empty: they cannot.
+    pub data_address: String,
+    /// The frontends that it knows.
+    pub frontends: Vec<FrontendStatus>,
+}
+
+/// What an agent says of a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiskView {
+    /// The identity that was written on it.
+    pub uuid: String,
+    /// ext4, xfs, …
+    pub filesystem: String,
+    /// Its size.
+    pub total_bytes: u64,
+    /// What is free on it now.
+    pub available_bytes: u64,
+    /// What is wrong and what to do; empty: usable.
+    pub problem: String,
+}
+
+/// What identifies a process on a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct InstanceKey {
+    /// Engine or replica.
+    pub kind: InstanceKind,
+    /// The volume's name, or `<volume>-<replica id>`.
+    pub name: String,
+}
+
+impl InstanceKey {
+    /// The engine of `volume`.
+    #[must_use]
+    pub fn engine(volume: &VolumeName) -> InstanceKey {
+        InstanceKey { kind: InstanceKind::Engine, name: volume.to_string() }
+    }
+
+    /// A replica of `volume`.
+    #[must_use]
+    pub fn replica(volume: &VolumeName, id: ReplicaId) -> InstanceKey {
+        InstanceKey { kind: InstanceKind::Replica, name: ReplicaSpec::instance_name(volume, id) }
+    }
+}
+
+impl fmt::Display for InstanceKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.kind.as_str(), self.name)
+    }
+}
+
+/// The kinds of processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum InstanceKind {
+    /// The engine of a volume.
+    Engine,
+    /// A replica.
+    Replica,
+}
+
+impl InstanceKind {
+    /// The word in messages.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            InstanceKind::Engine => "engine",
+            InstanceKind::Replica => "replica",
+        }
+    }
+}
+
+/// A process, as its agent shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instance {
+    /// What it is doing.
+    pub state: InstanceState,
+    /// What is wrong.
+    pub message: String,
+    /// What only one kind has.
+    pub detail: Detail,
+}
+
+/// What a process is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InstanceState {
+    /// It is there, or about to be, and does not serve yet.
+    Starting,
+    /// It serves.
+    Running,
+    /// It is on its way out.
+    Stopping,
+    /// It has ended.
+    Stopped,
+    /// It ended or cannot start; the agent goes on trying where that can help.
+    Error,
+}
+
+/// What only one kind of process has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// Of an engine.
+    Engine(EngineView),
+    /// Of a replica.
+    Replica(ReplicaView),
+}
+
+/// What an engine process says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineView {
+    /// Number of the attachment that it was started for.
+    pub attach: u64,
+    /// starting, serving, frozen (no quorum) or stopped.
+    pub phase: String,
+    /// The generation in which it serves.
+    pub generation: String,
+    /// The view in which it serves.
+    pub view: String,
+    /// The frontend that it chose.
+    pub frontend: String,
+    /// The device, or the socket.
+    pub endpoint: String,
+    /// What each replica is to it.
+    pub members: BTreeMap<ReplicaId, MemberStatus>,
+}
+
+/// What a replica process says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ReplicaView {
+    /// Where it serves.
+    pub addresses: Vec<String>,
+    /// What its directory takes on the disk.
+    pub allocated_bytes: u64,
+}

@@ -1,0 +1,194 @@
+use super::{Context, START_CHECK, Sight, sight};
+use crate::objects::{CurrentState, DesireState, Engine, EngineStatus};
+use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
+use crate::{AgentCall, Decision, NodeName};
+
+pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
+    let Some(engine) = context.world.engines.get(name) else { return Decision::nothing() };
+    let Some(node) = &engine.spec.node_id else { return Decision::nothing() };
+    let mut decision = match sight(context, node) {
+        Sight::Blurred(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
+        Sight::Gone(reason) => lose_sight(engine, reason),
+        Sight::Clear(view) => match engine.spec.desire_state {
+            DesireState::Running => run(context, engine, node, view),
+            DesireState::Stopped => stop(engine, node, view),
+        },
+    };
+    // Last, because a stray that cannot be stopped must not hold up anything.
+    stop_strays(context, engine, node, &mut decision);
+    decision
+}
+
+/// Stops engines of this volume on other nodes. A start call that came late makes one; it is fenced, but
+/// in the way of the next attachment there.
+fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
+    let key = InstanceKey::engine(&engine.spec.volume_name);
+    for (other, view) in context.agents.by_node.iter().filter(|(other, _)| *other != node) {
+        let stray = view.instances.get(&key).filter(|_| view.is_synced());
+        if stray.is_some_and(|stray| is_older(stray, engine.spec.attach)) {
+            let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
+            decision.call(other, call);
+        }
+    }
+}
+
+/// Whether a process is there that was started for this attachment or an earlier one.
+fn is_older(instance: &Instance, attach: u64) -> bool {
+    instance.state != InstanceState::Stopped && view_of(instance).is_some_and(|view| view.attach <= attach)
+}
+
+/// Writes the status where it differs from the stored one.
+fn write_status(decision: &mut Decision, engine: &Engine, status: EngineStatus) {
+    if status != engine.status {
+        decision.write(Engine { status, ..engine.clone() });
+    }
+}
+
+fn lose_sight(engine: &Engine, reason: String) -> Decision {
+    let mut decision = Decision::nothing();
+    let mut status = engine.status.clone();
+    let settled =
+        engine.spec.desire_state == DesireState::Stopped && status.current_state == CurrentState::Stopped;
+    if !settled {
+        // What it last said stays: most likely it still serves, and only the controller does not see it.
+        status.current_state = CurrentState::Unknown;
+        status.message = reason;
+    }
+    write_status(&mut decision, engine, status);
+    decision
+}
+
+fn view_of(instance: &Instance) -> Option<&EngineView> {
+    match &instance.detail {
+        Detail::Engine(view) => Some(view),
+        Detail::Replica(_) => None,
+    }
+}
+
+fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
+    let key = InstanceKey::engine(&engine.spec.volume_name);
+    let attach = engine.spec.attach;
+    let instance = view.instances.get(&key);
+    let shown = instance.and_then(view_of);
+    let mut decision = Decision::nothing();
+    match (instance, shown) {
+        // Without the number it could be any engine: it is neither taken for this one nor stopped.
+        (_, Some(shown)) if shown.attach == 0 => {
+            let message = "the agent does not say which attachment its engine is for: upgrade it".to_owned();
+            let status = EngineStatus { current_state: CurrentState::Error, message, ..cleared(engine) };
+            write_status(&mut decision, engine, status);
+        }
+        // A later engine than the one asked for: this decision is made from an old state, the next is not.
+        (_, Some(shown)) if shown.attach > attach => {}
+        (Some(instance), Some(shown)) if shown.attach == attach => {
+            write_status(&mut decision, engine, taken_over(engine, instance, shown));
+        }
+        (_, shown) if engine.status.seen_attach >= attach => {
+            let status = lost(engine, format!("the engine process is gone from node {node}"));
+            debug_assert!(shown.is_none_or(|shown| shown.attach < attach));
+            write_status(&mut decision, engine, status);
+        }
+        (_, shown) => {
+            let failure = view.failures.get(&key);
+            // Before the call: from here on, the stored state says that a process may be there.
+            write_status(&mut decision, engine, starting(engine, failure));
+            if let Some(older) = shown {
+                let stop = AgentCall::StopInstance { instance: key, attach: older.attach };
+                decision.call(node, stop);
+            }
+            start(context, engine, node, &mut decision);
+        }
+    }
+    decision
+}
+
+fn starting(engine: &Engine, failure: Option<&String>) -> EngineStatus {
+    EngineStatus {
+        current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
+        message: failure.cloned().unwrap_or_default(),
+        ..cleared(engine)
+    }
+}
+
+/// The status of an engine of which no process is there; what was ever seen stays.
+fn cleared(engine: &Engine) -> EngineStatus {
+    EngineStatus {
+        seen_attach: engine.status.seen_attach,
+        lost_attach: engine.status.lost_attach,
+        ..EngineStatus::default()
+    }
+}
+
+fn lost(engine: &Engine, message: String) -> EngineStatus {
+    let lost_attach = engine.status.seen_attach.max(engine.spec.attach);
+    EngineStatus { current_state: CurrentState::Error, message, lost_attach, ..cleared(engine) }
+}
+
+/// What the process of this attachment says.
+fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> EngineStatus {
+    let for_good = instance.state == InstanceState::Stopped
+        || (instance.state == InstanceState::Error && view.phase == "stopped");
+    if for_good {
+        let why = if instance.message.is_empty() { "no reason given" } else { &instance.message };
+        let seen = EngineStatus { seen_attach: view.attach, ..engine.status.clone() };
+        let engine = Engine { status: seen, ..engine.clone() };
+        return lost(&engine, format!("the engine stopped by itself: {why}"));
+    }
+    EngineStatus {
+        current_state: match instance.state {
+            InstanceState::Starting => CurrentState::Starting,
+            InstanceState::Running => CurrentState::Running,
+            InstanceState::Stopping | InstanceState::Stopped => CurrentState::Stopping,
+            InstanceState::Error => CurrentState::Error,
+        },
+        seen_attach: view.attach,
+        lost_attach: engine.status.lost_attach,
+        phase: view.phase.clone(),
+        generation: view.generation.clone(),
+        view: view.view.clone(),
+        frontend: view.frontend.clone(),
+        endpoint: view.endpoint.clone(),
+        replica_mode_map: view.members.clone(),
+        message: instance.message.clone(),
+    }
+}
+
+fn start(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
+    let spec = &engine.spec;
+    let Some(volume) = context.world.volumes.get(spec.volume_name.as_str()) else { return };
+    let call = AgentCall::StartEngine {
+        volume: spec.volume_name.clone(),
+        size_bytes: spec.volume_size,
+        attach: spec.attach,
+        replicas: spec.replica_address_map.clone(),
+        frontend: spec.frontend,
+        secret: volume.spec.secret.clone(),
+    };
+    decision.call(node, call);
+    decision.again_after(START_CHECK);
+}
+
+fn stop(engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
+    let key = InstanceKey::engine(&engine.spec.volume_name);
+    let mut decision = Decision::nothing();
+    let instance = view.instances.get(&key);
+    // Stored as stopped and shown all the same: a start call that came late. It is fenced, but in the way.
+    let shown = instance.is_some_and(|instance| is_older(instance, engine.spec.attach));
+    let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
+    if engine.status.current_state == CurrentState::Stopped {
+        if shown {
+            decision.call(node, call);
+        }
+        return decision;
+    }
+    let message = view.failures.get(&key).cloned().unwrap_or_default();
+    if engine.status.current_state != CurrentState::Stopping || engine.status.message != message {
+        // Shown first; the change brings the next run, which calls.
+        let status = EngineStatus { current_state: CurrentState::Stopping, message, ..engine.status.clone() };
+        write_status(&mut decision, engine, status);
+        return decision;
+    }
+    decision.call(node, call);
+    write_status(&mut decision, engine, cleared(engine));
+    decision
+}

@@ -1,0 +1,138 @@
+//! The reconcilers: from what is stored and observed to the next small steps.
+
+mod engine;
+mod health;
+mod node;
+mod replica;
+mod volume;
+
+use std::time::Duration;
+
+use shorthorn_types::limits::MAX_MEMBERS;
+
+use crate::objects::{Key, Kind, VolumeState};
+use crate::observed::{AgentView, Agents, Link};
+use crate::{Decision, NodeName, Timestamp, World};
+
+/// How long an agent may be out of reach before what is on its node counts as unknown. Longer than a
+/// restart of the agent or of the controller takes.
+pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(10);
+/// How long an attach waits for replicas that are slow before it goes on without them, where it can.
+pub const REPLICA_WAIT: Duration = Duration::from_secs(20);
+/// The least time between two attachments that replace a lost engine, so that one that always dies does
+/// not keep the node busy.
+pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
+/// When to look again at a start that was asked for and has not shown up on the agent's stream.
+pub const START_CHECK: Duration = Duration::from_secs(10);
+
+/// Everything that a decision is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Context<'a> {
+    /// What is stored.
+    pub world: &'a World,
+    /// What the agents show.
+    pub agents: &'a Agents,
+    /// The time.
+    pub now: Timestamp,
+    /// Fresh random numbers, for the ids of new replicas.
+    pub random: [u64; MAX_MEMBERS],
+}
+
+/// Decides what to do about one object.
+#[must_use]
+pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
+    match key.kind {
+        Kind::Volume => volume::reconcile(context, &key.name),
+        Kind::Engine => engine::reconcile(context, &key.name),
+        Kind::Replica => replica::reconcile(context, &key.name),
+        Kind::Node => node::reconcile(context, &key.name),
+    }
+}
+
+/// Whether a decision about `key` may give disk space away. The shell takes and carries out such
+/// decisions one at a time, so that two volumes never get the same space.
+#[must_use]
+pub fn gives_space_away(world: &World, key: &Key) -> bool {
+    key.kind == Kind::Volume
+        && world.volumes.get(&key.name).is_some_and(|volume| volume.status.state == VolumeState::Creating)
+}
+
+/// The objects whose reconcilers look at the object `key`, that one included: they run when it changes.
+#[must_use]
+pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
+    let mut keys = vec![key.clone()];
+    match key.kind {
+        Kind::Volume => {}
+        Kind::Engine => {
+            keys.push(Key::new(Kind::Volume, &key.name));
+            if let Some(engine) = world.engines.get(&key.name) {
+                let replicas = world.replicas_of(&engine.spec.volume_name);
+                keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
+            }
+        }
+        Kind::Replica => match world.replicas.get(&key.name) {
+            Some(replica) => keys.push(Key::new(Kind::Volume, replica.spec.volume_name.as_str())),
+            // It is gone: its volume goes on with its deletion, and others may want its place.
+            None => {
+                let volume = key.name.rsplit_once('-').map_or("", |(volume, _)| volume);
+                keys.push(Key::new(Kind::Volume, volume));
+                keys.extend(creating(world));
+            }
+        },
+        Kind::Node => keys.extend(creating(world)),
+    }
+    keys
+}
+
+fn creating(world: &World) -> impl Iterator<Item = Key> {
+    world
+        .volumes
+        .values()
+        .filter(|volume| volume.status.state == VolumeState::Creating)
+        .map(|volume| Key::new(Kind::Volume, &volume.metadata.name))
+}
+
+/// How well the controller sees a node.
+enum Sight<'a> {
+    /// Its agent is in reach and its view is up to date.
+    Clear(&'a AgentView),
+    /// Out of reach for a short time: nothing is concluded yet. Look again then.
+    Blurred(Duration),
+    /// Out of reach; the reason for people.
+    Gone(String),
+}
+
+fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
+    let Some(view) = context.agents.get(node) else {
+        return Sight::Gone(format!(
+            "node {node} is not configured: start the controller with --node {node}=URL"
+        ));
+    };
+    match (&view.link, &view.info) {
+        (Link::Synced, Some(info)) if info.name != node.as_str() => Sight::Gone(format!(
+            "the agent at {} says that it is node {:?}, not {node}: correct --node {node}=URL",
+            view.address, info.name
+        )),
+        (Link::Synced, _) => Sight::Clear(view),
+        (Link::Down { since, reason }, _) => {
+            let left = remaining(*since, UNREACHABLE_AFTER, context.now);
+            if left.is_zero() {
+                Sight::Gone(format!(
+                    "the agent of node {node} at {} is out of reach ({reason})",
+                    view.address
+                ))
+            } else {
+                Sight::Blurred(left)
+            }
+        }
+    }
+}
+
+/// What is left of `limit` since `start`. A clock that was set back counts as no time having passed.
+fn remaining(start: Timestamp, limit: Duration, now: Timestamp) -> Duration {
+    let passed_ms = now.as_millisecond().saturating_sub(start.as_millisecond()).max(0);
+    limit.saturating_sub(Duration::from_millis(passed_ms.unsigned_abs()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+use super::{Context, START_CHECK, Sight, sight};
+use crate::objects::{CurrentState, DataState, DesireState, Key, Kind, MemberMode, Replica, ReplicaStatus};
+use crate::observed::{AgentView, Detail, Instance, InstanceKey, InstanceState};
+use crate::{Action, AgentCall, Decision};
+
+pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
+    let Some(replica) = context.world.replicas.get(name) else { return Decision::nothing() };
+    if replica.metadata.is_deleting() {
+        return delete(context, replica);
+    }
+    match sight(context, &replica.spec.node_id) {
+        Sight::Blurred(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
+        Sight::Gone(reason) => lose_sight(context, replica, reason),
+        Sight::Clear(view) => match replica.spec.desire_state {
+            DesireState::Running => run(context, replica, view),
+            DesireState::Stopped => stop(context, replica, view),
+        },
+    }
+}
+
+fn instance_of(replica: &Replica) -> InstanceKey {
+    InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id)
+}
+
+/// Writes the status where it differs from the stored one.
+fn write_status(decision: &mut Decision, replica: &Replica, status: ReplicaStatus) {
+    if status != replica.status {
+        decision.write(Replica { status, ..replica.clone() });
+    }
+}
+
+fn lose_sight(context: &Context<'_>, replica: &Replica, reason: String) -> Decision {
+    let mut decision = Decision::nothing();
+    let mut status = with_membership(context, replica);
+    let settled =
+        replica.spec.desire_state == DesireState::Stopped && status.current_state == CurrentState::Stopped;
+    if !settled {
+        status.current_state = CurrentState::Unknown;
+        status.addresses.clear();
+        status.message = reason;
+    }
+    write_status(&mut decision, replica, status);
+    decision
+}
+
+fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
+    let key = instance_of(replica);
+    let mut decision = Decision::nothing();
+    let mut status = with_membership(context, replica);
+    let found = view.instances.get(&key).filter(|instance| instance.state != InstanceState::Stopped);
+    match found {
+        Some(instance) => take_over(&mut status, instance),
+        None => {
+            let failure = view.failures.get(&key);
+            let failed = failure.is_some();
+            status.current_state = if failed { CurrentState::Error } else { CurrentState::Starting };
+            status.message = failure.cloned().unwrap_or_default();
+            status.addresses.clear();
+            if status.data == DataState::None {
+                status.data = DataState::Requested;
+            }
+        }
+    }
+    let create = status.data != DataState::Present;
+    // Before the call: from here on, the stored state says that a process and a directory may be there.
+    write_status(&mut decision, replica, status);
+    if found.is_none() {
+        start(context, replica, create, &mut decision);
+    }
+    decision
+}
+
+/// What a process that is there says.
+fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
+    status.message.clone_from(&instance.message);
+    status.addresses.clear();
+    status.current_state = match instance.state {
+        InstanceState::Starting => CurrentState::Starting,
+        InstanceState::Running => CurrentState::Running,
+        InstanceState::Stopping | InstanceState::Stopped => CurrentState::Stopping,
+        InstanceState::Error => CurrentState::Error,
+    };
+    if let (InstanceState::Running, Detail::Replica(view)) = (instance.state, &instance.detail) {
+        status.addresses.clone_from(&view.addresses);
+        status.data = DataState::Present;
+    }
+}
+
+fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut Decision) {
+    let spec = &replica.spec;
+    let Some(volume) = context.world.volumes.get(spec.volume_name.as_str()) else { return };
+    let call = AgentCall::StartReplica {
+        volume: spec.volume_name.clone(),
+        replica_id: spec.replica_id,
+        disk_path: spec.disk_path.clone(),
+        size_bytes: spec.volume_size,
+        first_members: volume.status.first_members.clone(),
+        secret: volume.spec.secret.clone(),
+        create,
+    };
+    decision.call(&spec.node_id, call);
+    decision.again_after(START_CHECK);
+}
+
+fn stop(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
+    let key = instance_of(replica);
+    let mut decision = Decision::nothing();
+    let shown = view.instances.get(&key).is_some_and(|instance| instance.state != InstanceState::Stopped);
+    let mut status = with_membership(context, replica);
+    let stopped = status.current_state == CurrentState::Stopped;
+    if let Some(failure) = view.failures.get(&key).filter(|failure| !stopped && **failure != status.message) {
+        // Shown first; the change brings the next run, which tries again.
+        status.message.clone_from(failure);
+        write_status(&mut decision, replica, status);
+        return decision;
+    }
+    if shown || !stopped {
+        decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
+    }
+    status.current_state = CurrentState::Stopped;
+    status.addresses.clear();
+    status.message.clear();
+    write_status(&mut decision, replica, status);
+    decision
+}
+
+/// The status with what the engine last said of this replica.
+fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
+    let mut status = replica.status.clone();
+    let engine = context.world.engines.get(replica.spec.volume_name.as_str());
+    let Some(engine) = engine.filter(|engine| engine.status.is_serving()) else { return status };
+    match engine.status.replica_mode_map.get(&replica.spec.replica_id).map(|member| member.mode) {
+        Some(MemberMode::Member) => {
+            if status.failed_at.take().is_some() || status.healthy_at.is_none() {
+                status.healthy_at = Some(context.now);
+            }
+        }
+        Some(MemberMode::Failed) => {
+            status.failed_at.get_or_insert(context.now);
+        }
+        Some(MemberMode::Connecting) | None => {}
+    }
+    status
+}
+
+fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
+    let mut decision = Decision::nothing();
+    // Data goes only with its volume. The volume is removed after its last replica, so it is there.
+    let volume = context.world.volumes.get(replica.spec.volume_name.as_str());
+    if !volume.is_some_and(|volume| volume.metadata.is_deleting()) {
+        return decision;
+    }
+    let remove =
+        Action::Remove(Key::new(Kind::Replica, &replica.metadata.name), replica.metadata.resource_version);
+    if replica.status.data == DataState::None && replica.status.current_state == CurrentState::Stopped {
+        decision.actions.push(remove);
+        return decision;
+    }
+    let key = instance_of(replica);
+    let trouble = match sight(context, &replica.spec.node_id) {
+        Sight::Blurred(wait) => {
+            decision.again_after(wait);
+            return decision;
+        }
+        Sight::Gone(reason) => Some(reason),
+        Sight::Clear(view) => {
+            decision
+                .call(&replica.spec.node_id, AgentCall::StopInstance { instance: key.clone(), attach: 0 });
+            let call = AgentCall::DeleteReplica {
+                disk_path: replica.spec.disk_path.clone(),
+                volume: replica.spec.volume_name.clone(),
+                replica_id: replica.spec.replica_id,
+            };
+            decision.call(&replica.spec.node_id, call);
+            decision.actions.push(remove);
+            view.failures.get(&key).cloned()
+        }
+    };
+    if let Some(message) = trouble.filter(|message| *message != replica.status.message) {
+        // Shown first; the change brings the next run, which tries again.
+        decision = Decision::nothing();
+        let status = ReplicaStatus { message, ..replica.status.clone() };
+        write_status(&mut decision, replica, status);
+    }
+    decision
+}

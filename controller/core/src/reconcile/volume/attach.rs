@@ -1,0 +1,149 @@
+use std::collections::BTreeMap;
+
+use shorthorn_types::ReplicaId;
+
+use super::{Run, health, remaining};
+use crate::objects::{
+    CurrentState, DesireState, Engine, EngineSpec, Finding, Replica, ReplicaSpec, Robustness, VolumeState,
+};
+use crate::reconcile::{ENGINE_RETRY, REPLICA_WAIT};
+use crate::{NodeName, ReplicaTarget};
+
+impl Run<'_> {
+    /// Draws the number of the attachment. Stored by this run; nothing is started before the next one.
+    pub(super) fn begin_attach(&mut self, node: NodeName) {
+        self.next.status.current_node_id = Some(node);
+        self.enter(VolumeState::Attaching);
+        self.draw_attach();
+        self.settle(Finding::wrong("Attaching", "the replicas are being started"));
+    }
+
+    fn draw_attach(&mut self) {
+        self.next.status.attach += 1;
+        self.next.status.attach_started_at = Some(self.context.now);
+    }
+
+    /// Replicas, then the engine, then the device.
+    pub(super) fn attach(&mut self) {
+        self.want_replicas(DesireState::Running);
+        let Some(engine) = self.engine else { return };
+        if engine.spec.attach < self.stored.status.attach {
+            self.launch(engine);
+            return;
+        }
+        if self.replace_lost_engine(engine) {
+            return;
+        }
+        let status = &engine.status;
+        // What an older engine said says nothing about this one.
+        let current = status.seen_attach == engine.spec.attach;
+        if current && status.is_serving() && !status.endpoint.is_empty() {
+            self.enter(VolumeState::Attached);
+            self.watch_over();
+            return;
+        }
+        let frozen = current && status.phase == "frozen";
+        if status.current_state == CurrentState::Error || frozen {
+            let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
+            self.set_health(robustness, finding.clone());
+            self.settle(finding);
+        } else {
+            let finding = match status.current_state {
+                CurrentState::Unknown => Finding::wrong("NodeUnreachable", status.message.clone()),
+                _ => Finding::wrong("EngineStarting", "the engine is being started"),
+            };
+            self.settle(finding);
+        }
+    }
+
+    /// Hands the engine this attachment, once enough replicas run.
+    fn launch(&mut self, engine: &Engine) {
+        let Some(node) = self.stored.status.current_node_id.clone() else { return };
+        let left = match self.stored.status.attach_started_at {
+            Some(start) => remaining(start, REPLICA_WAIT, self.context.now),
+            None => REPLICA_WAIT,
+        };
+        match health::readiness(&self.replicas, &node, left) {
+            health::Readiness::Ready(targets) => {
+                self.write_launch(engine, node, targets);
+                self.settle(Finding::wrong("EngineStarting", "the engine is being started"));
+            }
+            health::Readiness::Wait(left, who) => {
+                self.decision.again_after(left);
+                self.settle(Finding::wrong("WaitingForReplicas", format!("waiting for replicas: {who}")));
+            }
+            health::Readiness::TooFew(message) => {
+                let finding = Finding::wrong("TooFewReplicas", message);
+                self.set_health(Robustness::Faulted, finding.clone());
+                self.settle(finding);
+            }
+        }
+    }
+
+    fn write_launch(&mut self, engine: &Engine, node: NodeName, targets: BTreeMap<ReplicaId, ReplicaTarget>) {
+        let moves = engine.spec.node_id.as_ref() != Some(&node);
+        let stopped = engine.spec.desire_state == DesireState::Stopped
+            && engine.status.current_state == CurrentState::Stopped;
+        // An engine that may still run on another node is stopped there first: detaching does that.
+        if moves && !stopped {
+            self.enter(VolumeState::Detaching);
+            return;
+        }
+        let spec = EngineSpec {
+            node_id: Some(node),
+            desire_state: DesireState::Running,
+            attach: self.stored.status.attach,
+            replica_address_map: targets,
+            ..engine.spec.clone()
+        };
+        self.decision.write(Engine { spec, ..engine.clone() });
+    }
+
+    /// Draws a new number where the engine of this attachment is gone for good. True: it was lost.
+    fn replace_lost_engine(&mut self, engine: &Engine) -> bool {
+        if engine.status.lost_attach < self.stored.status.attach {
+            return false;
+        }
+        let finding = health::engine_trouble(engine);
+        let left = match self.stored.status.attach_started_at {
+            Some(start) => remaining(start, ENGINE_RETRY, self.context.now),
+            None => std::time::Duration::ZERO,
+        };
+        self.set_health(Robustness::Faulted, finding.clone());
+        self.settle(finding);
+        self.enter(VolumeState::Attaching);
+        if left.is_zero() {
+            self.draw_attach();
+            self.decision.emit(
+                self.key(),
+                true,
+                "EngineLost",
+                format!("{}; attaching again", engine.status.message),
+            );
+        } else {
+            self.decision.again_after(left);
+        }
+        true
+    }
+
+    /// Keeps an attached volume's robustness up to date.
+    pub(super) fn watch_over(&mut self) {
+        let Some(engine) = self.engine else { return };
+        if self.replace_lost_engine(engine) {
+            return;
+        }
+        let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
+        self.set_health(robustness, finding);
+        self.settle(Finding::Well);
+    }
+
+    /// Writes what is desired of the replicas where that is something else.
+    pub(super) fn want_replicas(&mut self, desire_state: DesireState) {
+        for replica in &self.replicas {
+            if replica.spec.desire_state != desire_state {
+                let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
+                self.decision.write(Replica { spec, ..(*replica).clone() });
+            }
+        }
+    }
+}

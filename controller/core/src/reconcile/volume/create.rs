@@ -1,0 +1,107 @@
+use std::time::Duration;
+
+use shorthorn_types::ReplicaId;
+
+use super::{Run, Sight, sight};
+use crate::NodeName;
+use crate::objects::{
+    ConditionType, DesireState, Engine, EngineSpec, EngineStatus, Finding, Metadata, Replica, ReplicaSpec,
+    ReplicaStatus, VolumeState,
+};
+use crate::scheduler::{self, Placement, Request};
+
+impl Run<'_> {
+    /// Makes the engine object and gives every replica a place.
+    pub(super) fn create(&mut self) {
+        if self.engine.is_none() {
+            self.write_engine();
+        }
+        let wanted = self.stored.spec.number_of_replicas;
+        let missing = (wanted as usize).saturating_sub(self.replicas.len());
+        if missing > 0 {
+            self.place_replicas(wanted);
+            return;
+        }
+        if self.engine.is_some() {
+            // From now on this list is a fact of the volume's history, whatever becomes of its replicas.
+            self.next.status.first_members =
+                self.replicas.iter().map(|replica| replica.spec.replica_id).collect();
+            self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
+            self.settle(Finding::Well);
+            self.enter(VolumeState::Detached);
+        }
+    }
+
+    fn write_engine(&mut self) {
+        let volume = self.stored;
+        self.decision.write(Engine {
+            metadata: Metadata::new(&volume.metadata.name, self.context.now),
+            spec: EngineSpec {
+                volume_name: volume.spec.volume_name.clone(),
+                volume_size: volume.spec.size,
+                node_id: None,
+                desire_state: DesireState::Stopped,
+                attach: 0,
+                frontend: volume.spec.frontend,
+                replica_address_map: Default::default(),
+            },
+            status: EngineStatus::default(),
+        });
+    }
+
+    fn place_replicas(&mut self, wanted: u32) {
+        let spec = &self.stored.spec;
+        let request = Request { size_bytes: spec.size, soft_anti_affinity: spec.replica_soft_anti_affinity };
+        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        match scheduler::place(&request, &mut nodes, wanted) {
+            Ok(placements) => {
+                let random = self.context.random;
+                for (placement, random) in placements.into_iter().zip(random) {
+                    self.write_replica(placement, ReplicaId::from_random(random));
+                }
+            }
+            Err(refusal) => {
+                if let Some(wait) = self.nodes_may_come() {
+                    self.decision.again_after(wait);
+                    self.settle(Finding::wrong("WaitingForNodes", refusal.to_string()));
+                    return;
+                }
+                let finding = Finding::wrong("NoPlace", refusal.to_string());
+                let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
+                if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {
+                    self.decision.emit(self.key(), true, "NoPlace", refusal.to_string());
+                }
+                self.next.status.conditions.set(ConditionType::Scheduled, finding.clone(), self.context.now);
+                self.settle(finding);
+            }
+        }
+    }
+
+    /// How long nodes may still take that have been out of reach for a short time only, as all are when
+    /// the controller starts: no place is refused before.
+    fn nodes_may_come(&self) -> Option<Duration> {
+        let left = |node: &NodeName| match sight(self.context, node) {
+            Sight::Blurred(left) => Some(left),
+            Sight::Clear(_) | Sight::Gone(_) => None,
+        };
+        self.context.agents.by_node.keys().filter_map(left).max()
+    }
+
+    fn write_replica(&mut self, placement: Placement, replica_id: ReplicaId) {
+        let spec = &self.stored.spec;
+        let name = ReplicaSpec::instance_name(&spec.volume_name, replica_id);
+        self.decision.write(Replica {
+            metadata: Metadata::new(name, self.context.now),
+            spec: ReplicaSpec {
+                volume_name: spec.volume_name.clone(),
+                volume_size: spec.size,
+                replica_id,
+                node_id: placement.node,
+                disk_path: placement.disk_path,
+                disk_id: placement.disk_uuid,
+                desire_state: DesireState::Stopped,
+            },
+            status: ReplicaStatus::default(),
+        });
+    }
+}

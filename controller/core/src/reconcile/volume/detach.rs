@@ -1,0 +1,91 @@
+use super::Run;
+use crate::Action;
+use crate::objects::{
+    CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, ReplicaSpec,
+    Robustness, VolumeState,
+};
+
+impl Run<'_> {
+    /// The engine, then the replicas.
+    pub(super) fn detach(&mut self) {
+        if !self.engine_stopped() {
+            return;
+        }
+        self.want_replicas(DesireState::Stopped);
+        // A replica whose node is out of reach is stopped when that is back; generations keep it harmless.
+        let stopped = |replica: &&Replica| {
+            replica.spec.desire_state == DesireState::Stopped
+                && matches!(replica.status.current_state, CurrentState::Stopped | CurrentState::Unknown)
+        };
+        if !self.replicas.iter().all(stopped) {
+            let message = format!("the replicas are being stopped{}", self.replica_messages());
+            self.settle(Finding::wrong("Detaching", message));
+            return;
+        }
+        self.next.status.current_node_id = None;
+        self.enter(VolumeState::Detached);
+        self.next.status.robustness = Robustness::Unknown;
+        self.settle(Finding::Well);
+    }
+
+    /// Whether no engine runs; asks for that where one may.
+    fn engine_stopped(&mut self) -> bool {
+        let Some(engine) = self.engine else { return true };
+        if engine.spec.desire_state != DesireState::Stopped {
+            let spec = EngineSpec { desire_state: DesireState::Stopped, ..engine.spec.clone() };
+            self.decision.write(Engine { spec, ..engine.clone() });
+        } else if engine.status.current_state == CurrentState::Stopped {
+            return true;
+        }
+        let message = &engine.status.message;
+        let finding = match engine.status.current_state {
+            CurrentState::Unknown => Finding::wrong(
+                "NodeUnreachable",
+                format!("the engine cannot be stopped: {message}; bring the agent back"),
+            ),
+            CurrentState::Stopping if !message.is_empty() => {
+                Finding::wrong("EngineNotStopped", format!("the engine cannot be stopped yet: {message}"))
+            }
+            _ => Finding::wrong("Detaching", "the engine is being stopped"),
+        };
+        self.settle(finding);
+        false
+    }
+
+    /// Everything stops, then the replicas go with their data, then the objects.
+    pub(super) fn tear_down(&mut self) {
+        self.enter(VolumeState::Deleting);
+        if !self.engine_stopped() {
+            return;
+        }
+        if !self.replicas.is_empty() {
+            self.delete_replicas();
+            return;
+        }
+        // The volume goes last: while it is there, the next run finds what is left.
+        let key = |kind| Key::new(kind, &self.stored.metadata.name);
+        if let Some(engine) = self.engine {
+            let version = engine.metadata.resource_version;
+            self.decision.actions.push(Action::Remove(key(Kind::Engine), version));
+        }
+        self.decision.actions.push(Action::Remove(key(Kind::Volume), self.stored.metadata.resource_version));
+        self.next = self.stored.clone();
+    }
+
+    fn delete_replicas(&mut self) {
+        for replica in self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()) {
+            let metadata =
+                Metadata { deletion_timestamp: Some(self.context.now), ..replica.metadata.clone() };
+            let spec = ReplicaSpec { desire_state: DesireState::Stopped, ..replica.spec.clone() };
+            self.decision.write(Replica { metadata, spec, status: replica.status.clone() });
+        }
+        let message = format!("the data of the replicas is being deleted{}", self.replica_messages());
+        self.settle(Finding::wrong("Deleting", message));
+    }
+
+    /// What stands in the way of the replicas.
+    fn replica_messages(&self) -> String {
+        let said = self.replicas.iter().filter(|replica| !replica.status.message.is_empty());
+        said.map(|replica| format!("; {}: {}", replica.metadata.name, replica.status.message)).collect()
+    }
+}

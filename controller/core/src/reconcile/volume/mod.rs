@@ -1,0 +1,92 @@
+//! The life of a volume: its state machine, one step per run.
+
+mod attach;
+mod create;
+mod detach;
+
+use super::{Context, Sight, health, remaining, sight};
+use crate::Decision;
+use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
+
+/// One run over one volume: the stored state, the new one, and what has been decided so far.
+struct Run<'a> {
+    context: &'a Context<'a>,
+    stored: &'a Volume,
+    next: Volume,
+    engine: Option<&'a Engine>,
+    replicas: Vec<&'a Replica>,
+    decision: Decision,
+}
+
+pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
+    let Some(stored) = context.world.volumes.get(name) else { return Decision::nothing() };
+    let mut run = Run {
+        context,
+        stored,
+        next: stored.clone(),
+        engine: context.world.engines.get(name),
+        replicas: context.world.replicas_of(&stored.spec.volume_name).collect(),
+        decision: Decision::nothing(),
+    };
+    run.step();
+    if run.next != *run.stored {
+        run.decision.write(run.next);
+    }
+    run.decision
+}
+
+impl Run<'_> {
+    fn step(&mut self) {
+        let desired = self.stored.spec.node_id.as_ref();
+        let here = desired.is_some() && desired == self.stored.status.current_node_id.as_ref();
+        match self.stored.status.state {
+            _ if self.stored.metadata.is_deleting() => self.tear_down(),
+            VolumeState::Creating => self.create(),
+            VolumeState::Detached => match desired.cloned() {
+                Some(node) => self.begin_attach(node),
+                None => self.settle(Finding::Well),
+            },
+            VolumeState::Attaching if here => self.attach(),
+            VolumeState::Attached if here => self.watch_over(),
+            // Stored before anything is stopped: a detach that has begun is finished, even if the volume is
+            // wanted here again meanwhile.
+            VolumeState::Attaching | VolumeState::Attached => {
+                self.enter(VolumeState::Detaching);
+                self.settle(Finding::wrong("Detaching", "the engine is being stopped"));
+            }
+            VolumeState::Detaching | VolumeState::Deleting => self.detach(),
+        }
+    }
+
+    fn key(&self) -> Key {
+        Key::new(Kind::Volume, &self.stored.metadata.name)
+    }
+
+    fn enter(&mut self, state: VolumeState) {
+        if self.next.status.state != state {
+            self.next.status.state = state;
+            let node = self.next.status.current_node_id.as_ref();
+            let at = node.map(|node| format!(", node {node}")).unwrap_or_default();
+            let message = format!("volume is {}{at}", state.as_str());
+            self.decision.emit(self.key(), false, "StateChanged", message);
+        }
+    }
+
+    /// Notes what is being waited for, or that nothing is.
+    fn settle(&mut self, finding: Finding) {
+        self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
+    }
+
+    fn set_health(&mut self, robustness: Robustness, finding: Finding) {
+        let worse = matches!(robustness, Robustness::Degraded | Robustness::Faulted);
+        if self.next.status.robustness != robustness {
+            self.next.status.robustness = robustness;
+            let message = match &finding {
+                Finding::Well => format!("volume is {}", robustness.as_str()),
+                Finding::Wrong(_, message) => format!("volume is {}: {message}", robustness.as_str()),
+            };
+            self.decision.emit(self.key(), worse, "RobustnessChanged", message);
+        }
+        self.next.status.conditions.set(ConditionType::Healthy, finding, self.context.now);
+    }
+}

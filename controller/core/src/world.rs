@@ -1,0 +1,84 @@
+use std::collections::BTreeMap;
+
+use shorthorn_types::VolumeName;
+
+use crate::objects::{Engine, Key, Kind, Node, Object, Replica, Volume};
+
+/// All stored objects by name.
+#[derive(Clone, Debug, Default)]
+pub struct World {
+    /// By volume name.
+    pub volumes: BTreeMap<String, Volume>,
+    /// By volume name.
+    pub engines: BTreeMap<String, Engine>,
+    /// By `<volume>-<replica id>`.
+    pub replicas: BTreeMap<String, Replica>,
+    /// By node name.
+    pub nodes: BTreeMap<String, Node>,
+}
+
+impl World {
+    /// The replicas of `volume`, in the order of their names.
+    pub fn replicas_of<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
+        // Other volumes can have names that start like this one's replicas, so the prefix only narrows it.
+        let prefix = format!("{volume}-");
+        self.replicas
+            .range(prefix.clone()..)
+            .take_while(move |(name, _)| name.starts_with(&prefix))
+            .map(|(_, replica)| replica)
+            .filter(move |replica| replica.spec.volume_name == *volume)
+    }
+
+    /// The object of that key.
+    #[must_use]
+    pub fn get(&self, key: &Key) -> Option<Object> {
+        match key.kind {
+            Kind::Volume => self.volumes.get(&key.name).cloned().map(Object::Volume),
+            Kind::Engine => self.engines.get(&key.name).cloned().map(Object::Engine),
+            Kind::Replica => self.replicas.get(&key.name).cloned().map(Object::Replica),
+            Kind::Node => self.nodes.get(&key.name).cloned().map(Object::Node),
+        }
+    }
+
+    /// The stored resource version of that key; 0 where there is no such object.
+    #[must_use]
+    pub fn version(&self, key: &Key) -> u64 {
+        let metadata = match key.kind {
+            Kind::Volume => self.volumes.get(&key.name).map(|object| &object.metadata),
+            Kind::Engine => self.engines.get(&key.name).map(|object| &object.metadata),
+            Kind::Replica => self.replicas.get(&key.name).map(|object| &object.metadata),
+            Kind::Node => self.nodes.get(&key.name).map(|object| &object.metadata),
+        };
+        metadata.map_or(0, |metadata| metadata.resource_version)
+    }
+
+    /// Puts `object` in place of the one with its key.
+    pub fn insert(&mut self, object: Object) {
+        let name = object.metadata().name.clone();
+        match object {
+            Object::Volume(volume) => drop(self.volumes.insert(name, volume)),
+            Object::Engine(engine) => drop(self.engines.insert(name, engine)),
+            Object::Replica(replica) => drop(self.replicas.insert(name, replica)),
+            Object::Node(node) => drop(self.nodes.insert(name, node)),
+        }
+    }
+
+    /// Takes out the object of that key.
+    pub fn remove(&mut self, key: &Key) {
+        match key.kind {
+            Kind::Volume => drop(self.volumes.remove(&key.name)),
+            Kind::Engine => drop(self.engines.remove(&key.name)),
+            Kind::Replica => drop(self.replicas.remove(&key.name)),
+            Kind::Node => drop(self.nodes.remove(&key.name)),
+        }
+    }
+
+    /// The keys of all objects.
+    pub fn keys(&self) -> impl Iterator<Item = Key> {
+        let volumes = self.volumes.keys().map(|name| Key::new(Kind::Volume, name));
+        let engines = self.engines.keys().map(|name| Key::new(Kind::Engine, name));
+        let replicas = self.replicas.keys().map(|name| Key::new(Kind::Replica, name));
+        let nodes = self.nodes.keys().map(|name| Key::new(Kind::Node, name));
+        volumes.chain(engines).chain(replicas).chain(nodes)
+    }
+}

@@ -1,0 +1,67 @@
+//! The shell of a simulated controller: what it has seen, and the runs that are under way.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use shorthorn_controller_core::objects::{FrontendStatus, Key};
+use shorthorn_controller_core::observed::{AgentInfo, AgentView, Agents, DiskView, Link};
+use shorthorn_controller_core::{Action, NodeName, Timestamp};
+
+use crate::agent::{Event, SimAgent};
+
+/// Everything here is gone after a crash.
+#[derive(Debug)]
+pub struct Controller {
+    pub agents: Agents,
+    /// What the open streams have sent and the controller has not read.
+    pub streams: BTreeMap<NodeName, VecDeque<Event>>,
+    /// The actions that are left of the decisions made.
+    pub runs: BTreeMap<Key, VecDeque<Action>>,
+}
+
+impl Controller {
+    pub fn start(nodes: &[SimAgent], now: Timestamp) -> Controller {
+        let view =
+            |node: &SimAgent| (node.name.clone(), AgentView::new(format!("http://{}", node.name), now));
+        Controller {
+            agents: Agents { by_node: nodes.iter().map(view).collect() },
+            streams: BTreeMap::new(),
+            runs: BTreeMap::new(),
+        }
+    }
+
+    pub fn open(&mut self, node: &SimAgent) {
+        let Some(view) = self.agents.by_node.get_mut(&node.name) else { return };
+        view.info = Some(AgentInfo {
+            name: node.name.to_string(),
+            version: "1".to_owned(),
+            data_address: "10.0.0.1".to_owned(),
+            frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() }],
+        });
+        let disk = DiskView { uuid: "disk".to_owned(), total_bytes: 1 << 40, ..DiskView::default() };
+        view.disks = BTreeMap::from([("/disk".to_owned(), disk)]);
+        view.instances.clone_from(&node.instances);
+        view.failures.clear();
+        view.link = Link::Synced;
+        self.streams.insert(node.name.clone(), VecDeque::new());
+    }
+
+    pub fn close(&mut self, node: &NodeName, now: Timestamp) {
+        if self.streams.remove(node).is_some()
+            && let Some(view) = self.agents.by_node.get_mut(node)
+        {
+            view.link = Link::Down { since: now, reason: "connection reset".to_owned() };
+        }
+    }
+
+    /// Reads the next event of a stream; true if there was one.
+    pub fn read(&mut self, node: &NodeName, keep: bool) -> bool {
+        let Some(stream) = self.streams.get_mut(node) else { return false };
+        let event = if keep { stream.front().cloned() } else { stream.pop_front() };
+        let (Some(event), Some(view)) = (event, self.agents.by_node.get_mut(node)) else { return false };
+        match event {
+            Event::Set(key, instance) => drop(view.instances.insert(key, instance)),
+            Event::Gone(key) => drop(view.instances.remove(&key)),
+        }
+        true
+    }
+}

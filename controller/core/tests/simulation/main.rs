@@ -1,0 +1,67 @@
+//! The reconcilers in a simulated world: random events, a crash between any two actions, calls that fail,
+//! that are not answered or that come late, events that are lost or repeated, and decisions made from what
+//! was so a while ago. The rules must hold after every step, and once the faults stop, every volume must
+//! come to where it is wanted. `PROPTEST_CASES` sets how many worlds are tried.
+#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+
+mod agent;
+mod controller;
+mod sim;
+
+use proptest::prelude::*;
+
+use sim::{Op, Sim};
+
+fn op() -> impl Strategy<Value = Op> {
+    let which = 0..1000usize;
+    let node = 0..sim::NODES;
+    prop_oneof![
+        3 => Just(Op::Create),
+        10 => (which.clone(), node.clone()).prop_map(|(volume, node)| Op::Attach(volume, node)),
+        8 => which.clone().prop_map(Op::Detach),
+        1 => which.clone().prop_map(Op::Delete),
+        60 => which.clone().prop_map(Op::Decide),
+        60 => which.clone().prop_map(Op::Act),
+        6 => which.clone().prop_map(Op::CallFails),
+        6 => which.clone().prop_map(Op::CallUnanswered),
+        10 => which.clone().prop_map(Op::CallLate),
+        3 => which.clone().prop_map(Op::LateCallArrives),
+        40 => node.clone().prop_map(Op::Event),
+        2 => node.clone().prop_map(Op::EventRepeated),
+        2 => node.clone().prop_map(Op::EventLost),
+        2 => node.clone().prop_map(Op::StreamBreaks),
+        8 => node.clone().prop_map(Op::StreamOpens),
+        20 => node.clone().prop_map(Op::Progress),
+        2 => (node.clone(), which.clone()).prop_map(|(node, which)| Op::ProcessDies(node, which)),
+        1 => node.clone().prop_map(Op::NodeRestarts),
+        2 => (node.clone(), which.clone()).prop_map(|(node, which)| Op::MemberFails(node, which)),
+        1 => (node.clone(), which).prop_map(|(node, which)| Op::DirectoryLost(node, which)),
+        1 => (node, any::<bool>()).prop_map(|(node, used)| Op::DeviceUsed(node, used)),
+        3 => (1..30u8).prop_map(Op::TimePasses),
+        2 => Just(Op::Crash),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { max_shrink_iters: 4000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn rules_hold_and_volumes_converge(ops in prop::collection::vec(op(), 1..600), quiet in any::<bool>()) {
+        let mut sim = Sim::new();
+        if quiet {
+            // A start that works, so that the interesting part begins with volumes that are attached.
+            for node in 0..2 {
+                sim.step(&Op::Create);
+                sim.step(&Op::Attach(node, node));
+            }
+            sim.settle();
+            sim.check_converged();
+        }
+        for op in &ops {
+            sim.step(op);
+        }
+        sim.stop_faults();
+        sim.settle();
+        sim.check_converged();
+    }
+}

@@ -1,0 +1,393 @@
+//! The world: a store, agents, a controller that crashes, and the rules.
+
+mod rules;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
+use shorthorn_controller_core::observed::{InstanceKey, InstanceKind};
+use shorthorn_controller_core::reconcile::{Context, gives_space_away, reconcile};
+use shorthorn_controller_core::requests::{self, Change, CreateVolume};
+use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World};
+
+use crate::agent::{Event, SimAgent};
+use crate::controller::Controller;
+
+pub const NODES: usize = 3;
+/// Rounds in which everything gets its turn before a world that never comes to rest counts as one.
+const ROUNDS_MAX: u32 = 200;
+
+/// One step; the numbers choose among what is there.
+#[derive(Clone, Debug)]
+pub enum Op {
+    Create,
+    Attach(usize, usize),
+    Detach(usize),
+    Delete(usize),
+    /// Makes a decision about an object; its actions are carried out later.
+    Decide(usize),
+    /// Carries out one action.
+    Act(usize),
+    CallFails(usize),
+    CallUnanswered(usize),
+    CallLate(usize),
+    LateCallArrives(usize),
+    Event(usize),
+    EventRepeated(usize),
+    EventLost(usize),
+    StreamBreaks(usize),
+    StreamOpens(usize),
+    Progress(usize),
+    ProcessDies(usize, usize),
+    NodeRestarts(usize),
+    MemberFails(usize, usize),
+    DirectoryLost(usize, usize),
+    DeviceUsed(usize, bool),
+    TimePasses(u8),
+    Crash,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Fault {
+    None,
+    Fails,
+    Unanswered,
+    Late,
+}
+
+#[derive(Debug)]
+pub struct Sim {
+    store: World,
+    revision: u64,
+    now: Timestamp,
+    nodes: Vec<SimAgent>,
+    controller: Controller,
+    late: Vec<(NodeName, AgentCall)>,
+    random: u64,
+    created: u32,
+    /// Every engine start: where, and with which replicas.
+    started: BTreeMap<(String, u64), (NodeName, Vec<String>)>,
+    /// Replicas that an engine was started with.
+    used: BTreeSet<String>,
+    lost_directories: BTreeSet<String>,
+}
+
+impl Sim {
+    pub fn new() -> Sim {
+        let now = Timestamp::from_second(1_000_000).unwrap();
+        let name = |at: usize| NodeName::new(&format!("n{at}")).unwrap();
+        let nodes: Vec<SimAgent> = (0..NODES).map(|at| SimAgent::new(name(at))).collect();
+        let mut sim = Sim {
+            controller: Controller::start(&nodes, now),
+            store: World::default(),
+            revision: 0,
+            now,
+            nodes,
+            late: Vec::new(),
+            random: 1,
+            created: 0,
+            started: BTreeMap::new(),
+            used: BTreeSet::new(),
+            lost_directories: BTreeSet::new(),
+        };
+        // The nodes become known: nothing can be asked for before.
+        sim.settle();
+        sim
+    }
+
+    pub fn step(&mut self, op: &Op) {
+        match *op {
+            Op::Create => self.create(),
+            Op::Attach(volume, node) => {
+                let node = self.nodes[node].name.clone();
+                self.request(volume, |world, name| requests::attach(world, name, node.as_str()));
+            }
+            Op::Detach(volume) => self.request(volume, requests::detach),
+            Op::Delete(volume) => {
+                let now = self.now;
+                self.request(volume, |world, name| requests::delete(world, name, now));
+            }
+            Op::Decide(which) => {
+                if let Some(key) = choose(&self.keys(), which) {
+                    self.decide(&key);
+                }
+            }
+            Op::Act(which) => self.act(which, Fault::None),
+            Op::CallFails(which) => self.act(which, Fault::Fails),
+            Op::CallUnanswered(which) => self.act(which, Fault::Unanswered),
+            Op::CallLate(which) => self.act(which, Fault::Late),
+            Op::LateCallArrives(which) => self.late_call_arrives(which),
+            Op::Event(node) => drop(self.controller.read(&self.nodes[node].name, false)),
+            Op::EventRepeated(node) => drop(self.controller.read(&self.nodes[node].name, true)),
+            Op::EventLost(node) => {
+                let stream = self.controller.streams.get_mut(&self.nodes[node].name);
+                drop(stream.and_then(std::collections::VecDeque::pop_front));
+            }
+            Op::StreamBreaks(node) => self.controller.close(&self.nodes[node].name, self.now),
+            Op::StreamOpens(node) => {
+                if !self.controller.streams.contains_key(&self.nodes[node].name) {
+                    self.controller.open(&self.nodes[node]);
+                }
+            }
+            Op::TimePasses(seconds) => self.now += std::time::Duration::from_secs(seconds.into()),
+            Op::Crash => self.controller = Controller::start(&self.nodes, self.now),
+            _ => self.hurt(op),
+        }
+    }
+
+    /// What happens on a node by itself.
+    fn hurt(&mut self, op: &Op) {
+        let mut events = Vec::new();
+        let (Op::Progress(at)
+        | Op::ProcessDies(at, _)
+        | Op::NodeRestarts(at)
+        | Op::MemberFails(at, _)
+        | Op::DirectoryLost(at, _)
+        | Op::DeviceUsed(at, _)) = *op
+        else {
+            return;
+        };
+        let node = &mut self.nodes[at];
+        let all: Vec<InstanceKey> = node.instances.keys().cloned().collect();
+        match *op {
+            Op::Progress(_) => node.progress(&mut events),
+            Op::ProcessDies(_, which) => {
+                if let Some(key) = choose(&all, which) {
+                    node.gone(&key, &mut events);
+                }
+            }
+            Op::NodeRestarts(_) => {
+                node.device_used = false;
+                all.iter().for_each(|key| node.gone(key, &mut events));
+            }
+            Op::MemberFails(_, which) => node.fail_member(which, &mut events),
+            Op::DirectoryLost(_, which) => {
+                let stopped = |name: &&String| !all.iter().any(|key| key.name == **name);
+                let names: Vec<String> = node.directories.iter().filter(stopped).cloned().collect();
+                if let Some(name) = choose(&names, which) {
+                    node.directories.remove(&name);
+                    self.lost_directories.insert(name);
+                }
+            }
+            Op::DeviceUsed(_, used) => node.device_used = used,
+            _ => {}
+        }
+        self.publish(at, events);
+    }
+
+    fn publish(&mut self, at: usize, events: Vec<Event>) {
+        if let Some(stream) = self.controller.streams.get_mut(&self.nodes[at].name) {
+            stream.extend(events);
+        }
+    }
+
+    fn create(&mut self) {
+        let name = format!("v{}", self.created);
+        let wanted = CreateVolume { name, size_bytes: 1 << 30, ..CreateVolume::default() };
+        let Ok(Change::Store(volume)) = wanted.apply(&self.store, Secret::new([7; 32]), self.now) else {
+            panic!("a new volume is refused");
+        };
+        self.created += 1;
+        assert!(self.put(volume.into()));
+    }
+
+    fn request<E>(&mut self, which: usize, change: impl FnOnce(&World, &str) -> Result<Change<Volume>, E>) {
+        let names: Vec<String> = self.store.volumes.keys().cloned().collect();
+        let Some(name) = choose(&names, which) else { return };
+        if let Ok(Change::Store(volume)) = change(&self.store, &name) {
+            assert!(self.put(volume.into()));
+        }
+    }
+
+    fn keys(&self) -> Vec<Key> {
+        let nodes = self.nodes.iter().map(|node| Key::new(Kind::Node, node.name.as_str()));
+        let keys: BTreeSet<Key> = self.store.keys().chain(nodes).collect();
+        keys.into_iter().collect()
+    }
+
+    fn decide(&mut self, key: &Key) {
+        if self.controller.runs.contains_key(key) {
+            return;
+        }
+        // The shell takes these one at a time.
+        let placing = |other: &Key| gives_space_away(&self.store, other);
+        if placing(key) && self.controller.runs.keys().any(placing) {
+            return;
+        }
+        let random = std::array::from_fn(|_| {
+            self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            self.random >> 16
+        });
+        let context = Context { world: &self.store, agents: &self.controller.agents, now: self.now, random };
+        let decision = reconcile(&context, key);
+        if !decision.actions.is_empty() {
+            self.controller.runs.insert(key.clone(), decision.actions.into());
+        }
+    }
+
+    fn act(&mut self, which: usize, fault: Fault) {
+        let keys: Vec<Key> = self.controller.runs.keys().cloned().collect();
+        if let Some(key) = choose(&keys, which) {
+            let _ = self.act_on(&key, fault);
+        }
+    }
+
+    /// Carries out the next action of a run, which ends with the first that fails. False: it did.
+    fn act_on(&mut self, key: &Key, fault: Fault) -> bool {
+        let Some(run) = self.controller.runs.get_mut(key) else { return false };
+        let Some(action) = run.pop_front() else {
+            self.controller.runs.remove(key);
+            return false;
+        };
+        let last = run.is_empty();
+        let good = match action {
+            Action::Write(object) => self.put(*object),
+            Action::Remove(key, version) => self.remove(&key, version),
+            Action::Call(node, call) => self.call(&node, call, fault),
+            Action::Emit(_) => true,
+        };
+        if !good || last {
+            self.controller.runs.remove(key);
+        }
+        good
+    }
+
+    fn put(&mut self, mut object: Object) -> bool {
+        let key = object.key();
+        if self.store.version(&key) != object.metadata().resource_version {
+            return false;
+        }
+        self.check_write(&object);
+        self.revision += 1;
+        object.metadata_mut().resource_version = self.revision;
+        self.store.insert(object);
+        true
+    }
+
+    fn remove(&mut self, key: &Key, version: u64) -> bool {
+        if self.store.version(key) != version {
+            return false;
+        }
+        if key.kind == Kind::Replica {
+            let holder = self.nodes.iter().find(|node| node.directories.contains(&key.name));
+            assert!(holder.is_none(), "{key} is forgotten with its directory there");
+        }
+        self.store.remove(key);
+        true
+    }
+
+    fn call(&mut self, node: &NodeName, call: AgentCall, fault: Fault) -> bool {
+        if !self.controller.agents.get(node).is_some_and(|view| view.is_synced()) {
+            return false;
+        }
+        let result = match fault {
+            Fault::Fails => Err("connection reset".to_owned()),
+            Fault::Late => {
+                self.check_call(node, &call);
+                self.late.push((node.clone(), call.clone()));
+                Err("timed out".to_owned())
+            }
+            Fault::None | Fault::Unanswered => {
+                self.check_call(node, &call);
+                self.arrive(node, &call, false)
+            }
+        };
+        let result = if fault == Fault::Unanswered { Err("timed out".to_owned()) } else { result };
+        if let Some(view) = self.controller.agents.by_node.get_mut(node) {
+            match &result {
+                Ok(()) => drop(view.failures.remove(&call.instance())),
+                Err(error) => drop(view.failures.insert(call.instance(), error.clone())),
+            }
+        }
+        result.is_ok()
+    }
+
+    fn late_call_arrives(&mut self, which: usize) {
+        if self.late.is_empty() {
+            return;
+        }
+        let (node, call) = self.late.remove(which % self.late.len());
+        // How late a call can be is bounded by its time limit; a volume that was deleted since is later.
+        let volume = call.instance();
+        let known = self.store.engines.values().any(|engine| {
+            let name = engine.spec.volume_name.as_str();
+            !self.store.volumes[name].metadata.is_deleting()
+                && (volume.name == name || volume.name.starts_with(&format!("{name}-")))
+        });
+        if known {
+            let _ = self.arrive(&node, &call, true);
+        }
+    }
+
+    fn arrive(&mut self, node: &NodeName, call: &AgentCall, late: bool) -> Result<(), String> {
+        let at = self.nodes.iter().position(|other| other.name == *node).unwrap();
+        if let AgentCall::StartReplica { create: true, .. } = call {
+            let name = call.instance().name;
+            let anew = !self.nodes[at].directories.contains(&name);
+            assert!(!anew || !self.used.contains(&name), "the used replica {name} is made anew, empty");
+        }
+        let mut events = Vec::new();
+        let result = self.nodes[at].call(call, late, &mut events);
+        self.publish(at, events);
+        if let AgentCall::StartEngine { volume, .. } = call {
+            self.fence(volume.as_str());
+        }
+        result
+    }
+
+    /// Replicas serve the newest engine that came to them, and no older one.
+    fn fence(&mut self, volume: &str) {
+        let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
+        let newest = self.started.range((volume.to_owned(), 0)..=(volume.to_owned(), u64::MAX)).next_back();
+        let Some(((_, newest), _)) = newest else { return };
+        let newest = *newest;
+        for at in 0..self.nodes.len() {
+            if self.nodes[at].instances.contains_key(&key) {
+                let mut events = Vec::new();
+                self.nodes[at].fence(volume, newest, &mut events);
+                self.publish(at, events);
+            }
+        }
+    }
+
+    pub fn stop_faults(&mut self) {
+        while !self.late.is_empty() {
+            self.late_call_arrives(0);
+        }
+        for at in 0..self.nodes.len() {
+            self.nodes[at].device_used = false;
+            self.controller.close(&self.nodes[at].name, self.now);
+        }
+    }
+
+    /// Everything gets its turn until nothing has anything to do.
+    pub fn settle(&mut self) {
+        let mut idle = 0;
+        for _ in 0..ROUNDS_MAX {
+            for at in 0..self.nodes.len() {
+                self.step(&Op::StreamOpens(at));
+                self.step(&Op::Progress(at));
+                while self.controller.read(&self.nodes[at].name.clone(), false) {}
+            }
+            let mut quiet = true;
+            for key in self.keys() {
+                self.decide(&key);
+                while self.controller.runs.contains_key(&key) {
+                    // A call that is refused again and again (a directory is lost) is rest, too.
+                    quiet &= !self.act_on(&key, Fault::None);
+                }
+            }
+            // Longer than every time limit of the reconcilers: what they wait for comes within one round.
+            self.now += std::time::Duration::from_secs(60);
+            idle = if quiet { idle + 1 } else { 0 };
+            if idle == 3 {
+                return;
+            }
+        }
+        panic!("the world never comes to rest: {:#?}", self.controller.runs);
+    }
+}
+
+fn choose<T: Clone>(all: &[T], which: usize) -> Option<T> {
+    all.get(which.checked_rem(all.len())?).cloned()
+}

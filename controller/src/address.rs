@@ -1,0 +1,128 @@
+//! Where gRPC servers listen and are found: `unix:///path` or `http://host:port`.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::Deserialize;
+use thiserror::Error;
+use tonic::transport::Endpoint;
+
+/// Where a server is found.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct ServerUrl(String);
+
+/// A text is no address.
+#[derive(Debug, Error)]
+pub enum AddressError {
+    /// Not one of the known forms.
+    #[error("{0:?} is no address: use unix:///path/of/socket or http://host:port")]
+    Url(String),
+    /// Not one of the known forms.
+    #[error("{0:?} is nothing to listen on: use unix:///path/of/socket or 127.0.0.1:port")]
+    Listen(String),
+    /// The connection would not be protected.
+    #[error(
+        "{0} can be reached from other hosts, and connections are not encrypted: listen on 127.0.0.1 or unix:///path"
+    )]
+    Open(SocketAddr),
+}
+
+impl ServerUrl {
+    /// A client's end of it; connects when it is used first, and again when it broke.
+    ///
+    /// # Errors
+    /// [`AddressError::Url`].
+    pub fn endpoint(&self) -> Result<Endpoint, AddressError> {
+        Endpoint::from_shared(self.0.clone()).map_err(|_| AddressError::Url(self.0.clone()))
+    }
+}
+
+impl FromStr for ServerUrl {
+    type Err = AddressError;
+    fn from_str(text: &str) -> Result<ServerUrl, AddressError> {
+        let absolute = text.strip_prefix("unix://").is_some_and(|path| path.starts_with('/'));
+        let host = text.strip_prefix("http://").is_some_and(|host| !host.is_empty());
+        let url = ServerUrl(text.to_owned());
+        if !(absolute || host) || url.endpoint().is_err() {
+            return Err(AddressError::Url(text.to_owned()));
+        }
+        Ok(url)
+    }
+}
+
+impl TryFrom<String> for ServerUrl {
+    type Error = AddressError;
+    fn try_from(text: String) -> Result<ServerUrl, AddressError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for ServerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a server listens on.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Listen {
+    /// A socket in the file system, for its owner only.
+    Unix(PathBuf),
+    /// A port of this host, for this host only.
+    Tcp(SocketAddr),
+}
+
+impl FromStr for Listen {
+    type Err = AddressError;
+    fn from_str(text: &str) -> Result<Listen, AddressError> {
+        if let Some(path) = text.strip_prefix("unix://").filter(|path| path.starts_with('/')) {
+            return Ok(Listen::Unix(PathBuf::from(path)));
+        }
+        let address: SocketAddr = text.parse().map_err(|_| AddressError::Listen(text.to_owned()))?;
+        if !address.ip().is_loopback() {
+            return Err(AddressError::Open(address));
+        }
+        Ok(Listen::Tcp(address))
+    }
+}
+
+impl TryFrom<String> for Listen {
+    type Error = AddressError;
+    fn try_from(text: String) -> Result<Listen, AddressError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Listen::Unix(path) => write!(f, "unix://{}", path.display()),
+            Listen::Tcp(address) => write!(f, "{address}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn takes_sockets_and_loopback_only() {
+        for good in ["unix:///run/a.sock", "127.0.0.1:9500", "[::1]:9500"] {
+            assert_eq!(good.parse::<Listen>().unwrap().to_string(), good);
+        }
+        for bad in ["unix://run/a.sock", "0.0.0.0:9500", "10.0.0.1:1", "localhost", ""] {
+            assert!(bad.parse::<Listen>().is_err(), "{bad}");
+        }
+        for good in ["unix:///run/a.sock", "http://127.0.0.1:9501", "http://node-a:9501"] {
+            assert_eq!(good.parse::<ServerUrl>().unwrap().to_string(), good);
+        }
+        for bad in ["unix://run/a.sock", "https://a:1", "a:1", "http://", "http://a b"] {
+            assert!(bad.parse::<ServerUrl>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! The connections to the agents, and what the agents show. The only place that connects to them.
+
+mod convert;
+mod link;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::observed::{AgentView, Agents, DiskView};
+use shorthorn_controller_core::reconcile::concerned;
+use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::node_client::NodeClient;
+use thiserror::Error;
+use tokio::sync::{Mutex, MutexGuard};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use self::convert::Message;
+use crate::address::{AddressError, ServerUrl};
+use crate::store::Store;
+use crate::work::Queue;
+
+/// The longest that a connection may take to come about.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// How often a silent connection is tried, and how long the answer may take.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// The longest answer of an agent that starts or looks at something.
+const CALL_LIMIT: Duration = Duration::from_secs(15);
+/// The longest answer of an agent that waits for a process to end, or deletes a directory.
+const STOP_LIMIT: Duration = Duration::from_secs(90);
+
+/// Why a call to an agent failed.
+#[derive(Debug, Error)]
+pub enum CallError {
+    /// No such node in the configuration.
+    #[error("node {0} is not configured: start the controller with --node {0}=URL")]
+    NotConfigured(NodeName),
+    /// Its agent is not in reach.
+    #[error("the agent of node {0} is out of reach")]
+    OutOfReach(NodeName),
+    /// Its agent said no.
+    #[error("{message}")]
+    Refused {
+        /// Which sort of no.
+        code: Code,
+        /// What the agent says.
+        message: String,
+    },
+}
+
+impl CallError {
+    /// The code for the caller of the controller.
+    #[must_use]
+    pub const fn code(&self) -> Code {
+        match self {
+            CallError::NotConfigured(_) => Code::NotFound,
+            CallError::OutOfReach(_) => Code::Unavailable,
+            CallError::Refused { code, .. } => *code,
+        }
+    }
+}
+
+impl From<Status> for CallError {
+    fn from(status: Status) -> CallError {
+        let text = status.message();
+        let message = if text.is_empty() { status.code().to_string() } else { text.to_owned() };
+        CallError::Refused { code: status.code(), message }
+    }
+}
+
+/// The agents of all configured nodes.
+pub struct Fleet {
+    store: Arc<dyn Store>,
+    queue: Arc<Queue>,
+    channels: BTreeMap<NodeName, Channel>,
+    /// Held while disks are asked for or added, so that an older answer never hides a newer one.
+    asking_for_disks: BTreeMap<NodeName, Mutex<()>>,
+    agents: RwLock<Agents>,
+}
+
+impl std::fmt::Debug for Fleet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Fleet").field("nodes", &self.channels.keys()).finish_non_exhaustive()
+    }
+}
+
+impl Fleet {
+    /// The fleet of these nodes; nothing is connected yet.
+    ///
+    /// # Errors
+    /// [`AddressError`] for a URL that can never work.
+    pub fn new(
+        nodes: &BTreeMap<NodeName, ServerUrl>,
+        store: Arc<dyn Store>,
+        queue: Arc<Queue>,
+    ) -> Result<Arc<Fleet>, AddressError> {
+        let mut channels = BTreeMap::new();
+        let mut agents = Agents::default();
+        for (node, url) in nodes {
+            channels.insert(node.clone(), protected(url.endpoint()?).connect_lazy());
+            agents.by_node.insert(node.clone(), AgentView::new(url.to_string(), Timestamp::now()));
+        }
+        let asking_for_disks = nodes.keys().map(|node| (node.clone(), Mutex::new(()))).collect();
+        Ok(Arc::new(Fleet { store, queue, channels, asking_for_disks, agents: RwLock::new(agents) }))
+    }
+
+    /// Follows every agent, until it is dropped.
+    pub async fn run(self: Arc<Fleet>) {
+        let mut links = tokio::task::JoinSet::new();
+        for node in self.channels.keys() {
+            links.spawn(link::follow(Arc::clone(&self), node.clone()));
+        }
+        while links.join_next().await.is_some() {}
+        // Without nodes there is nothing to follow, which is no reason to end the controller.
+        std::future::pending::<()>().await;
+    }
+
+    /// What the agents show. Not to be held across an await.
+    pub fn agents(&self) -> RwLockReadGuard<'_, Agents> {
+        self.agents.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn agents_mut(&self) -> RwLockWriteGuard<'_, Agents> {
+        self.agents.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The keys of the configured nodes, stored or not.
+    pub fn node_keys(&self) -> impl Iterator<Item = Key> + '_ {
+        self.channels.keys().map(|node| Key::new(Kind::Node, node.as_str()))
+    }
+
+    fn client(&self, node: &NodeName) -> Result<NodeClient<Channel>, CallError> {
+        let channel = self.channels.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
+        Ok(NodeClient::new(channel.clone()))
+    }
+
+    async fn ask_for_disks(&self, node: &NodeName) -> Option<MutexGuard<'_, ()>> {
+        Some(self.asking_for_disks.get(node)?.lock().await)
+    }
+
+    /// Has everything on `node` looked at.
+    fn wake_all(&self, node: &NodeName) {
+        let world = self.store.world();
+        let mut keys = concerned(&world, &Key::new(Kind::Node, node.as_str()));
+        let engines = world.engines.values().filter(|engine| engine.spec.node_id.as_ref() == Some(node));
+        keys.extend(engines.map(|engine| Key::new(Kind::Engine, &engine.metadata.name)));
+        let replicas = world.replicas.values().filter(|replica| replica.spec.node_id == *node);
+        keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
+        drop(world);
+        self.queue.add(keys);
+    }
+
+    /// Changes what the agent of `node` shows.
+    fn change(&self, node: &NodeName, change: impl FnOnce(&mut AgentView)) {
+        if let Some(view) = self.agents_mut().by_node.get_mut(node) {
+            change(view);
+        }
+    }
+
+    /// Asks the agent of `node` for something, and remembers its answer for the next decision.
+    ///
+    /// # Errors
+    /// [`CallError`]; the next decision about the instance sees it too.
+    pub async fn call(&self, node: &NodeName, call: &AgentCall) -> Result<(), CallError> {
+        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
+            return Err(CallError::OutOfReach(node.clone()));
+        }
+        let result = self.send(node, call).await;
+        self.change(node, |view| {
+            match &result {
+                Ok(()) => view.failures.remove(&call.instance()),
+                Err(error) => {
+                    let message = format!("cannot {}: {error}", call.verb());
+                    view.failures.insert(call.instance(), message)
+                }
+            };
+        });
+        result
+    }
+
+    async fn send(&self, node: &NodeName, call: &AgentCall) -> Result<(), CallError> {
+        let mut client = self.client(node)?;
+        match convert::message(call) {
+            Message::StartReplica(request) => {
+                client.start_replica(limited(request, CALL_LIMIT)).await.map(drop)
+            }
+            Message::StartEngine(request) => {
+                client.start_engine(limited(request, CALL_LIMIT)).await.map(drop)
+            }
+            Message::StopInstance(request) => {
+                client.stop_instance(limited(request, STOP_LIMIT)).await.map(drop)
+            }
+            Message::DeleteReplica(request) => {
+                client.delete_replica(limited(request, STOP_LIMIT)).await.map(drop)
+            }
+        }
+        .map_err(CallError::from)
+    }
+
+    /// Has the agent of `node` prepare a disk.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<DiskView, CallError> {
+        let _asking = self.ask_for_disks(node).await;
+        let request = v1::AddDiskRequest { path: path.to_owned() };
+        let disk = self.client(node)?.add_disk(limited(request, CALL_LIMIT)).await?.into_inner();
+        let (path, disk) = convert::disk(disk);
+        self.change(node, |view| drop(view.disks.insert(path, disk.clone())));
+        Ok(disk)
+    }
+}
+
+/// Limits on what a peer that does not answer can hold up.
+fn protected(endpoint: Endpoint) -> Endpoint {
+    endpoint
+        .connect_timeout(CONNECT_LIMIT)
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE)
+        .keep_alive_while_idle(true)
+}
+
+fn limited<T>(message: T, limit: Duration) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    request.set_timeout(limit);
+    request
+}

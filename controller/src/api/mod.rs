@@ -1,0 +1,7 @@
+//! The gRPC interface of the controller: checks and stores what is wanted, and shows what is.
+
+mod server;
+mod status;
+mod view;
+
+pub use server::Api;

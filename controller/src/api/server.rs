@@ -1,0 +1,228 @@
+use std::pin::Pin;
+use std::sync::Arc;
+
+use shorthorn_controller_core::objects::{Object, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError};
+use shorthorn_controller_core::{NodeName, Timestamp, World};
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::controller_server::Controller;
+use tokio::sync::{broadcast, mpsc, watch};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+use super::{status, view};
+use crate::agents::Fleet;
+use crate::store::{Store, StoreError};
+
+/// How often a change is tried again that met another one.
+const CONFLICTS_MAX: u32 = 10;
+/// How many states of a volume a slow watcher may be behind before the next one waits for it.
+const WATCH_BUFFER: usize = 16;
+
+type Reply<T> = Result<Response<T>, Status>;
+
+/// The service.
+#[derive(Clone)]
+pub struct Api {
+    store: Arc<dyn Store>,
+    fleet: Arc<Fleet>,
+    /// True once the controller is on its way out: streams end then.
+    stopping: watch::Receiver<bool>,
+}
+
+impl std::fmt::Debug for Api {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Api").field("fleet", &self.fleet).finish_non_exhaustive()
+    }
+}
+
+impl Api {
+    /// The service over these.
+    #[must_use]
+    pub fn new(store: Arc<dyn Store>, fleet: Arc<Fleet>, stopping: watch::Receiver<bool>) -> Api {
+        Api { store, fleet, stopping }
+    }
+
+    /// Makes the change that `decide` wants of the stored objects; decides anew where another change came
+    /// in between.
+    async fn change<T: Into<Object>>(
+        &self,
+        decide: impl Fn(&World) -> Result<Change<T>, RequestError>,
+    ) -> Result<(), Status> {
+        let mut conflict = None;
+        for _ in 0..CONFLICTS_MAX {
+            let change = decide(&self.store.world()).map_err(|error| status::of_request(&error))?;
+            let object = match change {
+                Change::AlreadySo(_) => return Ok(()),
+                Change::Store(object) => object,
+            };
+            match self.store.put(object.into()).await {
+                Ok(_) => return Ok(()),
+                Err(error @ StoreError::Conflict { .. }) => conflict = Some(error),
+                Err(error) => return Err(status::of_store(&error)),
+            }
+        }
+        let conflict = conflict.map(|error| error.to_string()).unwrap_or_default();
+        Err(Status::aborted(format!("too many changes at once: {conflict}; try again")))
+    }
+
+    async fn change_volume(
+        &self,
+        name: &str,
+        decide: impl Fn(&World) -> Result<Change<Volume>, RequestError>,
+    ) -> Reply<v1::Volume> {
+        self.change(decide).await?;
+        self.show(name).map(Response::new)
+    }
+
+    fn show(&self, name: &str) -> Result<v1::Volume, Status> {
+        let world = self.store.world();
+        let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
+        Ok(view::volume(&world, &self.fleet.agents(), volume))
+    }
+}
+
+type VolumeStream = Pin<Box<dyn Stream<Item = Result<v1::Volume, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Controller for Api {
+    type WatchVolumeStream = VolumeStream;
+
+    async fn create_volume(&self, request: Request<v1::CreateVolumeRequest>) -> Reply<v1::Volume> {
+        let request = request.into_inner();
+        let mut secret = [0; SECRET_BYTES];
+        getrandom::fill(&mut secret)
+            .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
+        let secret = Secret::new(secret);
+        let wanted = CreateVolume {
+            name: request.name.clone(),
+            size_bytes: request.size_bytes,
+            number_of_replicas: request.number_of_replicas,
+            frontend: request.frontend,
+            replica_soft_anti_affinity: request.replica_soft_anti_affinity,
+        };
+        let decide = |world: &World| wanted.clone().apply(world, secret.clone(), Timestamp::now());
+        self.change_volume(&request.name, decide).await
+    }
+
+    async fn get_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<v1::Volume> {
+        self.show(&request.into_inner().name).map(Response::new)
+    }
+
+    async fn list_volumes(&self, _: Request<v1::ListVolumesRequest>) -> Reply<v1::ListVolumesResponse> {
+        let world = self.store.world();
+        let agents = self.fleet.agents();
+        let volumes = world.volumes.values().map(|volume| view::volume(&world, &agents, volume)).collect();
+        Ok(Response::new(v1::ListVolumesResponse { volumes }))
+    }
+
+    async fn attach_volume(&self, request: Request<v1::AttachVolumeRequest>) -> Reply<v1::Volume> {
+        let v1::AttachVolumeRequest { name, node } = request.into_inner();
+        self.change_volume(&name, |world| requests::attach(world, &name, &node)).await
+    }
+
+    async fn detach_volume(&self, request: Request<v1::DetachVolumeRequest>) -> Reply<v1::Volume> {
+        let name = request.into_inner().name;
+        self.change_volume(&name, |world| requests::detach(world, &name)).await
+    }
+
+    async fn delete_volume(&self, request: Request<v1::DeleteVolumeRequest>) -> Reply<v1::Volume> {
+        let name = request.into_inner().name;
+        // Shown as it was before: it may be gone by the time of the answer.
+        let shown = self.show(&name)?;
+        self.change(|world| requests::delete(world, &name, Timestamp::now())).await?;
+        let state = "deleting".to_owned();
+        Ok(Response::new(v1::Volume { state, node: String::new(), ..shown }))
+    }
+
+    async fn watch_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<VolumeStream> {
+        let name = request.into_inner().name;
+        // Before the first look: no change is missed in between.
+        let changes = self.store.changes();
+        self.show(&name)?;
+        let (sender, receiver) = mpsc::channel(WATCH_BUFFER);
+        tokio::spawn(self.clone().watch(name, changes, sender));
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn list_replicas(
+        &self,
+        request: Request<v1::ListReplicasRequest>,
+    ) -> Reply<v1::ListReplicasResponse> {
+        let wanted = request.into_inner().volume;
+        let world = self.store.world();
+        if !wanted.is_empty() {
+            requests::find(&world, &wanted).map_err(|error| status::of_request(&error))?;
+        }
+        let agents = self.fleet.agents();
+        let of_it = world
+            .replicas
+            .values()
+            .filter(|replica| wanted.is_empty() || replica.spec.volume_name.as_str() == wanted);
+        let replicas = of_it.map(|replica| view::replica(&world, &agents, replica)).collect();
+        Ok(Response::new(v1::ListReplicasResponse { replicas }))
+    }
+
+    async fn list_nodes(&self, _: Request<v1::ListNodesRequest>) -> Reply<v1::ListNodesResponse> {
+        let world = self.store.world();
+        let agents = self.fleet.agents();
+        let nodes = world.nodes.values().map(|node| view::node(&world, &agents, node)).collect();
+        Ok(Response::new(v1::ListNodesResponse { nodes }))
+    }
+
+    async fn add_disk(&self, request: Request<v1::AddNodeDiskRequest>) -> Reply<v1::NodeObject> {
+        let v1::AddNodeDiskRequest { node, path } = request.into_inner();
+        let name = requests::check_disk(&self.store.world(), &node, &path)
+            .map_err(|error| status::of_request(&error))?;
+        let disk = self.fleet.add_disk(&name, &path).await.map_err(|error| status::of_call(&error))?;
+        self.change(|world| requests::add_disk(world, &name, &path, &disk)).await?;
+        self.show_node(&name).map(Response::new)
+    }
+}
+
+impl Api {
+    fn show_node(&self, name: &NodeName) -> Result<v1::NodeObject, Status> {
+        let world = self.store.world();
+        let missing = || status::of_request(&RequestError::NoNode(name.to_string()));
+        let node = world.nodes.get(name.as_str()).ok_or_else(missing)?;
+        Ok(view::node(&world, &self.fleet.agents(), node))
+    }
+
+    /// Sends the volume whenever it looks different, until it is gone or nobody listens.
+    async fn watch(
+        mut self,
+        name: String,
+        mut changes: broadcast::Receiver<shorthorn_controller_core::objects::Key>,
+        sender: mpsc::Sender<Result<v1::Volume, Status>>,
+    ) {
+        let mut last = None;
+        loop {
+            let shown = self.show(&name);
+            let gone = shown.is_err();
+            if last.as_ref() != shown.as_ref().ok() || gone {
+                last = shown.as_ref().ok().cloned();
+                if sender.send(shown).await.is_err() || gone {
+                    return;
+                }
+            }
+            tokio::select! {
+                // However many were missed, the next look shows what is so now.
+                change = changes.recv() => if matches!(change, Err(broadcast::error::RecvError::Closed)) {
+                    return;
+                },
+                () = stopped(&mut self.stopping) => {
+                    let _ = sender.send(Err(Status::unavailable("the controller is stopping"))).await;
+                    return;
+                }
+                () = sender.closed() => return,
+            }
+        }
+    }
+}
+
+/// Returns once the controller is on its way out.
+async fn stopped(stopping: &mut watch::Receiver<bool>) {
+    // An error means that the sender is gone, and with it the controller.
+    let _ = stopping.wait_for(|stopping| *stopping).await;
+}

@@ -1,0 +1,30 @@
+//! Errors as gRPC statuses; node.proto says what each code means.
+
+use shorthorn_controller_core::requests::RequestError;
+use tonic::{Code, Status};
+
+use crate::agents::CallError;
+use crate::store::StoreError;
+
+pub(super) fn of_request(error: &RequestError) -> Status {
+    let code = match error {
+        RequestError::VolumeName(_)
+        | RequestError::NodeName(_)
+        | RequestError::Frontend(_)
+        | RequestError::Size(_)
+        | RequestError::DiskPath(_)
+        | RequestError::Replicas(_) => Code::InvalidArgument,
+        RequestError::NoVolume(_) | RequestError::NoNode(_) => Code::NotFound,
+        RequestError::Exists { .. } => Code::AlreadyExists,
+        RequestError::AttachedElsewhere { .. } | RequestError::Deleting(_) => Code::FailedPrecondition,
+    };
+    Status::new(code, error.to_string())
+}
+
+pub(super) fn of_store(error: &StoreError) -> Status {
+    Status::unavailable(error.to_string())
+}
+
+pub(super) fn of_call(error: &CallError) -> Status {
+    Status::new(error.code(), error.to_string())
+}

@@ -1,0 +1,122 @@
+//! The objects as the messages of controller.proto. What is secret has no place in them.
+
+use shorthorn_controller_core::objects::{Condition, Conditions, Engine, Node, Replica, Volume};
+use shorthorn_controller_core::observed::{Agents, Detail, InstanceKey};
+use shorthorn_controller_core::{NodeName, World};
+use shorthorn_proto::v1;
+
+fn text(node: Option<&NodeName>) -> String {
+    node.map(ToString::to_string).unwrap_or_default()
+}
+
+pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Volume {
+    let (spec, status) = (&volume.spec, &volume.status);
+    let engine_object = world.engines.get(&volume.metadata.name);
+    let attached = status.state == shorthorn_controller_core::objects::VolumeState::Attached;
+    let endpoint = engine_object.filter(|_| attached).map(|engine| engine.status.endpoint.clone());
+    let replicas = world.replicas_of(&spec.volume_name).map(|object| replica(world, agents, object));
+    v1::Volume {
+        name: volume.metadata.name.clone(),
+        size_bytes: spec.size,
+        number_of_replicas: spec.number_of_replicas,
+        frontend: spec.frontend.to_string(),
+        node: text(spec.node_id.as_ref()),
+        state: status.state.as_str().to_owned(),
+        robustness: status.robustness.as_str().to_owned(),
+        current_node: text(status.current_node_id.as_ref()),
+        endpoint: endpoint.unwrap_or_default(),
+        attach: status.attach,
+        conditions: conditions(&status.conditions),
+        replicas: replicas.collect(),
+        engine: engine_object.map(engine),
+        created: volume.metadata.creation_timestamp.to_string(),
+        replica_soft_anti_affinity: spec.replica_soft_anti_affinity,
+    }
+}
+
+fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
+    let one = |condition: &Condition| v1::Condition {
+        r#type: condition.kind.as_str().to_owned(),
+        status: condition.status,
+        reason: condition.reason.clone(),
+        message: condition.message.clone(),
+        last_transition: condition.last_transition_time.to_string(),
+    };
+    conditions.iter().map(one).collect()
+}
+
+fn engine(engine: &Engine) -> v1::Engine {
+    v1::Engine {
+        node: text(engine.spec.node_id.as_ref()),
+        desire_state: engine.spec.desire_state.as_str().to_owned(),
+        current_state: engine.status.current_state.as_str().to_owned(),
+        phase: engine.status.phase.clone(),
+        view: engine.status.view.clone(),
+        frontend: engine.status.frontend.clone(),
+        message: engine.status.message.clone(),
+    }
+}
+
+pub(super) fn replica(world: &World, agents: &Agents, replica: &Replica) -> v1::Replica {
+    let (spec, status) = (&replica.spec, &replica.status);
+    let engine = world.engines.get(spec.volume_name.as_str());
+    let member = engine.and_then(|engine| engine.status.replica_mode_map.get(&spec.replica_id));
+    let said = member.map(|member| &member.message).filter(|_| status.message.is_empty());
+    let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
+    let shown = agents.get(&spec.node_id).and_then(|view| view.instances.get(&key));
+    let allocated_bytes = match shown.map(|instance| &instance.detail) {
+        Some(Detail::Replica(view)) => view.allocated_bytes,
+        _ => 0,
+    };
+    v1::Replica {
+        name: replica.metadata.name.clone(),
+        volume: spec.volume_name.to_string(),
+        replica_id: spec.replica_id.to_string(),
+        node: spec.node_id.to_string(),
+        disk_path: spec.disk_path.clone(),
+        desire_state: spec.desire_state.as_str().to_owned(),
+        current_state: status.current_state.as_str().to_owned(),
+        mode: member.map(|member| member.mode.as_str().to_owned()).unwrap_or_default(),
+        message: said.unwrap_or(&status.message).clone(),
+        allocated_bytes,
+    }
+}
+
+pub(super) fn node(world: &World, agents: &Agents, node: &Node) -> v1::NodeObject {
+    let usable = node.status.frontends.iter().filter(|frontend| frontend.usable);
+    v1::NodeObject {
+        name: node.metadata.name.clone(),
+        address: node.spec.address.clone(),
+        conditions: conditions(&node.status.conditions),
+        disks: node.spec.disks.keys().map(|path| disk(world, agents, node, path)).collect(),
+        version: node.status.version.clone(),
+        frontends: usable.map(|frontend| frontend.name.clone()).collect(),
+    }
+}
+
+fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeDisk {
+    let name = &node.metadata.name;
+    let spec = node.spec.disks.get(path);
+    let stored = node.status.disk_status.get(path);
+    let seen = NodeName::new(name).ok().and_then(|name| agents.get(&name)?.disks.get(path));
+    let here = world
+        .replicas
+        .values()
+        .filter(|replica| replica.spec.node_id.as_str() == name && replica.spec.disk_path == *path);
+    let problem = match (seen, stored) {
+        (Some(seen), _) => seen.problem.clone(),
+        (None, Some(stored)) => stored.problem.clone(),
+        (None, None) => String::new(),
+    };
+    v1::NodeDisk {
+        path: path.clone(),
+        uuid: stored.map(|stored| stored.disk_uuid.clone()).unwrap_or_default(),
+        allow_scheduling: spec.is_some_and(|spec| spec.allow_scheduling),
+        total_bytes: seen
+            .map_or_else(|| stored.map_or(0, |stored| stored.storage_maximum), |seen| seen.total_bytes),
+        available_bytes: seen.map_or(0, |seen| seen.available_bytes),
+        scheduled_bytes: here.map(|replica| replica.spec.volume_size).fold(0, u64::saturating_add),
+        problem,
+        reserved_bytes: spec.map_or(0, |spec| spec.storage_reserved),
+    }
+}

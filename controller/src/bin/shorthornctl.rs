@@ -1,0 +1,19 @@
+//! `shorthornctl`: what people and scripts do with volumes.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+use shorthorn_controller::ctl::{Cli, run};
+
+fn main() -> anyhow::Result<ExitCode> {
+    let cli = Cli::parse();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    match runtime.block_on(run(cli)) {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            writeln!(std::io::stderr(), "error: {error}")?;
+            Ok(error.exit_code())
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! How the controller is configured: flags, and a TOML file for what no flag says.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand};
+use serde::Deserialize;
+use shorthorn_controller_core::{NodeName, NodeNameError};
+use thiserror::Error;
+
+use crate::address::{AddressError, Listen, ServerUrl};
+
+/// Where the API is unless something else is said.
+pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
+/// What is logged unless something else is said.
+const DEFAULT_LOG: &str = "info";
+
+/// The Shorthorn controller: keeps volumes where they should be.
+#[derive(Debug, Parser)]
+#[command(version, about, long_about = None)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What the controller can do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Runs the controller in the foreground, until SIGTERM or SIGINT.
+    Serve(ServeArgs),
+}
+
+/// How to run it.
+#[derive(Debug, Default, Args)]
+pub struct ServeArgs {
+    /// TOML file with any of: store, listen, log, and a table [nodes] of NAME = "URL". A flag wins over
+    /// the file; nodes of both are used. Unknown keys are refused.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Database file of the volumes; made where it is missing. One controller at a time can have it.
+    #[arg(long, value_name = "FILE")]
+    pub store: Option<PathBuf>,
+    /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
+    #[arg(long = "node", value_name = "NAME=URL")]
+    pub nodes: Vec<NodeFlag>,
+    /// Where shorthornctl finds the controller: unix:///PATH, or 127.0.0.1:PORT
+    /// [default: unix:///run/shorthorn/controller.sock]
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Option<Listen>,
+    /// What is logged to standard error: error, warn, info, debug or trace, also per module
+    /// (shorthorn_controller=debug,info) [default: info]
+    #[arg(long, value_name = "FILTER")]
+    pub log: Option<String>,
+}
+
+/// A node as a flag names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeFlag {
+    name: NodeName,
+    url: ServerUrl,
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// A node without a URL.
+    #[error("{0:?} is not NAME=URL, like node-a=http://127.0.0.1:9501")]
+    NodeForm(String),
+    /// A name that can never work.
+    #[error(transparent)]
+    NodeName(#[from] NodeNameError),
+    /// An address that can never work.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// A node with two URLs.
+    #[error("node {0} is given twice, with different URLs")]
+    NodeTwice(NodeName),
+    /// The file cannot be read.
+    #[error("cannot read the configuration {0}: {1}")]
+    Read(PathBuf, std::io::Error),
+    /// The file has something that is not understood; the message has the line.
+    #[error("the configuration {0} has a mistake:\n{1}")]
+    Parse(PathBuf, Box<toml::de::Error>),
+    /// Nothing says where the store is.
+    #[error("where are the volumes kept? Give --store FILE, or store = \"FILE\" in the --config file")]
+    NoStore,
+}
+
+impl FromStr for NodeFlag {
+    type Err = ConfigError;
+    fn from_str(text: &str) -> Result<NodeFlag, ConfigError> {
+        let (name, url) = text.split_once('=').ok_or_else(|| ConfigError::NodeForm(text.to_owned()))?;
+        Ok(NodeFlag { name: name.parse()?, url: url.parse()? })
+    }
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    store: Option<PathBuf>,
+    listen: Option<Listen>,
+    log: Option<String>,
+    #[serde(default)]
+    nodes: BTreeMap<NodeName, ServerUrl>,
+}
+
+/// The configuration that results.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// The database file.
+    pub store: PathBuf,
+    /// Where the API is.
+    pub listen: Listen,
+    /// What is logged.
+    pub log: String,
+    /// The agents.
+    pub nodes: BTreeMap<NodeName, ServerUrl>,
+}
+
+impl Config {
+    /// The configuration of these flags and the file that they name.
+    ///
+    /// # Errors
+    /// [`ConfigError`] says what to correct.
+    pub fn load(args: ServeArgs) -> Result<Config, ConfigError> {
+        let file = args.config.as_deref().map_or_else(|| Ok(File::default()), read)?;
+        let mut nodes = file.nodes;
+        for NodeFlag { name, url } in args.nodes {
+            match nodes.insert(name.clone(), url.clone()) {
+                Some(other) if other != url => return Err(ConfigError::NodeTwice(name)),
+                _ => {}
+            }
+        }
+        Ok(Config {
+            store: args.store.or(file.store).ok_or(ConfigError::NoStore)?,
+            listen: match args.listen.or(file.listen) {
+                Some(listen) => listen,
+                None => DEFAULT_SERVER.parse()?,
+            },
+            log: args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()),
+            nodes,
+        })
+    }
+}
+
+fn read(path: &Path) -> Result<File, ConfigError> {
+    let text = std::fs::read_to_string(path).map_err(|error| ConfigError::Read(path.to_owned(), error))?;
+    toml::from_str(&text).map_err(|error| ConfigError::Parse(path.to_owned(), Box::new(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str, flags: &[&str]) -> Result<Config, ConfigError> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("controller.toml");
+        std::fs::write(&path, text).unwrap();
+        let mut words = vec!["shorthorn-controller", "serve", "--config", path.to_str().unwrap()];
+        words.extend(flags);
+        let Command::Serve(args) = Cli::parse_from(words).command;
+        Config::load(args)
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_nodes_add_up() {
+        let text = "store = \"/a\"\nlog = \"debug\"\n[nodes]\na = \"http://127.0.0.1:1\"\n";
+        let config = load(text, &["--store", "/b", "--node", "b=unix:///run/b.sock"]).unwrap();
+        assert_eq!(config.store, Path::new("/b"));
+        assert_eq!(config.log, "debug");
+        assert_eq!(config.listen.to_string(), DEFAULT_SERVER);
+        assert_eq!(config.nodes.keys().map(NodeName::as_str).collect::<Vec<_>>(), ["a", "b"]);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_line() {
+        let message = load("store = \"/a\"\nstroe = \"/b\"\n", &[]).unwrap_err().to_string();
+        assert!(message.contains("line 2") && message.contains("stroe"), "{message}");
+        let message = load("", &[]).unwrap_err().to_string();
+        assert!(message.contains("--store"), "{message}");
+        let twice = load(
+            "store = \"/a\"\n[nodes]\na = \"http://127.0.0.1:1\"\n",
+            &["--node", "a=http://127.0.0.1:2"],
+        );
+        assert!(twice.unwrap_err().to_string().contains("twice"));
+        assert!("a".parse::<NodeFlag>().is_err());
+    }
+}

@@ -1,0 +1,14 @@
+//! `shorthornctl`: what people and scripts do with volumes.
+
+mod args;
+mod commands;
+mod confirm;
+mod error;
+mod output;
+mod size;
+mod view;
+mod wait;
+
+pub use args::Cli;
+pub use commands::run;
+pub use error::CtlError;

@@ -1,0 +1,191 @@
+//! Waits until a volume is where it should be.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::controller_client::ControllerClient;
+use tokio::time::{Instant, sleep, timeout_at};
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use super::error::{CtlError, is_unreachable};
+
+/// The wait before a broken stream is opened again.
+const RETRY: Duration = Duration::from_millis(200);
+
+/// What is waited for.
+#[derive(Clone, Debug)]
+pub(super) enum Goal {
+    /// All replicas have a disk.
+    Created,
+    /// The device is on that node.
+    Attached(String),
+    /// Nothing runs.
+    Detached,
+    /// The volume is no more.
+    Deleted,
+}
+
+enum Verdict {
+    Reached,
+    NotYet,
+    Never(String),
+}
+
+impl Goal {
+    fn words(&self) -> String {
+        match self {
+            Goal::Created => "created".to_owned(),
+            Goal::Attached(node) => format!("attached to {node}"),
+            Goal::Detached => "detached".to_owned(),
+            Goal::Deleted => "deleted".to_owned(),
+        }
+    }
+
+    fn judge(&self, volume: &v1::Volume) -> Verdict {
+        let reached = match self {
+            Goal::Created => volume.state != "creating",
+            Goal::Attached(node) if volume.node != *node => {
+                return Verdict::Never(format!("volume {} is no longer wanted on {node}", volume.name));
+            }
+            Goal::Attached(node) => volume.state == "attached" && volume.current_node == *node,
+            Goal::Detached if !volume.node.is_empty() => {
+                return Verdict::Never(format!("volume {} is wanted on {} now", volume.name, volume.node));
+            }
+            Goal::Detached => volume.state == "detached" || volume.state == "creating",
+            Goal::Deleted => false,
+        };
+        match trouble(volume, "Scheduled") {
+            _ if reached => Verdict::Reached,
+            // Only more nodes or disks would help, or another volume that goes: no use to wait for that.
+            Some(message) if matches!(self, Goal::Created) => Verdict::Never(format!(
+                "no place for the replicas of volume {}: {message}. It is made as soon as there is place; \
+                 shorthornctl volume delete {} gives it up",
+                volume.name, volume.name
+            )),
+            _ => Verdict::NotYet,
+        }
+    }
+}
+
+fn trouble<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a str> {
+    let condition = volume.conditions.iter().find(|condition| condition.r#type == kind)?;
+    (!condition.status).then_some(condition.message.as_str())
+}
+
+/// Waits until the goal is reached, and returns the volume as it is then, or nothing once it is gone.
+pub(super) async fn wait(
+    client: &mut ControllerClient<Channel>,
+    server: &str,
+    name: &str,
+    goal: &Goal,
+    limit: Duration,
+) -> Result<Option<v1::Volume>, CtlError> {
+    let deadline = Instant::now() + limit;
+    let progress = Progress::start();
+    let mut last = None;
+    loop {
+        let followed = follow(client, name, goal, &progress, &mut last);
+        match timeout_at(deadline, followed).await {
+            Err(_) => return Err(CtlError::Timeout(late(name, goal, limit, last.as_ref()))),
+            Ok(Ok(end)) => return Ok(end),
+            // A controller that restarts comes back.
+            Ok(Err(Broken::Stream(error))) => {
+                progress.say(&format!("the controller is out of reach: {}", error.message()));
+                if timeout_at(deadline, sleep(RETRY)).await.is_err() {
+                    return Err(CtlError::of(&error, server));
+                }
+            }
+            Ok(Err(Broken::Never(message))) => return Err(CtlError::Refused(message)),
+            Ok(Err(Broken::Refused(error))) => return Err(CtlError::of(&error, server)),
+        }
+    }
+}
+
+enum Broken {
+    Stream(Status),
+    Never(String),
+    Refused(Status),
+}
+
+async fn follow(
+    client: &mut ControllerClient<Channel>,
+    name: &str,
+    goal: &Goal,
+    progress: &Progress,
+    last: &mut Option<v1::Volume>,
+) -> Result<Option<v1::Volume>, Broken> {
+    let ended = |error: Status| match (error.code(), goal) {
+        (Code::NotFound, Goal::Deleted) => Ok(None),
+        (Code::Unavailable, _) => Err(Broken::Stream(error)),
+        _ if is_unreachable(&error) => Err(Broken::Stream(error)),
+        _ => Err(Broken::Refused(error)),
+    };
+    let request = v1::GetVolumeRequest { name: name.to_owned() };
+    let mut stream = match client.watch_volume(request).await {
+        Ok(stream) => stream.into_inner(),
+        Err(error) => return ended(error),
+    };
+    loop {
+        let volume = match stream.message().await {
+            Ok(Some(volume)) => volume,
+            Ok(None) => return Err(Broken::Stream(Status::unavailable("the stream ended"))),
+            Err(error) => return ended(error),
+        };
+        match goal.judge(&volume) {
+            Verdict::Reached => return Ok(Some(volume)),
+            Verdict::Never(message) => return Err(Broken::Never(message)),
+            Verdict::NotYet => {}
+        }
+        let what = trouble(&volume, "Settled").unwrap_or_default();
+        progress.say(&format!("volume {name} is {}: {what}", volume.state));
+        *last = Some(volume);
+    }
+}
+
+fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> String {
+    let state = match last {
+        Some(volume) => {
+            let what = trouble(volume, "Settled").unwrap_or("no reason known");
+            format!("it is {}: {what}", volume.state)
+        }
+        None => "nothing was heard of it".to_owned(),
+    };
+    format!(
+        "volume {name} was not {} within {} s; {state}. The controller goes on: see \
+         shorthornctl volume inspect {name}",
+        goal.words(),
+        limit.as_secs_f64()
+    )
+}
+
+/// A line on standard error that says what is being waited for; only on a terminal.
+struct Progress(ProgressBar);
+
+impl Progress {
+    fn start() -> Progress {
+        let target = if std::io::stderr().is_terminal() {
+            ProgressDrawTarget::stderr()
+        } else {
+            ProgressDrawTarget::hidden()
+        };
+        let bar = ProgressBar::with_draw_target(None, target);
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed:>4} {wide_msg}") {
+            bar.set_style(style);
+        }
+        bar.enable_steady_tick(Duration::from_millis(100));
+        Progress(bar)
+    }
+
+    fn say(&self, text: &str) {
+        self.0.set_message(text.to_owned());
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -1,0 +1,18 @@
+//! The shell around the decisions of `shorthorn-controller-core`, and the command line that talks to it.
+//!
+//! - [`store`][]: where the objects are kept, with compare-and-swap.
+//! - [`agents`][]: the connections to the agents, and what they show.
+//! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
+//! - [`api`][]: the gRPC interface of the controller.
+//! - [`serve`][]: puts these together into the daemon; [`config`] says how.
+//! - [`ctl`][]: `shorthornctl`.
+#![forbid(unsafe_code)]
+
+pub mod address;
+pub mod agents;
+pub mod api;
+pub mod config;
+pub mod ctl;
+pub mod serve;
+pub mod store;
+pub mod work;

@@ -1,0 +1,156 @@
+//! The controller as a daemon.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use shorthorn_proto::v1::controller_server::ControllerServer;
+use thiserror::Error;
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
+use tonic::transport::Server;
+use tonic::transport::server::Router;
+
+use crate::address::{AddressError, Listen};
+use crate::agents::Fleet;
+use crate::api::Api;
+use crate::config::Config;
+use crate::store::{RedbStore, Store, StoreError};
+use crate::work::{Queue, Worker};
+
+/// How long calls of clients may go on after the controller was told to stop.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// Why the controller cannot run, or had to end.
+#[derive(Debug, Error)]
+pub enum ServeError {
+    /// The store cannot be opened, or broke.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A node has an address that can never work.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// The address of the API is taken, or not ours to take.
+    #[error("cannot listen on {0}: {1}; choose another --listen")]
+    Listen(Listen, io::Error),
+    /// Another controller answers there.
+    #[error("another controller listens on unix://{0}: stop it, or choose another --listen")]
+    ListenTaken(PathBuf),
+    /// Signals cannot be handled.
+    #[error("cannot handle signals: {0}")]
+    Signal(io::Error),
+    /// The API broke.
+    #[error("the API server ended: {0}")]
+    Api(#[from] tonic::transport::Error),
+}
+
+/// Runs the controller until it is told to stop.
+///
+/// # Errors
+/// [`ServeError`] where it cannot start, or cannot go on.
+pub async fn serve(config: Config) -> Result<(), ServeError> {
+    // First: what ends one controller too many, before it touches anything else.
+    let store: Arc<dyn Store> = Arc::new(RedbStore::open(&config.store)?);
+    let queue = Arc::new(Queue::new());
+    let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue))?;
+    let (broken_sender, mut broken) = mpsc::channel(1);
+    let worker = Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender);
+    let (stop, stopping) = watch::channel(false);
+    let api = Api::new(store, Arc::clone(&fleet), stopping.clone());
+    let mut signals = Signals::new().map_err(ServeError::Signal)?;
+    let mut server = tokio::spawn(listen(config.listen.clone(), api, stopping).await?);
+
+    tracing::info!(store = %config.store.display(), listen = %config.listen, nodes = config.nodes.len(), "ready");
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    let result = tokio::select! {
+        () = worker.run() => Ok(()),
+        () = fleet.run() => Ok(()),
+        Some(error) = broken.recv() => Err(error.into()),
+        ended = &mut server => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
+        name = signals.next() => {
+            tracing::info!(signal = name, "stopping");
+            Ok(())
+        }
+    };
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    // Nothing has to be brought to an end: whatever was under way goes on at the next start.
+    let _ = stop.send(true);
+    if tokio::time::timeout(STOP_LIMIT, &mut server).await.is_err() {
+        tracing::warn!("clients do not let go; ending all the same");
+        server.abort();
+    }
+    if let Listen::Unix(path) = &config.listen {
+        let _ = std::fs::remove_file(path);
+    }
+    result
+}
+
+type Serving = std::pin::Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send>>;
+
+/// Takes the address, and returns what serves there.
+async fn listen(listen: Listen, api: Api, stopping: watch::Receiver<bool>) -> Result<Serving, ServeError> {
+    let router: Router = Server::builder()
+        .http2_keepalive_interval(Some(Duration::from_secs(10)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(10)))
+        .add_service(ControllerServer::new(api));
+    let stopped = async move {
+        let mut stopping = stopping;
+        // An error means that the sender is gone, and with it the controller.
+        let _ = stopping.wait_for(|stopping| *stopping).await;
+    };
+    match &listen {
+        Listen::Unix(path) => {
+            let listener = bind(path).await?;
+            let incoming = UnixListenerStream::new(listener);
+            Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
+        }
+        Listen::Tcp(address) => {
+            let listener = TcpListener::bind(address).await;
+            let listener = listener.map_err(|error| ServeError::Listen(listen.clone(), error))?;
+            let incoming = TcpListenerStream::new(listener);
+            Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
+        }
+    }
+}
+
+/// Listens on a socket in the file system; takes over one that a killed controller left.
+async fn bind(path: &Path) -> Result<UnixListener, ServeError> {
+    let failed = |error| ServeError::Listen(Listen::Unix(path.to_owned()), error);
+    if UnixStream::connect(path).await.is_ok() {
+        return Err(ServeError::ListenTaken(path.to_owned()));
+    }
+    if std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+        std::fs::remove_file(path).map_err(failed)?;
+    }
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(failed)?;
+    }
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    Ok(listener)
+}
+
+struct Signals {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}

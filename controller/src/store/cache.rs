@@ -1,0 +1,48 @@
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Object};
+use tokio::sync::broadcast;
+
+use super::{CHANGES_MAX, StoreError};
+
+/// The stored objects in memory, and who wants to hear of changes.
+#[derive(Debug)]
+pub(super) struct Cache {
+    world: RwLock<World>,
+    changes: broadcast::Sender<Key>,
+}
+
+impl Cache {
+    pub(super) fn new(world: World) -> Cache {
+        Cache { world: RwLock::new(world), changes: broadcast::Sender::new(CHANGES_MAX) }
+    }
+
+    pub(super) fn world(&self) -> RwLockReadGuard<'_, World> {
+        self.world.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn changes(&self) -> broadcast::Receiver<Key> {
+        self.changes.subscribe()
+    }
+
+    pub(super) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
+        let found = self.world().version(key);
+        if found == expected {
+            return Ok(());
+        }
+        Err(StoreError::Conflict { key: key.clone(), expected, found })
+    }
+
+    pub(super) fn insert(&self, object: Object) {
+        let key = object.key();
+        self.world.write().unwrap_or_else(PoisonError::into_inner).insert(object);
+        // Nobody listening is fine.
+        let _ = self.changes.send(key);
+    }
+
+    pub(super) fn remove(&self, key: &Key) {
+        self.world.write().unwrap_or_else(PoisonError::into_inner).remove(key);
+        let _ = self.changes.send(key.clone());
+    }
+}

@@ -1,0 +1,57 @@
+use std::sync::{Mutex, PoisonError, RwLockReadGuard};
+
+use async_trait::async_trait;
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Object};
+use tokio::sync::broadcast;
+
+use super::cache::Cache;
+use super::{Store, StoreError};
+
+/// A store that forgets everything when it goes; for tests and simulation.
+#[derive(Debug)]
+pub struct MemoryStore {
+    cache: Cache,
+    revision: Mutex<u64>,
+}
+
+impl MemoryStore {
+    /// An empty store.
+    #[must_use]
+    pub fn new() -> MemoryStore {
+        MemoryStore { cache: Cache::new(World::default()), revision: Mutex::new(0) }
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> MemoryStore {
+        MemoryStore::new()
+    }
+}
+
+#[async_trait]
+impl Store for MemoryStore {
+    fn world(&self) -> RwLockReadGuard<'_, World> {
+        self.cache.world()
+    }
+
+    async fn put(&self, mut object: Object) -> Result<Object, StoreError> {
+        let mut revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
+        self.cache.check(&object.key(), object.metadata().resource_version)?;
+        *revision += 1;
+        object.metadata_mut().resource_version = *revision;
+        self.cache.insert(object.clone());
+        Ok(object)
+    }
+
+    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+        let _revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
+        self.cache.check(key, version)?;
+        self.cache.remove(key);
+        Ok(())
+    }
+
+    fn changes(&self) -> broadcast::Receiver<Key> {
+        self.cache.changes()
+    }
+}

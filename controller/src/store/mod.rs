@@ -1,0 +1,86 @@
+//! Where the objects are kept.
+
+mod cache;
+mod memory;
+mod redb;
+
+use std::path::PathBuf;
+use std::sync::RwLockReadGuard;
+
+use async_trait::async_trait;
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Object};
+use thiserror::Error;
+use tokio::sync::broadcast;
+
+pub use self::memory::MemoryStore;
+pub use self::redb::RedbStore;
+
+/// How many changes a slow listener may be behind before it is told that it missed some.
+pub const CHANGES_MAX: usize = 4096;
+
+/// Objects with versions. A write names the version that it was made from, and fails with
+/// [`StoreError::Conflict`] where another write came in between.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    /// Everything that is stored, as of the last write. Not to be held across an await.
+    fn world(&self) -> RwLockReadGuard<'_, World>;
+
+    /// Stores the object durably where the stored version is still its own (0: where there is none), and
+    /// returns it with its new version.
+    async fn put(&self, object: Object) -> Result<Object, StoreError>;
+
+    /// Removes the object durably where it still has this version.
+    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
+
+    /// The key of everything that is written from now on.
+    fn changes(&self) -> broadcast::Receiver<Key>;
+}
+
+/// Why a store cannot do what it was asked for.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// Another write came first: look again.
+    #[error("{key} was changed meanwhile (version {found}, not {expected})")]
+    Conflict {
+        /// What was to be written.
+        key: Key,
+        /// The version that the write was made from.
+        expected: u64,
+        /// The stored version; 0: none.
+        found: u64,
+    },
+    /// Another controller has the file.
+    #[error("{0} is in use by another controller: stop that one, or give each its own --store")]
+    Locked(PathBuf),
+    /// The file cannot be opened.
+    #[error("cannot open the store {path}: {message}")]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// What the database or the system says.
+        message: String,
+    },
+    /// The file is there and is not a store of this version.
+    #[error("the store {path} cannot be used: {message}")]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// A write failed. The store refuses more of them until it is opened again.
+    #[error(
+        "cannot write the store {path}: {message}; make room or mend the disk, and start the controller again"
+    )]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the database or the system says.
+        message: String,
+    },
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,196 @@
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
+
+use async_trait::async_trait;
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Object};
+use tokio::sync::broadcast;
+
+use super::cache::Cache;
+use super::{Store, StoreError};
+
+/// `volume/<name>` and so on, to the object as JSON.
+const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");
+/// `format` and `revision`.
+const NUMBERS: TableDefinition<'_, &str, u64> = TableDefinition::new("numbers");
+/// What `format` says; raised when an older controller could no longer read the file.
+const FORMAT: u64 = 1;
+
+/// A store in one file, for one controller at a time. Every write is on the disk before it counts.
+#[derive(Debug)]
+pub struct RedbStore {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    path: PathBuf,
+    cache: Cache,
+    /// The database, and the newest version that it gave out; also makes writes one at a time.
+    writer: Mutex<Writer>,
+}
+
+#[derive(Debug)]
+struct Writer {
+    database: Database,
+    revision: u64,
+}
+
+impl RedbStore {
+    /// Opens the file, and makes it where it is missing.
+    ///
+    /// # Errors
+    /// [`StoreError::Locked`] where another controller has it; else what is wrong with the file.
+    pub fn open(path: &Path) -> Result<RedbStore, StoreError> {
+        let database = Database::create(path).map_err(|error| match error {
+            DatabaseError::DatabaseAlreadyOpen => StoreError::Locked(path.to_owned()),
+            error => StoreError::Open { path: path.to_owned(), message: error.to_string() },
+        })?;
+        // It holds the secrets of the volumes.
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
+            .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
+        let revision = prepare(&database).map_err(|error| error.at(path))?;
+        let world = load(&database).map_err(|error| error.at(path))?;
+        let writer = Mutex::new(Writer { database, revision });
+        Ok(RedbStore { inner: Arc::new(Inner { path: path.to_owned(), cache: Cache::new(world), writer }) })
+    }
+
+    /// Runs `write` where blocking is allowed. It runs to its end even if the caller goes away, so that
+    /// memory and file never differ.
+    async fn blocking<T: Send + 'static>(
+        &self,
+        write: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let inner = Arc::clone(&self.inner);
+        match tokio::task::spawn_blocking(move || write(&inner)).await {
+            Ok(result) => result,
+            Err(error) => {
+                Err(StoreError::Write { path: self.inner.path.clone(), message: error.to_string() })
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Store for RedbStore {
+    fn world(&self) -> RwLockReadGuard<'_, World> {
+        self.inner.cache.world()
+    }
+
+    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+        self.blocking(move |inner| inner.put(object)).await
+    }
+
+    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+        let key = key.clone();
+        self.blocking(move |inner| inner.remove(&key, version)).await
+    }
+
+    fn changes(&self) -> broadcast::Receiver<Key> {
+        self.inner.cache.changes()
+    }
+}
+
+impl Inner {
+    fn put(&self, mut object: Object) -> Result<Object, StoreError> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = object.key();
+        self.cache.check(&key, object.metadata().resource_version)?;
+        let revision = writer.revision + 1;
+        object.metadata_mut().resource_version = revision;
+        let text = serde_json::to_vec(&object)
+            .map_err(|error| StoreError::Write { path: self.path.clone(), message: error.to_string() })?;
+        commit(&writer.database, &key, Some(&text), revision).map_err(|error| self.write_error(&error))?;
+        writer.revision = revision;
+        self.cache.insert(object.clone());
+        Ok(object)
+    }
+
+    fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.cache.check(key, version)?;
+        let revision = writer.revision + 1;
+        commit(&writer.database, key, None, revision).map_err(|error| self.write_error(&error))?;
+        writer.revision = revision;
+        self.cache.remove(key);
+        Ok(())
+    }
+
+    fn write_error(&self, error: &redb::Error) -> StoreError {
+        StoreError::Write { path: self.path.clone(), message: error.to_string() }
+    }
+}
+
+/// What can be wrong with the content of a file.
+enum Damage {
+    Database(redb::Error),
+    Format(String),
+}
+
+impl<E: Into<redb::Error>> From<E> for Damage {
+    fn from(error: E) -> Damage {
+        Damage::Database(error.into())
+    }
+}
+
+impl Damage {
+    fn at(self, path: &Path) -> StoreError {
+        let path = path.to_owned();
+        match self {
+            Damage::Database(error) => StoreError::Open { path, message: error.to_string() },
+            Damage::Format(message) => StoreError::Format { path, message },
+        }
+    }
+}
+
+/// Makes the tables where they are missing, checks the format, and returns the newest version given out.
+fn prepare(database: &Database) -> Result<u64, Damage> {
+    let transaction = database.begin_write()?;
+    let revision = {
+        transaction.open_table(OBJECTS)?;
+        let mut numbers = transaction.open_table(NUMBERS)?;
+        let format = numbers.get("format")?.map(|value| value.value());
+        match format {
+            None => drop(numbers.insert("format", FORMAT)?),
+            Some(FORMAT) => {}
+            Some(other) => {
+                let message =
+                    format!("it has format {other}, this controller knows {FORMAT}: use a newer one");
+                return Err(Damage::Format(message));
+            }
+        }
+        numbers.get("revision")?.map_or(0, |value| value.value())
+    };
+    transaction.commit()?;
+    Ok(revision)
+}
+
+fn load(database: &Database) -> Result<World, Damage> {
+    let mut world = World::default();
+    let objects = database.begin_read()?.open_table(OBJECTS)?;
+    for entry in objects.iter()? {
+        let (key, value) = entry?;
+        let object: Object = serde_json::from_slice(value.value())
+            .map_err(|error| Damage::Format(format!("the object {} cannot be read: {error}", key.value())))?;
+        world.insert(object);
+    }
+    Ok(world)
+}
+
+fn commit(database: &Database, key: &Key, value: Option<&[u8]>, revision: u64) -> Result<(), redb::Error> {
+    let name = format!("{}/{}", key.kind.as_str(), key.name);
+    // The default durability: the commit returns when the file is synced.
+    let transaction = database.begin_write()?;
+    {
+        let mut objects = transaction.open_table(OBJECTS)?;
+        match value {
+            Some(value) => drop(objects.insert(name.as_str(), value)?),
+            None => drop(objects.remove(name.as_str())?),
+        }
+        transaction.open_table(NUMBERS)?.insert("revision", revision)?;
+    }
+    transaction.commit()?;
+    Ok(())
+}

@@ -1,0 +1,67 @@
+use shorthorn_controller_core::Timestamp;
+use shorthorn_controller_core::objects::{Kind, Metadata, Node};
+
+use super::*;
+
+fn node(name: &str, version: u64) -> Object {
+    let metadata = Metadata { resource_version: version, ..Metadata::new(name, Timestamp::UNIX_EPOCH) };
+    Object::Node(Node { metadata, spec: Default::default(), status: Default::default() })
+}
+
+/// What every store keeps.
+async fn keeps_the_contract(store: &dyn Store) {
+    let key = Key::new(Kind::Node, "n");
+    let mut changes = store.changes();
+    let first = store.put(node("n", 0)).await.unwrap();
+    assert_eq!(changes.recv().await.unwrap(), key);
+    assert_eq!(store.world().get(&key), Some(first.clone()));
+    // A second one of that name, and a write from an old version.
+    assert!(matches!(store.put(node("n", 0)).await, Err(StoreError::Conflict { .. })));
+    let second = store.put(first.clone()).await.unwrap();
+    let version = second.metadata().resource_version;
+    assert!(version > first.metadata().resource_version);
+    assert!(matches!(store.put(first).await, Err(StoreError::Conflict { .. })));
+    assert!(matches!(store.remove(&key, version - 1).await, Err(StoreError::Conflict { .. })));
+    store.remove(&key, version).await.unwrap();
+    assert_eq!(store.world().get(&key), None);
+    // What comes again under the name never has a version that was used before.
+    let third = store.put(node("n", 0)).await.unwrap();
+    assert!(third.metadata().resource_version > version);
+}
+
+#[tokio::test]
+async fn both_stores_compare_and_swap() {
+    keeps_the_contract(&MemoryStore::new()).await;
+    let directory = tempfile::tempdir().unwrap();
+    keeps_the_contract(&RedbStore::open(&directory.path().join("store")).unwrap()).await;
+}
+
+#[tokio::test]
+async fn a_file_keeps_objects_and_versions() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    let store = RedbStore::open(&path).unwrap();
+    let kept = store.put(node("kept", 0)).await.unwrap();
+    let gone = store.put(node("gone", 0)).await.unwrap();
+    store.remove(&gone.key(), gone.metadata().resource_version).await.unwrap();
+    assert!(matches!(RedbStore::open(&path), Err(StoreError::Locked(_))));
+    drop(store);
+
+    let store = RedbStore::open(&path).unwrap();
+    assert_eq!(store.world().keys().collect::<Vec<_>>(), [kept.key()]);
+    assert_eq!(store.world().get(&kept.key()), Some(kept));
+    let again = store.put(node("gone", 0)).await.unwrap();
+    assert!(again.metadata().resource_version > gone.metadata().resource_version);
+}
+
+#[test]
+fn what_is_no_store_is_refused_in_words() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    std::fs::write(&path, "a text of somebody else's").unwrap();
+    let text = RedbStore::open(&path).unwrap_err().to_string();
+    assert!(text.contains("cannot open the store"), "{text}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"a text of somebody else's");
+    let missing = RedbStore::open(&directory.path().join("no/such/store")).unwrap_err().to_string();
+    assert!(missing.contains("No such file"), "{missing}");
+}

@@ -1,0 +1,71 @@
+use shorthorn_controller_core::objects::Key;
+use shorthorn_controller_core::{Action, Decision, Event};
+
+use super::{Outcome, Worker};
+use crate::store::StoreError;
+
+impl Worker {
+    /// Carries the actions out in order, up to the first that fails.
+    pub(super) async fn carry_out(&self, key: &Key, decision: Decision) -> Outcome {
+        for action in decision.actions {
+            if !self.act(key, action).await {
+                return Outcome::Failed;
+            }
+        }
+        Outcome::Done(decision.look_again)
+    }
+
+    async fn act(&self, key: &Key, action: Action) -> bool {
+        match action {
+            Action::Write(object) => {
+                tracing::debug!(object = %object.key(), "write");
+                let result = self.store.put(*object).await.map(drop);
+                self.stored(result)
+            }
+            Action::Remove(object, version) => {
+                tracing::info!(%object, "remove");
+                let result = self.store.remove(&object, version).await;
+                self.stored(result)
+            }
+            Action::Call(node, call) => {
+                tracing::info!(%node, instance = %call.instance(), "{}", call.verb());
+                match self.fleet.call(&node, &call).await {
+                    Ok(()) => true,
+                    Err(error) => {
+                        tracing::warn!(for_object = %key, %node, %error, "{} failed", call.verb());
+                        false
+                    }
+                }
+            }
+            Action::Emit(event) => {
+                tell(&event);
+                true
+            }
+        }
+    }
+
+    fn stored(&self, result: Result<(), StoreError>) -> bool {
+        match result {
+            Ok(()) => true,
+            Err(error @ StoreError::Conflict { .. }) => {
+                tracing::debug!(%error, "looking again");
+                false
+            }
+            Err(error) => {
+                tracing::error!(%error, "the store fails");
+                // Full: it was told already.
+                let _ = self.broken.try_send(error);
+                false
+            }
+        }
+    }
+}
+
+fn tell(event: &Event) {
+    let Event { about, warning, reason, message } = event;
+    if *warning {
+        tracing::warn!(%about, reason, "{message}");
+    } else {
+        tracing::info!(%about, reason, "{message}");
+    }
+}

@@ -1,0 +1,107 @@
+//! Runs the reconcilers when something changes, and carries their actions out.
+
+mod execute;
+mod queue;
+
+use std::sync::Arc;
+
+use shorthorn_controller_core::objects::Key;
+use shorthorn_controller_core::reconcile::{Context, concerned, gives_space_away, reconcile};
+use shorthorn_controller_core::{Decision, Timestamp};
+use shorthorn_types::limits::MAX_MEMBERS;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{Mutex, mpsc};
+use tokio::task::JoinSet;
+
+use crate::agents::Fleet;
+use crate::store::{Store, StoreError};
+
+pub(crate) use queue::backoff;
+pub use queue::{Outcome, Queue};
+
+/// How many objects are worked on at once. Calls to agents can take long, and one must not hold up all.
+const RUNS_MAX: usize = 64;
+
+/// What every run needs.
+pub struct Worker {
+    store: Arc<dyn Store>,
+    fleet: Arc<Fleet>,
+    queue: Arc<Queue>,
+    /// Held by runs that may give disk space away.
+    placing: Mutex<()>,
+    /// Where an error of the store goes that no retry mends.
+    broken: mpsc::Sender<StoreError>,
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").field("queue", &self.queue).finish_non_exhaustive()
+    }
+}
+
+impl Worker {
+    /// A worker over these; what `broken` hears of ends the process.
+    #[must_use]
+    pub fn new(
+        store: Arc<dyn Store>,
+        fleet: Arc<Fleet>,
+        queue: Arc<Queue>,
+        broken: mpsc::Sender<StoreError>,
+    ) -> Arc<Worker> {
+        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken })
+    }
+
+    /// Works until it is dropped. Whatever is under way then is cut off between two actions, or within a
+    /// call to an agent, and taken up by the next start.
+    pub async fn run(self: Arc<Worker>) {
+        let mut changes = self.store.changes();
+        self.look_at_everything();
+        let mut runs = JoinSet::new();
+        loop {
+            tokio::select! {
+                change = changes.recv() => match change {
+                    Ok(key) => {
+                        let keys = concerned(&self.store.world(), &key);
+                        self.queue.add(keys);
+                    }
+                    Err(RecvError::Lagged(_)) => self.look_at_everything(),
+                    Err(RecvError::Closed) => return,
+                },
+                key = self.queue.next(), if runs.len() < RUNS_MAX => {
+                    runs.spawn(Arc::clone(&self).one(key));
+                }
+                Some(_) = runs.join_next() => {}
+            }
+        }
+    }
+
+    fn look_at_everything(&self) {
+        let keys: Vec<Key> = self.store.world().keys().chain(self.fleet.node_keys()).collect();
+        self.queue.add(keys);
+    }
+
+    async fn one(self: Arc<Worker>, key: Key) {
+        let gives = gives_space_away(&self.store.world(), &key);
+        let placing = if gives { Some(self.placing.lock().await) } else { None };
+        let outcome = match self.decide(&key) {
+            Ok(decision) => self.carry_out(&key, decision).await,
+            Err(error) => {
+                tracing::error!(%error, "no random numbers");
+                Outcome::Failed
+            }
+        };
+        drop(placing);
+        self.queue.done(&key, outcome);
+    }
+
+    fn decide(&self, key: &Key) -> Result<Decision, getrandom::Error> {
+        let mut random = [0; MAX_MEMBERS];
+        for number in &mut random {
+            *number = getrandom::u64()?;
+        }
+        let world = self.store.world();
+        let agents = self.fleet.agents();
+        let context = Context { world: &world, agents: &agents, now: Timestamp::now(), random };
+        Ok(reconcile(&context, key))
+    }
+}

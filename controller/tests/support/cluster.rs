@@ -1,0 +1,171 @@
+//! The real controller and the real shorthornctl around agents in memory.
+
+use std::path::PathBuf;
+use std::process::{Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::net::UnixDatagram;
+use tokio::process::{Child, Command};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::agent::{FakeAgent, Truth};
+
+/// No single step of a test takes longer, on the busiest machine.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// Nodes a, b, … with a controller.
+pub struct Cluster {
+    pub directory: tempfile::TempDir,
+    pub agents: Vec<FakeAgent>,
+    pub truth: Arc<Mutex<Truth>>,
+    serving: Vec<JoinHandle<()>>,
+    controller: Option<Child>,
+}
+
+impl Cluster {
+    /// Agents with one disk each, and a controller that is ready.
+    pub async fn start(nodes: &[&str]) -> Cluster {
+        let truth = Arc::default();
+        let mut cluster = Cluster {
+            directory: tempfile::tempdir().unwrap(),
+            agents: nodes.iter().map(|name| FakeAgent::new(name, Arc::clone(&truth))).collect(),
+            truth,
+            serving: Vec::new(),
+            controller: None,
+        };
+        for agent in &cluster.agents {
+            cluster.serving.push(agent.serve(&cluster.path(&agent.name)));
+        }
+        cluster.start_controller().await;
+        for node in nodes {
+            cluster.retry(&["disk", "add", node, "/var/lib/longhorn"]).await;
+        }
+        cluster
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn server(&self) -> String {
+        format!("unix://{}", self.path("controller.sock").display())
+    }
+
+    pub fn controller_command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shorthorn-controller"));
+        command.arg("serve").arg("--store").arg(self.path("store.redb")).args(["--listen", &self.server()]);
+        for agent in &self.agents {
+            let url = format!("{}=unix://{}", agent.name, self.path(&agent.name).display());
+            command.args(["--node", &url]);
+        }
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    /// Starts the controller and waits until it says that it is ready, as systemd does.
+    pub async fn start_controller(&mut self) {
+        let notify = self.path("notify.sock");
+        let _ = std::fs::remove_file(&notify);
+        let socket = UnixDatagram::bind(&notify).unwrap();
+        let child = self.controller_command().env("NOTIFY_SOCKET", &notify).spawn().unwrap();
+        self.controller = Some(child);
+        let mut buffer = [0; 64];
+        let length = timeout(LIMIT, socket.recv(&mut buffer)).await.unwrap().unwrap();
+        assert_eq!(&buffer[..length], b"READY=1\n");
+    }
+
+    /// kill -9.
+    pub async fn kill_controller(&mut self) {
+        let mut child = self.controller.take().unwrap();
+        child.kill().await.unwrap();
+    }
+
+    /// SIGTERM; the controller must end well.
+    pub async fn stop_controller(&mut self) {
+        let mut child = self.controller.take().unwrap();
+        let pid = child.id().unwrap().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().await.unwrap().success());
+        let status = timeout(LIMIT, child.wait()).await.unwrap().unwrap();
+        assert!(status.success(), "{status}");
+    }
+
+    /// The agent of `node` goes away, with everything on the node going on.
+    pub fn stop_agent(&mut self, node: usize) {
+        self.serving[node].abort();
+        let _ = std::fs::remove_file(self.path(&self.agents[node].name));
+    }
+
+    pub fn start_agent(&mut self, node: usize) {
+        self.serving[node] = self.agents[node].serve(&self.path(&self.agents[node].name));
+    }
+
+    pub fn ctl(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shorthornctl"));
+        command.env("SHORTHORN_SERVER", self.server()).args(words);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        command
+    }
+
+    pub async fn run(&self, words: &[&str]) -> Output {
+        timeout(LIMIT * 2, self.ctl(words).output()).await.unwrap().unwrap()
+    }
+
+    /// Standard output of a command that must work.
+    pub async fn ok(&self, words: &[&str]) -> String {
+        let output = self.run(words).await;
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{words:?}: {error}");
+        assert!(error.is_empty(), "{words:?} succeeded and says: {error}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Exit code and standard error of a command that must fail.
+    pub async fn fails(&self, words: &[&str]) -> (i32, String) {
+        let output = self.run(words).await;
+        assert!(!output.status.success(), "{words:?} should fail");
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+    }
+
+    /// Tries until it works.
+    pub async fn retry(&self, words: &[&str]) {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let output = self.run(words).await;
+            if output.status.success() {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub async fn inspect(&self, volume: &str) -> serde_json::Value {
+        serde_json::from_str(&self.ok(&["volume", "inspect", volume, "-o", "json"]).await).unwrap()
+    }
+
+    /// Waits until the volume looks like that.
+    pub async fn until(
+        &self,
+        volume: &str,
+        what: &str,
+        seen: impl Fn(&serde_json::Value) -> bool,
+    ) -> serde_json::Value {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let shown = self.inspect(volume).await;
+            if seen(&shown) {
+                return shown;
+            }
+            assert!(Instant::now() < deadline, "never {what}: {shown:#}");
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Nothing that must not happen has happened.
+    pub fn check(&self) {
+        let truth = self.truth.lock().unwrap();
+        assert!(truth.violations.is_empty(), "{:#?}", truth.violations);
+    }
+}

@@ -1,0 +1,5 @@
+//! What the tests of whole processes share: agents in memory, and the real binaries around them.
+#![allow(dead_code)]
+
+pub mod agent;
+pub mod cluster;
