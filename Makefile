@@ -1,0 +1,44 @@
+# Everything a user or an engineer does with this tree. Each target installs what it needs.
+
+# The profile of the programs that virtual machines, the demonstration and the benchmarks run.
+PROFILE := fast
+TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
+export SHORTHORN_BIN_DIR := $(TARGET_DIR)/$(PROFILE)
+SECONDS ?= 5
+
+.PHONY: help demo test bench lint deny vm setup build images clean
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: build images ## a replicated volume as a block device in a virtual machine, surviving kills
+	$(SHORTHORN_BIN_DIR)/shorthorn-demo
+
+test: setup lint build images ## every test: units, properties, processes, virtual machines
+	cargo test --workspace --no-fail-fast
+
+bench: build images ## speed, CPU and memory beside the ceilings of this machine
+	$(SHORTHORN_BIN_DIR)/shorthorn-bench --seconds $(SECONDS)
+
+lint: setup ## format, and clippy with warnings denied
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+deny: ## licences, duplicates and sources of the dependencies
+	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
+	cargo deny check bans licenses sources
+
+vm: build images ## a root shell in a virtual machine that has the programs installed
+	$(SHORTHORN_BIN_DIR)/shorthorn-demo --shell
+
+setup: ## the packages that building and testing need
+	tests/setup
+
+build: setup ## the programs
+	cargo build --profile $(PROFILE) --workspace --bins
+
+images: build ## the virtual machine images, once
+	$(SHORTHORN_BIN_DIR)/shorthorn-vm prepare
+
+clean: ## what was built here
+	cargo clean

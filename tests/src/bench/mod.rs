@@ -1,0 +1,13 @@
+//! What `make bench` measures, and how.
+
+mod in_vm;
+mod process;
+mod table;
+mod targets;
+mod workload;
+
+pub use in_vm::{VmFigure, measure_in_vm};
+pub use process::Usage;
+pub use table::{Row, median, print};
+pub use targets::{Measured, Target, TargetKind};
+pub use workload::{WORKLOADS, Workload};

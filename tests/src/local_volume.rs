@@ -1,0 +1,162 @@
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::Deserialize;
+
+use crate::binary;
+
+const READY_LIMIT: Duration = Duration::from_secs(60);
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// How a volume is started with `shorthorn-agent run`.
+#[derive(Clone, Debug)]
+pub struct LocalVolumeOptions {
+    /// Its name.
+    pub name: String,
+    /// Where its replicas are.
+    pub dir: PathBuf,
+    /// Its size, as the command line takes it.
+    pub size: String,
+    /// How many replicas.
+    pub replicas: u32,
+    /// More flags.
+    pub extra: Vec<String>,
+}
+
+impl LocalVolumeOptions {
+    /// A volume with three replicas of 1 GiB and the frontend `socket`.
+    #[must_use]
+    pub fn new(dir: &Path) -> LocalVolumeOptions {
+        LocalVolumeOptions {
+            name: "local".into(),
+            dir: dir.to_owned(),
+            size: "1GiB".into(),
+            replicas: 3,
+            extra: Vec::new(),
+        }
+    }
+}
+
+/// The line that `shorthorn-agent run` prints when the volume is ready.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Ready {
+    /// Of the volume.
+    pub name: String,
+    /// The block device, if there is one.
+    pub device: Option<PathBuf>,
+    /// For NBD clients.
+    pub uri: String,
+    /// The NBD socket.
+    pub socket: PathBuf,
+    /// All processes.
+    pub pids: Pids,
+}
+
+/// The processes of a local volume.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Pids {
+    /// `shorthorn-agent run`.
+    pub supervisor: i32,
+    /// The engine.
+    pub engine: i32,
+    /// The replicas, in their order.
+    pub replicas: Vec<i32>,
+}
+
+/// A volume run by `shorthorn-agent run`, stopped when dropped.
+#[derive(Debug)]
+pub struct LocalVolume {
+    child: Child,
+    /// What it printed when it was ready.
+    pub ready: Ready,
+}
+
+impl LocalVolume {
+    /// Starts a volume and waits until it is ready.
+    ///
+    /// # Errors
+    /// It ended, or was not ready in time; its log is on standard error.
+    pub fn start(options: &LocalVolumeOptions) -> Result<LocalVolume> {
+        let replicas = options.replicas.to_string();
+        let mut child = Command::new(binary("shorthorn-agent")?)
+            .arg("run")
+            .arg(&options.name)
+            .arg("--dir")
+            .arg(&options.dir)
+            .args(["--size", &options.size, "--replicas", &replicas, "--frontend", "socket"])
+            .args(&options.extra)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting shorthorn-agent run")?;
+        let output = child.stdout.take().context("no standard output")?;
+        let (sender, line) = mpsc::channel();
+        thread::spawn(move || {
+            let mut text = String::new();
+            let mut output = BufReader::new(output);
+            // Nobody listens any more when the time is over.
+            let _ = sender.send(output.read_line(&mut text).map(|_| text));
+            let _ = output.read_to_end(&mut Vec::new());
+        });
+        let text = line.recv_timeout(READY_LIMIT);
+        let ready = text.map_err(anyhow::Error::from).and_then(|text| Ok(text?)).and_then(|text| {
+            serde_json::from_str(&text).with_context(|| format!("reading the ready line {text:?}"))
+        });
+        match ready {
+            Ok(ready) => Ok(LocalVolume { child, ready }),
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(error.context("the volume did not become ready"))
+            }
+        }
+    }
+
+    /// Stops the volume as a user would, with SIGTERM, and waits for its end.
+    ///
+    /// # Errors
+    /// It does not end in time, or not well.
+    pub fn stop(mut self) -> Result<()> {
+        self.terminate()
+    }
+
+    fn terminate(&mut self) -> Result<()> {
+        if self.child.try_wait()?.is_some() {
+            return Ok(());
+        }
+        kill(pid_of(&self.child)?, Signal::SIGTERM)?;
+        let deadline = Instant::now() + STOP_LIMIT;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                if status.success() {
+                    return Ok(());
+                }
+                bail!("shorthorn-agent run ended with {status}");
+            }
+            if Instant::now() > deadline {
+                self.child.kill()?;
+                bail!("shorthorn-agent run did not stop within {STOP_LIMIT:?}");
+            }
+            thread::sleep(Duration::from_millis(20)); // there is no wait with a time limit in std
+        }
+    }
+}
+
+impl Drop for LocalVolume {
+    fn drop(&mut self) {
+        if let Err(error) = self.terminate() {
+            let _ = writeln!(std::io::stderr(), "stopping a volume: {error:#}");
+        }
+    }
+}
+
+fn pid_of(child: &Child) -> Result<Pid> {
+    Ok(Pid::from_raw(i32::try_from(child.id())?))
+}

@@ -1,0 +1,111 @@
+//! The whole story on a real kernel with systemd: create, attach, file systems, kills under load, detach,
+//! attach again, compare, delete; once with ublk and once where there is only NBD.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use shorthorn_tests::{NODE, VmHost};
+use shorthorn_vmkit::Kernel;
+
+const LOAD_LIMIT: Duration = Duration::from_secs(300);
+
+#[test]
+fn a_volume_lives_through_kills_on_ublk() -> Result<()> {
+    story(Kernel::Ublk, "ublk")
+}
+
+#[test]
+fn a_volume_lives_through_kills_on_nbd_where_ublk_is_missing() -> Result<()> {
+    story(Kernel::Nbd, "nbd")
+}
+
+fn story(kernel: Kernel, frontend: &str) -> Result<()> {
+    let host = VmHost::start(VmHost::options(kernel))?;
+    host.ctl("volume create v1 --size 320MiB --replicas 3 --soft-anti-affinity")?;
+    host.ctl(&format!("volume attach v1 --node {NODE}"))?;
+    let volume = host.inspect("v1")?;
+    ensure!(volume["state"] == "attached" && volume["robustness"] == "healthy", "{volume}");
+    ensure!(volume["engine"]["frontend"] == frontend, "auto took {}", volume["engine"]["frontend"]);
+    host.sh("test -b /dev/longhorn/v1 && test $(blockdev --getsize64 /dev/longhorn/v1) = $((320 << 20))")?;
+    host.sh("test $(blockdev --getss /dev/longhorn/v1) = 512")?;
+    // The node is mknod's: what udev knows of the device is found by its number.
+    host.sh("number=$(stat --format '%Hr:%Lr' /dev/longhorn/v1); udevadm settle --timeout 60; \
+         grep -q SHORTHORN_VOLUME=1 /run/udev/data/b$number")?;
+
+    file_system(&host, "ext4", "mkfs.ext4 -q")?;
+    kills_under_load(&host)?;
+    host.sh("sha256sum < /dev/longhorn/v1 > /root/before")?;
+    host.ctl("volume detach v1")?;
+    host.sh("test ! -e /dev/longhorn/v1 && test -z \"$(ls /sys/block | grep ublkb)\"")?;
+    host.ctl(&format!("volume attach v1 --node {NODE}"))?;
+    host.sh("sha256sum < /dev/longhorn/v1 > /root/after && cmp /root/before /root/after")?;
+
+    file_system(&host, "xfs", "mkfs.xfs -q -f")?;
+    a_mounted_device_stays(&host)?;
+    host.ctl("volume detach v1")?;
+    host.ctl("volume delete v1 --yes")?;
+    nothing_is_left(&host)
+}
+
+fn file_system(host: &VmHost, name: &str, mkfs: &str) -> Result<()> {
+    host.sh(&format!("{mkfs} /dev/longhorn/v1 && mkdir -p /mnt/v1 && mount /dev/longhorn/v1 /mnt/v1"))
+        .with_context(|| format!("{name} on the volume"))?;
+    host.sh("head -c 8M /dev/urandom > /mnt/v1/file && sync && sha256sum /mnt/v1/file > /root/sum")?;
+    host.sh("umount /mnt/v1 && mount /dev/longhorn/v1 /mnt/v1 && sha256sum --check --quiet /root/sum")?;
+    host.sh("fstrim /mnt/v1 && sha256sum --check --quiet /root/sum && umount /mnt/v1").map(drop)
+}
+
+/// kill -9 of a replica, of the agent, and of the engine twice, under a verified load on a mounted file system.
+fn kills_under_load(host: &VmHost) -> Result<()> {
+    host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
+    let load = host.spawn(
+        "fio --name=load --directory=/mnt/v1 --size=24m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
+         --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 \
+         --do_verify=1 --loops=6 --fsync=64 --output-format=terse",
+    )?;
+    let replicas = host.replica_units("v1")?;
+    ensure!(replicas.len() == 3, "{replicas:?}");
+    host.kill(&replicas[0])?;
+    until(host, "degraded", || Ok(host.inspect("v1")?["robustness"] == "degraded"))?;
+    host.kill("shorthorn-agent.service")?;
+    for _ in 0..2 {
+        let before = engine_pid(host)?;
+        host.kill("shorthorn-engine@v1.service")?;
+        until(host, "a new engine", || Ok(engine_pid(host)? != before && phase_is_serving(host)?))?;
+    }
+    host.finish(load, LOAD_LIMIT).context("fio saw an error")?;
+    host.sh("sha256sum --check --quiet /root/sum; umount /mnt/v1").map(drop)
+}
+
+fn engine_pid(host: &VmHost) -> Result<String> {
+    host.sh("systemctl show --property MainPID --value shorthorn-engine@v1.service")
+}
+
+fn phase_is_serving(host: &VmHost) -> Result<bool> {
+    Ok(host.inspect("v1")?["engine"]["phase"] == "serving")
+}
+
+/// A device in use is not taken away; the wish to detach stands, and is done when it is free.
+fn a_mounted_device_stays(host: &VmHost) -> Result<()> {
+    host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
+    let refused = host.vm.run("shorthornctl volume detach v1 --timeout 3")?;
+    ensure!(refused.status == 4, "a mounted volume was detached: {refused}");
+    host.sh("touch /mnt/v1/still-there && sync && test -b /dev/longhorn/v1 && umount /mnt/v1").map(drop)
+}
+
+fn nothing_is_left(host: &VmHost) -> Result<()> {
+    host.sh("test -z \"$(ls -A /var/lib/longhorn/replicas)\"")?;
+    host.sh("test -z \"$(ls -A /dev/longhorn)\"")?;
+    let units =
+        host.sh("systemctl list-units --plain --no-legend 'shorthorn-engine@*' 'shorthorn-replica@*'")?;
+    ensure!(units.trim().is_empty(), "{units}");
+    Ok(())
+}
+
+fn until(host: &VmHost, what: &str, is_so: impl Fn() -> Result<bool>) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !is_so()? {
+        ensure!(Instant::now() < deadline, "no {what} after two minutes\n{}", host.journal());
+    }
+    Ok(())
+}
