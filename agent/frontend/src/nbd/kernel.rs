@@ -123,7 +123,10 @@ fn clear(spec: &FrontendSpec, index: u32) -> Result<(), FrontendError> {
             tracing::warn!(volume = %spec.volume, index, %error, "nbd: an old device is taken away")
         }
     }
-    disconnect(index).map_err(|source| system(action(), source))
+    let number = sysfs::number(index).map_err(|source| system(action(), source))?;
+    disconnect(index).map_err(|source| system(action(), source))?;
+    // Whoever still has it open keeps it looking alive for a moment: its name must not be in the new one's way.
+    node::remove(&spec.device_dir, &spec.volume, number)
 }
 
 /// Disconnects device `index` and waits until it is gone.

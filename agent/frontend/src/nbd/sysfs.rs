@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use shorthorn_types::limits::SECTOR_BYTES;
 
+use crate::node::DeviceNumber;
 use crate::wait;
 
 const BLOCK: &str = "/sys/block";
@@ -34,6 +35,15 @@ fn backend_in(root: &Path, index: u32) -> Option<String> {
 /// Whether device `index` is connected, or not yet wholly disconnected.
 pub(super) fn is_connected(index: u32) -> bool {
     attribute(Path::new(BLOCK), index, "pid").exists()
+}
+
+/// The number of device `index`.
+///
+/// # Errors
+/// What the file system answers.
+pub(super) fn number(index: u32) -> io::Result<DeviceNumber> {
+    let text = fs::read_to_string(attribute(Path::new(BLOCK), index, "dev"))?;
+    text.trim().parse().map_err(io::Error::other)
 }
 
 /// Has udev look at device `index` again. The kernel may tell it of a new device before the attribute `backend`
