@@ -77,7 +77,11 @@ impl Systemd {
 
 impl Backend for Systemd {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
-        Box::pin(self.follow(id))
+        Box::pin(async move {
+            // Who asks before the first look must not hear that it is stopped for good: it may well run.
+            self.bus.table.set_process(id, Process::only(Phase::Starting));
+            self.follow(id).await
+        })
     }
 
     fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
