@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use crate::binary;
 
@@ -51,12 +51,15 @@ pub struct Ready {
     pub name: String,
     /// The block device, if there is one.
     pub device: Option<PathBuf>,
-    /// For NBD clients.
+    /// For NBD clients; empty where there is a device.
+    #[serde(deserialize_with = "text_or_nothing")]
     pub uri: String,
-    /// The NBD socket.
-    pub socket: PathBuf,
     /// All processes.
     pub pids: Pids,
+}
+
+fn text_or_nothing<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    Ok(Option::<String>::deserialize(deserializer)?.unwrap_or_default())
 }
 
 /// The processes of a local volume.
