@@ -307,8 +307,10 @@ impl EngineCore {
     /// back what one of the others still holds, and then the write has failed on all.
     fn give_back(&mut self, id: SlotId, out: &mut Outputs) {
         let members = self.membership.answering();
+        let in_view = self.membership.in_view();
         let slot = self.slot(id);
         let without_space = slot.no_space;
+        let leaving = without_space.without(without_space.without(in_view)).without(members);
         let holders = without_space.without(without_space.without(members));
         if members.without(without_space).is_empty() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
@@ -324,7 +326,9 @@ impl EngineCore {
         }
         match holders.iter().next() {
             Some(source) => self.send(id, Stage::ReadBack, Operation::Read, PeerMask::one(source), out),
-            // Those without space have left: everybody else has the data.
+            // Those without space are about to leave. Until they have, a member does not hold the data.
+            None if !leaving.is_empty() => self.slot(id).pending = leaving,
+            // They have left: everybody else has the data.
             None => self.complete(id, Ok(()), out),
         }
     }

@@ -250,6 +250,19 @@ fn a_write_is_good_when_those_without_space_have_left() {
 }
 
 #[test]
+fn a_write_waits_until_those_without_space_have_left() {
+    let mut bench = Bench::new(3);
+    bench.submit(0, WRITE, 0);
+    bench.reply(0, 0, Ok(()));
+    bench.reply(1, 0, Err(Errno::NO_SPACE));
+    bench.lose(1);
+    let out = bench.reply(2, 0, Ok(()));
+    assert_eq!(completed(&out, 0), None, "replica 1 is still in the view and does not hold the data");
+    bench.view_stored(0, 2);
+    assert_eq!(completed(&bench.view_stored(2, 2), 0), Some(Ok(())));
+}
+
+#[test]
 fn a_replica_that_does_not_take_the_old_data_back_leaves() {
     let (mut bench, _) = torn_write();
     bench.reply(1, 0, Ok(()));
