@@ -10,13 +10,22 @@ use anyhow::Context;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::unistd::getppid;
+use shorthorn_engine::Ended;
 
 use crate::cli::RoleArgs;
 use crate::pid_file::PidFile;
 
+/// How an engine ends that was ordered to stop for good: it must not be started again (RestartPreventExitStatus in
+/// shorthorn-engine@.service). One that ends otherwise has left its device to the next process.
+pub const STOPPED: i32 = 12;
+
 /// Runs the engine of one volume until it is told to stop.
 pub fn engine(args: &RoleArgs) -> anyhow::Result<()> {
-    run(args, c"shorthorn-eng", |spec| Ok(shorthorn_engine::run(spec)?))
+    match run(args, c"shorthorn-eng", |spec| Ok(shorthorn_engine::run(spec)?))? {
+        Ended::LeftToNext => Ok(()),
+        #[expect(clippy::exit, reason = "everything has ended, and a status is all that is left to tell")]
+        Ended::Stopped => std::process::exit(STOPPED),
+    }
 }
 
 /// Serves one replica directory until it is told to stop.
@@ -24,7 +33,7 @@ pub fn replica(args: &RoleArgs) -> anyhow::Result<()> {
     run(args, c"shorthorn-rep", |spec| Ok(shorthorn_replica::run(spec)?))
 }
 
-fn run(args: &RoleArgs, name: &CStr, role: impl FnOnce(&Path) -> anyhow::Result<()>) -> anyhow::Result<()> {
+fn run<T>(args: &RoleArgs, name: &CStr, role: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
     // Started from /proc/self/exe the process would be called "exe"; the name is only for people.
     let _ = prctl::set_name(name);
     let ended = start(args).and_then(|_held| role(&args.spec));

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
+use shorthorn_controller_core::reconcile::{REPLICA_REPLACE_AFTER, Settings};
 use shorthorn_controller_core::{NodeName, NodeNameError};
 use thiserror::Error;
 
@@ -35,7 +37,7 @@ pub enum Command {
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, log, and a table [nodes] of NAME = "URL". A flag wins over
+    /// TOML file with any of: store, listen, log, replica_replace_after_s, and a table [nodes] of NAME = "URL". A flag wins over
     /// the file; nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -49,6 +51,10 @@ pub struct ServeArgs {
     /// [default: unix:///run/shorthorn/controller.sock]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<Listen>,
+    /// Seconds that a replica may be away from an attached volume before a new one takes its place
+    /// [default: 600]
+    #[arg(long, value_name = "SECONDS")]
+    pub replica_replace_after_s: Option<u64>,
     /// What is logged to standard error: error, warn, info, debug or trace, also per module
     /// (shorthorn_controller=debug,info) [default: info]
     #[arg(long, value_name = "FILTER")]
@@ -102,6 +108,7 @@ struct File {
     store: Option<PathBuf>,
     listen: Option<Listen>,
     log: Option<String>,
+    replica_replace_after_s: Option<u64>,
     #[serde(default)]
     nodes: BTreeMap<NodeName, ServerUrl>,
 }
@@ -115,6 +122,8 @@ pub struct Config {
     pub listen: Listen,
     /// What is logged.
     pub log: String,
+    /// What is set for all volumes.
+    pub settings: Settings,
     /// The agents.
     pub nodes: BTreeMap<NodeName, ServerUrl>,
 }
@@ -138,6 +147,12 @@ impl Config {
             listen: match args.listen.or(file.listen) {
                 Some(listen) => listen,
                 None => DEFAULT_SERVER.parse()?,
+            },
+            settings: Settings {
+                replica_replace_after: args
+                    .replica_replace_after_s
+                    .or(file.replica_replace_after_s)
+                    .map_or(REPLICA_REPLACE_AFTER, Duration::from_secs),
             },
             log: args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()),
             nodes,
@@ -170,8 +185,18 @@ mod tests {
         let config = load(text, &["--store", "/b", "--node", "b=unix:///run/b.sock"]).unwrap();
         assert_eq!(config.store, Path::new("/b"));
         assert_eq!(config.log, "debug");
+        assert_eq!(config.settings, Settings::default());
         assert_eq!(config.listen.to_string(), DEFAULT_SERVER);
         assert_eq!(config.nodes.keys().map(NodeName::as_str).collect::<Vec<_>>(), ["a", "b"]);
+    }
+
+    #[test]
+    fn the_time_after_which_replicas_are_replaced_can_be_set() {
+        let after =
+            |text: &str, flags: &[&str]| load(text, flags).unwrap().settings.replica_replace_after.as_secs();
+        let text = "store = \"/a\"\nreplica_replace_after_s = 5\n";
+        assert_eq!(after(text, &[]), 5);
+        assert_eq!(after(text, &["--replica-replace-after-s", "7"]), 7);
     }
 
     #[test]

@@ -58,9 +58,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let queue = Arc::new(Queue::new());
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue))?;
     let (broken_sender, mut broken) = mpsc::channel(1);
-    let worker = Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender);
+    let worker = Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender, config.settings);
     let (stop, stopping) = watch::channel(false);
-    let api = Api::new(store, Arc::clone(&fleet), stopping.clone());
+    let api = Api::new(store, Arc::clone(&fleet), stopping.clone(), config.settings);
     let mut signals = Signals::new().map_err(ServeError::Signal)?;
     let mut server = tokio::spawn(listen(config.listen.clone(), api, stopping).await?);
 

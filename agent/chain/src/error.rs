@@ -57,6 +57,12 @@ pub enum ChainError {
          let the rebuild finish, or use another replica"
     )]
     Rebuilding,
+    /// The layers of another replica cannot be copied.
+    #[error("the layers to copy are no chain: {reason}; nothing was changed")]
+    CopyList {
+        /// What is wrong with them.
+        reason: String,
+    },
     /// A file ends in `.meta` but belongs to no image.
     #[error("{name} belongs to no layer; Longhorn would take it for one: move it out of the directory")]
     ForeignMeta {

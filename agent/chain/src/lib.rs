@@ -8,6 +8,7 @@
 //! - [`DirectoryFacts`] and [`recover`]: from what lies in a directory to the [`Layout`] it stands for,
 //!   with the [`Step`]s that finish or undo what a crash interrupted;
 //! - `Layout::plan_*`: every operation on the directory as a list of small steps;
+//! - [`CopyList`]: how a directory becomes a copy of another one;
 //! - [`BlockMap`]: which layer holds each 4 KiB block, in bounded memory, filled on demand from
 //!   extents that the caller supplies, and the plans for reads, writes, discards and zeroes.
 //!
@@ -16,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod block_map;
+mod copy;
 mod document;
 mod error;
 mod extents;
@@ -31,6 +33,7 @@ mod step;
 mod window;
 
 pub use block_map::{BlockMap, MapUsage};
+pub use copy::{CopyLayer, CopyList};
 pub use document::{DiskMeta, VolumeMeta};
 pub use error::ChainError;
 pub use extents::{ExtentSource, FileIndex};

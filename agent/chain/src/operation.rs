@@ -302,7 +302,7 @@ impl Layout {
     }
 }
 
-fn create_image(image: &ImageName, size_bytes: u64) -> Vec<Step> {
+pub(crate) fn create_image(image: &ImageName, size_bytes: u64) -> Vec<Step> {
     let name = image.to_string();
     vec![Step::CreateSparse { name: name.clone(), size_bytes }, Step::SyncFile { name }]
 }

@@ -9,8 +9,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_chain::{
-    ChainError, Checks, DirectoryEntry, DirectoryFacts, FoldPlan, ImageFacts, ImageName, Layout, MetaFacts,
-    NewSnapshot, SnapshotName, Step, classify, create_steps, recover,
+    ChainError, Checks, CopyLayer, CopyList, DirectoryEntry, DirectoryFacts, DiskMeta, FoldPlan, ImageFacts,
+    ImageName, Layout, MetaFacts, NewSnapshot, SnapshotName, Step, VolumeMeta, classify, create_steps,
+    recover,
 };
 
 const BLOCK: u64 = 4096;
@@ -373,4 +374,48 @@ fn fold() {
         FoldPlan::Fold { copy, finish, .. } => [copy, finish.steps].concat(),
         FoldPlan::Delete(_) => panic!("b has a child"),
     });
+}
+
+/// What was begun of a copy is not a replica before all of it is done; but whatever is left of it, doing it again
+/// from the start leads there, with the layer that was whole.
+#[test]
+fn copy() {
+    let prepared = prepare();
+    let whole =
+        prepared.facts().images.keys().find(|image| image.snapshot_name() == Some("a")).cloned().unwrap();
+    let layer = |image: &str, parent: &str| {
+        let meta = DiskMeta { name: image.to_owned(), parent: parent.to_owned(), ..DiskMeta::default() };
+        let image = ImageName::parse(image).unwrap();
+        CopyLayer { image, meta: meta.to_bytes(), size_bytes: BLOCKS * BLOCK }
+    };
+    let layers = vec![
+        layer(whole.as_str(), ""),
+        layer("volume-snap-new.img", whole.as_str()),
+        layer("volume-head-009.img", "volume-snap-new.img"),
+    ];
+    let list = CopyList::new(layers, BLOCKS * BLOCK).unwrap();
+    let steps = |disk: &Disk| {
+        let volume = VolumeMeta::parse(&disk.facts().volume_meta.unwrap()).unwrap();
+        let names: Vec<String> = disk.names.keys().cloned().collect();
+        list.steps(&volume, &names, &[true, false, false])
+    };
+    let check = |disk: &Disk, when: &str| {
+        let checks = Checks { accept_rebuilding: true, ..Checks::default() };
+        let found = recover(disk.facts(), &checks).unwrap_or_else(|error| panic!("{error} {when}"));
+        let chain: Vec<&str> = found.layout.chain().iter().map(ImageName::as_str).collect();
+        assert_eq!(chain, ["volume-head-009.img", "volume-snap-new.img", whole.as_str()], "{when}");
+        assert_eq!(disk.read(found.layout.chain()), [1, 1, 0, 0], "{when}");
+        assert_eq!(found.layout.disks().len(), 3, "{when}");
+        assert!(found.layout.volume().rebuilding, "{when}");
+    };
+    let mut disk = prepared;
+    for (number, step) in steps(&disk).iter().enumerate() {
+        disk.execute(step);
+        for_each_loss(&disk, |lost, how| {
+            let mut again = lost.clone();
+            perform(&mut again, &steps(lost));
+            check(&again, &format!("again after step {number} ({step:?}), {how}"));
+        });
+    }
+    for_each_loss(&disk, check);
 }

@@ -50,8 +50,8 @@ impl Client {
         Ok(Client { path: path.to_owned(), stream })
     }
 
-    fn send(&self, command: Command) -> Result<(), ControlError> {
-        let mut line = serde_json::to_vec(&command).map_err(|source| self.answer(source))?;
+    fn send(&self, command: &Command) -> Result<(), ControlError> {
+        let mut line = serde_json::to_vec(command).map_err(|source| self.answer(source))?;
         line.push(b'\n');
         (&self.stream).write_all(&line).map_err(|source| self.io(source))
     }
@@ -77,7 +77,7 @@ impl Client {
     /// # Errors
     /// [`ControlError`].
     pub fn status(&self) -> Result<Status, ControlError> {
-        self.send(Command::Status)?;
+        self.send(&Command::Status)?;
         let status = self.read(&mut BufReader::new(&self.stream))?;
         status.ok_or_else(|| self.io(io::ErrorKind::UnexpectedEof.into()))
     }
@@ -87,11 +87,19 @@ impl Client {
     /// # Errors
     /// [`ControlError`].
     pub fn watch(self) -> Result<impl Iterator<Item = Result<Status, ControlError>>, ControlError> {
-        self.send(Command::Watch)?;
+        self.send(&Command::Watch)?;
         self.stream.set_read_timeout(None).map_err(|source| self.io(source))?;
         let stream = self.stream.try_clone().map_err(|source| self.io(source))?;
         let mut lines = BufReader::new(stream);
         Ok(std::iter::from_fn(move || self.read(&mut lines).transpose()))
+    }
+
+    /// Asks the process to do something; what becomes of that shows in its status.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn order(&self, command: &Command) -> Result<(), ControlError> {
+        self.send(command)
     }
 
     /// Asks the process to end.
@@ -99,6 +107,6 @@ impl Client {
     /// # Errors
     /// [`ControlError`].
     pub fn stop(&self) -> Result<(), ControlError> {
-        self.send(Command::Stop)
+        self.send(&Command::Stop)
     }
 }

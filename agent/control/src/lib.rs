@@ -2,7 +2,8 @@
 //! a control socket of the process that carries lines of JSON.
 //!
 //! A client sends one [`Command`] per line. `status` is answered by one [`Status`] line, `watch` by one at
-//! once and one after every change until the client goes, `stop` by none: the process ends as on SIGTERM.
+//! once and one after every change until the client goes. The others have no answer: what becomes of them shows
+//! in the status.
 #![forbid(unsafe_code)]
 
 mod client;
@@ -13,5 +14,10 @@ mod status;
 pub use client::{Client, ControlError};
 pub use server::{Publisher, Server};
 pub use shorthorn_types::Secret;
-pub use spec::{EngineSpec, FrontendChoice, ReplicaEndpoint, ReplicaSpec, SpecError, load_spec, store_spec};
-pub use status::{Command, EnginePhase, EngineStatus, MemberMode, MemberStatus, ReplicaStatus, Status};
+pub use spec::{
+    EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SpecError, load_spec, store_spec,
+};
+pub use status::{
+    Command, CopyStatus, EnginePhase, EngineStatus, GrantWanted, MemberMode, MemberStatus, ReplicaStatus,
+    ScrubOrder, ScrubStatus, Status,
+};

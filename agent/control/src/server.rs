@@ -12,9 +12,12 @@ use crate::status::{Command, Status};
 /// The most clients at once; more are turned away.
 const CLIENTS_MAX: usize = 16;
 /// The longest line that a client may send.
-const LINE_MAX_BYTES: u64 = 4096;
+const LINE_MAX_BYTES: u64 = 32 << 10;
 /// A client that does not take its status for so long is cut off.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Takes what clients ask the process to do.
+type Order = dyn Fn(Command) + Send + Sync;
 
 /// Where the process puts its newest status; cheap to clone.
 #[derive(Clone, Debug)]
@@ -61,14 +64,14 @@ pub struct Server {
 
 impl Server {
     /// Binds the socket at `path` (mode 0600; what an earlier process left there is removed) and serves it
-    /// on threads of its own. `stop` is called when a client asks the process to end.
+    /// on threads of its own. `order` is called with what clients ask the process to do.
     ///
     /// # Errors
     /// What bind answers, for instance for a path of more than 107 bytes.
     pub fn start(
         path: &Path,
         first: Status,
-        stop: impl Fn() + Send + Sync + 'static,
+        order: impl Fn(Command) + Send + Sync + 'static,
     ) -> io::Result<(Server, Publisher)> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -80,11 +83,11 @@ impl Server {
             Shared { newest: Mutex::new((0, first)), changed: Condvar::new(), clients: AtomicUsize::new(0) };
         let publisher = Publisher(Arc::new(shared));
         let served = publisher.clone();
-        let stop: Arc<dyn Fn() + Send + Sync> = Arc::new(stop);
+        let order: Arc<Order> = Arc::new(order);
         thread::Builder::new()
             .name("control".into())
             .stack_size(128 << 10)
-            .spawn(move || accept(&listener, &served, &stop))?;
+            .spawn(move || accept(&listener, &served, &order))?;
         Ok((Server { path: path.to_owned() }, publisher))
     }
 }
@@ -96,7 +99,7 @@ impl Drop for Server {
     }
 }
 
-fn accept(listener: &UnixListener, publisher: &Publisher, stop: &Arc<dyn Fn() + Send + Sync>) {
+fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<Order>) {
     for client in listener.incoming() {
         let client = match client {
             Ok(client) => client,
@@ -110,12 +113,12 @@ fn accept(listener: &UnixListener, publisher: &Publisher, stop: &Arc<dyn Fn() + 
             publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let (publisher, stop) = (publisher.clone(), Arc::clone(stop));
+        let (publisher, order) = (publisher.clone(), Arc::clone(order));
         let shared = Arc::clone(&publisher.0);
         let spawned =
             thread::Builder::new().name("control-client".into()).stack_size(128 << 10).spawn(move || {
                 // A client that goes away ends its thread with an error that concerns nobody.
-                let _ = serve(client, &publisher, stop.as_ref());
+                let _ = serve(client, &publisher, order.as_ref());
                 publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
             });
         if let Err(error) = spawned {
@@ -125,7 +128,7 @@ fn accept(listener: &UnixListener, publisher: &Publisher, stop: &Arc<dyn Fn() + 
     }
 }
 
-fn serve(client: UnixStream, publisher: &Publisher, stop: &(dyn Fn() + Send + Sync)) -> io::Result<()> {
+fn serve(client: UnixStream, publisher: &Publisher, order: &Order) -> io::Result<()> {
     client.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut lines = BufReader::new(client.try_clone()?);
     let mut line = String::new();
@@ -133,7 +136,7 @@ fn serve(client: UnixStream, publisher: &Publisher, stop: &(dyn Fn() + Send + Sy
         match serde_json::from_str(&line)? {
             Command::Status => send(&client, &publisher.status())?,
             Command::Watch => return watch(&client, publisher),
-            Command::Stop => stop(),
+            other => order(other),
         }
         line.clear();
     }
@@ -203,7 +206,7 @@ mod tests {
     fn tells_its_status_and_every_change() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
-        let (server, publisher) = Server::start(&path, status(), || ()).unwrap();
+        let (server, publisher) = Server::start(&path, status(), |_| ()).unwrap();
         let client = Client::connect(&path).unwrap();
         assert_eq!(client.status().unwrap(), status());
         let mut changes = Client::connect(&path).unwrap().watch().unwrap();
@@ -219,20 +222,23 @@ mod tests {
     }
 
     #[test]
-    fn passes_stop_on() {
+    fn passes_orders_on() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
         let (told, stopped) = mpsc::channel();
-        let (_server, _) = Server::start(&path, status(), move || told.send(()).unwrap()).unwrap();
-        Client::connect(&path).unwrap().stop().unwrap();
-        stopped.recv_timeout(Duration::from_secs(10)).unwrap();
+        let (_server, _) = Server::start(&path, status(), move |order| told.send(order).unwrap()).unwrap();
+        let client = Client::connect(&path).unwrap();
+        client.order(&Command::Handover).unwrap();
+        client.order(&Command::Stop).unwrap();
+        let next = || stopped.recv_timeout(Duration::from_secs(10)).unwrap();
+        assert_eq!([next(), next()], [Command::Handover, Command::Stop]);
     }
 
     #[test]
     fn nonsense_ends_the_connection_only() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
-        let (_server, _) = Server::start(&path, status(), || ()).unwrap();
+        let (_server, _) = Server::start(&path, status(), |_| ()).unwrap();
         let mut raw = UnixStream::connect(&path).unwrap();
         raw.write_all(b"nonsense\n").unwrap();
         assert_eq!(raw.read(&mut [0; 10]).unwrap(), 0);

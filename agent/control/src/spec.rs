@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use shorthorn_types::{Members, ReplicaId, Secret, VolumeName};
+use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
 /// What a replica process is started with.
@@ -65,6 +65,28 @@ pub struct EngineSpec {
     pub depth: u16,
     /// A replica that does not answer a request for so long has failed.
     pub replica_timeout_ms: u32,
+    /// The view that the arbiter granted last, as far as the controller knew when it attached the volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub granted: Option<View>,
+    /// How much copying may take of the volume's speed.
+    #[serde(default)]
+    pub rebuild: RebuildLimits,
+}
+
+/// How much copying may take of a volume's speed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RebuildLimits {
+    /// The most that is copied; 0: no limit.
+    pub bytes_per_s: u64,
+    /// The most that copying may take of the bytes that move while the volume is busy, 1 to 100.
+    pub share_percent: u8,
+}
+
+impl Default for RebuildLimits {
+    fn default() -> RebuildLimits {
+        RebuildLimits { bytes_per_s: 0, share_percent: 30 }
+    }
 }
 
 /// Where one replica of the volume is.
@@ -166,6 +188,8 @@ mod tests {
             queues: 1,
             depth: 128,
             replica_timeout_ms: 5000,
+            granted: None,
+            rebuild: RebuildLimits::default(),
         }
     }
 

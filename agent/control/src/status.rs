@@ -1,23 +1,111 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName};
+
+use crate::spec::{RebuildLimits, ReplicaEndpoint};
 
 /// What a client of a control socket asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Command {
     /// One status.
     Status,
     /// One status now and one after every change.
     Watch,
-    /// End as on SIGTERM.
+    /// End, and take the device away.
     Stop,
+    /// End and leave the device to the next process, which serves on. Requests in flight are finished first.
+    Handover,
+    /// The arbiter has granted a view.
+    Grant {
+        /// Which one.
+        view: View,
+    },
+    /// The replicas of the volume are these now. One that is new is brought up; one that is gone is given up,
+    /// unless it is in the view.
+    Replicas {
+        /// All of them.
+        replicas: Vec<ReplicaEndpoint>,
+    },
+    /// Compare all members, or stop that.
+    Scrub {
+        /// How; none: stop.
+        scrub: Option<ScrubOrder>,
+    },
+    /// Other limits for copying from now on.
+    Limits {
+        /// The limits.
+        limits: RebuildLimits,
+    },
+}
+
+/// How a scrub goes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScrubOrder {
+    /// The most that is compared; 0: no limit.
+    pub bytes_per_s: u64,
+    /// Whether what differs is made equal to the majority.
+    pub repair: bool,
+}
+
+/// A view that the engine cannot bring through without the arbiter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrantWanted {
+    /// The view.
+    pub view: View,
+    /// What it honours.
+    pub honoured: ReplicaReport,
+    /// Who has stored it: all its members, and perhaps others of the views that it honours.
+    pub stored: Members,
+}
+
+/// How far copying is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyStatus {
+    /// What there was to copy when it began, in bytes of regions.
+    pub total_bytes: u64,
+    /// What is left of that.
+    pub left_bytes: u64,
+    /// How fast it goes.
+    pub bytes_per_s: u64,
+}
+
+impl CopyStatus {
+    /// How much is done, 0 to 100.
+    #[must_use]
+    pub fn percent(&self) -> u64 {
+        let done = self.total_bytes.saturating_sub(self.left_bytes);
+        done.saturating_mul(100).checked_div(self.total_bytes).unwrap_or(100)
+    }
+
+    /// How long it will take at this speed; none where it stands still.
+    #[must_use]
+    pub fn left_s(&self) -> Option<u64> {
+        self.left_bytes.checked_div(self.bytes_per_s)
+    }
+}
+
+/// What the last or current scrub has found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScrubStatus {
+    /// Whether it is under way.
+    pub running: bool,
+    /// Where it is.
+    pub at_bytes: u64,
+    /// Places where members differed.
+    pub found: u64,
+    /// Those of them that were repaired.
+    pub repaired: u64,
+    /// The last of them, for people.
+    pub last: String,
 }
 
 /// What a process tells of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
+#[allow(clippy::large_enum_variant)] // a process has one of it
 pub enum Status {
     /// It is an engine.
     Engine(EngineStatus),
@@ -64,6 +152,15 @@ pub struct EngineStatus {
     pub endpoint: Option<PathBuf>,
     /// Size of the volume.
     pub size_bytes: u64,
+    /// The view that waits for the arbiter's grant: requests wait, or the start does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grant_wanted: Option<GrantWanted>,
+    /// Regions that are made equal after an unclean stop, while there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub equalising: Option<CopyStatus>,
+    /// The last or current scrub, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scrub: Option<ScrubStatus>,
 }
 
 /// How a replica stands with the engine.
@@ -74,6 +171,8 @@ pub enum MemberMode {
     Connecting,
     /// It is in the view.
     Member,
+    /// It is being brought up.
+    Rebuilding,
     /// It is not: it has failed, or was never reached.
     Failed,
 }
@@ -89,6 +188,12 @@ pub struct MemberStatus {
     pub mode: MemberMode,
     /// Why it is not a member; empty where it is.
     pub message: String,
+    /// Since when it is not a member, in milliseconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub away_since_ms: Option<u64>,
+    /// How far it is, while it is being brought up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy: Option<CopyStatus>,
 }
 
 /// State of one replica process.

@@ -1,184 +1,131 @@
-use shorthorn_types::{ByteRange, Errno, ReplicaReport, View, ViewId};
+use shorthorn_types::{RegionSet, Regions};
 
-use crate::membership::{Membership, PeerConfig, PeerIndex, PeerMask, PeerState, Step};
+use crate::absent::Absent;
+use crate::bucket::Bucket;
+use crate::clearing::Clearing;
+use crate::event::{CopyProgress, CoreConfig, Event, Output, Outputs};
+use crate::intent::Intent;
+use crate::job::{Job, Jobs};
+use crate::join::Joins;
+use crate::membership::{Membership, PeerIndex, PeerMask, PeerState, Step};
 use crate::ranges::RangeTable;
-use crate::request::{Operation, Request};
-use crate::slot::{Phase, Slot, SlotId, Stage};
+use crate::scrub::Scrub;
+use crate::slot::{Phase, SlotId, Slots};
 
 /// A connection that is silent for so long gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
 
-/// What an engine core is made with.
-#[derive(Clone, Debug)]
-pub struct CoreConfig {
-    /// How many queues.
-    pub queues: u16,
-    /// How many slots each has.
-    pub depth: u16,
-    /// Every replica that the engine was given, at most [`shorthorn_types::limits::MAX_MEMBERS`].
-    pub peers: Vec<PeerConfig>,
-    /// The engine's first view, through already.
-    pub view: View,
-    /// A replica that does not answer a request for so long has failed. Shorter than the time-out of every frontend.
-    pub replica_timeout_ms: u64,
-}
-
-/// What has happened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A frontend submits a request.
-    Submit {
-        /// On which queue.
-        queue: u16,
-        /// The request.
-        request: Request,
-    },
-    /// A replica has answered what it was sent; the data of a read is in the slot's buffer.
-    Reply {
-        /// Which replica.
-        peer: PeerIndex,
-        /// Whose request.
-        slot: SlotId,
-        /// How it went.
-        outcome: Result<(), Errno>,
-    },
-    /// A replica has answered a PING.
-    Pong {
-        /// Which replica.
-        peer: PeerIndex,
-    },
-    /// A replica has answered a proposal.
-    ViewStored {
-        /// Which replica.
-        peer: PeerIndex,
-        /// The view that it has stored.
-        view: ViewId,
-    },
-    /// A connection to a replica is lost, or what came over it cannot be trusted.
-    Lost {
-        /// Which replica.
-        peer: PeerIndex,
-        /// Why.
-        reason: String,
-    },
-    /// After [`Output::Drop`]: nothing is read into or sent from the buffers of `queue` for this replica any more.
-    Closed {
-        /// Which replica.
-        peer: PeerIndex,
-        /// Which queue.
-        queue: u16,
-    },
-    /// Time passes; at least four times a second while requests are in flight.
-    Tick {
-        /// Milliseconds since any fixed point; never less than before.
-        now_ms: u64,
-    },
-}
-
-/// What is to be done.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// Send the request to a replica.
-    Send {
-        /// Which replica.
-        peer: PeerIndex,
-        /// The slot has the data of a write, or takes that of a read.
-        slot: SlotId,
-        /// What to send.
-        operation: Operation,
-        /// About which bytes.
-        range: ByteRange,
-    },
-    /// Tell the frontend that its request is done. The slot is free.
-    Complete {
-        /// Whose request.
-        slot: SlotId,
-        /// How it went.
-        outcome: Result<(), Errno>,
-    },
-    /// Send a PING on every connection.
-    Ping {
-        /// To which replica.
-        peer: PeerIndex,
-    },
-    /// Send a proposed view.
-    Propose {
-        /// To which replica.
-        peer: PeerIndex,
-        /// The view.
-        view: View,
-        /// What it honours.
-        honoured: ReplicaReport,
-    },
-    /// Tell a replica that the view is through.
-    Commit {
-        /// Which replica.
-        peer: PeerIndex,
-        /// The view.
-        view: View,
-    },
-    /// Close every connection to a replica that has failed; [`Event::Closed`] follows for each queue.
-    Drop {
-        /// Which replica.
-        peer: PeerIndex,
-        /// Why, for people.
-        reason: String,
-    },
-    /// The view has changed.
-    ViewChanged {
-        /// To this.
-        view: View,
-    },
-    /// No quorum is left: nothing is acknowledged or read any more. The engine has to start again.
-    Frozen {
-        /// Why, for people.
-        reason: String,
-    },
-}
-
-/// Where the core puts its outputs. Keeps its memory from call to call.
-pub type Outputs = Vec<Output>;
-
 /// One volume, attached. See the crate's description.
+///
+/// This file takes events in and handles losses, views and time. What the others add to it: `serve` requests
+/// of the frontend, `copy` and `equalise` what is copied, `clearing` write intent, `join` replicas that are
+/// brought up, `scrub` the comparison of the members.
 #[derive(Debug)]
 pub struct EngineCore {
-    depth: u16,
-    slots: Vec<Slot>,
-    membership: Membership,
-    ranges: RangeTable,
-    held: Vec<SlotId>,
+    pub(crate) regions: Regions,
+    pub(crate) slots: Slots,
+    pub(crate) membership: Membership,
+    pub(crate) ranges: RangeTable,
+    /// Requests and copies whose turn has come, but that cannot be sent now.
+    pub(crate) held: Vec<SlotId>,
+    /// Empty, for its memory.
+    held_spare: Vec<SlotId>,
     ready: Vec<SlotId>,
+    /// Something has happened that lets what is held go on.
+    pub(crate) wake_held: bool,
+    /// There may be something to do beside requests.
+    pub(crate) wake: bool,
     /// Per queue: replicas whose connection is closed.
-    closed: Vec<PeerMask>,
+    pub(crate) closed: Vec<PeerMask>,
     /// Per replica: when the oldest PING without an answer was sent.
-    pings: Vec<Option<u64>>,
+    pub(crate) pings: Vec<Option<u64>>,
     last_ping_ms: u64,
-    unfinished: usize,
-    frozen: bool,
+    /// When the change of the view that is under way was proposed.
+    proposed_at_ms: u64,
+    pub(crate) unfinished: usize,
+    pub(crate) frozen: bool,
     replica_timeout_ms: u64,
-    now_ms: u64,
+    pub(crate) now_ms: u64,
+
+    pub(crate) jobs: Jobs,
+    pub(crate) bucket: Bucket,
+    pub(crate) copied_bytes: u64,
+    /// Where the members may differ: what nobody may read or change before it was copied.
+    pub(crate) equalise: RegionSet,
+    pub(crate) equalise_cursor: u32,
+    pub(crate) is_equalising: bool,
+    /// Whom to make the others equal to, while it is a member.
+    pub(crate) source: Option<PeerIndex>,
+    pub(crate) intent: Intent,
+    pub(crate) clearing: Clearing,
+    /// Per replica, where it is not in the view and what it misses is counted.
+    pub(crate) absent: Vec<Option<Absent>>,
+    /// Which of them there are.
+    pub(crate) counted: PeerMask,
+    pub(crate) joins: Joins,
+    pub(crate) scrub: Option<Scrub>,
+    next_mark: u32,
 }
 
 impl EngineCore {
-    /// A core that serves `config.view`. Allocates all that it will ever need, view changes aside.
+    /// A core that serves `config.view`. Allocates all that requests will ever need.
     #[must_use]
     pub fn new(config: &CoreConfig) -> EngineCore {
-        let requests = usize::from(config.queues) * usize::from(config.depth);
-        EngineCore {
-            depth: config.depth,
-            slots: vec![Slot::FREE; requests],
+        assert!(config.copy_slots > 0 || config.dirty.is_empty(), "nothing to make the members equal with");
+        let regions = Regions::of(config.size_bytes);
+        let slots = Slots::new(config.queues, config.depth, config.copy_slots);
+        let every = usize::from(config.queues) * usize::from(config.depth) + usize::from(config.copy_slots);
+        let mut core = EngineCore {
+            regions,
             membership: Membership::new(&config.peers, config.view),
-            ranges: RangeTable::new(requests),
-            held: Vec::with_capacity(requests),
-            ready: Vec::with_capacity(requests),
+            ranges: RangeTable::new(every),
+            held: Vec::with_capacity(every),
+            held_spare: Vec::with_capacity(every),
+            ready: Vec::with_capacity(every),
+            wake_held: false,
+            wake: true,
             closed: vec![PeerMask::NONE; usize::from(config.queues)],
             pings: vec![None; config.peers.len()],
             last_ping_ms: 0,
+            proposed_at_ms: 0,
             unfinished: 0,
             frozen: false,
             replica_timeout_ms: config.replica_timeout_ms,
             now_ms: 0,
+            jobs: Jobs::new(slots.copies()),
+            slots,
+            bucket: Bucket::new(config.copy_limits),
+            copied_bytes: 0,
+            equalise: RegionSet::empty(regions.count()),
+            equalise_cursor: 0,
+            is_equalising: false,
+            source: config.source,
+            intent: Intent::new(regions.count()),
+            clearing: Clearing::new(config.intent_interval_ms),
+            absent: config.peers.iter().map(|_| None).collect(),
+            counted: PeerMask::NONE,
+            joins: Joins::default(),
+            scrub: None,
+            next_mark: 0,
+        };
+        core.begin(config);
+        core
+    }
+
+    /// Takes over what the members know of an earlier engine's end.
+    fn begin(&mut self, config: &CoreConfig) {
+        self.equalise.insert_all(&config.dirty);
+        self.is_equalising = !self.equalise.is_empty();
+        for peer in (0..).take(config.peers.len()) {
+            if self.membership.state(peer) != PeerState::Member {
+                self.count(peer);
+                let known = config.missed.get(usize::from(peer));
+                if let (Some(absent), Some(missed)) = (&mut self.absent[usize::from(peer)], known) {
+                    absent.missed.insert_all(missed);
+                }
+            }
         }
+        self.settle_alone();
     }
 
     /// Which replicas are members.
@@ -187,7 +134,33 @@ impl EngineCore {
         &self.membership
     }
 
-    /// How many requests are unfinished.
+    /// What is being copied or compared.
+    #[must_use]
+    pub fn copy_progress(&self) -> CopyProgress {
+        let mut dirty = self.equalise.clone();
+        self.intent.add_dirty_to(&mut dirty);
+        let left = |peer| {
+            let absent = self.absent.get(usize::from(peer))?.as_ref()?;
+            Some((peer, self.bytes_of(&absent.missed)))
+        };
+        CopyProgress {
+            equalise_left_bytes: self.bytes_of(&self.equalise),
+            joins: self.membership.joining().iter().filter_map(left).collect(),
+            copied_bytes: self.copied_bytes,
+            scrub_at_bytes: self.scrub.as_ref().map(Scrub::at_bytes),
+            dirty_bytes: self.bytes_of(&dirty),
+        }
+    }
+
+    fn bytes_of(&self, set: &RegionSet) -> u64 {
+        let whole = u64::from(set.len()) * self.regions.region_bytes();
+        let Some(last) = self.regions.count().checked_sub(1) else { return 0 };
+        let is_short =
+            if set.contains(last) { self.regions.range(last).length() } else { self.regions.region_bytes() };
+        whole + is_short - self.regions.region_bytes()
+    }
+
+    /// How many requests of the frontend are unfinished.
     #[must_use]
     pub fn unfinished(&self) -> usize {
         self.unfinished
@@ -198,6 +171,9 @@ impl EngineCore {
         match event {
             Event::Submit { queue, request } => self.submit(queue, request, out),
             Event::Reply { peer, slot, outcome } => self.reply(peer, slot, outcome, out),
+            Event::CopyRead { peer, slot, zeroes } => self.copy_read(peer, slot, zeroes, out),
+            Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
+            Event::Marked { peer, mark } => self.marked(peer, mark),
             Event::Pong { peer } => {
                 if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
                     *ping = None;
@@ -207,6 +183,13 @@ impl EngineCore {
                 let step = self.membership.stored(peer, view);
                 self.follow(step, out);
             }
+            Event::Granted { view } => {
+                let step = self.membership.granted(view);
+                self.follow(step, out);
+            }
+            Event::Track { peer, config } => self.track(peer, config),
+            Event::Join { peer, missing } => self.join(peer, &missing, out),
+            Event::Forget { peer } => self.forget(peer, out),
             Event::Lost { peer, reason } => self.lose(peer, reason, out),
             Event::Closed { peer, queue } => {
                 if let Some(closed) = self.closed.get_mut(usize::from(queue)) {
@@ -214,134 +197,61 @@ impl EngineCore {
                 }
                 self.release(out);
             }
+            Event::Scrub(config) => self.set_scrub(config),
+            Event::SetCopyLimits(limits) => self.bucket.set_limits(limits),
             Event::Tick { now_ms } => self.tick(now_ms, out),
         }
+        while std::mem::take(&mut self.wake) {
+            self.work(out);
+        }
     }
 
-    fn slot(&mut self, id: SlotId) -> &mut Slot {
-        &mut self.slots[usize::from(id.queue) * usize::from(self.depth) + usize::from(id.slot)]
+    /// Lets go on what can, beside requests that nothing holds up.
+    fn work(&mut self, out: &mut Outputs) {
+        if std::mem::take(&mut self.wake_held) {
+            self.issue_held(out);
+        }
+        if self.is_paused() {
+            return;
+        }
+        self.tell_equalised(out);
+        self.clear_next(out);
+        self.finish_join(out);
+        if !self.is_paused() {
+            self.start_jobs(out);
+        }
     }
 
-    fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
-        let id = SlotId { queue, slot: request.slot };
-        let slot = self.slot(id);
-        assert!(slot.phase == Phase::Free, "slot {id:?} is submitted twice");
-        *slot = Slot::of(request);
-        let Slot { operation, range, .. } = *slot;
-        self.unfinished += 1;
-        if operation == Operation::Flush || self.ranges.enter(id, range, operation.modifies()) {
+    /// Whether nothing new may be sent: it is not settled who the members are.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.frozen || self.membership.is_changing()
+    }
+
+    /// Sends what has its turn in the range table, or holds it.
+    pub(crate) fn issue(&mut self, id: SlotId, out: &mut Outputs) {
+        if self.slots.copy_index(id).is_some() {
+            self.advance(id, out);
+        } else {
+            self.issue_request(id, out);
+        }
+    }
+
+    pub(crate) fn hold(&mut self, id: SlotId) {
+        self.slots.at_mut(id).phase = Phase::Held;
+        self.held.push(id);
+    }
+
+    fn issue_held(&mut self, out: &mut Outputs) {
+        let spare = std::mem::take(&mut self.held_spare);
+        let mut held = std::mem::replace(&mut self.held, spare);
+        for id in held.drain(..) {
             self.issue(id, out);
         }
+        self.held_spare = held;
     }
 
-    /// Sends a request whose turn has come, or holds it while nothing may be sent.
-    fn issue(&mut self, id: SlotId, out: &mut Outputs) {
-        if self.frozen || self.membership.is_changing() {
-            self.slot(id).phase = Phase::Held;
-            self.held.push(id);
-            return;
-        }
-        let operation = self.slot(id).operation;
-        let to = match operation {
-            Operation::Read => self.membership.reader().map_or(PeerMask::NONE, PeerMask::one),
-            _ => self.membership.answering(),
-        };
-        self.send(id, Stage::Request, operation, to, out);
-    }
-
-    fn send(&mut self, id: SlotId, stage: Stage, operation: Operation, to: PeerMask, out: &mut Outputs) {
-        let now_ms = self.now_ms;
-        let slot = self.slot(id);
-        (slot.phase, slot.stage, slot.pending, slot.sent_at_ms) = (Phase::Active, stage, to, now_ms);
-        let range = slot.range;
-        out.extend(to.iter().map(|peer| Output::Send { peer, slot: id, operation, range }));
-    }
-
-    fn reply(&mut self, peer: PeerIndex, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
-        if self.membership.state(peer) != PeerState::Member {
-            return; // what a replica says that is on its way out counts for nothing
-        }
-        let alone = self.membership.answering().is_one();
-        let exists = id.slot < self.depth && usize::from(id.queue) < self.closed.len();
-        if !exists || self.slot(id).phase != Phase::Active || !self.slot(id).pending.has(peer) {
-            return self.lose(peer, format!("it answered what it was not asked: {id:?}"), out);
-        }
-        let slot = self.slot(id);
-        match outcome {
-            Ok(()) => {}
-            Err(Errno::NO_SPACE) if slot.operation.modifies() && slot.stage == Stage::Request => {
-                slot.no_space = slot.no_space.with(PeerMask::one(peer));
-            }
-            Err(errno) if alone => slot.error = Some(errno),
-            Err(errno) => {
-                // Its answer stays pending: the request goes on when the replica has left.
-                let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
-                return self.lose(peer, what, out);
-            }
-        }
-        slot.pending = slot.pending.without(PeerMask::one(peer));
-        if slot.pending.is_empty() {
-            self.finish(id, out);
-        }
-    }
-
-    /// Everybody has answered.
-    fn finish(&mut self, id: SlotId, out: &mut Outputs) {
-        let members = self.membership.answering();
-        let slot = self.slot(id);
-        let without_space = slot.no_space;
-        match (slot.stage, slot.error) {
-            (_, Some(errno)) => self.complete(id, Err(errno), out),
-            (Stage::Request, None) if without_space.is_empty() => self.complete(id, Ok(()), out),
-            (Stage::ReadBack, None) => {
-                let had_space = members.without(without_space);
-                self.send(id, Stage::WriteBack, Operation::Write { fua: false }, had_space, out);
-            }
-            (Stage::WriteBack, None) => self.complete(id, Err(Errno::NO_SPACE), out),
-            (Stage::Request, None) => self.give_back(id, out),
-        }
-    }
-
-    /// Some members had no space for the write. A full disk is the writer's error and not the end of a
-    /// replica; but the members that had the space must not keep what the others do not have: they get
-    /// back what one of the others still holds, and then the write has failed on all.
-    fn give_back(&mut self, id: SlotId, out: &mut Outputs) {
-        let members = self.membership.answering();
-        let in_view = self.membership.in_view();
-        let slot = self.slot(id);
-        let without_space = slot.no_space;
-        let leaving = without_space.without(without_space.without(in_view)).without(members);
-        let holders = without_space.without(without_space.without(members));
-        if members.without(without_space).is_empty() {
-            return self.complete(id, Err(Errno::NO_SPACE), out);
-        }
-        if !matches!(slot.operation, Operation::Write { .. }) {
-            // There is no buffer to carry the old data: those without space leave.
-            slot.pending = without_space;
-            slot.no_space = PeerMask::NONE;
-            for peer in without_space.iter() {
-                self.lose(peer, "it has no space left for zeroes, others have".to_owned(), out);
-            }
-            return;
-        }
-        match holders.iter().next() {
-            Some(source) => self.send(id, Stage::ReadBack, Operation::Read, PeerMask::one(source), out),
-            // Those without space are about to leave. Until they have, a member does not hold the data.
-            None if !leaving.is_empty() => self.slot(id).pending = leaving,
-            // They have left: everybody else has the data.
-            None => self.complete(id, Ok(()), out),
-        }
-    }
-
-    fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
-        let slot = self.slot(id);
-        slot.phase = Phase::Free;
-        let is_ranged = slot.operation != Operation::Flush;
-        self.unfinished -= 1;
-        out.push(Output::Complete { slot: id, outcome });
-        if !is_ranged {
-            return;
-        }
+    /// A request or copy is done: those that waited for its range go on.
+    pub(crate) fn leave_range(&mut self, id: SlotId, out: &mut Outputs) {
         let mut ready = std::mem::take(&mut self.ready);
         self.ranges.leave(id, &mut ready);
         for id in ready.drain(..) {
@@ -350,37 +260,70 @@ impl EngineCore {
         self.ready = ready;
     }
 
-    fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
-        if self.membership.state(peer) != PeerState::Member {
+    /// Whether `peer` was asked for something in slot `id`; it is lost where it was not. What a replica says
+    /// that is on its way out counts for nothing.
+    pub(crate) fn expects(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
+        if self.membership.state(peer) == PeerState::Failed {
+            return false;
+        }
+        let is_asked = self.slots.has(id) && {
+            let slot = self.slots.at(id);
+            slot.phase == Phase::Active && slot.pending.has(peer)
+        };
+        if !is_asked {
+            self.lose(peer, format!("it answered what it was not asked: {id:?}"), out);
+        }
+        is_asked
+    }
+
+    /// Takes `peer` out of those that have to answer; true where it was the last.
+    pub(crate) fn answered_by(&mut self, peer: PeerIndex, id: SlotId) -> bool {
+        let slot = self.slots.at_mut(id);
+        slot.pending = slot.pending.without(PeerMask::one(peer));
+        slot.pending.is_empty()
+    }
+
+    /// A member or a replica that is brought up has failed.
+    pub(crate) fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+        if self.membership.state(peer) == PeerState::Failed {
             return;
         }
         if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
             *ping = None;
         }
         let step = self.membership.lose(peer);
+        self.count(peer);
+        self.jobs.forget(PeerMask::one(peer));
+        self.forget_marks_of(peer);
+        self.wake = true;
         out.push(Output::Drop { peer, reason });
         self.follow(step, out);
     }
 
-    fn follow(&mut self, step: Step, out: &mut Outputs) {
+    pub(crate) fn follow(&mut self, step: Step, out: &mut Outputs) {
         match step {
             Step::Wait => {}
             Step::Propose(view, honoured) => {
+                self.proposed_at_ms = self.now_ms;
                 let propose = |peer| Output::Propose { peer, view, honoured: honoured.clone() };
-                out.extend(self.membership.answering().iter().map(propose));
+                out.extend(self.membership.proposed_to().iter().map(propose));
             }
+            Step::AskGrant(view, honoured, stored) => out.push(Output::AskGrant { view, honoured, stored }),
             Step::Frozen(reason) => {
                 self.frozen = true;
                 out.push(Output::Frozen { reason });
             }
-            Step::Installed(view) => {
+            Step::Installed(view, joined) => {
                 out.extend(self.membership.answering().iter().map(|peer| Output::Commit { peer, view }));
                 out.push(Output::ViewChanged { view });
-                self.release(out);
-                let held = std::mem::take(&mut self.held);
-                for id in held {
-                    self.issue(id, out);
+                for peer in joined.iter() {
+                    self.absent[usize::from(peer)] = None;
+                    self.counted = self.counted.without(PeerMask::one(peer));
+                    out.push(Output::Joined { peer });
                 }
+                self.settle_alone();
+                self.release(out);
+                (self.wake_held, self.wake) = (true, true);
             }
         }
     }
@@ -388,20 +331,19 @@ impl EngineCore {
     /// Requests no longer wait for replicas that have left the view and whose connection is closed.
     fn release(&mut self, out: &mut Outputs) {
         let in_view = self.membership.in_view();
-        for queue in 0..self.closed.len() {
-            let gone = self.closed[queue].without(in_view);
+        for queue in (0..).take(self.closed.len()) {
+            let gone = self.closed[usize::from(queue)].without(in_view);
             if gone.is_empty() {
                 continue;
             }
-            for slot in 0..self.depth {
-                let id = SlotId { queue: u16::try_from(queue).unwrap_or(u16::MAX), slot };
+            for id in self.slots.of_queue(queue) {
                 self.release_slot(id, gone, out);
             }
         }
     }
 
     fn release_slot(&mut self, id: SlotId, gone: PeerMask, out: &mut Outputs) {
-        let slot = self.slot(id);
+        let slot = self.slots.at_mut(id);
         let left = slot.pending.without(gone);
         if slot.phase != Phase::Active || left == slot.pending {
             return;
@@ -410,36 +352,96 @@ impl EngineCore {
         if !left.is_empty() {
             return;
         }
-        match (slot.operation, slot.stage) {
-            (Operation::Read, _) => self.issue(id, out),
-            (_, Stage::ReadBack) => self.give_back(id, out),
-            _ => self.finish(id, out),
+        if self.slots.copy_index(id).is_some() {
+            self.advance(id, out);
+        } else {
+            self.released(id, out);
         }
     }
 
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
         self.now_ms = now_ms.max(self.now_ms);
-        let deadline = self.now_ms.saturating_sub(self.replica_timeout_ms);
-        let is_late = |slot: &&Slot| slot.phase == Phase::Active && slot.sent_at_ms < deadline;
-        let mut late =
-            self.slots.iter().filter(is_late).fold(PeerMask::NONE, |all, slot| all.with(slot.pending));
+        for peer in self.late().iter() {
+            self.lose(peer, format!("no answer for {} ms", self.replica_timeout_ms), out);
+        }
+        self.ping(out);
+        self.bucket.refill(self.now_ms);
+        if let Some(scrub) = &mut self.scrub {
+            scrub.refill(self.now_ms);
+        }
+        self.turn_intent();
+        self.wake |= self.is_equalising || self.scrub.is_some() || !self.membership.joining().is_empty();
+    }
+
+    /// Who has not answered something in time.
+    fn late(&self) -> PeerMask {
+        let deadline_ms = self.now_ms.saturating_sub(self.replica_timeout_ms);
+        let requests = self.slots.active().filter(|slot| slot.sent_at_ms < deadline_ms);
+        let mut late = requests.fold(PeerMask::NONE, |all, slot| all.with(slot.pending));
         for (peer, ping) in (0..).zip(&self.pings) {
-            if ping.is_some_and(|sent_at_ms| sent_at_ms < deadline) {
+            if ping.is_some_and(|sent_at_ms| sent_at_ms < deadline_ms) {
                 late = late.with(PeerMask::one(peer));
             }
         }
-        for peer in late.iter() {
-            self.lose(peer, format!("no answer for {} ms", self.replica_timeout_ms), out);
+        if self.proposed_at_ms < deadline_ms {
+            late = late.with(self.membership.unstored());
         }
-        if self.now_ms >= self.last_ping_ms + PING_INTERVAL_MS {
-            self.last_ping_ms = self.now_ms;
-            for peer in self.membership.answering().iter() {
-                if let Some(ping @ None) = self.pings.get_mut(usize::from(peer)) {
-                    *ping = Some(now_ms);
-                    out.push(Output::Ping { peer });
-                }
+        late.with(self.clearing.marks.late(deadline_ms)).with(self.joins.marks.late(deadline_ms))
+    }
+
+    fn ping(&mut self, out: &mut Outputs) {
+        if self.now_ms < self.last_ping_ms + PING_INTERVAL_MS {
+            return;
+        }
+        self.last_ping_ms = self.now_ms;
+        for peer in self.membership.connected().iter() {
+            if let Some(ping @ None) = self.pings.get_mut(usize::from(peer)) {
+                *ping = Some(self.now_ms);
+                out.push(Output::Ping { peer });
             }
         }
+    }
+
+    /// What `peer` misses is counted from now on. It lacks at most what may differ at this moment:
+    /// everything in flight is a part of that.
+    pub(crate) fn count(&mut self, peer: PeerIndex) {
+        let at = usize::from(peer);
+        if self.absent.len() <= at {
+            self.absent.resize_with(at + 1, || None);
+        }
+        let count = self.regions.count();
+        let absent = self.absent[at].get_or_insert_with(|| Absent::new(RegionSet::empty(count)));
+        absent.disconnected();
+        absent.missed.insert_all(&self.equalise);
+        self.intent.add_dirty_to(&mut absent.missed);
+        self.counted = self.counted.with(PeerMask::one(peer));
+    }
+
+    pub(crate) fn next_mark(&mut self) -> u32 {
+        self.next_mark = self.next_mark.wrapping_add(1);
+        self.next_mark
+    }
+
+    fn marked(&mut self, peer: PeerIndex, mark: u32) {
+        if self.clearing.marks.answered(peer, mark) {
+            self.cleared();
+        }
+        self.wake |= self.joins.marks.answered(peer, mark);
+    }
+
+    /// Nobody waits for the answers of `peer` to marks any more.
+    fn forget_marks_of(&mut self, peer: PeerIndex) {
+        self.clearing.forget(peer);
+        if self.clearing.marks.forget(peer) {
+            self.cleared();
+        }
+        // What the others miss has grown: a replica that is about to join has to be told again.
+        self.joins.start_over();
+    }
+
+    /// Asked of a slot for copies.
+    pub(crate) fn job(&mut self, id: SlotId) -> Option<&mut Job> {
+        self.slots.copy_index(id).map(|index| self.jobs.at(index))
     }
 }
 

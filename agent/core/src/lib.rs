@@ -6,20 +6,44 @@
 //!
 //! What it promises:
 //! - A write, discard or write-zeroes is completed when every member of the current view has answered it, a
-//!   flush likewise.
+//!   flush likewise. A replica that is brought up and was sent it has to answer too, or be gone for good.
 //! - Of two overlapping requests (rounded to whole blocks) of which one modifies data, the later is sent when
-//!   the earlier is completed. Reads that overlap no modification in flight never wait.
+//!   the earlier is completed. Reads that overlap no modification never wait.
 //! - A replica that fails leaves by a view change. Until that is through nothing is acknowledged that the
-//!   replica has not answered, and nothing new is sent.
+//!   replica has not answered, and nothing new is sent. Where half of the members are left, that is until the
+//!   arbiter has granted the view; a further loss meanwhile is the end.
+//! - Where the members may differ at the start, nobody reads or writes before the region was copied from one
+//!   of them to all others.
+//! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,
+//!   and if nothing was sent since. Nothing that modifies the region is sent until that is answered.
+//! - What a replica outside the view misses is counted from the moment it leaves or is tracked, and is never
+//!   less than what it lacks. It becomes a member when that is copied, everybody has flushed, and it has been
+//!   told what the others outside the view miss.
+//! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them, end
+//!   nothing but their joining.
+//! - Copies keep to their limits, except where a request waits for one.
 #![forbid(unsafe_code)]
 
+mod absent;
+mod bucket;
+mod clearing;
+mod copy;
 mod engine;
+mod equalise;
+mod event;
+mod intent;
+mod job;
+mod join;
+mod marks;
 mod membership;
 mod ranges;
 mod request;
+mod scrub;
+mod serve;
 mod slot;
 
-pub use engine::{CoreConfig, EngineCore, Event, Output, Outputs};
+pub use engine::EngineCore;
+pub use event::{CopyLimits, CopyProgress, CoreConfig, Event, Output, Outputs, ScrubConfig, ZeroBlocks};
 pub use membership::{Membership, PeerConfig, PeerIndex, PeerState};
 pub use request::{Operation, Request};
 pub use slot::SlotId;

@@ -1,6 +1,6 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{Change, Progress};
+use shorthorn_views::{Change, Progress, Quorum, quorum};
 
 /// Index of a replica in the engine's list, below [`MAX_MEMBERS`].
 pub type PeerIndex = u8;
@@ -36,6 +36,15 @@ impl PeerMask {
         self.0.count_ones() == 1
     }
 
+    /// What is in both.
+    pub fn and(self, other: PeerMask) -> PeerMask {
+        PeerMask(self.0 & other.0)
+    }
+
+    pub fn first(self) -> Option<PeerIndex> {
+        self.iter().next()
+    }
+
     pub fn iter(self) -> impl Iterator<Item = PeerIndex> {
         (0..8).filter(move |peer| self.has(*peer))
     }
@@ -55,6 +64,8 @@ pub struct PeerConfig {
 pub enum PeerState {
     /// It is in the view and answers.
     Member,
+    /// It is not in the view and is being brought up.
+    Joining,
     /// It was never in the view of this engine, or has left, or is about to leave.
     Failed,
 }
@@ -71,19 +82,30 @@ pub struct Membership {
     peers: Vec<Peer>,
     view: View,
     change: Option<Change>,
+    /// Whether the arbiter was asked for the change: then it goes through or nothing does.
+    is_asked: bool,
+    /// Who has stored the change's view.
+    stored: PeerMask,
     next_number: u32,
     next_read: u8,
+    /// Those in state [`PeerState::Member`], those of them on this host, and those in state
+    /// [`PeerState::Joining`]: every request asks for them.
+    answering: PeerMask,
+    local: PeerMask,
+    joining: PeerMask,
 }
 
-/// What follows from the loss of a member, or from an answer to a proposal.
+/// What follows from a loss, a proposal, or an answer to one.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Nothing now.
     Wait,
-    /// Propose this view to every replica that still answers.
+    /// Propose this view to [`Membership::proposed_to`].
     Propose(View, ReplicaReport),
-    /// The view has changed.
-    Installed(View),
+    /// Ask the arbiter to grant this view.
+    AskGrant(View, ReplicaReport, Members),
+    /// The view has changed; these replicas have become members.
+    Installed(View, PeerMask),
     /// Too few replicas are left.
     Frozen(String),
 }
@@ -96,8 +118,20 @@ impl Membership {
             true => PeerState::Member,
             false => PeerState::Failed,
         };
-        let peers = peers.iter().map(|config| Peer { config: *config, state: state(config) }).collect();
-        Membership { peers, view, change: None, next_number: view.id.number + 1, next_read: 0 }
+        let mut membership = Membership {
+            peers: peers.iter().map(|config| Peer { config: *config, state: state(config) }).collect(),
+            view,
+            change: None,
+            is_asked: false,
+            stored: PeerMask::NONE,
+            next_number: view.id.number + 1,
+            next_read: 0,
+            answering: PeerMask::NONE,
+            local: PeerMask::NONE,
+            joining: PeerMask::NONE,
+        };
+        membership.refresh();
+        membership
     }
 
     /// The current view.
@@ -118,6 +152,12 @@ impl Membership {
         self.peers.get(usize::from(peer)).map_or(PeerState::Failed, |peer| peer.state)
     }
 
+    /// Which replica number `peer` is.
+    #[must_use]
+    pub fn replica(&self, peer: PeerIndex) -> Option<ReplicaId> {
+        self.peers.get(usize::from(peer)).map(|peer| peer.config.replica)
+    }
+
     /// Replicas that are in the view, those about to leave among them.
     pub(crate) fn in_view(&self) -> PeerMask {
         self.mask(|peer| self.view.members.contains(peer.config.replica))
@@ -125,40 +165,115 @@ impl Membership {
 
     /// Replicas that are in the view and answer.
     pub(crate) fn answering(&self) -> PeerMask {
-        self.mask(|peer| peer.state == PeerState::Member)
+        self.answering
+    }
+
+    /// Replicas that are being brought up.
+    pub(crate) fn joining(&self) -> PeerMask {
+        self.joining
+    }
+
+    /// Replicas that answer: members and those that are being brought up.
+    pub(crate) fn connected(&self) -> PeerMask {
+        self.answering.with(self.joining)
+    }
+
+    /// Those of the view that is being proposed.
+    pub(crate) fn proposed_to(&self) -> PeerMask {
+        let Some(change) = &self.change else { return PeerMask::NONE };
+        self.mask(|peer| change.target.members.contains(peer.config.replica)).and(self.connected())
+    }
+
+    /// Those of them that have not stored it yet.
+    pub(crate) fn unstored(&self) -> PeerMask {
+        self.proposed_to().without(self.stored)
     }
 
     fn mask(&self, test: impl Fn(&Peer) -> bool) -> PeerMask {
-        let bit = |index: usize| PeerMask::one(u8::try_from(index).unwrap_or(u8::MAX));
-        let found = self.peers.iter().enumerate().filter(|(_, peer)| test(peer));
-        found.fold(PeerMask::NONE, |mask, (index, _)| mask.with(bit(index)))
+        let found = (0..).zip(&self.peers).filter(|(_, peer)| test(peer));
+        found.fold(PeerMask::NONE, |mask, (index, _)| mask.with(PeerMask::one(index)))
+    }
+
+    fn refresh(&mut self) {
+        self.answering = self.mask(|peer| peer.state == PeerState::Member);
+        self.local = self.mask(|peer| peer.state == PeerState::Member && peer.config.local);
+        self.joining = self.mask(|peer| peer.state == PeerState::Joining);
     }
 
     /// Who serves the next read: replicas on this host take turns, else all members do.
     pub(crate) fn reader(&mut self) -> Option<PeerIndex> {
-        let all = self.answering();
-        let local = self.mask(|peer| peer.state == PeerState::Member && peer.config.local);
-        let from = if local.is_empty() { all } else { local };
+        let from = if self.local.is_empty() { self.answering } else { self.local };
         let next = self.next_read;
-        let chosen = from.iter().find(|peer| *peer >= next).or_else(|| from.iter().next())?;
+        let chosen = from.iter().find(|peer| *peer >= next).or_else(|| from.first())?;
         self.next_read = chosen + 1;
         Some(chosen)
     }
 
-    /// `peer` has failed: the view without it is proposed.
+    /// `peer` is known by `config` from now on; the next index makes room for one more.
+    pub(crate) fn know(&mut self, peer: PeerIndex, config: PeerConfig) {
+        let at = usize::from(peer);
+        assert!(at <= self.peers.len() && at < MAX_MEMBERS, "replica {peer} of {}", self.peers.len());
+        if at == self.peers.len() {
+            self.peers.push(Peer { config, state: PeerState::Failed });
+        } else {
+            self.peers[at].config = config;
+        }
+    }
+
+    /// `peer` is connected and is being brought up.
+    pub(crate) fn bring_up(&mut self, peer: PeerIndex) {
+        if let Some(peer) = self.peers.get_mut(usize::from(peer)) {
+            peer.state = PeerState::Joining;
+        }
+        self.refresh();
+    }
+
+    /// `peer` holds everything: the view with it is proposed.
+    pub(crate) fn admit(&mut self, peer: PeerIndex) -> Step {
+        let Some(replica) = self.replica(peer) else { return Step::Wait };
+        match self.view.members.with(replica) {
+            Ok(members) => self.propose(members),
+            Err(_) => Step::Wait, // as many indices as members: there is always room
+        }
+    }
+
+    /// `peer` has failed: the view without it is proposed where that differs from what is agreed.
     pub(crate) fn lose(&mut self, peer: PeerIndex) -> Step {
         let Some(lost) = self.peers.get_mut(usize::from(peer)) else { return Step::Wait };
-        if lost.state == PeerState::Failed {
-            return Step::Wait;
+        let replica = lost.config.replica;
+        let was = std::mem::replace(&mut lost.state, PeerState::Failed);
+        self.refresh();
+        match was {
+            PeerState::Failed => Step::Wait,
+            PeerState::Member => self.shrink(),
+            PeerState::Joining => {
+                let is_proposed =
+                    self.change.as_ref().is_some_and(|change| change.target.members.contains(replica));
+                if is_proposed { self.shrink() } else { Step::Wait }
+            }
         }
-        lost.state = PeerState::Failed;
-        let answering = self.answering();
-        let is_left =
-            |id: ReplicaId| answering.iter().any(|left| self.peers[usize::from(left)].config.replica == id);
+    }
+
+    /// Proposes the members that are left.
+    fn shrink(&mut self) -> Step {
+        let answering = self.answering;
+        let is_left = |id: ReplicaId| answering.iter().any(|left| self.replica(left) == Some(id));
         let members = self.view.members.filter(is_left);
         if members.is_empty() {
             self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
             return Step::Frozen(format!("the last of its members {} is lost", self.view.members));
+        }
+        if let Some(change) = self.change.as_ref().filter(|_| self.is_asked) {
+            return Step::Frozen(format!(
+                "a member of {} is lost while the arbiter is asked for that view",
+                change.target
+            ));
+        }
+        if quorum(&self.view.members, &members) == Quorum::Less {
+            // It could never go through, and once stored it would only stand in the way of others.
+            let old = self.view.members;
+            self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
+            return Step::Frozen(format!("{members} is less than half of {old}: no quorum"));
         }
         self.propose(members)
     }
@@ -169,6 +284,7 @@ impl Membership {
         let target = View { id, members };
         let honoured = self.honoured();
         self.change = Some(Change::new(honoured.clone(), target));
+        self.stored = PeerMask::NONE;
         Step::Propose(target, honoured)
     }
 
@@ -178,28 +294,50 @@ impl Membership {
 
     /// `peer` has stored the proposed view `id`.
     pub(crate) fn stored(&mut self, peer: PeerIndex, id: ViewId) -> Step {
+        let Some(replica) = self.replica(peer) else { return Step::Wait };
         let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
             return Step::Wait;
         };
-        let Some(stored) = self.peers.get(usize::from(peer)) else { return Step::Wait };
-        change.stored(stored.config.replica);
-        let target = change.target;
+        change.stored(replica);
+        self.stored = self.stored.with(PeerMask::one(peer));
+        self.progress()
+    }
+
+    /// The arbiter has granted the proposed view `id`.
+    pub(crate) fn granted(&mut self, id: ViewId) -> Step {
+        let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
+            return Step::Wait;
+        };
+        change.granted();
+        self.progress()
+    }
+
+    fn progress(&mut self) -> Step {
+        let Some(change) = &self.change else { return Step::Wait };
+        let (target, old) = (change.target, self.view.members);
         match change.progress() {
             Progress::Storing => Step::Wait,
-            Progress::Through => {
-                self.view = target;
-                self.change = None;
-                Step::Installed(target)
+            Progress::Through => self.install(target),
+            Progress::NeedsGrant if self.is_asked => Step::Wait,
+            Progress::NeedsGrant => {
+                self.is_asked = true;
+                Step::AskGrant(target, change.honoured.clone(), *change.who_stored())
             }
-            Progress::NeedsGrant => Step::Frozen(format!(
-                "{} is exactly half of {}: that needs the arbiter's grant",
-                target.members, self.view.members
-            )),
-            Progress::NoQuorum => Step::Frozen(format!(
-                "{} is less than half of {}: no quorum",
-                target.members, self.view.members
-            )),
+            Progress::NoQuorum => {
+                Step::Frozen(format!("{} is less than half of {old}: no quorum", target.members))
+            }
         }
+    }
+
+    fn install(&mut self, view: View) -> Step {
+        (self.view, self.change, self.is_asked) = (view, None, false);
+        let joined =
+            self.mask(|peer| peer.state == PeerState::Joining && view.members.contains(peer.config.replica));
+        for peer in joined.iter() {
+            self.peers[usize::from(peer)].state = PeerState::Member;
+        }
+        self.refresh();
+        Step::Installed(view, joined)
     }
 
     /// Of the engine.

@@ -19,6 +19,8 @@ pub enum Operation {
         /// Durable before it is acknowledged.
         fua: bool,
     },
+    /// Tell the check of the range as it reads now. Asked by the core alone.
+    Verify,
 }
 
 /// A request in one slot of one queue. The slot is the frontend's until it submits the request, and again

@@ -43,6 +43,8 @@ pub(crate) struct Slot {
     pub stage: Stage,
     pub operation: Operation,
     pub range: ByteRange,
+    /// Replicas that it was sent to when its turn came.
+    pub sent: PeerMask,
     /// Replicas that have to answer before it can be completed.
     pub pending: PeerMask,
     /// Replicas that answered that they have no space.
@@ -57,7 +59,8 @@ impl Slot {
         phase: Phase::Free,
         stage: Stage::Request,
         operation: Operation::Flush,
-        range: EMPTY,
+        range: ByteRange::EMPTY,
+        sent: PeerMask::NONE,
         pending: PeerMask::NONE,
         no_space: PeerMask::NONE,
         error: None,
@@ -69,10 +72,70 @@ impl Slot {
     }
 }
 
-const EMPTY: ByteRange = match ByteRange::new(0, 0) {
-    Ok(range) => range,
-    Err(_) => unreachable!(),
-};
+/// Every slot: those of the frontend, `depth` in each queue, and behind those of queue 0 the ones for copies.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    slots: Vec<Slot>,
+    queues: u16,
+    depth: u16,
+    copy_slots: u16,
+}
+
+impl Slots {
+    pub fn new(queues: u16, depth: u16, copy_slots: u16) -> Slots {
+        let count = usize::from(queues) * usize::from(depth) + usize::from(copy_slots);
+        Slots { slots: vec![Slot::FREE; count], queues, depth, copy_slots }
+    }
+
+    /// Whether there is such a slot.
+    pub fn has(&self, id: SlotId) -> bool {
+        id.queue < self.queues && (id.slot < self.depth || self.copy_index(id).is_some())
+    }
+
+    /// Which of the slots for copies `id` is, if it is one.
+    pub fn copy_index(&self, id: SlotId) -> Option<usize> {
+        let index = id.slot.checked_sub(self.depth).filter(|index| id.queue == 0 && *index < self.copy_slots);
+        index.map(usize::from)
+    }
+
+    /// The slots for copies.
+    pub fn copies(&self) -> impl Iterator<Item = SlotId> + use<> {
+        (self.depth..self.depth + self.copy_slots).map(|slot| SlotId { queue: 0, slot })
+    }
+
+    /// All slots whose buffers belong to `queue`.
+    pub fn of_queue(&self, queue: u16) -> impl Iterator<Item = SlotId> + use<> {
+        let copies = if queue == 0 { self.copy_slots } else { 0 };
+        (0..self.depth + copies).map(move |slot| SlotId { queue, slot })
+    }
+
+    fn index(&self, id: SlotId) -> usize {
+        match self.copy_index(id) {
+            Some(index) => usize::from(self.queues) * usize::from(self.depth) + index,
+            None => usize::from(id.queue) * usize::from(self.depth) + usize::from(id.slot),
+        }
+    }
+
+    pub fn at(&self, id: SlotId) -> &Slot {
+        &self.slots[self.index(id)]
+    }
+
+    pub fn at_mut(&mut self, id: SlotId) -> &mut Slot {
+        let index = self.index(id);
+        &mut self.slots[index]
+    }
+
+    /// Those that were sent and are not answered by everybody.
+    pub fn active(&self) -> impl Iterator<Item = &Slot> {
+        self.slots.iter().filter(|slot| slot.phase == Phase::Active)
+    }
+
+    /// Those of the frontend among them.
+    pub fn active_requests(&self) -> impl Iterator<Item = &Slot> {
+        let requests = usize::from(self.queues) * usize::from(self.depth);
+        self.slots[..requests].iter().filter(|slot| slot.phase == Phase::Active)
+    }
+}
 
 impl Operation {
     /// Whether it changes data.

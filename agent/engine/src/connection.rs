@@ -1,4 +1,6 @@
-//! A connection to a replica before it is given to a queue: blocking, with time limits.
+//! A blocking connection to a replica, with time limits: to open it, and to ask and copy over it.
+//!
+//! Requests of a frontend never go over it: once it is opened it may be given to a queue's ring.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -10,25 +12,31 @@ use nix::sys::socket::{setsockopt, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
-use shorthorn_types::{Errno, Generation, View};
+use shorthorn_types::{Errno, Generation, MarkRegions, RegionSet, RegionsOf, View};
 use shorthorn_wire::{
-    Challenge, FrameError, HEADER_BYTES, Header, Hello, Opcode, Refusal, ReplicaReport, ViewMessage, Welcome,
-    decode_text, encode_text, proof,
+    Challenge, CopyEnd, CopyState, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES, Header, Hello,
+    LayerList, Opcode, Refusal, RegionsPage, RegionsQuery, ReplicaReport, ViewMessage, Welcome, decode_text,
+    encode_text, proof,
 };
 use thiserror::Error;
 
 /// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 
-/// Why a replica could not be opened.
+/// Why a replica could not be opened or does not do what it is asked.
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// The address is none.
     #[error("{0:?} is no address: use unix:<path> or tcp:<ip>:<port>")]
     Address(String),
     /// The connection cannot be made or broke.
-    #[error(transparent)]
-    Io(#[from] io::Error),
+    #[error("{action}: {source}")]
+    Io {
+        /// What was being done.
+        action: String,
+        /// What the system says.
+        source: io::Error,
+    },
     /// The peer does not speak the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
@@ -43,7 +51,7 @@ pub enum ConnectError {
         /// What the replica says.
         message: String,
     },
-    /// The replica does not take this engine.
+    /// The replica does not take this engine, or not this request.
     #[error("{message} ({errno})")]
     Refused {
         /// What the replica says.
@@ -51,6 +59,19 @@ pub enum ConnectError {
         /// As a number.
         errno: Errno,
     },
+}
+
+impl ConnectError {
+    /// Whether trying again soon makes no sense: somebody has to change something first.
+    pub fn is_lasting(&self) -> bool {
+        const MISTAKEN: [i32; 3] = [nix::libc::ENXIO, nix::libc::EACCES, nix::libc::EINVAL];
+        match self {
+            ConnectError::Address(_) => true,
+            ConnectError::Frame(error) => matches!(error, FrameError::Version(_) | FrameError::Magic(_)),
+            ConnectError::Refused { errno, .. } => MISTAKEN.contains(&errno.raw()),
+            ConnectError::Io { .. } | ConnectError::Unexpected(_) | ConnectError::Deposed { .. } => false,
+        }
+    }
 }
 
 /// A blocking connection.
@@ -63,63 +84,157 @@ pub enum Connection {
 impl Connection {
     /// Connects to `unix:<path>` or `tcp:<ip>:<port>`; `timeout` holds for this and every later step.
     pub fn open(address: &str, timeout: Duration) -> Result<Connection, ConnectError> {
+        let io = |source| ConnectError::Io { action: format!("connect to {address}"), source };
         if let Some(path) = address.strip_prefix("unix:") {
-            let stream = UnixStream::connect(path)?;
-            stream.set_read_timeout(Some(timeout))?;
-            stream.set_write_timeout(Some(timeout))?;
+            let stream = UnixStream::connect(path).map_err(io)?;
             // The system's limit may be lower: then requests are sent in more pieces.
             let _ = setsockopt(&stream, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
-            return Ok(Connection::Unix(stream));
+            let connection = Connection::Unix(stream);
+            connection.set_timeout(Some(timeout)).map_err(io)?;
+            return Ok(connection);
         }
         let tcp: Option<SocketAddr> = address.strip_prefix("tcp:").and_then(|rest| rest.parse().ok());
         let socket = tcp.ok_or_else(|| ConnectError::Address(address.to_owned()))?;
-        let stream = TcpStream::connect_timeout(&socket, timeout)?;
-        stream.set_read_timeout(Some(timeout))?;
-        stream.set_write_timeout(Some(timeout))?;
-        stream.set_nodelay(true)?;
-        Ok(Connection::Tcp(stream))
+        let stream = TcpStream::connect_timeout(&socket, timeout).map_err(io)?;
+        stream.set_nodelay(true).map_err(io)?;
+        let connection = Connection::Tcp(stream);
+        connection.set_timeout(Some(timeout)).map_err(io)?;
+        Ok(connection)
+    }
+
+    /// How long every later step may take; none: for ever.
+    pub fn set_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match self {
+            Connection::Unix(stream) => {
+                stream.set_read_timeout(timeout)?;
+                stream.set_write_timeout(timeout)
+            }
+            Connection::Tcp(stream) => {
+                stream.set_read_timeout(timeout)?;
+                stream.set_write_timeout(timeout)
+            }
+        }
     }
 
     /// Says who we are; the replica has fenced every older engine when it answers.
     pub fn greet(&mut self, mut hello: Hello, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
         hello.proof = proof(secret.bytes(), &challenge.nonce, &hello);
-        self.send(Opcode::Hello, &hello)?;
-        self.receive(Opcode::Hello)
+        self.ask(Opcode::Hello, &hello)
     }
 
     /// Has the replica store a proposed view.
     pub fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.send(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })?;
-        self.receive_plain(Opcode::Propose)
+        self.tell(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })
     }
 
     /// Has the replica mark a view as committed.
     pub fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.send(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })?;
-        self.receive_plain(Opcode::Commit)
+        self.tell(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })
+    }
+
+    /// Asks whether the replica is there; it counts as heard of from then on.
+    pub fn ping(&mut self) -> Result<(), ConnectError> {
+        self.send(&Header::request(Opcode::Ping, 0, 0, 0), &[])?;
+        self.receive_frame(Opcode::Ping).map(drop)
+    }
+
+    /// The regions of one of the replica's sets in a volume of `regions` regions; none where it keeps no such set.
+    pub fn regions(&mut self, of: RegionsOf, regions: u32) -> Result<Option<RegionSet>, ConnectError> {
+        let mut set = RegionSet::empty(regions);
+        let mut from = Some(0);
+        while let Some(next) = from {
+            let page: RegionsPage = self.ask(Opcode::Regions, &RegionsQuery { of, from: next })?;
+            if !page.kept {
+                return Ok(None);
+            }
+            for (start, count) in page.runs {
+                set.insert_run(start..start.saturating_add(count));
+            }
+            from = page.next.filter(|later| *later > next);
+        }
+        Ok(Some(set))
+    }
+
+    /// Changes one of the replica's sets of regions.
+    pub fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
+        self.tell(Opcode::Mark, change)
+    }
+
+    /// Which layers the replica has.
+    pub fn layers(&mut self) -> Result<LayerList, ConnectError> {
+        self.send(&Header::request(Opcode::Layers, 0, 0, 0), &[])?;
+        self.receive(Opcode::Layers)
+    }
+
+    /// Makes the replica a copy of one with these layers, or goes on with that.
+    pub fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, ConnectError> {
+        self.ask(Opcode::CopyBegin, layers)
+    }
+
+    /// Where a layer has data, a page at a time.
+    pub fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
+        self.ask(Opcode::Extents, &query)
+    }
+
+    /// Fills `data` from `offset_bytes` of one layer.
+    pub fn read_layer(&mut self, layer: u32, offset_bytes: u64, data: &mut [u8]) -> Result<(), ConnectError> {
+        let request = layer_request(Opcode::ReadLayer, layer, offset_bytes, data);
+        self.send(&request, &[])?;
+        let header = self.receive_header(Opcode::ReadLayer)?;
+        if let Err(errno) = header.outcome() {
+            return Err(refusal(&header, &[], errno));
+        }
+        if header.data_bytes() as usize != data.len() {
+            return Err(ConnectError::Unexpected(header));
+        }
+        self.read_exact(data).map_err(broken)?;
+        header.check_data(crc32c::crc32c(data))?;
+        Ok(())
+    }
+
+    /// Writes `data` to `offset_bytes` of one layer of a replica that is being copied to.
+    pub fn write_layer(&mut self, layer: u32, offset_bytes: u64, data: &[u8]) -> Result<(), ConnectError> {
+        let mut request = layer_request(Opcode::WriteLayer, layer, offset_bytes, data);
+        request.data_check = crc32c::crc32c(data);
+        self.send(&request, &[])?;
+        self.write_all(data).map_err(broken)?;
+        self.receive_frame(Opcode::WriteLayer).map(drop)
+    }
+
+    /// One layer, or with none everything, is copied.
+    pub fn copy_end(&mut self, layer: Option<u32>) -> Result<(), ConnectError> {
+        self.tell(Opcode::CopyEnd, &CopyEnd { layer })
     }
 
     /// The socket, ready for a ring.
     pub fn into_socket(self) -> io::Result<OwnedFd> {
-        match self {
-            Connection::Unix(stream) => {
-                stream.set_read_timeout(None)?;
-                stream.set_write_timeout(None)?;
-                Ok(stream.into())
-            }
-            Connection::Tcp(stream) => {
-                stream.set_read_timeout(None)?;
-                stream.set_write_timeout(None)?;
-                Ok(stream.into())
-            }
-        }
+        self.set_timeout(None)?;
+        Ok(match self {
+            Connection::Unix(stream) => stream.into(),
+            Connection::Tcp(stream) => stream.into(),
+        })
     }
 
-    fn send<T: Serialize>(&mut self, opcode: Opcode, text: &T) -> Result<(), ConnectError> {
+    /// A request with a text, and the text that answers it.
+    fn ask<T: DeserializeOwned>(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<T, ConnectError> {
+        self.send_text(opcode, text)?;
+        self.receive(opcode)
+    }
+
+    /// A request with a text, whose answer has none that matters.
+    fn tell(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<(), ConnectError> {
+        self.send_text(opcode, text)?;
+        self.receive_frame(opcode).map(drop)
+    }
+
+    fn send_text(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<(), ConnectError> {
         let (header, bytes) = encode_text(Header::request(opcode, 0, 0, 0), text);
-        self.write_all(&[&header.encode()[..], &bytes].concat())?;
-        Ok(())
+        self.send(&header, &bytes)
+    }
+
+    fn send(&mut self, header: &Header, data: &[u8]) -> Result<(), ConnectError> {
+        self.write_all(&[&header.encode()[..], data].concat()).map_err(broken)
     }
 
     fn receive<T: DeserializeOwned>(&mut self, opcode: Opcode) -> Result<T, ConnectError> {
@@ -127,24 +242,38 @@ impl Connection {
         Ok(decode_text(&header, &bytes)?)
     }
 
-    fn receive_plain(&mut self, opcode: Opcode) -> Result<(), ConnectError> {
-        self.receive_frame(opcode).map(drop)
-    }
-
     fn receive_frame(&mut self, opcode: Opcode) -> Result<(Header, Vec<u8>), ConnectError> {
-        let mut bytes = [0; HEADER_BYTES];
-        self.read_exact(&mut bytes)?;
-        let header = Header::decode(&bytes)?;
-        if header.opcode != opcode || !header.opcode.is_control() {
-            return Err(ConnectError::Unexpected(header));
-        }
+        let header = self.receive_header(opcode)?;
         let mut text = vec![0; header.data_bytes() as usize];
-        self.read_exact(&mut text)?;
+        self.read_exact(&mut text).map_err(broken)?;
         match header.outcome() {
             Ok(()) => Ok((header, text)),
             Err(errno) => Err(refusal(&header, &text, errno)),
         }
     }
+
+    fn receive_header(&mut self, opcode: Opcode) -> Result<Header, ConnectError> {
+        let mut bytes = [0; HEADER_BYTES];
+        self.read_exact(&mut bytes).map_err(broken)?;
+        let header = Header::decode(&bytes)?;
+        if header.opcode == opcode { Ok(header) } else { Err(ConnectError::Unexpected(header)) }
+    }
+}
+
+fn layer_request(opcode: Opcode, layer: u32, offset_bytes: u64, data: &[u8]) -> Header {
+    let length = u32::try_from(data.len()).unwrap_or(u32::MAX);
+    let mut request = Header::request(opcode, 0, offset_bytes, length);
+    request.status = i32::try_from(layer).unwrap_or(i32::MAX);
+    request
+}
+
+fn broken(source: io::Error) -> ConnectError {
+    let action = match source.kind() {
+        io::ErrorKind::WouldBlock => "no answer in time",
+        io::ErrorKind::UnexpectedEof => "it has closed the connection",
+        _ => "the connection broke",
+    };
+    ConnectError::Io { action: action.to_owned(), source }
 }
 
 /// What a refusal says, in either form: with or without a text.
@@ -152,7 +281,7 @@ pub fn refusal(header: &Header, text: &[u8], errno: Errno) -> ConnectError {
     match decode_text::<Refusal>(header, text) {
         Ok(Refusal { message, holder: Some(holder) }) => ConnectError::Deposed { holder, message },
         Ok(Refusal { message, holder: None }) => ConnectError::Refused { message, errno },
-        Err(_) => ConnectError::Refused { message: "the replica refuses".to_owned(), errno },
+        Err(_) => ConnectError::Refused { message: format!("it refuses {:?}", header.opcode), errno },
     }
 }
 

@@ -1,17 +1,21 @@
 //! The engine process: one volume, attached.
 //!
-//! [`run`] opens the replicas ([`open`]: fence, find the view, propose the first one), brings up the
+//! [`run`] opens the replicas ([`open`]: fence, find the view, bring the first one through), brings up the
 //! frontend, and then lets one thread per queue ([`queue`]) move requests between the frontend, the core and
-//! the replicas ([`link`]). The main thread only watches: signals, the control socket, what the queues tell.
+//! the replicas ([`link`]). The main thread only watches ([`serving`]): signals, the control socket, what the queues
+//! tell. A thread for each replica that is not in the view brings it back ([`courier`]).
 
 mod connection;
+mod courier;
 mod error;
 mod link;
 mod main_loop;
 mod open;
 mod queue;
+mod serving;
 mod shared;
 mod state;
+mod status;
 
 pub use error::EngineError;
-pub use main_loop::run;
+pub use main_loop::{Ended, run};

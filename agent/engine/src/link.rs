@@ -1,11 +1,12 @@
 //! The connection of one queue to one replica, on the queue's ring.
 
-use std::io;
 use std::os::fd::OwnedFd;
 
-use shorthorn_core::{Event, Operation, PeerIndex, SlotId};
-use shorthorn_ring::{Arena, Completion, Received, Ring, Stream, StreamLimits, Token};
-use shorthorn_types::{ByteRange, Generation, ReplicaReport, View, ViewId};
+use serde::Serialize;
+use shorthorn_core::{Event, Operation, PeerIndex, SlotId, ZeroBlocks};
+use shorthorn_ring::{Arena, Completion, IoBuf, Received, Ring, Stream, StreamLimits, Token};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Generation, MarkRegions, ReplicaReport, View, ViewId};
 use shorthorn_wire::{Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, ViewMessage, encode_text};
 
 use crate::connection::{ConnectError, refusal};
@@ -15,8 +16,8 @@ pub const SOURCE: u8 = 2;
 const KIND_SEND: u8 = 0;
 const KIND_RECEIVE: u8 = 1;
 
-/// Frames beside those of requests: a PING, a view change and its mark, repeated a few times.
-const CONTROL_FRAMES: usize = 32;
+/// Frames beside those of requests: a PING, view changes and their marks, changes of sets of regions.
+const CONTROL_FRAMES: usize = 64;
 /// A view message and a run of small replies fit; payloads of reads are received past it.
 const RECEIVE_BYTES: usize = MAX_TEXT_BYTES as usize + (48 << 10);
 
@@ -25,6 +26,7 @@ const ID_REQUEST: u64 = 1 << 32;
 const ID_PING: u64 = 2 << 32;
 const ID_PROPOSE: u64 = 3 << 32;
 const ID_COMMIT: u64 = 4 << 32;
+const ID_MARK: u64 = 5 << 32;
 const ID_KIND: u64 = 0xffff_ffff_0000_0000;
 
 /// What a replica said that the core need not know.
@@ -34,8 +36,16 @@ pub enum Notice {
     Deposed { holder: Generation },
 }
 
-/// One connection. Errors end in [`Event::Lost`]; after [`Link::close`], [`Link::take_closed`] tells when the
-/// last operation on it has ended.
+/// What a read asked for: how much, and where in the slot's buffer it goes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Asked {
+    /// 0 where nothing was asked for.
+    bytes: u32,
+    buffer_offset: u32,
+}
+
+/// One connection, or the place for one. Errors end in [`Event::Lost`]; after [`Link::close`],
+/// [`Link::take_closed`] tells when the last operation on it has ended.
 #[derive(Debug)]
 pub struct Link {
     peer: PeerIndex,
@@ -44,35 +54,55 @@ pub struct Link {
     stream: Option<Stream>,
     closing: bool,
     told_closed: bool,
-    /// Per slot: how many bytes a read of this slot asked this replica for; 0 where none did.
-    asked_bytes: Box<[u32]>,
-    /// The read whose data is being received.
-    receiving: Option<Header>,
+    /// Slots from here on are for copies.
+    depth: u16,
+    /// Per slot: what a read of this slot asked this replica for.
+    asked: Box<[Asked]>,
+    /// The read whose data is being received, and where that goes.
+    receiving: Option<(Header, IoBuf)>,
+}
+
+/// How many slots a link serves.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkSlots {
+    /// Those of the frontend.
+    pub depth: u16,
+    /// Those for copies, behind them.
+    pub copies: u16,
 }
 
 impl Link {
-    /// Takes a connection that has been greeted. `socket` is absent for a replica that is no member.
-    pub fn new(
-        peer: PeerIndex,
-        queue: u16,
-        generation: Generation,
-        depth: u16,
-        socket: Option<OwnedFd>,
-    ) -> Link {
-        let token = |kind| Token { source: SOURCE, kind, index: u16::from(peer), tag: 0 };
-        let limits =
-            StreamLimits { frames: usize::from(depth) + CONTROL_FRAMES, receive_bytes: RECEIVE_BYTES };
-        let stream = socket.map(|fd| Stream::new(fd, token(KIND_SEND), token(KIND_RECEIVE), limits));
+    /// The place for a connection.
+    pub fn new(peer: PeerIndex, queue: u16, generation: Generation, slots: LinkSlots) -> Link {
         Link {
             peer,
             queue,
             generation,
-            closing: stream.is_none(),
-            told_closed: stream.is_none(),
-            stream,
-            asked_bytes: vec![0; usize::from(depth)].into(),
+            stream: None,
+            closing: true,
+            told_closed: true,
+            depth: slots.depth,
+            asked: vec![Asked::default(); usize::from(slots.depth + slots.copies)].into(),
             receiving: None,
         }
+    }
+
+    /// Takes a connection that has been greeted, where there is none. The socket is dropped where there is one.
+    pub fn connect(&mut self, socket: OwnedFd) -> bool {
+        if !self.is_absent() {
+            return false;
+        }
+        let token = |kind| Token { source: SOURCE, kind, index: u16::from(self.peer), tag: 0 };
+        let limits = StreamLimits { frames: self.asked.len() + CONTROL_FRAMES, receive_bytes: RECEIVE_BYTES };
+        self.stream = Some(Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits));
+        (self.closing, self.told_closed, self.receiving) = (false, false, None);
+        self.asked.fill(Asked::default());
+        true
+    }
+
+    /// Whether there is no connection, and nothing left of the last one.
+    pub fn is_absent(&self) -> bool {
+        self.stream.is_none()
     }
 
     /// Starts to receive.
@@ -82,14 +112,15 @@ impl Link {
         }
     }
 
-    /// Queues a request; `data_check` is that of the slot's data, for writes.
+    /// Queues a request. `data` is its part of the slot's buffer, from `buffer_offset` on, and `data_check` the
+    /// check of that for writes.
     pub fn send(
         &mut self,
         slot: SlotId,
         operation: Operation,
         range: ByteRange,
+        (data, buffer_offset): (IoBuf, u32),
         data_check: u32,
-        arena: &Arena,
         events: &mut Vec<Event>,
     ) {
         let (opcode, fua) = match operation {
@@ -98,6 +129,7 @@ impl Link {
             Operation::Flush => (Opcode::Flush, false),
             Operation::Discard => (Opcode::Discard, false),
             Operation::WriteZeroes { fua } => (Opcode::WriteZeroes, fua),
+            Operation::Verify => (Opcode::Verify, false),
         };
         let length = u32::try_from(range.length()).unwrap_or(u32::MAX);
         let (offset, length) = if opcode == Opcode::Flush { (0, 0) } else { (range.offset(), length) };
@@ -105,10 +137,14 @@ impl Link {
         header.flags = if fua { Flags::FUA } else { Flags::NONE };
         header.data_check = data_check;
         if opcode == Opcode::Read {
-            self.asked_bytes[usize::from(slot.slot)] = length;
+            self.asked[usize::from(slot.slot)] = Asked { bytes: length, buffer_offset };
         }
-        let payload =
-            (opcode == Opcode::Write).then(|| arena.buf(usize::from(slot.slot)).part(0, length as usize));
+        let payload = (opcode == Opcode::Write).then_some(data);
+        if self.is_absent() {
+            // It broke between its opening and its first use: the core has to learn that, or it would wait.
+            return events
+                .push(Event::Lost { peer: self.peer, reason: "there is no connection to it".into() });
+        }
         let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
         if let Err(error) = stream.send(&header.encode(), payload, None) {
             self.fail(&format!("sending: {error}"), events);
@@ -135,6 +171,11 @@ impl Link {
         self.send_view(Opcode::Commit, ID_COMMIT, view, honoured, events);
     }
 
+    /// Queues a change of one of the replica's sets of regions.
+    pub fn mark(&mut self, mark: u32, change: &MarkRegions, events: &mut Vec<Event>) {
+        self.send_text(Opcode::Mark, ID_MARK | u64::from(mark), change, events);
+    }
+
     fn send_view(
         &mut self,
         opcode: Opcode,
@@ -143,8 +184,11 @@ impl Link {
         basis: ReplicaReport,
         events: &mut Vec<Event>,
     ) {
-        let request = Header::request(opcode, kind | u64::from(view.id.number), 0, 0);
-        let (header, text) = encode_text(request, &ViewMessage { view, basis });
+        self.send_text(opcode, kind | u64::from(view.id.number), &ViewMessage { view, basis }, events);
+    }
+
+    fn send_text(&mut self, opcode: Opcode, id: u64, text: &impl Serialize, events: &mut Vec<Event>) {
+        let (header, text) = encode_text(Header::request(opcode, id, 0, 0), text);
         let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
         if let Err(error) = stream.send_owned(&header.encode(), text) {
             self.fail(&format!("sending: {error}"), events);
@@ -158,9 +202,11 @@ impl Link {
         }
     }
 
-    /// Ends the connection; nothing that comes over it counts any more.
+    /// Ends the connection; nothing that comes over it counts any more. [`Link::take_closed`] tells of the end,
+    /// also where there was no connection any more.
     pub fn close(&mut self) {
         self.closing = true;
+        self.told_closed = false;
         if let Some(stream) = &self.stream {
             stream.shutdown();
         }
@@ -201,9 +247,7 @@ impl Link {
             Ok(Received::End) => Err("it has closed the connection".to_owned()),
             Err(error) => Err(format!("receiving: {error}")),
             Ok(Received::Part) => Ok(None),
-            Ok(Received::Payload) => {
-                self.payload_done(arena, events).and_then(|()| self.parse(arena, events))
-            }
+            Ok(Received::Payload) => self.payload_done(events).and_then(|()| self.parse(arena, events)),
             Ok(Received::Bytes) => self.parse(arena, events),
         };
         match result {
@@ -237,7 +281,7 @@ impl Link {
                 if !self.begin_payload(header, arena)? {
                     break;
                 }
-                self.payload_done(arena, events)?;
+                self.payload_done(events)?;
             } else if header.opcode.is_control() {
                 if !self.take_control(&header, events, &mut notice)? {
                     break;
@@ -259,39 +303,51 @@ impl Link {
     /// The header of a read that went well: its data goes straight to the slot. True where all of it is here.
     fn begin_payload(&mut self, header: Header, arena: &Arena) -> Result<bool, String> {
         let slot = self.slot_of(&header)?;
-        let asked = std::mem::take(&mut self.asked_bytes[usize::from(slot.slot)]);
-        if asked != header.length_bytes || asked == 0 {
-            return Err(format!("it answers {header} with {asked} bytes asked for"));
+        let Asked { bytes, buffer_offset } = std::mem::take(&mut self.asked[usize::from(slot.slot)]);
+        if bytes != header.length_bytes || bytes == 0 {
+            return Err(format!("it answers {header} with {bytes} bytes asked for"));
         }
         self.consume(HEADER_BYTES);
-        self.receiving = Some(header);
-        let target = arena.buf(usize::from(slot.slot)).part(0, header.length_bytes as usize);
+        let target = arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, bytes as usize);
+        self.receiving = Some((header, target));
         Ok(self.stream.as_mut().is_some_and(|stream| stream.receive_into(target)))
     }
 
     /// The data of a read is in its slot.
-    fn payload_done(&mut self, arena: &Arena, events: &mut Vec<Event>) -> Result<(), String> {
-        let Some(header) = self.receiving.take() else { return Err("data without a header".to_owned()) };
+    fn payload_done(&mut self, events: &mut Vec<Event>) -> Result<(), String> {
+        let Some((header, data)) = self.receiving.take() else {
+            return Err("data without a header".to_owned());
+        };
         let slot = self.slot_of(&header)?;
-        let data = arena.buf(usize::from(slot.slot)).part(0, header.length_bytes as usize);
         header.check_data(data.crc32c()).map_err(|error| error.to_string())?;
-        events.push(Event::Reply { peer: self.peer, slot, outcome: Ok(()) });
+        let peer = self.peer;
+        events.push(if slot.slot < self.depth {
+            Event::Reply { peer, slot, outcome: Ok(()) }
+        } else {
+            Event::CopyRead { peer, slot, zeroes: zero_blocks(data) }
+        });
         Ok(())
     }
 
     /// An answer without data.
     fn take_answer(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), String> {
+        let peer = self.peer;
         if header.id & ID_KIND == ID_PING {
-            events.push(Event::Pong { peer: self.peer });
+            events.push(Event::Pong { peer });
             return Ok(());
         }
         let slot = self.slot_of(header)?;
-        self.asked_bytes[usize::from(slot.slot)] = 0;
-        events.push(Event::Reply { peer: self.peer, slot, outcome: header.outcome() });
+        self.asked[usize::from(slot.slot)].bytes = 0;
+        let outcome = header.outcome();
+        events.push(if header.opcode == Opcode::Verify {
+            Event::Verified { peer, slot, outcome: outcome.map(|()| header.data_check) }
+        } else {
+            Event::Reply { peer, slot, outcome }
+        });
         Ok(())
     }
 
-    /// The answer to a view message, if it is here whole.
+    /// The answer to a request with a text, if it is here whole.
     fn take_control(
         &mut self,
         header: &Header,
@@ -306,21 +362,22 @@ impl Link {
         match outcome {
             Err(ConnectError::Deposed { holder, .. }) => *notice = Some(Notice::Deposed { holder }),
             Err(error) => return Err(error.to_string()),
-            Ok(()) if header.id & ID_KIND == ID_PROPOSE => {
+            Ok(()) => {
+                let (peer, generation) = (self.peer, self.generation);
                 let number = u32::try_from(header.id & !ID_KIND).unwrap_or(u32::MAX);
-                let view = ViewId { generation: self.generation, number };
-                events.push(Event::ViewStored { peer: self.peer, view });
+                events.extend(match header.id & ID_KIND {
+                    ID_PROPOSE => Some(Event::ViewStored { peer, view: ViewId { generation, number } }),
+                    ID_MARK => Some(Event::Marked { peer, mark: number }),
+                    _ => None,
+                });
             }
-            Ok(()) => {}
         }
         Ok(true)
     }
 
     fn slot_of(&self, header: &Header) -> Result<SlotId, String> {
         let slot = u16::try_from(header.id & !ID_KIND).ok();
-        match slot
-            .filter(|slot| header.id & ID_KIND == ID_REQUEST && usize::from(*slot) < self.asked_bytes.len())
-        {
+        match slot.filter(|slot| header.id & ID_KIND == ID_REQUEST && usize::from(*slot) < self.asked.len()) {
             Some(slot) => Ok(SlotId { queue: self.queue, slot }),
             None => Err(format!("it answers what it was not asked: {header}")),
         }
@@ -332,9 +389,17 @@ pub fn peer_of(token: Token) -> PeerIndex {
     u8::try_from(token.index).unwrap_or(u8::MAX)
 }
 
-/// A socket for the ring out of a connection.
-pub fn socket(connection: Option<crate::connection::Connection>) -> io::Result<Option<OwnedFd>> {
-    connection.map(crate::connection::Connection::into_socket).transpose()
+/// Which blocks of `data` are all zeroes.
+fn zero_blocks(data: IoBuf) -> ZeroBlocks {
+    let block_bytes = usize::try_from(BLOCK_BYTES).unwrap_or(usize::MAX);
+    let mut zeroes = ZeroBlocks::default();
+    let bits = zeroes.len() * 64;
+    for block in 0..(data.len() / block_bytes).min(bits) {
+        if data.part(block * block_bytes, block_bytes).is_zero() {
+            zeroes[block / 64] |= 1 << (block % 64);
+        }
+    }
+    zeroes
 }
 
 #[cfg(test)]

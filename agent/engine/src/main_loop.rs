@@ -4,57 +4,82 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use shorthorn_control::{
-    EnginePhase, EngineSpec, EngineStatus, FrontendChoice, MemberMode, Publisher, Server, Status, load_spec,
+    EnginePhase, EngineSpec, FrontendChoice, Publisher, RebuildLimits, ReplicaEndpoint, Server, load_spec,
 };
-use shorthorn_core::{CoreConfig, EngineCore, PeerConfig};
+use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
-    Device, FrontendKind, FrontendSpec, Prepared, prepare_nbd, prepare_socket, prepare_ublk,
+    Device, DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, node, prepare_nbd,
+    prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
 };
 use shorthorn_ring::{Arena, Wake};
+use shorthorn_types::Generation;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES};
 
+use crate::connection::Connection;
+use crate::courier::{Couriers, Desk, Peer};
 use crate::error::EngineError;
-use crate::link::{self, Link};
-use crate::open::{self, OpenError, Opened};
+use crate::link::{Link, LinkSlots};
+use crate::open::{Greeter, Opened, Opener, Opening};
 use crate::queue::Queue;
+use crate::serving::{Ending, Serving};
 use crate::shared::{News, Shared};
 use crate::state::EngineState;
+use crate::status::{self, Meter, publish};
 
-/// Runs the engine that `spec_file` describes until SIGTERM, SIGINT or a client of the control socket ends it.
+/// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in flight the
+/// latency of a replica across a network does not limit the speed of a copy.
+const COPY_SLOTS: u16 = 8;
+/// A region is clean again so long after the last write to it, at the earliest: short enough that little has to be
+/// made equal after a crash, long enough that a region in use is not marked again and again.
+const INTENT_INTERVAL_MS: u64 = 5000;
+/// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
+/// does not answer are better off with the next process than with this one.
+const DRAIN_LIMIT: Duration = Duration::from_secs(5);
+
+/// How an engine process has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// For good, by order: its device is gone.
+    Stopped,
+    /// For the next process, which serves on: a device of the kernel is still there, and its requests wait.
+    LeftToNext,
+}
+
+/// Runs the engine that `spec_file` describes until a signal or a client of the control socket ends it. SIGTERM and
+/// SIGINT leave a device of the kernel to the next process; an order to stop takes it away.
 ///
 /// # Errors
 /// Why it cannot start or cannot go on; after [`EngineError::Frozen`] a new start waits for the replicas, after
 /// [`EngineError::Deposed`] there must be none.
-pub fn run(spec_file: &Path) -> Result<(), EngineError> {
+pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
+    let begin = Instant::now();
     let mut spec: EngineSpec = load_spec(spec_file)?;
     check(&spec)?;
     let (sender, news) = mpsc::channel();
     watch_signals(sender.clone())?;
-    let mut state = EngineState::open(&spec.state_file, spec.attach)?;
+    let state = EngineState::open(&spec.state_file, spec.attach)?;
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {
         // A device that is recovered keeps its queues.
         (spec.queues, spec.depth) = (record.queues, record.depth);
     }
-    let stop = sender.clone();
-    let (_server, publisher) = Server::start(&spec.control_socket, first_status(&spec, &state), move || {
-        // The receiver is gone when the process is ending already.
-        let _ = stop.send(News::Stop);
-    })
-    .map_err(EngineError::system("binding the control socket"))?;
-    let result = start(&spec, &mut state, &publisher, sender, &news);
+    let orders = sender.clone();
+    let (_server, publisher) =
+        Server::start(&spec.control_socket, status::first(&spec, &state), move |order| {
+            // The receiver is gone when the process is ending already.
+            let _ = orders.send(News::Order(order));
+        })
+        .map_err(EngineError::system("binding the control socket"))?;
+    let result = Start { begin, spec, state, publisher: &publisher, sender, news }.run();
     if let Err(error) = &result {
-        let message = error.to_string();
-        publisher.update(|status| {
-            if let Status::Engine(engine) = status {
-                let frozen = matches!(error, EngineError::Frozen(_));
-                engine.phase = if frozen { EnginePhase::Frozen } else { EnginePhase::Stopped };
-                engine.message = message;
-            }
+        publish(&publisher, |engine| {
+            let frozen = matches!(error, EngineError::Frozen(_));
+            engine.phase = if frozen { EnginePhase::Frozen } else { EnginePhase::Stopped };
+            engine.message = error.to_string();
         });
     }
     result
@@ -65,8 +90,8 @@ fn check(spec: &EngineSpec) -> Result<(), EngineError> {
     if spec.size_bytes == 0 || !spec.size_bytes.is_multiple_of(BLOCK_BYTES) {
         return bad(format!("size_bytes {} is no multiple of {BLOCK_BYTES}", spec.size_bytes));
     }
-    if spec.replicas.is_empty() || spec.replicas.len() > MAX_MEMBERS {
-        return bad(format!("{} replicas: a volume has 1 to {MAX_MEMBERS}", spec.replicas.len()));
+    if let Err(reason) = status::check_replicas(&spec.replicas) {
+        return bad(reason);
     }
     if spec.queues == 0 || spec.queues > MAX_QUEUES {
         return bad(format!("queues {}: 1 to {MAX_QUEUES}", spec.queues));
@@ -88,7 +113,7 @@ fn watch_signals(news: Sender<News>) -> Result<(), EngineError> {
     signals.thread_block().map_err(system)?;
     let wait = move || {
         while signals.wait().is_ok() {
-            if news.send(News::Stop).is_err() {
+            if news.send(News::Terminate).is_err() {
                 return;
             }
         }
@@ -100,95 +125,147 @@ fn watch_signals(news: Sender<News>) -> Result<(), EngineError> {
         .map_err(EngineError::system("starting a thread"))
 }
 
-fn first_status(spec: &EngineSpec, state: &EngineState) -> Status {
-    Status::Engine(EngineStatus {
-        volume: spec.volume.clone(),
-        pid: std::process::id(),
-        phase: EnginePhase::Starting,
-        message: String::new(),
-        generation: state.generation(),
-        view: None,
-        members: Vec::new(),
-        frontend: None,
-        endpoint: None,
-        size_bytes: spec.size_bytes,
-    })
-}
-
-fn start(
-    spec: &EngineSpec,
-    state: &mut EngineState,
-    publisher: &Publisher,
+/// A process on its way from its spec to serving, and to its end.
+struct Start<'a> {
+    begin: Instant,
+    spec: EngineSpec,
+    state: EngineState,
+    publisher: &'a Publisher,
     sender: Sender<News>,
-    news: &Receiver<News>,
-) -> Result<(), EngineError> {
-    let Some(opened) = open_patiently(spec, state, publisher, news)? else { return Ok(()) };
-    tracing::info!(volume = %spec.volume, view = %opened.view, "opened");
-    publish(publisher, |engine| {
-        engine.generation = opened.view.id.generation;
-        engine.view = Some(opened.view);
-        engine.members.clone_from(&opened.members);
-        engine.message.clear();
-    });
-    let Prepared { queues, mut device } = prepare_frontend(spec, state)?;
-    // What was made is remembered before anything can use it: a process that dies from here on is followed
-    // by one that recovers the device.
-    state.set_device(Some(device.record()))?;
-    let (shared, threads) = start_queues(spec, opened, queues, &device.record(), sender)?;
-    let endpoint = device.go_live()?;
-    // Some kernels give the device its number only now.
-    state.set_device(Some(device.record()))?;
-    tracing::info!(volume = %spec.volume, endpoint = %endpoint.display(), "serving");
-    publish(publisher, |engine| {
-        engine.frontend = Some(format!("{:?}", device.record().kind).to_lowercase());
-        engine.endpoint = Some(endpoint);
-        engine.phase = EnginePhase::Serving;
-    });
-    if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
-        tracing::warn!(%error, "systemd cannot be told that the engine is ready");
-    }
-    watch(publisher, news, spec, state)?;
-    publish(publisher, |engine| engine.phase = EnginePhase::Stopping);
-    stop(device.as_mut(), state)?;
-    shared.stop();
-    for thread in threads {
-        // A queue thread that panicked has taken the process with it.
-        let _ = thread.join();
-    }
-    Ok(())
+    news: Receiver<News>,
 }
 
-/// Opens the volume, and waits for replicas that are missing; nothing where the engine is stopped meanwhile.
-fn open_patiently(
-    spec: &EngineSpec,
-    state: &mut EngineState,
-    publisher: &Publisher,
-    news: &Receiver<News>,
-) -> Result<Option<Opened>, EngineError> {
-    let begin = Instant::now();
-    loop {
-        let without_missing = begin.elapsed() > open::MISSING_LIMIT;
-        match open::open(spec, state.generation(), without_missing) {
-            Ok(opened) => return Ok(Some(opened)),
-            Err(OpenError::Fatal(error)) => return Err(error),
-            Err(OpenError::Missing { reason, members }) => {
-                publish(publisher, |engine| {
-                    engine.message = format!("waiting: {reason}");
-                    engine.members = members;
-                });
+impl Start<'_> {
+    fn run(mut self) -> Result<Ended, EngineError> {
+        let opener = Opener {
+            spec: &mut self.spec,
+            state: &mut self.state,
+            publisher: self.publisher,
+            news: &self.news,
+        };
+        let mut opened = match opener.run()? {
+            Opening::Open(opened) => *opened,
+            Opening::Ended { for_good } if for_good || self.spec.frontend == FrontendChoice::Socket => {
+                self.discard_device()?;
+                return Ok(if for_good { Ended::Stopped } else { Ended::LeftToNext });
             }
-            Err(OpenError::Torn(reason)) => {
-                tracing::warn!(volume = %spec.volume, reason, "opening failed half-way, trying again");
-                let generation = state.next_generation()?;
-                publish(publisher, |engine| {
-                    engine.message = reason;
-                    engine.generation = generation;
-                });
+            Opening::Ended { .. } => return Ok(Ended::LeftToNext),
+        };
+        publish(self.publisher, |engine| {
+            engine.generation = opened.view.id.generation;
+            engine.view = Some(opened.view);
+            engine.members.clone_from(&opened.members);
+            engine.message.clear();
+        });
+        let opened_ms = self.begin.elapsed().as_millis();
+        let Prepared { queues, mut device } = prepare_frontend(&self.spec, &self.state)?;
+        // What was made is remembered before anything can use it: a process that dies from here on is followed
+        // by one that recovers the device.
+        self.state.set_device(Some(device.record()))?;
+        let prepared_ms = self.begin.elapsed().as_millis();
+        let record = device.record();
+        let (shared, threads) = start_queues(&self.spec, &mut opened, queues, &record, self.sender.clone())?;
+        let endpoint = device.go_live()?;
+        // Some kernels give the device its number only now.
+        self.state.set_device(Some(device.record()))?;
+        let (volume, live_ms) = (&self.spec.volume, self.begin.elapsed().as_millis());
+        tracing::info!(%volume, endpoint = %endpoint.display(), opened_ms, prepared_ms, live_ms, "serving");
+        publish(self.publisher, |engine| {
+            engine.frontend = Some(record.kind.to_string());
+            engine.endpoint = Some(endpoint);
+            engine.equalising = opened.unequal_bytes().map(|bytes| Meter::new(bytes, self.begin).status());
+            engine.phase = EnginePhase::Serving;
+        });
+        notify_systemd(sd_notify::NotifyState::Ready);
+        self.serve_and_end(&opened, device.as_mut(), &shared, threads)
+    }
+
+    fn serve_and_end(
+        mut self,
+        opened: &Opened,
+        device: &mut dyn Device,
+        shared: &Arc<Shared>,
+        threads: Threads,
+    ) -> Result<Ended, EngineError> {
+        let desk = desk(&self.spec, opened, Arc::clone(shared));
+        let mut serving = Serving::new(
+            &mut self.spec,
+            &mut self.state,
+            self.publisher,
+            Couriers::new(Arc::new(desk)),
+            opened,
+        )?;
+        let ending = serving.run(&self.news)?;
+        publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
+        notify_systemd(sd_notify::NotifyState::Stopping);
+        let ended = match ending {
+            Ending::Stop => {
+                device.stop()?;
+                self.state.set_device(None)?;
+                Ended::Stopped
+            }
+            Ending::Terminate if self.spec.frontend == FrontendChoice::Socket => {
+                device.stop()?;
+                self.state.set_device(None)?;
+                Ended::LeftToNext
+            }
+            Ending::Terminate => {
+                self.drain(shared, threads.len())?;
+                Ended::LeftToNext
+            }
+        };
+        shared.stop();
+        for thread in threads {
+            // A queue thread that panicked has taken the process with it.
+            let _ = thread.join();
+        }
+        tracing::info!(volume = %self.spec.volume, ?ended, "ended");
+        Ok(ended)
+    }
+
+    /// Has the queues answer what is in flight, as far as it can be answered soon. What is not is given to the next
+    /// process by the kernel, as what comes from now on.
+    fn drain(&self, shared: &Shared, queues: usize) -> Result<(), EngineError> {
+        let begin = Instant::now();
+        shared.drain();
+        let mut drained = 0;
+        while drained < queues {
+            match self.news.recv_timeout(DRAIN_LIMIT.saturating_sub(begin.elapsed())) {
+                Ok(News::Drained) => drained += 1,
+                Ok(News::Deposed { holder }) => {
+                    return Err(EngineError::Deposed { generation: self.state.generation(), holder });
+                }
+                Ok(_) => {}
+                Err(_) => {
+                    tracing::warn!(volume = %self.spec.volume, "requests in flight are left to the next process");
+                    return Ok(());
+                }
             }
         }
-        if let Ok(News::Stop) = news.recv_timeout(open::RETRY_INTERVAL) {
-            return Ok(None);
+        let (volume, drained_ms) = (&self.spec.volume, begin.elapsed().as_millis());
+        tracing::info!(%volume, drained_ms, "every request is answered, the device is left to the next process");
+        Ok(())
+    }
+
+    /// Takes a device away that an earlier process has left, where there will be no other one.
+    fn discard_device(&mut self) -> Result<(), EngineError> {
+        let (volume, device_dir) = (&self.spec.volume, &self.spec.device_dir);
+        match self.state.device().map(|record| record.kind) {
+            Some(FrontendKind::Ublk) => drop(ublk::remove_leftovers(volume)?),
+            Some(FrontendKind::Nbd) => drop(remove_nbd_leftovers(volume, device_dir)?),
+            Some(FrontendKind::Socket) | None => return Ok(()),
         }
+        let dead = |node: &node::DeviceNode| node.volume == *volume && !node.live;
+        for found in node::scan(device_dir)?.into_iter().filter(dead) {
+            node::remove(device_dir, volume, found.device)?;
+        }
+        self.state.set_device(None)
+    }
+}
+
+fn notify_systemd(state: sd_notify::NotifyState<'_>) {
+    if let Err(error) = sd_notify::notify(&[state]) {
+        tracing::warn!(%error, "systemd cannot be told how far the engine is");
     }
 }
 
@@ -221,42 +298,29 @@ type Threads = Vec<thread::JoinHandle<()>>;
 
 fn start_queues(
     spec: &EngineSpec,
-    opened: Opened,
-    frontends: Vec<Box<dyn shorthorn_frontend::QueueFrontend>>,
-    record: &shorthorn_frontend::DeviceRecord,
+    opened: &mut Opened,
+    frontends: Vec<Box<dyn QueueFrontend>>,
+    record: &DeviceRecord,
     news: Sender<News>,
 ) -> Result<(Arc<Shared>, Threads), EngineError> {
-    let generation = opened.view.id.generation;
-    let core = EngineCore::new(&CoreConfig {
-        queues: record.queues,
-        depth: record.depth,
-        peers: spec
-            .replicas
-            .iter()
-            .map(|peer| PeerConfig { replica: peer.replica, local: peer.local })
-            .collect(),
-        view: opened.view,
-        replica_timeout_ms: u64::from(spec.replica_timeout_ms),
-    });
+    let core = EngineCore::new(&core_config(spec, opened, record));
     let pairs = frontends.iter().map(|_| Wake::new()).collect::<Result<Vec<_>, _>>();
     let (wakes, wakers): (Vec<Wake>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();
     let shared = Arc::new(Shared::new(core, wakers, news));
-    let mut connections: Vec<_> = opened.connections.into_iter().map(Vec::into_iter).collect();
+    let mut connections: Vec<_> =
+        std::mem::take(&mut opened.connections).into_iter().map(Vec::into_iter).collect();
     let mut threads = Vec::new();
     for ((frontend, wake), index) in frontends.into_iter().zip(wakes).zip(0u16..) {
-        let links = connections.iter_mut().zip(0..).map(|(connections, peer)| {
-            let socket = link::socket(connections.next())?;
-            Ok(Link::new(peer, index, generation, record.depth, socket))
-        });
+        let slots = LinkSlots { depth: record.depth, copies: if index == 0 { COPY_SLOTS } else { 0 } };
+        let mine = connections.iter_mut().map(Iterator::next).collect();
         let queue = Queue {
             index,
-            depth: record.depth,
-            arena: Arena::new(usize::from(record.depth), MAX_IO_BYTES as usize)
+            depth: slots.depth,
+            arena: Arena::new(usize::from(slots.depth + slots.copies), MAX_IO_BYTES as usize)
                 .map_err(EngineError::system("mmap"))?,
             wake,
-            links: links
-                .collect::<std::io::Result<_>>()
+            links: links(&shared, index, opened.view.id.generation, slots, mine)
                 .map_err(EngineError::system("taking over a connection"))?,
             frontend,
             shared: Arc::clone(&shared),
@@ -267,53 +331,59 @@ fn start_queues(
     Ok((shared, threads))
 }
 
-/// Publishes what the queues tell, until the engine has to end.
-fn watch(
-    publisher: &Publisher,
-    news: &Receiver<News>,
-    spec: &EngineSpec,
-    state: &EngineState,
-) -> Result<(), EngineError> {
-    let volume = &spec.volume;
-    for item in news {
-        match item {
-            News::Stop => return Ok(()),
-            News::View(view) => {
-                tracing::info!(%volume, %view, "the view has changed");
-                publish(publisher, |engine| engine.view = Some(view));
-            }
-            News::Dropped { peer, reason } => {
-                let replica = spec.replicas.get(usize::from(peer)).map(|endpoint| endpoint.replica);
-                tracing::warn!(%volume, ?replica, reason, "a replica has failed");
-                publish(publisher, |engine| {
-                    if let Some(member) = engine.members.get_mut(usize::from(peer)) {
-                        member.mode = MemberMode::Failed;
-                        member.message = reason;
-                    }
-                });
-            }
-            News::Frozen(reason) => return Err(EngineError::Frozen(reason)),
-            News::Deposed { holder } => {
-                return Err(EngineError::Deposed { generation: state.generation(), holder });
-            }
-            News::QueueFailed { queue, reason } => {
-                let source = std::io::Error::other(format!("queue {queue}: {reason}"));
-                return Err(EngineError::System { action: "serving", source });
-            }
-        }
+fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> CoreConfig {
+    let peer = |endpoint: &ReplicaEndpoint| PeerConfig { replica: endpoint.replica, local: endpoint.local };
+    CoreConfig {
+        queues: record.queues,
+        depth: record.depth,
+        peers: spec.replicas.iter().map(peer).collect(),
+        view: opened.view,
+        replica_timeout_ms: u64::from(spec.replica_timeout_ms),
+        size_bytes: spec.size_bytes,
+        dirty: opened.dirty.clone(),
+        source: opened.source,
+        missed: opened.missed.clone(),
+        copy_slots: COPY_SLOTS,
+        copy_limits: copy_limits(spec.rebuild),
+        intent_interval_ms: INTENT_INTERVAL_MS,
     }
-    Ok(())
 }
 
-fn stop(device: &mut dyn Device, state: &mut EngineState) -> Result<(), EngineError> {
-    device.stop()?;
-    state.set_device(None)
+/// As the core knows it.
+pub fn copy_limits(limits: RebuildLimits) -> CopyLimits {
+    CopyLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
 }
 
-fn publish(publisher: &Publisher, change: impl FnOnce(&mut EngineStatus)) {
-    publisher.update(|status| {
-        if let Status::Engine(engine) = status {
-            change(engine);
+/// The links of one queue, one for every replica that there may ever be.
+fn links(
+    shared: &Shared,
+    queue: u16,
+    generation: Generation,
+    slots: LinkSlots,
+    connections: Vec<Option<Connection>>,
+) -> std::io::Result<Vec<Link>> {
+    let peers = (0..).take(MAX_MEMBERS).zip(connections.into_iter().chain(std::iter::repeat_with(|| None)));
+    let link = |(peer, connection): (PeerIndex, Option<Connection>)| {
+        let mut link = Link::new(peer, queue, generation, slots);
+        if let Some(connection) = connection {
+            link.connect(connection.into_socket()?);
+            shared.note_connected(queue, peer, true);
         }
-    });
+        Ok(link)
+    };
+    peers.map(link).collect()
+}
+
+/// What couriers have to know.
+fn desk(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> Desk {
+    let complete = opened.is_missed_complete.iter().copied().chain(std::iter::repeat(false));
+    let peer = |(endpoint, is_complete): (&ReplicaEndpoint, bool)| Peer {
+        endpoint: endpoint.clone(),
+        is_complete,
+        last_view: Some(opened.last_view).filter(|view| view.members.contains(endpoint.replica)),
+    };
+    let peers = spec.replicas.iter().zip(complete).map(peer).collect();
+    let desk = Desk::new(Greeter::new(spec, opened.view.id.generation), spec.queues, shared, peers);
+    desk.limit(spec.rebuild.bytes_per_s);
+    desk
 }

@@ -1,32 +1,46 @@
 //! The thread of one queue: a ring, the frontend's half of the queue, and a link to each replica.
 
 use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use shorthorn_core::{Event, Operation, Output, Outputs, Request};
+use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
 use shorthorn_frontend::{QueueFrontend, QueueIo};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
+use shorthorn_types::ByteRange;
 
 use crate::error::EngineError;
 use crate::link::{self, Link, Notice};
-use crate::shared::{News, Shared};
+use crate::shared::{Mail, News, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
 /// How often the core is told the time while requests are in flight, and while none are.
 const TICK_BUSY: Duration = Duration::from_millis(250);
 const TICK_IDLE: Duration = Duration::from_millis(1000);
+/// While the last requests are being answered.
+const TICK_DRAINING: Duration = Duration::from_millis(1);
 /// What a slot keeps of its memory when the queue is idle.
 const SLOT_KEEP_BYTES: usize = 16 << 10;
 
 /// What a queue thread is made of.
 pub struct Queue {
     pub index: u16,
+    /// How many slots the frontend has.
     pub depth: u16,
+    /// A buffer for every slot, those for copies behind them.
     pub arena: Arena,
     pub wake: Wake,
+    /// One for every replica that there may ever be.
     pub links: Vec<Link>,
     pub frontend: Box<dyn QueueFrontend>,
     pub shared: Arc<Shared>,
+}
+
+/// A new connection to a replica.
+struct Arrival {
+    peer: PeerIndex,
+    link: Option<std::os::fd::OwnedFd>,
+    installed: SyncSender<()>,
 }
 
 /// A queue and its ring, which belongs to the thread.
@@ -38,8 +52,19 @@ struct Running {
     events: Vec<Event>,
     scratch: Outputs,
     outputs: Outputs,
+    mail: Vec<Mail>,
+    /// Connections that wait for the last one of their replica to be gone.
+    arriving: Vec<Arrival>,
+    /// Whether a connection may be gone since the core was last told something.
+    links_closed: bool,
+    /// Whether the main thread was told that nothing is left to be answered.
+    told_drained: bool,
+    /// Whether no request was unfinished at the end of the last turn.
+    is_quiet: bool,
     /// Whether large requests have touched the arena since it was trimmed.
     is_swollen: bool,
+    /// Whether nothing has happened in the turn before this one.
+    was_idle: bool,
 }
 
 impl Queue {
@@ -59,8 +84,9 @@ impl Queue {
             }
         }
         let links = u32::try_from(self.links.len()).unwrap_or(u32::MAX);
-        let entries = (u32::from(self.depth) + 4 * links + 16).next_power_of_two();
-        let room = usize::from(self.depth) * 4;
+        let slots = self.arena.slots();
+        let entries = (u32::try_from(slots).unwrap_or(u32::MAX) + 4 * links + 16).next_power_of_two();
+        let room = slots * 4;
         let mut running = Running {
             ring: Ring::new(entries).map_err(EngineError::system("io_uring"))?,
             queue: self,
@@ -69,7 +95,13 @@ impl Queue {
             events: Vec::with_capacity(room),
             scratch: Vec::with_capacity(room),
             outputs: Vec::with_capacity(room),
+            mail: Vec::new(),
+            arriving: Vec::new(),
+            links_closed: false,
+            told_drained: false,
+            is_quiet: false,
             is_swollen: false,
+            was_idle: false,
         };
         running.start()?;
         while !running.queue.shared.is_stopping() {
@@ -91,11 +123,17 @@ impl Running {
 
     /// One turn: wait, take what has happened, let the core decide, do what it says, send.
     fn turn(&mut self) -> Result<(), EngineError> {
-        let is_idle = self.completions.is_empty() && !self.queue.shared.is_busy();
-        if is_idle && self.is_swollen {
+        let is_idle = self.completions.is_empty() && !self.queue.shared.has_requests();
+        // An answer of the last turn is in the kernel's hands only now, and a client may take its time for one.
+        if is_idle && self.was_idle && self.is_swollen && self.queue.frontend.is_idle() {
             self.trim();
         }
-        let tick = if is_idle { TICK_IDLE } else { TICK_BUSY };
+        self.was_idle = is_idle;
+        let tick = match (self.queue.shared.is_draining(), is_idle) {
+            (true, _) => TICK_DRAINING,
+            (false, true) => TICK_IDLE,
+            (false, false) => TICK_BUSY,
+        };
         self.completions.clear();
         self.ring.wait(Some(tick), &mut self.completions).map_err(EngineError::system("io_uring_enter"))?;
         for at in 0..self.completions.len() {
@@ -105,10 +143,16 @@ impl Running {
             self.events.push(Event::Tick { now_ms: self.queue.shared.now_ms() });
         }
         self.decide();
+        if !self.arriving.is_empty() {
+            self.install();
+        }
         let mut io = QueueIo { ring: &mut self.ring, arena: &self.queue.arena, requests: &mut self.requests };
         self.queue.frontend.flush(&mut io);
         for link in &mut self.queue.links {
             link.flush(&mut self.ring);
+        }
+        if self.queue.shared.is_draining() {
+            self.tell_when_drained();
         }
         Ok(())
     }
@@ -129,19 +173,64 @@ impl Running {
                 if let Some(Notice::Deposed { holder }) = notice {
                     shared.tell(News::Deposed { holder });
                 }
-                self.events.extend(link.take_closed());
+                if let Some(closed) = link.take_closed() {
+                    self.events.push(closed);
+                    self.links_closed = true;
+                }
             }
             _ => {
                 wake.arm(&mut self.ring, WAKE);
-                shared.take_mail(*index, &mut self.outputs);
+                shared.take_mail(*index, &mut self.mail);
+                for mail in self.mail.drain(..) {
+                    match mail {
+                        Mail::Do(output) => self.outputs.push(output),
+                        Mail::Connect { peer, socket, installed } => {
+                            self.arriving.push(Arrival { peer, link: Some(socket), installed });
+                        }
+                    }
+                }
             }
         }
         Ok(())
     }
 
+    /// Takes new connections, where the last one of their replica is gone and the core knows it.
+    fn install(&mut self) {
+        let Queue { links, shared, index, .. } = &mut self.queue;
+        for arrival in &mut self.arriving {
+            let Some(link) = links.get_mut(usize::from(arrival.peer)).filter(|link| link.is_absent()) else {
+                continue;
+            };
+            if let Some(socket) = arrival.link.take()
+                && link.connect(socket)
+            {
+                link.start(&mut self.ring);
+                shared.note_connected(*index, arrival.peer, true);
+                // Who waits for it gives up after a while: then the core is never told to use the connection.
+                let _ = arrival.installed.try_send(());
+            }
+        }
+        self.arriving.retain(|arrival| arrival.link.is_some());
+    }
+
+    /// No more requests are taken: the main thread is told when the last one is answered. The answers are out one
+    /// turn after that, as the next wait submits them.
+    fn tell_when_drained(&mut self) {
+        let is_quiet = !self.queue.shared.has_requests();
+        let was_quiet = std::mem::replace(&mut self.is_quiet, is_quiet);
+        if is_quiet && was_quiet && !self.told_drained {
+            self.told_drained = true;
+            self.queue.shared.tell(News::Drained);
+        }
+    }
+
     /// Passes events to the core and does what it says, until nothing more follows.
     fn decide(&mut self) {
         loop {
+            if self.queue.shared.is_draining() {
+                // The kernel gives them to the next process: they were never answered.
+                self.requests.clear();
+            }
             let submit = |request| Event::Submit { queue: self.queue.index, request };
             self.events.extend(self.requests.drain(..).map(submit));
             if !self.events.is_empty() {
@@ -151,6 +240,7 @@ impl Running {
                     &mut self.scratch,
                     &mut self.outputs,
                 );
+                self.note_closed();
             }
             if self.outputs.is_empty() && self.requests.is_empty() && self.events.is_empty() {
                 return;
@@ -159,62 +249,95 @@ impl Running {
         }
     }
 
-    fn perform(&mut self) {
-        let Queue { arena, links, frontend, .. } = &mut self.queue;
-        // The same data goes to every member: its check is computed once.
-        let mut checked = None;
-        for output in self.outputs.drain(..) {
-            match output {
-                Output::Send { peer, slot, operation, range } => {
-                    let Some(link) = links.get_mut(usize::from(peer)) else { continue };
-                    let data_check = match operation {
-                        Operation::Write { .. } => match checked {
-                            Some((known, check)) if known == slot => check,
-                            _ => {
-                                let length = usize::try_from(range.length()).unwrap_or(usize::MAX);
-                                self.is_swollen |= length > SLOT_KEEP_BYTES;
-                                let check = arena.buf(usize::from(slot.slot)).part(0, length).crc32c();
-                                checked = Some((slot, check));
-                                check
-                            }
-                        },
-                        _ => {
-                            self.is_swollen |= range.length() > SLOT_KEEP_BYTES as u64;
-                            0
-                        }
-                    };
-                    link.send(slot, operation, range, data_check, arena, &mut self.events);
+    /// The core knows of every connection that is gone: others may be made in their place.
+    fn note_closed(&mut self) {
+        if std::mem::take(&mut self.links_closed) {
+            for (link, peer) in self.queue.links.iter().zip(0..) {
+                if link.is_absent() {
+                    self.queue.shared.note_connected(self.queue.index, peer, false);
                 }
-                Output::Complete { slot, outcome } => {
-                    checked = None;
-                    let mut io = QueueIo { ring: &mut self.ring, arena, requests: &mut self.requests };
-                    frontend.complete(&mut io, slot.slot, outcome);
-                }
-                Output::Ping { peer } => {
-                    let Some(link) = links.get_mut(usize::from(peer)) else { continue };
-                    link.ping(&mut self.events);
-                }
-                Output::Propose { peer, view, honoured } => {
-                    let Some(link) = links.get_mut(usize::from(peer)) else { continue };
-                    link.propose(view, honoured, &mut self.events);
-                }
-                Output::Commit { peer, view } => {
-                    let Some(link) = links.get_mut(usize::from(peer)) else { continue };
-                    link.commit(view, &mut self.events);
-                }
-                Output::Drop { peer, .. } => {
-                    let Some(link) = links.get_mut(usize::from(peer)) else { continue };
-                    link.close();
-                    self.events.extend(link.take_closed());
-                }
-                Output::ViewChanged { .. } | Output::Frozen { .. } => {}
             }
         }
     }
 
-    /// Gives the memory of large requests back.
+    fn perform(&mut self) {
+        // The same data goes to every member: its check is computed once.
+        let mut checked = None;
+        let mut outputs = std::mem::take(&mut self.outputs);
+        for output in outputs.drain(..) {
+            match output {
+                Output::Send { peer, slot, operation, range, buffer_offset } => {
+                    self.send(peer, slot, operation, range, buffer_offset, &mut checked);
+                }
+                Output::Complete { slot, outcome } => {
+                    checked = None;
+                    let Queue { arena, frontend, .. } = &mut self.queue;
+                    let mut io = QueueIo { ring: &mut self.ring, arena, requests: &mut self.requests };
+                    frontend.complete(&mut io, slot.slot, outcome);
+                }
+                Output::Ping { peer } => self.with_link(peer, Link::ping),
+                Output::Propose { peer, view, honoured } => {
+                    self.with_link(peer, |link, events| link.propose(view, honoured, events));
+                }
+                Output::Commit { peer, view } => {
+                    self.with_link(peer, |link, events| link.commit(view, events));
+                }
+                Output::Mark { peer, mark, change } => {
+                    self.with_link(peer, |link, events| link.mark(mark, &change, events));
+                }
+                Output::Drop { peer, .. } => {
+                    self.with_link(peer, |link, events| {
+                        link.close();
+                        events.extend(link.take_closed());
+                    });
+                    self.links_closed = true;
+                }
+                _ => {}
+            }
+        }
+        // It keeps its memory.
+        self.outputs = outputs;
+    }
+
+    fn with_link(&mut self, peer: PeerIndex, act: impl FnOnce(&mut Link, &mut Vec<Event>)) {
+        if let Some(link) = self.queue.links.get_mut(usize::from(peer)) {
+            act(link, &mut self.events);
+        }
+    }
+
+    fn send(
+        &mut self,
+        peer: PeerIndex,
+        slot: SlotId,
+        operation: Operation,
+        range: ByteRange,
+        buffer_offset: u32,
+        checked: &mut Option<((SlotId, ByteRange), u32)>,
+    ) {
+        let Some(link) = self.queue.links.get_mut(usize::from(peer)) else { return };
+        let length = match operation {
+            Operation::Read | Operation::Write { .. } => {
+                usize::try_from(range.length()).unwrap_or(usize::MAX)
+            }
+            _ => 0,
+        };
+        self.is_swollen |= length > SLOT_KEEP_BYTES;
+        let data = self.queue.arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, length);
+        let data_check = match (operation, *checked) {
+            (Operation::Write { .. }, Some((known, check))) if known == (slot, range) => check,
+            (Operation::Write { .. }, _) => {
+                let check = data.crc32c();
+                *checked = Some(((slot, range), check));
+                check
+            }
+            _ => 0,
+        };
+        link.send(slot, operation, range, (data, buffer_offset), data_check, &mut self.events);
+    }
+
+    /// Gives the memory of large requests back. Not that of copies: one may be in progress, although nothing happens.
     fn trim(&mut self) {
-        for slot in 0..self.queue.arena.slots() {
+        for slot in 0..usize::from(self.queue.depth) {
             self.queue.arena.release_pages(slot, SLOT_KEEP_BYTES);
         }
         self.is_swollen = false;

@@ -1,56 +1,106 @@
-//! What the queue threads share: the core, and a mailbox for each queue.
+//! What the threads of an engine share: the core, and a mailbox for each queue.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::mpsc::{Sender, SyncSender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use shorthorn_control::{Command, GrantWanted};
 use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex};
 use shorthorn_ring::Waker;
-use shorthorn_types::{Generation, View};
+use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
+use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
+
+use crate::courier::Told;
 
 /// What the main thread wants to know.
 #[derive(Debug)]
 pub enum News {
-    /// A signal or a client asks the process to end.
-    Stop,
+    /// SIGTERM or SIGINT.
+    Terminate,
+    /// A client of the control socket asks for something.
+    Order(Command),
+    /// Another view was proposed to the members.
+    Proposed,
     /// The view has changed.
     View(View),
     /// A replica has failed.
     Dropped { peer: PeerIndex, reason: String },
+    /// A view needs the arbiter's grant.
+    AskGrant { wanted: Box<GrantWanted> },
+    /// A replica that was brought up is in the view.
+    Joined { peer: PeerIndex },
+    /// The members are equal everywhere.
+    Equalised,
+    /// The members do not read the same.
+    ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
+    /// A scrub has seen everything.
+    ScrubDone,
+    /// A courier tells of its replica.
+    Courier { peer: PeerIndex, told: Told },
     /// There is no quorum any more.
     Frozen(String),
     /// A newer engine holds the volume.
     Deposed { holder: Generation },
     /// A queue cannot go on.
     QueueFailed { queue: u16, reason: String },
+    /// A queue that was to finish its requests has answered all of them.
+    Drained,
 }
 
-/// One core for all queues. With one queue, which is the default, the lock is never contended; with several
-/// it is held for some hundred nanoseconds per batch.
+/// What a queue thread finds in its mailbox.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // nearly all of it is outputs
+pub enum Mail {
+    /// The core wants something done.
+    Do(Output),
+    /// A new connection to a replica; `installed` is told when the queue has it.
+    Connect { peer: PeerIndex, socket: OwnedFd, installed: SyncSender<()> },
+}
+
+/// A view that was proposed and is not through.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingView {
+    pub view: View,
+    pub honoured: ReplicaReport,
+}
+
+/// One core for all threads. With one queue, which is the default, the lock is hardly ever contended; with
+/// several it is held for some hundred nanoseconds per batch.
 #[derive(Debug)]
 pub struct Shared {
     core: Mutex<EngineCore>,
     mailboxes: Vec<Mailbox>,
+    pending: Mutex<Option<PendingView>>,
+    /// Per replica: which queues have a connection to it, as bits.
+    connected: [AtomicU8; MAX_MEMBERS],
     news: Sender<News>,
     stop: AtomicBool,
+    drain: AtomicBool,
     start: Instant,
 }
 
+// One bit for each queue.
+const _: () = assert!(MAX_QUEUES <= 8);
+
 #[derive(Debug)]
 struct Mailbox {
-    outputs: Mutex<Outputs>,
+    mail: Mutex<Vec<Mail>>,
     waker: Waker,
 }
 
 impl Shared {
     pub fn new(core: EngineCore, wakers: Vec<Waker>, news: Sender<News>) -> Shared {
-        let mailbox = |waker| Mailbox { outputs: Mutex::new(Vec::new()), waker };
+        let mailbox = |waker| Mailbox { mail: Mutex::new(Vec::new()), waker };
         Shared {
             core: Mutex::new(core),
             mailboxes: wakers.into_iter().map(mailbox).collect(),
+            pending: Mutex::new(None),
+            connected: Default::default(),
             news,
             stop: AtomicBool::new(false),
+            drain: AtomicBool::new(false),
             start: Instant::now(),
         }
     }
@@ -61,55 +111,162 @@ impl Shared {
     }
 
     /// Gives `events` to the core; what `queue` has to do is appended to `mine`, the rest goes to the other
-    /// queues and to the main thread. Returns how many requests are unfinished.
+    /// queues and to the main thread.
     pub fn apply(&self, queue: u16, events: &mut Vec<Event>, scratch: &mut Outputs, mine: &mut Outputs) {
-        {
-            let mut core = lock(&self.core);
-            for event in events.drain(..) {
-                core.apply(event, scratch);
+        let mut core = lock(&self.core);
+        for event in events.drain(..) {
+            core.apply(event, scratch);
+        }
+        let woken = self.distribute(scratch, Some((queue, mine)));
+        drop(core);
+        self.wake(woken);
+    }
+
+    /// Lets another thread use the core; what follows is done by the queues.
+    pub fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> R {
+        let mut outputs = Outputs::new();
+        let mut core = lock(&self.core);
+        let result = act(&mut core, &mut outputs);
+        let woken = self.distribute(&mut outputs, None);
+        drop(core);
+        self.wake(woken);
+        result
+    }
+
+    /// Lets another thread tell the core something.
+    pub fn tell_core(&self, event: Event) {
+        self.decide(|core, outputs| core.apply(event, outputs));
+    }
+
+    /// Lets another thread look at the core.
+    pub fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> R {
+        at(&lock(&self.core))
+    }
+
+    /// Takes outputs to those who have to do them; returns which queues have to be woken. The core is locked
+    /// meanwhile, so that everybody gets what it says in the order in which it has said it.
+    fn distribute(&self, outputs: &mut Outputs, mut mine: Option<(u16, &mut Outputs)>) -> u8 {
+        let mut woken = 0;
+        for output in outputs.drain(..) {
+            let to = match &output {
+                Output::Send { slot, .. } | Output::Complete { slot, .. } => Some(slot.queue),
+                Output::Mark { .. } | Output::Commit { .. } => Some(0),
+                Output::Propose { view, honoured, .. } => {
+                    self.note_pending(*view, honoured);
+                    Some(0)
+                }
+                // A replica closes a connection that is silent for long: every queue has to be heard.
+                Output::Ping { .. } | Output::Drop { .. } => None,
+                _ => {
+                    self.report(output);
+                    continue;
+                }
+            };
+            if let Output::Drop { peer, reason } = &output {
+                self.tell(News::Dropped { peer: *peer, reason: reason.clone() });
+            }
+            match to {
+                Some(queue) => woken |= self.hand_over(queue, output, &mut mine),
+                None => {
+                    for queue in (0..self.mailboxes.len()).filter_map(|at| u16::try_from(at).ok()) {
+                        woken |= self.hand_over(queue, output.clone(), &mut mine);
+                    }
+                }
             }
         }
-        for output in scratch.drain(..) {
-            match owner(&output) {
-                Owner::Queue(other) if other == queue => mine.push(output),
-                Owner::Queue(other) => self.post(other, output),
-                Owner::Every => {
-                    for other in (0..self.mailboxes.len()).filter_map(|at| u16::try_from(at).ok()) {
-                        if other != queue {
-                            self.post(other, output.clone());
-                        }
-                    }
-                    if let Output::Drop { peer, reason } = &output {
-                        self.tell(News::Dropped { peer: *peer, reason: reason.clone() });
-                    }
-                    mine.push(output);
+        woken
+    }
+
+    /// Gives `output` to `queue`; returns the queue as a bit where it has to be woken for that.
+    fn hand_over(&self, queue: u16, output: Output, mine: &mut Option<(u16, &mut Outputs)>) -> u8 {
+        match mine {
+            Some((me, outputs)) if *me == queue => {
+                outputs.push(output);
+                0
+            }
+            _ => match self.mailboxes.get(usize::from(queue)) {
+                Some(mailbox) => {
+                    lock(&mailbox.mail).push(Mail::Do(output));
+                    1 << queue
                 }
-                Owner::Main => match output {
-                    Output::ViewChanged { view } => self.tell(News::View(view)),
-                    Output::Frozen { reason } => self.tell(News::Frozen(reason)),
-                    _ => {}
-                },
+                None => 0,
+            },
+        }
+    }
+
+    fn wake(&self, queues: u8) {
+        for (at, mailbox) in self.mailboxes.iter().enumerate() {
+            if queues & (1 << at) != 0 {
+                mailbox.waker.wake();
             }
         }
     }
 
-    /// Whether any request is unfinished.
-    pub fn is_busy(&self) -> bool {
+    /// What is for the main thread.
+    fn report(&self, output: Output) {
+        self.tell(match output {
+            Output::ViewChanged { view } => {
+                *lock(&self.pending) = None;
+                News::View(view)
+            }
+            Output::AskGrant { view, honoured, stored } => {
+                News::AskGrant { wanted: Box::new(GrantWanted { view, honoured, stored }) }
+            }
+            Output::Joined { peer } => News::Joined { peer },
+            Output::Equalised => News::Equalised,
+            Output::ScrubFound { range, odd, repaired } => News::ScrubFound { range, odd, repaired },
+            Output::ScrubDone => News::ScrubDone,
+            Output::Frozen { reason } => News::Frozen(reason),
+            _ => return,
+        });
+    }
+
+    fn note_pending(&self, view: View, honoured: &ReplicaReport) {
+        let mut pending = lock(&self.pending);
+        if pending.as_ref().is_none_or(|known| known.view.id < view.id) {
+            *pending = Some(PendingView { view, honoured: honoured.clone() });
+            self.tell(News::Proposed);
+        }
+    }
+
+    /// The view that is being brought through, if there is one.
+    pub fn pending_view(&self) -> Option<PendingView> {
+        lock(&self.pending).clone()
+    }
+
+    /// Whether any request of a frontend is unfinished.
+    pub fn has_requests(&self) -> bool {
         lock(&self.core).unfinished() > 0
     }
 
-    fn post(&self, queue: u16, output: Output) {
+    /// Takes what others have left for `queue`.
+    pub fn take_mail(&self, queue: u16, mine: &mut Vec<Mail>) {
         if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
-            lock(&mailbox.outputs).push(output);
+            mine.append(&mut lock(&mailbox.mail));
+        }
+    }
+
+    /// Gives a queue a connection to a replica that has none there.
+    pub fn connect(&self, queue: u16, peer: PeerIndex, socket: OwnedFd, installed: SyncSender<()>) {
+        if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
+            lock(&mailbox.mail).push(Mail::Connect { peer, socket, installed });
             mailbox.waker.wake();
         }
     }
 
-    /// Takes what other queues have left for `queue`.
-    pub fn take_mail(&self, queue: u16, mine: &mut Outputs) {
-        if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
-            mine.append(&mut lock(&mailbox.outputs));
+    /// A queue has, or has no longer, a connection to a replica. What came over the last one was told the core.
+    pub fn note_connected(&self, queue: u16, peer: PeerIndex, is_connected: bool) {
+        let Some(queues) = self.connected.get(usize::from(peer)) else { return };
+        if is_connected {
+            queues.fetch_or(1 << queue, Ordering::AcqRel);
+        } else {
+            queues.fetch_and(!(1 << queue), Ordering::AcqRel);
         }
+    }
+
+    /// Whether no queue has a connection to the replica.
+    pub fn is_disconnected(&self, peer: PeerIndex) -> bool {
+        self.connected.get(usize::from(peer)).is_none_or(|queues| queues.load(Ordering::Acquire) == 0)
     }
 
     /// Tells the main thread.
@@ -121,34 +278,27 @@ impl Shared {
     /// Ends the queue threads.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
-        for mailbox in &self.mailboxes {
-            mailbox.waker.wake();
-        }
+        self.wake(u8::MAX);
     }
 
     /// Whether the queue threads have to end.
     pub fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
-}
 
-enum Owner {
-    Queue(u16),
-    Every,
-    Main,
-}
+    /// Has the queues take no more requests, and each tell [`News::Drained`] when all are answered.
+    pub fn drain(&self) {
+        self.drain.store(true, Ordering::Release);
+        self.wake(u8::MAX);
+    }
 
-fn owner(output: &Output) -> Owner {
-    match output {
-        Output::Send { slot, .. } | Output::Complete { slot, .. } => Owner::Queue(slot.queue),
-        Output::Propose { .. } | Output::Commit { .. } => Owner::Queue(0),
-        // A replica closes a connection that is silent for long: every queue has to be heard.
-        Output::Ping { .. } | Output::Drop { .. } => Owner::Every,
-        Output::ViewChanged { .. } | Output::Frozen { .. } => Owner::Main,
+    /// Whether no more requests are to be taken.
+    pub fn is_draining(&self) -> bool {
+        self.drain.load(Ordering::Acquire)
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A thread that panics takes the process with it: nobody ever sees what it left behind.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, Flock, FlockArg, RenameFlags, renameat2};
 use serde::{Deserialize, Serialize};
 use shorthorn_frontend::DeviceRecord;
-use shorthorn_types::Generation;
+use shorthorn_types::{Generation, View};
 
 use crate::EngineError;
 
@@ -20,6 +20,9 @@ struct Content {
     generation: Generation,
     /// The device, from before it goes live until it is gone.
     device: Option<DeviceRecord>,
+    /// The newest view that the arbiter has granted, as far as this host was told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    granted: Option<View>,
 }
 
 /// The state file, locked: no two processes use one generation.
@@ -94,6 +97,23 @@ impl EngineState {
         self.store()
     }
 
+    /// The newest view that the arbiter has granted, as far as this host was told.
+    pub fn granted(&self) -> Option<View> {
+        self.content.granted
+    }
+
+    /// Remembers what the arbiter has granted, durably, unless something newer is known.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn keep_grant(&mut self, view: View) -> Result<(), EngineError> {
+        if self.content.granted.is_some_and(|known| known.id >= view.id) {
+            return Ok(());
+        }
+        self.content.granted = Some(view);
+        self.store()
+    }
+
     fn store(&self) -> Result<(), EngineError> {
         self.write().map_err(|source| EngineError::State { path: self.path.clone(), source })
     }
@@ -125,6 +145,8 @@ fn lock(path: &Path) -> io::Result<Flock<File>> {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_types::{Members, ReplicaId, ViewId};
+
     use super::*;
 
     #[test]
@@ -139,6 +161,24 @@ mod tests {
         let held = EngineState::open(&path, 5).unwrap();
         assert_eq!(held.generation(), Generation::new(5, 1));
         assert!(matches!(open(5), Err(EngineError::Running { .. })));
+    }
+
+    #[test]
+    fn the_newest_grant_outlives_processes_and_attachments() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let view = |attach, number| View {
+            id: ViewId { generation: Generation::new(attach, 0), number },
+            members: Members::new([ReplicaId::from_random(1)]).unwrap(),
+        };
+        EngineState::open(&path, 1).unwrap().keep_grant(view(1, 2)).unwrap();
+        let mut state = EngineState::open(&path, 2).unwrap();
+        assert_eq!(state.granted(), Some(view(1, 2)));
+        state.keep_grant(view(1, 1)).unwrap();
+        assert_eq!(state.granted(), Some(view(1, 2)));
+        state.keep_grant(view(2, 1)).unwrap();
+        drop(state);
+        assert_eq!(EngineState::open(&path, 2).unwrap().granted(), Some(view(2, 1)));
     }
 
     #[test]

@@ -13,6 +13,6 @@ pub mod ublk;
 mod wait;
 
 pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared};
-pub use nbd::{prepare_nbd, prepare_socket};
+pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
 pub use queue::{QueueFrontend, QueueIo, SOURCE};
 pub use ublk::prepare_ublk;

@@ -39,4 +39,8 @@ pub trait QueueFrontend: Send {
 
     /// End of a batch: sends what was held back.
     fn flush(&mut self, io: &mut QueueIo<'_>);
+
+    /// Whether no slot has data that is on its way from the client, or to it: their memory may be given back. A request
+    /// may be complete long before its client has taken the answer.
+    fn is_idle(&self) -> bool;
 }

@@ -104,10 +104,10 @@ mod tests {
     #[test]
     fn there_is_a_bound() {
         let mut candidates = Candidates::new();
-        for queue in 0..16 {
+        for queue in 0..18 {
             candidates.push(place(1, queue), queue, &mut vec![]).unwrap();
         }
-        assert_eq!(candidates.push(place(1, 16), 16, &mut vec![]), Err(16));
+        assert_eq!(candidates.push(place(1, 18), 16, &mut vec![]), Err(16));
         assert_eq!(candidates.push(place(1, 15), 16, &mut vec![]), Ok(()));
     }
 }

@@ -2,6 +2,7 @@ use std::io;
 use std::path::PathBuf;
 
 use shorthorn_control::SpecError;
+use shorthorn_regions::KeepError;
 use shorthorn_store::StoreError;
 use shorthorn_types::{Errno, ReplicaId, VolumeName};
 use shorthorn_views::Refused;
@@ -81,6 +82,23 @@ pub enum ReplicaError {
     /// The rules of views do not allow it.
     #[error(transparent)]
     Refused(#[from] Refused),
+    /// A set of regions cannot be changed so.
+    #[error(transparent)]
+    Regions(KeepError),
+    /// A member of the volume would be thrown away.
+    #[error(
+        "replica {0} holds data and is a member by the views that it knows: if it is not one any more, tell it the          view that is committed, and it can be made anew"
+    )]
+    IsMember(ReplicaId),
+    /// Requests are in flight while the files under them are to be replaced.
+    #[error("requests are in flight: wait for their answers first")]
+    Busy,
+    /// A layer that is none.
+    #[error("'{0}' is not the name of a layer's image")]
+    NoLayer(String),
+    /// A document that cannot be copied.
+    #[error("the document of {0} is no text, so it cannot be copied: repair or replace it")]
+    NoText(String),
     /// A socket cannot be set up.
     #[error("cannot listen on {address}: {source}")]
     Listen {
@@ -108,7 +126,10 @@ impl ReplicaError {
     pub fn errno(&self) -> Errno {
         match self {
             ReplicaError::Store(error) => error.errno(),
-            ReplicaError::Refused(Refused::TooManyProposed) => Errno::NO_SPACE,
+            ReplicaError::Refused(Refused::TooManyProposed)
+            | ReplicaError::Regions(KeepError::TooManySets(_)) => Errno::NO_SPACE,
+            ReplicaError::Regions(_) | ReplicaError::NoLayer(_) => Errno::INVALID,
+            ReplicaError::IsMember(_) | ReplicaError::Busy => Errno::new(libc::EBUSY),
             ReplicaError::Refused(_) => Errno::NOT_PERMITTED,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),

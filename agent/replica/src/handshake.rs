@@ -5,11 +5,10 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use shorthorn_control::Secret;
-use shorthorn_types::limits::MAX_QUEUES;
 use shorthorn_types::{Errno, Generation, ReplicaId, VolumeName};
 use shorthorn_wire::{
-    Challenge, FrameError, HEADER_BYTES, Header, Hello, Opcode, Refusal, decode_text, encode_text, proof,
-    proofs_equal,
+    CONTROL_QUEUE, Challenge, FrameError, HEADER_BYTES, Header, Hello, Opcode, Refusal, decode_text,
+    encode_text, proof, proofs_equal,
 };
 use thiserror::Error;
 
@@ -49,7 +48,7 @@ pub(crate) enum HandshakeError {
     #[error("the proof is wrong: the engine does not have the secret of volume {0}")]
     Proof(VolumeName),
     /// A queue that no engine has.
-    #[error("queue {0} is out of bounds: an engine has at most {MAX_QUEUES}")]
+    #[error("queue {0} is out of bounds: the last one is {CONTROL_QUEUE}")]
     Queue(u16),
     /// A generation that no engine has.
     #[error("generation {} is the one before any engine: attachments count from 1", Generation::NEVER)]
@@ -127,7 +126,7 @@ impl Identity {
         if !proofs_equal(&proof(self.secret.bytes(), nonce, hello), &hello.proof) {
             return Err(HandshakeError::Proof(self.volume.clone()));
         }
-        if hello.queue >= MAX_QUEUES {
+        if hello.queue > CONTROL_QUEUE {
             return Err(HandshakeError::Queue(hello.queue));
         }
         if hello.generation == Generation::NEVER {
@@ -237,7 +236,7 @@ mod tests {
             (stranger, [3; 32], libc::ENXIO, "of volume v1, not"),
             (other, [3; 32], libc::ENXIO, "this is replica 00000007"),
             (hello(), [4; 32], libc::EACCES, "the proof is wrong"),
-            (Hello { queue: 8, ..hello() }, [3; 32], libc::EINVAL, "queue 8 is out of bounds"),
+            (Hello { queue: 9, ..hello() }, [3; 32], libc::EINVAL, "queue 9 is out of bounds"),
             (Hello { generation: Generation::NEVER, ..hello() }, [3; 32], libc::EINVAL, "generation 0.0"),
         ];
         for (hello, secret, errno, words) in cases {

@@ -10,18 +10,20 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shorthorn_control::{Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec};
+use shorthorn_control::{
+    Command, Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec,
+};
 use shorthorn_ring::{ProtectionReport, Wake, Waker, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
 use tracing::Span;
 
 use crate::accept::{Acceptor, Listeners};
 use crate::error::ReplicaError;
-use crate::executor::Executor;
+use crate::executor::{Executor, Marks};
 use crate::handshake::Identity;
 use crate::limits::STATUS_PERIOD;
 use crate::server::{Message, Server};
-use crate::state::State;
+use crate::state::{State, holds_data};
 
 /// Serves the replica that the spec file describes, until SIGTERM, SIGINT or a `stop` on the control socket.
 /// Blocks; the directory is clean when it returns without an error.
@@ -37,6 +39,8 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let signals = block_signals()?;
     let mut store = open_store(&spec)?;
     let state = State::load(&mut store, &spec)?;
+    let written_to = holds_data(&store)?;
+    let marks = Marks::load(&mut store, state.views().report(), written_to)?;
     // Only whoever has the directory may take the sockets: another process may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
@@ -44,8 +48,8 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let first = first_status(&spec, &state, &listeners);
     // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
-    let executor =
-        Executor::new(store).map_err(|source| ReplicaError::system("map memory for buffers", source))?;
+    let executor = Executor::new(store, marks)
+        .map_err(|source| ReplicaError::system("map memory for buffers", source))?;
     report_protection(&protect_thread());
 
     let (_control, publisher) = start_control(&spec, first, &woken)?;
@@ -86,7 +90,8 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
         return Err(ReplicaError::Missing(directory.clone()));
     }
     let store = if there {
-        Store::open(directory, OpenOptions::default())?
+        // One that lacks data serves all the same: it is to be made whole, and says what it is.
+        Store::open(directory, OpenOptions { accept_rebuilding: true, ..OpenOptions::default() })?
     } else {
         Store::create(directory, CreateOptions { size_bytes: spec.size_bytes, ..CreateOptions::default() })?
     };
@@ -129,8 +134,10 @@ fn start_control(
 ) -> Result<(ControlServer, Publisher), ReplicaError> {
     let told = Arc::clone(woken);
     // It fails only where the counter is full: then the process is being woken already.
-    let stop = move || {
-        let _ = told.write(1);
+    let stop = move |order| {
+        if matches!(order, Command::Stop | Command::Handover) {
+            let _ = told.write(1);
+        }
     };
     ControlServer::start(&spec.control_socket, Status::Replica(first), stop).map_err(|source| {
         ReplicaError::Listen { address: format!("control socket {}", spec.control_socket.display()), source }

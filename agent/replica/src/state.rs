@@ -63,6 +63,11 @@ impl State {
         serde_json::to_vec(self).map_err(ReplicaError::Encode)
     }
 
+    /// Which replica this is.
+    pub fn replica(&self) -> ReplicaId {
+        self.replica
+    }
+
     /// The views.
     pub fn views(&self) -> &ReplicaViews {
         &self.views
@@ -88,7 +93,7 @@ impl State {
 }
 
 /// Whether anything was ever written to the volume.
-fn holds_data(store: &Store) -> Result<bool, ReplicaError> {
+pub(crate) fn holds_data(store: &Store) -> Result<bool, ReplicaError> {
     for layer in store.layers() {
         let stat = nix::sys::stat::fstat(store.fd(layer.index))
             .map_err(|errno| ReplicaError::system("look at the files of the replica", errno))?;

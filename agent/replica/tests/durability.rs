@@ -116,7 +116,7 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
     let spec = spec(base.path(), MIB);
     let mut replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
-    let basis = ReplicaReport { committed: welcome.report.committed, proposed: vec![view(1, 3, &[7])] };
+    let basis = ReplicaReport { committed: welcome.report.committed, proposed: vec![view(1, 3, &[7, 8])] };
     let first = view(2, 1, &[7]);
     client.tell(Opcode::Propose, &ViewMessage { view: first, basis: basis.clone() }).unwrap();
     replica.kill();
@@ -125,7 +125,7 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
     assert_eq!(
         welcome.report,
-        ReplicaReport { committed: basis.committed, proposed: vec![view(1, 3, &[7]), first] }
+        ReplicaReport { committed: basis.committed, proposed: vec![view(1, 3, &[7, 8]), first] }
     );
     client.tell(Opcode::Commit, &ViewMessage { view: first, basis: welcome.report }).unwrap();
     replica.kill();
@@ -140,11 +140,12 @@ fn too_many_proposed_views_are_refused_and_the_connection_goes_on() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
-    let mut propose = |number| {
-        client.tell(
-            Opcode::Propose,
-            &ViewMessage { view: view(1, number, &[7]), basis: welcome.report.clone() },
-        )
+    let mut propose = |number: u32| {
+        // Of views with the same members only the newest is kept.
+        let others = (0..5).filter(|bit| number >> bit & 1 == 1);
+        let members: Vec<u64> = others.chain([7]).collect();
+        let message = ViewMessage { view: view(1, number, &members), basis: welcome.report.clone() };
+        client.tell(Opcode::Propose, &message)
     };
     (1..=16).for_each(|number| propose(number).unwrap());
     let (status, refusal) = propose(17).unwrap_err();

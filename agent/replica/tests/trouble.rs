@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::*;
-use shorthorn_wire::{Flags, Opcode};
+use shorthorn_types::{MarkAction, MarkRegions, Members, RegionsOf, ReplicaId, View, ViewId};
+use shorthorn_wire::{Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
 /// Something mounted under a directory, until it is dropped.
 struct Mounted(PathBuf);
@@ -105,6 +106,57 @@ fn a_full_tmpfs() {
     let base = base();
     let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
     a_full_disk_refuses_writes_and_goes_on(&disk.0);
+}
+
+/// What is written over on a full disk is noted all the same, and a replica can leave the views.
+fn a_full_disk_loses_no_marks(directory: &Path) {
+    let base = base();
+    let mut spec = spec(base.path(), 256 * MIB);
+    spec.directory = directory.join("v1-00000007");
+    let mut replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
+    let written = fill(&mut client);
+    let clear = MarkRegions { of: RegionsOf::Intent, action: MarkAction::Clear, runs: vec![(0, 4096)] };
+    client.tell(Opcode::Mark, &clear).unwrap();
+    let members = Members::new([spec.replica]).unwrap();
+    let view = View { id: ViewId { generation: generation(1), number: 1 }, members };
+    client.tell(Opcode::Propose, &ViewMessage { view, basis: welcome.report }).unwrap();
+    for n in [0, written / 2, written - 1] {
+        client.write(n * (64 << 10), &pattern(n + 1000, 64 << 10)).unwrap();
+    }
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    for of in [RegionsOf::Intent, RegionsOf::Missed(ReplicaId::from_random(8))] {
+        let page: RegionsPage = client.ask(Opcode::Regions, &RegionsQuery { of, from: 0 }).unwrap();
+        for n in [0, written / 2, written - 1] {
+            let noted = page
+                .runs
+                .iter()
+                .any(|(first, count)| (u64::from(*first)..u64::from(first + count)).contains(&n));
+            assert!(page.kept && noted, "{of:?} lacks region {n}: {page:?}");
+        }
+    }
+}
+
+#[test]
+fn marks_on_a_full_ext4() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 32 * MIB);
+    a_full_disk_loses_no_marks(&disk.0);
+}
+
+#[test]
+fn marks_on_a_full_tmpfs() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
+    a_full_disk_loses_no_marks(&disk.0);
 }
 
 nix::ioctl_read!(

@@ -26,16 +26,18 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 pub enum Event {
     /// SIGTERM or SIGINT.
     Stop,
+    /// SIGHUP: a new process is to take the place of the engine.
+    Handover,
     /// A child ended.
     Child,
     /// The status of a process. The numbers are those it was given to [`watch`].
     Status(usize, u32, Box<Status>),
 }
 
-/// Keeps SIGTERM, SIGINT and SIGCHLD from doing anything but being read from what this returns.
+/// Keeps SIGTERM, SIGINT, SIGHUP and SIGCHLD from doing anything but being read from what this returns.
 pub fn block_signals() -> Result<SignalFd, RunError> {
     let mut signals = SigSet::empty();
-    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD] {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
         signals.add(signal);
     }
     signals.thread_block().map_err(RunError::doing("cannot block signals"))?;
@@ -46,8 +48,12 @@ pub fn block_signals() -> Result<SignalFd, RunError> {
 pub fn forward_signals(signals: SignalFd, events: SyncSender<Event>) -> Result<(), RunError> {
     let forward = move || {
         while let Ok(Some(signal)) = signals.read_signal() {
-            let child = i32::try_from(signal.ssi_signo) == Ok(Signal::SIGCHLD as i32);
-            if events.send(if child { Event::Child } else { Event::Stop }).is_err() {
+            let event = match i32::try_from(signal.ssi_signo).map(Signal::try_from) {
+                Ok(Ok(Signal::SIGCHLD)) => Event::Child,
+                Ok(Ok(Signal::SIGHUP)) => Event::Handover,
+                _ => Event::Stop,
+            };
+            if events.send(event).is_err() {
                 return;
             }
         }

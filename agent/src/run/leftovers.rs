@@ -4,6 +4,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use shorthorn_control::Client;
 use shorthorn_frontend::node;
 
 use crate::cli::{FrontendArg, RunArgs};
@@ -29,22 +30,28 @@ pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<
                     format!("has a device that is in use by {user}: unmount it, or take the same frontend");
                 return Err(RunError::Leftover { pid: engine.pid(), why });
             }
-            _ => stop_one(&engine, user.is_some())?,
+            _ => stop_one(&engine, user.is_some(), Some(&runtime.engine().control))?,
         }
     }
     for id in &volume.file().replicas {
         if let Some(replica) = find(&runtime.replica(*id).pid)? {
-            stop_one(&replica, false)?;
+            stop_one(&replica, false, None)?;
         }
     }
     Ok(())
 }
 
-fn stop_one(holder: &Holder, at_once: bool) -> Result<(), RunError> {
+/// Through its control socket where there is one: told by a signal, an engine would leave its device to the next one.
+fn stop_one(holder: &Holder, at_once: bool, control: Option<&Path>) -> Result<(), RunError> {
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };
     tracing::warn!(pid, at_once, "a process of an earlier run goes on: stopping it");
-    if at_once { holder.kill() } else { holder.terminate() }.map_err(failed)?;
+    let is_told = |control: &Path| Client::connect(control).and_then(|client| client.stop()).is_ok();
+    if at_once {
+        holder.kill().map_err(failed)?;
+    } else if !control.is_some_and(is_told) {
+        holder.terminate().map_err(failed)?;
+    }
     if holder.wait(STOP_LIMIT).map_err(failed)? {
         return Ok(());
     }

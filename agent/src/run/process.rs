@@ -11,7 +11,7 @@ use std::{fs, io};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{EnginePhase, Status};
+use shorthorn_control::{Client, Command as Order, ControlError, EnginePhase, Status};
 use shorthorn_types::ReplicaId;
 
 use crate::run::RunError;
@@ -187,12 +187,40 @@ impl Process {
         }
     }
 
-    /// Has it started again, the later the more often it failed.
-    pub fn schedule_restart(&mut self) {
+    /// Has it started again, the later the more often it failed; at once where it has ended `cleanly`, as an engine
+    /// does that leaves its device to the next one.
+    pub fn schedule_restart(&mut self, cleanly: bool) {
         let now = Instant::now();
+        if cleanly && now - self.started_at >= FIRST_BACKOFF {
+            self.failures = 0;
+            self.restart_at = Some(now);
+            return;
+        }
         self.failures = if now - self.started_at >= SETTLED { 1 } else { self.failures.saturating_add(1) };
         let doubled = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10));
         self.restart_at = Some(now + doubled.min(LONGEST_BACKOFF));
+    }
+
+    /// Asks it to do something, if it runs.
+    pub fn order(&self, command: &Order) -> Result<(), ControlError> {
+        match self.running {
+            Some(_) => Client::connect(&self.files.control)?.order(command),
+            None => Ok(()),
+        }
+    }
+
+    /// Asks it to end for good, if it runs: an engine takes its device away.
+    pub fn stop(&self) -> Result<(), RunError> {
+        if self.role == Role::Engine {
+            match self.order(&Order::Stop) {
+                Ok(()) => return Ok(()),
+                // It may just have begun, or be about to end.
+                Err(error) => {
+                    tracing::debug!(role = %self.role, %error, "not asked to stop, told by a signal")
+                }
+            }
+        }
+        self.signal(Signal::SIGTERM)
     }
 
     /// Sends it a signal, if it runs.

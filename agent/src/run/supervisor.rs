@@ -4,10 +4,14 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use nix::sys::signalfd::SignalFd;
-use shorthorn_control::{EngineSpec, FrontendChoice, ReplicaEndpoint, ReplicaSpec, Status, store_spec};
+use shorthorn_control::{
+    Command as Order, EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status,
+    store_spec,
+};
 use shorthorn_types::{Members, ReplicaId};
 
 use crate::cli::RunArgs;
+use crate::roles::STOPPED;
 use crate::run::announce::{Pids, Ready, ReadyReplica, nbd_uri};
 use crate::run::events::{self, Event};
 use crate::run::process::{Process, Role};
@@ -76,6 +80,7 @@ impl Supervisor {
         loop {
             match self.next_event(deadline)? {
                 Some(Event::Stop) => return Ok(()),
+                Some(Event::Handover) => self.hand_over(),
                 Some(Event::Child) => self.reap()?,
                 Some(Event::Status(process, start, status)) => self.processes[process].take(start, *status),
                 None => {}
@@ -107,15 +112,24 @@ impl Supervisor {
     fn reap(&mut self) -> Result<(), RunError> {
         let may_lose_replicas = self.volume.file().initialised;
         for process in &mut self.processes {
-            let Some((_, message)) = process.ended()? else { continue };
+            let Some((status, message)) = process.ended()? else { continue };
             let replaceable = may_lose_replicas && process.role != Role::Engine;
             if !self.announced && !replaceable {
                 return Err(RunError::Ended { role: process.role.to_string(), message });
             }
-            process.schedule_restart();
+            process.schedule_restart(status.success());
             tracing::warn!(role = %process.role, failures = process.failures, "ended, starting it again: {message}");
         }
         Ok(())
+    }
+
+    /// Has the engine leave its device to a new process, which is started when it has ended.
+    fn hand_over(&self) {
+        let Some(engine) = self.processes.last() else { return };
+        tracing::info!("a new process takes the place of the engine");
+        if let Err(error) = engine.order(&Order::Handover) {
+            tracing::warn!("the engine cannot be told: {error}");
+        }
     }
 
     fn start_what_is_due(&mut self) -> Result<(), RunError> {
@@ -188,7 +202,7 @@ impl Supervisor {
     fn stop_group(&mut self, group: std::ops::Range<usize>) -> Result<(), RunError> {
         let mut unclean = None;
         for process in &self.processes[group.clone()] {
-            process.signal(Signal::SIGTERM)?;
+            process.stop()?;
         }
         let mut deadline = Instant::now() + STOP_LIMIT;
         let mut killed = false;
@@ -206,12 +220,13 @@ impl Supervisor {
                     }
                     (killed, deadline) = (true, Instant::now() + KILL_LIMIT);
                 }
-                Ok(Event::Child | Event::Status(..)) => {}
+                Ok(Event::Child | Event::Status(..) | Event::Handover) => {}
             }
             for process in &mut self.processes[group.clone()] {
                 if let Some((status, message)) = process.ended()? {
                     tracing::debug!(role = %process.role, "stopped");
-                    if !status.success() {
+                    let stopped = process.role == Role::Engine && status.code() == Some(STOPPED);
+                    if !status.success() && !stopped {
                         unclean = Some(RunError::Unclean { role: process.role.to_string(), message });
                     }
                 }
@@ -268,5 +283,7 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         queues: args.queues,
         depth: args.queue_depth,
         replica_timeout_ms: args.replica_timeout_ms,
+        granted: None,
+        rebuild: RebuildLimits::default(),
     }
 }

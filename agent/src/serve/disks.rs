@@ -130,6 +130,11 @@ impl Disks {
     }
 }
 
+/// The directory of a replica.
+pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
+    disk.join(REPLICAS).join(id.name())
+}
+
 /// Deletes the directory of a replica that does not run. First it gets a name that is no replica's, so that
 /// one that is deleted in part is never taken for a replica.
 ///

@@ -15,8 +15,10 @@ mod frontends;
 mod instance;
 mod listen;
 mod ports;
+mod salvage;
 mod service;
 mod show;
+mod words;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use shorthorn_control::ScrubOrder;
 use shorthorn_frontend::probe::FrontendReport;
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::node_server::Node;
@@ -19,7 +20,8 @@ use crate::serve::devices;
 use crate::serve::disks::{self, Disks};
 use crate::serve::error::NodeError;
 use crate::serve::frontends::Frontends;
-use crate::serve::instance::{Hub, InstanceId, Spec, Watch};
+use crate::serve::instance::{Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits};
+use crate::serve::{salvage, words};
 
 /// Events that wait in the connection of a watcher, beside those that wait in the hub.
 const WATCH_QUEUE: usize = 16;
@@ -72,12 +74,61 @@ impl Node for NodeService {
         if !self.disks.has(&disk) {
             return Err(unknown_disk(&disk).into());
         }
-        Ok(Response::new(self.hub.start_instance(spec).await?))
+        Ok(Response::new(self.hub.start_instance(spec, StartOptions::default()).await?))
     }
 
     async fn start_engine(&self, request: Request<v1::StartEngineRequest>) -> Answer<v1::Instance> {
-        let spec = Spec::engine(request.into_inner(), &self.config, self.hub.places())?;
-        Ok(Response::new(self.hub.start_instance(spec).await?))
+        let request = request.into_inner();
+        let options = StartOptions { revision: request.revision, continues: request.continues };
+        let spec = Spec::engine(request, &self.config, self.hub.places())?;
+        Ok(Response::new(self.hub.start_instance(spec, options).await?))
+    }
+
+    async fn grant(&self, request: Request<v1::GrantRequest>) -> Answer<v1::GrantResponse> {
+        let request = request.into_inner();
+        let view = request.view.ok_or_else(|| NodeError::Invalid("the view is missing".into()))?;
+        self.hub.grant(name(&request.volume)?, request.attach, words::view(view)?).await?;
+        Ok(Response::new(v1::GrantResponse {}))
+    }
+
+    async fn update_replicas(
+        &self,
+        request: Request<v1::UpdateReplicasRequest>,
+    ) -> Answer<v1::UpdateReplicasResponse> {
+        let request = request.into_inner();
+        let (volume, replicas) = (name(&request.volume)?, endpoints(request.replicas)?);
+        self.hub.update_replicas(volume, request.attach, replicas, request.revision).await?;
+        Ok(Response::new(v1::UpdateReplicasResponse {}))
+    }
+
+    async fn upgrade_engine(
+        &self,
+        request: Request<v1::UpgradeEngineRequest>,
+    ) -> Answer<v1::UpgradeEngineResponse> {
+        let request = request.into_inner();
+        let upgraded = self.hub.upgrade(name(&request.volume)?, request.attach).await?;
+        Ok(Response::new(v1::UpgradeEngineResponse {
+            pause_ms: u64::try_from(upgraded.pause.as_millis()).unwrap_or(u64::MAX),
+            old_pid: upgraded.old_pid,
+            new_pid: upgraded.new_pid,
+        }))
+    }
+
+    async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Answer<v1::ScrubResponse> {
+        let v1::ScrubRequest { volume, stop, repair, bytes_per_s } = request.into_inner();
+        let scrub = (!stop).then_some(ScrubOrder { bytes_per_s, repair });
+        self.hub.scrub(name(&volume)?, scrub).await?;
+        Ok(Response::new(v1::ScrubResponse {}))
+    }
+
+    async fn set_rebuild_limits(
+        &self,
+        request: Request<v1::SetRebuildLimitsRequest>,
+    ) -> Answer<v1::SetRebuildLimitsResponse> {
+        let request = request.into_inner();
+        let limits = rebuild_limits(request.limits)?;
+        self.hub.set_limits(name(&request.volume)?, request.attach, limits).await?;
+        Ok(Response::new(v1::SetRebuildLimitsResponse {}))
     }
 
     async fn stop_instance(
@@ -124,16 +175,35 @@ impl Node for NodeService {
         request: Request<v1::DeleteReplicaRequest>,
     ) -> Answer<v1::DeleteReplicaResponse> {
         let request = request.into_inner();
-        let volume = VolumeName::new(&request.volume).map_err(NodeError::from)?;
-        let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
-        let id = InstanceId::Replica(volume, replica);
-        let disk = absolute(request.disk_path.into()).map_err(NodeError::Invalid)?;
-        if !self.disks.has(&disk) {
-            return Err(unknown_disk(&disk).into());
-        }
+        let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         let deleted = id.clone();
         self.hub.while_stopped(&id, move || disks::delete_replica(&disk, &deleted)).await?;
         Ok(Response::new(v1::DeleteReplicaResponse {}))
+    }
+
+    async fn inspect_replica(
+        &self,
+        request: Request<v1::InspectReplicaRequest>,
+    ) -> Answer<v1::ReplicaInspection> {
+        let request = request.into_inner();
+        let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
+        let directory = disks::directory_of(&disk, &id);
+        Ok(Response::new(self.hub.beside(&id, move |runs| salvage::inspect(&directory, runs)).await?))
+    }
+
+    async fn salvage_replica(
+        &self,
+        request: Request<v1::SalvageReplicaRequest>,
+    ) -> Answer<v1::SalvageReplicaResponse> {
+        let request = request.into_inner();
+        if request.attach == 0 {
+            return Err(NodeError::Invalid("attach is 0: draw a new number for the salvage".into()).into());
+        }
+        let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
+        let directory = disks::directory_of(&disk, &id);
+        let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
+        self.hub.while_stopped(&id, move || salvage::salvage(&directory, replica, request.attach)).await?;
+        Ok(Response::new(v1::SalvageReplicaResponse {}))
     }
 
     async fn list_devices(&self, _: Request<v1::ListDevicesRequest>) -> Answer<v1::ListDevicesResponse> {
@@ -144,6 +214,27 @@ impl Node for NodeService {
             devices::list(&dir, |volume| instances.iter().any(|engine| runs(engine) && engine.name == volume))
         });
         Ok(Response::new(v1::ListDevicesResponse { devices: devices.await? }))
+    }
+}
+
+fn name(volume: &str) -> Result<VolumeName, NodeError> {
+    Ok(VolumeName::new(volume)?)
+}
+
+impl NodeService {
+    /// The disk and the replica that a request is about.
+    fn place(
+        &self,
+        disk_path: String,
+        volume: &str,
+        replica_id: &str,
+    ) -> Result<(PathBuf, InstanceId), NodeError> {
+        let id = InstanceId::Replica(name(volume)?, replica_id.parse()?);
+        let disk = absolute(disk_path.into()).map_err(NodeError::Invalid)?;
+        if !self.disks.has(&disk) {
+            return Err(unknown_disk(&disk));
+        }
+        Ok((disk, id))
     }
 }
 

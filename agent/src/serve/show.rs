@@ -4,6 +4,7 @@ use shorthorn_control::{EnginePhase, EngineSpec, MemberMode, ReplicaSpec, Status
 use shorthorn_proto::v1::{self, InstanceState, instance::Detail};
 
 use crate::serve::instance::{Phase, Process, Spec};
+use crate::serve::words;
 
 /// What the process of an instance and its control socket say, in one.
 pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::Instance {
@@ -72,8 +73,13 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
         address: member.address.clone(),
         mode: mode(member.mode).to_owned(),
         message: member.message.clone(),
+        away_since_ms: member.away_since_ms.unwrap_or_default(),
+        copy: member.copy.as_ref().map(words::of_copy),
     };
     shown.members = status.members.iter().map(member).collect();
+    shown.grant_wanted = status.grant_wanted.as_ref().map(words::of_grant_wanted);
+    shown.equalising = status.equalising.as_ref().map(words::of_copy);
+    shown.scrub = status.scrub.as_ref().map(words::of_scrub);
     shown
 }
 
@@ -81,6 +87,7 @@ fn mode(mode: MemberMode) -> &'static str {
     match mode {
         MemberMode::Connecting => "connecting",
         MemberMode::Member => "member",
+        MemberMode::Rebuilding => "rebuilding",
         MemberMode::Failed => "failed",
     }
 }

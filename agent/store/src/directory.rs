@@ -24,8 +24,9 @@ const DOCUMENT_MAX_BYTES: u64 = 64 << 20;
 
 /// Written out, so that its blocks can be had back by removing it.
 const RESERVE_FILE: &str = "shorthorn.reserve";
-/// Room for every document of a replica twice, and for the journal of the file system to be content.
-const RESERVE_BYTES: usize = 64 << 10;
+/// Room for every document of a replica twice, for a file of regions (33 pages at most), and for the journal of
+/// the file system to be content.
+const RESERVE_BYTES: usize = 256 << 10;
 
 /// An open directory.
 #[derive(Debug)]

@@ -89,6 +89,12 @@ pub enum StoreError {
     /// What a fold copied no longer fits the chain.
     #[error("the chain changed while snapshot '{0}' was being coalesced; coalesce it again")]
     FoldOutdated(String),
+    /// There is no such layer, or none that is being copied to.
+    #[error("layer {0} is not there, or is not being copied")]
+    NoLayer(usize),
+    /// A layer was not copied.
+    #[error("{0} is not whole: the replica cannot count as rebuilt before it is")]
+    CopyUnfinished(String),
     /// An export would write into the replica.
     #[error("{} lies in the replica's own directory; export to another place", .0.display())]
     TargetInside(PathBuf),
@@ -103,6 +109,7 @@ impl StoreError {
             StoreError::Range(_) => Errno::INVALID,
             StoreError::ReadOnly(_) => Errno::new(nix::libc::EROFS),
             StoreError::Locked { .. } | StoreError::FoldRunning => Errno::new(nix::libc::EBUSY),
+            StoreError::NoLayer(_) | StoreError::CopyUnfinished(_) => Errno::INVALID,
             StoreError::Exists(_) | StoreError::NotEmpty { .. } => Errno::new(nix::libc::EEXIST),
             StoreError::AllocationUnit { .. } => Errno::NOT_SUPPORTED,
             StoreError::Chain { source, .. } => errno_of(source),
@@ -137,7 +144,8 @@ fn errno_of(error: &ChainError) -> Errno {
         ChainError::NoSnapshot(_) => Errno::new(nix::libc::ENOENT),
         ChainError::SnapshotExists(_) => Errno::new(nix::libc::EEXIST),
         ChainError::Unsupported { .. } => Errno::NOT_SUPPORTED,
-        ChainError::SnapshotName { .. }
+        ChainError::CopyList { .. }
+        | ChainError::SnapshotName { .. }
         | ChainError::SnapshotRemoved(_)
         | ChainError::NotRemoved(_)
         | ChainError::Shrink { .. }

@@ -14,7 +14,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use crate::buffer::AlignedBuffer;
 use crate::directory::Directory;
 use crate::error::StoreError;
-use crate::files::{Files, data_extents};
+use crate::files::{Files, Writable, data_extents};
 use crate::guard::Guard;
 use crate::host::HostFileSystem;
 use crate::lock::Lock;
@@ -106,7 +106,7 @@ impl Volume {
             .map_err(|error| StoreError::chain(directory.path(), error))?;
         // A snapshot shows the volume in the size that it had.
         let size_bytes = layout.disks()[&chain[0]].size_bytes;
-        let (files, indices) = Files::open_chain(directory, &chain, host.direct_io, false)?;
+        let (files, indices) = Files::open_chain(directory, &chain, host.direct_io, Writable::None)?;
         let map = BlockMap::new(size_bytes, indices, false);
         Ok(Volume { size_bytes, was_dirty: layout.volume().dirty, files, map, segments: Vec::new() })
     }

@@ -18,6 +18,15 @@ pub(crate) struct Files {
     slots: Vec<Option<LayerFile>>,
 }
 
+/// Which files of a chain are opened for writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Writable {
+    None,
+    Head,
+    /// The snapshots too, which are being copied.
+    All,
+}
+
 #[derive(Debug)]
 struct LayerFile {
     name: ImageName,
@@ -25,18 +34,18 @@ struct LayerFile {
 }
 
 impl Files {
-    /// Opens a chain, the head first; returns the indices in the same order. Only the head is
-    /// opened for writing, and it only where `writable`.
+    /// Opens a chain, the head first; returns the indices in the same order.
     pub fn open_chain(
         directory: &Directory,
         chain: &[ImageName],
         direct_io: bool,
-        writable: bool,
+        writable: Writable,
     ) -> Result<(Files, Vec<FileIndex>), StoreError> {
         let mut files = Files::default();
         let mut indices = Vec::with_capacity(chain.len());
         for (position, name) in chain.iter().enumerate() {
-            indices.push(files.open(directory, name, direct_io, writable && position == 0)?);
+            let writable = writable == Writable::All || (writable == Writable::Head && position == 0);
+            indices.push(files.open(directory, name, direct_io, writable)?);
         }
         Ok((files, indices))
     }
@@ -91,6 +100,12 @@ impl Files {
         self.get(index).as_fd()
     }
 
+    /// The indices of all files.
+    pub fn indices(&self) -> impl Iterator<Item = FileIndex> + '_ {
+        let open = (0u8..).zip(&self.slots).filter(|(_, slot)| slot.is_some());
+        open.filter_map(|(slot, _)| FileIndex::new(slot))
+    }
+
     pub fn name(&self, index: FileIndex) -> Option<&ImageName> {
         self.slots.get(index.slot())?.as_ref().map(|layer| &layer.name)
     }
@@ -130,24 +145,29 @@ pub(crate) fn data_extents(
     found: &mut dyn FnMut(ByteRange),
 ) -> nix::Result<()> {
     let mut offset = range.offset();
-    while offset < range.end() {
-        let start = match lseek(file.as_fd(), signed(offset), Whence::SeekData) {
-            Ok(start) => u64::try_from(start).unwrap_or(offset),
-            Err(Errno::ENXIO) => return Ok(()),
-            Err(errno) => return Err(errno),
-        };
-        if start >= range.end() {
-            return Ok(());
-        }
-        let end = u64::try_from(lseek(file.as_fd(), signed(start), Whence::SeekHole)?).unwrap_or(start);
-        let end = end.min(range.end());
-        if end <= start {
-            return Err(Errno::EIO);
-        }
-        found(ByteRange::new(start, end - start).map_err(|_| Errno::EOVERFLOW)?);
+    while offset < range.end()
+        && let Some(data) = next_data(file, offset)?
+        && data.offset() < range.end()
+    {
+        let end = data.end().min(range.end());
+        found(ByteRange::new(data.offset(), end - data.offset()).map_err(|_| Errno::EOVERFLOW)?);
         offset = end;
     }
     Ok(())
+}
+
+/// The first run of data from `offset` on.
+pub(crate) fn next_data(file: &File, offset: u64) -> nix::Result<Option<ByteRange>> {
+    let start = match lseek(file.as_fd(), signed(offset), Whence::SeekData) {
+        Ok(start) => u64::try_from(start).unwrap_or(offset),
+        Err(Errno::ENXIO) => return Ok(None),
+        Err(errno) => return Err(errno),
+    };
+    let end = u64::try_from(lseek(file.as_fd(), signed(start), Whence::SeekHole)?).unwrap_or(start);
+    if end <= start {
+        return Err(Errno::EIO);
+    }
+    ByteRange::new(start, end - start).map(Some).map_err(|_| Errno::EOVERFLOW)
 }
 
 /// An offset as the system takes it. Volumes are smaller than 2^63 bytes.

@@ -28,6 +28,8 @@ pub struct StoreInfo {
     pub was_dirty: bool,
     /// Whether the replica is being rebuilt.
     pub rebuilding: bool,
+    /// Whether the host was restarted while data was not durable, and nobody has made up for it.
+    pub lost_cache: bool,
     /// Who had the directory last.
     pub provenance: Provenance,
     /// Goes up whenever somebody else may have changed the volume.

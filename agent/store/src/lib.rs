@@ -9,12 +9,18 @@
 //! - *operations* on the directory ([`Store::snapshot`], [`Store::revert`], …), each of which happens
 //!   whole or not at all, whenever the process or the machine stops.
 //!
+//! Beside the volume a store keeps what a replica must not forget: its state ([`Store::save_state`]), sets of
+//! regions ([`Store::make_regions`]), and how far it is as a copy of another replica ([`Store::begin_copy`]).
+//!
 //! [`inspect`] and [`export`] look at a directory without changing anything in it.
 //!
 //! The rules are in `shorthorn-chain`, which does no I/O; this crate executes them.
 #![forbid(unsafe_code)]
 
+mod allocated;
+mod boot;
 mod buffer;
+mod copy;
 mod data;
 mod directory;
 mod error;
@@ -29,12 +35,14 @@ mod inspect;
 mod lock;
 mod operations;
 mod options;
+mod regions;
 mod state;
 mod steps;
 mod store;
 mod table;
 mod timestamp;
 
+pub use allocated::AllocatedRuns;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
@@ -42,9 +50,10 @@ pub use fold::{FoldJob, FoldedJob};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, Severity, inspect};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
+pub use regions::RegionFile;
 pub use shorthorn_chain::{
-    BlockSource, EdgeBlock, FileIndex, ImageName, MapUsage, ReadSegment, WINDOW_BYTES, WritePlan, ZeroStep,
-    memory_limit_bytes,
+    BlockSource, CopyLayer, EdgeBlock, FileIndex, ImageName, MapUsage, ReadSegment, WINDOW_BYTES, WritePlan,
+    ZeroStep, memory_limit_bytes,
 };
 pub use shorthorn_types::{ByteRange, Errno, RangeError};
 pub use state::{SavedState, StateWriter};

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use shorthorn_chain::{NewSnapshot, Operation, Recovery, SnapshotName, Step, temp_name};
 
 use crate::error::StoreError;
+use crate::files::Writable;
 use crate::state::STATE_FILE;
 use crate::store::{Store, open_chain, recover_directory};
 
@@ -152,7 +153,8 @@ impl Store {
 
     /// Opens the files of the chain again and forgets what is known about them.
     pub(crate) fn reopen(&mut self) -> Result<()> {
-        let opened = open_chain(&self.directory, self.layout.clone(), self.host, true);
+        let writable = if self.copy.is_some() { Writable::All } else { Writable::Head };
+        let opened = open_chain(&self.directory, self.layout.clone(), self.host, writable);
         let (_, files, map) = opened.inspect_err(|_| self.broken = true)?;
         self.files = files;
         self.map = map;

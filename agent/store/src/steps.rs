@@ -47,7 +47,7 @@ impl Executor<'_> {
         Ok(())
     }
 
-    fn pass(&self, done: impl FnOnce() -> String) -> Result<()> {
+    pub fn pass(&self, done: impl FnOnce() -> String) -> Result<()> {
         match self.fault.map_or(Fault::None, |hook| hook.after(&done())) {
             Fault::None => Ok(()),
             Fault::Die => Err(StoreError::Stopped),

@@ -6,15 +6,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shorthorn_chain::{
-    BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, classify, create_steps,
-    recover,
+    BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, VOLUME_META, classify,
+    create_steps, recover,
 };
 
+use crate::boot::Boot;
 use crate::buffer::AlignedBuffer;
+use crate::copy::Copy;
 use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::facts::collect;
-use crate::files::Files;
+use crate::files::{Files, Writable};
 use crate::guard::{GUARD_FILE, Guard};
 use crate::host::HostFileSystem;
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
@@ -49,6 +51,8 @@ pub struct Store {
     pub(crate) read_only: bool,
     pub(crate) broken: bool,
     pub(crate) fold_running: bool,
+    pub(crate) copy: Option<Copy>,
+    boot: Boot,
     was_dirty: bool,
     provenance: Provenance,
     repairs: Vec<String>,
@@ -97,24 +101,34 @@ impl Store {
         options: OpenOptions,
     ) -> Result<Store> {
         let found = Guard::load(&directory)?;
+        let known_sizes = found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default();
+        let (mut guard, provenance) = if directory.stat(VOLUME_META)?.is_some() {
+            Guard::judge(&directory, found)?
+        } else {
+            (Guard::new(), Provenance::Ours) // refused below
+        };
+        let executor =
+            Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
+        let copy = if options.read_only { None } else { Copy::resume(&executor, &mut guard)? };
         let checks = Checks {
             accept_rebuilding: options.accept_rebuilding,
-            accept_short_layers: options.accept_short_layers,
-            known_sizes: found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default(),
+            // The replica that is being copied has accepted the sizes of its layers, whatever they are.
+            accept_short_layers: options.accept_short_layers || copy.is_some(),
+            known_sizes,
         };
         let Recovery { layout, steps, notes } = recover_directory(&directory, &checks)?;
-        let (mut guard, provenance) = Guard::judge(&directory, found)?;
-        if options.accept_short_layers {
+        if checks.accept_short_layers {
             guard.known_sizes = layout.short_layers();
         }
         let was_dirty = layout.volume().dirty;
+        let boot = Boot::judge(&directory, was_dirty)?;
         let (layout, files, map) = if options.read_only {
-            open_chain(&directory, layout, host, false)?
+            open_chain(&directory, layout, host, Writable::None)?
         } else {
-            let executor =
-                Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
             executor.run(&steps, &mut guard)?;
-            let (mut layout, files, map) = open_chain(&directory, layout, host, true)?;
+            let writable = if copy.is_some() { Writable::All } else { Writable::Head };
+            let (mut layout, files, map) = open_chain(&directory, layout, host, writable)?;
+            boot.save(&directory)?;
             layout.volume_mut().dirty = true;
             executor.run(&layout.volume_steps(), &mut guard)?;
             directory.keep_reserve();
@@ -133,6 +147,8 @@ impl Store {
             read_only: options.read_only,
             broken: false,
             fold_running: false,
+            copy,
+            boot,
             was_dirty,
             provenance,
             repairs: notes,
@@ -230,6 +246,7 @@ impl Store {
             head: self.layout.head().clone(),
             was_dirty: self.was_dirty,
             rebuilding: self.layout.volume().rebuilding,
+            lost_cache: self.boot.lost_cache(),
             provenance: self.provenance.clone(),
             epoch: self.guard.epoch,
             repairs: self.repairs.clone(),
@@ -274,6 +291,30 @@ impl Store {
         self.run(&self.layout.volume_steps())
     }
 
+    /// Whatever was lost when the host was restarted has been made up for, from another replica.
+    ///
+    /// # Errors
+    /// An I/O error; it then counts as lost still.
+    pub fn cache_made_up_for(&mut self) -> Result<()> {
+        self.check_writable()?;
+        let boot = self.boot.made_up_for();
+        boot.save(&self.directory)?;
+        self.boot = boot;
+        Ok(())
+    }
+
+    /// Forgets what is known about the files of the chain.
+    pub(crate) fn forget_map(&mut self) {
+        let chain = self.layout.chain().iter().filter_map(|image| self.files.find(image)).collect();
+        self.map = BlockMap::new(self.layout.size_bytes(), chain, self.host.can_punch);
+    }
+
+    /// Whether an operation failed half-way: the store has to be opened again.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.broken
+    }
+
     pub(crate) fn check_writable(&self) -> Result<()> {
         if self.read_only {
             return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
@@ -310,7 +351,7 @@ pub(crate) fn open_chain(
     directory: &Directory,
     layout: Layout,
     host: HostFileSystem,
-    writable: bool,
+    writable: Writable,
 ) -> Result<(Layout, Files, BlockMap)> {
     let (files, indices) = Files::open_chain(directory, layout.chain(), host.direct_io, writable)?;
     let map = BlockMap::new(layout.size_bytes(), indices, host.can_punch);

@@ -67,10 +67,16 @@ fn view(path: &Path) -> View {
 fn assert_tidy(path: &Path) {
     let inspection = inspect(path).unwrap();
     assert!(inspection.usable && inspection.problems.is_empty(), "{inspection}");
-    let mut expected: BTreeSet<String> =
-        ["volume.meta", "shorthorn.lock", "shorthorn.guard", "shorthorn.state", "shorthorn.reserve"]
-            .map(str::to_owned)
-            .into();
+    let mut expected: BTreeSet<String> = [
+        "volume.meta",
+        "shorthorn.lock",
+        "shorthorn.guard",
+        "shorthorn.state",
+        "shorthorn.reserve",
+        "shorthorn.boot",
+    ]
+    .map(str::to_owned)
+    .into();
     for layer in inspection.layers {
         expected.extend([layer.image.clone(), format!("{}.meta", layer.image)]);
     }

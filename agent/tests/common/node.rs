@@ -47,6 +47,7 @@ pub fn engine(attach: u64, replicas: &[v1::Instance], frontend: &str) -> v1::Sta
         replicas: replicas.iter().map(address).collect(),
         frontend: frontend.into(),
         secret: vec![7; 32],
+        ..v1::StartEngineRequest::default()
     }
 }
 

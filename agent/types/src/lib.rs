@@ -8,6 +8,7 @@ mod generation;
 pub mod limits;
 mod name;
 mod range;
+mod regions;
 mod replica_id;
 mod secret;
 mod view;
@@ -16,6 +17,9 @@ pub use errno::Errno;
 pub use generation::Generation;
 pub use name::{NameError, VolumeName};
 pub use range::{ByteRange, RangeError};
+pub use regions::{
+    MarkAction, MarkRegions, REGION_BYTES_MIN, REGIONS_MAX, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf,
+};
 pub use replica_id::{ReplicaId, ReplicaIdError};
 pub use secret::{SECRET_BYTES, Secret, SecretError};
 pub use view::{Members, ReplicaReport, TooManyMembers, View, ViewId};

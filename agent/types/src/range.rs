@@ -44,6 +44,9 @@ pub enum RangeError {
 }
 
 impl ByteRange {
+    /// No bytes.
+    pub const EMPTY: ByteRange = ByteRange { offset_bytes: 0, length_bytes: 0 };
+
     /// The range of `length_bytes` at `offset_bytes`.
     ///
     /// # Errors

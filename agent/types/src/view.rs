@@ -11,7 +11,7 @@ use crate::{Generation, ReplicaId};
 pub struct ViewId {
     /// Who made it.
     pub generation: Generation,
-    /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with.
+    /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with or salvaged to.
     pub number: u32,
 }
 
@@ -28,6 +28,14 @@ pub struct View {
     pub id: ViewId,
     /// Who is in it.
     pub members: Members,
+}
+
+impl View {
+    /// Whether no engine has made it: a volume begins with it, or begins anew after a salvage.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.id.number == 0
+    }
 }
 
 impl fmt::Display for View {
@@ -142,6 +150,12 @@ impl Members {
     #[must_use]
     pub fn is_subset_of(&self, other: &Members) -> bool {
         self.iter().all(|id| other.contains(id))
+    }
+}
+
+impl Default for Members {
+    fn default() -> Members {
+        Members::NONE
     }
 }
 

@@ -48,6 +48,19 @@ impl Change {
         self.granted = true;
     }
 
+    /// Who has stored it: what the arbiter is told.
+    #[must_use]
+    pub fn who_stored(&self) -> &Members {
+        &self.stored
+    }
+
+    /// Whether it needs the arbiter where nobody but `reached` can store it. A start asks before it proposes anything.
+    #[must_use]
+    pub fn would_need_grant(&self, reached: &Members) -> bool {
+        let honoured = std::iter::once(&self.honoured.committed).chain(&self.honoured.proposed);
+        honoured.map(|view| quorum(&view.members, reached)).min() == Some(Quorum::Half)
+    }
+
     /// How far it is.
     #[must_use]
     pub fn progress(&self) -> Progress {

@@ -82,6 +82,9 @@ impl ReplicaViews {
 
     /// The engine proposes `view`; `basis` is what it had to honour. Repeating it changes nothing.
     ///
+    /// Of views with the same members the newest is kept: it asks the same of a start, and stays proposed for longer. So
+    /// an engine that fails again and again to bring its first view through does not fill the replicas.
+    ///
     /// # Errors
     /// [`Refused`].
     pub fn propose(
@@ -98,6 +101,8 @@ impl ReplicaViews {
         proposed.retain(|view| view.id > committed.id);
         proposed.sort_unstable_by_key(|view| view.id);
         proposed.dedup();
+        let all = proposed.clone();
+        proposed.retain(|view| !all.iter().any(|newer| stands_for(newer, view)));
         if proposed.len() > MAX_PROPOSED_VIEWS {
             return Err(Refused::TooManyProposed);
         }
@@ -125,6 +130,11 @@ impl ReplicaViews {
             std::cmp::Ordering::Equal => Ok(()),
         }
     }
+}
+
+/// Whether a replica that has stored `newer` may have had `older` and dropped it.
+pub(crate) fn stands_for(newer: &View, older: &View) -> bool {
+    newer.id > older.id && newer.members == older.members
 }
 
 pub(crate) fn newer(one: View, other: View) -> View {
@@ -178,31 +188,46 @@ mod tests {
         let basis = views.report().clone();
         let generation = Generation::new(1, 0);
         for number in 1..4 {
-            views.propose(generation, view(1, number, &[1, 2]), &basis).unwrap();
+            views.propose(generation, view(1, number, &[1, u64::from(number) + 1]), &basis).unwrap();
         }
-        views.propose(generation, view(1, 2, &[1, 2]), &basis).unwrap();
+        views.propose(generation, view(1, 2, &[1, 3]), &basis).unwrap();
         assert_eq!(views.report().proposed.len(), 3);
-        views.commit(generation, view(1, 2, &[1, 2])).unwrap();
-        assert_eq!(views.report().committed, view(1, 2, &[1, 2]));
-        assert_eq!(views.report().proposed, [view(1, 3, &[1, 2])]);
+        views.commit(generation, view(1, 2, &[1, 3])).unwrap();
+        assert_eq!(views.report().committed, view(1, 2, &[1, 3]));
+        assert_eq!(views.report().proposed, [view(1, 3, &[1, 4])]);
         views.commit(generation, view(1, 1, &[1, 2])).unwrap();
-        assert_eq!(views.report().committed, view(1, 2, &[1, 2]));
+        assert_eq!(views.report().committed, view(1, 2, &[1, 3]));
+    }
+
+    #[test]
+    fn the_newest_of_views_with_the_same_members_is_kept() {
+        let mut views = opened(1);
+        for attach in 1..40 {
+            let generation = Generation::new(attach, 0);
+            views.fence(generation).unwrap();
+            let basis = views.report().clone();
+            views.propose(generation, view(attach, 1, &[1, 2]), &basis).unwrap();
+        }
+        assert_eq!(views.report().proposed, [view(39, 1, &[1, 2])]);
     }
 
     #[test]
     fn takes_over_what_the_engine_had_to_honour() {
         let mut views = opened(5);
-        let basis = ReplicaReport { committed: view(3, 1, &[1, 2]), proposed: vec![view(4, 1, &[1])] };
+        let basis = ReplicaReport { committed: view(3, 1, &[1, 2]), proposed: vec![view(4, 1, &[1, 3])] };
         views.propose(Generation::new(5, 0), view(5, 1, &[1]), &basis).unwrap();
         assert_eq!(views.report().committed, basis.committed);
-        assert_eq!(views.report().proposed, [view(4, 1, &[1]), view(5, 1, &[1])]);
+        assert_eq!(views.report().proposed, [view(4, 1, &[1, 3]), view(5, 1, &[1])]);
     }
 
     #[test]
     fn has_a_bound() {
         let mut views = opened(1);
         let basis = views.report().clone();
-        let mut propose = |number| views.propose(Generation::new(1, 0), view(1, number, &[1]), &basis);
+        let mut propose = |number| {
+            let members = [u64::from(number)];
+            views.propose(Generation::new(1, 0), view(1, number, &members), &basis)
+        };
         for number in 1..=16 {
             propose(number).unwrap();
         }

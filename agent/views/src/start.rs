@@ -2,7 +2,10 @@ use shorthorn_types::{Members, ReplicaId, ReplicaReport, View};
 use thiserror::Error;
 
 use crate::quorum::{Quorum, quorum};
-use crate::replica::newer;
+use crate::replica::{newer, stands_for};
+
+/// What a replica has reported.
+type Reported = (ReplicaId, ReplicaReport);
 
 /// What an engine has to honour that starts: a quorum of each of these views has to be reached, and has to
 /// store its first view; its members are in all of them.
@@ -39,21 +42,43 @@ pub enum CannotStart {
 }
 
 /// What an engine has to honour that has fenced the replicas in `reports`; `granted` is the last view that
-/// the arbiter has granted: it counts as a proposed one.
+/// the arbiter has granted, as far as the engine knows: it counts as a proposed one.
+///
+/// Proposed views that are dead ([`may_be_through`]) are left out: they would stand in the way of others for ever.
 ///
 /// # Errors
-/// [`CannotStart`] says who is missing.
+/// [`CannotStart`] says who is missing. An engine whose record of the grants may be old has the arbiter tell it the
+/// newest before it gives up.
 #[allow(clippy::result_large_err)] // made once per start, and it carries the view that is missing
-pub fn basis(reports: &[(ReplicaId, ReplicaReport)], granted: Option<View>) -> Result<Basis, CannotStart> {
+pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, CannotStart> {
     let committed = reports.iter().map(|(_, report)| report.committed).reduce(newer);
     let committed = committed.ok_or(CannotStart::Nobody)?;
+    // The operator has decided which replica is the volume: that ends whatever was before.
+    let salvaged = granted.filter(View::is_first);
+    let committed = salvaged.map_or(committed, |salvaged| newer(committed, salvaged));
     let mut proposed: Vec<View> = reports.iter().flat_map(|(_, report)| report.proposed.clone()).collect();
     proposed.extend(granted);
     proposed.retain(|view| view.id > committed.id);
     proposed.sort_unstable_by_key(|view| view.id);
     proposed.dedup();
+    // From the oldest on: nothing can follow from what is dead.
+    let mut alive = vec![committed];
+    for view in &proposed {
+        if may_be_through(view, &alive, reports, granted) {
+            alive.push(*view);
+        }
+    }
+    let found = honour(committed, alive[1..].to_vec(), reports)?;
+    // The arbiter does not know that its grant is dead: who needs another one has to honour it.
+    let is_asked_for = |view: &View| found.needs_grant && granted == Some(*view);
+    let more: Vec<View> =
+        proposed.into_iter().filter(|view| alive.contains(view) || is_asked_for(view)).collect();
+    if more == found.honoured.proposed { Ok(found) } else { honour(committed, more, reports) }
+}
 
-    let all = proposed.iter().fold(committed.members, |all, view| all.intersection(&view.members));
+/// Who can be a member, and whether that is enough, where all of these views have to be honoured.
+#[allow(clippy::result_large_err)]
+fn honour(committed: View, proposed: Vec<View>, reports: &[Reported]) -> Result<Basis, CannotStart> {
     let is_reached = |id| reports.iter().any(|(reached, _)| *reached == id);
     let mut needs_grant = false;
     for view in std::iter::once(&committed).chain(&proposed) {
@@ -67,11 +92,41 @@ pub fn basis(reports: &[(ReplicaId, ReplicaReport)], granted: Option<View>) -> R
             }
         }
     }
-    let members = all.filter(is_reached);
+    let holders = proposed.iter().fold(committed.members, |all, view| all.intersection(&view.members));
+    let members = holders.filter(is_reached);
     if members.is_empty() {
-        return Err(CannotStart::NoMember(all));
+        return Err(CannotStart::NoMember(holders));
     }
-    Ok(Basis { honoured: ReplicaReport { committed, proposed }, holders: all, members, needs_grant })
+    Ok(Basis { honoured: ReplicaReport { committed, proposed }, holders, members, needs_grant })
+}
+
+/// Whether `view`, which was proposed, can be through or come through yet; `older` are the views that it can follow from.
+///
+/// If it is through, all its members have stored it, and so has a quorum of the newest view through before it.
+/// That one is among `older`: whoever stores a proposal stores what it honours. So the view is dead
+///
+/// - if a member has not stored it, or less than half of each older view has. Who was reached and has not stored it never
+///   will, because it is fenced; who was not reached may have.
+/// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from outside of it.
+///   The arbiter does not grant it any more, and it has not been granted before either. For a grant is within the
+///   one before, unless something newer than that was committed between the two; that then has all members of the
+///   later grant in it, one of whom was reached and reports it: the view is not the newest one through.
+///
+/// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
+fn may_be_through(view: &View, older: &[View], reports: &[Reported], granted: Option<View>) -> bool {
+    let may_have_stored = |id: ReplicaId| {
+        let report = reports.iter().find(|(reached, _)| *reached == id);
+        report.is_none_or(|(_, report)| {
+            // One with the same members may have taken its place.
+            let has = |stored: &View| stored == view || stands_for(stored, view);
+            report.committed.id >= view.id || report.proposed.iter().any(has)
+        })
+    };
+    let is_overruled =
+        granted.is_some_and(|granted| view.id < granted.id && !granted.members.is_subset_of(&view.members));
+    let enough = if is_overruled { Quorum::More } else { Quorum::Half };
+    let mut stored = older.iter().map(|older| quorum(&older.members, &older.members.filter(may_have_stored)));
+    view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
 }
 
 #[cfg(test)]
@@ -108,7 +163,8 @@ mod tests {
     #[test]
     fn every_proposed_view_needs_a_quorum_and_limits_the_members() {
         let (old, new) = (view(1, &[1, 2, 3]), view(2, &[1, 2]));
-        let found = basis(&[report(1, old, &[new]), report(2, old, &[]), report(3, old, &[])], None).unwrap();
+        let found =
+            basis(&[report(1, old, &[new]), report(2, old, &[new]), report(3, old, &[])], None).unwrap();
         assert_eq!(found.members, new.members);
         let found = basis(&[report(1, old, &[new]), report(3, old, &[])], None).unwrap();
         assert!(found.needs_grant, "half of the proposed view");
@@ -125,6 +181,63 @@ mod tests {
         let found = basis(&[report(1, old, &[])], Some(granted)).unwrap_err();
         assert!(matches!(found, CannotStart::NoQuorum { .. }), "{found}");
         assert!(basis(&[report(1, old, &[])], None).unwrap().needs_grant);
+    }
+
+    #[test]
+    fn what_the_arbiter_has_overruled_is_dead() {
+        let (old, mine, granted) = (view(1, &[1, 2]), view(2, &[1]), view(3, &[2]));
+        let reports = [report(1, old, &[mine]), report(2, old, &[granted])];
+        assert_eq!(basis(&reports, None), Err(CannotStart::NoMember(Members::NONE)), "either may be through");
+        let found = basis(&reports, Some(granted)).unwrap();
+        assert_eq!((found.members, found.honoured.proposed), (granted.members, vec![granted]));
+        let unseen = basis(&reports[..1], Some(granted)).unwrap_err();
+        assert!(matches!(unseen, CannotStart::NoQuorum { .. }), "2 may have stored it: {unseen}");
+        let both = [report(1, old, &[mine]), report(2, old, &[mine, granted])];
+        assert_eq!(
+            basis(&both, Some(granted)),
+            Err(CannotStart::NoMember(Members::NONE)),
+            "it needed no grant"
+        );
+    }
+
+    #[test]
+    fn what_a_member_has_not_stored_is_dead() {
+        let (old, new) = (view(1, &[1, 2, 3]), view(2, &[1, 2]));
+        let reports = [report(1, old, &[new]), report(2, old, &[]), report(3, old, &[new])];
+        assert_eq!(basis(&reports, None).unwrap().members, old.members);
+        let unseen = basis(&[report(1, old, &[new]), report(3, old, &[])], None).unwrap();
+        assert_eq!(unseen.honoured.proposed, [new], "2 may have stored it");
+    }
+
+    #[test]
+    fn what_less_than_half_have_stored_is_dead() {
+        let (old, first, second) = (view(1, &[1, 2, 3]), view(2, &[1]), view(3, &[3]));
+        let reports = [report(1, old, &[first]), report(2, old, &[]), report(3, old, &[second])];
+        assert_eq!(basis(&reports, None).unwrap().members, old.members);
+        // Half of a view that is dead itself does not help.
+        let (two, one) = (view(2, &[1, 2]), view(3, &[1]));
+        let reports = [report(1, old, &[two, one]), report(2, old, &[]), report(3, old, &[])];
+        assert_eq!(basis(&reports, Some(one)).unwrap().members, old.members);
+    }
+
+    #[test]
+    fn a_dead_grant_is_honoured_by_who_needs_another() {
+        let (old, granted) = (view(1, &[1, 2]), view(2, &[1]));
+        let found = basis(&[report(1, old, &[])], Some(granted)).unwrap();
+        assert_eq!((found.needs_grant, found.honoured.proposed), (true, vec![granted]));
+        let both = [report(1, old, &[]), report(2, old, &[])];
+        assert_eq!(basis(&both, Some(granted)).unwrap().honoured.proposed, []);
+    }
+
+    #[test]
+    fn a_salvage_ends_what_was_before() {
+        let mut salvaged = view(3, &[2]);
+        salvaged.id.number = 0;
+        let other = report(1, view(2, &[1]), &[]);
+        let alone = basis(std::slice::from_ref(&other), Some(salvaged));
+        assert!(matches!(alone, Err(CannotStart::NoQuorum { .. })), "{alone:?}");
+        let found = basis(&[other, report(2, salvaged, &[])], Some(salvaged)).unwrap();
+        assert_eq!(found.members, salvaged.members);
     }
 
     #[test]

@@ -2,7 +2,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
-use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName};
 
 use crate::header::{FrameError, Header, MAX_TEXT_BYTES, Opcode};
 
@@ -35,6 +35,16 @@ pub struct Welcome {
     pub size_bytes: u64,
     /// The views that it knows.
     pub report: ReplicaReport,
+    /// Whether the host has been restarted since the replica last had everything durable: what was written
+    /// and not flushed then may be gone. Such a replica is the last choice as the source of a copy.
+    #[serde(default)]
+    pub lost_cache: bool,
+    /// Whether it is being rebuilt: it lacks data, whatever its views say.
+    #[serde(default)]
+    pub rebuilding: bool,
+    /// The replicas whose missed regions it keeps.
+    #[serde(default)]
+    pub tracks: Members,
 }
 
 /// The replica does not take the engine, or not this request; the status of the frame has the errno.
@@ -75,12 +85,15 @@ pub fn proofs_equal(one: &str, other: &str) -> bool {
 
 /// Header and text of a control frame; `request` is the request that it answers, if it does.
 ///
-/// The text is at most [`MAX_TEXT_BYTES`] long: the messages of this module are bounded by the
-/// number of members and of proposed views.
+/// The text is at most [`Opcode::text_max_bytes`] long: the messages are bounded by the number of members, of
+/// proposed views, of runs or of extents. Only a list of layers may be longer, which its sender has to look at.
 #[must_use]
 pub fn encode_text<T: Serialize>(header: Header, text: &T) -> (Header, Vec<u8>) {
     let bytes = serde_json::to_vec(text).unwrap_or_default();
-    debug_assert!(bytes.len() <= MAX_TEXT_BYTES as usize, "a control text is over its bound");
+    debug_assert!(
+        bytes.len() <= MAX_TEXT_BYTES as usize || header.opcode.text_max_bytes() > MAX_TEXT_BYTES,
+        "a control text is over its bound"
+    );
     let length_bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
     let data_check = crc32c::crc32c(&bytes);
     (Header { offset_bytes: 0, length_bytes, data_check, ..header }, bytes)

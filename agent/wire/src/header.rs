@@ -6,8 +6,10 @@ use thiserror::Error;
 
 /// Length of an encoded [`Header`].
 pub const HEADER_BYTES: usize = 40;
-/// The longest text of a control frame.
+/// The longest text of a control frame, but for those that carry a list of layers.
 pub const MAX_TEXT_BYTES: u32 = 16 << 10;
+/// The longest list of layers: a chain has up to 250, whose documents and names have no small bound.
+pub const MAX_LAYERS_TEXT_BYTES: u32 = MAX_IO_BYTES;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"SHRN");
 const VERSION: u8 = 1;
@@ -36,10 +38,32 @@ pub enum Opcode {
     Propose = 9,
     /// This view is through. Text: [`crate::ViewMessage`].
     Commit = 10,
+    /// Which regions are in one of the replica's sets? Text: [`crate::RegionsQuery`]; the response carries
+    /// [`crate::RegionsPage`].
+    Regions = 11,
+    /// Change one of the replica's sets of regions. Text: [`shorthorn_types::MarkRegions`].
+    Mark = 12,
+    /// The CRC-32C of the data of the range, as it reads now: it comes in the data check of the response,
+    /// which has no data.
+    Verify = 13,
+    /// Which layers does the replica have? The response carries [`crate::LayerList`].
+    Layers = 14,
+    /// Become a copy of a replica that has these layers. Text: [`crate::LayerList`]; the response carries
+    /// [`crate::CopyState`].
+    CopyBegin = 15,
+    /// Where does a layer have data? Text: [`crate::ExtentsQuery`]; the response carries
+    /// [`crate::ExtentsPage`].
+    Extents = 16,
+    /// Data of the range in one layer alone, whose number is in the status field.
+    ReadLayer = 17,
+    /// Data for the range in one layer of a replica that is being copied to; its number is in the status field.
+    WriteLayer = 18,
+    /// A layer is, or all of them are, copied: make it durable. Text: [`crate::CopyEnd`].
+    CopyEnd = 19,
 }
 
 impl Opcode {
-    const ALL: [Opcode; 10] = [
+    const ALL: [Opcode; 19] = [
         Opcode::Challenge,
         Opcode::Hello,
         Opcode::Read,
@@ -50,6 +74,15 @@ impl Opcode {
         Opcode::Ping,
         Opcode::Propose,
         Opcode::Commit,
+        Opcode::Regions,
+        Opcode::Mark,
+        Opcode::Verify,
+        Opcode::Layers,
+        Opcode::CopyBegin,
+        Opcode::Extents,
+        Opcode::ReadLayer,
+        Opcode::WriteLayer,
+        Opcode::CopyEnd,
     ];
 
     fn of(raw: u8) -> Option<Opcode> {
@@ -59,7 +92,24 @@ impl Opcode {
     /// Whether the frame carries text (JSON), not data of the volume.
     #[must_use]
     pub const fn is_control(self) -> bool {
-        matches!(self, Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit)
+        match self {
+            Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => true,
+            Opcode::Regions | Opcode::Mark | Opcode::Layers => true,
+            Opcode::CopyBegin | Opcode::Extents | Opcode::CopyEnd => true,
+            Opcode::Read | Opcode::Write | Opcode::Flush | Opcode::Discard | Opcode::WriteZeroes => false,
+            Opcode::Ping | Opcode::Verify | Opcode::ReadLayer | Opcode::WriteLayer => false,
+        }
+    }
+}
+
+impl Opcode {
+    /// The longest text that such a frame carries.
+    #[must_use]
+    pub const fn text_max_bytes(self) -> u32 {
+        match self {
+            Opcode::Layers | Opcode::CopyBegin => MAX_LAYERS_TEXT_BYTES,
+            _ => MAX_TEXT_BYTES,
+        }
     }
 }
 
@@ -102,7 +152,7 @@ pub struct Header {
     pub offset_bytes: u64,
     /// See `offset_bytes`.
     pub length_bytes: u32,
-    /// Errno of a response; 0 is success.
+    /// Errno of a response; 0 is success. In a request for one layer its number, 0 in others.
     pub status: i32,
     /// CRC-32C of the data behind the header, 0 where there is none.
     pub data_check: u32,
@@ -195,8 +245,8 @@ impl Header {
     #[must_use]
     pub const fn data_bytes(&self) -> u32 {
         let follows = match (self.opcode, self.is_response()) {
-            (Opcode::Read, true) => self.status == 0,
-            (Opcode::Write, false) => true,
+            (Opcode::Read | Opcode::ReadLayer, true) => self.status == 0,
+            (Opcode::Write | Opcode::WriteLayer, false) => true,
             (opcode, _) => opcode.is_control(),
         };
         if follows { self.length_bytes } else { 0 }
@@ -272,14 +322,14 @@ impl Header {
     fn check_bounds(self) -> Result<Header, FrameError> {
         let length = self.length_bytes;
         let good = match self.opcode {
-            Opcode::Read | Opcode::Write => length > 0 && length <= MAX_IO_BYTES && self.is_sectors(),
+            Opcode::Read | Opcode::Write | Opcode::Verify | Opcode::ReadLayer | Opcode::WriteLayer => {
+                length > 0 && length <= MAX_IO_BYTES && self.is_sectors()
+            }
             Opcode::Discard | Opcode::WriteZeroes => {
                 length > 0 && length <= MAX_ZERO_BYTES && self.is_sectors()
             }
             Opcode::Flush | Opcode::Ping => length == 0 && self.offset_bytes == 0,
-            Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => {
-                length <= MAX_TEXT_BYTES && self.offset_bytes == 0
-            }
+            opcode => opcode.is_control() && length <= opcode.text_max_bytes() && self.offset_bytes == 0,
         };
         let overflows = self.offset_bytes.checked_add(u64::from(length)).is_none();
         if !good || overflows { Err(self.out_of_bounds()) } else { Ok(self) }
@@ -388,5 +438,7 @@ mod tests {
         assert!(matches!(decode(Opcode::Read, 100), Err(FrameError::Bounds { .. })));
         assert!(matches!(decode(Opcode::Flush, 512), Err(FrameError::Bounds { .. })));
         assert!(matches!(decode(Opcode::Hello, MAX_TEXT_BYTES + 1), Err(FrameError::Bounds { .. })));
+        assert!(decode(Opcode::CopyBegin, MAX_LAYERS_TEXT_BYTES).is_ok());
+        assert!(decode(Opcode::Layers, MAX_LAYERS_TEXT_BYTES + 1).is_err());
     }
 }

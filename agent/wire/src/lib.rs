@@ -13,7 +13,7 @@
 //! | 8 | 8 | request id |
 //! | 16 | 8 | offset in the volume, bytes |
 //! | 24 | 4 | length, bytes: of the range, or of the text that a control frame carries |
-//! | 28 | 4 | status: an errno in a response, 0 else |
+//! | 28 | 4 | status: an errno in a response; the number of the layer in READ_LAYER and WRITE_LAYER; 0 else |
 //! | 32 | 4 | CRC-32C of the data behind the header, 0 where there is none |
 //! | 36 | 4 | CRC-32C of bytes 0 to 35 |
 //!
@@ -27,9 +27,13 @@
 
 mod handshake;
 mod header;
+mod layers;
+mod regions;
 
 pub use handshake::{
     Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text, proof, proofs_equal,
 };
-pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode};
+pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
+pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
+pub use regions::{CONTROL_QUEUE, RegionsPage, RegionsQuery};
 pub use shorthorn_types::ReplicaReport;

@@ -2,10 +2,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_types::{ReplicaId, View, VolumeName};
 
 use crate::NodeName;
-use crate::objects::{Frontend, Key, Object, Secret};
+use crate::objects::{Frontend, Key, Object, RebuildLimits, Secret};
 use crate::observed::InstanceKey;
 
 /// One small step. The shell carries the steps of a decision out in order and gives the rest up at the
@@ -56,6 +56,54 @@ pub enum AgentCall {
         frontend: Frontend,
         /// The volume's secret.
         secret: Secret,
+        /// What the arbiter granted last.
+        granted: Option<Box<View>>,
+        /// How much copying may take.
+        rebuild: RebuildLimits,
+        /// Number of that list of replicas.
+        revision: u64,
+        /// The oldest attachment whose engine this one may take the device over from; 0: none.
+        continues: u64,
+    },
+    /// Tells an engine what the arbiter has granted. Stored before.
+    Grant {
+        /// Whose engine it is.
+        volume: VolumeName,
+        /// Number of the attachment.
+        attach: u64,
+        /// The recorded view.
+        view: Box<View>,
+    },
+    /// Gives a running engine another list of replicas.
+    UpdateReplicas {
+        /// Whose engine it is.
+        volume: VolumeName,
+        /// Number of the attachment.
+        attach: u64,
+        /// The replicas and where they are.
+        replicas: BTreeMap<ReplicaId, ReplicaTarget>,
+        /// Number of that list.
+        revision: u64,
+    },
+    /// Tells a running engine how much copying may take.
+    SetRebuildLimits {
+        /// Whose engine it is.
+        volume: VolumeName,
+        /// Number of the attachment.
+        attach: u64,
+        /// The limits.
+        limits: RebuildLimits,
+    },
+    /// Makes what a stopped replica has the truth of its volume.
+    SalvageReplica {
+        /// The disk that its directory is on.
+        disk_path: String,
+        /// Whose data it holds.
+        volume: VolumeName,
+        /// Which replica.
+        replica_id: ReplicaId,
+        /// The number that was drawn for it.
+        attach: u64,
     },
     /// Stops a process.
     StopInstance {
@@ -81,10 +129,14 @@ impl AgentCall {
     pub fn instance(&self) -> InstanceKey {
         match self {
             AgentCall::StartReplica { volume, replica_id, .. }
+            | AgentCall::SalvageReplica { volume, replica_id, .. }
             | AgentCall::DeleteReplica { volume, replica_id, .. } => {
                 InstanceKey::replica(volume, *replica_id)
             }
-            AgentCall::StartEngine { volume, .. } => InstanceKey::engine(volume),
+            AgentCall::StartEngine { volume, .. }
+            | AgentCall::Grant { volume, .. }
+            | AgentCall::UpdateReplicas { volume, .. }
+            | AgentCall::SetRebuildLimits { volume, .. } => InstanceKey::engine(volume),
             AgentCall::StopInstance { instance, .. } => instance.clone(),
         }
     }
@@ -95,6 +147,10 @@ impl AgentCall {
         match self {
             AgentCall::StartReplica { .. } => "start replica",
             AgentCall::StartEngine { .. } => "start engine",
+            AgentCall::Grant { .. } => "tell what is granted",
+            AgentCall::UpdateReplicas { .. } => "tell where the replicas are",
+            AgentCall::SetRebuildLimits { .. } => "set the limits of copying",
+            AgentCall::SalvageReplica { .. } => "salvage replica",
             AgentCall::StopInstance { .. } => "stop",
             AgentCall::DeleteReplica { .. } => "delete replica data",
         }

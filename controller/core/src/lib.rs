@@ -5,6 +5,8 @@
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
+//! - [`salvage`]: what would be lost with each replica as the only one.
+//! - [`why`]: what is wrong with a volume, in sentences.
 //!
 //! Everything is level-triggered: a decision looks only at what is stored and observed now, so the shell
 //! that carries actions out may die between any two of them. An action that calls an agent is idempotent,
@@ -17,7 +19,12 @@
 //! 3. `replica.status.data` becomes `requested` before the first call that may make a directory, and
 //!    `present` in the same write that publishes the replica's addresses. An engine gets only published
 //!    addresses, so no directory that an engine has used is ever made anew.
-//! 4. Data is deleted for a replica whose deletion was asked for, which only the deletion of its volume does.
+//! 4. Data is deleted for a replica whose deletion was asked for: by the deletion of its volume, or because it
+//!    was replaced. The latter is asked for, and done, only while the engine serves with the configured number of
+//!    members and does not know that replica any more.
+//! 5. A grant of the arbiter is stored in the volume, by the compare-and-swap that also holds the number of the
+//!    attachment, before any engine is told of it.
+//! 6. A salvage is stored with a number of its own, and the engine is stopped, before the replica is told of it.
 #![forbid(unsafe_code)]
 
 mod action;
@@ -26,7 +33,9 @@ pub mod objects;
 pub mod observed;
 pub mod reconcile;
 pub mod requests;
+pub mod salvage;
 pub mod scheduler;
+pub mod why;
 mod world;
 
 pub use action::{Action, AgentCall, Decision, Event, ReplicaTarget};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, VolumeName};
 
 use crate::objects::{FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
@@ -204,6 +204,66 @@ pub struct EngineView {
     pub endpoint: String,
     /// What each replica is to it.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
+    /// How far the replicas are that are being brought up.
+    pub copies: BTreeMap<ReplicaId, CopyView>,
+    /// Regions that are made equal after an unclean stop, while there are any.
+    pub equalising: Option<CopyView>,
+    /// The last or current scrub.
+    pub scrub: Option<Box<ScrubView>>,
+    /// The view that waits for the arbiter.
+    pub grant_wanted: Option<Box<GrantWanted>>,
+}
+
+/// A view that an engine cannot bring through by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GrantWanted {
+    /// The view.
+    pub view: View,
+    /// What it honours.
+    pub honoured: ReplicaReport,
+    /// Who has stored it.
+    pub stored: Members,
+}
+
+/// How far copying is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CopyView {
+    /// What there was to copy when it began.
+    pub total_bytes: u64,
+    /// What is left of that.
+    pub left_bytes: u64,
+    /// How fast it goes.
+    pub bytes_per_s: u64,
+}
+
+impl CopyView {
+    /// How much is done, 0 to 100.
+    #[must_use]
+    pub fn percent(&self) -> u64 {
+        let done = u128::from(self.total_bytes.saturating_sub(self.left_bytes)) * 100;
+        done.checked_div(self.total_bytes.into()).map_or(100, |percent| u64::try_from(percent).unwrap_or(100))
+    }
+
+    /// How long it takes at this speed; none where it stands still.
+    #[must_use]
+    pub fn left_s(&self) -> Option<u64> {
+        self.left_bytes.checked_div(self.bytes_per_s)
+    }
+}
+
+/// What a scrub has found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ScrubView {
+    /// Whether it is under way.
+    pub running: bool,
+    /// Where it is.
+    pub at_bytes: u64,
+    /// Places where members differed.
+    pub found: u64,
+    /// Those of them that were repaired.
+    pub repaired: u64,
+    /// The last of them.
+    pub last: String,
 }
 
 /// What a replica process says of itself.

@@ -5,11 +5,11 @@ use shorthorn_types::{NameError, VolumeName};
 use thiserror::Error;
 
 use crate::objects::{
-    DiskSpec, DiskStatus, Frontend, FrontendError, Metadata, Node, Secret, Volume, VolumeSpec, VolumeState,
-    VolumeStatus,
+    DataState, DiskSpec, DiskStatus, Frontend, FrontendError, Metadata, Node, RebuildLimits, Salvage, Secret,
+    Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::observed::DiskView;
-use crate::{NodeName, NodeNameError, Timestamp, World};
+use crate::{NodeName, NodeNameError, Timestamp, World, salvage};
 
 /// How many replicas a volume gets where nothing is said.
 pub const DEFAULT_REPLICAS: u32 = 3;
@@ -65,6 +65,47 @@ pub enum RequestError {
     /// The volume is being deleted.
     #[error("volume {0} is being deleted; wait until it is gone")]
     Deleting(String),
+    /// Members cannot be taken out of a view on demand.
+    #[error("volume {name} has {has} replicas, and {wanted} are fewer: only more can be asked for")]
+    FewerReplicas {
+        /// The volume.
+        name: String,
+        /// How many it should have now.
+        has: u32,
+        /// How many were asked for.
+        wanted: u32,
+    },
+    /// The share of copying can never work.
+    #[error("a share of {0} percent: use 1 to 100")]
+    Share(u32),
+    /// The volume has no such replica.
+    #[error(
+        "volume {name} has no replica {replica}; shorthornctl volume salvage {name} shows those that it has"
+    )]
+    NoReplica {
+        /// The volume.
+        name: String,
+        /// What was asked for.
+        replica: String,
+    },
+    /// The replica was never seen with data.
+    #[error("replica {0} holds nothing: salvage with another one")]
+    HoldsNothing(String),
+    /// Whoever asks has not confirmed it.
+    #[error("salvaging volume {0} loses acknowledged writes: confirm it with the name of the volume")]
+    NotConfirmed(String),
+    /// The volume can be used as it is.
+    #[error("volume {0} is served: there is nothing to salvage")]
+    IsServed(String),
+    /// An engine may still serve it.
+    #[error("volume {0} is attached: detach it first, so that nothing is written while it is salvaged")]
+    IsAttached(String),
+    /// No engine has ever opened it.
+    #[error("volume {0} was never attached: there is nothing in it to salvage")]
+    NeverAttached(String),
+    /// The volume is not attached.
+    #[error("volume {0} is not attached; shorthornctl volume attach {0} --node NODE")]
+    NotAttached(String),
 }
 
 /// The arguments of a call that makes a volume.
@@ -121,6 +162,7 @@ impl CreateVolume {
             frontend,
             node_id: None,
             replica_soft_anti_affinity: self.replica_soft_anti_affinity,
+            rebuild: RebuildLimits::default(),
             secret,
         };
         match world.volumes.get(&self.name) {
@@ -213,6 +255,141 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
     volume.spec.node_id = None;
     volume.status.state = VolumeState::Deleting;
     Ok(Change::Store(volume))
+}
+
+/// The volume with more replicas. They are made while it is attached.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(world, name)?;
+    let has = volume.spec.number_of_replicas;
+    if wanted == 0 || wanted as usize > MAX_MEMBERS {
+        return Err(RequestError::Replicas(wanted));
+    }
+    if wanted < has {
+        return Err(RequestError::FewerReplicas { name: name.to_owned(), has, wanted });
+    }
+    let spec = VolumeSpec { number_of_replicas: wanted, ..volume.spec.clone() };
+    Ok(with_spec(volume, spec))
+}
+
+/// The volume with other limits for copying.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(world, name)?;
+    if !(1..=100).contains(&limits.share_percent) {
+        return Err(RequestError::Share(limits.share_percent));
+    }
+    Ok(with_spec(volume, VolumeSpec { rebuild: limits, ..volume.spec.clone() }))
+}
+
+fn find_living<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError> {
+    let volume = find(world, name)?;
+    if volume.metadata.is_deleting() { Err(RequestError::Deleting(name.to_owned())) } else { Ok(volume) }
+}
+
+fn with_spec(volume: &Volume, spec: VolumeSpec) -> Change<Volume> {
+    if spec == volume.spec {
+        return Change::AlreadySo(volume.clone());
+    }
+    Change::Store(Volume { spec, ..volume.clone() })
+}
+
+/// The operator's decision about one replica, with what was known of the losses when it was made.
+#[derive(Clone, Debug)]
+pub struct SalvageVolume {
+    /// The volume.
+    pub name: String,
+    /// The replica that becomes the volume.
+    pub replica: String,
+    /// The name once more.
+    pub confirm: String,
+    /// Who decides.
+    pub by: String,
+    /// Why.
+    pub reason: String,
+    /// What is known to be lost by it.
+    pub losses: String,
+}
+
+impl SalvageVolume {
+    /// The volume with a new number of attachment, and a grant of the arbiter for that replica alone: an engine that
+    /// does not find it cannot start from any other. Nothing is started before the replica was told.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what is in the way.
+    pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+        let name = || self.name.clone();
+        let volume = find_living(world, &self.name)?;
+        if self.confirm != self.name {
+            return Err(RequestError::NotConfirmed(name()));
+        }
+        let replica = world
+            .replicas_of(&volume.spec.volume_name)
+            .find(|replica| {
+                replica.spec.replica_id.to_string() == self.replica && !replica.metadata.is_deleting()
+            })
+            .ok_or_else(|| RequestError::NoReplica { name: name(), replica: self.replica.clone() })?;
+        if replica.status.data != DataState::Present {
+            return Err(RequestError::HoldsNothing(replica.metadata.name.clone()));
+        }
+        let replica_id = replica.spec.replica_id;
+        let status = &volume.status;
+        if status.pending_salvage().is_some_and(|salvage| salvage.replica_id == replica_id) {
+            return Ok(Change::AlreadySo(volume.clone()));
+        }
+        check_salvageable(world, volume)?;
+        let attach = status.attach + 1;
+        let mut volume = volume.clone();
+        volume.status.attach = attach;
+        volume.status.attach_started_at = Some(now);
+        volume.status.attached_since = attach;
+        volume.status.arbiter = salvage::arbiter(attach, replica_id);
+        volume.status.salvage = Some(Salvage {
+            replica_id,
+            attach,
+            decided_at: now,
+            by: self.by.clone(),
+            reason: self.reason.clone(),
+            losses: self.losses.clone(),
+            done: false,
+        });
+        Ok(Change::Store(volume))
+    }
+}
+
+/// Whether a decision about the data of a volume may be made now: no engine serves it.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn check_salvageable(world: &World, volume: &Volume) -> Result<(), RequestError> {
+    let name = volume.metadata.name.clone();
+    let serving = world.engines.get(&name).is_some_and(|engine| engine.status.is_serving());
+    match volume.status.state {
+        VolumeState::Creating => Err(RequestError::NeverAttached(name)),
+        _ if volume.status.attach == 0 => Err(RequestError::NeverAttached(name)),
+        VolumeState::Detached => Ok(()),
+        VolumeState::Attaching if !serving => Ok(()),
+        VolumeState::Attaching => Err(RequestError::IsServed(name)),
+        VolumeState::Attached if serving => Err(RequestError::IsServed(name)),
+        VolumeState::Attached | VolumeState::Detaching => Err(RequestError::IsAttached(name)),
+        VolumeState::Deleting => Err(RequestError::Deleting(name)),
+    }
+}
+
+/// Where the engine of an attached volume is, and the number of its attachment.
+///
+/// # Errors
+/// [`RequestError::NotAttached`].
+pub fn engine_place(world: &World, name: &str) -> Result<(NodeName, u64), RequestError> {
+    let volume = find(world, name)?;
+    let engine = world.engines.get(name).filter(|_| volume.status.state == VolumeState::Attached);
+    let node = engine.and_then(|engine| engine.spec.node_id.clone());
+    let node = node.ok_or_else(|| RequestError::NotAttached(name.to_owned()))?;
+    Ok((node, volume.status.attach))
 }
 
 /// The node that is to get a disk at `path`.

@@ -1,12 +1,16 @@
 //! Between the messages of node.proto and the types of the decisions.
 
-use shorthorn_controller_core::objects::{FrontendStatus, MemberMode, MemberStatus};
+use std::collections::BTreeMap;
+
+use shorthorn_controller_core::objects::{FrontendStatus, MemberMode, MemberStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
-    AgentInfo, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceKind, InstanceState, ReplicaView,
+    AgentInfo, CopyView, Detail, DiskView, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind,
+    InstanceState, ReplicaView, ScrubView,
 };
+use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::{AgentCall, ReplicaTarget};
 use shorthorn_proto::v1;
-use shorthorn_types::ReplicaId;
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
 
 pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
     let frontends = info.frontends.into_iter().map(|frontend| FrontendStatus {
@@ -59,13 +63,20 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
 }
 
 fn engine(status: v1::EngineStatus) -> EngineView {
+    let copies = status.members.iter().filter_map(|member| {
+        let copy = member.copy.as_ref().map(copy)?;
+        Some((member.replica_id.parse().ok()?, copy))
+    });
+    let copies: BTreeMap<ReplicaId, CopyView> = copies.collect();
     let member = |member: v1::EngineMember| {
         let mode = match member.mode.as_str() {
             "member" => MemberMode::Member,
             "failed" => MemberMode::Failed,
+            "rebuilding" => MemberMode::Rebuilding,
             _ => MemberMode::Connecting,
         };
-        Some((member.replica_id.parse().ok()?, MemberStatus { mode, message: member.message }))
+        let away_since_ms = member.away_since_ms;
+        Some((member.replica_id.parse().ok()?, MemberStatus { mode, message: member.message, away_since_ms }))
     };
     // The generation is `<attach>.<restart>`, and is there later than the number itself.
     let served = status.generation.split_once('.').and_then(|(attach, _)| attach.parse().ok());
@@ -77,6 +88,71 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         frontend: status.frontend,
         endpoint: status.endpoint,
         members: status.members.into_iter().filter_map(member).collect(),
+        copies,
+        equalising: status.equalising.as_ref().map(copy),
+        scrub: status.scrub.map(|scrub| {
+            Box::new(ScrubView {
+                running: scrub.running,
+                at_bytes: scrub.at_bytes,
+                found: scrub.found,
+                repaired: scrub.repaired,
+                last: scrub.last,
+            })
+        }),
+        grant_wanted: status.grant_wanted.and_then(grant_wanted).map(Box::new),
+    }
+}
+
+fn copy(copy: &v1::CopyStatus) -> CopyView {
+    CopyView { total_bytes: copy.total_bytes, left_bytes: copy.left_bytes, bytes_per_s: copy.bytes_per_s }
+}
+
+/// None for a view that makes no sense here: it cannot be granted.
+fn view(view: v1::View) -> Option<View> {
+    let id = ViewId { generation: Generation::new(view.attach, view.restart), number: view.number };
+    Some(View { id, members: members(&view.members)? })
+}
+
+fn members(ids: &[String]) -> Option<Members> {
+    let ids: Vec<ReplicaId> = ids.iter().map(|id| id.parse().ok()).collect::<Option<_>>()?;
+    Members::new(ids).ok()
+}
+
+fn grant_wanted(wanted: v1::GrantWanted) -> Option<GrantWanted> {
+    let target = view(wanted.view?)?;
+    // An engine that does not say who has stored the view asks once all its members have.
+    let stored = if wanted.stored.is_empty() { target.members } else { members(&wanted.stored)? };
+    let proposed = wanted.proposed.into_iter().map(view).collect::<Option<_>>()?;
+    Some(GrantWanted {
+        view: target,
+        honoured: ReplicaReport { committed: view(wanted.committed?)?, proposed },
+        stored,
+    })
+}
+
+fn of_view(view: &View) -> v1::View {
+    v1::View {
+        attach: view.id.generation.attach,
+        restart: view.id.generation.restart,
+        number: view.id.number,
+        members: view.members.iter().map(|id| id.to_string()).collect(),
+    }
+}
+
+fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
+    v1::RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
+}
+
+/// What an agent found in the directory of a replica.
+pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
+    let committed = found.committed.clone().and_then(view);
+    let proposed = found.proposed.iter().cloned().map(view).collect::<Option<Vec<View>>>();
+    Inspection {
+        usable: found.usable && !found.missing,
+        report: committed.zip(proposed).map(|(committed, proposed)| ReplicaReport { committed, proposed }),
+        dirty: found.dirty,
+        rebuilding: found.rebuilding,
+        lost_cache: found.lost_cache,
     }
 }
 
@@ -84,6 +160,10 @@ fn engine(status: v1::EngineStatus) -> EngineView {
 pub(super) enum Message {
     StartReplica(v1::StartReplicaRequest),
     StartEngine(v1::StartEngineRequest),
+    Grant(v1::GrantRequest),
+    UpdateReplicas(v1::UpdateReplicasRequest),
+    SetRebuildLimits(v1::SetRebuildLimitsRequest),
+    SalvageReplica(v1::SalvageReplicaRequest),
     StopInstance(v1::StopInstanceRequest),
     DeleteReplica(v1::DeleteReplicaRequest),
 }
@@ -107,14 +187,55 @@ pub(super) fn message(call: &AgentCall) -> Message {
             secret: secret.bytes().to_vec(),
             create: *create,
         }),
-        AgentCall::StartEngine { volume, size_bytes, attach, replicas, frontend, secret } => {
-            Message::StartEngine(v1::StartEngineRequest {
+        AgentCall::StartEngine {
+            volume,
+            size_bytes,
+            attach,
+            replicas,
+            frontend,
+            secret,
+            granted,
+            rebuild,
+            revision,
+            continues,
+        } => Message::StartEngine(v1::StartEngineRequest {
+            volume: volume.to_string(),
+            size_bytes: *size_bytes,
+            attach: *attach,
+            replicas: addresses(replicas),
+            frontend: frontend.to_string(),
+            secret: secret.bytes().to_vec(),
+            granted: granted.as_deref().map(of_view),
+            rebuild: Some(of_limits(*rebuild)),
+            revision: *revision,
+            continues: *continues,
+        }),
+        AgentCall::Grant { volume, attach, view } => Message::Grant(v1::GrantRequest {
+            volume: volume.to_string(),
+            attach: *attach,
+            view: Some(of_view(view)),
+        }),
+        AgentCall::UpdateReplicas { volume, attach, replicas, revision } => {
+            Message::UpdateReplicas(v1::UpdateReplicasRequest {
                 volume: volume.to_string(),
-                size_bytes: *size_bytes,
                 attach: *attach,
-                replicas: replicas.iter().map(|(id, target)| replica_address(*id, target)).collect(),
-                frontend: frontend.to_string(),
-                secret: secret.bytes().to_vec(),
+                replicas: addresses(replicas),
+                revision: *revision,
+            })
+        }
+        AgentCall::SetRebuildLimits { volume, attach, limits } => {
+            Message::SetRebuildLimits(v1::SetRebuildLimitsRequest {
+                volume: volume.to_string(),
+                attach: *attach,
+                limits: Some(of_limits(*limits)),
+            })
+        }
+        AgentCall::SalvageReplica { disk_path, volume, replica_id, attach } => {
+            Message::SalvageReplica(v1::SalvageReplicaRequest {
+                disk_path: disk_path.clone(),
+                volume: volume.to_string(),
+                replica_id: replica_id.to_string(),
+                attach: *attach,
             })
         }
         AgentCall::StopInstance { instance, attach } => Message::StopInstance(v1::StopInstanceRequest {
@@ -136,10 +257,74 @@ pub(super) fn message(call: &AgentCall) -> Message {
     }
 }
 
+/// The question what the directory of a replica has.
+pub(super) fn inspect_request(
+    volume: &VolumeName,
+    replica: ReplicaId,
+    disk_path: &str,
+) -> v1::InspectReplicaRequest {
+    v1::InspectReplicaRequest {
+        disk_path: disk_path.to_owned(),
+        volume: volume.to_string(),
+        replica_id: replica.to_string(),
+    }
+}
+
+fn addresses(replicas: &BTreeMap<ReplicaId, ReplicaTarget>) -> Vec<v1::ReplicaAddress> {
+    replicas.iter().map(|(id, target)| replica_address(*id, target)).collect()
+}
+
 fn replica_address(id: ReplicaId, target: &ReplicaTarget) -> v1::ReplicaAddress {
     v1::ReplicaAddress {
         replica_id: id.to_string(),
         addresses: target.addresses.clone(),
         local: target.local,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(ids: &[&str]) -> v1::View {
+        let members = ids.iter().map(ToString::to_string).collect();
+        v1::View { attach: 1, restart: 2, number: 3, members }
+    }
+
+    #[test]
+    fn what_a_newer_engine_says_is_taken_as_far_as_it_is_known() {
+        let member = |mode: &str| v1::EngineMember {
+            replica_id: "00000001".to_owned(),
+            mode: mode.to_owned(),
+            ..v1::EngineMember::default()
+        };
+        let mode = |member| {
+            let status = v1::EngineStatus { members: vec![member], ..v1::EngineStatus::default() };
+            engine(status).members.into_values().next().unwrap().mode
+        };
+        assert_eq!(mode(member("rebuilding")), MemberMode::Rebuilding);
+        assert_eq!(mode(member("levitating")), MemberMode::Connecting);
+    }
+
+    #[test]
+    fn a_grant_is_wanted_with_all_that_it_needs_or_not_at_all() {
+        let whole = v1::GrantWanted {
+            view: Some(said(&["00000001"])),
+            committed: Some(said(&["00000001", "00000002"])),
+            ..v1::GrantWanted::default()
+        };
+        let wanted = grant_wanted(whole.clone()).unwrap();
+        assert_eq!(wanted.stored, wanted.view.members);
+        assert_eq!(of_view(&wanted.view), said(&["00000001"]));
+        let stored = vec!["00000001".to_owned(), "00000003".to_owned()];
+        assert_eq!(grant_wanted(v1::GrantWanted { stored, ..whole.clone() }).unwrap().stored.len(), 2);
+        for broken in [
+            v1::GrantWanted { view: None, ..whole.clone() },
+            v1::GrantWanted { committed: None, ..whole.clone() },
+            v1::GrantWanted { view: Some(said(&["x"])), ..whole.clone() },
+            v1::GrantWanted { proposed: vec![said(&["y"])], ..whole },
+        ] {
+            assert_eq!(grant_wanted(broken), None);
+        }
     }
 }

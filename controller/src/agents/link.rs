@@ -19,6 +19,8 @@ use crate::work::backoff;
 
 /// How often the free space and the health of disks are asked for.
 const DISKS_EVERY: Duration = Duration::from_secs(30);
+/// The longest wait before an agent is tried again: a volume may be frozen until it is back.
+const RECONNECT_MAX: Duration = Duration::from_millis(500);
 /// The longest that an agent may take to show everything that is there.
 const SYNC_LIMIT: Duration = Duration::from_secs(30);
 
@@ -36,7 +38,7 @@ pub(super) async fn follow(fleet: Arc<Fleet>, node: NodeName) {
         };
         failures += 1;
         lose(&fleet, &node, &error);
-        tokio::time::sleep(backoff(failures)).await;
+        tokio::time::sleep(backoff(failures).min(RECONNECT_MAX)).await;
     }
 }
 
@@ -156,5 +158,7 @@ fn take(fleet: &Fleet, node: &NodeName, event: v1::InstanceEvent) {
         Type::Gone => drop(view.instances.remove(&key)),
         Type::Synced | Type::Unspecified => {}
     });
-    fleet.queue.add([object]);
+    // The arbiter looks at what the engine says itself, at once.
+    let volume = (object.kind == Kind::Engine).then(|| Key::new(Kind::Volume, &object.name));
+    fleet.queue.add([object].into_iter().chain(volume));
 }

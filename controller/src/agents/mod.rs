@@ -1,6 +1,6 @@
 //! The connections to the agents, and what the agents show. The only place that connects to them.
 
-mod convert;
+pub(crate) mod convert;
 mod link;
 
 use std::collections::BTreeMap;
@@ -13,6 +13,7 @@ use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::node_client::NodeClient;
+use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
 use tokio::sync::{Mutex, MutexGuard};
 use tonic::transport::{Channel, Endpoint};
@@ -31,6 +32,9 @@ const KEEP_ALIVE: Duration = Duration::from_secs(5);
 const CALL_LIMIT: Duration = Duration::from_secs(15);
 /// The longest answer of an agent that waits for a process to end, or deletes a directory.
 const STOP_LIMIT: Duration = Duration::from_secs(90);
+
+/// The longest that an agent may take to replace the process of an engine.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
 
 /// Why a call to an agent failed.
 #[derive(Debug, Error)]
@@ -146,7 +150,9 @@ impl Fleet {
         let world = self.store.world();
         let mut keys = concerned(&world, &Key::new(Kind::Node, node.as_str()));
         let engines = world.engines.values().filter(|engine| engine.spec.node_id.as_ref() == Some(node));
-        keys.extend(engines.map(|engine| Key::new(Kind::Engine, &engine.metadata.name)));
+        keys.extend(engines.flat_map(|engine| {
+            [Kind::Volume, Kind::Engine].map(|kind| Key::new(kind, &engine.metadata.name))
+        }));
         let replicas = world.replicas.values().filter(|replica| replica.spec.node_id == *node);
         keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
         drop(world);
@@ -190,6 +196,16 @@ impl Fleet {
             Message::StartEngine(request) => {
                 client.start_engine(limited(request, CALL_LIMIT)).await.map(drop)
             }
+            Message::Grant(request) => client.grant(limited(request, CALL_LIMIT)).await.map(drop),
+            Message::UpdateReplicas(request) => {
+                client.update_replicas(limited(request, CALL_LIMIT)).await.map(drop)
+            }
+            Message::SetRebuildLimits(request) => {
+                client.set_rebuild_limits(limited(request, CALL_LIMIT)).await.map(drop)
+            }
+            Message::SalvageReplica(request) => {
+                client.salvage_replica(limited(request, STOP_LIMIT)).await.map(drop)
+            }
             Message::StopInstance(request) => {
                 client.stop_instance(limited(request, STOP_LIMIT)).await.map(drop)
             }
@@ -198,6 +214,45 @@ impl Fleet {
             }
         }
         .map_err(CallError::from)
+    }
+
+    /// Asks the agent of `node` what the directory of a replica has.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn inspect_replica(
+        &self,
+        node: &NodeName,
+        volume: &VolumeName,
+        replica: ReplicaId,
+        disk_path: &str,
+    ) -> Result<v1::ReplicaInspection, CallError> {
+        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
+            return Err(CallError::OutOfReach(node.clone()));
+        }
+        let request = convert::inspect_request(volume, replica, disk_path);
+        Ok(self.client(node)?.inspect_replica(limited(request, CALL_LIMIT)).await?.into_inner())
+    }
+
+    /// Has the agent of `node` replace the process of an engine.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn upgrade_engine(
+        &self,
+        node: &NodeName,
+        request: v1::UpgradeEngineRequest,
+    ) -> Result<v1::UpgradeEngineResponse, CallError> {
+        Ok(self.client(node)?.upgrade_engine(limited(request, UPGRADE_LIMIT)).await?.into_inner())
+    }
+
+    /// Has the agent of `node` start or stop a scrub.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn scrub(&self, node: &NodeName, request: v1::ScrubRequest) -> Result<(), CallError> {
+        self.client(node)?.scrub(limited(request, CALL_LIMIT)).await?;
+        Ok(())
     }
 
     /// Has the agent of `node` prepare a disk.

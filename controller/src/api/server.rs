@@ -1,7 +1,8 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
-use shorthorn_controller_core::objects::{Object, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::objects::{Object, RebuildLimits, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError};
 use shorthorn_controller_core::{NodeName, Timestamp, World};
 use shorthorn_proto::v1;
@@ -20,15 +21,16 @@ const CONFLICTS_MAX: u32 = 10;
 /// How many states of a volume a slow watcher may be behind before the next one waits for it.
 const WATCH_BUFFER: usize = 16;
 
-type Reply<T> = Result<Response<T>, Status>;
+pub(super) type Reply<T> = Result<Response<T>, Status>;
 
 /// The service.
 #[derive(Clone)]
 pub struct Api {
-    store: Arc<dyn Store>,
-    fleet: Arc<Fleet>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) fleet: Arc<Fleet>,
     /// True once the controller is on its way out: streams end then.
     stopping: watch::Receiver<bool>,
+    pub(super) settings: Settings,
 }
 
 impl std::fmt::Debug for Api {
@@ -40,8 +42,13 @@ impl std::fmt::Debug for Api {
 impl Api {
     /// The service over these.
     #[must_use]
-    pub fn new(store: Arc<dyn Store>, fleet: Arc<Fleet>, stopping: watch::Receiver<bool>) -> Api {
-        Api { store, fleet, stopping }
+    pub fn new(
+        store: Arc<dyn Store>,
+        fleet: Arc<Fleet>,
+        stopping: watch::Receiver<bool>,
+        settings: Settings,
+    ) -> Api {
+        Api { store, fleet, stopping, settings }
     }
 
     /// Makes the change that `decide` wants of the stored objects; decides anew where another change came
@@ -67,7 +74,7 @@ impl Api {
         Err(Status::aborted(format!("too many changes at once: {conflict}; try again")))
     }
 
-    async fn change_volume(
+    pub(super) async fn change_volume(
         &self,
         name: &str,
         decide: impl Fn(&World) -> Result<Change<Volume>, RequestError>,
@@ -76,7 +83,7 @@ impl Api {
         self.show(name).map(Response::new)
     }
 
-    fn show(&self, name: &str) -> Result<v1::Volume, Status> {
+    pub(super) fn show(&self, name: &str) -> Result<v1::Volume, Status> {
         let world = self.store.world();
         let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
         Ok(view::volume(&world, &self.fleet.agents(), volume))
@@ -144,6 +151,55 @@ impl Controller for Api {
         let (sender, receiver) = mpsc::channel(WATCH_BUFFER);
         tokio::spawn(self.clone().watch(name, changes, sender));
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn explain_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<v1::Explanation> {
+        self.explain(&request.into_inner().name).map(Response::new)
+    }
+
+    async fn set_number_of_replicas(
+        &self,
+        request: Request<v1::SetNumberOfReplicasRequest>,
+    ) -> Reply<v1::Volume> {
+        let v1::SetNumberOfReplicasRequest { name, number_of_replicas } = request.into_inner();
+        self.change_volume(&name, |world| requests::set_replicas(world, &name, number_of_replicas)).await
+    }
+
+    async fn set_volume_rebuild_limits(
+        &self,
+        request: Request<v1::SetVolumeRebuildLimitsRequest>,
+    ) -> Reply<v1::Volume> {
+        let v1::SetVolumeRebuildLimitsRequest { name, limits } = request.into_inner();
+        let limits = limits.unwrap_or_default();
+        let share_percent = match limits.share_percent {
+            0 => RebuildLimits::default().share_percent,
+            percent => percent,
+        };
+        let limits = RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent };
+        self.change_volume(&name, |world| requests::set_rebuild(world, &name, limits)).await
+    }
+
+    async fn scrub_volume(&self, request: Request<v1::ScrubRequest>) -> Reply<v1::Volume> {
+        self.scrub(request.into_inner()).await
+    }
+
+    async fn upgrade_volume_engine(
+        &self,
+        request: Request<v1::GetVolumeRequest>,
+    ) -> Reply<v1::UpgradeEngineResponse> {
+        self.upgrade(request.into_inner().name).await
+    }
+
+    async fn inspect_replicas(
+        &self,
+        request: Request<v1::GetVolumeRequest>,
+    ) -> Reply<v1::InspectReplicasResponse> {
+        let replicas = self.inspect(&request.into_inner().name).await?;
+        Ok(Response::new(v1::InspectReplicasResponse { replicas }))
+    }
+
+    async fn salvage_volume(&self, request: Request<v1::SalvageVolumeRequest>) -> Reply<v1::Volume> {
+        self.salvage(request.into_inner()).await
     }
 
     async fn list_replicas(

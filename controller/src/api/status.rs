@@ -13,10 +13,21 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::Frontend(_)
         | RequestError::Size(_)
         | RequestError::DiskPath(_)
+        | RequestError::Share(_)
+        | RequestError::NotConfirmed(_)
         | RequestError::Replicas(_) => Code::InvalidArgument,
-        RequestError::NoVolume(_) | RequestError::NoNode(_) => Code::NotFound,
+        RequestError::NoVolume(_) | RequestError::NoNode(_) | RequestError::NoReplica { .. } => {
+            Code::NotFound
+        }
         RequestError::Exists { .. } => Code::AlreadyExists,
-        RequestError::AttachedElsewhere { .. } | RequestError::Deleting(_) => Code::FailedPrecondition,
+        RequestError::AttachedElsewhere { .. }
+        | RequestError::Deleting(_)
+        | RequestError::FewerReplicas { .. }
+        | RequestError::IsServed(_)
+        | RequestError::HoldsNothing(_)
+        | RequestError::IsAttached(_)
+        | RequestError::NeverAttached(_)
+        | RequestError::NotAttached(_) => Code::FailedPrecondition,
     };
     Status::new(code, error.to_string())
 }

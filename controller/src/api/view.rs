@@ -1,7 +1,9 @@
 //! The objects as the messages of controller.proto. What is secret has no place in them.
 
-use shorthorn_controller_core::objects::{Condition, Conditions, Engine, Node, Replica, Volume};
-use shorthorn_controller_core::observed::{Agents, Detail, InstanceKey};
+use shorthorn_controller_core::objects::{
+    Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
+};
+use shorthorn_controller_core::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, ScrubView};
 use shorthorn_controller_core::{NodeName, World};
 use shorthorn_proto::v1;
 
@@ -15,6 +17,7 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
     let attached = status.state == shorthorn_controller_core::objects::VolumeState::Attached;
     let endpoint = engine_object.filter(|_| attached).map(|engine| engine.status.endpoint.clone());
     let replicas = world.replicas_of(&spec.volume_name).map(|object| replica(world, agents, object));
+    let shown = engine_object.and_then(|engine| shown_of(agents, engine));
     v1::Volume {
         name: volume.metadata.name.clone(),
         size_bytes: spec.size,
@@ -31,6 +34,53 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
         engine: engine_object.map(engine),
         created: volume.metadata.creation_timestamp.to_string(),
         replica_soft_anti_affinity: spec.replica_soft_anti_affinity,
+        rebuild: Some(v1::RebuildLimits {
+            bytes_per_s: spec.rebuild.bytes_per_s,
+            share_percent: spec.rebuild.share_percent,
+        }),
+        equalising: shown.and_then(|shown| shown.equalising).map(copy),
+        scrub: shown.and_then(|shown| shown.scrub.as_deref()).map(scrub),
+        salvage: status.salvage.as_ref().map(salvage),
+        granted: status.arbiter.granted().map(|view| view.to_string()).unwrap_or_default(),
+    }
+}
+
+/// What the engine of the current attachment says now.
+fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a EngineView> {
+    let view = agents.get(engine.spec.node_id.as_ref()?)?;
+    match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
+        Detail::Engine(shown) if shown.attach == engine.spec.attach => Some(shown),
+        _ => None,
+    }
+}
+
+fn copy(copy: CopyView) -> v1::CopyStatus {
+    v1::CopyStatus {
+        total_bytes: copy.total_bytes,
+        left_bytes: copy.left_bytes,
+        bytes_per_s: copy.bytes_per_s,
+    }
+}
+
+fn scrub(scrub: &ScrubView) -> v1::ScrubStatus {
+    v1::ScrubStatus {
+        running: scrub.running,
+        at_bytes: scrub.at_bytes,
+        found: scrub.found,
+        repaired: scrub.repaired,
+        last: scrub.last.clone(),
+    }
+}
+
+fn salvage(salvage: &Salvage) -> v1::Salvage {
+    v1::Salvage {
+        replica_id: salvage.replica_id.to_string(),
+        attach: salvage.attach,
+        decided: salvage.decided_at.to_string(),
+        by: salvage.by.clone(),
+        reason: salvage.reason.clone(),
+        losses: salvage.losses.clone(),
+        done: salvage.done,
     }
 }
 
@@ -79,6 +129,12 @@ pub(super) fn replica(world: &World, agents: &Agents, replica: &Replica) -> v1::
         mode: member.map(|member| member.mode.as_str().to_owned()).unwrap_or_default(),
         message: said.unwrap_or(&status.message).clone(),
         allocated_bytes,
+        copy: engine
+            .filter(|_| member.is_some_and(|member| member.mode == MemberMode::Rebuilding))
+            .and_then(|engine| shown_of(agents, engine)?.copies.get(&spec.replica_id))
+            .map(|progress| copy(*progress)),
+        away_since_ms: member.map(|member| member.away_since_ms).unwrap_or_default(),
+        deleting: replica.metadata.is_deleting(),
     }
 }
 

@@ -65,7 +65,13 @@ pub enum VolumeCommand {
     #[command(visible_alias = "ls")]
     List,
     /// Shows everything about one volume
+    #[command(visible_alias = "show")]
     Inspect {
+        /// Name of the volume
+        name: String,
+    },
+    /// Says in sentences why a volume is not healthy, what it waits for and what can be done
+    Why {
         /// Name of the volume
         name: String,
     },
@@ -86,6 +92,47 @@ pub enum VolumeCommand {
         #[command(flatten)]
         wait: WaitArgs,
     },
+    /// Raises how many replicas a volume should have. They are made while it is attached
+    Replicas {
+        /// Name of the volume
+        name: String,
+        /// How many copies of the data there are, 1 to 8
+        count: u32,
+    },
+    /// Limits how much copying to replicas may take of the volume's speed
+    RebuildLimit {
+        /// Name of the volume
+        name: String,
+        /// The most that is copied per second, like 100MiB; 0: no limit
+        #[arg(long, default_value = "0", value_name = "SIZE")]
+        bytes_per_s: Size,
+        /// The most that copying takes of the bytes that move while the volume is busy, 1 to 100 percent
+        #[arg(long, default_value_t = 30, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
+        share: u32,
+    },
+    /// Compares all replicas of an attached volume; show and why tell what was found
+    Scrub {
+        /// Name of the volume
+        name: String,
+        /// Makes what differs equal to the majority of the replicas
+        #[arg(long)]
+        repair: bool,
+        /// The most that is compared per second, like 100MiB; 0: no limit
+        #[arg(long, default_value = "0", value_name = "SIZE")]
+        rate: Size,
+        /// Ends the scrub that is under way
+        #[arg(long, conflicts_with_all = ["repair", "rate"])]
+        stop: bool,
+    },
+    /// Replaces the engine process of an attached volume by the program that is installed on its node now; the device
+    /// stays in use
+    UpgradeEngine {
+        /// Name of the volume
+        name: String,
+    },
+    /// Shows what each replica of a volume that cannot be served has, and makes one of them the volume. What others
+    /// had and it lacks is lost for good
+    Salvage(SalvageArgs),
     /// Deletes a volume with all its data, and waits until it is gone
     #[command(visible_alias = "rm")]
     Delete {
@@ -97,6 +144,22 @@ pub enum VolumeCommand {
         #[command(flatten)]
         wait: WaitArgs,
     },
+}
+
+/// Which replica becomes the volume.
+#[derive(Debug, Args)]
+pub struct SalvageArgs {
+    /// Name of the volume
+    pub name: String,
+    /// The replica that becomes the volume; without it nothing is changed
+    #[arg(long, value_name = "ID")]
+    pub replica: Option<String>,
+    /// Why; kept with the volume
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub reason: String,
+    /// Does not ask
+    #[arg(long, requires = "replica")]
+    pub yes_i_may_lose_data: bool,
 }
 
 /// What a new volume is like.

@@ -5,7 +5,8 @@ use shorthorn_proto::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{
-    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, ReplicaCommand, VolumeCommand, WaitArgs,
+    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, ReplicaCommand, SalvageArgs, VolumeCommand,
+    WaitArgs,
 };
 use super::error::CtlError;
 use super::wait::{Goal, wait};
@@ -14,6 +15,9 @@ use super::{confirm, output};
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
 const CALL_LIMIT: Duration = Duration::from_secs(30);
+
+/// An upgrade waits until the new process serves.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 
 /// Does what the command line says.
 ///
@@ -59,6 +63,39 @@ impl Session {
                 let volume = self.client.get_volume(request).await.map_err(self.error())?;
                 output::volume(self.format, volume.into_inner())
             }
+            VolumeCommand::Why { name } => {
+                let request = limited(v1::GetVolumeRequest { name });
+                let why = self.client.explain_volume(request).await.map_err(self.error())?;
+                output::explanation(self.format, why.into_inner())
+            }
+            VolumeCommand::Replicas { name, count } => {
+                let request = v1::SetNumberOfReplicasRequest { name, number_of_replicas: count };
+                let volume =
+                    self.client.set_number_of_replicas(limited(request)).await.map_err(self.error())?;
+                self.show(volume.into_inner(), |volume| {
+                    format!("volume {} should have {} replicas", volume.name, volume.number_of_replicas)
+                })
+            }
+            VolumeCommand::RebuildLimit { name, bytes_per_s, share } => {
+                let limits = v1::RebuildLimits { bytes_per_s: bytes_per_s.0, share_percent: share };
+                let request = v1::SetVolumeRebuildLimitsRequest { name, limits: Some(limits) };
+                let volume =
+                    self.client.set_volume_rebuild_limits(limited(request)).await.map_err(self.error())?;
+                self.show(volume.into_inner(), |volume| {
+                    let limits = volume.rebuild.unwrap_or_default();
+                    format!("copying for volume {} takes {}", volume.name, output::limits(limits))
+                })
+            }
+            VolumeCommand::Scrub { name, repair, rate, stop } => {
+                let request = v1::ScrubRequest { volume: name, stop, repair, bytes_per_s: rate.0 };
+                let volume = self.client.scrub_volume(limited(request)).await.map_err(self.error())?;
+                self.show(volume.into_inner(), |volume| {
+                    let what = if stop { "is no longer compared" } else { "are being compared" };
+                    format!("the replicas of volume {} {what}", volume.name)
+                })
+            }
+            VolumeCommand::UpgradeEngine { name } => self.upgrade(name).await,
+            VolumeCommand::Salvage(args) => self.salvage(args).await,
             VolumeCommand::Attach { name, node, wait } => self.attach(name, node, wait).await,
             VolumeCommand::Detach { name, wait } => {
                 let request = limited(v1::DetachVolumeRequest { name: name.clone() });
@@ -96,6 +133,42 @@ impl Session {
             let at =
                 if volume.endpoint.is_empty() { String::new() } else { format!(": {}", volume.endpoint) };
             format!("volume {} is {} on {}{at}", volume.name, volume.state, volume.node)
+        })
+    }
+
+    async fn upgrade(&mut self, name: String) -> Result<String, CtlError> {
+        let mut request = tonic::Request::new(v1::GetVolumeRequest { name: name.clone() });
+        request.set_timeout(UPGRADE_LIMIT);
+        let upgraded = self.client.upgrade_volume_engine(request).await.map_err(self.error())?.into_inner();
+        output::upgrade(self.format, &name, &upgraded)
+    }
+
+    /// Shows what there is to choose from; with a choice, confirms it and has it carried out.
+    async fn salvage(&mut self, args: SalvageArgs) -> Result<String, CtlError> {
+        let name = args.name;
+        let request = limited(v1::GetVolumeRequest { name: name.clone() });
+        let found = self.client.inspect_replicas(request).await.map_err(self.error())?.into_inner().replicas;
+        let Some(replica) = args.replica else {
+            return output::inspections(self.format, &name, found);
+        };
+        if !args.yes_i_may_lose_data {
+            output::complain(&output::inspections(Format::Table, &name, found)?)?;
+            confirm::salvage(&name, &replica)?;
+        }
+        let request = limited(v1::SalvageVolumeRequest {
+            name: name.clone(),
+            replica_id: replica,
+            confirm: name,
+            by: operator(),
+            reason: args.reason,
+        });
+        let volume = self.client.salvage_volume(request).await.map_err(self.error())?.into_inner();
+        self.show(volume, |volume| {
+            let salvage = volume.salvage.clone().unwrap_or_default();
+            format!(
+                "volume {} goes on from replica {} alone ({}); shorthornctl volume why {} tells how far that is",
+                volume.name, salvage.replica_id, salvage.losses, volume.name
+            )
         })
     }
 
@@ -157,6 +230,12 @@ impl Session {
         let node = self.client.add_disk(request).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
     }
+}
+
+/// Who is at the keyboard, as far as that is known: for the record.
+fn operator() -> String {
+    let variables = ["SUDO_USER", "USER", "LOGNAME"].into_iter();
+    variables.filter_map(|name| std::env::var(name).ok()).find(|name| !name.is_empty()).unwrap_or_default()
 }
 
 fn limited<T>(message: T) -> tonic::Request<T> {

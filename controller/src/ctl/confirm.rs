@@ -4,19 +4,31 @@ use super::error::CtlError;
 
 /// Asks on a terminal whether `volume` shall go; elsewhere nobody could answer.
 pub(super) fn deletion(volume: &str) -> Result<(), CtlError> {
+    let refusal = format!("deleting volume {volume} destroys its data: say --yes where nobody can be asked");
+    typed(volume, &refusal, &format!("Delete volume {volume} and all its data?"))
+}
+
+/// Asks on a terminal whether one replica shall be all of `volume`.
+pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
+    let refusal = format!(
+        "salvaging volume {volume} may lose acknowledged writes: say --yes-i-may-lose-data where nobody can be asked"
+    );
+    typed(volume, &refusal, &format!("Make replica {replica} all that there is of volume {volume}?"))
+}
+
+/// Has the name of the volume typed.
+fn typed(volume: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
     let (input, mut output) = (std::io::stdin(), std::io::stderr());
     if !input.is_terminal() || !output.is_terminal() {
-        let message =
-            format!("deleting volume {volume} destroys its data: say --yes where nobody can be asked");
-        return Err(CtlError::NotConfirmed(message));
+        return Err(CtlError::NotConfirmed(refusal.to_owned()));
     }
     let failed = |error: std::io::Error| CtlError::NotConfirmed(format!("cannot ask: {error}"));
-    write!(output, "Delete volume {volume} and all its data? Type its name to go on: ").map_err(failed)?;
+    write!(output, "{question} Type its name to go on: ").map_err(failed)?;
     output.flush().map_err(failed)?;
     let mut answer = String::new();
     input.lock().read_line(&mut answer).map_err(failed)?;
     if answer.trim() == volume {
         return Ok(());
     }
-    Err(CtlError::NotConfirmed(format!("volume {volume} was not deleted")))
+    Err(CtlError::NotConfirmed(format!("nothing was done to volume {volume}")))
 }

@@ -9,7 +9,7 @@ use shorthorn_proto::v1;
 use super::args::Format;
 use super::error::CtlError;
 use super::size::human;
-use super::view::{NodeView, ReplicaView, VolumeView};
+use super::view::{ExplanationView, InspectionView, NodeView, ReplicaView, UpgradeView, VolumeView};
 
 /// Writes `text` and ends its last line. A reader that went away (`| head`) has what it wanted.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -18,6 +18,12 @@ pub(super) fn print(text: &str) -> Result<(), CtlError> {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => result.map_err(|error| CtlError::Output(error.to_string())),
     }
+}
+
+/// Writes what an operator has to read before a question to standard error.
+pub(super) fn complain(text: &str) -> Result<(), CtlError> {
+    let result = writeln!(std::io::stderr().lock(), "{}", text.trim_end());
+    result.map_err(|error| CtlError::Output(error.to_string()))
 }
 
 fn for_programs(format: Format, value: &impl Serialize) -> Result<String, CtlError> {
@@ -44,7 +50,7 @@ pub(super) fn volumes(format: Format, volumes: Vec<v1::Volume>) -> Result<String
         let members = volume.replicas.iter().filter(|replica| replica.mode == "member").count();
         let attached = volume.state == "attached";
         let replicas = if attached {
-            format!("{members}/{}", volume.number_of_replicas)
+            format!("{members}/{}{}", volume.number_of_replicas, copying(&volume.replicas))
         } else {
             volume.number_of_replicas.to_string()
         };
@@ -60,6 +66,132 @@ pub(super) fn volumes(format: Format, volumes: Vec<v1::Volume>) -> Result<String
         ]);
     }
     Ok(table.to_string())
+}
+
+/// How far the replicas are that are being brought up, for a cell of a table.
+fn copying(replicas: &[v1::Replica]) -> String {
+    let least = replicas.iter().filter_map(|replica| replica.copy.as_ref()).map(percent).min();
+    least.map(|percent| format!(" ({percent} %)")).unwrap_or_default()
+}
+
+fn percent(copy: &v1::CopyStatus) -> u64 {
+    let done = copy.total_bytes.saturating_sub(copy.left_bytes);
+    done.saturating_mul(100).checked_div(copy.total_bytes).unwrap_or(100)
+}
+
+fn progress(copy: &v1::CopyStatus) -> String {
+    let left = copy.left_bytes.checked_div(copy.bytes_per_s).map(|seconds| format!(", {seconds} s left"));
+    format!("{} % at {}/s{}", percent(copy), human(copy.bytes_per_s), left.unwrap_or_default())
+}
+
+/// Limits of copying in words.
+pub(super) fn limits(limits: v1::RebuildLimits) -> String {
+    let share = format!("at most {} % of a busy volume's bytes", limits.share_percent);
+    match limits.bytes_per_s {
+        0 => share,
+        rate => format!("{share}, and at most {}/s", human(rate)),
+    }
+}
+
+fn scrub(scrub: &v1::ScrubStatus) -> String {
+    let state = if scrub.running { format!("at {}", human(scrub.at_bytes)) } else { "done".to_owned() };
+    let last = if scrub.last.is_empty() { String::new() } else { format!(" ({})", scrub.last) };
+    format!("{state}, {} differences, {} repaired{last}", scrub.found, scrub.repaired)
+}
+
+fn salvage(salvage: &v1::Salvage) -> String {
+    let state = if salvage.done { "done" } else { "under way" };
+    format!(
+        "to replica {} ({state}), decided by {} at {}: {}; {}",
+        salvage.replica_id, salvage.by, salvage.decided, salvage.reason, salvage.losses
+    )
+}
+
+/// Why a volume is as it is.
+pub(super) fn explanation(format: Format, why: v1::Explanation) -> Result<String, CtlError> {
+    if format != Format::Table {
+        return for_programs(format, &ExplanationView::from(why));
+    }
+    let mut text = why.sentences.join("\n");
+    if !why.hints.is_empty() {
+        text.push_str("\n\nWhat you can do:");
+        why.hints.iter().for_each(|hint| text.push_str(&format!("\n- {hint}")));
+    }
+    Ok(text)
+}
+
+/// How an upgrade of an engine went.
+pub(super) fn upgrade(
+    format: Format,
+    volume: &str,
+    upgraded: &v1::UpgradeEngineResponse,
+) -> Result<String, CtlError> {
+    if format != Format::Table {
+        return for_programs(format, &UpgradeView::from(upgraded));
+    }
+    Ok(format!(
+        "the engine of volume {volume} is process {} now, {} before; requests waited for {} ms",
+        upgraded.new_pid, upgraded.old_pid, upgraded.pause_ms
+    ))
+}
+
+/// What each replica of a volume has, and what would be lost with it.
+pub(super) fn inspections(
+    format: Format,
+    volume: &str,
+    found: Vec<v1::InspectedReplica>,
+) -> Result<String, CtlError> {
+    if format != Format::Table {
+        let views: Vec<InspectionView> = found.into_iter().map(Into::into).collect();
+        return for_programs(format, &views);
+    }
+    let mut table =
+        table(&["REPLICA", "NODE", "VIEW", "PROPOSED", "GENERATION", "STATE", "ALLOCATED", "WRITTEN"]);
+    for replica in &found {
+        let inspection = replica.inspection.clone().unwrap_or_default();
+        let proposed: Vec<String> = inspection.proposed.iter().map(view).collect();
+        let written = i64::try_from(inspection.modified_ms).ok().filter(|ms| *ms > 0);
+        let written = written.and_then(|ms| jiff::Timestamp::from_second(ms / 1000).ok());
+        table.add_row([
+            replica.replica_id.clone(),
+            replica.node.clone(),
+            dash(inspection.committed.as_ref().map(view).unwrap_or_default()),
+            dash(proposed.join(" ")),
+            dash(inspection.generation.clone()),
+            inspected_state(replica, &inspection),
+            human(inspection.allocated_bytes),
+            dash(written.map(|written| written.to_string()).unwrap_or_default()),
+        ]);
+    }
+    let mut text = table.to_string();
+    for replica in &found {
+        let losses =
+            if replica.losses.is_empty() { "no loss is known".to_owned() } else { replica.losses.join("; ") };
+        let word = if replica.possible { "With" } else { "Impossible with" };
+        text.push_str(&format!("\n\n{word} {}: {losses}", replica.replica_id));
+    }
+    text.push_str(&format!("\n\nTo choose: shorthornctl volume salvage {volume} --replica ID --reason TEXT"));
+    Ok(text)
+}
+
+fn view(view: &v1::View) -> String {
+    format!("{}.{}/{} of {{{}}}", view.attach, view.restart, view.number, view.members.join(", "))
+}
+
+fn inspected_state(replica: &v1::InspectedReplica, inspection: &v1::ReplicaInspection) -> String {
+    if !replica.error.is_empty() {
+        return replica.error.clone();
+    }
+    let words = [
+        (inspection.missing, "missing"),
+        (inspection.running, "running"),
+        (inspection.rebuilding, "rebuilding"),
+        (inspection.dirty, "not closed cleanly"),
+        (inspection.lost_cache, "host restarted"),
+    ];
+    let words = words.into_iter().filter(|(so, _)| *so).map(|(_, word)| word.to_owned());
+    let words: Vec<String> = words.chain(inspection.problems.iter().cloned()).collect();
+    if words.is_empty() { "stopped cleanly".to_owned() } else { words.join(", ") }
 }
 
 /// One volume in full.
@@ -84,6 +216,17 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     ] {
         facts.add_row([name.to_owned(), value]);
     }
+    for (name, value) in [
+        ("Granted", Some(volume.granted).filter(|granted| !granted.is_empty())),
+        ("Copying", volume.rebuild.map(limits)),
+        ("Equalising", volume.equalising.as_ref().map(progress)),
+        ("Scrub", volume.scrub.as_ref().map(scrub)),
+        ("Salvage", volume.salvage.as_ref().map(salvage)),
+    ] {
+        if let Some(value) = value {
+            facts.add_row([name.to_owned(), value]);
+        }
+    }
     let mut text = facts.to_string();
     for condition in volume.conditions.iter().filter(|condition| !condition.status) {
         text.push_str(&format!("\n\n{}: {}", condition.reason, condition.message));
@@ -105,12 +248,17 @@ fn replica_table(replicas: Vec<v1::Replica>) -> String {
     let mut table = table(&["REPLICA", "NODE", "DISK", "STATE", "MODE", "ALLOCATED", "MESSAGE"]);
     for replica in replicas {
         let allocated = human(replica.allocated_bytes);
+        let mode = match &replica.copy {
+            Some(copy) => format!("{} {}", replica.mode, progress(copy)),
+            None if replica.deleting => "being deleted".to_owned(),
+            None => dash(replica.mode),
+        };
         table.add_row([
             replica.name,
             replica.node,
             replica.disk_path,
             replica.current_state,
-            dash(replica.mode),
+            mode,
             allocated,
             replica.message,
         ]);

@@ -24,6 +24,161 @@ pub(super) struct VolumeView {
     conditions: Vec<ConditionView>,
     engine: Option<EngineView>,
     replicas: Vec<ReplicaView>,
+    rebuild_bytes_per_second: u64,
+    rebuild_share_percent: u32,
+    equalising: Option<CopyView>,
+    scrub: Option<ScrubView>,
+    salvage: Option<SalvageView>,
+    granted: String,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct CopyView {
+    total_bytes: u64,
+    left_bytes: u64,
+    bytes_per_second: u64,
+}
+
+impl From<v1::CopyStatus> for CopyView {
+    fn from(copy: v1::CopyStatus) -> CopyView {
+        CopyView {
+            total_bytes: copy.total_bytes,
+            left_bytes: copy.left_bytes,
+            bytes_per_second: copy.bytes_per_s,
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ScrubView {
+    running: bool,
+    at_bytes: u64,
+    found: u64,
+    repaired: u64,
+    last: String,
+}
+
+impl From<v1::ScrubStatus> for ScrubView {
+    fn from(scrub: v1::ScrubStatus) -> ScrubView {
+        let v1::ScrubStatus { running, at_bytes, found, repaired, last } = scrub;
+        ScrubView { running, at_bytes, found, repaired, last }
+    }
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct SalvageView {
+    #[serde(rename = "replicaID")]
+    replica_id: String,
+    attach: u64,
+    decided: String,
+    by: String,
+    reason: String,
+    losses: String,
+    done: bool,
+}
+
+impl From<v1::Salvage> for SalvageView {
+    fn from(salvage: v1::Salvage) -> SalvageView {
+        let v1::Salvage { replica_id, attach, decided, by, reason, losses, done } = salvage;
+        SalvageView { replica_id, attach, decided, by, reason, losses, done }
+    }
+}
+
+/// Why a volume is as it is.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ExplanationView {
+    healthy: bool,
+    sentences: Vec<String>,
+    hints: Vec<String>,
+}
+
+impl From<v1::Explanation> for ExplanationView {
+    fn from(why: v1::Explanation) -> ExplanationView {
+        ExplanationView { healthy: why.healthy, sentences: why.sentences, hints: why.hints }
+    }
+}
+
+/// How an upgrade of an engine went.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct UpgradeView {
+    pause_ms: u64,
+    old_pid: i32,
+    new_pid: i32,
+}
+
+impl From<&v1::UpgradeEngineResponse> for UpgradeView {
+    fn from(upgraded: &v1::UpgradeEngineResponse) -> UpgradeView {
+        UpgradeView { pause_ms: upgraded.pause_ms, old_pid: upgraded.old_pid, new_pid: upgraded.new_pid }
+    }
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct MembershipView {
+    attach: u64,
+    restart: u32,
+    number: u32,
+    members: Vec<String>,
+}
+
+impl From<v1::View> for MembershipView {
+    fn from(view: v1::View) -> MembershipView {
+        let v1::View { attach, restart, number, members } = view;
+        MembershipView { attach, restart, number, members }
+    }
+}
+
+/// What a replica has, and what would be lost with it as the only one.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct InspectionView {
+    #[serde(rename = "replicaID")]
+    replica_id: String,
+    #[serde(rename = "nodeID")]
+    node_id: String,
+    error: String,
+    possible: bool,
+    losses: Vec<String>,
+    missing: bool,
+    running: bool,
+    rebuilding: bool,
+    dirty: bool,
+    lost_cache: bool,
+    generation: String,
+    committed: Option<MembershipView>,
+    proposed: Vec<MembershipView>,
+    allocated_bytes: u64,
+    modified_ms: u64,
+    problems: Vec<String>,
+}
+
+impl From<v1::InspectedReplica> for InspectionView {
+    fn from(replica: v1::InspectedReplica) -> InspectionView {
+        let found = replica.inspection.unwrap_or_default();
+        InspectionView {
+            replica_id: replica.replica_id,
+            node_id: replica.node,
+            error: replica.error,
+            possible: replica.possible,
+            losses: replica.losses,
+            missing: found.missing,
+            running: found.running,
+            rebuilding: found.rebuilding,
+            dirty: found.dirty,
+            lost_cache: found.lost_cache,
+            generation: found.generation,
+            committed: found.committed.map(Into::into),
+            proposed: found.proposed.into_iter().map(Into::into).collect(),
+            allocated_bytes: found.allocated_bytes,
+            modified_ms: found.modified_ms,
+            problems: found.problems,
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -65,6 +220,9 @@ pub(super) struct ReplicaView {
     mode: String,
     allocated_bytes: u64,
     message: String,
+    copy: Option<CopyView>,
+    away_since_ms: u64,
+    deleting: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -110,6 +268,12 @@ impl From<v1::Volume> for VolumeView {
             conditions: volume.conditions.into_iter().map(Into::into).collect(),
             engine: volume.engine.map(Into::into),
             replicas: volume.replicas.into_iter().map(Into::into).collect(),
+            rebuild_bytes_per_second: volume.rebuild.map(|limits| limits.bytes_per_s).unwrap_or_default(),
+            rebuild_share_percent: volume.rebuild.map(|limits| limits.share_percent).unwrap_or_default(),
+            equalising: volume.equalising.map(Into::into),
+            scrub: volume.scrub.map(Into::into),
+            salvage: volume.salvage.map(Into::into),
+            granted: volume.granted,
         }
     }
 }
@@ -153,6 +317,9 @@ impl From<v1::Replica> for ReplicaView {
             mode: replica.mode,
             allocated_bytes: replica.allocated_bytes,
             message: replica.message,
+            copy: replica.copy.map(Into::into),
+            away_since_ms: replica.away_since_ms,
+            deleting: replica.deleting,
         }
     }
 }

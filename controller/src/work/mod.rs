@@ -6,7 +6,7 @@ mod queue;
 use std::sync::Arc;
 
 use shorthorn_controller_core::objects::Key;
-use shorthorn_controller_core::reconcile::{Context, concerned, gives_space_away, reconcile};
+use shorthorn_controller_core::reconcile::{Context, Settings, concerned, gives_space_away, reconcile};
 use shorthorn_controller_core::{Decision, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
 use tokio::sync::broadcast::error::RecvError;
@@ -31,6 +31,7 @@ pub struct Worker {
     placing: Mutex<()>,
     /// Where an error of the store goes that no retry mends.
     broken: mpsc::Sender<StoreError>,
+    settings: Settings,
 }
 
 impl std::fmt::Debug for Worker {
@@ -47,8 +48,9 @@ impl Worker {
         fleet: Arc<Fleet>,
         queue: Arc<Queue>,
         broken: mpsc::Sender<StoreError>,
+        settings: Settings,
     ) -> Arc<Worker> {
-        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken })
+        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, settings })
     }
 
     /// Works until it is dropped. Whatever is under way then is cut off between two actions, or within a
@@ -101,7 +103,8 @@ impl Worker {
         }
         let world = self.store.world();
         let agents = self.fleet.agents();
-        let context = Context { world: &world, agents: &agents, now: Timestamp::now(), random };
+        let (now, settings) = (Timestamp::now(), self.settings);
+        let context = Context { world: &world, agents: &agents, now, random, settings };
         Ok(reconcile(&context, key))
     }
 }

@@ -24,6 +24,8 @@ pub struct Truth {
     used: BTreeSet<String>,
     /// What the controller did that it must not do.
     pub violations: Vec<String>,
+    /// Every view that an engine was told is granted, in this order.
+    pub grants: Vec<v1::View>,
 }
 
 #[derive(Debug, Default)]
@@ -33,6 +35,9 @@ struct State {
     disks: BTreeSet<String>,
     in_use: Option<String>,
     starts: u32,
+    limits: Option<v1::RebuildLimits>,
+    /// The committed view of each directory.
+    views: BTreeMap<String, v1::View>,
 }
 
 /// One agent; clones are the same.
@@ -103,6 +108,50 @@ impl FakeAgent {
         self.send(Type::Set, changed);
     }
 
+    /// Changes what the engine of `volume` says.
+    pub fn engine(&self, volume: &str, change: impl FnOnce(&mut v1::EngineStatus)) {
+        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
+        let mut state = self.state();
+        let instance = state.instances.get_mut(&key).unwrap();
+        let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { unreachable!() };
+        change(engine);
+        let changed = instance.clone();
+        self.send(Type::Set, changed);
+    }
+
+    /// What the engine of `volume` says.
+    pub fn engine_says(&self, volume: &str) -> v1::EngineStatus {
+        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
+        let state = self.state();
+        let Some(v1::instance::Detail::Engine(engine)) = &state.instances[&key].detail else {
+            unreachable!()
+        };
+        engine.clone()
+    }
+
+    /// The engine has lost `lost` and half of its view is left: it waits for the arbiter.
+    pub fn freeze(&self, volume: &str, lost: &str) {
+        self.engine(volume, |engine| {
+            let view = |number, ids: Vec<String>| v1::View {
+                attach: engine.attach,
+                restart: 1,
+                number,
+                members: ids,
+            };
+            let all: Vec<String> = engine.members.iter().map(|member| member.replica_id.clone()).collect();
+            let left = all.iter().filter(|id| *id != lost).cloned().collect();
+            engine.grant_wanted = Some(v1::GrantWanted {
+                view: Some(view(2, left)),
+                committed: Some(view(1, all.clone())),
+                ..v1::GrantWanted::default()
+            });
+            engine.phase = "frozen".to_owned();
+            for member in engine.members.iter_mut().filter(|member| member.replica_id == lost) {
+                (member.mode, member.message) = ("failed".to_owned(), "no answer".to_owned());
+            }
+        });
+    }
+
     /// The node restarts: every process is gone, every directory stays.
     pub fn reboot(&self) {
         let gone = std::mem::take(&mut self.state().instances);
@@ -114,6 +163,35 @@ impl FakeAgent {
     /// A directory is lost.
     pub fn lose_directory(&self, name: &str) {
         assert!(self.state().directories.remove(name), "{name} is not there");
+    }
+
+    /// The view that the directory of a replica says is committed.
+    pub fn set_view(&self, name: &str, view: v1::View) {
+        self.state().views.insert(name.to_owned(), view);
+    }
+
+    pub fn view(&self, name: &str) -> Option<v1::View> {
+        self.state().views.get(name).cloned()
+    }
+
+    pub fn limits(&self) -> Option<v1::RebuildLimits> {
+        self.state().limits
+    }
+
+    /// Tells the engine of that attachment, 0 being any.
+    fn told(
+        &self,
+        volume: &str,
+        attach: u64,
+        change: impl FnOnce(&mut v1::EngineStatus),
+    ) -> Result<(), Status> {
+        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
+        match self.state().instances.get(&key).and_then(|instance| instance.detail.as_ref()) {
+            Some(v1::instance::Detail::Engine(engine)) if attach == 0 || engine.attach == attach => {}
+            _ => return Err(Status::failed_precondition("no such engine")),
+        }
+        self.engine(volume, change);
+        Ok(())
     }
 
     fn send(&self, kind: Type, instance: v1::Instance) {
@@ -178,7 +256,7 @@ impl Node for FakeAgent {
     ) -> Result<Response<v1::Instance>, Status> {
         let request = request.into_inner();
         let name = format!("{}-{}", request.volume, request.replica_id);
-        if request.secret.len() != 32 || !request.first_members.contains(&request.replica_id) {
+        if request.secret.len() != 32 || request.first_members.is_empty() {
             self.violation(format!("replica {name} gets a bad secret or first view"));
         }
         let used = self.truth.lock().unwrap().used.contains(&name);
@@ -225,7 +303,7 @@ impl Node for FakeAgent {
         {
             let mut truth = self.truth.lock().unwrap();
             let newest = truth.attaches.get(&request.volume).cloned().unwrap_or_default();
-            if request.attach < newest.0 || (request.attach == newest.0 && newest != this) {
+            if request.attach < newest.0 || (request.attach == newest.0 && newest.1 != this.1) {
                 let text = format!("{}: engine {this:?} after {newest:?}", self.name);
                 truth.violations.push(text);
             }
@@ -244,7 +322,7 @@ impl Node for FakeAgent {
             replica_id: replica.replica_id.clone(),
             address: replica.addresses[0].clone(),
             mode: "member".to_owned(),
-            message: String::new(),
+            ..v1::EngineMember::default()
         };
         let status = v1::EngineStatus {
             volume: request.volume.clone(),
@@ -256,6 +334,7 @@ impl Node for FakeAgent {
             endpoint: format!("/dev/longhorn/{}", request.volume),
             size_bytes: request.size_bytes,
             attach: request.attach,
+            ..v1::EngineStatus::default()
         };
         let instance = v1::Instance {
             kind: v1::InstanceKind::Engine.into(),
@@ -289,6 +368,103 @@ impl Node for FakeAgent {
             self.send(Type::Gone, instance);
         }
         Ok(Response::new(v1::StopInstanceResponse {}))
+    }
+
+    async fn grant(&self, request: Request<v1::GrantRequest>) -> Result<Response<v1::GrantResponse>, Status> {
+        let request = request.into_inner();
+        let view = request.view.unwrap();
+        self.truth.lock().unwrap().grants.push(view.clone());
+        self.told(&request.volume, request.attach, |engine| {
+            if engine.grant_wanted.as_ref().is_some_and(|wanted| wanted.view.as_ref() == Some(&view)) {
+                engine.grant_wanted = None;
+                engine.phase = "serving".to_owned();
+            }
+        })?;
+        Ok(Response::new(v1::GrantResponse {}))
+    }
+
+    async fn update_replicas(
+        &self,
+        request: Request<v1::UpdateReplicasRequest>,
+    ) -> Result<Response<v1::UpdateReplicasResponse>, Status> {
+        let request = request.into_inner();
+        let ids: Vec<String> = request.replicas.iter().map(|replica| replica.replica_id.clone()).collect();
+        let names = ids.iter().map(|id| format!("{}-{id}", request.volume));
+        self.truth.lock().unwrap().used.extend(names);
+        self.told(&request.volume, request.attach, |engine| {
+            engine.members.retain(|member| member.mode == "member" || ids.contains(&member.replica_id));
+            for replica in &request.replicas {
+                if engine.members.iter().any(|member| member.replica_id == replica.replica_id) {
+                    continue;
+                }
+                engine.members.push(v1::EngineMember {
+                    replica_id: replica.replica_id.clone(),
+                    mode: "rebuilding".to_owned(),
+                    copy: Some(v1::CopyStatus { total_bytes: 1000, left_bytes: 250, bytes_per_s: 10 }),
+                    ..v1::EngineMember::default()
+                });
+            }
+        })?;
+        Ok(Response::new(v1::UpdateReplicasResponse {}))
+    }
+
+    async fn upgrade_engine(
+        &self,
+        _: Request<v1::UpgradeEngineRequest>,
+    ) -> Result<Response<v1::UpgradeEngineResponse>, Status> {
+        Ok(Response::new(v1::UpgradeEngineResponse { pause_ms: 42, old_pid: 2, new_pid: 3 }))
+    }
+
+    async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Result<Response<v1::ScrubResponse>, Status> {
+        let request = request.into_inner();
+        self.told(&request.volume, 0, |engine| {
+            engine.scrub = Some(v1::ScrubStatus { running: !request.stop, ..v1::ScrubStatus::default() });
+        })?;
+        Ok(Response::new(v1::ScrubResponse {}))
+    }
+
+    async fn set_rebuild_limits(
+        &self,
+        request: Request<v1::SetRebuildLimitsRequest>,
+    ) -> Result<Response<v1::SetRebuildLimitsResponse>, Status> {
+        let request = request.into_inner();
+        self.state().limits = request.limits;
+        Ok(Response::new(v1::SetRebuildLimitsResponse {}))
+    }
+
+    async fn inspect_replica(
+        &self,
+        request: Request<v1::InspectReplicaRequest>,
+    ) -> Result<Response<v1::ReplicaInspection>, Status> {
+        let request = request.into_inner();
+        let name = format!("{}-{}", request.volume, request.replica_id);
+        let state = self.state();
+        let key = (v1::InstanceKind::Replica.into(), name.clone());
+        Ok(Response::new(v1::ReplicaInspection {
+            directory: format!("{}/replicas/{name}", request.disk_path),
+            missing: !state.directories.contains(&name),
+            usable: state.directories.contains(&name),
+            running: state.instances.contains_key(&key),
+            generation: "1.1".to_owned(),
+            committed: state.views.get(&name).cloned(),
+            ..v1::ReplicaInspection::default()
+        }))
+    }
+
+    async fn salvage_replica(
+        &self,
+        request: Request<v1::SalvageReplicaRequest>,
+    ) -> Result<Response<v1::SalvageReplicaResponse>, Status> {
+        let request = request.into_inner();
+        let name = format!("{}-{}", request.volume, request.replica_id);
+        let mut state = self.state();
+        if state.instances.contains_key(&(v1::InstanceKind::Replica.into(), name.clone())) {
+            return Err(Status::failed_precondition("the replica runs"));
+        }
+        let view =
+            v1::View { attach: request.attach, members: vec![request.replica_id], ..v1::View::default() };
+        state.views.insert(name, view);
+        Ok(Response::new(v1::SalvageReplicaResponse {}))
     }
 
     async fn watch_instances(
@@ -348,8 +524,12 @@ impl Node for FakeAgent {
             self.violation(format!("the running replica {name} is deleted"));
             return Err(Status::failed_precondition("the replica runs"));
         }
-        if state.instances.contains_key(&(v1::InstanceKind::Engine.into(), request.volume.clone())) {
-            self.violation(format!("the replica {name} of an attached volume is deleted"));
+        let key = (v1::InstanceKind::Engine.into(), request.volume.clone());
+        if let Some(v1::instance::Detail::Engine(engine)) =
+            state.instances.get(&key).and_then(|instance| instance.detail.as_ref())
+            && engine.members.iter().any(|member| member.replica_id == request.replica_id)
+        {
+            self.violation(format!("the replica {name} is deleted, and its engine knows it"));
         }
         state.directories.remove(&name);
         Ok(Response::new(v1::DeleteReplicaResponse {}))

@@ -22,6 +22,8 @@ pub struct Cluster {
     pub truth: Arc<Mutex<Truth>>,
     serving: Vec<JoinHandle<()>>,
     controller: Option<Child>,
+    /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
+    pub replace_after_s: u64,
 }
 
 impl Cluster {
@@ -34,6 +36,7 @@ impl Cluster {
             truth,
             serving: Vec::new(),
             controller: None,
+            replace_after_s: 600,
         };
         for agent in &cluster.agents {
             cluster.serving.push(agent.serve(&cluster.path(&agent.name)));
@@ -60,6 +63,7 @@ impl Cluster {
             let url = format!("{}=unix://{}", agent.name, self.path(&agent.name).display());
             command.args(["--node", &url]);
         }
+        command.args(["--replica-replace-after-s", &self.replace_after_s.to_string()]);
         command.stdin(Stdio::null()).kill_on_drop(true);
         command
     }

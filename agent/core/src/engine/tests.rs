@@ -1,33 +1,76 @@
 //! The core against replicas that answer when the test says so.
 
-use shorthorn_types::{Generation, Members, ReplicaId};
+use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, View, ViewId};
 
 use super::*;
+use crate::event::CopyLimits;
+use crate::membership::PeerConfig;
+use crate::request::{Operation, Request};
+
+mod copies;
+mod joins;
 
 const TIMEOUT_MS: u64 = 5000;
+const INTERVAL_MS: u64 = 3000;
+/// Eight regions.
+const SIZE_BYTES: u64 = 8 << 16;
 
 struct Bench {
     core: EngineCore,
     out: Outputs,
 }
 
+/// Of `replicas`, the first `members` are in the view.
+fn config(replicas: u64, members: u64) -> CoreConfig {
+    let id = ViewId { generation: Generation::new(1, 0), number: 1 };
+    let regions = Regions::of(SIZE_BYTES).count();
+    let peer = |n| PeerConfig { replica: ReplicaId::from_random(n), local: false };
+    CoreConfig {
+        queues: 2,
+        depth: 8,
+        peers: (0..replicas).map(peer).collect(),
+        view: View { id, members: Members::new((0..members).map(ReplicaId::from_random)).unwrap() },
+        replica_timeout_ms: TIMEOUT_MS,
+        size_bytes: SIZE_BYTES,
+        dirty: RegionSet::empty(regions),
+        source: None,
+        missed: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
+        copy_slots: 2,
+        copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
+        intent_interval_ms: INTERVAL_MS,
+    }
+}
+
 impl Bench {
     fn new(replicas: u64) -> Bench {
-        let ids: Vec<ReplicaId> = (0..replicas).map(ReplicaId::from_random).collect();
-        let id = ViewId { generation: Generation::new(1, 0), number: 1 };
-        let core = EngineCore::new(&CoreConfig {
-            queues: 2,
-            depth: 8,
-            peers: ids.iter().map(|replica| PeerConfig { replica: *replica, local: false }).collect(),
-            view: View { id, members: Members::new(ids).unwrap() },
-            replica_timeout_ms: TIMEOUT_MS,
-        });
-        Bench { core, out: Vec::new() }
+        Bench::with(&config(replicas, replicas))
+    }
+
+    fn with(config: &CoreConfig) -> Bench {
+        Bench { core: EngineCore::new(config), out: Vec::new() }
     }
 
     fn apply(&mut self, event: Event) -> Outputs {
         self.core.apply(event, &mut self.out);
         std::mem::take(&mut self.out)
+    }
+
+    /// Everybody but `deaf` answers everything at once, until nothing more follows.
+    fn answer(&mut self, first: Outputs, deaf: &[PeerIndex]) -> Outputs {
+        let mut outputs = first;
+        let mut at = 0;
+        while at < outputs.len() {
+            let event = answer_to(&outputs[at]).filter(|(peer, _)| !deaf.contains(peer));
+            if let Some((_, event)) = event {
+                outputs.extend(self.apply(event));
+            }
+            at += 1;
+        }
+        outputs
+    }
+
+    fn tick(&mut self, now_ms: u64) -> Outputs {
+        self.apply(Event::Tick { now_ms })
     }
 
     fn submit(&mut self, slot: u16, operation: Operation, first_block: u64) -> Outputs {
@@ -52,10 +95,62 @@ impl Bench {
         out
     }
 
+    fn granted(&mut self, number: u32) -> Outputs {
+        self.apply(Event::Granted { view: ViewId { generation: Generation::new(1, 0), number } })
+    }
+
     fn view_stored(&mut self, peer: PeerIndex, number: u32) -> Outputs {
         let view = ViewId { generation: Generation::new(1, 0), number };
         self.apply(Event::ViewStored { peer, view })
     }
+}
+
+/// What a replica says that does what it is told. Every member has the same check.
+fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
+    let event = match output {
+        Output::Send { peer, slot, operation: Operation::Verify, .. } => {
+            Event::Verified { peer: *peer, slot: *slot, outcome: Ok(7) }
+        }
+        Output::Send { peer, slot, .. } => Event::Reply { peer: *peer, slot: *slot, outcome: Ok(()) },
+        Output::Propose { peer, view, .. } => Event::ViewStored { peer: *peer, view: view.id },
+        Output::Mark { peer, mark, .. } => Event::Marked { peer: *peer, mark: *mark },
+        Output::Ping { peer } => Event::Pong { peer: *peer },
+        _ => return None,
+    };
+    match &event {
+        Event::Verified { peer, .. }
+        | Event::Reply { peer, .. }
+        | Event::ViewStored { peer, .. }
+        | Event::Marked { peer, .. }
+        | Event::Pong { peer } => Some((*peer, event)),
+        _ => None,
+    }
+}
+
+fn region_set(regions: &[u32]) -> RegionSet {
+    let mut set = RegionSet::empty(Regions::of(SIZE_BYTES).count());
+    regions.iter().for_each(|region| set.insert_run(*region..region + 1));
+    set
+}
+
+/// The blocks of a region.
+const REGION_BLOCKS: u64 = 16;
+
+fn drops(out: &[Output]) -> Vec<(PeerIndex, &str)> {
+    let dropped = |output| match output {
+        &Output::Drop { peer, ref reason } => Some((peer, reason.as_str())),
+        _ => None,
+    };
+    out.iter().filter_map(dropped).collect()
+}
+
+/// First region and count of the runs that are to be cleared or added, by replica.
+fn marks(out: &[Output]) -> Vec<(PeerIndex, shorthorn_types::MarkRegions)> {
+    let marked = |output: &Output| match output {
+        Output::Mark { peer, change, .. } => Some((*peer, change.clone())),
+        _ => None,
+    };
+    out.iter().filter_map(marked).collect()
 }
 
 const WRITE: Operation = Operation::Write { fua: false };
@@ -107,12 +202,9 @@ fn reads_go_to_one_member_in_turn() {
 
 #[test]
 fn reads_prefer_this_host() {
-    let mut bench = Bench::new(3);
-    let peers: Vec<PeerConfig> =
-        (0..3).map(|n| PeerConfig { replica: ReplicaId::from_random(n), local: n == 1 }).collect();
-    let view = bench.core.membership().view();
-    bench.core =
-        EngineCore::new(&CoreConfig { queues: 2, depth: 8, peers, view, replica_timeout_ms: TIMEOUT_MS });
+    let mut config = config(3, 3);
+    config.peers[1].local = true;
+    let mut bench = Bench::with(&config);
     for slot in 0..4 {
         let out = bench.submit(slot, Operation::Read, 0);
         assert_eq!(sent_to(&out, slot), [1]);
@@ -173,23 +265,54 @@ fn a_second_loss_during_a_change_needs_a_quorum_of_the_old_view() {
     let mut bench = Bench::new(3);
     bench.lose(2);
     let out = bench.lose(1);
-    assert!(out.iter().any(|output| matches!(output, Output::Propose { peer: 0, .. })));
-    assert!(!is_frozen(&out));
-    assert!(!is_frozen(&bench.view_stored(0, 2)), "an answer to the change that was replaced");
-    assert!(is_frozen(&bench.view_stored(0, 3)), "one of three");
+    assert!(is_frozen(&out), "one of three");
+    assert!(!out.iter().any(|output| matches!(output, Output::Propose { .. })), "it would never go through");
+    bench.view_stored(0, 2);
     let out = bench.submit(0, WRITE, 0);
     assert_eq!(sent_to(&out, 0), []);
 }
 
 #[test]
-fn one_of_two_freezes_without_an_arbiter() {
+fn one_of_two_waits_for_the_arbiter() {
     let mut bench = Bench::new(2);
     bench.submit(0, WRITE, 0);
     bench.reply(0, 0, Ok(()));
     bench.lose(1);
     let out = bench.view_stored(0, 2);
-    assert!(is_frozen(&out));
-    assert_eq!(completed(&out, 0), None);
+    let asked =
+        |out: &[Output]| out.iter().filter(|output| matches!(output, Output::AskGrant { .. })).count();
+    assert_eq!((asked(&out), is_frozen(&out), completed(&out, 0)), (1, false, None));
+    assert_eq!(asked(&bench.view_stored(0, 2)), 0, "once is enough");
+    let out = bench.submit(1, WRITE, 1);
+    assert_eq!(sent_to(&out, 1), []);
+    let out = bench.granted(3);
+    assert_eq!(completed(&out, 0), None, "another view");
+    let out = bench.granted(2);
+    assert_eq!(completed(&out, 0), Some(Ok(())));
+    assert_eq!(sent_to(&out, 1), [0]);
+}
+
+#[test]
+fn one_who_leaves_can_make_the_grant_needless() {
+    let mut bench = Bench::new(2);
+    bench.lose(1);
+    bench.view_stored(0, 2);
+    let out = bench.view_stored(1, 2);
+    assert!(out.iter().any(|output| matches!(output, Output::ViewChanged { .. })));
+}
+
+#[test]
+fn a_further_loss_while_the_arbiter_is_asked_is_the_end() {
+    let mut bench = Bench::new(4);
+    bench.lose(3);
+    bench.lose(2);
+    bench.view_stored(0, 3);
+    let out = bench.view_stored(1, 3);
+    assert!(matches!(out[..], [Output::AskGrant { .. }]));
+    let out = bench.lose(1);
+    let is_told = |output: &Output| matches!(output, Output::Frozen { reason } if reason.contains("arbiter"));
+    assert!(out.iter().any(is_told), "{out:?}");
+    assert!(!bench.granted(3).iter().any(|output| matches!(output, Output::Send { .. })));
 }
 
 #[test]
@@ -321,4 +444,21 @@ fn an_answer_that_nobody_asked_for_is_a_failure() {
     assert!(matches!(&out[0], Output::Drop { peer: 1, reason } if reason.contains("not asked")));
     let out = bench.apply(Event::Reply { peer: 0, slot: SlotId { queue: 9, slot: 0 }, outcome: Ok(()) });
     assert!(matches!(&out[0], Output::Drop { peer: 0, .. }));
+}
+
+#[test]
+fn a_replica_that_does_not_store_a_view_is_late() {
+    let mut bench = Bench::new(4);
+    bench.tick(100);
+    bench.lose(3);
+    bench.view_stored(0, 2);
+    bench.view_stored(1, 2);
+    for peer in 0..3 {
+        bench.apply(Event::Pong { peer });
+    }
+    assert_eq!(drops(&bench.tick(100 + TIMEOUT_MS)), []);
+    for peer in 0..3 {
+        bench.apply(Event::Pong { peer });
+    }
+    assert!(matches!(drops(&bench.tick(101 + TIMEOUT_MS))[..], [(2, _)]));
 }

@@ -4,12 +4,13 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use shorthorn_types::{Errno, Members, ReplicaId};
-use shorthorn_wire::Refusal;
+use shorthorn_types::{Errno, MarkAction, Members, RegionsOf, ReplicaId};
+use shorthorn_wire::{Refusal, decode_text};
 
 use super::*;
 
 const DEPTH: u16 = 4;
+const COPIES: u16 = 2;
 const GENERATION: Generation = Generation::new(3, 1);
 
 struct Bench {
@@ -26,21 +27,32 @@ impl Bench {
         let (ours, replica) = UnixStream::pair().unwrap();
         replica.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut bench = Bench {
-            link: Link::new(1, 0, GENERATION, DEPTH, Some(ours.into())),
+            link: Link::new(1, 0, GENERATION, LinkSlots { depth: DEPTH, copies: COPIES }),
             replica,
             ring: Ring::new(8).unwrap(),
-            arena: Arena::new(usize::from(DEPTH), 1 << 20).unwrap(),
+            arena: Arena::new(usize::from(DEPTH + COPIES), 1 << 20).unwrap(),
             events: Vec::new(),
             notice: None,
         };
+        assert!(bench.link.connect(ours.into()));
         bench.link.start(&mut bench.ring);
         bench
     }
 
     fn ask_read(&mut self, slot: u16, bytes: u64) -> Header {
+        self.ask(Operation::Read, slot, bytes, 0)
+    }
+
+    fn ask(&mut self, operation: Operation, slot: u16, bytes: u64, buffer_offset: u32) -> Header {
         let range = ByteRange::new(8192, bytes).unwrap();
         let id = SlotId { queue: 0, slot };
-        self.link.send(id, Operation::Read, range, 0, &self.arena, &mut self.events);
+        let data =
+            self.arena.buf(usize::from(slot)).part(buffer_offset as usize, usize::try_from(bytes).unwrap());
+        self.link.send(id, operation, range, (data, buffer_offset), data.crc32c(), &mut self.events);
+        self.request()
+    }
+
+    fn request(&mut self) -> Header {
         self.link.flush(&mut self.ring);
         self.turn();
         let mut header = [0; HEADER_BYTES];
@@ -197,4 +209,90 @@ fn a_newer_engine_is_noticed() {
     let (header, text) = encode_text(request.response(Err(Errno::NOT_PERMITTED)), &refusal);
     bench.say(&[&header.encode()[..], &text].concat());
     assert!(matches!(bench.notice, Some(Notice::Deposed { holder }) if holder == Generation::new(4, 0)));
+}
+
+#[test]
+fn a_copy_is_looked_at_block_by_block() {
+    let mut bench = Bench::new();
+    let request = bench.ask(Operation::Read, DEPTH, 64 << 10, 4096);
+    let mut data = vec![0; 64 << 10];
+    data[3 * 4096 + 4095] = 1;
+    data[15 * 4096] = 1;
+    bench.say(&answer(&request, &data));
+    let slot = SlotId { queue: 0, slot: DEPTH };
+    let zeroes = [0xffff & !(1 << 3) & !(1 << 15), 0, 0, 0];
+    assert_eq!(bench.events, [Event::CopyRead { peer: 1, slot, zeroes }]);
+    let mut found = vec![9; 64 << 10];
+    bench.arena.buf(usize::from(DEPTH)).part(4096, 64 << 10).copy_to(&mut found);
+    assert!(found == data, "the data is where it was asked to be");
+}
+
+#[test]
+fn parts_of_a_copy_are_sent_from_where_they_are() {
+    let mut bench = Bench::new();
+    bench.arena.buf(usize::from(DEPTH)).part(8192, 4096).copy_from(&[5; 4096]);
+    let request = bench.ask(Operation::Write { fua: false }, DEPTH, 4096, 8192);
+    assert_eq!(request.data_check, crc32c(&[5; 4096]));
+    let mut data = [0; 4096];
+    bench.replica.read_exact(&mut data).unwrap();
+    assert_eq!(data, [5; 4096]);
+}
+
+#[test]
+fn a_check_comes_without_data() {
+    let mut bench = Bench::new();
+    let request = bench.ask(Operation::Verify, DEPTH + 1, 64 << 10, 0);
+    assert_eq!((request.opcode, request.length_bytes), (Opcode::Verify, 64 << 10));
+    let mut said = request.response(Ok(()));
+    said.data_check = 0x1234_5678;
+    bench.say(&said.encode());
+    let slot = SlotId { queue: 0, slot: DEPTH + 1 };
+    assert_eq!(bench.events, [Event::Verified { peer: 1, slot, outcome: Ok(0x1234_5678) }]);
+}
+
+#[test]
+fn a_mark_is_told_by_its_number() {
+    let mut bench = Bench::new();
+    let change = MarkRegions { of: RegionsOf::Intent, action: MarkAction::Clear, runs: vec![(3, 2), (9, 1)] };
+    bench.link.mark(70_000, &change, &mut bench.events);
+    let request = bench.request();
+    let mut text = vec![0; request.data_bytes() as usize];
+    bench.replica.read_exact(&mut text).unwrap();
+    assert_eq!(decode_text::<MarkRegions>(&request, &text).unwrap(), change);
+    bench.say(&request.response(Ok(())).encode());
+    assert_eq!(bench.events, [Event::Marked { peer: 1, mark: 70_000 }]);
+}
+
+#[test]
+fn another_connection_takes_the_place_of_one_that_is_gone() {
+    let mut bench = Bench::new();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    assert!(!bench.link.connect(ours.try_clone().unwrap().into()), "the place is taken");
+    bench.link.close();
+    while bench.link.take_closed().is_none() {
+        bench.turn();
+    }
+    assert!(bench.link.connect(ours.into()));
+    (bench.replica, bench.events) = (theirs, Vec::new());
+    bench.link.start(&mut bench.ring);
+    let request = bench.ask_read(1, 4096);
+    bench.say(&answer(&request, &[7; 4096]));
+    let slot = SlotId { queue: 0, slot: 1 };
+    assert_eq!(bench.events, [Event::Reply { peer: 1, slot, outcome: Ok(()) }]);
+}
+
+#[test]
+fn who_uses_a_connection_that_is_gone_is_told() {
+    let mut bench = Bench::new();
+    bench.link.close();
+    while bench.link.take_closed().is_none() {
+        bench.turn();
+    }
+    let range = ByteRange::new(0, 4096).unwrap();
+    let data = (bench.arena.buf(0).part(0, 4096), 0);
+    bench.link.send(SlotId { queue: 0, slot: 0 }, Operation::Read, range, data, 0, &mut bench.events);
+    assert!(bench.lost().contains("no connection"), "{}", bench.lost());
+    // The core drops it then, and waits to hear that nothing is under way.
+    bench.link.close();
+    assert_eq!(bench.link.take_closed(), Some(Event::Closed { peer: 1, queue: 0 }));
 }

@@ -55,7 +55,7 @@ pub fn prepare_nbd(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
         frontend: FrontendKind::Nbd,
         reason: missing.to_string(),
     })?;
-    let backend = format!("shorthorn:{}", spec.volume);
+    let backend = backend_of(&spec.volume);
     let recovered = recover_or_clear(spec, &backend)?;
     let old = spec.previous.as_ref().filter(|_| recovered.is_some());
     let record = DeviceRecord {
@@ -107,26 +107,45 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
         tracing::warn!(volume = %spec.volume, ?previous, "nbd: the device is gone; a new one is made");
     }
     for index in found {
-        clear(spec, index)?;
+        clear(&spec.volume, &spec.device_dir, index)?;
     }
     Ok(None)
 }
 
+/// Takes away every NBD device of `volume` that an engine left behind which does not come back. Requests that wait
+/// there fail. Returns how many devices there were.
+///
+/// # Errors
+/// [`FrontendError::Refused`] where a living process serves one.
+pub fn remove_nbd_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize, FrontendError> {
+    let found = sysfs::find(&backend_of(volume))
+        .map_err(|source| system(format!("look for the NBD device of {volume} in /sys/block"), source))?;
+    for index in &found {
+        clear(volume, device_dir, *index)?;
+    }
+    Ok(found.len())
+}
+
+/// How the kernel's device says whose it is.
+fn backend_of(volume: &VolumeName) -> String {
+    format!("shorthorn:{volume}")
+}
+
 /// Takes away what an attachment has left behind that nobody remembers.
-fn clear(spec: &FrontendSpec, index: u32) -> Result<(), FrontendError> {
+fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), FrontendError> {
     let path = Path::new("/dev").join(sysfs::name(index));
-    let action = || format!("take away {}, the old NBD device of {}", path.display(), spec.volume);
+    let action = || format!("take away {}, the old NBD device of {volume}", path.display());
     let refuse = |reason: String| Err(FrontendError::Refused { action: action(), reason });
     match sysfs::read_once(path.clone(), DEAD_LIMIT) {
         Ok(()) => return refuse("another process serves it; stop that one first".into()),
         Err(error) => {
-            tracing::warn!(volume = %spec.volume, index, %error, "nbd: an old device is taken away")
+            tracing::warn!(%volume, index, %error, "nbd: an old device is taken away")
         }
     }
     let number = sysfs::number(index).map_err(|source| system(action(), source))?;
     disconnect(index).map_err(|source| system(action(), source))?;
     // Whoever still has it open keeps it looking alive for a moment: its name must not be in the new one's way.
-    node::remove(&spec.device_dir, &spec.volume, number)
+    node::remove(device_dir, volume, number)
 }
 
 /// Disconnects device `index` and waits until it is gone.
@@ -201,6 +220,10 @@ impl QueueFrontend for KernelQueue {
 
     fn flush(&mut self, io: &mut QueueIo<'_>) {
         self.service.flush(io);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.service.is_idle()
     }
 }
 

@@ -17,7 +17,7 @@ mod share;
 mod socket;
 mod sysfs;
 
-pub use kernel::prepare_nbd;
+pub use kernel::{prepare_nbd, remove_nbd_leftovers};
 pub use socket::prepare_socket;
 
 /// Whether the kernel's NBD driver answers over generic netlink.

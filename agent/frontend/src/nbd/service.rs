@@ -85,6 +85,11 @@ impl Service {
         self.resume(io);
     }
 
+    /// Whether no slot is in use.
+    pub(super) fn is_idle(&self) -> bool {
+        self.shared.share.is_idle()
+    }
+
     /// Sends what was held back.
     pub(super) fn flush(&mut self, io: &mut QueueIo<'_>) {
         for connection in self.connections.iter_mut().flatten() {

@@ -74,6 +74,11 @@ impl SlotShare {
         }
     }
 
+    /// Whether nobody has a slot.
+    pub(super) fn is_idle(&self) -> bool {
+        self.held.iter().all(|held| *held == 0)
+    }
+
     /// The connection at `position` of the line.
     pub(super) fn waiting(&self, position: usize) -> Option<u16> {
         self.line.get(position).copied()
@@ -106,6 +111,18 @@ mod tests {
         assert!(claim(&mut share, 1, 1).is_some(), "the others have one each");
         assert!(claim(&mut share, 2, 1).is_some());
         assert!(claim(&mut share, 2, 1).is_none());
+    }
+
+    #[test]
+    fn is_idle_when_every_slot_is_back() {
+        let mut share = SlotShare::new(4, 2);
+        assert!(share.is_idle());
+        let slots = claim(&mut share, 1, 2).unwrap();
+        for slot in slots {
+            assert!(!share.is_idle());
+            share.give(1, slot);
+        }
+        assert!(share.is_idle());
     }
 
     #[test]

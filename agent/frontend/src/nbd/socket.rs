@@ -204,6 +204,10 @@ impl QueueFrontend for SocketQueue {
     fn flush(&mut self, io: &mut QueueIo<'_>) {
         self.service.flush(io);
     }
+
+    fn is_idle(&self) -> bool {
+        self.service.is_idle()
+    }
 }
 
 /// The socket's name, and the way to all queues.

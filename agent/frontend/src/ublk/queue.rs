@@ -136,6 +136,11 @@ impl QueueFrontend for UblkQueue {
     fn flush(&mut self, _io: &mut QueueIo<'_>) {
         // Answers are in the ring already; it holds them until the thread waits.
     }
+
+    fn is_idle(&self) -> bool {
+        // The driver copies while it takes a command, and before it completes one: what lies between is a request.
+        true
+    }
 }
 
 /// What a descriptor asks for, and what to answer where it succeeds. The driver keeps to the limits that it was

@@ -77,7 +77,7 @@ impl Executor {
         self.write(slot, piece(EDGE_BLOCKS, count, head), ring);
     }
 
-    fn read(&mut self, slot: u16, kind: u8, piece: Piece, ring: &mut Ring) {
+    pub(super) fn read(&mut self, slot: u16, kind: u8, piece: Piece, ring: &mut Ring) {
         let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
         let offset = self.offset_of(slot, kind, piece);
         let token = Token { source: SOURCE_DISK, kind, index: slot, tag: piece.pack() };
@@ -97,7 +97,7 @@ impl Executor {
     }
 
     /// Where the first block of a piece is in the volume.
-    fn offset_of(&self, slot: u16, kind: u8, piece: Piece) -> u64 {
+    pub(super) fn offset_of(&self, slot: u16, kind: u8, piece: Piece) -> u64 {
         let blocks = self.work(slot).blocks;
         match (kind, piece.first) {
             (kind::EDGE, 0) => blocks.offset(),
@@ -197,13 +197,13 @@ impl Executor {
     }
 }
 
-fn piece(first: usize, count: usize, file: FileIndex) -> Piece {
+pub(super) fn piece(first: usize, count: usize, file: FileIndex) -> Piece {
     // A slot has a few hundred blocks.
     let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
     Piece { first: number(first), blocks: number(count), file }
 }
 
 /// How many blocks a distance inside a request is.
-fn block_count(bytes: u64) -> usize {
+pub(super) fn block_count(bytes: u64) -> usize {
     super::buffers::distance(bytes / BLOCK_BYTES)
 }

@@ -8,6 +8,8 @@
 mod buffers;
 mod data;
 mod flush;
+mod layers;
+mod marks;
 mod piece;
 mod zeroes;
 mod zeroing;
@@ -16,15 +18,18 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
-use shorthorn_store::{FileIndex, ReadSegment, Store, StoreError};
-use shorthorn_types::{ByteRange, Errno};
-use shorthorn_wire::{Flags, Header, MAX_TEXT_BYTES, Opcode};
+use shorthorn_store::{AllocatedRuns, CopyLayer, FileIndex, ReadSegment, Store, StoreError};
+use shorthorn_types::{ByteRange, Errno, Regions};
+use shorthorn_wire::{Flags, Header, Opcode};
 
 use self::buffers::Buffers;
 use self::flush::{Flush, Flushes};
+pub(crate) use self::marks::Marks;
 use self::piece::Piece;
 use self::zeroes::ZeroJobs;
+use crate::error::ReplicaError;
 use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
+use crate::state::holds_data;
 
 /// The source of the tokens of everything that this module asks of the kernel.
 pub(crate) const SOURCE_DISK: u8 = 1;
@@ -43,6 +48,10 @@ mod kind {
     pub const ZERO_STEP: u8 = 4;
     /// The block that such a step changes in part is read; the tag is the job.
     pub const ZERO_EDGE: u8 = 5;
+    /// A page of a set of regions; the index is not a slot but the number of the write.
+    pub const PAGE: u8 = 6;
+    /// Blocks of a layer that is being copied; the tag is a piece.
+    pub const LAYER: u8 = 7;
 }
 
 /// What became of a request.
@@ -59,8 +68,9 @@ pub(crate) struct Executor {
     /// Flushes that have just ended.
     covered: Vec<u16>,
     zero_jobs: ZeroJobs,
+    marks: Marks,
     finished: Vec<(u16, Outcome)>,
-    /// Operations that the kernel has.
+    /// Operations on the layers that the kernel has.
     in_flight: usize,
     /// Why nothing is served any more.
     failure: Option<String>,
@@ -90,11 +100,11 @@ const NOTHING: Work = Work {
 };
 
 impl Executor {
-    /// Executes on `store`.
+    /// Executes on `store`, whose sets of regions are `marks`.
     ///
     /// # Errors
     /// Where there is no memory for the buffers.
-    pub fn new(store: Store) -> io::Result<Executor> {
+    pub fn new(store: Store, marks: Marks) -> io::Result<Executor> {
         Ok(Executor {
             store,
             buffers: Buffers::new()?,
@@ -103,6 +113,7 @@ impl Executor {
             flushes: Flushes::new(SLOTS),
             covered: Vec::with_capacity(SLOTS),
             zero_jobs: ZeroJobs::new(),
+            marks,
             finished: Vec::with_capacity(SLOTS),
             in_flight: 0,
             failure: None,
@@ -114,7 +125,7 @@ impl Executor {
     pub fn assign(&mut self, slot: u16, header: Header) {
         let blocks = header.range().map_or(NOTHING.blocks, ByteRange::grown_to_blocks);
         self.works[usize::from(slot)] = Work { header, blocks, ..NOTHING };
-        if header.opcode == Opcode::Read || header.data_bytes() > 0 {
+        if reads_data(&header) || header.data_bytes() > 0 {
             self.buffers.touch(slot, blocks);
         }
     }
@@ -154,14 +165,27 @@ impl Executor {
         let header = self.work(slot).header;
         match header.opcode {
             Opcode::Flush => self.flush(slot, ring),
-            Opcode::Read => self.start_read(slot, self.checked(&header)?, ring)?,
-            Opcode::Write => self.start_write(slot, self.checked(&header)?, ring)?,
-            Opcode::Discard | Opcode::WriteZeroes => self.start_zeroing(slot, self.checked(&header)?, ring),
-            Opcode::Ping => self.finish(slot, Ok(())),
-            Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => {
-                return Err(Errno::INVALID);
+            Opcode::Read | Opcode::Verify => self.start_read(slot, self.checked(&header)?, ring)?,
+            Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
+                let range = self.checked(&header)?;
+                // Noted before it is done: else nobody knows after a crash where the replicas may differ.
+                if self.marks.admit(slot, range) {
+                    self.modify(slot, range, ring)?;
+                }
             }
+            Opcode::ReadLayer => self.start_read_layer(slot, self.checked(&header)?, ring)?,
+            Opcode::WriteLayer => self.start_write_layer(slot, self.checked(&header)?, ring)?,
+            Opcode::Ping => self.finish(slot, Ok(())),
+            _ => return Err(Errno::INVALID),
         }
+        Ok(())
+    }
+
+    fn modify(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+        if self.work(slot).header.opcode == Opcode::Write {
+            return self.start_write(slot, range, ring);
+        }
+        self.start_zeroing(slot, range, ring);
         Ok(())
     }
 
@@ -172,12 +196,16 @@ impl Executor {
 
     /// Takes a completion that carries [`SOURCE_DISK`].
     pub fn on_completion(&mut self, completion: Completion, ring: &mut Ring) {
-        self.in_flight -= 1;
         let Token { kind, index: slot, tag, .. } = completion.token;
         let count = completion.count().map_err(|error| Errno::of(&error));
+        if kind == kind::PAGE {
+            return self.on_page(slot, count, ring);
+        }
+        self.in_flight -= 1;
         match (kind, Piece::unpack(tag)) {
             (kind::READ | kind::EDGE, Some(piece)) => self.on_read(slot, kind, piece, count, ring),
             (kind::WRITE, Some(piece)) => self.on_write(slot, piece, count, ring),
+            (kind::LAYER, Some(piece)) => self.on_layer_written(slot, piece, count, ring),
             (kind::SYNC, _) => self.on_synced(count, ring),
             (kind::ZERO_STEP | kind::ZERO_EDGE, _) => {
                 self.on_zero_step(u8::try_from(tag).unwrap_or(0), kind, count, ring);
@@ -197,8 +225,8 @@ impl Executor {
 
     /// Puts a text that answers a control frame into the slot. None where it is too long.
     pub fn put_text(&mut self, slot: u16, text: &[u8]) -> Option<IoBuf> {
-        let range =
-            ByteRange::new(0, text.len() as u64).ok().filter(|_| text.len() <= MAX_TEXT_BYTES as usize)?;
+        let text_max_bytes = self.header(slot).opcode.text_max_bytes() as usize;
+        let range = ByteRange::new(0, text.len() as u64).ok().filter(|_| text.len() <= text_max_bytes)?;
         self.buffers.touch(slot, range.grown_to_blocks());
         let buf = self.buffers.part(slot, 0, range);
         buf.copy_from(text);
@@ -207,7 +235,64 @@ impl Executor {
 
     /// Whether the kernel has nothing to do for us.
     pub fn is_idle(&self) -> bool {
-        self.in_flight == 0
+        self.in_flight == 0 && self.marks.is_idle()
+    }
+
+    /// Whether the replica is marked as lacking data.
+    pub fn is_rebuilding(&self) -> bool {
+        self.store.info().rebuilding
+    }
+
+    /// Whether anything was ever written to the volume.
+    pub fn holds_data(&self) -> Result<bool, ReplicaError> {
+        holds_data(&self.store)
+    }
+
+    /// The regions where any layer has data: see [`Store::allocated`], which bounds how long that takes.
+    pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
+        self.store.allocated(regions, from)
+    }
+
+    /// The layers: see [`Store::copy_layers`].
+    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
+        self.store.copy_layers()
+    }
+
+    /// Where a layer has data: see [`Store::layer_extents`].
+    pub fn layer_extents(
+        &self,
+        layer: usize,
+        from_bytes: u64,
+        extents_max: usize,
+    ) -> Result<(Vec<ByteRange>, Option<u64>), StoreError> {
+        self.store.layer_extents(layer, from_bytes, extents_max)
+    }
+
+    /// Becomes a copy of a replica with these layers: see [`Store::begin_copy`]. Waits for the disk.
+    ///
+    /// # Errors
+    /// [`ReplicaError::Busy`] where requests are in flight, or what the store says. Where that fails half-way,
+    /// nothing is served any more.
+    pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
+        if self.in_flight > 0 {
+            return Err(ReplicaError::Busy);
+        }
+        let begun = self.store.begin_copy(layers);
+        if self.store.is_broken() {
+            self.fail("becoming a copy of another replica was interrupted");
+        }
+        self.flushes.changed();
+        Ok(begun?)
+    }
+
+    /// A layer is copied: see [`Store::copy_done`]. Waits for the disk.
+    pub fn copy_done(&mut self, layer: usize) -> Result<(), StoreError> {
+        self.store.copy_done(layer)
+    }
+
+    /// All is copied: see [`Store::end_copy`]. Waits for the disk.
+    pub fn end_copy(&mut self) -> Result<(), StoreError> {
+        self.store.end_copy()
     }
 
     /// Why nothing is served any more, if that is so.
@@ -235,9 +320,13 @@ impl Executor {
     ///
     /// # Errors
     /// Whatever the store cannot do; the directory then counts as dirty.
-    pub fn close(self) -> Result<(), StoreError> {
+    pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
-        if self.failure.is_some() { Ok(()) } else { self.store.close() }
+        if self.failure.is_some() {
+            return Ok(());
+        }
+        self.close_marks();
+        self.store.close()
     }
 
     fn work(&self, slot: u16) -> &Work {
@@ -311,6 +400,7 @@ impl Executor {
         if self.failure.is_none() {
             tracing::error!("{message}; nothing is served until the replica is restarted");
             self.failure = Some(message.to_owned());
+            self.give_up_waiting(Errno::IO);
         }
     }
 }
@@ -323,6 +413,11 @@ fn is_final(errno: Errno) -> bool {
 /// Failures after which the same operation is tried again.
 fn is_passing(errno: Errno) -> bool {
     matches!(errno.raw(), libc::EINTR | libc::EAGAIN)
+}
+
+/// Whether the data of the range is read into the slot.
+pub(crate) fn reads_data(header: &Header) -> bool {
+    matches!(header.opcode, Opcode::Read | Opcode::ReadLayer | Opcode::Verify)
 }
 
 fn is_durable(header: &Header) -> bool {

@@ -79,8 +79,13 @@ impl Server {
 
     fn welcome(&mut self, index: usize, place: Place, candidate: Candidate) {
         let Candidate { socket, hello, peer, .. } = candidate;
-        let welcome =
-            Welcome { size_bytes: self.executor.size_bytes(), report: self.state.views().report().clone() };
+        let welcome = Welcome {
+            size_bytes: self.executor.size_bytes(),
+            report: self.state.views().report().clone(),
+            lost_cache: self.executor.keeper().has_lost_cache(),
+            rebuilding: self.executor.is_rebuilding(),
+            tracks: self.executor.tracks(),
+        };
         let (header, text) = encode_text(hello.response(Ok(())), &welcome);
         tracing::info!(generation = %place.generation, queue = place.queue, peer, "connection opened");
         let number = u16::try_from(index).unwrap_or(u16::MAX);

@@ -1,11 +1,14 @@
 //! The data thread: one ring, all connections, and the executor.
 //!
 //! Everything happens in one loop: wait for completions, pass each on to whom it belongs, answer what has
-//! finished, serve who waits for a slot, start the sends. Requests of all connections are pipelined and answered
-//! in the order in which they finish. Nothing allocates, logs or locks per request.
+//! finished, serve who waits for a slot, note what is about to be written, start the sends. Requests of all
+//! connections are pipelined and answered in the order in which they finish. Nothing allocates, logs or locks per
+//! request.
 
 mod admission;
+mod copying;
 mod requests;
+mod sets;
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::Receiver;
@@ -124,6 +127,7 @@ impl Server {
                 self.dispatch(completion);
             }
             self.answer();
+            self.executor.write_pages(&mut self.ring);
             self.settle();
             if timeout.is_some() && last_tick.elapsed() >= TICK {
                 last_tick = Instant::now();
@@ -242,6 +246,7 @@ impl Server {
                 self.end(index, "nothing was heard of the engine for too long");
             }
         }
+        self.executor.write_stale_pages(&mut self.ring);
         if self.memory_to_release && !self.busy && self.slots.is_idle() {
             self.executor.release_memory();
             self.memory_to_release = false;

@@ -1,12 +1,14 @@
 //! From received bytes to requests, and from what has finished to responses.
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use shorthorn_ring::{Completion, Received};
-use shorthorn_types::Errno;
-use shorthorn_wire::{HEADER_BYTES, Header, Opcode, Refusal, ViewMessage, decode_text, encode_text};
+use shorthorn_types::{Errno, Generation};
+use shorthorn_wire::{HEADER_BYTES, Header, Opcode, Refusal, decode_text, encode_text};
 
 use super::Server;
 use crate::error::ReplicaError;
-use crate::executor::Outcome;
+use crate::executor::{Outcome, reads_data};
 use crate::limits::RECEIVE_BYTES;
 
 /// Requests with no more data than this are received whole before they are taken up: the data is copied once
@@ -104,8 +106,8 @@ impl Server {
     fn take_up(&mut self, index: u16, slot: u16) {
         let header = self.executor.header(slot);
         match header.opcode {
-            Opcode::Propose | Opcode::Commit => return self.take_view(index, slot, &header),
-            Opcode::Write => {
+            opcode if opcode.is_control() => return self.take_text(index, slot, &header),
+            Opcode::Write | Opcode::WriteLayer => {
                 if let Err(error) = header.check_data(self.executor.payload(slot).crc32c()) {
                     self.free(slot);
                     return self.end(index, format!("{header}: {error}"));
@@ -116,42 +118,53 @@ impl Server {
         self.executor.start(slot, &mut self.ring);
     }
 
-    /// Stores a proposed view, or the mark that one is committed. It waits for the disk, and everybody with it,
-    /// which is well: views change when a replica has failed, and then most requests wait already.
-    fn take_view(&mut self, index: u16, slot: u16, header: &Header) {
-        let mut text = vec![0; header.data_bytes() as usize];
-        self.executor.payload(slot).copy_to(&mut text);
-        let message: ViewMessage = match decode_text(header, &text) {
-            Ok(message) => message,
-            Err(error) => {
-                self.free(slot);
-                return self.end(index, error);
-            }
-        };
-        let Some(generation) = self.connection(index).map(|connection| connection.place.generation) else {
-            return;
-        };
+    fn take_text(&mut self, index: u16, slot: u16, header: &Header) {
         if self.executor.failure().is_some() {
             return self.respond(slot, Err(Errno::IO));
         }
-        let ViewMessage { view, basis } = message;
-        let stored = self.state.change(&mut self.executor, |views| {
-            if header.opcode == Opcode::Propose {
-                views.propose(generation, view, &basis)
-            } else {
-                views.commit(generation, view)
-            }
-        });
-        match stored {
-            Ok(()) => {
-                tracing::info!(%view, "{:?}", header.opcode);
-                self.respond(slot, Ok(()));
-            }
-            Err(error) => self.refuse_view(slot, header, &error),
+        match header.opcode {
+            Opcode::Propose | Opcode::Commit => self.take_view(index, slot, header),
+            Opcode::Regions => self.take_regions(index, slot, header),
+            Opcode::Mark => self.take_mark(index, slot, header),
+            Opcode::Layers => self.take_layers(slot, header),
+            Opcode::CopyBegin => self.take_copy_begin(index, slot, header),
+            Opcode::Extents => self.take_extents(index, slot, header),
+            Opcode::CopyEnd => self.take_copy_end(index, slot, header),
+            _ => self.respond(slot, Err(Errno::INVALID)),
         }
     }
 
-    fn refuse_view(&mut self, slot: u16, header: &Header, error: &ReplicaError) {
+    /// The text of a control frame; where it is none, the connection ends.
+    pub(super) fn text<T: DeserializeOwned>(&mut self, index: u16, slot: u16, header: &Header) -> Option<T> {
+        let mut text = vec![0; header.data_bytes() as usize];
+        self.executor.payload(slot).copy_to(&mut text);
+        match decode_text(header, &text) {
+            Ok(message) => Some(message),
+            Err(error) => {
+                self.free(slot);
+                self.end(index, error);
+                None
+            }
+        }
+    }
+
+    /// The generation of the engine at the other end of a connection.
+    pub(super) fn generation_of(&mut self, index: u16) -> Generation {
+        // One that is gone has none, and is refused whatever it asks.
+        self.connection(index).map_or(Generation::NEVER, |connection| connection.place.generation)
+    }
+
+    /// Answers a control frame with a text.
+    pub(super) fn respond_text(&mut self, slot: u16, header: &Header, text: &impl Serialize) {
+        let (response, text) = encode_text(header.response(Ok(())), text);
+        match self.executor.put_text(slot, &text) {
+            Some(payload) => self.send(slot, &response, Some(payload)),
+            None => self.respond(slot, Err(Errno::new(libc::EMSGSIZE))),
+        }
+    }
+
+    /// Answers a control frame with an error, and why.
+    pub(super) fn refuse_text(&mut self, slot: u16, header: &Header, error: &ReplicaError) {
         tracing::warn!(%error, "{:?} refused", header.opcode);
         let refusal = Refusal { message: error.to_string(), holder: None };
         let (response, text) = encode_text(header.response(Err(error.errno())), &refusal);
@@ -174,14 +187,14 @@ impl Server {
         self.finished = finished;
     }
 
-    fn respond(&mut self, slot: u16, outcome: Outcome) {
+    pub(super) fn respond(&mut self, slot: u16, outcome: Outcome) {
         let header = self.executor.header(slot);
         let mut response = header.response(outcome);
         let mut payload = None;
-        if header.opcode == Opcode::Read && outcome.is_ok() {
+        if reads_data(&header) && outcome.is_ok() {
             let data = self.executor.payload(slot);
             response.data_check = data.crc32c();
-            payload = Some(data);
+            payload = Some(data).filter(|_| response.data_bytes() > 0);
         }
         if header.opcode.is_control() {
             response.length_bytes = 0;
@@ -223,5 +236,5 @@ fn is_request(header: &Header) -> bool {
 
 /// How much memory the request's data takes.
 fn data_in_slot(header: &Header) -> u32 {
-    if header.opcode == Opcode::Read { header.length_bytes } else { header.data_bytes() }
+    if reads_data(header) { header.length_bytes } else { header.data_bytes() }
 }

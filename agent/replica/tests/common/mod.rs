@@ -258,6 +258,24 @@ impl Client {
         if header.status == 0 { Ok(()) } else { Err((header.status, decode_text(&header, &text).unwrap())) }
     }
 
+    /// Sends a control frame and waits for the text that answers it.
+    pub fn ask<T: serde::Serialize, A: DeserializeOwned>(
+        &mut self,
+        opcode: Opcode,
+        text: &T,
+    ) -> Result<A, (i32, Refusal)> {
+        self.next_id += 1;
+        let (header, text) = encode_text(Header::request(opcode, self.next_id, 0, 0), text);
+        self.socket.write_all(&[&header.encode()[..], &text].concat()).unwrap();
+        let (header, text) = read_frame(&mut self.socket).unwrap();
+        assert_eq!((header.id, header.opcode), (self.next_id, opcode));
+        if header.status == 0 {
+            Ok(decode(&header, &text))
+        } else {
+            Err((header.status, decode(&header, &text)))
+        }
+    }
+
     /// Waits until the replica closes; whether it sent nothing more before.
     pub fn closed(mut self) -> bool {
         // A reset is an end too: the replica had bytes that it did not want to read.
@@ -303,6 +321,11 @@ pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
 /// The directory that the tests use; on a real file system, with direct I/O.
 pub fn base() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
+}
+
+/// One in memory, where there is such a place: for what makes so many things durable that a disk takes minutes.
+pub fn base_in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| base())
 }
 
 pub fn volume_meta(directory: &Path) -> serde_json::Value {

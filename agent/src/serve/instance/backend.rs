@@ -20,8 +20,13 @@ pub trait Backend: Send + Sync {
     /// Starts an instance, and keeps it running. One that runs already goes on.
     fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 
-    /// Stops an instance; done when its process is gone. One that does not run is stopped already.
+    /// Stops an instance; done when its process is gone. One that does not run is stopped already. An engine
+    /// takes its device away first, where it can still be asked to.
     fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+
+    /// Has the process hand over to a new one of the program that is installed now, with the spec as it is now. An
+    /// engine leaves its device to that. Done when the old process is gone and the new one is on its way.
+    fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 }
 
 /// Why a backend cannot do what it should.

@@ -14,14 +14,16 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::io::Interest;
+use shorthorn_control::Command as Order;
+use shorthorn_proto::v1::InstanceKind;
 use tokio::io::unix::AsyncFd;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::pid_file::Holder;
 use crate::serve::instance::backend::Pending;
+use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, order_end};
 use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
@@ -29,7 +31,7 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
 const SETTLED: Duration = Duration::from_secs(10);
 /// A process that was told to stop has so long.
-const STOP_LIMIT: Duration = Duration::from_secs(90);
+const STOP_LIMIT: Duration = Duration::from_secs(40);
 /// And so long once it was killed.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// Names the current boot of the host.
@@ -47,6 +49,8 @@ pub struct Children {
 struct Runner {
     /// Set to have the instance stopped.
     stop: watch::Sender<bool>,
+    /// Told to have a new process take over.
+    restart: Arc<Notify>,
     task: JoinHandle<Result<(), BackendError>>,
 }
 
@@ -66,15 +70,17 @@ impl Children {
             return;
         }
         let (stop, stopping) = watch::channel(false);
+        let restart = Arc::new(Notify::new());
         let instance = Instance {
             id: id.clone(),
             places: self.places.clone(),
             table: Arc::clone(&self.table),
             stopping,
+            restart: Arc::clone(&restart),
             failures: 0,
         };
         let task = tokio::spawn(instance.run());
-        runners.insert(id.clone(), Runner { stop, task });
+        runners.insert(id.clone(), Runner { stop, restart, task });
     }
 }
 
@@ -101,7 +107,7 @@ impl Backend for Children {
     fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
             let runner = self.runners.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
-            let Some(Runner { stop, task }) = runner else { return Ok(()) };
+            let Some(Runner { stop, task, .. }) = runner else { return Ok(()) };
             stop.send_replace(true);
             let ended = task
                 .await
@@ -111,6 +117,18 @@ impl Backend for Children {
                 self.run(id);
             }
             ended
+        })
+    }
+
+    fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            // Where there was no runner, the process that it finds is of the spec before.
+            self.run(id);
+            let runners = self.runners.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(runner) = runners.get(id) {
+                runner.restart.notify_one();
+            }
+            Ok(())
         })
     }
 }
@@ -136,6 +154,7 @@ struct Instance {
     places: Places,
     table: Arc<Table>,
     stopping: watch::Receiver<bool>,
+    restart: Arc<Notify>,
     failures: u32,
 }
 
@@ -159,27 +178,46 @@ impl Instance {
                         biased;
                         () = told(&mut self.stopping) => {
                             self.report(Process::with_pid(Phase::Stopping, living.pid));
-                            self.end(&mut living).await?;
+                            self.end(&mut living, &Order::Stop).await?;
                             break;
                         }
-                        message = living.ended() => message,
+                        () = self.restart.notified() => {
+                            self.end(&mut living, &Order::Handover).await?;
+                            self.report(Process::only(Phase::Starting));
+                            continue;
+                        }
+                        ended = living.ended() => ended,
                     }
                 }
-                Err(error) => error.to_string(),
+                Err(error) => Ended::Badly(error.to_string()),
             };
-            let words = self.last_words(&ended);
-            self.failures = if started.elapsed() >= SETTLED { 1 } else { self.failures.saturating_add(1) };
-            let backoff = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_BACKOFF);
-            tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
-            self.report(Process::failed(words));
-            tokio::select! {
-                () = told(&mut self.stopping) => {}
-                () = sleep(backoff) => {}
-            }
+            self.pause(started, ended).await;
         }
         // From here on the next agent leaves it alone.
         self.places.remove_runtime_files(&self.id);
         Ok(())
+    }
+
+    /// Says how the process ended, and waits a little before the next one.
+    async fn pause(&mut self, started: Instant, ended: Ended) {
+        self.failures = if started.elapsed() >= SETTLED { 1 } else { self.failures.saturating_add(1) };
+        let backoff = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_BACKOFF);
+        match ended {
+            Ended::Well => {
+                tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
+                self.report(Process::only(Phase::Starting));
+            }
+            Ended::Badly(how) => {
+                let words = self.last_words(&how);
+                tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
+                self.report(Process::failed(words));
+            }
+        }
+        tokio::select! {
+            () = told(&mut self.stopping) => {}
+            () = self.restart.notified() => {}
+            () = sleep(backoff) => {}
+        }
     }
 
     fn report(&self, process: Process) {
@@ -192,7 +230,7 @@ impl Instance {
         let pid_file = self.places.pid(&self.id);
         if let Some(holder) = Holder::find(&pid_file)? {
             tracing::info!(instance = %self.id, pid = holder.pid(), "found running");
-            let fd = end_of(&holder)?;
+            let fd = end_of(holder.fd()?)?;
             return Ok(Living { pid: holder.pid(), fd, holder: Some(holder), child: None });
         }
         // From here on the next agent starts it, should this one be killed now.
@@ -200,7 +238,7 @@ impl Instance {
         let child = self.command(&pid_file).spawn()?;
         let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
         let holder = Holder::of_child(&child)?;
-        let fd = end_of(&holder)?;
+        let fd = end_of(holder.fd()?)?;
         tracing::info!(instance = %self.id, pid, "started");
         Ok(Living { pid, fd, holder: Some(holder), child: Some(child) })
     }
@@ -232,8 +270,15 @@ impl Instance {
         }
     }
 
-    /// Ends the process: with SIGTERM, and where that does not help with SIGKILL.
-    async fn end(&self, living: &mut Living) -> Result<(), BackendError> {
+    /// Ends the process: an engine by order, where it takes one; with SIGTERM; and where that does not help
+    /// with SIGKILL.
+    async fn end(&self, living: &mut Living, order: &Order) -> Result<(), BackendError> {
+        if self.id.kind() == InstanceKind::Engine
+            && order_end(&self.id, &self.places, order).await
+            && timeout(ORDERLY_LIMIT, living.ended()).await.is_ok()
+        {
+            return Ok(());
+        }
         let system = |source| BackendError::System { action: format!("stop process {}", living.pid), source };
         let Some(holder) = living.holder.take() else { return Ok(()) };
         holder.terminate().map_err(system)?;
@@ -249,10 +294,12 @@ impl Instance {
     }
 }
 
-/// Becomes readable when the process has ended.
-fn end_of(holder: &Holder) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd is the same descriptor until it is dropped, which happens after its registration ends.
-    Ok(unsafe { AsyncFd::register_with_interest(holder.fd()?, Interest::READABLE) }?)
+/// How a process ended.
+enum Ended {
+    /// As it was meant to: an engine that was told by somebody else to leave its device to the next one.
+    Well,
+    /// Otherwise.
+    Badly(String),
 }
 
 /// Waits until the instance is to stop; a sender that is gone says so too.
@@ -262,14 +309,15 @@ async fn told(stopping: &mut watch::Receiver<bool>) {
 
 impl Living {
     /// Waits for its end, and says how it was.
-    async fn ended(&mut self) -> String {
+    async fn ended(&mut self) -> Ended {
         if let Err(error) = self.fd.readable().await {
-            return format!("cannot wait for process {}: {error}", self.pid);
+            return Ended::Badly(format!("cannot wait for process {}: {error}", self.pid));
         }
         match self.child.as_mut().map(Child::wait) {
-            Some(Ok(status)) => status.to_string(),
-            Some(Err(error)) => error.to_string(),
-            None => format!("process {} ended", self.pid),
+            Some(Ok(status)) if status.success() => Ended::Well,
+            Some(Ok(status)) => Ended::Badly(status.to_string()),
+            Some(Err(error)) => Ended::Badly(error.to_string()),
+            None => Ended::Badly(format!("process {} ended", self.pid)),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Follows what a process tells on its control socket, on the async runtime of the agent.
+//! Talks to the control socket of a process, on the async runtime of the agent.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,12 +7,28 @@ use std::time::Duration;
 use shorthorn_control::{Command, Status};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 /// The longest line that a process may send; a status with eight members has about 2 KiB.
 const LINE_MAX_BYTES: u64 = 64 << 10;
+/// A process that does not take an order for so long hangs.
+const ORDER_LIMIT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Asks the process to do something; what becomes of that shows in its status.
+///
+/// # Errors
+/// Nobody listens there, or it does not take the order.
+pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
+    let mut line = serde_json::to_vec(command)?;
+    line.push(b'\n');
+    let sent = async {
+        let mut stream = UnixStream::connect(control).await?;
+        stream.write_all(&line).await
+    };
+    timeout(ORDER_LIMIT, sent).await.map_err(io::Error::from)?
+}
 
 /// Gives every status to `take`, and `None` when the process cannot be asked any more; for ever.
 pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {

@@ -25,6 +25,18 @@ pub struct Hub {
     config: Config,
     /// One operation at a time on each instance.
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
+    /// The newest list of replicas that each engine was given: attachment and number. Calls that come late are
+    /// recognised by it; none comes later than the agent that took it has ended.
+    revisions: Mutex<HashMap<InstanceId, (u64, u64)>>,
+}
+
+/// What a start says beside the spec.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StartOptions {
+    /// Number of the list of replicas of an engine.
+    pub revision: u64,
+    /// The oldest attachment whose engine this one may take the device over from; 0: none.
+    pub continues: u64,
 }
 
 impl Hub {
@@ -38,7 +50,8 @@ impl Hub {
         table: Arc<Table>,
         backend: Box<dyn Backend>,
     ) -> Result<Arc<Hub>, NodeError> {
-        let hub = Hub { table, backend, places, config, gates: Mutex::default() };
+        let (gates, revisions) = Default::default();
+        let hub = Hub { table, backend, places, config, gates, revisions };
         hub.adopt_all().await?;
         Ok(Arc::new(hub))
     }
@@ -69,29 +82,44 @@ impl Hub {
         &self.table
     }
 
+    pub(super) fn backend(&self) -> &dyn Backend {
+        self.backend.as_ref()
+    }
+
     /// Starts an instance; see the node API.
     ///
     /// # Errors
     /// [`NodeError::Exists`] where it runs with another spec, [`NodeError::Precondition`] where the request is
     /// older than what was here.
-    pub async fn start_instance(self: &Arc<Hub>, spec: Spec) -> Result<v1::Instance, NodeError> {
+    pub async fn start_instance(
+        self: &Arc<Hub>,
+        spec: Spec,
+        options: StartOptions,
+    ) -> Result<v1::Instance, NodeError> {
         let hub = Arc::clone(self);
         // A task of its own: a caller that goes away must not leave half of it done.
-        finish(tokio::spawn(async move { hub.start_now(spec).await })).await
+        finish(tokio::spawn(async move { hub.start_now(spec, options).await })).await
     }
 
-    async fn start_now(self: Arc<Hub>, mut spec: Spec) -> Result<v1::Instance, NodeError> {
+    async fn start_now(
+        self: Arc<Hub>,
+        mut spec: Spec,
+        options: StartOptions,
+    ) -> Result<v1::Instance, NodeError> {
         let id = spec.id();
         let gate = self.gate(&id);
         let _open = gate.lock().await;
+        let mut takes_over = false;
         if let Some((known, process)) = self.table.known(&id) {
             refuse_older(&spec, &known)?;
             let same = spec.is_same_request(&known);
             if same && process.phase != Phase::Stopped {
                 self.backend.start(&id).await?;
+                self.catch_up(&spec, &known, options).await?;
                 return self.published(&id);
             }
-            if !same && process.phase != Phase::Stopped {
+            takes_over = !same && process.phase != Phase::Stopped && may_take_over(&spec, &known, options);
+            if !same && process.phase != Phase::Stopped && !takes_over {
                 let hint = "stop it first";
                 return Err(NodeError::Exists(format!("the {id} runs with other arguments: {hint}")));
             }
@@ -102,12 +130,42 @@ impl Hub {
         }
         let stored = (spec.clone(), self.places.clone());
         blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
-        self.table.insert(spec, Process::only(Phase::Starting));
-        if let Err(error) = self.backend.start(&id).await {
+        self.set_revision(&id, spec.attach().unwrap_or_default(), options.revision);
+        let started = if takes_over {
+            self.table.set_spec(spec);
+            self.backend.restart(&id).await
+        } else {
+            self.table.insert(spec, Process::only(Phase::Starting));
+            self.backend.start(&id).await
+        };
+        if let Err(error) = started {
             self.table.set_process(&id, Process::failed(error.to_string()));
             return Err(error.into());
         }
         self.published(&id)
+    }
+
+    /// Gives an engine that is there already the replicas that the same request names now.
+    async fn catch_up(&self, spec: &Spec, known: &Spec, options: StartOptions) -> Result<(), NodeError> {
+        match (spec, known) {
+            (Spec::Engine(asked), Spec::Engine(known)) if asked.replicas != known.replicas => {
+                let replicas = asked.replicas.clone();
+                self.update_replicas_now(&spec.id(), asked.attach, replicas, options.revision).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn is_revision_old(&self, id: &InstanceId, attach: u64, revision: u64) -> bool {
+        let revisions = self.revisions.lock().unwrap_or_else(PoisonError::into_inner);
+        revisions.get(id).is_some_and(|newest| *newest > (attach, revision))
+    }
+
+    pub(super) fn set_revision(&self, id: &InstanceId, attach: u64, revision: u64) {
+        if id.kind() == v1::InstanceKind::Engine {
+            let mut revisions = self.revisions.lock().unwrap_or_else(PoisonError::into_inner);
+            revisions.insert(id.clone(), (attach, revision));
+        }
     }
 
     /// Stops an instance, and forgets it; see the node API.
@@ -147,6 +205,7 @@ impl Hub {
         let path = self.places.spec(id);
         blocking(move || remove_durably(&path).map_err(NodeError::at(&path))).await?;
         self.table.remove(id);
+        self.revisions.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
         Ok(())
     }
 
@@ -170,20 +229,35 @@ impl Hub {
         blocking(work).await
     }
 
-    fn gate(&self, id: &InstanceId) -> Arc<tokio::sync::Mutex<()>> {
+    /// Does `work` while nothing is started or stopped; it is told whether a process is there.
+    ///
+    /// # Errors
+    /// What `work` answers.
+    pub async fn beside<T: Send + 'static>(
+        &self,
+        id: &InstanceId,
+        work: impl FnOnce(bool) -> Result<T, NodeError> + Send + 'static,
+    ) -> Result<T, NodeError> {
+        let gate = self.gate(id);
+        let _open = gate.lock().await;
+        let runs = self.table.known(id).is_some_and(|(_, process)| process.phase != Phase::Stopped);
+        blocking(move || work(runs)).await
+    }
+
+    pub(super) fn gate(&self, id: &InstanceId) -> Arc<tokio::sync::Mutex<()>> {
         let mut gates = self.gates.lock().unwrap_or_else(PoisonError::into_inner);
         // Those that nobody uses go, so that there are never more than operations under way.
         gates.retain(|_, gate| Arc::strong_count(gate) > 1);
         Arc::clone(gates.entry(id.clone()).or_default())
     }
 
-    fn published(&self, id: &InstanceId) -> Result<v1::Instance, NodeError> {
+    pub(super) fn published(&self, id: &InstanceId) -> Result<v1::Instance, NodeError> {
         let published = self.table.published(id);
         published.ok_or_else(|| NodeError::Unavailable(format!("the {id} was stopped meanwhile")))
     }
 }
 
-async fn finish<T>(task: JoinHandle<Result<T, NodeError>>) -> Result<T, NodeError> {
+pub(super) async fn finish<T>(task: JoinHandle<Result<T, NodeError>>) -> Result<T, NodeError> {
     task.await.map_err(NodeError::lost)?
 }
 
@@ -194,6 +268,19 @@ fn refuse_older(spec: &Spec, known: &Spec) -> Result<(), NodeError> {
             Err(NodeError::Precondition(format!("attachment {asked} is over: the newest here is {newest}")))
         }
         _ => Ok(()),
+    }
+}
+
+/// Whether an engine that is there may be replaced with its device carried over.
+fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
+    match (spec, known) {
+        (Spec::Engine(asked), Spec::Engine(known)) => {
+            options.continues != 0
+                && (options.continues..asked.attach).contains(&known.attach)
+                && (&asked.volume, asked.size_bytes, asked.frontend)
+                    == (&known.volume, known.size_bytes, known.frontend)
+        }
+        _ => false,
     }
 }
 

@@ -4,6 +4,7 @@ mod backend;
 mod children;
 mod control_watch;
 mod hub;
+mod orders;
 mod places;
 mod process;
 mod spec;
@@ -18,10 +19,10 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 pub use backend::{Backend, BackendError};
 pub use children::Children;
-pub use hub::Hub;
+pub use hub::{Hub, StartOptions};
 pub use places::Places;
 pub use process::{Phase, Process};
-pub use spec::Spec;
+pub use spec::{Spec, endpoints, rebuild_limits};
 pub use systemd::Systemd;
 pub use table::{Table, Watch};
 

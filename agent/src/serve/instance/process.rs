@@ -1,3 +1,18 @@
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use shorthorn_control::Command;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::time::timeout;
+
+use crate::serve::instance::{InstanceId, Places, control_watch};
+
+/// An engine that was asked to end takes its device away, or leaves it to the next one, within this.
+pub const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
+
 /// How far the process of an instance is, as whoever runs it sees that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -38,5 +53,38 @@ impl Process {
     /// Failed.
     pub fn failed(message: impl Into<String>) -> Process {
         Process { phase: Phase::Failed, pid: None, message: message.into() }
+    }
+}
+
+/// Becomes readable when the process has ended that the descriptor is of.
+///
+/// # Errors
+/// What the system says.
+pub fn end_of(process: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd is the same descriptor until it is dropped, which happens after its registration ends.
+    Ok(unsafe { AsyncFd::register_with_interest(process, Interest::READABLE) }?)
+}
+
+/// Waits for the end of process `pid`, but no longer than `limit`; false: it lives on, or cannot be watched.
+pub async fn ends_within(pid: i32, limit: Duration) -> bool {
+    let Some(pid) = Pid::from_raw(pid) else { return true };
+    let process = match pidfd_open(pid, PidfdFlags::empty()) {
+        Err(rustix::io::Errno::SRCH) => return true,
+        Err(_) => return false,
+        Ok(process) => process,
+    };
+    let Ok(process) = end_of(process) else { return false };
+    timeout(limit, process.readable()).await.is_ok_and(|ready| ready.is_ok())
+}
+
+/// Orders the process of an instance to end, where it has a control socket that answers. False: it has none.
+pub async fn order_end(id: &InstanceId, places: &Places, command: &Command) -> bool {
+    let Ok(control) = places.control(id) else { return false };
+    match control_watch::order(&control, command).await {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::info!(instance = %id, ?command, "cannot be asked: {}: {error}", control.display());
+            false
+        }
     }
 }

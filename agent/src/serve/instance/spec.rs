@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use shorthorn_control::{
-    EngineSpec, FrontendChoice, ReplicaEndpoint, ReplicaSpec, Secret, SpecError, load_spec, store_spec,
+    EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, SpecError, load_spec,
+    store_spec,
 };
 use shorthorn_proto::v1;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
@@ -13,6 +14,7 @@ use shorthorn_types::{Members, ReplicaId, VolumeName};
 use crate::serve::config::{Config, absolute};
 use crate::serve::error::NodeError;
 use crate::serve::instance::{InstanceId, Places};
+use crate::serve::words;
 
 /// The most addresses of one replica that an engine is given.
 const ADDRESSES_MAX: usize = 8;
@@ -41,20 +43,11 @@ impl Spec {
         if request.attach == 0 {
             return Err(NodeError::Invalid("attach is 0: the first attachment has number 1".into()));
         }
-        if request.replicas.is_empty() || request.replicas.len() > MAX_MEMBERS {
-            let count = request.replicas.len();
-            return Err(NodeError::Invalid(format!("{count} replicas: an engine needs 1 to {MAX_MEMBERS}")));
-        }
-        let replicas: Vec<_> = request.replicas.into_iter().map(endpoint).collect::<Result<_, _>>()?;
-        let distinct = Members::new(replicas.iter().map(|endpoint| endpoint.replica))?;
-        if distinct.len() != replicas.len() {
-            return Err(NodeError::Invalid("one of the replicas is given twice".into()));
-        }
         Ok(Spec::Engine(EngineSpec {
             volume,
             size_bytes: size(request.size_bytes)?,
             attach: request.attach,
-            replicas,
+            replicas: endpoints(request.replicas)?,
             frontend: frontend(&request.frontend)?,
             secret: secret(&request.secret)?,
             state_file: places.engine_state(&id),
@@ -64,6 +57,8 @@ impl Spec {
             queues: config.queues,
             depth: config.queue_depth,
             replica_timeout_ms: config.replica_timeout_ms,
+            granted: request.granted.map(words::view).transpose()?,
+            rebuild: rebuild_limits(request.rebuild)?,
         }))
     }
 
@@ -142,13 +137,14 @@ impl Spec {
     }
 
     /// Whether both come from the same request. What the agent adds to that may have changed with its
-    /// configuration, and `create` changes once a replica has data.
+    /// configuration, `create` changes once a replica has data, and the replicas of an engine, the last grant and the
+    /// limits may change while it runs.
     pub fn is_same_request(&self, other: &Spec) -> bool {
         match (self, other) {
             (Spec::Engine(a), Spec::Engine(b)) => {
                 (&a.volume, a.size_bytes, a.attach, a.frontend)
                     == (&b.volume, b.size_bytes, b.attach, b.frontend)
-                    && (&a.replicas, &a.secret) == (&b.replicas, &b.secret)
+                    && a.secret == b.secret
             }
             (Spec::Replica(a), Spec::Replica(b)) => {
                 (&a.volume, a.replica, &a.directory) == (&b.volume, b.replica, &b.directory)
@@ -158,6 +154,39 @@ impl Spec {
             _ => false,
         }
     }
+}
+
+/// The replicas of a volume, as its engine is to find them.
+///
+/// # Errors
+/// [`NodeError::Invalid`].
+pub fn endpoints(replicas: Vec<v1::ReplicaAddress>) -> Result<Vec<ReplicaEndpoint>, NodeError> {
+    if replicas.is_empty() || replicas.len() > MAX_MEMBERS {
+        let count = replicas.len();
+        return Err(NodeError::Invalid(format!("{count} replicas: an engine needs 1 to {MAX_MEMBERS}")));
+    }
+    let replicas: Vec<_> = replicas.into_iter().map(endpoint).collect::<Result<_, _>>()?;
+    let distinct = Members::new(replicas.iter().map(|endpoint| endpoint.replica))?;
+    if distinct.len() != replicas.len() {
+        return Err(NodeError::Invalid("one of the replicas is given twice".into()));
+    }
+    Ok(replicas)
+}
+
+/// How much copying may take; what is not said has its default.
+///
+/// # Errors
+/// [`NodeError::Invalid`].
+pub fn rebuild_limits(limits: Option<v1::RebuildLimits>) -> Result<RebuildLimits, NodeError> {
+    let Some(limits) = limits else { return Ok(RebuildLimits::default()) };
+    let share_percent = match limits.share_percent {
+        0 => RebuildLimits::default().share_percent,
+        percent => u8::try_from(percent)
+            .ok()
+            .filter(|percent| *percent <= 100)
+            .ok_or_else(|| NodeError::Invalid(format!("a share of {percent} percent: use 1 to 100")))?,
+    };
+    Ok(RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent })
 }
 
 fn endpoint(address: v1::ReplicaAddress) -> Result<ReplicaEndpoint, NodeError> {

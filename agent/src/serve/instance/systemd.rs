@@ -9,6 +9,8 @@ use std::fs;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use shorthorn_control::Command;
+use shorthorn_proto::v1::InstanceKind;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_stream::StreamExt;
@@ -16,12 +18,15 @@ use zbus::fdo::PropertiesProxy;
 use zbus::{Connection, OwnedObjectPath};
 
 use crate::serve::instance::backend::Pending;
-use crate::serve::instance::units::{ManagerProxy, ServiceProxy, UnitProxy, unit_of};
+use crate::serve::instance::process::{ORDERLY_LIMIT, ends_within, order_end};
+use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy, UnitProxy, unit_of};
 use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
 /// More than the `TimeoutStopSec=` of the units: systemd has killed the process before.
 const STOP_LIMIT: Duration = Duration::from_secs(120);
+/// How many processes of an engine are asked to end before its unit is stopped.
+const ORDERLY_ROUNDS: u32 = 3;
 /// A unit that systemd has given up is tried again after this.
 const FIRST_RETRY: Duration = Duration::from_secs(10);
 const LONGEST_RETRY: Duration = Duration::from_secs(120);
@@ -107,6 +112,13 @@ impl Backend for Systemd {
             Ok(())
         })
     }
+
+    fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+        Box::pin(async move {
+            self.bus.restart(id).await?;
+            self.follow(id).await
+        })
+    }
 }
 
 impl Bus {
@@ -122,27 +134,50 @@ impl Bus {
 
     async fn stop(&self, id: &InstanceId) -> Result<(), BackendError> {
         let unit = unit_of(id);
+        if id.kind() == InstanceKind::Engine {
+            self.end_orderly(id, &Command::Stop).await?;
+        }
         let mut removed = self.manager.receive_job_removed().await?;
         let job = match self.manager.stop_unit(&unit, "replace").await {
             Err(error) if is_no_such_unit(&error) => return Ok(()),
             other => other?,
         };
-        let done = async {
-            while let Some(signal) = removed.next().await {
-                let arguments = signal.args()?;
-                if arguments.job == job {
-                    return Ok::<String, zbus::Error>(arguments.result.clone());
-                }
-            }
-            Ok("the connection was lost".to_owned())
-        };
-        let result = match timeout(STOP_LIMIT, done).await {
-            Ok(result) => result?,
-            Err(_) => format!("no answer within {STOP_LIMIT:?}"),
-        };
+        let result = done(&mut removed, &job).await?;
         // Forgets that it was killed, where it was.
         let _ = self.manager.reset_failed_unit(&unit).await;
         if result == "done" { Ok(()) } else { Err(BackendError::NotStopped(unit, result)) }
+    }
+
+    /// SIGTERM would leave the device to the next process, so the process is asked to end in another way first. The
+    /// unit starts it again a moment later, unless it is stopped by then: such a process is asked as well.
+    async fn end_orderly(&self, id: &InstanceId, command: &Command) -> Result<(), BackendError> {
+        let path = self.manager.load_unit(&unit_of(id)).await?;
+        let service = ServiceProxy::new(&self.connection, path).await?;
+        for _ in 0..ORDERLY_ROUNDS {
+            let pid = i32::try_from(service.main_pid().await?).unwrap_or_default();
+            if pid == 0 || !order_end(id, &self.places, command).await {
+                return Ok(());
+            }
+            if !ends_within(pid, ORDERLY_LIMIT).await {
+                tracing::warn!(instance = %id, pid, "does not end within {ORDERLY_LIMIT:?}");
+                return Ok(());
+            }
+            if *command == Command::Handover {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    async fn restart(&self, id: &InstanceId) -> Result<(), BackendError> {
+        let unit = unit_of(id);
+        self.end_orderly(id, &Command::Handover).await?;
+        let _ = self.manager.reset_failed_unit(&unit).await;
+        // The job goes on until the new process is ready, which may wait for replicas: nobody waits for it here.
+        match self.manager.restart_unit(&unit, "replace").await {
+            Err(error) if is_no_such_unit(&error) => Err(BackendError::NoUnit(unit)),
+            other => other.map(|_| ()).map_err(BackendError::from),
+        }
     }
 
     /// Reports how the unit is, now and after every change; ends only with an error.
@@ -196,6 +231,10 @@ impl Bus {
         };
         if phase == Phase::Failed {
             let result = service.result().await?;
+            if active == "activating" && result == "success" {
+                // It has left its device to the next process, which is about to be started.
+                return Ok(Process::only(Phase::Starting));
+            }
             // The next process may have removed them already: then those of the one before are as good.
             *words = self.last_words(id).or_else(|| words.take());
             let message =
@@ -213,6 +252,23 @@ impl Bus {
     fn last_words(&self, id: &InstanceId) -> Option<String> {
         let words = fs::read_to_string(self.places.error(id)).ok()?;
         Some(words.trim().to_owned()).filter(|words| !words.is_empty())
+    }
+}
+
+/// Waits for the end of a job, and says how it ended.
+async fn done(removed: &mut JobRemovedStream, job: &OwnedObjectPath) -> Result<String, BackendError> {
+    let done = async {
+        while let Some(signal) = removed.next().await {
+            let arguments = signal.args()?;
+            if arguments.job == *job {
+                return Ok::<String, zbus::Error>(arguments.result.clone());
+            }
+        }
+        Ok("the connection was lost".to_owned())
+    };
+    match timeout(STOP_LIMIT, done).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Ok(format!("no answer within {STOP_LIMIT:?}")),
     }
 }
 

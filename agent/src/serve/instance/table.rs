@@ -105,6 +105,16 @@ impl Table {
         inner.tell(Type::Set, published);
     }
 
+    /// Takes the spec as it is stored now; the process goes on with the one before.
+    pub fn set_spec(&self, spec: Spec) {
+        let id = spec.id();
+        let mut inner = self.lock();
+        if let Some(entry) = inner.entries.get_mut(&id) {
+            entry.spec = spec;
+            inner.publish(&id);
+        }
+    }
+
     /// Forgets an instance.
     pub fn remove(&self, id: &InstanceId) {
         let mut inner = self.lock();

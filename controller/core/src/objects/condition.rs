@@ -11,6 +11,8 @@ pub enum ConditionType {
     Healthy,
     /// Of a volume: it is where it should be. While it is not, says what is being waited for.
     Settled,
+    /// Of a volume: its engine does not wait for the arbiter.
+    Granted,
     /// Of a node: its agent answers.
     Ready,
 }
@@ -23,6 +25,7 @@ impl ConditionType {
             ConditionType::Scheduled => "Scheduled",
             ConditionType::Healthy => "Healthy",
             ConditionType::Settled => "Settled",
+            ConditionType::Granted => "Granted",
             ConditionType::Ready => "Ready",
         }
     }

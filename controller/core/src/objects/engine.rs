@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
-use super::{CurrentState, DesireState, Frontend, Metadata};
+use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits};
 use crate::{NodeName, ReplicaTarget};
 
 /// The engine of a volume; it has the volume's name.
@@ -36,9 +36,12 @@ pub struct EngineSpec {
     pub attach: u64,
     /// How the device is made.
     pub frontend: Frontend,
-    /// The replicas that it starts with, and where they are. Fixed for one attachment.
+    /// Its replicas and where they are. Replicas that come back or are new are told to the running engine.
     #[serde(default)]
     pub replica_address_map: BTreeMap<ReplicaId, ReplicaTarget>,
+    /// Raised with every change of that map, so that an older one that comes late is recognised.
+    #[serde(default)]
+    pub map_revision: u64,
 }
 
 /// What is known of the engine process.
@@ -75,9 +78,21 @@ pub struct EngineStatus {
     /// What is wrong.
     #[serde(default)]
     pub message: String,
+    /// The newest map of replicas that the process was given.
+    #[serde(default)]
+    pub map_revision: u64,
+    /// The limits that the process was given last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rebuild: Option<RebuildLimits>,
 }
 
 impl EngineStatus {
+    /// Whether that replica is in the view, as the engine says.
+    #[must_use]
+    pub fn has_member(&self, replica: ReplicaId) -> bool {
+        self.replica_mode_map.get(&replica).is_some_and(|member| member.mode == MemberMode::Member)
+    }
+
     /// Whether the engine serves the volume.
     #[must_use]
     pub fn is_serving(&self) -> bool {
@@ -93,6 +108,17 @@ pub struct MemberStatus {
     /// Why it is not.
     #[serde(default)]
     pub message: String,
+    /// Since when it is not a member, in milliseconds since 1970; 0: it is one, or that is not known.
+    #[serde(default)]
+    pub away_since_ms: u64,
+}
+
+impl MemberStatus {
+    /// A replica in that mode of which nothing else is known.
+    #[must_use]
+    pub const fn of(mode: MemberMode) -> MemberStatus {
+        MemberStatus { mode, message: String::new(), away_since_ms: 0 }
+    }
 }
 
 /// Whether a replica is in the view of the engine.
@@ -105,6 +131,8 @@ pub enum MemberMode {
     Failed,
     /// Not known yet.
     Connecting,
+    /// It is being brought up: it gets what it lacks, and every new write.
+    Rebuilding,
 }
 
 impl MemberMode {
@@ -115,6 +143,7 @@ impl MemberMode {
             MemberMode::Member => "member",
             MemberMode::Failed => "failed",
             MemberMode::Connecting => "connecting",
+            MemberMode::Rebuilding => "rebuilding",
         }
     }
 }

@@ -16,7 +16,10 @@ pub use metadata::{Key, Kind, Metadata};
 pub use node::{DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
 pub use shorthorn_types::{SECRET_BYTES, Secret};
-pub use volume::{Frontend, FrontendError, Robustness, Volume, VolumeSpec, VolumeState, VolumeStatus};
+pub use volume::{
+    Frontend, FrontendError, RebuildLimits, Robustness, Salvage, Volume, VolumeSpec, VolumeState,
+    VolumeStatus,
+};
 
 /// What an instance (an engine or a replica process) should be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -60,6 +60,9 @@ pub struct ReplicaStatus {
     /// When it left the view; none while it is, as far as known, in it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failed_at: Option<Timestamp>,
+    /// Since when the engine serves without it and does not bring it up either.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_since: Option<Timestamp>,
 }
 
 /// Whether a replica has a directory on its disk.

@@ -3,10 +3,11 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_views::Arbiter;
 use thiserror::Error;
 
 use super::{Conditions, Metadata, Secret};
-use crate::NodeName;
+use crate::{NodeName, Timestamp};
 
 /// A volume: one engine where it is attached, and some replicas.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +40,9 @@ pub struct VolumeSpec {
     /// Whether several replicas may be on one node.
     #[serde(default)]
     pub replica_soft_anti_affinity: bool,
+    /// How much copying may take of its speed.
+    #[serde(default)]
+    pub rebuild: RebuildLimits,
     /// What its engine and replicas prove to each other.
     pub secret: Secret,
 }
@@ -59,13 +63,70 @@ pub struct VolumeStatus {
     pub attach: u64,
     /// When that number was drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attach_started_at: Option<crate::Timestamp>,
+    pub attach_started_at: Option<Timestamp>,
+    /// The first attachment since which the volume has been on its node without a break: the device of an engine of
+    /// this one or a later one may be carried over to the next. 0: not known.
+    #[serde(default)]
+    pub attached_since: u64,
+    /// What the arbiter has granted. It is part of the volume, so that the compare-and-swap which stores a grant
+    /// fails where another attachment was drawn meanwhile.
+    #[serde(default)]
+    pub arbiter: Arbiter,
+    /// The operator's last decision that one replica is the truth, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub salvage: Option<Salvage>,
     /// The replicas that the volume was created with, which are the members of its first view.
     #[serde(default)]
     pub first_members: Vec<ReplicaId>,
     /// What holds and what does not, and why.
     #[serde(default)]
     pub conditions: Conditions,
+}
+
+/// How much copying may take of a volume's speed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RebuildLimits {
+    /// The most that is copied; 0: no limit.
+    #[serde(with = "super::quoted")]
+    pub bytes_per_s: u64,
+    /// The most that copying takes of the bytes that move while the volume is busy, 1 to 100.
+    pub share_percent: u32,
+}
+
+impl Default for RebuildLimits {
+    fn default() -> RebuildLimits {
+        RebuildLimits { bytes_per_s: 0, share_percent: 30 }
+    }
+}
+
+/// The decision that what one replica has is the volume, whatever others had.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Salvage {
+    /// Which one.
+    #[serde(rename = "replicaID")]
+    pub replica_id: ReplicaId,
+    /// The number that was drawn for it: the replica's view gets it.
+    pub attach: u64,
+    /// When it was decided.
+    pub decided_at: Timestamp,
+    /// By whom.
+    pub by: String,
+    /// Why, in the operator's words.
+    pub reason: String,
+    /// What was known to be lost by it.
+    pub losses: String,
+    /// Whether the replica has been told. Until then nothing is started.
+    pub done: bool,
+}
+
+impl VolumeStatus {
+    /// The salvage that is still to be carried out.
+    #[must_use]
+    pub fn pending_salvage(&self) -> Option<&Salvage> {
+        self.salvage.as_ref().filter(|salvage| !salvage.done)
+    }
 }
 
 /// Where in its life a volume is.

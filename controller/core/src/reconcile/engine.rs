@@ -1,5 +1,5 @@
 use super::{Context, START_CHECK, Sight, sight};
-use crate::objects::{CurrentState, DesireState, Engine, EngineStatus};
+use crate::objects::{CurrentState, DesireState, Engine, EngineStatus, Volume};
 use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
 use crate::{AgentCall, Decision, NodeName};
 
@@ -81,7 +81,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
         // A later engine than the one asked for: this decision is made from an old state, the next is not.
         (_, Some(shown)) if shown.attach > attach => {}
         (Some(instance), Some(shown)) if shown.attach == attach => {
-            write_status(&mut decision, engine, taken_over(engine, instance, shown));
+            follow(context, engine, instance, shown, &mut decision);
         }
         (_, shown) if engine.status.seen_attach >= attach => {
             let status = lost(engine, format!("the engine process is gone from node {node}"));
@@ -90,22 +90,70 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
         }
         (_, shown) => {
             let failure = view.failures.get(&key);
+            let Some(volume) = context.world.volumes.get(engine.spec.volume_name.as_str()) else {
+                return decision;
+            };
             // Before the call: from here on, the stored state says that a process may be there.
-            write_status(&mut decision, engine, starting(engine, failure));
-            if let Some(older) = shown {
-                let stop = AgentCall::StopInstance { instance: key, attach: older.attach };
-                decision.call(node, stop);
+            write_status(&mut decision, engine, starting(engine, volume, failure));
+            let mut continues = 0;
+            match shown {
+                // The volume has been nowhere else since: the device goes on, even where it is in use.
+                Some(older) if (1..=older.attach).contains(&volume.status.attached_since) => {
+                    continues = volume.status.attached_since;
+                }
+                Some(older) => {
+                    let stop = AgentCall::StopInstance { instance: key, attach: older.attach };
+                    decision.call(node, stop);
+                }
+                None => {}
             }
-            start(context, engine, node, &mut decision);
+            start(engine, volume, node, continues, &mut decision);
         }
     }
     decision
 }
 
-fn starting(engine: &Engine, failure: Option<&String>) -> EngineStatus {
+/// Takes over what the process of this attachment says, and tells it what has changed since it was started.
+fn follow(
+    context: &Context<'_>,
+    engine: &Engine,
+    instance: &Instance,
+    shown: &EngineView,
+    decision: &mut Decision,
+) {
+    let mut status = taken_over(engine, instance, shown);
+    let ends = matches!(status.current_state, CurrentState::Stopping | CurrentState::Error);
+    if status != engine.status || ends {
+        // What it says comes first; the change brings the next run, which tells.
+        write_status(decision, engine, status);
+        return;
+    }
+    let (Some(volume), Some(node)) =
+        (context.world.volumes.get(engine.spec.volume_name.as_str()), &engine.spec.node_id)
+    else {
+        return;
+    };
+    let (name, attach) = (engine.spec.volume_name.clone(), engine.spec.attach);
+    if status.map_revision != engine.spec.map_revision {
+        let revision = engine.spec.map_revision;
+        let replicas = engine.spec.replica_address_map.clone();
+        decision.call(node, AgentCall::UpdateReplicas { volume: name.clone(), attach, replicas, revision });
+        status.map_revision = revision;
+    }
+    let limits = volume.spec.rebuild;
+    if status.rebuild != Some(limits) {
+        decision.call(node, AgentCall::SetRebuildLimits { volume: name, attach, limits });
+        status.rebuild = Some(limits);
+    }
+    write_status(decision, engine, status);
+}
+
+fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> EngineStatus {
     EngineStatus {
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
         message: failure.cloned().unwrap_or_default(),
+        map_revision: engine.spec.map_revision,
+        rebuild: Some(volume.spec.rebuild),
         ..cleared(engine)
     }
 }
@@ -150,12 +198,13 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         endpoint: view.endpoint.clone(),
         replica_mode_map: view.members.clone(),
         message: instance.message.clone(),
+        map_revision: engine.status.map_revision,
+        rebuild: engine.status.rebuild,
     }
 }
 
-fn start(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
+fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, decision: &mut Decision) {
     let spec = &engine.spec;
-    let Some(volume) = context.world.volumes.get(spec.volume_name.as_str()) else { return };
     let call = AgentCall::StartEngine {
         volume: spec.volume_name.clone(),
         size_bytes: spec.volume_size,
@@ -163,6 +212,10 @@ fn start(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut
         replicas: spec.replica_address_map.clone(),
         frontend: spec.frontend,
         secret: volume.spec.secret.clone(),
+        granted: volume.status.arbiter.granted().map(Box::new),
+        rebuild: volume.spec.rebuild,
+        revision: spec.map_revision,
+        continues,
     };
     decision.call(node, call);
     decision.again_after(START_CHECK);

@@ -70,6 +70,7 @@ fn missing(engine: &Engine, replicas: &[&Replica]) -> String {
         let said = said.into_iter().find(|text| !text.is_empty());
         let mode = member.map_or("was not there when the engine started", |member| match member.mode {
             MemberMode::Failed => "left the view",
+            MemberMode::Rebuilding => "is being brought up",
             MemberMode::Connecting | MemberMode::Member => "is connecting",
         });
         let at = format!("{} on {} {mode}", replica.metadata.name, replica.spec.node_id);
@@ -93,7 +94,12 @@ pub(super) enum Readiness {
 }
 
 /// Which replicas an engine on `node` can start with. `left` is what is left of the time that slow ones get.
-pub(super) fn readiness(replicas: &[&Replica], node: &NodeName, left: Duration) -> Readiness {
+pub(super) fn readiness(
+    replicas: &[&Replica],
+    first_members: &[ReplicaId],
+    node: &NodeName,
+    left: Duration,
+) -> Readiness {
     let mut targets = BTreeMap::new();
     let mut missing = Vec::new();
     let mut all_settled = true;
@@ -106,7 +112,7 @@ pub(super) fn readiness(replicas: &[&Replica], node: &NodeName, left: Duration) 
             }
         }
     }
-    let needed = needed(replicas);
+    let needed = needed(replicas, first_members);
     let enough = targets.len() >= needed;
     if missing.is_empty() || (enough && (all_settled || left.is_zero())) {
         return Readiness::Ready(targets);
@@ -126,13 +132,16 @@ pub(super) fn readiness(replicas: &[&Replica], node: &NodeName, left: Duration) 
 /// How many replicas an engine must find to form a quorum: more than half of those that, as far as the
 /// controller knows, have not left the view. Only the engine knows the view; it refuses to serve where
 /// this guess is too low.
-fn needed(replicas: &[&Replica]) -> usize {
-    let members = replicas.iter().filter(|replica| replica.status.failed_at.is_none()).count();
-    members / 2 + 1
+fn needed(replicas: &[&Replica], first_members: &[ReplicaId]) -> usize {
+    let was_member = |replica: &&&Replica| {
+        replica.status.failed_at.is_none()
+            && (replica.status.healthy_at.is_some() || first_members.contains(&replica.spec.replica_id))
+    };
+    replicas.iter().filter(was_member).count() / 2 + 1
 }
 
 /// Where an engine on `node` finds the replica; else why not, and whether that may change by itself soon.
-fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget, (String, bool)> {
+pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget, (String, bool)> {
     let status = &replica.status;
     match status.current_state {
         CurrentState::Running => {}

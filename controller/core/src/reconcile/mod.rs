@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use crate::objects::{Key, Kind, VolumeState};
+use crate::objects::{Key, Kind, Robustness, VolumeState};
 use crate::observed::{AgentView, Agents, Link};
 use crate::{Decision, NodeName, Timestamp, World};
 
@@ -24,6 +24,25 @@ pub const REPLICA_WAIT: Duration = Duration::from_secs(20);
 pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
 /// When to look again at a start that was asked for and has not shown up on the agent's stream.
 pub const START_CHECK: Duration = Duration::from_secs(10);
+/// When to look again at a grant that an engine was told of and still waits for.
+pub const GRANT_CHECK: Duration = Duration::from_secs(1);
+/// How long a replica may be away before it is replaced, unless something else is configured.
+pub const REPLICA_REPLACE_AFTER: Duration = Duration::from_secs(600);
+/// How long a new replica may take at least until the engine brings it up.
+pub const NEW_REPLICA_WAIT: Duration = Duration::from_secs(120);
+
+/// What the administrator has set for all volumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// How long a replica may be away before it is replaced.
+    pub replica_replace_after: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings { replica_replace_after: REPLICA_REPLACE_AFTER }
+    }
+}
 
 /// Everything that a decision is made from.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +55,8 @@ pub struct Context<'a> {
     pub now: Timestamp,
     /// Fresh random numbers, for the ids of new replicas.
     pub random: [u64; MAX_MEMBERS],
+    /// What is set for all volumes.
+    pub settings: Settings,
 }
 
 /// Decides what to do about one object.
@@ -53,8 +74,12 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
 /// decisions one at a time, so that two volumes never get the same space.
 #[must_use]
 pub fn gives_space_away(world: &World, key: &Key) -> bool {
-    key.kind == Kind::Volume
-        && world.volumes.get(&key.name).is_some_and(|volume| volume.status.state == VolumeState::Creating)
+    let gives = |status: &crate::objects::VolumeStatus| match status.state {
+        VolumeState::Creating => true,
+        VolumeState::Attached => status.robustness == Robustness::Degraded,
+        _ => false,
+    };
+    key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| gives(&volume.status))
 }
 
 /// The objects whose reconcilers look at the object `key`, that one included: they run when it changes.
@@ -62,7 +87,7 @@ pub fn gives_space_away(world: &World, key: &Key) -> bool {
 pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
     let mut keys = vec![key.clone()];
     match key.kind {
-        Kind::Volume => {}
+        Kind::Volume => keys.push(Key::new(Kind::Engine, &key.name)),
         Kind::Engine => {
             keys.push(Key::new(Kind::Volume, &key.name));
             if let Some(engine) = world.engines.get(&key.name) {
@@ -76,20 +101,18 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
             None => {
                 let volume = key.name.rsplit_once('-').map_or("", |(volume, _)| volume);
                 keys.push(Key::new(Kind::Volume, volume));
-                keys.extend(creating(world));
+                keys.extend(seeking(world));
             }
         },
-        Kind::Node => keys.extend(creating(world)),
+        Kind::Node => keys.extend(seeking(world)),
     }
     keys
 }
 
-fn creating(world: &World) -> impl Iterator<Item = Key> {
-    world
-        .volumes
-        .values()
-        .filter(|volume| volume.status.state == VolumeState::Creating)
-        .map(|volume| Key::new(Kind::Volume, &volume.metadata.name))
+/// The volumes that look for places.
+fn seeking(world: &World) -> impl Iterator<Item = Key> {
+    let keys = world.volumes.keys().map(|name| Key::new(Kind::Volume, name));
+    keys.filter(|key| gives_space_away(world, key))
 }
 
 /// How well the controller sees a node.

@@ -1,7 +1,9 @@
-use super::{Context, START_CHECK, Sight, sight};
-use crate::objects::{CurrentState, DataState, DesireState, Key, Kind, MemberMode, Replica, ReplicaStatus};
+use super::{Context, START_CHECK, Sight, sight, volume};
+use crate::objects::{
+    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus, Volume,
+};
 use crate::observed::{AgentView, Detail, Instance, InstanceKey, InstanceState};
-use crate::{Action, AgentCall, Decision};
+use crate::{Action, AgentCall, Decision, Timestamp};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(replica) = context.world.replicas.get(name) else { return Decision::nothing() };
@@ -129,25 +131,45 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let mut status = replica.status.clone();
     let engine = context.world.engines.get(replica.spec.volume_name.as_str());
     let Some(engine) = engine.filter(|engine| engine.status.is_serving()) else { return status };
-    match engine.status.replica_mode_map.get(&replica.spec.replica_id).map(|member| member.mode) {
-        Some(MemberMode::Member) => {
-            if status.failed_at.take().is_some() || status.healthy_at.is_none() {
-                status.healthy_at = Some(context.now);
-            }
+    let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
+    let mode = member.map(|member| member.mode);
+    if mode == Some(MemberMode::Member) {
+        status.lost_since = None;
+        if status.failed_at.take().is_some() || status.healthy_at.is_none() {
+            status.healthy_at = Some(context.now);
         }
-        Some(MemberMode::Failed) => {
-            status.failed_at.get_or_insert(context.now);
-        }
-        Some(MemberMode::Connecting) | None => {}
+        return status;
     }
+    // The engine serves, so whoever is not a member of its view has left it, or was never in one.
+    let away_since = member.and_then(|member| away_since(member, context.now)).unwrap_or(context.now);
+    if mode == Some(MemberMode::Rebuilding) {
+        status.lost_since = None;
+    } else if status.lost_since.is_none() {
+        // One that was being brought up since it left has not been lost for all that time.
+        let since = if status.failed_at.is_none() { away_since } else { context.now };
+        status.lost_since = Some(since);
+    }
+    status.failed_at.get_or_insert(away_since);
     status
+}
+
+/// Since when the engine says that a replica is away: never in the future, whatever the clock of its node is.
+fn away_since(member: &MemberStatus, now: Timestamp) -> Option<Timestamp> {
+    let since_ms = i64::try_from(member.away_since_ms).ok().filter(|since_ms| *since_ms > 0)?;
+    Timestamp::from_millisecond(since_ms).ok().map(|since| since.min(now))
+}
+
+/// Whether the volume does without this replica: others have everything, and the engine does not know it any more.
+fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> bool {
+    let engine = context.world.engines.get(replica.spec.volume_name.as_str());
+    engine.is_some_and(|engine| volume::may_go(context.world, volume, engine, replica))
 }
 
 fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let mut decision = Decision::nothing();
-    // Data goes only with its volume. The volume is removed after its last replica, so it is there.
-    let volume = context.world.volumes.get(replica.spec.volume_name.as_str());
-    if !volume.is_some_and(|volume| volume.metadata.is_deleting()) {
+    // The volume is removed after its last replica, so it is there.
+    let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else { return decision };
+    if !volume.metadata.is_deleting() && !is_replaced(context, volume, replica) {
         return decision;
     }
     let remove =

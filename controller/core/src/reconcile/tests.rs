@@ -33,6 +33,7 @@ fn world() -> World {
         attach: ATTACH,
         frontend: Frontend::Auto,
         replica_address_map: BTreeMap::new(),
+        map_revision: 0,
     };
     let mut world = World::default();
     world.insert(volume.into());
@@ -59,7 +60,8 @@ fn agents(on_b: Option<u64>) -> Agents {
 }
 
 fn decide(world: &World, agents: &Agents) -> Vec<Action> {
-    let context = Context { world, agents, now: now(), random: [0; MAX_MEMBERS] };
+    let context =
+        Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
     reconcile(&context, &Key::new(Kind::Engine, "v")).actions
 }
 
@@ -109,7 +111,8 @@ fn no_place_is_refused_while_nodes_may_still_come() {
     let world = world();
     let mut agents = agents(None);
     let volume_after = |agents: &Agents, now| {
-        let context = Context { world: &world, agents, now, random: [0; MAX_MEMBERS] };
+        let context =
+            Context { world: &world, agents, now, random: [0; MAX_MEMBERS], settings: Settings::default() };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let written = decision.actions.iter().find_map(|action| match action {
             Action::Write(object) => match &**object {

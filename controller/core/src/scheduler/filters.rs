@@ -34,7 +34,7 @@ fn node_usable(_: &Request, node: &NodeCandidate) -> Result<(), String> {
 }
 
 fn node_anti_affinity(request: &Request, node: &NodeCandidate) -> Result<(), String> {
-    if request.soft_anti_affinity || node.same_volume() == 0 {
+    if request.soft_anti_affinity || node.same_volume() <= node.excused {
         return Ok(());
     }
     Err("it has a replica of this volume already (allow more with --soft-anti-affinity)".to_owned())

@@ -36,6 +36,8 @@ pub struct NodeCandidate {
     pub name: NodeName,
     /// Why it takes none at all.
     pub refusal: Option<String>,
+    /// How many replicas of this volume on it are lost and do not keep others away.
+    pub excused: u32,
     /// Its disks.
     pub disks: Vec<DiskCandidate>,
 }
@@ -178,7 +180,7 @@ pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCa
             }
         });
         let disks = disks.collect();
-        Some(NodeCandidate { refusal: node_refusal(node, agents, &name), disks, name })
+        Some(NodeCandidate { refusal: node_refusal(node, agents, &name), excused: 0, disks, name })
     };
     world.nodes.values().filter_map(node_candidate).collect()
 }

@@ -17,7 +17,7 @@ fn disk(path: &str, total_gib: u64, scheduled_gib: u64) -> DiskCandidate {
 }
 
 fn node(name: &str, disks: Vec<DiskCandidate>) -> NodeCandidate {
-    NodeCandidate { name: NodeName::new(name).unwrap(), refusal: None, disks }
+    NodeCandidate { name: NodeName::new(name).unwrap(), refusal: None, excused: 0, disks }
 }
 
 fn request(size_gib: u64, soft_anti_affinity: bool) -> Request {

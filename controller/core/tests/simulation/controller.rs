@@ -59,7 +59,7 @@ impl Controller {
         let event = if keep { stream.front().cloned() } else { stream.pop_front() };
         let (Some(event), Some(view)) = (event, self.agents.by_node.get_mut(node)) else { return false };
         match event {
-            Event::Set(key, instance) => drop(view.instances.insert(key, instance)),
+            Event::Set(key, instance) => drop(view.instances.insert(key, *instance)),
             Event::Gone(key) => drop(view.instances.remove(&key)),
         }
         true

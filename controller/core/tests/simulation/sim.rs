@@ -5,15 +5,17 @@ mod rules;
 use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
-use shorthorn_controller_core::observed::{InstanceKey, InstanceKind};
-use shorthorn_controller_core::reconcile::{Context, gives_space_away, reconcile};
-use shorthorn_controller_core::requests::{self, Change, CreateVolume};
+use shorthorn_controller_core::observed::{InstanceKey, InstanceKind, InstanceState};
+use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
+use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume};
 use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World};
 
-use crate::agent::{Event, SimAgent};
+use shorthorn_types::View;
+
+use crate::agent::{Event, SimAgent, Views};
 use crate::controller::Controller;
 
-pub const NODES: usize = 3;
+pub const NODES: usize = 4;
 /// Rounds in which everything gets its turn before a world that never comes to rest counts as one.
 const ROUNDS_MAX: u32 = 200;
 
@@ -41,6 +43,7 @@ pub enum Op {
     ProcessDies(usize, usize),
     NodeRestarts(usize),
     MemberFails(usize, usize),
+    Salvage(usize, usize),
     DirectoryLost(usize, usize),
     DeviceUsed(usize, bool),
     TimePasses(u8),
@@ -65,11 +68,17 @@ pub struct Sim {
     late: Vec<(NodeName, AgentCall)>,
     random: u64,
     created: u32,
-    /// Every engine start: where, and with which replicas.
-    started: BTreeMap<(String, u64), (NodeName, Vec<String>)>,
+    /// Every engine start: where.
+    started: BTreeMap<(String, u64), NodeName>,
     /// Replicas that an engine was started with.
     used: BTreeSet<String>,
     lost_directories: BTreeSet<String>,
+    /// The newest view of each volume that is through.
+    views: Views,
+    /// Every grant that an engine was told of, by volume.
+    granted: BTreeMap<String, Vec<View>>,
+    /// Replicas whose data was deleted.
+    deleted: BTreeSet<String>,
 }
 
 impl Sim {
@@ -89,6 +98,9 @@ impl Sim {
             started: BTreeMap::new(),
             used: BTreeSet::new(),
             lost_directories: BTreeSet::new(),
+            views: Views::new(),
+            granted: BTreeMap::new(),
+            deleted: BTreeSet::new(),
         };
         // The nodes become known: nothing can be asked for before.
         sim.settle();
@@ -107,6 +119,7 @@ impl Sim {
                 let now = self.now;
                 self.request(volume, |world, name| requests::delete(world, name, now));
             }
+            Op::Salvage(volume, replica) => self.salvage(volume, replica),
             Op::Decide(which) => {
                 if let Some(key) = choose(&self.keys(), which) {
                     self.decide(&key);
@@ -147,10 +160,11 @@ impl Sim {
         else {
             return;
         };
+        let runs = self.running();
         let node = &mut self.nodes[at];
         let all: Vec<InstanceKey> = node.instances.keys().cloned().collect();
         match *op {
-            Op::Progress(_) => node.progress(&mut events),
+            Op::Progress(_) => node.progress(&runs, &mut self.views, &mut events),
             Op::ProcessDies(_, which) => {
                 if let Some(key) = choose(&all, which) {
                     node.gone(&key, &mut events);
@@ -160,7 +174,7 @@ impl Sim {
                 node.device_used = false;
                 all.iter().for_each(|key| node.gone(key, &mut events));
             }
-            Op::MemberFails(_, which) => node.fail_member(which, &mut events),
+            Op::MemberFails(_, which) => node.fail_member(which, &mut self.views, &mut events),
             Op::DirectoryLost(_, which) => {
                 let stopped = |name: &&String| !all.iter().any(|key| key.name == **name);
                 let names: Vec<String> = node.directories.iter().filter(stopped).cloned().collect();
@@ -175,6 +189,39 @@ impl Sim {
         self.publish(at, events);
     }
 
+    /// The replicas whose processes run.
+    fn running(&self) -> BTreeSet<String> {
+        let all = self.nodes.iter().flat_map(|node| node.instances.iter());
+        let running = all.filter(|(key, instance)| {
+            key.kind == InstanceKind::Replica && instance.state == InstanceState::Running
+        });
+        running.map(|(key, _)| key.name.clone()).collect()
+    }
+
+    /// The operator makes one replica the volume.
+    fn salvage(&mut self, volume: usize, replica: usize) {
+        let names: Vec<String> = self.store.volumes.keys().cloned().collect();
+        let Some(name) = choose(&names, volume) else { return };
+        let of_it = self.store.replicas_of(&self.store.volumes[&name].spec.volume_name);
+        let there = |replica: &&shorthorn_controller_core::objects::Replica| {
+            self.nodes.iter().any(|node| node.directories.contains(&replica.metadata.name))
+        };
+        let ids: Vec<String> =
+            of_it.filter(there).map(|replica| replica.spec.replica_id.to_string()).collect();
+        let Some(replica) = choose(&ids, replica) else { return };
+        let wanted = SalvageVolume {
+            name: name.clone(),
+            replica,
+            confirm: name,
+            by: "somebody".to_owned(),
+            reason: "a test".to_owned(),
+            losses: String::new(),
+        };
+        if let Ok(Change::Store(volume)) = wanted.apply(&self.store, self.now) {
+            assert!(self.put(volume.into()));
+        }
+    }
+
     fn publish(&mut self, at: usize, events: Vec<Event>) {
         if let Some(stream) = self.controller.streams.get_mut(&self.nodes[at].name) {
             stream.extend(events);
@@ -183,7 +230,10 @@ impl Sim {
 
     fn create(&mut self) {
         let name = format!("v{}", self.created);
-        let wanted = CreateVolume { name, size_bytes: 1 << 30, ..CreateVolume::default() };
+        // Two replicas need the arbiter, three do not; there is one more node for replacements.
+        let number_of_replicas = 2 + self.created % 2;
+        let wanted =
+            CreateVolume { name, size_bytes: 1 << 30, number_of_replicas, ..CreateVolume::default() };
         let Ok(Change::Store(volume)) = wanted.apply(&self.store, Secret::new([7; 32]), self.now) else {
             panic!("a new volume is refused");
         };
@@ -218,7 +268,10 @@ impl Sim {
             self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             self.random >> 16
         });
-        let context = Context { world: &self.store, agents: &self.controller.agents, now: self.now, random };
+        let (world, agents, now) = (&self.store, &self.controller.agents, self.now);
+        // Some rounds of settling, so that replicas that come back at once are kept, and new ones can come up.
+        let settings = Settings { replica_replace_after: std::time::Duration::from_secs(300) };
+        let context = Context { world, agents, now, random, settings };
         let decision = reconcile(&context, key);
         if !decision.actions.is_empty() {
             self.controller.runs.insert(key.clone(), decision.actions.into());
@@ -329,6 +382,9 @@ impl Sim {
         let mut events = Vec::new();
         let result = self.nodes[at].call(call, late, &mut events);
         self.publish(at, events);
+        if result.is_ok() {
+            self.note_done(call);
+        }
         if let AgentCall::StartEngine { volume, .. } = call {
             self.fence(volume.as_str());
         }
@@ -380,7 +436,7 @@ impl Sim {
             // Longer than every time limit of the reconcilers: what they wait for comes within one round.
             self.now += std::time::Duration::from_secs(60);
             idle = if quiet { idle + 1 } else { 0 };
-            if idle == 3 {
+            if idle == 8 {
                 return;
             }
         }

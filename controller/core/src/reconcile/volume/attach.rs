@@ -15,6 +15,7 @@ impl Run<'_> {
         self.next.status.current_node_id = Some(node);
         self.enter(VolumeState::Attaching);
         self.draw_attach();
+        self.next.status.attached_since = self.next.status.attach;
         self.settle(Finding::wrong("Attaching", "the replicas are being started"));
     }
 
@@ -42,6 +43,10 @@ impl Run<'_> {
             self.watch_over();
             return;
         }
+        if current {
+            // A replica that comes back, perhaps at another address, may be what the engine waits for.
+            self.tell_places(engine, &self.replicas.clone());
+        }
         let frozen = current && status.phase == "frozen";
         if status.current_state == CurrentState::Error || frozen {
             let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
@@ -63,7 +68,7 @@ impl Run<'_> {
             Some(start) => remaining(start, REPLICA_WAIT, self.context.now),
             None => REPLICA_WAIT,
         };
-        match health::readiness(&self.replicas, &node, left) {
+        match health::readiness(&self.live_replicas(), &self.stored.status.first_members, &node, left) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
                 self.settle(Finding::wrong("EngineStarting", "the engine is being started"));
@@ -93,6 +98,7 @@ impl Run<'_> {
             node_id: Some(node),
             desire_state: DesireState::Running,
             attach: self.stored.status.attach,
+            map_revision: engine.spec.map_revision + 1,
             replica_address_map: targets,
             ..engine.spec.clone()
         };
@@ -132,14 +138,18 @@ impl Run<'_> {
         if self.replace_lost_engine(engine) {
             return;
         }
-        let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
-        self.set_health(robustness, finding);
+        if !self.is_being_granted() {
+            let (robustness, finding) = health::attached(self.stored, engine, &self.live_replicas());
+            self.set_health(robustness, finding);
+        }
         self.settle(Finding::Well);
+        self.want_replicas(DesireState::Running);
+        self.keep_replicas(engine);
     }
 
     /// Writes what is desired of the replicas where that is something else.
     pub(super) fn want_replicas(&mut self, desire_state: DesireState) {
-        for replica in &self.replicas {
+        for replica in self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()) {
             if replica.spec.desire_state != desire_state {
                 let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
                 self.decision.write(Replica { spec, ..(*replica).clone() });

@@ -8,7 +8,7 @@ use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, EngineStatus, Finding, Metadata, Replica, ReplicaSpec,
     ReplicaStatus, VolumeState,
 };
-use crate::scheduler::{self, Placement, Request};
+use crate::scheduler::{self, Placement, Refusal, Request};
 
 impl Run<'_> {
     /// Makes the engine object and gives every replica a place.
@@ -44,6 +44,7 @@ impl Run<'_> {
                 attach: 0,
                 frontend: volume.spec.frontend,
                 replica_address_map: Default::default(),
+                map_revision: 0,
             },
             status: EngineStatus::default(),
         });
@@ -57,7 +58,7 @@ impl Run<'_> {
             Ok(placements) => {
                 let random = self.context.random;
                 for (placement, random) in placements.into_iter().zip(random) {
-                    self.write_replica(placement, ReplicaId::from_random(random));
+                    self.write_replica(placement, ReplicaId::from_random(random), DesireState::Stopped);
                 }
             }
             Err(refusal) => {
@@ -66,20 +67,24 @@ impl Run<'_> {
                     self.settle(Finding::wrong("WaitingForNodes", refusal.to_string()));
                     return;
                 }
-                let finding = Finding::wrong("NoPlace", refusal.to_string());
-                let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
-                if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {
-                    self.decision.emit(self.key(), true, "NoPlace", refusal.to_string());
-                }
-                self.next.status.conditions.set(ConditionType::Scheduled, finding.clone(), self.context.now);
-                self.settle(finding);
+                self.note_no_place(&refusal);
+                self.settle(Finding::wrong("NoPlace", refusal.to_string()));
             }
         }
     }
 
+    pub(super) fn note_no_place(&mut self, refusal: &Refusal) {
+        let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
+        if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {
+            self.decision.emit(self.key(), true, "NoPlace", refusal.to_string());
+        }
+        let finding = Finding::wrong("NoPlace", refusal.to_string());
+        self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
+    }
+
     /// How long nodes may still take that have been out of reach for a short time only, as all are when
     /// the controller starts: no place is refused before.
-    fn nodes_may_come(&self) -> Option<Duration> {
+    pub(super) fn nodes_may_come(&self) -> Option<Duration> {
         let left = |node: &NodeName| match sight(self.context, node) {
             Sight::Blurred(left) => Some(left),
             Sight::Clear(_) | Sight::Gone(_) => None,
@@ -87,7 +92,12 @@ impl Run<'_> {
         self.context.agents.by_node.keys().filter_map(left).max()
     }
 
-    fn write_replica(&mut self, placement: Placement, replica_id: ReplicaId) {
+    pub(super) fn write_replica(
+        &mut self,
+        placement: Placement,
+        replica_id: ReplicaId,
+        desire_state: DesireState,
+    ) {
         let spec = &self.stored.spec;
         let name = ReplicaSpec::instance_name(&spec.volume_name, replica_id);
         self.decision.write(Replica {
@@ -99,7 +109,7 @@ impl Run<'_> {
                 node_id: placement.node,
                 disk_path: placement.disk_path,
                 disk_id: placement.disk_uuid,
-                desire_state: DesireState::Stopped,
+                desire_state,
             },
             status: ReplicaStatus::default(),
         });

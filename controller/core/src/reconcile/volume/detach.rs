@@ -29,7 +29,7 @@ impl Run<'_> {
     }
 
     /// Whether no engine runs; asks for that where one may.
-    fn engine_stopped(&mut self) -> bool {
+    pub(super) fn engine_stopped(&mut self) -> bool {
         let Some(engine) = self.engine else { return true };
         if engine.spec.desire_state != DesireState::Stopped {
             let spec = EngineSpec { desire_state: DesireState::Stopped, ..engine.spec.clone() };

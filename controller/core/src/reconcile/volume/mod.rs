@@ -1,12 +1,17 @@
 //! The life of a volume: its state machine, one step per run.
 
+mod arbiter;
 mod attach;
 mod create;
 mod detach;
+mod replace;
+mod salvage;
+
+pub(super) use replace::may_go;
 
 use super::{Context, Sight, health, remaining, sight};
-use crate::Decision;
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
+use crate::{AgentCall, Decision, NodeName};
 
 /// One run over one volume: the stored state, the new one, and what has been decided so far.
 struct Run<'a> {
@@ -16,6 +21,8 @@ struct Run<'a> {
     engine: Option<&'a Engine>,
     replicas: Vec<&'a Replica>,
     decision: Decision,
+    /// What is asked for once the new state is stored.
+    then: Vec<(NodeName, AgentCall)>,
 }
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -27,21 +34,33 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         engine: context.world.engines.get(name),
         replicas: context.world.replicas_of(&stored.spec.volume_name).collect(),
         decision: Decision::nothing(),
+        then: Vec::new(),
     };
     run.step();
     if run.next != *run.stored {
         run.decision.write(run.next);
+    }
+    for (node, call) in run.then {
+        run.decision.call(&node, call);
     }
     run.decision
 }
 
 impl Run<'_> {
     fn step(&mut self) {
+        if !self.stored.metadata.is_deleting() {
+            self.arbitrate();
+        }
         let desired = self.stored.spec.node_id.as_ref();
         let here = desired.is_some() && desired == self.stored.status.current_node_id.as_ref();
         match self.stored.status.state {
             _ if self.stored.metadata.is_deleting() => self.tear_down(),
             VolumeState::Creating => self.create(),
+            VolumeState::Detached | VolumeState::Attaching
+                if self.stored.status.pending_salvage().is_some() =>
+            {
+                self.salvage();
+            }
             VolumeState::Detached => match desired.cloned() {
                 Some(node) => self.begin_attach(node),
                 None => self.settle(Finding::Well),

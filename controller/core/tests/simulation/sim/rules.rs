@@ -1,8 +1,11 @@
 //! What must hold after every step, and what must be so in the end.
 
-use shorthorn_controller_core::objects::{CurrentState, Engine, Object, Robustness, Volume, VolumeState};
-use shorthorn_controller_core::observed::{InstanceKey, InstanceKind};
+use shorthorn_controller_core::objects::{
+    CurrentState, Engine, MemberMode, Object, Robustness, Volume, VolumeState,
+};
+use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
 use shorthorn_controller_core::{AgentCall, NodeName};
+use shorthorn_types::{Generation, Members, View, ViewId};
 
 use super::Sim;
 use crate::agent::SimAgent;
@@ -35,7 +38,8 @@ impl Sim {
     fn check_engine_write(&self, engine: &Engine) {
         let Some(stored) = self.store.engines.get(&engine.metadata.name) else { return };
         let same_map = engine.spec.replica_address_map == stored.spec.replica_address_map;
-        assert!(engine.spec.attach > stored.spec.attach || same_map, "an attachment gets other replicas");
+        let newer = engine.spec.map_revision > stored.spec.map_revision;
+        assert!(newer || same_map, "other replicas under the same number");
         let Some(node) =
             stored.spec.node_id.as_ref().filter(|node| engine.spec.node_id.as_ref() != Some(*node))
         else {
@@ -51,20 +55,45 @@ impl Sim {
     pub(super) fn check_call(&mut self, node: &NodeName, call: &AgentCall) {
         match call {
             AgentCall::StartEngine { volume, attach, replicas, .. } => {
-                let stored = self.store.volumes[volume.as_str()].status.attach;
+                let status = &self.store.volumes[volume.as_str()].status;
+                let stored = status.attach;
+                assert!(
+                    status.pending_salvage().is_none(),
+                    "an engine is started before its volume is salvaged"
+                );
                 assert!(*attach <= stored, "attachment {attach} is used before it is stored");
                 let seen = self.store.engines[volume.as_str()].status.seen_attach;
                 assert!(seen < *attach, "a lost engine is started again under its number {attach}");
                 let names: Vec<String> = replicas.keys().map(|id| format!("{volume}-{id}")).collect();
                 assert!(!names.is_empty(), "an engine is started without replicas");
                 self.used.extend(names.iter().cloned());
-                let this = (node.clone(), names);
-                let first = self.started.entry((volume.to_string(), *attach)).or_insert_with(|| this.clone());
-                assert_eq!(*first, this, "attachment {attach} of {volume} is used twice");
+                let first = self.started.entry((volume.to_string(), *attach)).or_insert_with(|| node.clone());
+                assert_eq!(*first, *node, "attachment {attach} of {volume} is used on two nodes");
+            }
+            AgentCall::Grant { volume, attach, view } => self.check_grant(volume.as_str(), *attach, **view),
+            AgentCall::UpdateReplicas { volume, replicas, .. } => {
+                self.used.extend(replicas.keys().map(|id| format!("{volume}-{id}")));
+            }
+            AgentCall::SalvageReplica { volume, attach, .. } => {
+                let stored = &self.store.volumes[volume.as_str()].status;
+                let salvage = stored.salvage.as_ref().unwrap();
+                assert!(
+                    *attach <= salvage.attach && salvage.attach <= stored.attach,
+                    "a salvage is not stored"
+                );
+                let key = InstanceKey::engine(volume);
+                let engine = self
+                    .nodes
+                    .iter()
+                    .find_map(|node| node.instances.get(&key).filter(|_| !node.strays.contains(&key)));
+                assert!(engine.is_none(), "a volume is salvaged under its engine");
             }
             AgentCall::DeleteReplica { volume, .. } => {
                 let stored = &self.store.volumes[volume.as_str()];
-                assert!(stored.metadata.is_deleting(), "data of a volume that stays is deleted");
+                if !stored.metadata.is_deleting() {
+                    self.check_retirement(&call.instance().name, stored);
+                    return;
+                }
                 let engine = &self.store.engines[volume.as_str()];
                 assert_eq!(
                     engine.status.current_state,
@@ -72,7 +101,76 @@ impl Sim {
                     "data is deleted under an engine"
                 );
             }
-            AgentCall::StartReplica { .. } | AgentCall::StopInstance { .. } => {}
+            AgentCall::StartReplica { .. }
+            | AgentCall::SetRebuildLimits { .. }
+            | AgentCall::StopInstance { .. } => {}
+        }
+    }
+
+    /// A grant is stored before it is told, is of the attachment that is current when it is told, and comes after
+    /// all others.
+    fn check_grant(&mut self, volume: &str, attach: u64, view: View) {
+        let status = &self.store.volumes[volume].status;
+        assert!(attach <= status.attach, "a grant for an attachment that is not stored");
+        let stored = status.arbiter.granted().unwrap();
+        assert!(view.id <= stored.id, "view {view} is told and not stored");
+        assert!(view.id.generation.attach <= attach, "an engine of {attach} is told of view {view}");
+        let told = self.granted.entry(volume.to_owned()).or_default();
+        for other in told.iter() {
+            assert!(*other == view || other.id != view.id, "two grants {other} and {view} of one number");
+        }
+        told.push(view);
+    }
+
+    /// Data goes only while enough others have everything, and it is not of the newest view.
+    fn check_retirement(&self, name: &str, volume: &Volume) {
+        let replica = &self.store.replicas[name];
+        assert!(replica.metadata.is_deleting(), "{name} is deleted and nobody asked for that");
+        let newest = &self.views[volume.metadata.name.as_str()];
+        assert!(!newest.members.contains(replica.spec.replica_id), "{name} is deleted and in view {newest}");
+        let key = InstanceKey::engine(&volume.spec.volume_name);
+        for engine in self.nodes.iter().filter_map(|node| node.instances.get(&key)) {
+            if let Detail::Engine(view) = &engine.detail
+                && view.attach == volume.status.attach
+            {
+                let known = view.members.contains_key(&replica.spec.replica_id);
+                assert!(!known, "{name} is deleted, and its engine knows it");
+            }
+        }
+        let never_member = replica.status.healthy_at.is_none()
+            && !volume.status.first_members.contains(&replica.spec.replica_id);
+        let has_data = |id: &shorthorn_types::ReplicaId| {
+            let name = format!("{}-{id}", volume.metadata.name);
+            !self.deleted.contains(&name)
+        };
+        let holders = newest.members.iter().filter(has_data).count();
+        assert!(holders >= 1, "the last replica {name} is deleted");
+        let seen = self.store.engines[volume.metadata.name.as_str()].status.replica_mode_map.values();
+        let members = seen.filter(|member| member.mode == MemberMode::Member).count();
+        let enough = members >= volume.spec.number_of_replicas as usize;
+        assert!(never_member || enough, "{name} is deleted before the volume is healthy");
+    }
+
+    /// Takes note of a call that has worked.
+    pub(super) fn note_done(&mut self, call: &AgentCall) {
+        match call {
+            AgentCall::DeleteReplica { .. } => drop(self.deleted.insert(call.instance().name)),
+            AgentCall::Grant { volume, view, .. } => {
+                // Where an engine waited for it, it is through now.
+                let newest = self.views.get_mut(volume.as_str());
+                if let Some(newest) = newest.filter(|newest| newest.id < view.id) {
+                    *newest = **view;
+                }
+            }
+            AgentCall::SalvageReplica { volume, replica_id, attach, .. } => {
+                let id = ViewId { generation: Generation::new(*attach, 0), number: 0 };
+                let members = Members::new([*replica_id]).unwrap();
+                let newest = self.views.entry(volume.to_string()).or_insert(View { id, members });
+                if newest.id.generation.attach < *attach {
+                    *newest = View { id, members };
+                }
+            }
+            _ => {}
         }
     }
 
@@ -105,7 +203,10 @@ impl Sim {
                 assert_eq!(status.current_node_id, None);
             }
             Some(_) if lost > 0 && status.state == VolumeState::Attaching => {
-                assert_eq!(status.robustness, Robustness::Faulted, "{volume:#?}");
+                // It waits for a replica that is lost: before its engine was started, or in it.
+                let engine = &self.store.engines[volume.metadata.name.as_str()];
+                let launched = engine.spec.attach == status.attach || status.pending_salvage().is_some();
+                assert!(launched || status.robustness == Robustness::Faulted, "{volume:#?}");
             }
             Some(node) => {
                 assert_eq!(status.state, VolumeState::Attached, "{volume:#?}");
@@ -113,6 +214,12 @@ impl Sim {
                 let key = InstanceKey::engine(&spec.volume_name);
                 let place = self.nodes.iter().find(|other| other.name == *node).unwrap();
                 assert!(place.instances.contains_key(&key), "{} has no engine", volume.metadata.name);
+                assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
+                let members = self.views[volume.metadata.name.as_str()].members;
+                assert!(members.len() >= spec.number_of_replicas as usize, "{members}");
+                let stale =
+                    self.store.replicas_of(&spec.volume_name).find(|r| !members.contains(r.spec.replica_id));
+                assert!(stale.is_none(), "{stale:#?} is left over beside {members}");
             }
         }
     }

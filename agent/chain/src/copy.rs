@@ -1,0 +1,195 @@
+//! Making a replica anew as a copy of another one: the same layers, which are empty at first.
+
+use std::collections::BTreeSet;
+
+use crate::document::{DiskMeta, VolumeMeta};
+use crate::error::ChainError;
+use crate::limits::MAX_LAYERS;
+use crate::names::{DirectoryEntry, INTENT_FILE, ImageName, VOLUME_META, classify};
+use crate::operation::create_image;
+use crate::step::{Step, document_steps};
+
+/// A layer as another replica has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CopyLayer {
+    /// Its image.
+    pub image: ImageName,
+    /// The content of the document beside the image, which is taken over as it is.
+    pub meta: Vec<u8>,
+    /// The apparent size of the image.
+    pub size_bytes: u64,
+}
+
+/// The layers of a replica from the oldest to the head, checked to be a chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CopyList(Vec<CopyLayer>);
+
+impl CopyList {
+    /// Checks that the layers make a chain of a volume of `size_bytes`.
+    ///
+    /// # Errors
+    /// [`ChainError::CopyList`] says what is wrong with them, or [`ChainError::Document`] with a document.
+    pub fn new(layers: Vec<CopyLayer>, size_bytes: u64) -> Result<CopyList, ChainError> {
+        let refuse = |reason: String| Err(ChainError::CopyList { reason });
+        if layers.is_empty() || layers.len() > MAX_LAYERS {
+            return refuse(format!("it has {} layers, not 1 to {MAX_LAYERS}", layers.len()));
+        }
+        let mut parent = String::new();
+        let mut seen = BTreeSet::new();
+        for (number, CopyLayer { image, meta, size_bytes: layer_bytes }) in (1..).zip(&layers) {
+            let is_last = number == layers.len();
+            let document = DiskMeta::parse(&image.meta_name(), meta)?;
+            if document.parent != parent {
+                return refuse(format!("{image} builds on '{}', but follows '{parent}'", document.parent));
+            }
+            if image.is_head() != is_last {
+                return refuse(format!(
+                    "{image} is layer {number} of {}, but the head is last",
+                    layers.len()
+                ));
+            }
+            if is_last && *layer_bytes != size_bytes {
+                return refuse(format!("{image} has {layer_bytes} bytes, but the volume has {size_bytes}"));
+            }
+            if !seen.insert(image) {
+                return refuse(format!("{image} is in it twice"));
+            }
+            parent = image.to_string();
+        }
+        Ok(CopyList(layers))
+    }
+
+    /// The layers, the oldest first, the head last.
+    #[must_use]
+    pub fn layers(&self) -> &[CopyLayer] {
+        &self.0
+    }
+
+    /// Whether the snapshots in `other` are the same, so that those that were copied of one can be kept for the
+    /// other. The heads may differ: they are made anew in any case.
+    #[must_use]
+    pub fn has_snapshots_of(&self, other: &CopyList) -> bool {
+        self.0.len() == other.0.len() && self.0[..self.0.len() - 1] == other.0[..other.0.len() - 1]
+    }
+
+    /// The steps that make a directory, in which the files `names` are, hold these layers and no others, all of
+    /// them without data but those that are `done`. They can stop anywhere and be done again from the start, with
+    /// what is there then; until then the directory makes no sense.
+    #[must_use]
+    pub fn steps(&self, volume: &VolumeMeta, names: &[String], done: &[bool]) -> Vec<Step> {
+        let done = |number: usize| done.get(number).copied().unwrap_or(false);
+        let kept: BTreeSet<&ImageName> =
+            (0..).zip(&self.0).filter(|(number, _)| done(*number)).map(|(_, layer)| &layer.image).collect();
+        let goes = |name: &&String| match classify(name) {
+            DirectoryEntry::Image(image) => !kept.contains(&image),
+            DirectoryEntry::Meta(_) | DirectoryEntry::Intent => true,
+            _ => name
+                .strip_suffix(crate::CHECKSUM_SUFFIX)
+                .is_some_and(|image| ImageName::parse(image).is_some()),
+        };
+        let mut steps: Vec<Step> =
+            names.iter().filter(goes).map(|name| Step::Unlink { name: name.clone() }).collect();
+        steps.push(Step::Unlink { name: INTENT_FILE.to_owned() });
+        steps.push(Step::SyncDirectory);
+        for layer in &self.0 {
+            if !kept.contains(&layer.image) {
+                steps.extend(create_image(&layer.image, layer.size_bytes));
+            }
+            steps.extend(document_steps(&layer.image.meta_name(), layer.meta.clone()));
+        }
+        steps.push(Step::SyncDirectory);
+        steps.extend(document_steps(VOLUME_META, self.volume(volume).to_bytes()));
+        steps.push(Step::SyncDirectory);
+        steps
+    }
+
+    /// The volume's document when all is there.
+    fn volume(&self, volume: &VolumeMeta) -> VolumeMeta {
+        let name = |layer: Option<&CopyLayer>| layer.map(|layer| layer.image.to_string()).unwrap_or_default();
+        let mut layers = self.0.iter().rev();
+        VolumeMeta {
+            head: name(layers.next()),
+            parent: name(layers.next()),
+            rebuilding: true,
+            ..volume.clone()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(image: &str, parent: &str) -> CopyLayer {
+        let meta = DiskMeta { name: image.to_owned(), parent: parent.to_owned(), ..DiskMeta::default() };
+        CopyLayer { image: ImageName::parse(image).unwrap(), meta: meta.to_bytes(), size_bytes: 8192 }
+    }
+
+    fn chain() -> Vec<CopyLayer> {
+        vec![
+            layer("volume-snap-a.img", ""),
+            layer("volume-snap-b.img", "volume-snap-a.img"),
+            layer("volume-head-002.img", "volume-snap-b.img"),
+        ]
+    }
+
+    #[test]
+    fn only_chains_are_taken() {
+        assert!(CopyList::new(chain(), 8192).is_ok());
+        let refused = |layers, words: &str| {
+            let error = CopyList::new(layers, 8192).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        refused(vec![], "0 layers");
+        refused(chain()[..2].to_vec(), "the head is last");
+        refused(chain()[1..].to_vec(), "builds on 'volume-snap-a.img', but follows ''");
+        let mut layers = chain();
+        layers[2].size_bytes = 4096;
+        refused(layers, "4096 bytes, but the volume has 8192");
+        let mut layers = chain();
+        layers[1].meta = b"{".to_vec();
+        refused(layers, "damaged");
+    }
+
+    #[test]
+    fn the_heads_of_two_sources_may_differ() {
+        let list = CopyList::new(chain(), 8192).unwrap();
+        let mut layers = chain();
+        layers[2] = layer("volume-head-005.img", "volume-snap-b.img");
+        assert!(list.has_snapshots_of(&CopyList::new(layers.clone(), 8192).unwrap()));
+        layers[0].size_bytes = 4096;
+        assert!(!list.has_snapshots_of(&CopyList::new(layers, 8192).unwrap()));
+    }
+
+    #[test]
+    fn what_is_done_is_kept_and_all_else_goes() {
+        let list = CopyList::new(chain(), 8192).unwrap();
+        let names = [
+            "shorthorn.state",
+            "volume-head-000.img",
+            "volume-head-000.img.meta",
+            "volume-snap-a.img",
+            "volume-snap-a.img.meta",
+            "volume-snap-b.img",
+            "volume-snap-b.img.checksum",
+            "volume.meta",
+        ];
+        let steps = list.steps(&VolumeMeta::default(), &names.map(str::to_owned), &[true, false, false]);
+        let named =
+            |wanted: fn(&Step) -> Option<&String>| steps.iter().filter_map(wanted).collect::<Vec<_>>();
+        let gone = named(|step| if let Step::Unlink { name } = step { Some(name) } else { None });
+        assert_eq!(
+            gone,
+            [
+                "volume-head-000.img",
+                "volume-head-000.img.meta",
+                "volume-snap-a.img.meta",
+                "volume-snap-b.img",
+                "volume-snap-b.img.checksum",
+                "shorthorn.operation"
+            ]
+        );
+        let made = named(|step| if let Step::CreateSparse { name, .. } = step { Some(name) } else { None });
+        assert_eq!(made, ["volume-snap-b.img", "volume-head-002.img"]);
+    }
+}

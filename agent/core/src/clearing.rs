@@ -1,0 +1,135 @@
+//! Write intent is cleared where nothing was written for a while, and of what a replica has missed is
+//! cleared what was copied to it: both after a flush of everybody.
+
+use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf};
+
+use crate::engine::EngineCore;
+use crate::event::Outputs;
+use crate::marks::Marks;
+use crate::membership::{PeerIndex, PeerMask};
+
+/// How far clearing is.
+#[derive(Debug)]
+pub(crate) struct Clearing {
+    phase: Phase,
+    interval_ms: u64,
+    turned_at_ms: u64,
+    /// Who was sent the flush and has not failed since.
+    pub flushed: PeerMask,
+    pub marks: Marks,
+    /// Of which set the outstanding mark clears.
+    of: Option<PeerIndex>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Resting,
+    WantsFlush,
+    Flushing,
+    Marking,
+}
+
+impl Clearing {
+    pub fn new(interval_ms: u64) -> Clearing {
+        let (phase, flushed) = (Phase::Resting, PeerMask::NONE);
+        Clearing { phase, interval_ms, turned_at_ms: 0, flushed, marks: Marks::default(), of: None }
+    }
+
+    /// Whether a flush has to be sent; it counts as sent then.
+    pub fn takes_flush(&mut self) -> bool {
+        let wants = self.phase == Phase::WantsFlush;
+        if wants {
+            self.phase = Phase::Flushing;
+        }
+        wants
+    }
+
+    pub fn flush_answered(&mut self, is_durable: bool) {
+        self.phase = if is_durable { Phase::Marking } else { Phase::Resting };
+    }
+
+    /// `peer` has failed: what it flushes when it comes back is another matter.
+    pub fn forget(&mut self, peer: PeerIndex) {
+        self.flushed = self.flushed.without(PeerMask::one(peer));
+    }
+}
+
+impl EngineCore {
+    /// Takes a turn when it is time and the last one has led to its end.
+    pub(crate) fn turn_intent(&mut self) {
+        let is_due = self.now_ms >= self.clearing.turned_at_ms + self.clearing.interval_ms;
+        if self.clearing.phase != Phase::Resting || !is_due || self.is_paused() {
+            return;
+        }
+        self.clearing.turned_at_ms = self.now_ms;
+        let regions = self.regions;
+        let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
+        let in_flight =
+            modifications.map(|slot| regions.touched(slot.range)).chain(self.jobs.touched(regions));
+        let mut is_worth_it = self.intent.turn(in_flight);
+        for peer in self.membership.joining().iter() {
+            let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
+            absent.covered.clear();
+            absent.covered.insert_all(&absent.copied);
+            let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
+            for slot in modifications {
+                absent.covered.remove_run(regions.touched(slot.range));
+            }
+            is_worth_it |= !absent.covered.is_empty();
+        }
+        if is_worth_it {
+            self.clearing.phase = Phase::WantsFlush;
+            self.wake = true;
+        }
+    }
+
+    /// Sends the next mark when the one before is answered.
+    pub(crate) fn clear_next(&mut self, out: &mut Outputs) {
+        if self.clearing.phase != Phase::Marking || self.clearing.marks.is_outstanding() {
+            return;
+        }
+        let runs = self.intent.clear_some(RUNS_PER_MARK_MAX);
+        if !runs.is_empty() {
+            let to = self.clearing.flushed.and(self.membership.connected());
+            self.clearing.of = None;
+            return self.send_clear(RegionsOf::Intent, runs, to, out);
+        }
+        for peer in self.membership.joining().and(self.clearing.flushed).iter() {
+            let Some(replica) = self.membership.replica(peer) else { continue };
+            let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
+            absent.covered.remove_all(&absent.missed);
+            let runs = self.intent.clear_some_of(&mut absent.covered, RUNS_PER_MARK_MAX);
+            if !runs.is_empty() {
+                let to = self.clearing.flushed.and(self.membership.answering());
+                self.clearing.of = Some(peer);
+                return self.send_clear(RegionsOf::Missed(replica), runs, to, out);
+            }
+        }
+        self.clearing.phase = Phase::Resting;
+    }
+
+    fn send_clear(&mut self, of: RegionsOf, runs: Vec<(u32, u32)>, to: PeerMask, out: &mut Outputs) {
+        if to.is_empty() {
+            // All that were flushed have left: there will be another turn.
+            self.intent.keep();
+            self.clearing.phase = Phase::Resting;
+            (self.wake_held, self.wake) = (true, true);
+            return;
+        }
+        let number = self.next_mark();
+        let change = MarkRegions { of, action: MarkAction::Clear, runs };
+        self.clearing.marks.send(number, to, &change, self.now_ms, out);
+    }
+
+    /// Everybody has answered the mark: modifications of its regions go on.
+    pub(crate) fn cleared(&mut self) {
+        match self.clearing.of.take() {
+            None => self.intent.cleared(),
+            Some(peer) => {
+                let absent = self.absent.get_mut(usize::from(peer)).and_then(Option::as_mut);
+                self.intent.cleared_of(absent.map(|absent| &mut absent.copied));
+            }
+        }
+        (self.wake_held, self.wake) = (true, true);
+    }
+}

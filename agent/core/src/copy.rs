@@ -1,0 +1,208 @@
+//! Copies: what runs in the slots behind those of queue 0, how each goes on, and which comes next.
+
+use shorthorn_types::{ByteRange, Errno};
+
+use crate::engine::EngineCore;
+use crate::event::{Outputs, ZeroBlocks};
+use crate::job::{Copy, CopyStep, FlushFor, Job, Why};
+use crate::membership::{PeerIndex, PeerMask};
+use crate::request::Operation;
+use crate::slot::{Phase, Slot, SlotId};
+
+impl EngineCore {
+    /// Gives work to the copy slots that are free, most urgent first.
+    pub(crate) fn start_jobs(&mut self, out: &mut Outputs) {
+        while let Some(id) = self.jobs.free() {
+            if !self.start_next(id, out) {
+                return;
+            }
+        }
+    }
+
+    fn start_next(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+        if self.clearing.takes_flush() {
+            self.clearing.flushed = self.membership.connected();
+            self.start_flush(id, FlushFor::Clearing, out);
+        } else if self.joins.takes_flush(id) {
+            self.start_flush(id, FlushFor::Joining, out);
+        } else if self.is_equalising {
+            // Until that is done there is no telling what the members have.
+            return self.start_equalising(id, out);
+        } else if self.is_bringing_up() {
+            return self.start_join_copy(id, out);
+        } else {
+            return self.start_check(id, out);
+        }
+        true
+    }
+
+    /// The slot has a job from now on, whose turn is still to come.
+    pub(crate) fn take_slot(&mut self, id: SlotId, job: Job) {
+        let Some(place) = self.job(id) else { return };
+        *place = job;
+        *self.slots.at_mut(id) = Slot { phase: Phase::Waiting, ..Slot::FREE };
+    }
+
+    /// The job is done; what waited for its range goes on.
+    pub(crate) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
+        self.take_slot(id, Job::Idle);
+        self.slots.at_mut(id).phase = Phase::Free;
+        self.wake = true;
+        self.leave_range(id, out);
+    }
+
+    fn start_flush(&mut self, id: SlotId, why: FlushFor, out: &mut Outputs) {
+        self.take_slot(id, Job::Flush(why));
+        self.send(id, Operation::Flush, ByteRange::EMPTY, 0, self.membership.connected(), out);
+    }
+
+    /// The job's turn has come, or everybody has answered that it waited for.
+    pub(crate) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
+        let was_sent = self.slots.at(id).phase == Phase::Active;
+        match self.job(id) {
+            Some(Job::Copy(_)) => self.advance_copy(id, out),
+            Some(Job::Check(_)) if was_sent => self.compare(id, out),
+            Some(Job::Check(_)) => self.send_check(id, out),
+            Some(Job::Flush(why)) => {
+                let why = *why;
+                let is_durable = self.slots.at(id).error.is_none();
+                self.free_slot(id, out);
+                match why {
+                    FlushFor::Clearing => self.clearing.flush_answered(is_durable),
+                    FlushFor::Joining => self.join_flushed(id, is_durable, out),
+                }
+            }
+            Some(Job::Idle) | None => {}
+        }
+    }
+
+    fn advance_copy(&mut self, id: SlotId, out: &mut Outputs) {
+        if self.is_paused() {
+            return self.hold(id);
+        }
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        if copy.targets.is_empty() {
+            return self.end_copy(id, out);
+        }
+        match (copy.step, copy.next_run()) {
+            (CopyStep::Read, _) => self.read_piece(id, out),
+            (CopyStep::Write { .. }, Some((run, is_zero))) => {
+                let at_bytes = run.end() - copy.piece.offset();
+                let buffer_offset = run.offset() - copy.piece.offset();
+                let to = copy.targets;
+                copy.step = CopyStep::Write { at_bytes };
+                let operation = match is_zero {
+                    true => Operation::WriteZeroes { fua: false },
+                    false => Operation::Write { fua: false },
+                };
+                self.send(id, operation, run, u32::try_from(buffer_offset).unwrap_or(u32::MAX), to, out);
+            }
+            (CopyStep::Write { .. }, None) if copy.next_piece() => self.read_piece(id, out),
+            (CopyStep::Write { .. }, None) => self.end_copy(id, out),
+        }
+    }
+
+    fn read_piece(&mut self, id: SlotId, out: &mut Outputs) {
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        let (why, range, piece) = (copy.why, copy.range, copy.piece);
+        let touched = self.regions.touched(range);
+        if self.intent.is_clearing(touched.clone()) {
+            return self.hold(id); // the copy modifies it
+        }
+        self.intent.touch(touched);
+        let source = self.source_of(why).map_or(PeerMask::NONE, PeerMask::one);
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        copy.targets = copy.targets.without(source);
+        if source.is_empty() || copy.targets.is_empty() {
+            copy.targets = PeerMask::NONE;
+            return self.end_copy(id, out);
+        }
+        self.send(id, Operation::Read, piece, 0, source, out);
+    }
+
+    fn source_of(&mut self, why: Why) -> Option<PeerIndex> {
+        let members = self.membership.answering();
+        match why {
+            Why::Equalise { .. } => {
+                self.source.filter(|source| members.has(*source)).or_else(|| members.first())
+            }
+            Why::Join { .. } => self.membership.reader(),
+            Why::Repair { sources, .. } => sources.and(members).first(),
+        }
+    }
+
+    /// Everything was copied, or nobody is left who wants it.
+    fn end_copy(&mut self, id: SlotId, out: &mut Outputs) {
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        let Copy { why, range, targets, .. } = *copy;
+        if !targets.is_empty() {
+            self.copied_bytes += range.length();
+        }
+        match why {
+            Why::Equalise { region } => self.region_is_equal(region),
+            Why::Join { region } => self.region_is_brought(region, targets),
+            Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
+        }
+        self.free_slot(id, out);
+    }
+
+    /// As [`EngineCore::reply`], to a slot for copies.
+    pub(crate) fn copy_reply(
+        &mut self,
+        peer: PeerIndex,
+        id: SlotId,
+        outcome: Result<(), Errno>,
+        out: &mut Outputs,
+    ) {
+        if let Err(errno) = outcome {
+            return self.copy_failed(peer, id, errno, out);
+        }
+        if let Some(Job::Copy(copy @ Copy { step: CopyStep::Read, .. })) = self.job(id) {
+            copy.zeroes = [0; 4];
+            copy.step = CopyStep::Write { at_bytes: 0 };
+        }
+        if self.answered_by(peer, id) {
+            self.advance(id, out);
+        }
+    }
+
+    pub(crate) fn copy_read(&mut self, peer: PeerIndex, id: SlotId, zeroes: ZeroBlocks, out: &mut Outputs) {
+        if !self.expects(peer, id, out) {
+            return;
+        }
+        let Some(Job::Copy(copy @ Copy { step: CopyStep::Read, .. })) = self.job(id) else {
+            return self.lose(peer, format!("{id:?} does not read for a copy"), out);
+        };
+        copy.zeroes = zeroes;
+        copy.step = CopyStep::Write { at_bytes: 0 };
+        if self.answered_by(peer, id) {
+            self.advance(id, out);
+        }
+    }
+
+    /// A replica cannot do what a slot for copies asks. It leaves; the last member stays, and whoever
+    /// depends on it for a copy does not become a member.
+    pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
+        let members = self.membership.answering();
+        if !(members.has(peer) && members.is_one()) {
+            let reason = match errno {
+                Errno::NO_SPACE => "no space left".to_owned(),
+                errno => format!("copying: {errno}"),
+            };
+            return self.lose(peer, reason, out); // its answer stays pending until it is closed
+        }
+        self.slots.at_mut(id).error = Some(errno);
+        if let Some(Job::Copy(copy)) = self.job(id) {
+            let (why, piece, targets) = (copy.why, copy.piece, copy.targets);
+            copy.targets = PeerMask::NONE;
+            if matches!(why, Why::Join { .. }) {
+                for target in targets.iter() {
+                    self.lose(target, format!("the last member cannot read {piece}: {errno}"), out);
+                }
+            }
+        }
+        if self.answered_by(peer, id) {
+            self.advance(id, out);
+        }
+    }
+}

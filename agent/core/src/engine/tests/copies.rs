@@ -1,0 +1,252 @@
+//! Making members equal, clearing write intent, and scrubbing.
+
+use shorthorn_types::{MarkAction, RegionsOf};
+
+use super::*;
+use crate::event::ScrubConfig;
+
+/// The first slot for copies.
+const COPY: u16 = 8;
+
+/// Three members that may differ in `regions`; replica 1 has lost nothing. What nobody waits for goes slowly.
+fn unequal(regions: &[u32]) -> Bench {
+    let mut config = config(3, 3);
+    config.dirty = region_set(regions);
+    config.source = Some(1);
+    config.copy_slots = 1;
+    config.copy_limits.bytes_per_s = 64 << 10;
+    Bench::with(&config)
+}
+
+/// What is sent about a slot: to whom, what, from where on in the volume, how many bytes, where in the buffer.
+fn parts(out: &[Output], slot: u16) -> Vec<(PeerIndex, Operation, u64, u64, u32)> {
+    let part = |output: &Output| match output {
+        Output::Send { peer, slot: sent, operation, range, buffer_offset } if *sent == id(slot) => {
+            Some((*peer, *operation, range.offset(), range.length(), *buffer_offset))
+        }
+        _ => None,
+    };
+    out.iter().filter_map(part).collect()
+}
+
+fn is_equalised(out: &[Output]) -> bool {
+    out.contains(&Output::Equalised)
+}
+
+#[test]
+fn a_region_is_copied_from_the_source_run_by_run() {
+    let mut bench = unequal(&[1]);
+    let out = bench.tick(1);
+    assert_eq!(parts(&out, COPY), [(1, Operation::Read, 65536, 65536, 0)]);
+    let out = bench.apply(Event::CopyRead { peer: 1, slot: id(COPY), zeroes: [0b1110, 0, 0, 0] });
+    assert_eq!(parts(&out, COPY), [(0, WRITE, 65536, 4096, 0), (2, WRITE, 65536, 4096, 0)]);
+    assert_eq!(parts(&bench.reply(0, COPY, Ok(())), COPY), [], "one run at a time");
+    let zeroes = Operation::WriteZeroes { fua: false };
+    let out = bench.reply(2, COPY, Ok(()));
+    assert_eq!(parts(&out, COPY), [(0, zeroes, 69632, 12288, 4096), (2, zeroes, 69632, 12288, 4096)]);
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(2, COPY, Ok(()));
+    assert_eq!(parts(&out, COPY)[0], (0, WRITE, 81920, 49152, 16384));
+    bench.reply(0, COPY, Ok(()));
+    assert!(is_equalised(&bench.reply(2, COPY, Ok(()))));
+    assert_eq!(bench.core.copy_progress().copied_bytes, 65536);
+}
+
+#[test]
+fn requests_wait_until_their_regions_are_equal_and_the_others_go_on() {
+    let mut bench = unequal(&[0, 5]);
+    let out = bench.submit(0, WRITE, 2 * REGION_BLOCKS);
+    assert_eq!(sent_to(&out, 0), [0, 1, 2]);
+    let out = bench.submit(1, Operation::Read, 5 * REGION_BLOCKS);
+    assert_eq!((sent_to(&out, 1), sent_to(&out, COPY)), (vec![], vec![]), "the slot is busy with region 0");
+    let out = bench.submit(2, WRITE, 5 * REGION_BLOCKS + 1);
+    assert_eq!(sent_to(&out, 2), []);
+    bench.reply(1, COPY, Ok(()));
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(2, COPY, Ok(()));
+    assert_eq!(parts(&out, COPY), [(1, Operation::Read, 5 * 65536, 65536, 0)]);
+    bench.reply(1, COPY, Ok(()));
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(2, COPY, Ok(()));
+    assert!(is_equalised(&out));
+    assert_eq!((sent_to(&out, 1).len(), sent_to(&out, 2)), (1, vec![0, 1, 2]));
+}
+
+#[test]
+fn the_region_that_a_request_waits_for_is_next() {
+    let mut bench = unequal(&[0, 1, 2, 3, 4, 5, 6]);
+    bench.core.bucket.pay(1 << 30);
+    let out = bench.tick(1);
+    assert_eq!(parts(&out, COPY), [], "nothing may be copied now");
+    let out = bench.submit(0, Operation::Read, 6 * REGION_BLOCKS);
+    assert_eq!(parts(&out, COPY), [(1, Operation::Read, 6 * 65536, 65536, 0)]);
+}
+
+#[test]
+fn a_large_region_is_copied_in_pieces() {
+    let mut config = config(2, 2);
+    config.size_bytes = 2 << 40;
+    let regions = Regions::of(config.size_bytes);
+    assert_eq!(regions.region_bytes(), 2 << 20);
+    config.dirty = RegionSet::empty(regions.count());
+    config.dirty.insert(9);
+    config.missed.clear();
+    let mut bench = Bench::with(&config);
+    let out = bench.tick(1);
+    let out = bench.answer(out, &[]);
+    let starts: Vec<u64> = parts(&out, COPY).iter().map(|part| part.2).collect();
+    assert_eq!(starts, [18 << 20, 18 << 20, 19 << 20, 19 << 20], "each is read and written");
+    assert!(is_equalised(&out));
+}
+
+#[test]
+fn another_member_takes_over_from_a_source_that_fails() {
+    let mut bench = unequal(&[1]);
+    bench.tick(1);
+    bench.reply(1, COPY, Err(Errno::IO));
+    let mut out = bench.close(1);
+    out.extend(bench.view_stored(0, 2));
+    out.extend(bench.view_stored(2, 2));
+    assert_eq!(parts(&out, COPY), [(0, Operation::Read, 65536, 65536, 0)]);
+    let out = bench.reply(0, COPY, Ok(()));
+    assert_eq!(sent(&out, COPY), [(2, WRITE)]);
+    assert!(is_equalised(&bench.reply(2, COPY, Ok(()))));
+}
+
+#[test]
+fn a_member_without_space_for_a_copy_leaves() {
+    let mut bench = unequal(&[1]);
+    bench.tick(1);
+    bench.reply(1, COPY, Ok(()));
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(2, COPY, Err(Errno::NO_SPACE));
+    assert_eq!(drops(&out), [(2, "no space left")]);
+    bench.close(2);
+    bench.view_stored(0, 2);
+    assert!(is_equalised(&bench.view_stored(1, 2)));
+}
+
+#[test]
+fn who_is_alone_is_equal() {
+    let mut config = config(2, 2);
+    config.dirty = region_set(&[0, 1, 2, 3]);
+    let mut bench = Bench::with(&config);
+    let out = bench.submit(0, Operation::Read, 3 * REGION_BLOCKS);
+    assert_eq!(sent_to(&out, 0), []);
+    bench.lose(1);
+    bench.view_stored(0, 2);
+    let out = bench.granted(2);
+    assert_eq!(sent_to(&out, 0), [], "a copy of its region is under way");
+    assert_eq!(sent_to(&bench.reply(0, COPY, Ok(())), 0), [0]);
+    assert!(is_equalised(&bench.reply(0, COPY + 1, Ok(()))));
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 4 << 16, "another crash would not make it clean");
+}
+
+/// A write to region 0 that is done, and time that has made it cool: the flush has been sent.
+fn cooled() -> Bench {
+    let mut bench = Bench::new(2);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    let out = bench.tick(INTERVAL_MS);
+    bench.answer(out, &[]);
+    let out = bench.tick(2 * INTERVAL_MS);
+    assert_eq!(sent(&out, COPY), [(0, Operation::Flush), (1, Operation::Flush)]);
+    bench.apply(Event::Pong { peer: 0 });
+    bench.apply(Event::Pong { peer: 1 });
+    bench
+}
+
+#[test]
+fn intent_is_cleared_after_a_flush_and_writes_wait_meanwhile() {
+    let mut bench = cooled();
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(1, COPY, Ok(()));
+    let cleared = marks(&out);
+    assert_eq!(
+        (cleared.len(), cleared[0].1.of, cleared[0].1.action),
+        (2, RegionsOf::Intent, MarkAction::Clear)
+    );
+    assert_eq!(cleared[0].1.runs, [(0, 1)]);
+    assert_eq!(sent_to(&bench.submit(0, WRITE, 1), 0), [], "the clear could overtake it");
+    assert_eq!(sent_to(&bench.submit(1, Operation::Read, 2), 1).len(), 1);
+    assert_eq!(sent_to(&bench.submit(2, WRITE, REGION_BLOCKS), 2), [0, 1]);
+    bench.apply(Event::Marked { peer: 0, mark: 1 });
+    let out = bench.apply(Event::Marked { peer: 1, mark: 1 });
+    assert_eq!(sent_to(&out, 0), [0, 1]);
+}
+
+#[test]
+fn what_is_written_after_the_flush_was_sent_stays_dirty() {
+    let mut bench = cooled();
+    let out = bench.submit(0, WRITE, 1);
+    bench.reply(0, COPY, Ok(()));
+    let flushed = bench.reply(1, COPY, Ok(()));
+    assert_eq!(marks(&flushed), []);
+    bench.answer(out, &[]);
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
+}
+
+#[test]
+fn a_replica_that_does_not_answer_a_mark_is_late() {
+    let mut bench = cooled();
+    bench.reply(0, COPY, Ok(()));
+    bench.reply(1, COPY, Ok(()));
+    bench.apply(Event::Marked { peer: 0, mark: 1 });
+    assert_eq!(drops(&bench.tick(2 * INTERVAL_MS + TIMEOUT_MS)), []);
+    bench.apply(Event::Pong { peer: 0 });
+    bench.apply(Event::Pong { peer: 1 });
+    let out = bench.tick(2 * INTERVAL_MS + TIMEOUT_MS + 1);
+    assert_eq!(drops(&out).len(), 1);
+    assert_eq!(drops(&out)[0].0, 1);
+}
+
+fn scrub(repair: bool) -> Event {
+    Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair }))
+}
+
+#[test]
+fn a_scrub_sees_every_byte_and_holds_up_nobody_else() {
+    let mut bench = Bench::new(2);
+    let out = bench.apply(scrub(true));
+    assert_eq!(parts(&out, COPY)[0], (0, Operation::Verify, 0, SIZE_BYTES, 0));
+    assert_eq!(sent_to(&bench.submit(0, WRITE, 3), 0), [], "it would change what is compared");
+    let out = bench.answer(out, &[]);
+    assert_eq!(sent_to(&out, 0), [0, 1]);
+    assert!(out.contains(&Output::ScrubDone));
+    assert_eq!(bench.core.copy_progress().scrub_at_bytes, None);
+}
+
+fn found(out: &[Output]) -> Option<(Vec<PeerIndex>, bool)> {
+    out.iter().find_map(|output| match output {
+        Output::ScrubFound { odd, repaired, .. } => Some((odd.clone(), *repaired)),
+        _ => None,
+    })
+}
+
+/// What follows when the members' checks are `sums`.
+fn scrubbed(repair: bool, sums: &[u32]) -> (Bench, Outputs) {
+    let mut bench = Bench::new(sums.len() as u64);
+    bench.apply(scrub(repair));
+    let mut out = Vec::new();
+    for (peer, sum) in (0..).zip(sums) {
+        out = bench.apply(Event::Verified { peer, slot: id(COPY), outcome: Ok(*sum) });
+    }
+    (bench, out)
+}
+
+#[test]
+fn the_majority_repairs_the_odd_one() {
+    let (mut bench, out) = scrubbed(true, &[1, 2, 1]);
+    assert_eq!(sent(&out, COPY), [(0, Operation::Read)]);
+    assert_eq!(sent_to(&bench.submit(0, Operation::Read, 3), 0), [], "not before it is repaired");
+    let out = bench.answer(out, &[]);
+    assert_eq!(sent(&out, COPY)[1], (1, WRITE));
+    assert_eq!(found(&out), Some((vec![1], true)));
+    assert!(out.contains(&Output::ScrubDone));
+}
+
+#[test]
+fn what_cannot_or_shall_not_be_repaired_is_told() {
+    assert_eq!(found(&scrubbed(true, &[1, 2]).1), Some((vec![0, 1], false)));
+    assert_eq!(found(&scrubbed(false, &[1, 1, 2]).1), Some((vec![2], false)));
+}

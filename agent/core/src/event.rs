@@ -1,0 +1,282 @@
+//! What goes into the core and what comes out of it.
+
+use shorthorn_types::{ByteRange, Errno, MarkRegions, Members, RegionSet, ReplicaReport, View, ViewId};
+
+use crate::membership::{PeerConfig, PeerIndex};
+use crate::request::{Operation, Request};
+use crate::slot::SlotId;
+
+/// What an engine core is made with.
+#[derive(Clone, Debug)]
+pub struct CoreConfig {
+    /// How many queues.
+    pub queues: u16,
+    /// How many slots each has.
+    pub depth: u16,
+    /// Every replica that the engine was given, at most [`shorthorn_types::limits::MAX_MEMBERS`].
+    pub peers: Vec<PeerConfig>,
+    /// The engine's first view, through already.
+    pub view: View,
+    /// A replica that does not answer a request for so long has failed. Shorter than the time-out of every frontend.
+    pub replica_timeout_ms: u64,
+    /// Size of the volume.
+    pub size_bytes: u64,
+    /// Where the members may differ: made equal before it is served.
+    pub dirty: RegionSet,
+    /// Whom to make the others equal to, where that matters: a member that has lost nothing.
+    pub source: Option<PeerIndex>,
+    /// For each of `peers`: what it is known to have missed. Of members it is empty.
+    pub missed: Vec<RegionSet>,
+    /// How many slots queue 0 has beyond `depth`, with a buffer of [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES)
+    /// each, for copies and checks. With none nothing is copied, compared or cleared.
+    pub copy_slots: u16,
+    /// How fast regions may be copied.
+    pub copy_limits: CopyLimits,
+    /// How long a region stays dirty after the last write, at least.
+    pub intent_interval_ms: u64,
+}
+
+/// How much copying may take of the volume's speed. Regions that a request waits for are copied at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyLimits {
+    /// The most that is copied; 0: no limit.
+    pub bytes_per_s: u64,
+    /// The most that copying may take of the bytes that move while the frontend is busy, 1 to 100.
+    pub share_percent: u8,
+}
+
+/// How a scrub goes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScrubConfig {
+    /// The most that is compared; 0: no limit.
+    pub bytes_per_s: u64,
+    /// Whether what differs is made equal to the majority.
+    pub repair: bool,
+}
+
+/// Blocks of [`BLOCK_BYTES`](shorthorn_types::limits::BLOCK_BYTES) of a slot's buffer that are all zeroes: bit n % 64 of word n / 64.
+pub type ZeroBlocks = [u64; 4];
+
+/// What has happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A frontend submits a request.
+    Submit {
+        /// On which queue.
+        queue: u16,
+        /// The request.
+        request: Request,
+    },
+    /// A replica has answered what it was sent; the data of a read is in the slot's buffer.
+    Reply {
+        /// Which replica.
+        peer: PeerIndex,
+        /// Whose request.
+        slot: SlotId,
+        /// How it went.
+        outcome: Result<(), Errno>,
+    },
+    /// A replica has answered a PING.
+    Pong {
+        /// Which replica.
+        peer: PeerIndex,
+    },
+    /// A replica has answered a proposal.
+    ViewStored {
+        /// Which replica.
+        peer: PeerIndex,
+        /// The view that it has stored.
+        view: ViewId,
+    },
+    /// The arbiter has granted a view.
+    Granted {
+        /// Which one.
+        view: ViewId,
+    },
+    /// There is a replica that is not in the view: what it misses is counted from now on. Its index is the
+    /// next one, or one that is known and not in the view.
+    Track {
+        /// Its index.
+        peer: PeerIndex,
+        /// Which replica.
+        config: PeerConfig,
+    },
+    /// A tracked replica is connected on every queue and has what the members have, `missing` and what was counted
+    /// aside: it is to be brought up, and to become a member then.
+    Join {
+        /// Which replica.
+        peer: PeerIndex,
+        /// What it lacks beside what was counted.
+        missing: Box<RegionSet>,
+    },
+    /// A replica that is not in the view is given up: it counts no more. Connections to it are dropped.
+    Forget {
+        /// Which replica.
+        peer: PeerIndex,
+    },
+    /// A replica has answered [`Output::Mark`].
+    Marked {
+        /// Which replica.
+        peer: PeerIndex,
+        /// The number of the mark.
+        mark: u32,
+    },
+    /// As [`Event::Reply`] to the read of a copy slot that went well, with what a look at the data has shown.
+    CopyRead {
+        /// Which replica.
+        peer: PeerIndex,
+        /// The slot.
+        slot: SlotId,
+        /// Blocks that need not be sent.
+        zeroes: ZeroBlocks,
+    },
+    /// A replica has answered [`Operation::Verify`].
+    Verified {
+        /// Which replica.
+        peer: PeerIndex,
+        /// The slot.
+        slot: SlotId,
+        /// CRC-32C of the range as the replica reads it.
+        outcome: Result<u32, Errno>,
+    },
+    /// Start to compare all members from the beginning, or stop that.
+    Scrub(Option<ScrubConfig>),
+    /// Other limits from now on.
+    SetCopyLimits(CopyLimits),
+    /// A connection to a replica is lost, or what came over it cannot be trusted.
+    Lost {
+        /// Which replica.
+        peer: PeerIndex,
+        /// Why.
+        reason: String,
+    },
+    /// After [`Output::Drop`]: nothing is read into or sent from the buffers of `queue` for this replica any more.
+    Closed {
+        /// Which replica.
+        peer: PeerIndex,
+        /// Which queue.
+        queue: u16,
+    },
+    /// Time passes; at least four times a second while requests are in flight.
+    Tick {
+        /// Milliseconds since any fixed point; never less than before.
+        now_ms: u64,
+    },
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Send the request to a replica.
+    Send {
+        /// Which replica.
+        peer: PeerIndex,
+        /// The slot has the data of a write, or takes that of a read.
+        slot: SlotId,
+        /// What to send.
+        operation: Operation,
+        /// About which bytes.
+        range: ByteRange,
+        /// Where in the slot's buffer their data is, or goes: 0 but for parts of a copy.
+        buffer_offset: u32,
+    },
+    /// Tell the frontend that its request is done. The slot is free.
+    Complete {
+        /// Whose request.
+        slot: SlotId,
+        /// How it went.
+        outcome: Result<(), Errno>,
+    },
+    /// Send a PING on every connection.
+    Ping {
+        /// To which replica.
+        peer: PeerIndex,
+    },
+    /// Send a proposed view.
+    Propose {
+        /// To which replica.
+        peer: PeerIndex,
+        /// The view.
+        view: View,
+        /// What it honours.
+        honoured: ReplicaReport,
+    },
+    /// Tell a replica that the view is through.
+    Commit {
+        /// Which replica.
+        peer: PeerIndex,
+        /// The view.
+        view: View,
+    },
+    /// Ask the arbiter to grant a view; requests wait for [`Event::Granted`].
+    AskGrant {
+        /// The view.
+        view: View,
+        /// What it honours.
+        honoured: ReplicaReport,
+        /// Who has stored it.
+        stored: Members,
+    },
+    /// Have a replica change one of its sets of regions.
+    Mark {
+        /// Which replica.
+        peer: PeerIndex,
+        /// Number to be given back in [`Event::Marked`].
+        mark: u32,
+        /// What to change.
+        change: MarkRegions,
+    },
+    /// The members are equal everywhere: nothing waits for that any more.
+    Equalised,
+    /// A replica that was brought up is in the view.
+    Joined {
+        /// Which one.
+        peer: PeerIndex,
+    },
+    /// The members do not read the same.
+    ScrubFound {
+        /// Where.
+        range: ByteRange,
+        /// The replicas that differ from the majority; all members where there is none.
+        odd: Vec<PeerIndex>,
+        /// Whether they have been made equal to the majority.
+        repaired: bool,
+    },
+    /// A scrub has seen every byte of the volume.
+    ScrubDone,
+    /// Close every connection to a replica that has failed; [`Event::Closed`] follows for each queue.
+    Drop {
+        /// Which replica.
+        peer: PeerIndex,
+        /// Why, for people.
+        reason: String,
+    },
+    /// The view has changed.
+    ViewChanged {
+        /// To this.
+        view: View,
+    },
+    /// No quorum is left: nothing is acknowledged or read any more. The engine has to start again.
+    Frozen {
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+/// What is being copied or compared, and how far that is. Bytes of regions, whether allocated or not.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CopyProgress {
+    /// Left to make equal after an unclean stop.
+    pub equalise_left_bytes: u64,
+    /// Replicas that are being brought up, and how many bytes of theirs are left.
+    pub joins: Vec<(PeerIndex, u64)>,
+    /// Copied since the engine has started, for whatever reason.
+    pub copied_bytes: u64,
+    /// Where a scrub is, if one is under way.
+    pub scrub_at_bytes: Option<u64>,
+    /// Where the members may differ if any of them crashed now.
+    pub dirty_bytes: u64,
+}
+
+/// Where the core puts its outputs. Keeps its memory from call to call.
+pub type Outputs = Vec<Output>;

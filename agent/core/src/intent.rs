@@ -1,0 +1,214 @@
+use std::ops::Range;
+
+use shorthorn_types::RegionSet;
+
+/// Where the members may differ after a crash of any of them, and what of that can be cleared.
+///
+/// A region is *hot* from the moment a modification of it is sent. Turns follow one another, at least an
+/// interval apart. With a turn, what is hot becomes *warm*, and what was warm and did not become hot again
+/// becomes *cool*: it was not touched for a whole interval. A flush that is sent after the turn covers
+/// every modification of a cool region that was answered before; those in flight at the turn are left out.
+/// When the flush is answered, the cool regions that did not become hot since the turn can be *cleared*.
+#[derive(Debug)]
+pub(crate) struct Intent {
+    hot: RegionSet,
+    warm: RegionSet,
+    cool: RegionSet,
+    /// The cool ones that the flush covers and that are not cleared yet.
+    covered: RegionSet,
+    /// The members are told to clear these: nothing may be sent that modifies them.
+    clearing: RegionSet,
+}
+
+impl Intent {
+    pub fn new(regions: u32) -> Intent {
+        let empty = || RegionSet::empty(regions);
+        Intent { hot: empty(), warm: empty(), cool: empty(), covered: empty(), clearing: empty() }
+    }
+
+    /// A modification of `regions` is sent.
+    pub fn touch(&mut self, regions: Range<u32>) {
+        self.hot.insert_run(regions);
+    }
+
+    /// All of `regions` may differ.
+    pub fn touch_all(&mut self, regions: &RegionSet) {
+        self.hot.insert_all(regions);
+    }
+
+    /// Whether modifications of any of `regions` have to wait.
+    pub fn is_clearing(&self, regions: Range<u32>) -> bool {
+        !self.clearing.is_empty() && self.clearing.contains_any(regions)
+    }
+
+    /// Everything that may differ, into `all`.
+    pub fn add_dirty_to(&self, all: &mut RegionSet) {
+        for set in [&self.hot, &self.warm, &self.cool, &self.clearing] {
+            if !set.is_empty() {
+                all.insert_all(set);
+            }
+        }
+    }
+
+    /// The next turn, while nothing is being cleared; `in_flight` are the regions of modifications that
+    /// were sent and are not answered by everybody. True where something can be cleared after a flush.
+    pub fn turn(&mut self, in_flight: impl Iterator<Item = Range<u32>>) -> bool {
+        self.cool.insert_all(&self.warm);
+        self.cool.remove_all(&self.hot);
+        std::mem::swap(&mut self.warm, &mut self.hot);
+        self.hot.clear();
+        self.covered.clear();
+        self.covered.insert_all(&self.cool);
+        for regions in in_flight {
+            self.covered.remove_run(regions);
+        }
+        !self.covered.is_empty()
+    }
+
+    /// Some of what can be cleared of the intent, at most `runs_max` runs: they are being cleared from now on.
+    pub fn clear_some(&mut self, runs_max: usize) -> Vec<(u32, u32)> {
+        self.covered.remove_all(&self.hot);
+        take_runs(&mut self.covered, &mut self.clearing, runs_max)
+    }
+
+    /// Likewise for the regions in `set`, which the flush has covered too.
+    pub fn clear_some_of(&mut self, set: &mut RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
+        set.remove_all(&self.hot);
+        take_runs(set, &mut self.clearing, runs_max)
+    }
+
+    /// The members have cleared them from the intent.
+    pub fn cleared(&mut self) {
+        self.cool.remove_all(&self.clearing);
+        self.clearing.clear();
+    }
+
+    /// Nothing is cleared: they stay where they are.
+    pub fn keep(&mut self) {
+        self.clearing.clear();
+    }
+
+    /// The members have cleared them from the set that was given.
+    pub fn cleared_of(&mut self, set: Option<&mut RegionSet>) {
+        if let Some(set) = set {
+            set.remove_all(&self.clearing);
+        }
+        self.clearing.clear();
+    }
+}
+
+fn take_runs(from: &mut RegionSet, into: &mut RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
+    let runs: Vec<(u32, u32)> =
+        from.runs(0).take(runs_max).map(|run| (run.start, run.end - run.start)).collect();
+    for (start, count) in &runs {
+        from.remove_run(*start..start + count);
+        into.insert_run(*start..start + count);
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const REGIONS: u32 = 8;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Deed {
+        Send(u32),
+        Complete(prop::sample::Index),
+        Turn,
+        FlushAnswered,
+        Clear,
+        Cleared,
+    }
+
+    fn deed() -> impl Strategy<Value = Deed> {
+        prop_oneof![
+            4 => (0..REGIONS).prop_map(Deed::Send),
+            4 => any::<prop::sample::Index>().prop_map(Deed::Complete),
+            1 => Just(Deed::Turn),
+            2 => Just(Deed::FlushAnswered),
+            2 => Just(Deed::Clear),
+            2 => Just(Deed::Cleared),
+        ]
+    }
+
+    proptest! {
+        /// The model knows for each region whether anything unflushed may be in it: a modification that is
+        /// in flight, or one that was completed after the last answered flush was sent. Such a region is
+        /// never cleared, and always counts as dirty.
+        #[test]
+        fn never_clears_what_is_not_flushed(deeds in prop::collection::vec(deed(), 1..200)) {
+            let mut intent = Intent::new(REGIONS);
+            let mut in_flight: Vec<u32> = Vec::new();
+            let mut unflushed: BTreeSet<u32> = BTreeSet::new();
+            let mut covered_by_flush: Option<BTreeSet<u32>> = None;
+            let (mut may_clear, mut is_clearing) = (false, false);
+            for deed in deeds {
+                match deed {
+                    Deed::Send(region) if intent.is_clearing(region..region + 1) => {}
+                    Deed::Send(region) => {
+                        intent.touch(region..region + 1);
+                        in_flight.push(region);
+                    }
+                    Deed::Complete(which) if !in_flight.is_empty() => {
+                        let region = in_flight.swap_remove(which.index(in_flight.len()));
+                        unflushed.insert(region);
+                        if let Some(covered) = &mut covered_by_flush {
+                            covered.remove(&region);
+                        }
+                    }
+                    Deed::Turn if covered_by_flush.is_none() && !may_clear && !is_clearing => {
+                        let is_flushed = intent.turn(in_flight.iter().map(|region| *region..region + 1));
+                        covered_by_flush = is_flushed.then(|| unflushed.clone());
+                    }
+                    Deed::FlushAnswered => {
+                        for region in covered_by_flush.take().into_iter().flatten() {
+                            unflushed.remove(&region);
+                            may_clear = true;
+                        }
+                    }
+                    Deed::Clear if may_clear && !is_clearing => {
+                        let runs = intent.clear_some(1);
+                        (is_clearing, may_clear) = (!runs.is_empty(), !runs.is_empty());
+                        for region in runs.into_iter().flat_map(|(start, count)| start..start + count) {
+                            prop_assert!(!unflushed.contains(&region), "{region} is not flushed");
+                            prop_assert!(!in_flight.contains(&region), "{region} is in flight");
+                        }
+                    }
+                    Deed::Cleared if is_clearing => {
+                        intent.cleared();
+                        is_clearing = false;
+                    }
+                    _ => {}
+                }
+                let mut dirty = RegionSet::empty(REGIONS);
+                intent.add_dirty_to(&mut dirty);
+                for region in unflushed.iter().chain(&in_flight) {
+                    prop_assert!(dirty.contains(*region), "{region} is not counted");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_left_alone_is_cleared_after_two_turns() {
+        let mut intent = Intent::new(REGIONS);
+        intent.touch(1..3);
+        intent.touch(5..6);
+        assert!(!intent.turn(std::iter::empty()));
+        intent.touch(2..3);
+        assert!(intent.turn(std::iter::once(5..6)));
+        assert_eq!(intent.clear_some(9), [(1, 1)], "2 was touched, 5 is in flight");
+        assert!(intent.is_clearing(0..8));
+        intent.cleared();
+        assert!(!intent.is_clearing(0..8));
+        assert!(intent.turn(std::iter::empty()));
+        assert_eq!(intent.clear_some(9), [(2, 1), (5, 1)]);
+    }
+}

@@ -1,0 +1,212 @@
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS};
+use shorthorn_types::{ByteRange, Regions};
+
+use crate::event::ZeroBlocks;
+use crate::membership::PeerMask;
+use crate::slot::SlotId;
+
+/// What a copy slot is used for.
+#[derive(Clone, Debug)]
+pub(crate) enum Job {
+    Idle,
+    Flush(FlushFor),
+    Copy(Copy),
+    Check(Check),
+}
+
+/// Who wants to know that everything is durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FlushFor {
+    /// Regions are to be cleared.
+    Clearing,
+    /// A replica is to become a member.
+    Joining,
+}
+
+/// Why something is copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// The members may differ in the region. Nobody else touches it meanwhile: requests wait for it.
+    Equalise { region: u32 },
+    /// Replicas that are brought up miss the region. The copy has its range in the range table.
+    Join { region: u32 },
+    /// A scrub has found these to differ. The copy has its range in the range table.
+    Repair { odd: PeerMask, sources: PeerMask },
+}
+
+/// A range is made equal on some replicas, a piece at a time: read from one, written to the others.
+#[derive(Clone, Debug)]
+pub(crate) struct Copy {
+    pub why: Why,
+    /// All of it.
+    pub range: ByteRange,
+    /// The part whose turn it is, at most [`MAX_IO_BYTES`].
+    pub piece: ByteRange,
+    /// Who gets it. Those that fail are taken out at once.
+    pub targets: PeerMask,
+    pub step: CopyStep,
+    /// What need not be sent of the piece.
+    pub zeroes: ZeroBlocks,
+}
+
+/// What comes next for the piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopyStep {
+    /// It has to be read, again where its source has failed.
+    Read,
+    /// It is in the buffer and written up to here.
+    Write { at_bytes: u64 },
+}
+
+impl Copy {
+    pub fn new(why: Why, range: ByteRange, targets: PeerMask) -> Copy {
+        let piece = piece_at(range, range.offset());
+        Copy { why, range, piece, targets, step: CopyStep::Read, zeroes: [0; 4] }
+    }
+
+    /// The next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
+    pub fn next_run(&self) -> Option<(ByteRange, bool)> {
+        let CopyStep::Write { at_bytes } = self.step else { return None };
+        let end = self.piece.length();
+        if at_bytes >= end {
+            return None;
+        }
+        let is_zero = |at: u64| {
+            let block = usize::try_from(at / BLOCK_BYTES).unwrap_or(usize::MAX);
+            self.zeroes.get(block / 64).is_some_and(|word| word >> (block % 64) & 1 == 1)
+        };
+        let kind = is_zero(at_bytes);
+        let mut to = at_bytes;
+        while to < end && is_zero(to) == kind {
+            to += BLOCK_BYTES;
+        }
+        Some((part(self.piece.offset() + at_bytes, to.min(end) - at_bytes), kind))
+    }
+
+    /// Goes on to the next piece, if there is one.
+    pub fn next_piece(&mut self) -> bool {
+        if self.piece.end() >= self.range.end() {
+            return false;
+        }
+        self.piece = piece_at(self.range, self.piece.end());
+        self.step = CopyStep::Read;
+        true
+    }
+}
+
+/// Members are asked for the check of a range.
+#[derive(Clone, Debug)]
+pub(crate) struct Check {
+    pub range: ByteRange,
+    pub sums: [Option<u32>; MAX_MEMBERS],
+}
+
+/// The part of `range` from `start` on that fits one buffer.
+pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
+    part(start, (range.end() - start).min(u64::from(MAX_IO_BYTES)))
+}
+
+fn part(start: u64, length: u64) -> ByteRange {
+    ByteRange::new(start, length).unwrap_or(ByteRange::EMPTY)
+}
+
+/// The jobs of all copy slots.
+#[derive(Debug)]
+pub(crate) struct Jobs {
+    jobs: Vec<(SlotId, Job)>,
+}
+
+impl Jobs {
+    pub fn new(slots: impl Iterator<Item = SlotId>) -> Jobs {
+        Jobs { jobs: slots.map(|slot| (slot, Job::Idle)).collect() }
+    }
+
+    pub fn at(&mut self, index: usize) -> &mut Job {
+        &mut self.jobs[index].1
+    }
+
+    pub fn free(&self) -> Option<SlotId> {
+        self.jobs.iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
+    }
+
+    pub fn copies(&self) -> impl Iterator<Item = &Copy> {
+        self.jobs.iter().filter_map(|(_, job)| match job {
+            Job::Copy(copy) => Some(copy),
+            _ => None,
+        })
+    }
+
+    pub fn is_checking(&self) -> bool {
+        let is_scrub = |job: &Job| match job {
+            Job::Check(_) => true,
+            Job::Copy(copy) => matches!(copy.why, Why::Repair { .. }),
+            Job::Idle | Job::Flush(_) => false,
+        };
+        self.jobs.iter().any(|(_, job)| is_scrub(job))
+    }
+
+    /// Whether the region is being copied.
+    pub fn has(&self, why: Why) -> bool {
+        self.copies().any(|copy| copy.why == why)
+    }
+
+    /// `lost` gets nothing any more.
+    pub fn forget(&mut self, lost: PeerMask) {
+        for (_, job) in &mut self.jobs {
+            if let Job::Copy(copy) = job {
+                copy.targets = copy.targets.without(lost);
+            }
+        }
+    }
+
+    /// The regions that are being copied or compared.
+    pub fn touched(&self, regions: Regions) -> impl Iterator<Item = std::ops::Range<u32>> {
+        self.jobs.iter().filter_map(move |(_, job)| match job {
+            Job::Copy(copy) => Some(regions.touched(copy.range)),
+            Job::Check(check) => Some(regions.touched(check.range)),
+            Job::Idle | Job::Flush(_) => None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(length: u64, zeroes: ZeroBlocks) -> Copy {
+        let mut copy = Copy::new(Why::Join { region: 0 }, part(8 << 20, length), PeerMask::one(1));
+        copy.zeroes = zeroes;
+        copy
+    }
+
+    fn runs(copy: &mut Copy) -> Vec<(u64, u64, bool)> {
+        let mut runs = Vec::new();
+        copy.step = CopyStep::Write { at_bytes: 0 };
+        while let Some((run, zero)) = copy.next_run() {
+            runs.push((run.offset() - copy.piece.offset(), run.length(), zero));
+            copy.step = CopyStep::Write { at_bytes: run.end() - copy.piece.offset() };
+        }
+        runs
+    }
+
+    #[test]
+    fn zeroes_and_data_go_in_runs() {
+        assert_eq!(runs(&mut copy(64 << 10, [0; 4])), [(0, 64 << 10, false)]);
+        assert_eq!(runs(&mut copy(64 << 10, [u64::MAX; 4])), [(0, 64 << 10, true)]);
+        let mixed = runs(&mut copy(16 << 10, [0b0110, 0, 0, 0]));
+        assert_eq!(mixed, [(0, 4096, false), (4096, 8192, true), (12288, 4096, false)]);
+        let short = runs(&mut copy(4096 + 512, [0b10, 0, 0, 0]));
+        assert_eq!(short, [(0, 4096, false), (4096, 512, true)], "the end of the volume");
+    }
+
+    #[test]
+    fn a_large_region_goes_in_pieces() {
+        let mut copy = copy((2 << 20) + 4096, [0; 4]);
+        let mut lengths = vec![copy.piece.length()];
+        while copy.next_piece() {
+            assert_eq!(copy.step, CopyStep::Read);
+            lengths.push(copy.piece.length());
+        }
+        assert_eq!(lengths, [1 << 20, 1 << 20, 4096]);
+    }
+}

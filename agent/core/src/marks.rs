@@ -1,0 +1,60 @@
+use shorthorn_types::MarkRegions;
+
+use crate::event::{Output, Outputs};
+use crate::membership::{PeerIndex, PeerMask};
+
+/// A change of regions that some replicas were told to make. One is outstanding at a time of each kind.
+#[derive(Debug, Default)]
+pub(crate) struct Marks {
+    outstanding: Option<Outstanding>,
+}
+
+#[derive(Debug)]
+struct Outstanding {
+    number: u32,
+    pending: PeerMask,
+    sent_at_ms: u64,
+}
+
+impl Marks {
+    pub fn is_outstanding(&self) -> bool {
+        self.outstanding.is_some()
+    }
+
+    /// Tells the replicas in `to`, of which there is at least one.
+    pub fn send(&mut self, number: u32, to: PeerMask, change: &MarkRegions, now_ms: u64, out: &mut Outputs) {
+        assert!(self.outstanding.is_none() && !to.is_empty(), "mark {number} to {to:?}");
+        self.outstanding = Some(Outstanding { number, pending: to, sent_at_ms: now_ms });
+        out.extend(to.iter().map(|peer| Output::Mark { peer, mark: number, change: change.clone() }));
+    }
+
+    /// `peer` has answered; true where it was the last.
+    pub fn answered(&mut self, peer: PeerIndex, number: u32) -> bool {
+        match &self.outstanding {
+            Some(mark) if mark.number == number => self.forget(peer),
+            _ => false, // of a mark that nobody waits for any more
+        }
+    }
+
+    /// Nobody waits for `peer` any more; true where it was the last.
+    pub fn forget(&mut self, peer: PeerIndex) -> bool {
+        let Some(mark) = &mut self.outstanding else { return false };
+        mark.pending = mark.pending.without(PeerMask::one(peer));
+        let is_done = mark.pending.is_empty();
+        if is_done {
+            self.outstanding = None;
+        }
+        is_done
+    }
+
+    /// Gives the mark up, if there is one.
+    pub fn abandon(&mut self) {
+        self.outstanding = None;
+    }
+
+    /// Those that have not answered what was sent before `deadline_ms`.
+    pub fn late(&self, deadline_ms: u64) -> PeerMask {
+        let late = self.outstanding.as_ref().filter(|mark| mark.sent_at_ms < deadline_ms);
+        late.map_or(PeerMask::NONE, |mark| mark.pending)
+    }
+}

@@ -1,0 +1,234 @@
+//! Requests of the frontend, from their submission to their completion.
+
+use shorthorn_types::{ByteRange, Errno};
+
+use crate::engine::EngineCore;
+use crate::event::{Output, Outputs};
+use crate::membership::{PeerIndex, PeerMask};
+use crate::request::{Operation, Request};
+use crate::slot::{Phase, Slot, SlotId, Stage};
+
+impl EngineCore {
+    pub(crate) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
+        let id = SlotId { queue, slot: request.slot };
+        let is_request = self.slots.has(id) && self.slots.copy_index(id).is_none();
+        assert!(is_request, "there is no slot {id:?} for requests");
+        let slot = self.slots.at_mut(id);
+        assert!(slot.phase == Phase::Free, "slot {id:?} is submitted twice");
+        *slot = Slot::of(request);
+        let Slot { operation, range, .. } = *slot;
+        self.unfinished += 1;
+        if operation == Operation::Flush || self.ranges.enter(id, range, operation.modifies()) {
+            self.issue_request(id, out);
+        }
+    }
+
+    /// Sends a request whose turn has come, or holds it while it may not be sent.
+    pub(crate) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
+        let Slot { operation, range, .. } = *self.slots.at(id);
+        if self.is_paused() || self.has_to_wait(operation, range) {
+            return self.hold(id);
+        }
+        let to = match operation {
+            Operation::Read => self.membership.reader().map_or(PeerMask::NONE, PeerMask::one),
+            Operation::Flush => self.membership.connected(),
+            _ => self.modifies(range),
+        };
+        self.slots.at_mut(id).sent = to;
+        self.send_request(id, Stage::Request, operation, to, out);
+    }
+
+    /// Whether the members may differ in `range`, or are being told that they do not.
+    fn has_to_wait(&mut self, operation: Operation, range: ByteRange) -> bool {
+        let touched = self.regions.touched(range);
+        if !self.equalise.is_empty() && self.equalise.contains_any(touched.clone()) {
+            self.wake = true; // it is copied next
+            return true;
+        }
+        operation.modifies() && self.intent.is_clearing(touched)
+    }
+
+    /// `range` is about to be modified: counts that, and tells who has to do it.
+    ///
+    /// A replica that is brought up does it too, unless everything is copied to it later anyway: it must
+    /// never make a whole block of the modification and of what it lacks and then count that.
+    fn modifies(&mut self, range: ByteRange) -> PeerMask {
+        let touched = self.regions.touched(range);
+        self.intent.touch(touched.clone());
+        let mut to = self.membership.answering();
+        if self.counted.is_empty() {
+            return to;
+        }
+        let joining = self.membership.joining();
+        for peer in self.counted.iter() {
+            let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
+            if joining.has(peer) && !absent.missed.contains_all(touched.clone()) {
+                to = to.with(PeerMask::one(peer));
+            } else {
+                absent.missed.insert_run(touched.clone());
+            }
+        }
+        to
+    }
+
+    fn send_request(
+        &mut self,
+        id: SlotId,
+        stage: Stage,
+        operation: Operation,
+        to: PeerMask,
+        out: &mut Outputs,
+    ) {
+        self.slots.at_mut(id).stage = stage;
+        let range = self.slots.at(id).range;
+        self.send(id, operation, range, 0, to, out);
+    }
+
+    /// Sends about a part of what the slot is about.
+    pub(crate) fn send(
+        &mut self,
+        id: SlotId,
+        operation: Operation,
+        range: ByteRange,
+        buffer_offset: u32,
+        to: PeerMask,
+        out: &mut Outputs,
+    ) {
+        let now_ms = self.now_ms;
+        let slot = self.slots.at_mut(id);
+        (slot.phase, slot.pending, slot.sent_at_ms) = (Phase::Active, to, now_ms);
+        out.extend(to.iter().map(|peer| Output::Send { peer, slot: id, operation, range, buffer_offset }));
+    }
+
+    pub(crate) fn reply(
+        &mut self,
+        peer: PeerIndex,
+        id: SlotId,
+        outcome: Result<(), Errno>,
+        out: &mut Outputs,
+    ) {
+        if !self.expects(peer, id, out) {
+            return;
+        }
+        if self.slots.copy_index(id).is_some() {
+            return self.copy_reply(peer, id, outcome, out);
+        }
+        let is_member = self.membership.answering().has(peer);
+        let alone = is_member && self.membership.answering().is_one();
+        let slot = self.slots.at_mut(id);
+        match outcome {
+            Ok(()) => {}
+            Err(Errno::NO_SPACE) if !is_member => {
+                return self.lose(peer, "no space left".to_owned(), out);
+            }
+            Err(Errno::NO_SPACE) if slot.operation.modifies() && slot.stage == Stage::Request => {
+                slot.no_space = slot.no_space.with(PeerMask::one(peer));
+            }
+            Err(errno) if alone => slot.error = Some(errno),
+            Err(errno) => {
+                // Its answer stays pending: the request goes on when the replica has left.
+                let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
+                return self.lose(peer, what, out);
+            }
+        }
+        if self.answered_by(peer, id) {
+            self.finish(id, out);
+        }
+    }
+
+    /// Nobody has to answer any more, because the last that had to is gone.
+    pub(crate) fn released(&mut self, id: SlotId, out: &mut Outputs) {
+        let slot = self.slots.at(id);
+        match (slot.operation, slot.stage) {
+            (Operation::Read, _) => self.issue_request(id, out),
+            (_, Stage::ReadBack) => self.give_back(id, out),
+            _ => self.finish(id, out),
+        }
+    }
+
+    /// Everybody has answered.
+    fn finish(&mut self, id: SlotId, out: &mut Outputs) {
+        let slot = *self.slots.at(id);
+        match (slot.stage, slot.error) {
+            (_, Some(errno)) => self.fail(id, errno, out),
+            (Stage::Request, None) if slot.no_space.is_empty() => self.complete(id, Ok(()), out),
+            (Stage::ReadBack, None) => {
+                let had_space = slot.sent.and(self.membership.connected()).without(slot.no_space);
+                let write = Operation::Write { fua: false };
+                self.send_request(id, Stage::WriteBack, write, had_space, out);
+                if had_space.is_empty() {
+                    self.finish(id, out);
+                }
+            }
+            (Stage::WriteBack, None) => self.complete(id, Err(Errno::NO_SPACE), out),
+            (Stage::Request, None) => self.give_back(id, out),
+        }
+    }
+
+    /// Some members had no space for the write. A full disk is the writer's error and not the end of a
+    /// replica; but the replicas that had the space must not keep what the others do not have: they get
+    /// back what one of the others still holds, and then the write has failed on all.
+    fn give_back(&mut self, id: SlotId, out: &mut Outputs) {
+        let slot = *self.slots.at(id);
+        let without_space = slot.no_space;
+        let members = self.membership.answering();
+        let leaving = without_space.and(self.membership.in_view()).without(members);
+        let holders = without_space.and(members);
+        let had_space = slot.sent.and(self.membership.connected()).without(without_space);
+        if had_space.is_empty() {
+            return self.complete(id, Err(Errno::NO_SPACE), out);
+        }
+        if !matches!(slot.operation, Operation::Write { .. }) {
+            return self.part_with(id, without_space, out);
+        }
+        match holders.first() {
+            Some(source) => {
+                self.send_request(id, Stage::ReadBack, Operation::Read, PeerMask::one(source), out);
+            }
+            // Those without space are about to leave. Until they have, a member does not hold the data.
+            None if !leaving.is_empty() => self.slots.at_mut(id).pending = leaving,
+            // They have left: everybody else has the data.
+            None => self.complete(id, Ok(()), out),
+        }
+    }
+
+    /// There is no buffer to carry what was before a discard or zeroes: those that had no space for them
+    /// leave, unless no member had.
+    fn part_with(&mut self, id: SlotId, without_space: PeerMask, out: &mut Outputs) {
+        if self.membership.answering().without(without_space).is_empty() {
+            return self.fail(id, Errno::NO_SPACE, out);
+        }
+        let slot = self.slots.at_mut(id);
+        slot.pending = without_space;
+        slot.no_space = PeerMask::NONE;
+        for peer in without_space.iter() {
+            self.lose(peer, "it has no space left for zeroes, others have".to_owned(), out);
+        }
+    }
+
+    /// The members have not done it. Replicas that are brought up and have done it differ from them now.
+    fn fail(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
+        let slot = *self.slots.at(id);
+        if slot.operation.modifies() {
+            for peer in slot.sent.and(self.membership.joining()).iter() {
+                self.lose(peer, format!("the last member cannot do what it did: {errno}"), out);
+            }
+        }
+        self.complete(id, Err(errno), out);
+    }
+
+    fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
+        let slot = self.slots.at_mut(id);
+        slot.phase = Phase::Free;
+        let Slot { operation, range, .. } = *slot;
+        self.unfinished -= 1;
+        out.push(Output::Complete { slot: id, outcome });
+        if operation == Operation::Flush {
+            return;
+        }
+        if matches!(operation, Operation::Read | Operation::Write { .. }) {
+            self.bucket.moved(range.length());
+        }
+        self.leave_range(id, out);
+    }
+}

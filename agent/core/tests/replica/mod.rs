@@ -1,0 +1,137 @@
+//! A replica as an array, with a disk that loses what was not flushed.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use shorthorn_core::Operation;
+use shorthorn_types::{
+    ByteRange, Generation, MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId,
+    ReplicaReport, View, ViewId,
+};
+use shorthorn_views::ReplicaViews;
+
+pub const REPLICAS: usize = 3;
+/// A block has two, so that requests share blocks.
+pub const UNIT_BYTES: u64 = 2048;
+pub const BLOCK_UNITS: usize = 2;
+/// Six regions, the last one short.
+pub const SIZE_BYTES: u64 = (5 << 16) + (16 << 10);
+pub const REGIONS: u32 = 6;
+pub const UNITS: usize = (SIZE_BYTES / UNIT_BYTES) as usize;
+
+pub struct Replica {
+    pub views: ReplicaViews,
+    pub data: Vec<u32>,
+    disk: Vec<u32>,
+    pub intent: BTreeSet<u32>,
+    pub missed: BTreeMap<usize, BTreeSet<u32>>,
+    pub lost_cache: bool,
+}
+
+pub fn units(range: ByteRange) -> std::ops::Range<usize> {
+    let unit = |bytes: u64| usize::try_from(bytes / UNIT_BYTES).unwrap();
+    unit(range.offset())..unit(range.end())
+}
+
+pub fn region_set(regions: &BTreeSet<u32>) -> RegionSet {
+    let mut set = RegionSet::empty(REGIONS);
+    for region in regions {
+        set.insert(*region);
+    }
+    set
+}
+
+impl Replica {
+    pub fn id(peer: usize) -> ReplicaId {
+        ReplicaId::from_random(peer as u64)
+    }
+
+    pub fn first_view() -> View {
+        let members = Members::new((0..REPLICAS).map(Replica::id)).unwrap();
+        View { id: ViewId { generation: Generation::NEVER, number: 0 }, members }
+    }
+
+    pub fn new(first: View) -> Replica {
+        Replica {
+            views: ReplicaViews::new(first),
+            data: vec![0; UNITS],
+            disk: vec![0; UNITS],
+            intent: BTreeSet::new(),
+            missed: BTreeMap::new(),
+            lost_cache: false,
+        }
+    }
+
+    pub fn execute(&mut self, operation: Operation, range: ByteRange, buffer: &mut [u32]) {
+        let length = units(range).len();
+        match operation {
+            Operation::Read => buffer[..length].copy_from_slice(&self.data[units(range)]),
+            Operation::Flush => self.disk.clone_from(&self.data),
+            Operation::Write { .. } => {
+                self.touch(range);
+                self.data[units(range)].copy_from_slice(&buffer[..length]);
+            }
+            Operation::WriteZeroes { .. } | Operation::Discard => {
+                self.touch(range);
+                self.data[units(range)].fill(0);
+            }
+            Operation::Verify => {}
+        }
+    }
+
+    fn touch(&mut self, range: ByteRange) {
+        let touched = Regions::of(SIZE_BYTES).touched(range);
+        self.intent.extend(touched.clone());
+        for missed in self.missed.values_mut() {
+            missed.extend(touched.clone());
+        }
+    }
+
+    pub fn mark(&mut self, change: &MarkRegions) {
+        let set = match change.of {
+            RegionsOf::Intent => &mut self.intent,
+            RegionsOf::Missed(replica) => {
+                let peer = (0..REPLICAS).find(|peer| Replica::id(*peer) == replica).unwrap();
+                match change.action {
+                    MarkAction::Clear if !self.missed.contains_key(&peer) => return,
+                    _ => self.missed.entry(peer).or_default(),
+                }
+            }
+            RegionsOf::Allocated => panic!("nobody marks what is allocated"),
+        };
+        for region in change.runs.iter().flat_map(|(start, count)| *start..start + count) {
+            match change.action {
+                MarkAction::Add => set.insert(region),
+                MarkAction::Clear | MarkAction::Forget => set.remove(&region),
+            };
+        }
+    }
+
+    pub fn propose(&mut self, generation: Generation, view: View, honoured: &ReplicaReport) {
+        let report = self.views.report().clone();
+        let known = [report.committed, honoured.committed].into_iter().chain(report.proposed);
+        let before: Vec<View> = known.chain(honoured.proposed.clone()).collect();
+        for peer in 0..REPLICAS {
+            let id = Replica::id(peer);
+            if !view.members.contains(id) && before.iter().any(|view| view.members.contains(id)) {
+                self.missed.entry(peer).or_insert_with(|| self.intent.clone());
+            }
+        }
+        self.views.propose(generation, view, honoured).unwrap();
+    }
+
+    pub fn commit(&mut self, generation: Generation, view: View) {
+        self.views.commit(generation, view).unwrap();
+        self.missed.retain(|peer, _| !view.members.contains(Replica::id(*peer)));
+    }
+
+    /// Of what was not flushed, only some is left.
+    pub fn lose_cache(&mut self, mut is_lost: impl FnMut() -> bool) {
+        self.lost_cache = true;
+        for (unit, durable) in self.data.iter_mut().zip(&mut self.disk) {
+            if is_lost() {
+                *unit = *durable;
+            }
+            *durable = *unit;
+        }
+    }
+}

@@ -1,0 +1,546 @@
+//! The core against replicas that are arrays: they answer in any order, lose connections and caches, and the
+//! engine starts again in between. What was acknowledged must be on every member, and no two reads may
+//! disagree.
+
+#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+
+mod replica;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use replica::{BLOCK_UNITS, REGIONS, REPLICAS, Replica, SIZE_BYTES, UNIT_BYTES, UNITS, region_set, units};
+use shorthorn_core::{
+    CopyLimits, CoreConfig, EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, PeerState, Request,
+    SlotId,
+};
+use shorthorn_types::{ByteRange, Generation, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_views::basis;
+
+const DEPTH: u16 = 6;
+const COPY_SLOTS: u16 = 2;
+const MAX_WRITE_UNITS: u64 = 60;
+
+/// xorshift64*: a seed is a whole run.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % bound
+    }
+
+    fn one_in(&mut self, count: u64) -> bool {
+        self.below(count) == 0
+    }
+}
+
+/// What a replica was told and has not answered.
+#[derive(Clone, Debug)]
+enum Told {
+    Do { slot: SlotId, operation: Operation, range: ByteRange, at: usize },
+    Propose { view: View, honoured: ReplicaReport },
+    Commit { view: View },
+    Mark { mark: u32, change: shorthorn_types::MarkRegions },
+}
+
+/// A request of the frontend, and what reads of it may return.
+struct Asked {
+    operation: Operation,
+    range: ByteRange,
+    value: u32,
+    allowed: BTreeMap<usize, BTreeSet<u32>>,
+    is_disturbed: BTreeSet<usize>,
+}
+
+struct World {
+    dice: Dice,
+    core: EngineCore,
+    replicas: Vec<Replica>,
+    attach: u64,
+    arbiter: Option<View>,
+    granting: Option<View>,
+    told: Vec<Vec<Told>>,
+    /// Connections that are being closed.
+    closing: Vec<bool>,
+    buffers: Vec<Vec<u32>>,
+    asked: Vec<Option<Asked>>,
+    /// What a unit may read as.
+    truth: Vec<BTreeSet<u32>>,
+    next_value: u32,
+    now_ms: u64,
+    is_frozen: bool,
+    joined: u64,
+}
+
+impl World {
+    fn new(seed: u64) -> World {
+        let first = Replica::first_view();
+        let mut world = World {
+            dice: Dice(seed | 1),
+            core: EngineCore::new(&config(first, Vec::new())),
+            replicas: (0..REPLICAS).map(|_| Replica::new(first)).collect(),
+            attach: 0,
+            arbiter: None,
+            granting: None,
+            told: vec![Vec::new(); REPLICAS],
+            closing: vec![false; REPLICAS],
+            buffers: vec![vec![0; UNITS]; usize::from(DEPTH + COPY_SLOTS)],
+            asked: (0..DEPTH).map(|_| None).collect(),
+            truth: vec![BTreeSet::from([0]); UNITS],
+            next_value: 1,
+            now_ms: 0,
+            is_frozen: false,
+            joined: 0,
+        };
+        world.start();
+        world
+    }
+
+    /// The engine dies, and another one starts from what the replicas say.
+    fn start(&mut self) {
+        for peer in 0..REPLICAS {
+            self.cut(peer);
+        }
+        for asked in self.asked.iter_mut().filter_map(Option::take) {
+            if asked.operation != Operation::Read && asked.operation != Operation::Flush {
+                for unit in units(asked.range) {
+                    self.truth[unit].insert(asked.value);
+                }
+            }
+        }
+        self.attach += 1;
+        let generation = Generation::new(self.attach, 0);
+        // Replicas whose proposals contradict one another are not reached together.
+        let subsets =
+            (0..200).map(|_| (0..REPLICAS).filter(|_| !self.dice.one_in(4)).collect::<Vec<usize>>());
+        let reached = subsets.collect::<Vec<_>>().into_iter().find(|some| self.can_start(some));
+        let Some(reached) = reached else {
+            let all: Vec<usize> = (0..REPLICAS).collect();
+            panic!("no start: {:?}, {:?}", self.reports(&all), self.arbiter);
+        };
+        for peer in &reached {
+            self.replicas[*peer].views.fence(generation).unwrap();
+        }
+        let found = basis(&self.reports(&reached), self.arbiter).unwrap();
+        let view = View { id: ViewId { generation, number: 1 }, members: found.members };
+        let members: Vec<usize> = (0..REPLICAS).filter(|peer| view.members.contains(id(*peer))).collect();
+        let has_all = |peer: &&usize| !self.replicas[**peer].lost_cache;
+        let source = *members.iter().find(has_all).expect("a member that has lost nothing");
+        for peer in reached.iter().filter(|peer| **peer != source) {
+            if self.dice.one_in(4) {
+                self.replicas[*peer].lose_cache(|| self.dice.one_in(2));
+            }
+        }
+        if found.needs_grant {
+            self.arbiter = Some(view);
+        }
+        let commits = self.dice.one_in(2);
+        for peer in &reached {
+            self.replicas[*peer].propose(generation, view, &found.honoured);
+            if commits {
+                self.replicas[*peer].commit(generation, view);
+            }
+        }
+        let missed: Vec<_> = (0..REPLICAS).map(|peer| self.known_missing(peer, &members)).collect();
+        let mut config = config(view, missed);
+        let dirty = members.iter().flat_map(|peer| self.replicas[*peer].intent.iter().copied());
+        config.dirty = region_set(&dirty.collect());
+        config.source = Some(u8::try_from(source).unwrap());
+        self.core = EngineCore::new(&config);
+        (self.granting, self.is_frozen) = (None, false);
+        if config.dirty.is_empty() {
+            self.forgive();
+        }
+    }
+
+    /// What the members have kept of what `peer` has missed; everything where they have kept nothing.
+    fn known_missing(&self, peer: usize, members: &[usize]) -> BTreeSet<u32> {
+        let kept = members.iter().filter_map(|member| self.replicas[*member].missed.get(&peer));
+        let kept: Vec<_> = kept.collect();
+        match (members.contains(&peer), kept.is_empty()) {
+            (true, _) => BTreeSet::new(),
+            (false, true) => (0..REGIONS).collect(),
+            (false, false) => kept.into_iter().flatten().copied().collect(),
+        }
+    }
+
+    fn reports(&self, reached: &[usize]) -> Vec<(ReplicaId, ReplicaReport)> {
+        reached.iter().map(|peer| (id(*peer), self.replicas[*peer].views.report().clone())).collect()
+    }
+
+    fn can_start(&self, reached: &[usize]) -> bool {
+        let Ok(found) = basis(&self.reports(reached), self.arbiter) else { return false };
+        let has_all = |peer: &usize| found.members.contains(id(*peer)) && !self.replicas[*peer].lost_cache;
+        reached.iter().any(has_all)
+    }
+
+    /// The members are equal: those that had lost their caches have everything again.
+    fn forgive(&mut self) {
+        for peer in self.peers_in(PeerState::Member) {
+            self.replicas[peer].lost_cache = false;
+        }
+    }
+
+    fn peers_in(&self, state: PeerState) -> Vec<usize> {
+        (0..REPLICAS)
+            .filter(|peer| self.core.membership().state(u8::try_from(*peer).unwrap()) == state)
+            .collect()
+    }
+
+    /// A connection ends: some of what was sent arrives.
+    fn cut(&mut self, peer: usize) {
+        for told in std::mem::take(&mut self.told[peer]) {
+            if self.dice.one_in(2) {
+                self.execute(peer, &told);
+            }
+        }
+        self.closing[peer] = false;
+    }
+
+    fn apply(&mut self, event: Event) {
+        let mut outputs = Vec::new();
+        self.core.apply(event, &mut outputs);
+        for output in outputs {
+            self.perform(output);
+        }
+    }
+
+    fn perform(&mut self, output: Output) {
+        let (peer, told) = match output {
+            Output::Send { peer, slot, operation, range, buffer_offset } => {
+                let at = usize::try_from(u64::from(buffer_offset) / UNIT_BYTES).unwrap();
+                (peer, Told::Do { slot, operation, range, at })
+            }
+            Output::Propose { peer, view, honoured } => (peer, Told::Propose { view, honoured }),
+            Output::Commit { peer, view } => (peer, Told::Commit { view }),
+            Output::Mark { peer, mark, change } => (peer, Told::Mark { mark, change }),
+            Output::Complete { slot, outcome } => return self.completed(slot, outcome),
+            Output::Ping { peer } => return self.apply(Event::Pong { peer }),
+            Output::AskGrant { view, .. } => {
+                self.granting = Some(view);
+                return;
+            }
+            Output::Drop { peer, .. } => {
+                self.closing[usize::from(peer)] = true;
+                return;
+            }
+            Output::Frozen { .. } => {
+                self.is_frozen = true;
+                return;
+            }
+            Output::Equalised => {
+                self.forgive();
+                return self.check_equal();
+            }
+            Output::Joined { peer } => {
+                self.replicas[usize::from(peer)].lost_cache = false;
+                self.joined += 1;
+                return self.check_equal();
+            }
+            Output::ViewChanged { .. } | Output::ScrubFound { .. } | Output::ScrubDone => return,
+        };
+        self.told[usize::from(peer)].push(told);
+    }
+
+    /// The replica does what it was told; its answer.
+    fn execute(&mut self, peer: usize, told: &Told) -> Option<Event> {
+        let replica = &mut self.replicas[peer];
+        let generation = Generation::new(self.attach, 0);
+        let index = u8::try_from(peer).unwrap();
+        match told.clone() {
+            Told::Do { slot, operation, range, at } => {
+                let buffer = &mut self.buffers[usize::from(slot.slot)];
+                replica.execute(operation, range, &mut buffer[at..]);
+                if operation == Operation::Read && slot.slot >= DEPTH {
+                    let zeroes = zero_blocks(&buffer[..units(range).len()]);
+                    return Some(Event::CopyRead { peer: index, slot, zeroes });
+                }
+                Some(Event::Reply { peer: index, slot, outcome: Ok(()) })
+            }
+            Told::Propose { view, honoured } => {
+                replica.propose(generation, view, &honoured);
+                Some(Event::ViewStored { peer: index, view: view.id })
+            }
+            Told::Commit { view } => {
+                replica.commit(generation, view);
+                None
+            }
+            Told::Mark { mark, change } => {
+                replica.mark(&change);
+                Some(Event::Marked { peer: index, mark })
+            }
+        }
+    }
+
+    fn submit(&mut self, slot: u16) {
+        let length = 1 + self.dice.below(if self.dice.0.is_multiple_of(4) { MAX_WRITE_UNITS } else { 4 });
+        let start = self.dice.below(UNITS as u64 - length);
+        let range = ByteRange::new(start * UNIT_BYTES, length * UNIT_BYTES).unwrap();
+        let (operation, range) = match self.dice.below(10) {
+            0 => (Operation::Flush, ByteRange::EMPTY),
+            1 => (Operation::WriteZeroes { fua: false }, range),
+            2..=5 => (Operation::Read, range),
+            _ => (Operation::Write { fua: false }, range),
+        };
+        let value = if matches!(operation, Operation::Write { .. }) { self.next_value } else { 0 };
+        self.next_value += 1;
+        let mut asked =
+            Asked { operation, range, value, allowed: BTreeMap::new(), is_disturbed: BTreeSet::new() };
+        let modifies =
+            |operation| matches!(operation, Operation::Write { .. } | Operation::WriteZeroes { .. });
+        for unit in units(range) {
+            let mut allowed = self.truth[unit].clone();
+            for other in self.asked.iter_mut().flatten().filter(|other| units(other.range).contains(&unit)) {
+                if modifies(other.operation) {
+                    allowed.insert(other.value);
+                    asked.is_disturbed.insert(unit);
+                }
+                if modifies(operation) {
+                    other.allowed.entry(unit).or_default().insert(value);
+                    other.is_disturbed.insert(unit);
+                }
+            }
+            asked.allowed.insert(unit, allowed);
+        }
+        self.buffers[usize::from(slot)].fill(value);
+        self.asked[usize::from(slot)] = Some(asked);
+        self.apply(Event::Submit { queue: 0, request: Request { slot, operation, range } });
+    }
+
+    fn completed(&mut self, slot: SlotId, outcome: Result<(), shorthorn_types::Errno>) {
+        assert_eq!(outcome, Ok(()));
+        let asked = self.asked[usize::from(slot.slot)].take().expect("a request");
+        let buffer = &self.buffers[usize::from(slot.slot)];
+        for (at, unit) in units(asked.range).enumerate() {
+            if asked.operation == Operation::Read {
+                let value = buffer[at];
+                assert!(asked.allowed[&unit].contains(&value), "unit {unit} reads {value}");
+                if !asked.is_disturbed.contains(&unit) {
+                    self.truth[unit] = BTreeSet::from([value]);
+                }
+            } else {
+                self.truth[unit] = BTreeSet::from([asked.value]);
+                for peer in self.peers_in(PeerState::Member) {
+                    assert_eq!(self.replicas[peer].data[unit], asked.value, "unit {unit} of {peer}");
+                }
+            }
+        }
+        // Nobody may look at the buffer any more.
+        self.buffers[usize::from(slot.slot)].fill(u32::MAX);
+    }
+
+    /// All members have the same wherever nothing is in flight.
+    fn check_equal(&self) {
+        let members = self.peers_in(PeerState::Member);
+        let is_busy = |unit: usize| {
+            let block = unit / BLOCK_UNITS;
+            self.asked.iter().flatten().any(|asked| {
+                asked.operation != Operation::Read
+                    && units(asked.range).any(|unit| unit / BLOCK_UNITS == block)
+            })
+        };
+        for unit in (0..UNITS).filter(|unit| !is_busy(*unit)) {
+            let values: BTreeSet<u32> = members.iter().map(|peer| self.replicas[*peer].data[unit]).collect();
+            assert_eq!(values.len(), 1, "unit {unit} of {members:?}");
+            assert!(values.is_subset(&self.truth[unit]), "unit {unit}: {values:?}");
+        }
+    }
+
+    /// A replica outside the view comes back.
+    fn bring_up(&mut self, peer: usize) {
+        let in_view = self.core.membership().view().members.contains(id(peer));
+        if in_view || self.closing[peer] || self.core.membership().is_changing() {
+            return;
+        }
+        let index = u8::try_from(peer).unwrap();
+        self.apply(Event::Track { peer: index, config: peer_config(peer) });
+        if self.replicas[peer].views.fence(Generation::new(self.attach, 0)).is_err() {
+            return;
+        }
+        let missing = self.replicas[peer].intent.clone();
+        let members = self.peers_in(PeerState::Member);
+        let counted: Vec<usize> =
+            (0..REPLICAS).filter(|other| *other != peer && !members.contains(other)).collect();
+        for other in counted {
+            self.replicas[peer].missed.entry(other).or_default();
+        }
+        for other in members.into_iter().chain(self.peers_in(PeerState::Joining)) {
+            self.replicas[other].missed.entry(peer).or_default().extend(&missing);
+        }
+        let missing = Box::new(region_set(&missing));
+        self.apply(Event::Join { peer: index, missing });
+    }
+
+    fn step(&mut self) {
+        match self.dice.below(100) {
+            0 if self.dice.one_in(4) => self.start(),
+            1 => {
+                let peer = self.pick();
+                self.lose(peer);
+            }
+            2 => {
+                for peer in self.peers_in(PeerState::Failed) {
+                    self.bring_up(peer);
+                }
+            }
+            3..=6 => self.tick(),
+            7..=16 => {
+                let slot = u16::try_from(self.dice.below(u64::from(DEPTH))).unwrap();
+                if self.asked[usize::from(slot)].is_none() {
+                    self.submit(slot);
+                }
+            }
+            17..=18 => self.settle(),
+            _ => {
+                let peer = self.pick();
+                self.answer(peer);
+            }
+        }
+    }
+
+    /// A replica fails. It loses its cache only where another member would be found to have everything: one
+    /// that has lost nothing itself, and knows that it is a member.
+    fn lose(&mut self, peer: usize) {
+        let members = self.peers_in(PeerState::Member);
+        let others: Vec<&usize> = members.iter().filter(|other| **other != peer).collect();
+        if others.iter().any(|other| self.replicas[**other].lost_cache) {
+            return;
+        }
+        let knows =
+            |other: &&usize| self.replicas[**other].views.report().committed.members.contains(id(**other));
+        let is_spared = !others.iter().any(knows);
+        self.apply(Event::Lost { peer: index(peer), reason: "a cut cable".into() });
+        if !is_spared && self.dice.one_in(3) {
+            self.cut(peer);
+            self.closing[peer] = true;
+            self.replicas[peer].lose_cache(|| self.dice.one_in(2));
+        }
+    }
+
+    fn pick(&mut self) -> usize {
+        usize::try_from(self.dice.below(REPLICAS as u64)).unwrap()
+    }
+
+    fn tick(&mut self) {
+        self.now_ms += 150;
+        self.apply(Event::Tick { now_ms: self.now_ms });
+    }
+
+    /// What was begun comes to its end: connections close, the arbiter grants, a frozen engine ends.
+    fn settle(&mut self) {
+        for peer in (0..REPLICAS).filter(|peer| self.closing[*peer]).collect::<Vec<_>>() {
+            self.cut(peer);
+            self.apply(Event::Closed { peer: index(peer), queue: 0 });
+        }
+        if let Some(view) = self.granting.take() {
+            self.arbiter = Some(view);
+            self.apply(Event::Granted { view: view.id });
+        }
+        if self.is_frozen {
+            self.start();
+        }
+    }
+
+    fn answer(&mut self, peer: usize) {
+        if self.told[peer].is_empty() || self.closing[peer] {
+            return;
+        }
+        let which = usize::try_from(self.dice.below(self.told[peer].len() as u64)).unwrap();
+        // What is said about views stays in order; whatever else may overtake.
+        let is_view = |told: &Told| matches!(told, Told::Propose { .. } | Told::Commit { .. });
+        let which = match is_view(&self.told[peer][which]) {
+            true => self.told[peer].iter().position(is_view).unwrap_or(which),
+            false => which,
+        };
+        let told = self.told[peer].remove(which);
+        if let Some(event) = self.execute(peer, &told) {
+            self.apply(event);
+        }
+    }
+
+    /// Without faults everything comes to its end.
+    fn rest(&mut self) {
+        for _ in 0..20_000 {
+            self.settle();
+            self.tick();
+            for peer in 0..REPLICAS {
+                while !self.told[peer].is_empty() && !self.closing[peer] {
+                    self.answer(peer);
+                }
+            }
+            for peer in self.peers_in(PeerState::Failed) {
+                self.bring_up(peer);
+            }
+            let progress = self.core.copy_progress();
+            if self.core.unfinished() == 0
+                && self.peers_in(PeerState::Member).len() == REPLICAS
+                && progress.equalise_left_bytes + progress.dirty_bytes == 0
+            {
+                assert!(self.replicas.iter().all(|replica| replica.intent.is_empty()), "intent is cleared");
+                return self.check_equal();
+            }
+        }
+        panic!("{:?} with {} unfinished", self.core.copy_progress(), self.core.unfinished());
+    }
+}
+
+fn index(peer: usize) -> PeerIndex {
+    u8::try_from(peer).unwrap()
+}
+
+fn id(peer: usize) -> ReplicaId {
+    Replica::id(peer)
+}
+
+fn peer_config(peer: usize) -> PeerConfig {
+    PeerConfig { replica: id(peer), local: peer == 0 }
+}
+
+fn config(view: View, missed: Vec<BTreeSet<u32>>) -> CoreConfig {
+    CoreConfig {
+        queues: 1,
+        depth: DEPTH,
+        peers: (0..REPLICAS).map(peer_config).collect(),
+        view,
+        replica_timeout_ms: u64::MAX,
+        size_bytes: SIZE_BYTES,
+        dirty: region_set(&BTreeSet::new()),
+        source: None,
+        missed: missed.iter().map(region_set).collect(),
+        copy_slots: COPY_SLOTS,
+        copy_limits: CopyLimits { bytes_per_s: 1 << 20, share_percent: 50 },
+        intent_interval_ms: 400,
+    }
+}
+
+fn zero_blocks(data: &[u32]) -> [u64; 4] {
+    let mut zeroes = [0; 4];
+    for (block, units) in data.chunks(BLOCK_UNITS).enumerate() {
+        if units.iter().all(|unit| *unit == 0) {
+            zeroes[block / 64] |= 1 << (block % 64);
+        }
+    }
+    zeroes
+}
+
+proptest! {
+    // A smaller seed is no smaller run.
+    #![proptest_config(ProptestConfig {
+        cases: 60,
+        max_shrink_iters: 0,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn acknowledged_data_is_on_every_member(seed in any::<u64>()) {
+        let mut world = World::new(seed);
+        for _ in 0..6000 {
+            world.step();
+        }
+        world.rest();
+    }
+}

@@ -1,0 +1,331 @@
+//! Couriers: a thread for each replica that is not in the view, which brings it back.
+//!
+//! A courier tries to reach its replica, has it store a view that is being brought through, copies the snapshot layers to
+//! it where it is new, and in the end gives its connections to the queues and the replica to the core, which brings
+//! the rest ([`join`]). All that goes over control connections ([`lines`]), which carry no request of a frontend.
+
+mod join;
+mod layers;
+mod lines;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use shorthorn_control::ReplicaEndpoint;
+use shorthorn_core::PeerIndex;
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{MarkAction, MarkRegions, RegionsOf, ReplicaId, View};
+
+use crate::connection::ConnectError;
+use crate::error::EngineError;
+use crate::open::Greeter;
+use crate::shared::{News, Shared, lock};
+use lines::Lines;
+
+/// Between two attempts: doubled after every failure.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// After a refusal that only somebody's doing can change.
+const LASTING_PAUSE: Duration = Duration::from_secs(30);
+const STACK_BYTES: usize = 256 << 10;
+
+/// What a courier tells of its replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// It does not come back yet, and why.
+    Waiting(String),
+    /// Snapshot layers are being copied to it; bytes in all, and left.
+    Copying { total_bytes: u64, left_bytes: u64 },
+    /// The core brings the rest. `is_copy`: it was made anew, else it has kept what it had.
+    Joining { missing_bytes: u64, is_copy: bool },
+}
+
+/// What the main thread tells a courier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    /// The replica is not in the view: bring it back.
+    Attend,
+    /// Something has changed: try at once.
+    Hurry,
+    /// The replica is given up.
+    End,
+}
+
+/// What the couriers of an engine share.
+#[derive(Debug)]
+pub struct Desk {
+    pub greeter: Greeter,
+    pub queues: u16,
+    pub shared: Arc<Shared>,
+    peers: Mutex<Vec<Option<Peer>>>,
+    lines: Lines,
+    /// The most that is copied in a second; 0: no limit.
+    bytes_per_s: AtomicU64,
+}
+
+/// What is known of one replica.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    pub endpoint: ReplicaEndpoint,
+    /// Whether members and core know all that it has missed.
+    pub is_complete: bool,
+    /// The last view of this engine that it was in: it has stored that.
+    pub last_view: Option<View>,
+}
+
+impl Desk {
+    pub fn new(greeter: Greeter, queues: u16, shared: Arc<Shared>, peers: Vec<Peer>) -> Desk {
+        let mut all: Vec<Option<Peer>> = peers.into_iter().map(Some).collect();
+        all.resize(MAX_MEMBERS, None);
+        Desk {
+            greeter,
+            queues,
+            shared,
+            peers: Mutex::new(all),
+            lines: Lines::default(),
+            bytes_per_s: AtomicU64::new(0),
+        }
+    }
+
+    /// Replica number `peer`, unless it was given up.
+    pub fn peer(&self, peer: PeerIndex) -> Option<Peer> {
+        lock(&self.peers).get(usize::from(peer)).cloned().flatten()
+    }
+
+    /// All replicas with their numbers.
+    pub fn peers(&self) -> Vec<(PeerIndex, Peer)> {
+        let peers = lock(&self.peers);
+        (0..).zip(peers.iter()).filter_map(|(index, peer)| Some((index, peer.clone()?))).collect()
+    }
+
+    /// The number of a replica.
+    pub fn index_of(&self, replica: ReplicaId) -> Option<PeerIndex> {
+        let found = self.peers().into_iter().find(|(_, peer)| peer.endpoint.replica == replica);
+        found.map(|(index, _)| index)
+    }
+
+    /// Changes what is known of a replica, if it is still one.
+    pub fn update(&self, peer: PeerIndex, change: impl FnOnce(&mut Peer)) {
+        if let Some(Some(peer)) = lock(&self.peers).get_mut(usize::from(peer)) {
+            change(peer);
+        }
+    }
+
+    /// Sets or removes replica number `peer`.
+    pub fn set(&self, index: PeerIndex, peer: Option<Peer>) {
+        if let Some(place) = lock(&self.peers).get_mut(usize::from(index)) {
+            *place = peer;
+        }
+    }
+
+    /// Limits the speed of copies from now on.
+    pub fn limit(&self, bytes_per_s: u64) {
+        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
+    }
+
+    fn bytes_per_s(&self) -> u64 {
+        self.bytes_per_s.load(Ordering::Relaxed)
+    }
+
+    /// The numbers of the replicas in the view.
+    fn members(&self) -> Vec<PeerIndex> {
+        let view = self.shared.look(|core| core.membership().view());
+        let peers = self.peers().into_iter();
+        peers
+            .filter(|(_, peer)| view.members.contains(peer.endpoint.replica))
+            .map(|(index, _)| index)
+            .collect()
+    }
+}
+
+/// Starts couriers and talks to them; on the main thread.
+#[derive(Debug)]
+pub struct Couriers {
+    desk: Arc<Desk>,
+    calls: Vec<Option<Sender<Call>>>,
+}
+
+impl Couriers {
+    pub fn new(desk: Arc<Desk>) -> Couriers {
+        Couriers { desk, calls: (0..MAX_MEMBERS).map(|_| None).collect() }
+    }
+
+    /// What they share.
+    pub fn desk(&self) -> &Desk {
+        &self.desk
+    }
+
+    /// Replica number `peer` is not in the view: it is to be brought back.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn attend(&mut self, peer: PeerIndex) -> Result<(), EngineError> {
+        let place = &mut self.calls[usize::from(peer)];
+        if let Some(calls) = place
+            && calls.send(Call::Attend).is_ok()
+        {
+            return Ok(());
+        }
+        let (sender, calls) = mpsc::channel();
+        // The receiver is in our hands: it cannot be gone.
+        let _ = sender.send(Call::Attend);
+        *place = Some(sender);
+        let courier = Courier { peer, desk: Arc::clone(&self.desk), calls, pause: FIRST_PAUSE, cause: None };
+        spawn(format!("courier-{peer}"), move || courier.run())
+    }
+
+    /// Something has changed that lets them try at once.
+    pub fn hurry(&self) {
+        for calls in self.calls.iter().flatten() {
+            // One that has ended needs no telling.
+            let _ = calls.send(Call::Hurry);
+        }
+    }
+
+    /// Replica number `peer` is given up: its courier ends, and the members forget what it has missed.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn give_up(&mut self, peer: PeerIndex, replica: ReplicaId) -> Result<(), EngineError> {
+        if let Some(calls) = self.calls[usize::from(peer)].take() {
+            // It may have ended by itself.
+            let _ = calls.send(Call::End);
+        }
+        self.desk.set(peer, None);
+        let desk = Arc::clone(&self.desk);
+        spawn("forget".to_owned(), move || forget(&desk, replica))
+    }
+}
+
+fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), EngineError> {
+    let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
+    builder.spawn(body).map(drop).map_err(EngineError::system("starting a thread"))
+}
+
+/// Has the members keep no account of a replica any more that is given up. Where that fails they keep it in vain.
+fn forget(desk: &Desk, replica: ReplicaId) {
+    let change = MarkRegions { of: RegionsOf::Missed(replica), action: MarkAction::Forget, runs: Vec::new() };
+    for member in desk.members() {
+        if let Err(error) = desk.with_line(member, |line| line.mark(&change)) {
+            tracing::warn!(volume = %desk.greeter.volume, %replica, member, %error, "a member still counts what a replica misses that was given up");
+        }
+    }
+}
+
+/// Why an attempt did not bring the replica back.
+#[derive(Debug)]
+enum Trouble {
+    /// The courier has to end.
+    Ended,
+    /// Something else has to happen first; it is looked at again soon.
+    NotYet(&'static str),
+    /// It failed.
+    Failed { doing: &'static str, error: ConnectError },
+}
+
+impl Trouble {
+    /// For `map_err`: the replica did not do what it was asked.
+    fn while_doing(doing: &'static str) -> impl FnOnce(ConnectError) -> Trouble {
+        move |error| Trouble::Failed { doing, error }
+    }
+}
+
+/// The thread of one replica.
+#[derive(Debug)]
+struct Courier {
+    peer: PeerIndex,
+    desk: Arc<Desk>,
+    calls: Receiver<Call>,
+    pause: Duration,
+    /// Of the last failure, so that it is told once.
+    cause: Option<String>,
+}
+
+impl Courier {
+    /// Until the replica is given up or the process ends.
+    fn run(mut self) {
+        while let Ok(call) = self.calls.recv() {
+            if call == Call::End || (call == Call::Attend && !self.attend()) {
+                return;
+            }
+        }
+    }
+
+    /// Tries to bring the replica back until the core has it; false where the courier has to end.
+    fn attend(&mut self) -> bool {
+        (self.pause, self.cause) = (FIRST_PAUSE, None);
+        loop {
+            let pause = match self.attempt() {
+                Ok(()) => return true,
+                Err(Trouble::Ended) => return false,
+                Err(Trouble::NotYet(why)) => {
+                    self.tell(Told::Waiting(why.to_owned()));
+                    self.next_pause()
+                }
+                Err(Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }) => {
+                    self.desk.shared.tell(News::Deposed { holder });
+                    return false;
+                }
+                Err(Trouble::Failed { doing, error }) => self.failed(doing, &error),
+            };
+            match self.calls.recv_timeout(pause) {
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(Call::Attend | Call::Hurry) => self.pause = FIRST_PAUSE,
+                Ok(Call::End) | Err(RecvTimeoutError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// Logs and shows a failure once for each cause; returns how long to wait.
+    fn failed(&mut self, doing: &'static str, error: &ConnectError) -> Duration {
+        let message = format!("{doing}: {error}");
+        if self.cause.as_ref() != Some(&message) {
+            let (volume, replica) = (&self.desk.greeter.volume, self.replica());
+            tracing::warn!(%volume, replica, "a replica is not brought back yet: {message}");
+            self.tell(Told::Waiting(message.clone()));
+            self.cause = Some(message);
+        }
+        if error.is_lasting() {
+            return LASTING_PAUSE;
+        }
+        self.next_pause()
+    }
+
+    fn next_pause(&mut self) -> Duration {
+        let next = (self.pause * 2).min(LONGEST_PAUSE);
+        std::mem::replace(&mut self.pause, next)
+    }
+
+    fn replica(&self) -> String {
+        self.desk.peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
+    }
+
+    fn tell(&self, told: Told) {
+        self.desk.shared.tell(News::Courier { peer: self.peer, told });
+    }
+
+    /// Between two steps of something long: whether the replica was given up meanwhile.
+    fn look_up(&mut self) -> Result<(), Trouble> {
+        while let Ok(call) = self.calls.try_recv() {
+            if call == Call::End {
+                return Err(Trouble::Ended);
+            }
+        }
+        Ok(())
+    }
+
+    /// Does nothing for a while, unless the replica is given up.
+    fn rest(&mut self, pause: Duration) -> Result<(), Trouble> {
+        let until = Instant::now() + pause;
+        loop {
+            match self.calls.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Err(RecvTimeoutError::Timeout) => return Ok(()),
+                Ok(Call::End) | Err(RecvTimeoutError::Disconnected) => return Err(Trouble::Ended),
+                Ok(Call::Attend | Call::Hurry) => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,358 @@
+//! One attempt to bring a replica back: what it lacks, and how the core gets it.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use shorthorn_core::{Event, PeerIndex, PeerState};
+use shorthorn_types::{
+    Generation, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
+    ReplicaReport, View,
+};
+use shorthorn_wire::{LayerList, Welcome};
+
+use crate::connection::{ConnectError, Connection};
+use crate::courier::{Courier, Desk, Peer, Told, Trouble};
+
+/// How long a queue may take to take over a connection.
+const INSTALL_LIMIT: Duration = Duration::from_secs(5);
+/// How often the end of a copy is told again, where that fails.
+const COPY_END_TRIES: u32 = 5;
+
+/// What a replica lacks that is about to join.
+struct Lack {
+    missing: RegionSet,
+    /// Where it was made anew: who keeps durably what it misses.
+    accountants: Option<Vec<PeerIndex>>,
+}
+
+impl Courier {
+    /// One attempt, from the first word to the core.
+    pub(super) fn attempt(&mut self) -> Result<(), Trouble> {
+        let desk = std::sync::Arc::clone(&self.desk);
+        let Some(peer) = desk.peer(self.peer) else { return Err(Trouble::Ended) };
+        if !desk.shared.is_disconnected(self.peer) {
+            return Err(Trouble::NotYet("its last connections are being closed"));
+        }
+        let welcome = desk.open_line(self.peer).map_err(Trouble::while_doing("connecting"))?;
+        let remembers = remembers(&welcome.report, peer.last_view);
+        if remembers {
+            self.bring_views(&welcome.report)?;
+        }
+        if desk.shared.pending_view().is_some() {
+            return Err(Trouble::NotYet("the view is being changed"));
+        }
+        let lack = self.find_lack(&peer, &welcome, remembers)?;
+        self.keep_accounts()?;
+        self.connect_queues(&peer)?;
+        self.hand_to_core(lack)
+    }
+
+    /// Has the replica learn the current view, and store the one that is being brought through: where too few of the
+    /// others are left, that may be what is missing.
+    fn bring_views(&self, report: &ReplicaReport) -> Result<(), Trouble> {
+        let (desk, me) = (&self.desk, self.peer);
+        let view = desk.shared.look(|core| core.membership().view());
+        if report.committed.id < view.id {
+            self.tell_view()?;
+        }
+        if let Some(pending) = desk.shared.pending_view() {
+            desk.with_line(me, |line| line.propose(pending.view, &pending.honoured))
+                .map_err(Trouble::while_doing("proposing a view"))?;
+            desk.shared.tell_core(Event::ViewStored { peer: me, view: pending.view.id });
+        }
+        Ok(())
+    }
+
+    /// Has it learn the current view.
+    fn tell_view(&self) -> Result<(), Trouble> {
+        let view = self.desk.shared.look(|core| core.membership().view());
+        let committed = ReplicaReport { committed: view, proposed: Vec::new() };
+        self.desk
+            .with_line(self.peer, |line| line.commit(view, &committed))
+            .map_err(Trouble::while_doing("telling it the view"))
+    }
+
+    /// It is not what it was. From now on its views say that it is no member, and nobody takes what was counted
+    /// since it left for all that it lacks.
+    fn depose(&self) -> Result<(), Trouble> {
+        let Some(replica) = self.desk.peer(self.peer).map(|peer| peer.endpoint.replica) else {
+            return Err(Trouble::Ended);
+        };
+        self.desk.update(self.peer, |peer| peer.is_complete = false);
+        let forget =
+            MarkRegions { of: RegionsOf::Missed(replica), action: MarkAction::Forget, runs: Vec::new() };
+        for keeper in self.desk.accountants(self.peer) {
+            self.desk
+                .with_line(keeper, |line| line.mark(&forget))
+                .map_err(Trouble::while_doing("having a member forget what a replica missed"))?;
+        }
+        self.tell_view()
+    }
+
+    /// What it lacks beside what the core has counted. Makes it a copy of a member first, where it is not what it was.
+    fn find_lack(&mut self, peer: &Peer, welcome: &Welcome, remembers: bool) -> Result<Lack, Trouble> {
+        let (desk, me) = (std::sync::Arc::clone(&self.desk), self.peer);
+        let source = *desk.sources().first().ok_or(Trouble::NotYet("there is no member to copy from"))?;
+        let theirs = desk
+            .with_line(source, Connection::layers)
+            .map_err(Trouble::while_doing("asking a member for its layers"))?;
+        let mine =
+            desk.with_line(me, Connection::layers).map_err(Trouble::while_doing("asking for its layers"))?;
+        let is_what_it_was =
+            peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
+        let regions = desk.regions();
+        let (mut missing, accountants) = if is_what_it_was {
+            (RegionSet::empty(regions.count()), None)
+        } else {
+            let (missing, accountants) = self.make_copy(source, &theirs, remembers)?;
+            (missing, Some(accountants))
+        };
+        // What it had not made durable may be gone, and what it alone was sent is in no member.
+        let intent = desk.with_line(me, |line| line.regions(RegionsOf::Intent, regions.count()));
+        let intent = intent.map_err(Trouble::while_doing("asking for its write intents"))?;
+        missing.insert_all(&intent.unwrap_or_else(|| RegionSet::full(regions.count())));
+        Ok(Lack { missing, accountants })
+    }
+
+    /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns where the source has data
+    /// beside, and the replicas that keep durably what this one misses.
+    ///
+    /// Until [`Courier::hand_to_core`] has ended the copy, it counts as being rebuilt: so nobody takes an account that
+    /// is not yet whole for all that it lacks.
+    fn make_copy(
+        &mut self,
+        source: PeerIndex,
+        layers: &LayerList,
+        remembers: bool,
+    ) -> Result<(RegionSet, Vec<PeerIndex>), Trouble> {
+        let (desk, me) = (std::sync::Arc::clone(&self.desk), self.peer);
+        let begin = || desk.with_line(me, |line| line.copy_begin(layers));
+        let state = match begin() {
+            // It remembers a view that it was in, although not the last one: it holds old data.
+            Err(ConnectError::Refused { .. }) if !remembers => {
+                self.depose()?;
+                begin()
+            }
+            begun => begun,
+        };
+        let state = state.map_err(Trouble::while_doing("beginning a copy"))?;
+        self.tell_view()?;
+        self.copy_snapshots(source, layers, &state)?;
+        let Some(replica) = desk.peer(me).map(|peer| peer.endpoint.replica) else {
+            return Err(Trouble::Ended);
+        };
+        // First they begin to count, then the source is looked at: what changes meanwhile is in one or the other.
+        let accountants = desk.accountants(me);
+        desk.keep_missed(&accountants, replica, &RegionSet::empty(desk.regions().count()))?;
+        let missing = self.find_data(source, layers)?;
+        desk.keep_missed(&accountants, replica, &missing)?;
+        Ok((missing, accountants))
+    }
+
+    /// From now on it counts what the other absent ones miss, as the members do.
+    fn keep_accounts(&self) -> Result<(), Trouble> {
+        let nothing = RegionSet::empty(self.desk.regions().count());
+        let members = self.desk.members();
+        for (index, other) in self.desk.peers() {
+            if index != self.peer && other.is_complete && !members.contains(&index) {
+                self.desk.keep_missed(&[self.peer], other.endpoint.replica, &nothing)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens a connection for every queue and waits until the queues have them.
+    fn connect_queues(&self, peer: &Peer) -> Result<(), Trouble> {
+        let desk = &self.desk;
+        let (installed, acknowledged) = mpsc::sync_channel(usize::from(desk.queues));
+        for queue in 0..desk.queues {
+            let (connection, _) = desk
+                .greeter
+                .greet(&peer.endpoint, queue)
+                .map_err(Trouble::while_doing("connecting a queue"))?;
+            let socket = connection.into_socket().map_err(|source| Trouble::Failed {
+                doing: "connecting a queue",
+                error: ConnectError::Io { action: "set up the socket".to_owned(), source },
+            })?;
+            desk.shared.connect(queue, self.peer, socket, installed.clone());
+        }
+        for _ in 0..desk.queues {
+            acknowledged
+                .recv_timeout(INSTALL_LIMIT)
+                .map_err(|_| Trouble::NotYet("a queue does not take its connection"))?;
+        }
+        Ok(())
+    }
+
+    /// The core takes over.
+    fn hand_to_core(&mut self, lack: Lack) -> Result<(), Trouble> {
+        let (desk, me) = (&self.desk, self.peer);
+        let Some(replica) = desk.peer(me).map(|peer| peer.endpoint.replica) else {
+            return Err(Trouble::Ended);
+        };
+        let missing_bytes = u64::from(lack.missing.len()) * desk.regions().region_bytes();
+        let is_copy = lack.accountants.is_some();
+        self.tell(Told::Joining { missing_bytes, is_copy });
+        // Whoever counts by now, or is about to, is asked under the same lock: later ones learn from the core.
+        let count_now = desk.shared.decide(|core, outputs| {
+            core.apply(Event::Join { peer: me, missing: Box::new(lack.missing.clone()) }, outputs);
+            desk.counting(core, me)
+        });
+        let Some(accountants) = lack.accountants else { return Ok(()) };
+        let late: Vec<PeerIndex> =
+            count_now.into_iter().filter(|index| !accountants.contains(index)).collect();
+        let ended = desk.keep_missed(&late, replica, &lack.missing).and_then(|()| self.end_copy());
+        match &ended {
+            // From here on its absence costs what it misses, no longer a copy.
+            Ok(()) => desk.update(me, |peer| peer.is_complete = true),
+            // A member that counts as being rebuilt would be none at the next start.
+            Err(trouble) => {
+                desk.shared.tell_core(Event::Lost { peer: me, reason: format!("{trouble:?}") });
+            }
+        }
+        ended
+    }
+
+    /// It has what the members have, apart from what they count as missed. Until it knows that it is no member
+    /// at the next start of an engine.
+    fn end_copy(&self) -> Result<(), Trouble> {
+        let mut tries = 0;
+        loop {
+            match self.desk.with_line(self.peer, |line| line.copy_end(None)) {
+                Ok(()) => return Ok(()),
+                Err(error) if tries >= COPY_END_TRIES || self.desk.shared.is_disconnected(self.peer) => {
+                    return Err(Trouble::Failed { doing: "ending a copy", error });
+                }
+                Err(_) => tries += 1,
+            }
+        }
+    }
+}
+
+impl Desk {
+    pub(crate) fn regions(&self) -> Regions {
+        Regions::of(self.greeter.size_bytes)
+    }
+
+    /// Members, those on this host first.
+    fn sources(&self) -> Vec<PeerIndex> {
+        let mut members = self.members();
+        members.sort_by_key(|index| !self.peer(*index).is_some_and(|peer| peer.endpoint.local));
+        members
+    }
+
+    /// Who has to count what `absent` misses: the members, and those that are about to be.
+    fn accountants(&self, absent: PeerIndex) -> Vec<PeerIndex> {
+        self.shared.look(|core| self.counting(core, absent))
+    }
+
+    fn counting(&self, core: &shorthorn_core::EngineCore, absent: PeerIndex) -> Vec<PeerIndex> {
+        let membership = core.membership();
+        let counts = |index: &PeerIndex| {
+            *index != absent && matches!(membership.state(*index), PeerState::Member | PeerState::Joining)
+        };
+        self.peers().into_iter().map(|(index, _)| index).filter(counts).collect()
+    }
+
+    /// Has `keepers` count what `replica` misses, and `missed` as a part of that.
+    fn keep_missed(
+        &self,
+        keepers: &[PeerIndex],
+        replica: ReplicaId,
+        missed: &RegionSet,
+    ) -> Result<(), Trouble> {
+        for keeper in keepers {
+            for runs in pages(missed) {
+                let change = MarkRegions { of: RegionsOf::Missed(replica), action: MarkAction::Add, runs };
+                self.with_line(*keeper, |line| line.mark(&change))
+                    .map_err(Trouble::while_doing("having a replica count what another one misses"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A set in pieces that fit a message; the empty set is one empty piece.
+fn pages(set: &RegionSet) -> impl Iterator<Item = Vec<(u32, u32)>> + '_ {
+    let mut runs = set.runs(0).map(|run| (run.start, run.end - run.start));
+    let mut first = true;
+    std::iter::from_fn(move || {
+        let page: Vec<_> = runs.by_ref().take(RUNS_PER_MARK_MAX).collect();
+        let more = std::mem::take(&mut first) || !page.is_empty();
+        more.then_some(page)
+    })
+}
+
+/// Whether the replica is the one that it was: one that was in a view of ours knows it. One that knows of no engine at
+/// all is new.
+fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
+    let ReplicaReport { committed, proposed } = report;
+    match last {
+        Some(last) => committed.id >= last.id || proposed.iter().any(|view| view.id == last.id),
+        None => committed.id.generation != Generation::NEVER || !proposed.is_empty(),
+    }
+}
+
+/// Whether two replicas have the same snapshots: they differ in their heads at most.
+fn have_same_snapshots(one: &LayerList, other: &LayerList) -> bool {
+    fn snapshots(list: &LayerList) -> impl Iterator<Item = (&str, u64)> {
+        let count = list.layers.len().saturating_sub(1);
+        list.layers.iter().take(count).map(|layer| (layer.image.as_str(), layer.size_bytes))
+    }
+    one.layers.len() == other.layers.len() && snapshots(one).eq(snapshots(other))
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Members, ViewId};
+    use shorthorn_wire::WireLayer;
+
+    use super::*;
+
+    fn view(attach: u64, number: u32) -> View {
+        let members = Members::new([ReplicaId::from_random(1)]).unwrap();
+        View { id: ViewId { generation: Generation::new(attach, 0), number }, members }
+    }
+
+    #[test]
+    fn sets_are_cut_into_messages() {
+        let mut set = RegionSet::empty(10_000);
+        for n in 0..1000 {
+            set.insert(n * 3);
+        }
+        let cut: Vec<_> = pages(&set).collect();
+        assert_eq!(cut.iter().map(Vec::len).collect::<Vec<_>>(), [800, 200]);
+        assert_eq!((cut[0][1], cut[1][0]), ((3, 1), (2400, 1)));
+        assert_eq!(
+            pages(&RegionSet::empty(10)).collect::<Vec<_>>(),
+            [vec![]],
+            "a set begins by an empty message"
+        );
+    }
+
+    #[test]
+    fn a_replica_with_an_empty_new_directory_does_not_remember() {
+        let report = |committed, proposed: &[View]| ReplicaReport { committed, proposed: proposed.to_vec() };
+        assert!(!remembers(&report(view(0, 0), &[]), None));
+        assert!(remembers(&report(view(0, 0), &[view(1, 1)]), None));
+        assert!(remembers(&report(view(3, 1), &[]), None));
+        let last = Some(view(3, 2));
+        assert!(remembers(&report(view(3, 1), &[view(3, 2)]), last));
+        assert!(remembers(&report(view(3, 4), &[]), last));
+        assert!(!remembers(&report(view(3, 1), &[]), last), "an older copy of its directory");
+    }
+
+    #[test]
+    fn heads_may_differ_and_snapshots_not() {
+        let list = |images: &[&str]| LayerList {
+            layers: images
+                .iter()
+                .map(|image| WireLayer { image: (*image).to_owned(), meta: String::new(), size_bytes: 4096 })
+                .collect(),
+        };
+        assert!(have_same_snapshots(&list(&["a", "b", "head-1"]), &list(&["a", "b", "head-2"])));
+        assert!(!have_same_snapshots(&list(&["a", "head-1"]), &list(&["b", "head-1"])));
+        assert!(!have_same_snapshots(&list(&["a", "head-1"]), &list(&["head-1"])));
+        assert!(have_same_snapshots(&list(&["head-1"]), &list(&["head-1"])));
+    }
+}

@@ -1,0 +1,209 @@
+//! Who may be a member of the first view, from what the fenced replicas say; without I/O.
+
+use shorthorn_types::{Members, RegionSet, ReplicaId, ReplicaReport, View};
+use shorthorn_views::{Basis, CannotStart, basis};
+
+/// What one fenced replica says of itself.
+#[derive(Clone, Debug)]
+pub struct Witness {
+    pub replica: ReplicaId,
+    pub report: ReplicaReport,
+    /// It lacks data, whatever its views say.
+    pub rebuilding: bool,
+    /// Its host was restarted while data was not durable.
+    pub lost_cache: bool,
+}
+
+/// How to start.
+#[derive(Debug)]
+pub struct Plan {
+    pub basis: Basis,
+    /// Members of the first view.
+    pub members: Members,
+    /// Replicas that the views would take as members and that are none, and why.
+    pub unfit: Vec<(ReplicaId, String)>,
+}
+
+/// Why there is no start now.
+#[derive(Debug)]
+pub struct NoPlan {
+    pub cannot: CannotStart,
+    pub unfit: Vec<(ReplicaId, String)>,
+}
+
+/// Decides how to start after `witnesses` were fenced; `granted` is the last view that the arbiter has granted.
+#[allow(clippy::result_large_err)] // made once per start
+pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan> {
+    let newest = witnesses.iter().map(|witness| witness.report.committed).max_by_key(|view| view.id);
+    let has_forgotten = |witness: &&Witness| newest.is_some_and(|newest| forgets(witness, newest));
+    let mut unfit: Vec<(ReplicaId, String)> = witnesses
+        .iter()
+        .filter(has_forgotten)
+        .map(|witness| (witness.replica, "it does not know the views that it was in: its directory is another one than it was. It has to be rebuilt".to_owned()))
+        .collect();
+    let reports: Vec<_> = witnesses
+        .iter()
+        .filter(|witness| !has_forgotten(witness))
+        .map(|witness| (witness.replica, witness.report.clone()))
+        .collect();
+    let basis = match basis(&reports, granted) {
+        Ok(basis) => basis,
+        Err(cannot) => return Err(NoPlan { cannot, unfit }),
+    };
+    let is_whole =
+        |id: ReplicaId| witnesses.iter().any(|witness| witness.replica == id && !witness.rebuilding);
+    let members = basis.members.filter(is_whole);
+    let broken = basis.members.filter(|id| !is_whole(id));
+    unfit.extend(broken.iter().map(|id| (id, "it lacks data, although it is in the view: it was being rebuilt and that was not finished. It has to be rebuilt again".to_owned())));
+    // Who may have lost what was not flushed holds everything that was acknowledged only when the others have had their
+    // say: while one of those is left, it joins later.
+    let has_lost = |id| witnesses.iter().any(|witness| witness.replica == id && witness.lost_cache);
+    let intact = members.filter(|id| !has_lost(id));
+    let members = if intact.is_empty() { members } else { intact };
+    if members.is_empty() {
+        return Err(NoPlan {
+            cannot: CannotStart::NoMember(basis.holders.filter(|id| !broken.contains(id))),
+            unfit,
+        });
+    }
+    Ok(Plan { basis, members, unfit })
+}
+
+/// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed.
+fn forgets(witness: &Witness, newest: View) -> bool {
+    let ReplicaReport { committed, proposed } = &witness.report;
+    newest.members.contains(witness.replica)
+        && committed.id < newest.id
+        && !proposed.iter().any(|view| view.id == newest.id)
+}
+
+/// The sets of regions that one member keeps.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    pub intent: RegionSet,
+    /// For each replica of the spec: what it has missed; none where the member does not know.
+    pub missed: Vec<Option<RegionSet>>,
+}
+
+/// What all members together know.
+#[derive(Debug)]
+pub struct Combined {
+    /// Where they may differ.
+    pub dirty: RegionSet,
+    /// For each replica of the spec: what it has missed.
+    pub missed: Vec<RegionSet>,
+    /// For each replica of the spec: whether that is all that it has missed.
+    pub is_complete: Vec<bool>,
+}
+
+/// Joins what the members say. What a replica has missed is known where every one of them has counted it.
+pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
+    let mut all = Combined {
+        dirty: RegionSet::empty(regions),
+        missed: vec![RegionSet::empty(regions); replicas],
+        is_complete: vec![!kept.is_empty(); replicas],
+    };
+    for member in kept {
+        all.dirty.insert_all(&member.intent);
+        for (replica, missed) in member.missed.iter().enumerate().take(replicas) {
+            match missed {
+                Some(missed) => all.missed[replica].insert_all(missed),
+                None => all.is_complete[replica] = false,
+            }
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Generation, ViewId};
+
+    use super::*;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    fn ids(of: &[u64]) -> Members {
+        Members::new(of.iter().copied().map(id)).unwrap()
+    }
+
+    fn view(attach: u64, of: &[u64]) -> View {
+        let number = u32::from(attach > 0);
+        View { id: ViewId { generation: Generation::new(attach, 0), number }, members: ids(of) }
+    }
+
+    fn witness(n: u64, committed: View, proposed: &[View]) -> Witness {
+        let report = ReplicaReport { committed, proposed: proposed.to_vec() };
+        Witness { replica: id(n), report, rebuilding: false, lost_cache: false }
+    }
+
+    #[test]
+    fn whoever_has_lost_its_cache_joins_later() {
+        let now = view(3, &[1, 2]);
+        let lost = |n| Witness { lost_cache: true, ..witness(n, now, &[]) };
+        let found = plan(&[witness(1, now, &[]), lost(2)], None).unwrap();
+        assert_eq!(found.members, ids(&[1]));
+        assert_eq!(found.basis.holders, now.members, "both are waited for");
+        let all = plan(&[lost(1), lost(2)], None).unwrap();
+        assert_eq!(all.members, now.members, "there is nobody better");
+    }
+
+    #[test]
+    fn whoever_is_being_rebuilt_is_no_member() {
+        let now = view(3, &[1, 2]);
+        let broken = Witness { rebuilding: true, ..witness(2, now, &[]) };
+        let plan = plan(&[witness(1, now, &[]), broken], None).unwrap();
+        assert_eq!(plan.members, ids(&[1]));
+        assert!(!plan.basis.needs_grant, "what it knows of views counts");
+        assert_eq!(plan.unfit.len(), 1);
+        assert_eq!(plan.unfit[0].0, id(2));
+    }
+
+    #[test]
+    fn nobody_is_left_where_all_are_being_rebuilt() {
+        let now = view(3, &[1]);
+        let broken = Witness { rebuilding: true, ..witness(1, now, &[]) };
+        let none = plan(&[broken], None).unwrap_err();
+        assert_eq!(none.cannot, CannotStart::NoMember(Members::NONE));
+        assert!(none.unfit[0].1.contains("lacks data"));
+    }
+
+    #[test]
+    fn a_replica_with_an_empty_new_directory_counts_for_nothing() {
+        let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
+        let empty = witness(3, first, &[]);
+        let found = plan(&[witness(1, now, &[]), witness(2, now, &[]), empty.clone()], None).unwrap();
+        assert_eq!(found.members, ids(&[1, 2]));
+        assert!(found.unfit[0].1.contains("rebuilt"));
+        // Nor does it count for the quorum.
+        let alone = plan(&[witness(1, now, &[]), empty], None).unwrap_err();
+        assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }));
+    }
+
+    #[test]
+    fn a_replica_that_has_stored_the_view_and_missed_the_mark_is_a_member() {
+        let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
+        let found = plan(&[witness(1, now, &[]), witness(2, first, &[now]), witness(3, first, &[now])], None);
+        assert_eq!(found.unwrap().members, ids(&[1, 2, 3]));
+    }
+
+    #[test]
+    fn what_a_replica_has_missed_is_known_where_all_have_counted() {
+        let set = |of: &[u32]| {
+            let mut set = RegionSet::empty(10);
+            for region in of {
+                set.insert(*region);
+            }
+            set
+        };
+        let one = Kept { intent: set(&[1]), missed: vec![None, Some(set(&[4])), Some(set(&[6]))] };
+        let two = Kept { intent: set(&[2]), missed: vec![None, Some(set(&[5])), None] };
+        let all = combine(&[one, two], 3, 10);
+        assert_eq!(all.dirty, set(&[1, 2]));
+        assert_eq!(all.missed, [set(&[]), set(&[4, 5]), set(&[6])]);
+        assert_eq!(all.is_complete, [false, true, false]);
+        assert_eq!(combine(&[], 1, 10).is_complete, [false]);
+    }
+}

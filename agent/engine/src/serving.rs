@@ -1,0 +1,468 @@
+//! What the main thread does while the volume is served: it shows what happens, does what clients of the control
+//! socket order, and sends couriers after replicas that are not in the view.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use shorthorn_control::{
+    Command, CopyStatus, EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberMode, MemberStatus,
+    Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
+};
+use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{ByteRange, ReplicaId, View};
+
+use crate::courier::{Couriers, Desk, Peer, Told};
+use crate::error::EngineError;
+use crate::main_loop::copy_limits;
+use crate::open::Opened;
+use crate::shared::{News, Shared};
+use crate::state::EngineState;
+use crate::status::{self, Meter};
+
+/// How often the core is asked how far copies are, while there are any.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// How often the progress of a copy is logged.
+const LOG_INTERVAL: Duration = Duration::from_secs(30);
+
+/// How serving ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// For good: the device is to go.
+    Stop,
+    /// Another process goes on, where the frontend can do that.
+    Terminate,
+}
+
+/// See the module.
+pub struct Serving<'a> {
+    spec: &'a mut EngineSpec,
+    state: &'a mut EngineState,
+    publisher: &'a Publisher,
+    couriers: Couriers,
+    view: View,
+    /// The view that the arbiter was asked for.
+    asked: Option<View>,
+    equalising: Option<Meter>,
+    /// Per replica: the copy to it.
+    copies: [Option<Meter>; MAX_MEMBERS],
+    is_scrubbing: bool,
+    logged: Instant,
+}
+
+impl<'a> Serving<'a> {
+    /// Sends couriers after all replicas that are not in the view.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn new(
+        spec: &'a mut EngineSpec,
+        state: &'a mut EngineState,
+        publisher: &'a Publisher,
+        couriers: Couriers,
+        opened: &Opened,
+    ) -> Result<Serving<'a>, EngineError> {
+        let now = Instant::now();
+        let mut serving = Serving {
+            spec,
+            state,
+            publisher,
+            couriers,
+            view: opened.view,
+            asked: None,
+            equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
+            copies: [const { None }; MAX_MEMBERS],
+            is_scrubbing: false,
+            logged: now,
+        };
+        if let Some(bytes) = opened.unequal_bytes() {
+            tracing::info!(volume = %serving.spec.volume, bytes, "making the members equal where they may differ");
+        }
+        for (index, peer) in serving.desk().peers() {
+            if !serving.view.members.contains(peer.endpoint.replica) {
+                serving.couriers.attend(index)?;
+            }
+        }
+        Ok(serving)
+    }
+
+    /// Until the engine has to end.
+    ///
+    /// # Errors
+    /// Why it cannot go on.
+    pub fn run(&mut self, news: &Receiver<News>) -> Result<Ending, EngineError> {
+        let mut polled = Instant::now();
+        loop {
+            let item = match self.is_copying() {
+                true => news.recv_timeout(POLL_INTERVAL.saturating_sub(polled.elapsed())),
+                false => news.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match item {
+                Ok(item) => {
+                    if let Some(ending) = self.take(item)? {
+                        return Ok(ending);
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                // The signals' thread has a sender for as long as the process lives.
+                Err(RecvTimeoutError::Disconnected) => return Ok(Ending::Terminate),
+            }
+            if polled.elapsed() >= POLL_INTERVAL {
+                polled = Instant::now();
+                self.poll();
+            }
+        }
+    }
+
+    fn is_copying(&self) -> bool {
+        self.equalising.is_some() || self.is_scrubbing || self.copies.iter().any(Option::is_some)
+    }
+
+    fn desk(&self) -> &Desk {
+        self.couriers.desk()
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.desk().shared
+    }
+
+    fn publish(&self, change: impl FnOnce(&mut EngineStatus)) {
+        status::publish(self.publisher, change);
+    }
+
+    fn publish_member(&self, replica: ReplicaId, change: impl FnOnce(&mut MemberStatus)) {
+        self.publish(|engine| {
+            if let Some(member) = engine.members.iter_mut().find(|member| member.replica == replica) {
+                change(member);
+            }
+        });
+    }
+
+    fn replica(&self, peer: PeerIndex) -> Option<ReplicaId> {
+        self.desk().peer(peer).map(|peer| peer.endpoint.replica)
+    }
+
+    fn take(&mut self, news: News) -> Result<Option<Ending>, EngineError> {
+        match news {
+            News::Terminate => return Ok(Some(Ending::Terminate)),
+            News::Order(order) => return self.obey(order),
+            News::Proposed => self.couriers.hurry(),
+            News::View(view) => self.view_changed(view)?,
+            News::Dropped { peer, reason } => self.dropped(peer, reason)?,
+            News::AskGrant { wanted } => self.ask_grant(*wanted),
+            News::Joined { peer } => self.joined(peer),
+            News::Equalised => self.equalised(),
+            News::ScrubFound { range, odd, repaired } => self.scrub_found(range, &odd, repaired),
+            News::ScrubDone => self.scrub_done(),
+            News::Courier { peer, told } => self.courier_told(peer, told),
+            News::Frozen(reason) => return Err(EngineError::Frozen(reason)),
+            News::Deposed { holder } => {
+                return Err(EngineError::Deposed { generation: self.state.generation(), holder });
+            }
+            News::QueueFailed { queue, reason } => {
+                let source = std::io::Error::other(format!("queue {queue}: {reason}"));
+                return Err(EngineError::System { action: "serving", source });
+            }
+            News::Drained => {}
+        }
+        Ok(None)
+    }
+
+    fn view_changed(&mut self, view: View) -> Result<(), EngineError> {
+        tracing::info!(volume = %self.spec.volume, %view, "the view has changed");
+        self.view = view;
+        self.asked = None;
+        self.publish(|engine| {
+            engine.view = Some(view);
+            engine.grant_wanted = None;
+            if engine.phase == EnginePhase::Frozen {
+                engine.phase = EnginePhase::Serving;
+                engine.message.clear();
+            }
+        });
+        self.couriers.hurry();
+        self.give_up_unwanted()
+    }
+
+    /// A replica has failed, as a member or while it was being brought up.
+    fn dropped(&mut self, peer: PeerIndex, reason: String) -> Result<(), EngineError> {
+        self.copies[usize::from(peer)] = None;
+        let Some(replica) = self.replica(peer) else { return Ok(()) };
+        tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
+        let view = self.view;
+        if view.members.contains(replica) {
+            // Members and core count all that it misses from here on.
+            self.desk().update(peer, |peer| {
+                peer.is_complete = true;
+                peer.last_view = Some(view);
+            });
+        }
+        self.publish_member(replica, |member| {
+            member.mode = MemberMode::Failed;
+            member.message = reason;
+            member.copy = None;
+            member.away_since_ms.get_or_insert_with(status::now_ms);
+        });
+        self.couriers.attend(peer)
+    }
+
+    fn ask_grant(&mut self, wanted: GrantWanted) {
+        let view = wanted.view;
+        let message =
+            format!("requests wait for the arbiter's grant of view {view}, or for a replica to come back");
+        tracing::warn!(volume = %self.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
+        self.asked = Some(view);
+        self.publish(|engine| {
+            engine.phase = EnginePhase::Frozen;
+            engine.message = message;
+            engine.grant_wanted = Some(wanted);
+        });
+    }
+
+    fn joined(&mut self, peer: PeerIndex) {
+        let meter = self.copies[usize::from(peer)].take();
+        let Some(replica) = self.replica(peer) else { return };
+        let seconds = meter.as_ref().map_or(0.0, |meter| meter.elapsed().as_secs_f64());
+        let bytes = meter.map_or(0, |meter| meter.total_bytes());
+        tracing::info!(volume = %self.spec.volume, %replica, bytes, seconds, "a replica is a member again");
+        self.publish_member(replica, |member| {
+            member.mode = MemberMode::Member;
+            member.message.clear();
+            (member.away_since_ms, member.copy) = (None, None);
+        });
+    }
+
+    fn equalised(&mut self) {
+        let Some(meter) = self.equalising.take() else { return };
+        let (bytes, seconds) = (meter.total_bytes(), meter.elapsed().as_secs_f64());
+        tracing::info!(volume = %self.spec.volume, bytes, seconds, "the members are equal");
+        self.publish(|engine| engine.equalising = None);
+    }
+
+    fn courier_told(&mut self, peer: PeerIndex, told: Told) {
+        let Some(replica) = self.replica(peer) else { return };
+        if self.view.members.contains(replica) {
+            return; // it was told before the replica has joined
+        }
+        let (volume, now) = (&self.spec.volume, Instant::now());
+        match told {
+            Told::Waiting(message) => self.publish_member(replica, |member| member.message = message),
+            Told::Copying { total_bytes, left_bytes } => {
+                let meter = &mut self.copies[usize::from(peer)];
+                if meter.is_none() {
+                    tracing::info!(%volume, %replica, bytes = total_bytes, "copying snapshots to a replica");
+                }
+                let meter = meter.get_or_insert_with(|| Meter::new(total_bytes, now));
+                meter.update(left_bytes, now);
+                let shown = meter.status();
+                self.show_copy(replica, shown, "its snapshots are being copied");
+            }
+            Told::Joining { missing_bytes, is_copy } => {
+                tracing::info!(%volume, %replica, bytes = missing_bytes, is_copy, "bringing a replica up");
+                let meter = Meter::new(missing_bytes, now);
+                let shown = meter.status();
+                self.copies[usize::from(peer)] = Some(meter);
+                self.show_copy(replica, shown, "it gets what it lacks");
+            }
+        }
+    }
+
+    fn show_copy(&self, replica: ReplicaId, shown: CopyStatus, message: &str) {
+        self.publish_member(replica, |member| {
+            member.mode = MemberMode::Rebuilding;
+            message.clone_into(&mut member.message);
+            member.copy = Some(shown);
+        });
+    }
+
+    /// Looks how far everything is that takes long.
+    fn poll(&mut self) {
+        let progress = self.shared().look(|core| core.copy_progress());
+        let now = Instant::now();
+        let is_time_to_log = self.logged.elapsed() >= LOG_INTERVAL;
+        if let Some(meter) = &mut self.equalising {
+            meter.update(progress.equalise_left_bytes, now);
+            let shown = meter.status();
+            self.publish(|engine| engine.equalising = Some(shown));
+        }
+        for (peer, left_bytes) in progress.joins {
+            let Some(replica) = self.replica(peer) else { continue };
+            let Some(meter) = &mut self.copies[usize::from(peer)] else { continue };
+            meter.update(left_bytes, now);
+            let shown = meter.status();
+            self.publish_member(replica, |member| member.copy = Some(shown));
+            if is_time_to_log {
+                let (volume, percent) = (&self.spec.volume, shown.percent());
+                tracing::info!(%volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being brought up");
+            }
+        }
+        if let Some(at_bytes) = progress.scrub_at_bytes {
+            self.publish_scrub(|scrub| scrub.at_bytes = at_bytes);
+        }
+        if is_time_to_log {
+            self.logged = now;
+        }
+    }
+
+    fn publish_scrub(&self, change: impl FnOnce(&mut ScrubStatus)) {
+        self.publish(|engine| change(engine.scrub.get_or_insert_default()));
+    }
+
+    fn scrub_found(&mut self, range: ByteRange, odd: &[PeerIndex], repaired: bool) {
+        let odd: Vec<String> =
+            odd.iter().filter_map(|peer| self.replica(*peer)).map(|replica| replica.to_string()).collect();
+        let odd = odd.join(" ");
+        tracing::error!(volume = %self.spec.volume, %range, odd, repaired, "the members do not read the same");
+        let last = format!("{range}: {odd}{}", if repaired { ", repaired" } else { "" });
+        self.publish_scrub(|scrub| {
+            scrub.found += 1;
+            scrub.repaired += u64::from(repaired);
+            scrub.last = last;
+        });
+    }
+
+    fn scrub_done(&mut self) {
+        self.is_scrubbing = false;
+        let size_bytes = self.spec.size_bytes;
+        self.publish_scrub(|scrub| {
+            scrub.running = false;
+            scrub.at_bytes = size_bytes;
+        });
+        tracing::info!(volume = %self.spec.volume, "the scrub has seen everything");
+    }
+}
+
+/// Orders of clients of the control socket.
+impl Serving<'_> {
+    fn obey(&mut self, order: Command) -> Result<Option<Ending>, EngineError> {
+        match order {
+            Command::Stop => return Ok(Some(Ending::Stop)),
+            Command::Handover => return Ok(Some(Ending::Terminate)),
+            Command::Grant { view } => self.granted(view)?,
+            Command::Replicas { replicas } => self.set_replicas(replicas)?,
+            Command::Scrub { scrub } => self.scrub(scrub),
+            Command::Limits { limits } => self.limit(limits),
+            // The server answers these itself.
+            Command::Status | Command::Watch => {}
+        }
+        Ok(None)
+    }
+
+    fn ignore(&self, what: &str, reason: &str) {
+        tracing::warn!(volume = %self.spec.volume, reason, "an order is ignored: {what}");
+    }
+
+    fn granted(&mut self, view: View) -> Result<(), EngineError> {
+        if view.id.generation.attach > self.spec.attach {
+            self.ignore("grant", &format!("view {view} is of a later attachment than {}", self.spec.attach));
+            return Ok(());
+        }
+        // Durable before it is used: the next start has to honour it.
+        self.state.keep_grant(view)?;
+        if self.asked != Some(view) {
+            self.ignore("grant", &format!("view {view} was not asked for; the next start honours it"));
+            return Ok(());
+        }
+        tracing::info!(volume = %self.spec.volume, %view, "the arbiter has granted the view");
+        self.shared().tell_core(Event::Granted { view: view.id });
+        Ok(())
+    }
+
+    fn limit(&mut self, limits: RebuildLimits) {
+        if !(1..=100).contains(&limits.share_percent) {
+            return self.ignore("limits", &format!("share_percent {}: 1 to 100", limits.share_percent));
+        }
+        tracing::info!(volume = %self.spec.volume, ?limits, "other limits for copies");
+        self.spec.rebuild = limits;
+        self.desk().limit(limits.bytes_per_s);
+        self.shared().tell_core(Event::SetCopyLimits(copy_limits(limits)));
+    }
+
+    fn scrub(&mut self, order: Option<ScrubOrder>) {
+        let config = order.map(|order| ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair });
+        tracing::info!(volume = %self.spec.volume, ?order, "scrub");
+        self.is_scrubbing = config.is_some();
+        self.publish(|engine| match order {
+            Some(_) => engine.scrub = Some(ScrubStatus { running: true, ..ScrubStatus::default() }),
+            None => {
+                if let Some(scrub) = &mut engine.scrub {
+                    scrub.running = false;
+                }
+            }
+        });
+        self.shared().tell_core(Event::Scrub(config));
+    }
+
+    fn set_replicas(&mut self, replicas: Vec<ReplicaEndpoint>) -> Result<(), EngineError> {
+        if let Err(reason) = status::check_replicas(&replicas) {
+            self.ignore("replicas", &reason);
+            return Ok(());
+        }
+        self.spec.replicas = replicas;
+        self.give_up_unwanted()?;
+        for endpoint in self.spec.replicas.clone() {
+            match self.desk().index_of(endpoint.replica) {
+                Some(index) => self.readdress(index, endpoint),
+                None => self.add(endpoint)?,
+            }
+        }
+        self.couriers.hurry();
+        Ok(())
+    }
+
+    /// Where a replica is found from the next attempt on.
+    fn readdress(&self, index: PeerIndex, endpoint: ReplicaEndpoint) {
+        let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
+        self.desk().update(index, |peer| peer.endpoint = endpoint);
+        self.publish_member(replica, |member| member.address = address);
+    }
+
+    fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {
+        let is_free =
+            |index: &PeerIndex| self.desk().peer(*index).is_none() && self.shared().is_disconnected(*index);
+        let places = PeerIndex::try_from(MAX_MEMBERS).unwrap_or(PeerIndex::MAX);
+        let Some(index) = (0..places).find(is_free) else {
+            self.ignore(
+                "a new replica",
+                &format!("there are {MAX_MEMBERS}, those among them that are leaving"),
+            );
+            return Ok(());
+        };
+        tracing::info!(volume = %self.spec.volume, replica = %endpoint.replica, "a new replica");
+        let mut member = status::connecting(&endpoint);
+        member.away_since_ms = Some(status::now_ms());
+        self.publish(|engine| engine.members.push(member));
+        let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
+        self.desk().set(index, Some(Peer { endpoint, is_complete: false, last_view: None }));
+        self.shared().tell_core(Event::Track { peer: index, config });
+        self.couriers.attend(index)
+    }
+
+    /// Gives up the replicas that the volume is not to have any more, as soon as they are not in the view.
+    fn give_up_unwanted(&mut self) -> Result<(), EngineError> {
+        for (index, peer) in self.desk().peers() {
+            let replica = peer.endpoint.replica;
+            if self.spec.replicas.iter().any(|wanted| wanted.replica == replica) {
+                continue;
+            }
+            // Under one lock: it must not become a member in between.
+            let is_given_up = self.shared().decide(|core, outputs| {
+                let may_go = !core.membership().view().members.contains(replica)
+                    && core.membership().state(index) != PeerState::Member;
+                if may_go {
+                    core.apply(Event::Forget { peer: index }, outputs);
+                }
+                may_go
+            });
+            if !is_given_up {
+                self.ignore("giving a replica up", &format!("{replica} is in the view {}", self.view));
+                continue;
+            }
+            tracing::info!(volume = %self.spec.volume, %replica, "a replica is given up");
+            self.copies[usize::from(index)] = None;
+            self.couriers.give_up(index, replica)?;
+            self.publish(|engine| engine.members.retain(|member| member.replica != replica));
+        }
+        Ok(())
+    }
+}

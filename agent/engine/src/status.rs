@@ -1,0 +1,164 @@
+//! What the engine shows of itself on its control socket.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use shorthorn_control::{
+    CopyStatus, EnginePhase, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
+    Status,
+};
+use shorthorn_types::limits::MAX_MEMBERS;
+
+use crate::state::EngineState;
+
+/// The status of a process that has just begun.
+pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
+    Status::Engine(EngineStatus {
+        volume: spec.volume.clone(),
+        pid: std::process::id(),
+        phase: EnginePhase::Starting,
+        message: String::new(),
+        generation: state.generation(),
+        view: None,
+        members: Vec::new(),
+        frontend: None,
+        endpoint: None,
+        size_bytes: spec.size_bytes,
+        grant_wanted: None,
+        equalising: None,
+        scrub: None,
+    })
+}
+
+/// Changes what is shown.
+pub fn publish(publisher: &Publisher, change: impl FnOnce(&mut EngineStatus)) {
+    publisher.update(|status| {
+        if let Status::Engine(engine) = status {
+            change(engine);
+        }
+    });
+}
+
+/// A replica that is being reached.
+pub fn connecting(endpoint: &ReplicaEndpoint) -> MemberStatus {
+    MemberStatus {
+        replica: endpoint.replica,
+        address: endpoint.addresses.first().cloned().unwrap_or_default(),
+        mode: MemberMode::Connecting,
+        message: String::new(),
+        away_since_ms: None,
+        copy: None,
+    }
+}
+
+/// Milliseconds since 1970.
+pub fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Whether a volume can have these replicas; else why not.
+pub fn check_replicas(replicas: &[ReplicaEndpoint]) -> Result<(), String> {
+    if replicas.is_empty() || replicas.len() > MAX_MEMBERS {
+        return Err(format!("{} replicas: a volume has 1 to {MAX_MEMBERS}", replicas.len()));
+    }
+    for (at, endpoint) in replicas.iter().enumerate() {
+        if replicas[..at].iter().any(|other| other.replica == endpoint.replica) {
+            return Err(format!("replica {} is there twice", endpoint.replica));
+        }
+    }
+    Ok(())
+}
+
+/// Makes a [`CopyStatus`] of what is left, again and again.
+#[derive(Clone, Debug)]
+pub struct Meter {
+    total_bytes: u64,
+    left_bytes: u64,
+    bytes_per_s: u64,
+    measured: Instant,
+    begun: Instant,
+}
+
+/// A speed is measured over this at least.
+const MEASURE_INTERVAL: Duration = Duration::from_millis(900);
+
+impl Meter {
+    /// Begins with `left_bytes` to do.
+    pub fn new(left_bytes: u64, now: Instant) -> Meter {
+        Meter { total_bytes: left_bytes, left_bytes, bytes_per_s: 0, measured: now, begun: now }
+    }
+
+    /// Takes how much is left now; more may have come to do.
+    pub fn update(&mut self, left_bytes: u64, now: Instant) {
+        let took = now.saturating_duration_since(self.measured);
+        if took < MEASURE_INTERVAL {
+            return;
+        }
+        let done = self.left_bytes.saturating_sub(left_bytes);
+        let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX).max(1);
+        let speed = done.saturating_mul(1000) / took_ms;
+        // Half of the last speed: it does not jump, and follows within seconds.
+        self.bytes_per_s = if self.bytes_per_s == 0 { speed } else { self.bytes_per_s.midpoint(speed) };
+        (self.left_bytes, self.measured) = (left_bytes, now);
+        self.total_bytes = self.total_bytes.max(left_bytes);
+    }
+
+    /// As it is shown.
+    pub fn status(&self) -> CopyStatus {
+        CopyStatus {
+            total_bytes: self.total_bytes,
+            left_bytes: self.left_bytes,
+            bytes_per_s: self.bytes_per_s,
+        }
+    }
+
+    /// What there was to do in all.
+    pub fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
+    /// Since when.
+    pub fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::ReplicaId;
+
+    use super::*;
+
+    #[test]
+    fn a_meter_shows_what_is_left_and_how_fast() {
+        let mut now = Instant::now();
+        let mut meter = Meter::new(1000 << 20, now);
+        for left in [900, 800, 700u64] {
+            now += Duration::from_secs(1);
+            meter.update(left << 20, now);
+        }
+        let shown = meter.status();
+        assert_eq!(
+            shown,
+            CopyStatus { total_bytes: 1000 << 20, left_bytes: 700 << 20, bytes_per_s: 100 << 20 }
+        );
+        assert_eq!((shown.percent(), shown.left_s()), (30, Some(7)));
+        meter.update(0, now + Duration::from_millis(10));
+        assert_eq!(meter.status().left_bytes, 700 << 20, "too soon to measure");
+        meter.update(2000 << 20, now + Duration::from_secs(2));
+        assert_eq!(meter.status().total_bytes, 2000 << 20, "there is more to do than at first");
+    }
+
+    #[test]
+    fn lists_of_replicas_are_checked() {
+        let endpoint = |n| ReplicaEndpoint {
+            replica: ReplicaId::from_random(n),
+            addresses: vec!["unix:/r".to_owned()],
+            local: true,
+        };
+        assert!(check_replicas(&[endpoint(1), endpoint(2)]).is_ok());
+        assert!(check_replicas(&[]).is_err());
+        assert!(check_replicas(&[endpoint(1), endpoint(1)]).unwrap_err().contains("twice"));
+        assert!(check_replicas(&(0..9).map(endpoint).collect::<Vec<_>>()).is_err());
+    }
+}

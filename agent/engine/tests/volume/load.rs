@@ -1,0 +1,104 @@
+//! Writers that know what has to be read.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use crate::LIMIT;
+use crate::nbd::Nbd;
+use crate::volume::Volume;
+
+const WRITERS: u64 = 4;
+const BLOCK: u64 = 4096;
+
+/// What a writer has written last, block by block; none where the engine has gone.
+type Written = Option<Vec<(u64, u8)>>;
+
+/// Each writer has blocks of its own, and writes them again and again with a counter.
+pub struct Load {
+    stop: Arc<AtomicBool>,
+    written: Arc<AtomicU64>,
+    writers: Vec<JoinHandle<Written>>,
+    seed: u64,
+}
+
+impl Load {
+    pub fn start(volume: &Volume, seed: u64) -> Load {
+        println!("seed {seed}");
+        let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let blocks = volume.size_bytes / BLOCK / WRITERS;
+        let writer = |number| {
+            let (stop, written, socket) = (Arc::clone(&stop), Arc::clone(&written), volume.frontend());
+            thread::spawn(move || {
+                let mut nbd = Nbd::connect(&socket, "v1");
+                let mut random = Random(seed * WRITERS + number + 1);
+                let mut model = std::collections::BTreeMap::new();
+                while !stop.load(Ordering::Relaxed) {
+                    let count = 1 + random.next() % 8;
+                    let first = random.next() % (blocks - count);
+                    let fill = u8::try_from(random.next() % 256).unwrap();
+                    let offset = (number * blocks + first) * BLOCK;
+                    let data = vec![fill; usize::try_from(count * BLOCK).unwrap()];
+                    if !nbd.try_write(offset, &data) {
+                        return None; // the engine was killed
+                    }
+                    model.extend(
+                        (first..first + count).map(|block| ((number * blocks + block) * BLOCK, fill)),
+                    );
+                    written.fetch_add(1, Ordering::Relaxed);
+                }
+                Some(model.into_iter().collect())
+            })
+        };
+        let writers = (0..WRITERS).map(writer).collect();
+        Load { stop, written, writers, seed }
+    }
+
+    /// Until so many more writes are acknowledged.
+    pub fn wait_for_writes(&self, count: u64) {
+        let (begin, from) = (Instant::now(), self.written.load(Ordering::Relaxed));
+        while self.written.load(Ordering::Relaxed) < from + count {
+            assert!(begin.elapsed() < LIMIT, "seed {}: nothing is written any more", self.seed);
+            thread::yield_now();
+        }
+    }
+
+    /// Every block has to read as it was written last.
+    pub fn stop_and_verify(self, volume: &Volume) {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut nbd = Nbd::connect(&volume.frontend(), "v1");
+        for writer in self.writers {
+            let model = writer.join().unwrap().expect("the engine lives");
+            for (offset, fill) in model {
+                let found = nbd.read(offset, 4096);
+                assert!(
+                    found == [fill; 4096],
+                    "seed {}: at {offset}: {} instead of {fill}",
+                    self.seed,
+                    found[0]
+                );
+            }
+        }
+    }
+
+    /// After the engine was killed.
+    pub fn abandon(self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for writer in self.writers {
+            let _ = writer.join().unwrap();
+        }
+    }
+}
+
+/// A small generator of our own (xorshift): the same numbers for the same seed, for ever.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 8
+    }
+}

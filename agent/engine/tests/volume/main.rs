@@ -1,0 +1,219 @@
+//! Whole volumes: an engine and replicas as processes, which are killed, started again, added and taken away.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod load;
+mod nbd;
+mod volume;
+
+use std::time::Duration;
+
+use load::Load;
+use shorthorn_control::{Command, EnginePhase, MemberMode, RebuildLimits};
+use volume::Volume;
+
+/// Far more than anything takes: whoever waits so long has found a bug.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_replica_that_was_killed_comes_back_by_what_it_missed() {
+    let mut volume = Volume::start(3, 64 << 20);
+    let load = Load::start(&volume, 1);
+    load.wait_for_writes(200);
+    volume.kill(1);
+    volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
+    load.wait_for_writes(200);
+    volume.start_replica(1);
+    volume.wait("all are back", |engine| {
+        engine.view.unwrap().members.len() == 3
+            && engine.members.iter().all(|member| member.mode == MemberMode::Member && member.copy.is_none())
+    });
+    load.wait_for_writes(200);
+    let log = volume.log_of_engine();
+    assert!(log.contains("is_copy=false"), "it was made anew:\n{log}");
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_new_replica_becomes_a_member() {
+    let mut volume = Volume::start(2, 64 << 20);
+    let load = Load::start(&volume, 2);
+    load.wait_for_writes(500);
+    let limits = RebuildLimits { bytes_per_s: 0, share_percent: 90 };
+    volume.order(&Command::Limits { limits });
+    volume.add_replica();
+    volume.order(&Command::Replicas { replicas: volume.endpoints() });
+    volume.wait("the new one is a member", |engine| engine.view.unwrap().members.len() == 3);
+    let log = volume.log_of_engine();
+    assert!(log.contains("is_copy=true"), "{log}");
+    load.wait_for_writes(100);
+    // The first two are not needed any more.
+    volume.kill(0);
+    volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
+    load.stop_and_verify(&volume);
+    volume.start_replica(0);
+    volume.wait("all are back", |engine| engine.view.unwrap().members.len() == 3);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn after_the_death_of_the_engine_the_members_are_made_equal() {
+    let mut volume = Volume::start(3, 64 << 20);
+    for seed in 3..6 {
+        let load = Load::start(&volume, seed);
+        load.wait_for_writes(300);
+        volume.kill_engine();
+        load.abandon();
+        volume.start_engine();
+        volume.wait("they are equal", |engine| {
+            engine.phase == EnginePhase::Serving && engine.equalising.is_none()
+        });
+    }
+    assert!(volume.log_of_engine().contains("the members are equal"));
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn one_of_two_goes_on_with_the_arbiters_grant() {
+    let mut volume = Volume::start(2, 64 << 20);
+    let load = Load::start(&volume, 7);
+    load.wait_for_writes(100);
+    volume.kill(1);
+    let frozen = volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
+    assert_eq!(frozen.phase, EnginePhase::Frozen);
+    let wanted = frozen.grant_wanted.unwrap();
+    assert_eq!((wanted.view.members.len(), wanted.stored), (1, wanted.view.members));
+    volume.order(&Command::Grant { view: wanted.view });
+    volume.wait("it goes on", move |engine| {
+        engine.phase == EnginePhase::Serving
+            && engine.view == Some(wanted.view)
+            && engine.grant_wanted.is_none()
+    });
+    load.wait_for_writes(100);
+    volume.start_replica(1);
+    volume.wait("the other one is back", |engine| engine.view.unwrap().members.len() == 2);
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn one_of_two_goes_on_when_the_other_one_is_back() {
+    let mut volume = Volume::start(2, 16 << 20);
+    let load = Load::start(&volume, 8);
+    load.wait_for_writes(100);
+    volume.kill(0);
+    volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
+    volume.start_replica(0);
+    volume.wait("both are members", |engine| {
+        engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 2
+    });
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_start_with_one_of_two_waits_for_the_arbiter() {
+    let mut volume = Volume::start(2, 16 << 20);
+    volume.stop_engine();
+    volume.kill(0);
+    volume.start_engine();
+    let frozen = volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
+    let view = frozen.grant_wanted.unwrap().view;
+    volume.order(&Command::Grant { view });
+    volume.wait("it serves", move |engine| {
+        engine.phase == EnginePhase::Serving && engine.view == Some(view) && engine.grant_wanted.is_none()
+    });
+    Load::start(&volume, 9).stop_and_verify(&volume);
+    // The grant is known to the next start as well.
+    volume.kill_engine();
+    volume.start_engine();
+    volume.start_replica(0);
+    volume.wait("both are members", |engine| {
+        engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 2
+    });
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_start_with_one_of_two_goes_on_when_the_other_one_is_back() {
+    let mut volume = Volume::start(2, 16 << 20);
+    volume.stop_engine();
+    volume.kill(0);
+    volume.start_engine();
+    volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
+    volume.start_replica(0);
+    volume.wait("both are members", |engine| {
+        engine.phase == EnginePhase::Serving && engine.view.is_some_and(|view| view.members.len() == 2)
+    });
+    volume.stop();
+}
+
+#[test]
+fn a_replica_is_given_up_when_it_is_not_in_the_view() {
+    let mut volume = Volume::start(3, 16 << 20);
+    let without_the_last: Vec<_> = volume.endpoints().into_iter().take(2).collect();
+    volume.order(&Command::Replicas { replicas: without_the_last });
+    volume.kill(2);
+    let engine = volume.wait("it is forgotten", |engine| engine.members.len() == 2);
+    assert_eq!(engine.view.unwrap().members.len(), 2);
+    Load::start(&volume, 10).stop_and_verify(&volume);
+    volume.stop();
+}
+
+#[test]
+fn a_copy_that_was_interrupted_goes_on() {
+    let mut volume = Volume::start(2, 64 << 20);
+    let load = Load::start(&volume, 11);
+    load.wait_for_writes(1000);
+    let slow = RebuildLimits { bytes_per_s: 4 << 20, share_percent: 50 };
+    volume.order(&Command::Limits { limits: slow });
+    volume.add_replica();
+    volume.order(&Command::Replicas { replicas: volume.endpoints() });
+    volume.wait("some of it is there", |engine| {
+        engine.members.iter().any(|member| member.copy.is_some_and(|copy| copy.left_bytes < copy.total_bytes))
+    });
+    volume.kill_engine();
+    load.abandon();
+    volume.start_engine();
+    volume.wait("the new one is a member", |engine| {
+        engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 3
+    });
+    let log = volume.log_of_engine();
+    assert_eq!(log.matches("is_copy=true").count(), 1, "it was made anew again:\n{log}");
+    Load::start(&volume, 12).stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_lost_directory_is_noticed_and_filled_again() {
+    let mut volume = Volume::start(3, 16 << 20);
+    let load = Load::start(&volume, 13);
+    load.wait_for_writes(100);
+    volume.kill(2);
+    volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
+    volume.lose_directory(2);
+    volume.start_replica(2);
+    volume.wait("it is a member again", |engine| engine.view.unwrap().members.len() == 3);
+    assert!(volume.log_of_engine().contains("is_copy=true"));
+    load.stop_and_verify(&volume);
+    // The same while there is no engine.
+    volume.stop_engine();
+    volume.kill(1);
+    volume.lose_directory(1);
+    volume.start_replica(1);
+    volume.start_engine();
+    volume.wait("it is a member again", |engine| {
+        engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 3
+    });
+    assert!(volume.log_of_engine().contains("its directory is another one"), "{}", volume.log_of_engine());
+    Load::start(&volume, 14).stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}

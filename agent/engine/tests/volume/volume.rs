@@ -1,0 +1,220 @@
+//! A volume whose processes a test starts and kills.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use shorthorn_control::{
+    Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, RebuildLimits,
+    ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
+};
+use shorthorn_types::{Members, ReplicaId};
+
+use crate::LIMIT;
+
+pub struct Volume {
+    dir: tempfile::TempDir,
+    pub size_bytes: u64,
+    engine: Option<Child>,
+    replicas: Vec<Option<Child>>,
+    first: usize,
+}
+
+impl Volume {
+    /// A new volume that is served.
+    pub fn start(replicas: usize, size_bytes: u64) -> Volume {
+        // Not /tmp: that may be a file system without O_DIRECT.
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let mut volume = Volume { dir, size_bytes, engine: None, replicas: Vec::new(), first: replicas };
+        for _ in 0..replicas {
+            volume.add_replica();
+        }
+        volume.start_engine();
+        volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving);
+        volume
+    }
+
+    fn id(number: usize) -> ReplicaId {
+        ReplicaId::from_random(u64::try_from(number).unwrap() + 10)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn frontend(&self) -> PathBuf {
+        self.file("nbd")
+    }
+
+    pub fn endpoints(&self) -> Vec<ReplicaEndpoint> {
+        let endpoint = |number: usize| ReplicaEndpoint {
+            replica: Volume::id(number),
+            addresses: vec![format!("unix:{}", self.file(&format!("data{number}")).display())],
+            local: number == 0,
+        };
+        (0..self.replicas.len()).map(endpoint).collect()
+    }
+
+    fn spawn(&self, role: &str, spec: &str) -> Child {
+        let exe = std::env::current_exe().unwrap();
+        let program = exe.parent().unwrap().parent().unwrap().join("examples/volume_process");
+        let log =
+            fs::File::options().create(true).append(true).open(self.file(&format!("{spec}.log"))).unwrap();
+        Command::new(program)
+            .arg(role)
+            .arg(self.file(spec))
+            .env_remove("NOTIFY_SOCKET")
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("the example volume_process is built with the tests")
+    }
+
+    /// One more replica, which the engine does not know yet.
+    pub fn add_replica(&mut self) {
+        self.replicas.push(None);
+        self.start_replica(self.replicas.len() - 1);
+    }
+
+    pub fn start_replica(&mut self, number: usize) {
+        let spec = ReplicaSpec {
+            volume: "v1".parse().unwrap(),
+            replica: Volume::id(number),
+            directory: self.file(&format!("replica{number}")),
+            size_bytes: self.size_bytes,
+            create: true,
+            first_members: Members::new((0..self.first).map(Volume::id)).unwrap(),
+            secret: Secret::new([7; 32]),
+            data_socket: self.file(&format!("data{number}")),
+            data_address: None,
+            control_socket: self.file(&format!("control{number}")),
+        };
+        let name = format!("replica{number}.json");
+        store_spec(&self.file(&name), &spec).unwrap();
+        self.replicas[number] = Some(self.spawn("replica", &name));
+    }
+
+    pub fn start_engine(&mut self) {
+        let spec = EngineSpec {
+            volume: "v1".parse().unwrap(),
+            size_bytes: self.size_bytes,
+            attach: 1,
+            replicas: self.endpoints(),
+            frontend: FrontendChoice::Socket,
+            secret: Secret::new([7; 32]),
+            state_file: self.file("state.json"),
+            control_socket: self.file("engine.control"),
+            frontend_socket: self.frontend(),
+            device_dir: self.file("devices"),
+            queues: 2,
+            depth: 16,
+            replica_timeout_ms: 5000,
+            granted: None,
+            rebuild: RebuildLimits::default(),
+        };
+        store_spec(&self.file("engine.json"), &spec).unwrap();
+        self.engine = Some(self.spawn("engine", "engine.json"));
+    }
+
+    pub fn kill(&mut self, number: usize) {
+        let mut child = self.replicas[number].take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    /// Of a replica that does not run: as if its disk had been replaced.
+    pub fn lose_directory(&self, number: usize) {
+        fs::remove_dir_all(self.file(&format!("replica{number}"))).unwrap();
+    }
+
+    pub fn kill_engine(&mut self) {
+        let mut child = self.engine.take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    pub fn order(&self, order: &Order) {
+        Client::connect(&self.file("engine.control")).unwrap().order(order).unwrap();
+    }
+
+    /// The first status of the engine that is as `wanted`.
+    pub fn wait(&self, what: &str, wanted: impl Fn(&EngineStatus) -> bool + Send + 'static) -> EngineStatus {
+        let (done, waited) = mpsc::channel();
+        let path = self.file("engine.control");
+        let (stop, stopped) = mpsc::channel::<()>();
+        thread::spawn(move || {
+            let mut last = None;
+            while stopped.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
+                let watch = Client::connect(&path).and_then(Client::watch);
+                for status in watch.into_iter().flatten().map_while(Result::ok) {
+                    let Status::Engine(engine) = status else { continue };
+                    if wanted(&engine) {
+                        let _ = done.send(engine);
+                        return;
+                    }
+                    last = Some(engine);
+                }
+                thread::yield_now();
+            }
+            println!("at last {last:#?}");
+        });
+        let found = waited.recv_timeout(LIMIT);
+        drop(stop);
+        found.unwrap_or_else(|_| panic!("{what}: never; the engine's log:\n{}", self.log_of_engine()))
+    }
+
+    pub fn log_of_engine(&self) -> String {
+        fs::read_to_string(self.file("engine.json.log")).unwrap_or_default()
+    }
+
+    pub fn stop_engine(&mut self) {
+        self.order(&Order::Stop);
+        let status = self.engine.take().unwrap().wait().unwrap();
+        assert_eq!(status.code(), Some(12), "{}", self.log_of_engine());
+    }
+
+    /// Stops everything, cleanly.
+    pub fn stop(&mut self) {
+        self.stop_engine();
+        for mut child in self.replicas.iter_mut().filter_map(Option::take) {
+            kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGTERM).unwrap();
+            assert!(child.wait().unwrap().success());
+        }
+    }
+
+    /// After the stop: all replicas have the same content.
+    pub fn assert_equal(&self) {
+        let image = |number: usize| {
+            let directory = self.file(&format!("replica{number}"));
+            let head = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+            let head = head.filter(|path| path.extension().is_some_and(|extension| extension == "img"));
+            let heads: Vec<_> = head.collect();
+            assert_eq!(heads.len(), 1, "one layer");
+            fs::read(&heads[0]).unwrap()
+        };
+        let first = image(0);
+        for number in 1..self.replicas.len() {
+            let other = image(number);
+            let differs = first.chunks(4096).zip(other.chunks(4096)).position(|(one, two)| one != two);
+            assert_eq!(
+                differs,
+                None,
+                "replicas 0 and {number} differ; the engine's log:\n{}",
+                self.log_of_engine()
+            );
+        }
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        for child in self.engine.iter_mut().chain(self.replicas.iter_mut().flatten()) {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

@@ -1,0 +1,703 @@
+use std::fmt;
+use std::ops::Range;
+
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{
+    ByteRange, MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
+    ReplicaReport, View,
+};
+use thiserror::Error;
+
+use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage};
+use crate::set::{Identity, KeptSet};
+
+/// Pages that are written at once.
+pub const PAGE_WRITES_MAX: usize = 8;
+
+/// A set that a replica keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SetKey {
+    /// Where the members may differ after a crash.
+    Intent,
+    /// What this replica lacks.
+    Missed(ReplicaId),
+}
+
+/// Whether a modification may be executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admit {
+    /// Its regions are in every set, durably.
+    Go,
+    /// Pages have to be written first: see [`RegionKeeper::begin_write`]. Ask again when one has been.
+    Wait,
+}
+
+/// Why the sets stay as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum KeepError {
+    /// More replicas are away than a volume has.
+    #[error(
+        "the missed regions of {MAX_MEMBERS} replicas are kept already, and {0} is one more: have those of \
+         replicas that will not come back forgotten"
+    )]
+    TooManySets(ReplicaId),
+    /// A run of regions that the volume does not have, or too many runs.
+    #[error("{count} regions from {first} on are not all within the {limit} of the volume")]
+    Runs {
+        /// First region of the run.
+        first: u32,
+        /// Its length.
+        count: u32,
+        /// How many regions the volume has.
+        limit: u32,
+    },
+    /// More runs than one message may have.
+    #[error("{0} runs of regions at once, more than {RUNS_PER_MARK_MAX}")]
+    TooManyRuns(usize),
+    /// The set is not one that can be changed, or not like that.
+    #[error("{action:?} cannot be done to {of:?}")]
+    Unsupported {
+        /// Which set.
+        of: RegionsOf,
+        /// What was to be done to it.
+        action: MarkAction,
+    },
+}
+
+/// What has to happen before a mark is answered.
+#[derive(Debug)]
+pub enum Marked {
+    /// Nothing.
+    Done,
+    /// Pages have to be written: ask [`RegionKeeper::is_durable`] when one has been.
+    Wait(Ticket),
+    /// The set begins: make its file, then [`RegionKeeper::keep`] it.
+    Begin(NewSet),
+    /// The set ends: remove its file, durably, then [`RegionKeeper::forget`] it.
+    Remove(ReplicaId),
+}
+
+/// Stands for regions that become durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    serial: u64,
+    pages: u64,
+    after: u64,
+}
+
+/// A set that is about to be kept. It counts from [`RegionKeeper::keep`] on, and has to be whole and durable on the
+/// disk by then. Nothing may be admitted in between.
+#[derive(Debug)]
+pub struct NewSet {
+    replica: ReplicaId,
+    set: KeptSet,
+}
+
+impl NewSet {
+    /// Who misses the regions.
+    #[must_use]
+    pub fn replica(&self) -> ReplicaId {
+        self.replica
+    }
+
+    /// What its file has to hold.
+    #[must_use]
+    pub fn file(&self) -> Vec<u8> {
+        self.set.file()
+    }
+}
+
+/// A page that is to be written now.
+#[derive(Debug)]
+pub struct PageWrite<'a> {
+    /// Which of the writes at once, below [`PAGE_WRITES_MAX`]: for [`RegionKeeper::end_write`].
+    pub slot: u8,
+    /// Of which set.
+    pub key: SetKey,
+    /// Number of the page: its place in the file, in units of [`PAGE_BYTES`].
+    pub page: u32,
+    /// What to write.
+    pub bytes: &'a [u8; PAGE_BYTES],
+}
+
+/// Some runs of regions of a set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunsPage {
+    /// First region and count of each, in order, at most [`RUNS_PER_MARK_MAX`].
+    pub runs: Vec<(u32, u32)>,
+    /// Where the next page begins, if there is one.
+    pub next: Option<u32>,
+}
+
+/// A write that is under way.
+#[derive(Debug)]
+struct Writing {
+    /// Of which set and page; none: the slot is free.
+    what: Option<(u64, usize)>,
+    number: u64,
+    bits: Bits,
+    image: [u8; PAGE_BYTES],
+}
+
+/// See the crate.
+#[derive(Debug)]
+pub struct RegionKeeper {
+    regions: Regions,
+    epoch: u64,
+    intent: KeptSet,
+    missed: Vec<(ReplicaId, KeptSet)>,
+    writes: Box<[Writing]>,
+    /// Numbers the writes.
+    last_write: u64,
+    last_serial: u64,
+    /// Regions where data may be gone that was written before the host was restarted.
+    lost: Option<RegionSet>,
+}
+
+impl RegionKeeper {
+    /// The sets of a volume of which nothing is on the disk yet, in the directory's `epoch`. The intent set begins
+    /// as the `intent` that is given: empty where the volume is, full where nobody knows. Its file has to be made,
+    /// from [`RegionKeeper::file`], before anything is admitted.
+    #[must_use]
+    pub fn new(regions: Regions, epoch: u64, intent: &RegionSet) -> RegionKeeper {
+        let mut set = KeptSet::empty(identity(regions, epoch, SetKey::Intent));
+        for run in intent.runs(0) {
+            set.add_durable(run);
+        }
+        RegionKeeper::with_intent(regions, epoch, set)
+    }
+
+    /// The sets of a volume, with the intent set that is in a file.
+    ///
+    /// Pages that are damaged, and all of those from another epoch, count as full; what is wrong with them is
+    /// told too.
+    #[must_use]
+    pub fn load(regions: Regions, epoch: u64, intent: &[u8]) -> (RegionKeeper, Vec<PageDamage>) {
+        let (set, damages) = KeptSet::load(identity(regions, epoch, SetKey::Intent), intent);
+        (RegionKeeper::with_intent(regions, epoch, set), damages)
+    }
+
+    fn with_intent(regions: Regions, epoch: u64, intent: KeptSet) -> RegionKeeper {
+        let free = || Writing { what: None, number: 0, bits: [0; PAGE_WORDS], image: [0; PAGE_BYTES] };
+        RegionKeeper {
+            regions,
+            epoch,
+            intent,
+            missed: Vec::with_capacity(MAX_MEMBERS),
+            writes: (0..PAGE_WRITES_MAX).map(|_| free()).collect(),
+            last_write: 0,
+            last_serial: 0,
+            lost: None,
+        }
+    }
+
+    /// Adds what a file tells that `replica` misses. Damaged pages count as full, and are told. A file of another
+    /// epoch is worth nothing: false, the set is not kept, and the file should go.
+    ///
+    /// # Errors
+    /// [`KeepError::TooManySets`].
+    pub fn load_missed(
+        &mut self,
+        replica: ReplicaId,
+        file: &[u8],
+    ) -> Result<(bool, Vec<PageDamage>), KeepError> {
+        let (set, damages) = KeptSet::load(self.identity(SetKey::Missed(replica)), file);
+        if damages.contains(&PageDamage::Outdated) {
+            return Ok((false, damages));
+        }
+        self.check_room(replica, 0)?;
+        self.keep(NewSet { replica, set });
+        Ok((true, damages))
+    }
+
+    fn identity(&self, key: SetKey) -> Identity {
+        identity(self.regions, self.epoch, key)
+    }
+
+    fn check_room(&self, replica: ReplicaId, others: usize) -> Result<(), KeepError> {
+        let full = self.missed.len() + others >= MAX_MEMBERS;
+        if full { Err(KeepError::TooManySets(replica)) } else { Ok(()) }
+    }
+
+    /// How the volume is divided.
+    #[must_use]
+    pub fn regions(&self) -> Regions {
+        self.regions
+    }
+
+    /// The replicas whose missed regions are kept.
+    #[must_use]
+    pub fn tracks(&self) -> Members {
+        // No more than fit.
+        Members::new(self.missed.iter().map(|(replica, _)| *replica)).unwrap_or_default()
+    }
+
+    /// A set as it is, if it is kept.
+    #[must_use]
+    pub fn content(&self, key: SetKey) -> Option<RegionSet> {
+        self.find(key).map(KeptSet::content)
+    }
+
+    /// What the file of a set has to hold, if it is kept.
+    #[must_use]
+    pub fn file(&self, key: SetKey) -> Option<Vec<u8>> {
+        self.find(key).map(KeptSet::file)
+    }
+
+    fn find(&self, key: SetKey) -> Option<&KeptSet> {
+        match key {
+            SetKey::Intent => Some(&self.intent),
+            SetKey::Missed(replica) => self.missed.iter().find(|(of, _)| *of == replica).map(|(_, set)| set),
+        }
+    }
+
+    fn find_mut(&mut self, key: SetKey) -> Option<&mut KeptSet> {
+        match key {
+            SetKey::Intent => Some(&mut self.intent),
+            SetKey::Missed(id) => self.missed.iter_mut().find(|(of, _)| *of == id).map(|(_, set)| set),
+        }
+    }
+
+    /// Whether a modification of `range` may be executed. Puts its regions into every set in any case.
+    pub fn admit(&mut self, range: ByteRange) -> Admit {
+        let touched = self.regions.touched(range);
+        let mut lacking = self.intent.put(touched.clone());
+        for (_, set) in &mut self.missed {
+            lacking |= set.put(touched.clone());
+        }
+        if lacking == 0 { Admit::Go } else { Admit::Wait }
+    }
+
+    /// The next page that has to be written now; none where there is none, or enough are under way. `lazy`: also
+    /// those whose only news are that regions have left.
+    pub fn begin_write(&mut self, lazy: bool) -> Option<PageWrite<'_>> {
+        let slot = self.writes.iter().position(|writing| writing.what.is_none())?;
+        let missed = self.missed.iter_mut().map(|(replica, set)| (SetKey::Missed(*replica), set));
+        let mut sets = std::iter::once((SetKey::Intent, &mut self.intent)).chain(missed);
+        let (key, set, number) = sets.find_map(|(key, set)| {
+            let number = set.next_page(lazy)?;
+            Some((key, set, number))
+        })?;
+        self.last_write += 1;
+        let writing = &mut self.writes[slot];
+        writing.what = Some((set.serial, number));
+        writing.number = self.last_write;
+        set.begin_write(number, &mut writing.image, &mut writing.bits);
+        // There are fewer writes at once, and fewer pages, than these types count.
+        #[allow(clippy::cast_possible_truncation)]
+        Some(PageWrite { slot: slot as u8, key, page: number as u32, bytes: &writing.image })
+    }
+
+    /// A page write has ended: well, and then the page is durable, or not, and then it has to be written again.
+    pub fn end_write(&mut self, slot: u8, well: bool) {
+        let Some(writing) = self.writes.get_mut(usize::from(slot)) else { return };
+        let Some((serial, number)) = writing.what.take() else { return };
+        let missed = self.missed.iter_mut().map(|(_, set)| set);
+        let mut sets = std::iter::once(&mut self.intent).chain(missed);
+        // A set may have been forgotten meanwhile.
+        if let Some(set) = sets.find(|set| set.serial == serial) {
+            set.end_write(number, &writing.bits, writing.number, well);
+        }
+    }
+
+    /// Whether a page is being written.
+    #[must_use]
+    pub fn is_writing(&self) -> bool {
+        self.writes.iter().any(|writing| writing.what.is_some())
+    }
+
+    /// Whether what the ticket stands for is durable.
+    #[must_use]
+    pub fn is_durable(&self, ticket: &Ticket) -> bool {
+        let missed = self.missed.iter().map(|(_, set)| set);
+        let mut sets = std::iter::once(&self.intent).chain(missed);
+        // A set that was forgotten has nothing to be durable.
+        let found = sets.find(|set| set.serial == ticket.serial);
+        found.is_none_or(|set| set.written_since(ticket.pages, ticket.after))
+    }
+
+    /// The engine changes a set.
+    ///
+    /// # Errors
+    /// [`KeepError`]; nothing has changed then.
+    pub fn mark(&mut self, mark: &MarkRegions) -> Result<Marked, KeepError> {
+        let MarkRegions { of, action, runs } = mark;
+        let limit = self.regions.count();
+        check_runs(runs, limit)?;
+        let runs = || runs.iter().map(|(first, count)| *first..first.saturating_add(*count));
+        let after = self.last_write;
+        let key = match (of, action) {
+            (RegionsOf::Missed(replica), MarkAction::Forget) => {
+                let kept = self.find(SetKey::Missed(*replica)).is_some();
+                return Ok(if kept { Marked::Remove(*replica) } else { Marked::Done });
+            }
+            (RegionsOf::Missed(replica), _) => SetKey::Missed(*replica),
+            (RegionsOf::Intent, MarkAction::Add | MarkAction::Clear) => SetKey::Intent,
+            _ => return Err(KeepError::Unsupported { of: *of, action: *action }),
+        };
+        match (self.find_mut(key), action, key) {
+            (Some(set), MarkAction::Add, _) => {
+                let pages = runs().fold(0, |pages, run| pages | set.put(run));
+                set.demand(pages);
+                let ticket = Ticket { serial: set.serial, pages, after };
+                Ok(if pages == 0 { Marked::Done } else { Marked::Wait(ticket) })
+            }
+            (None, MarkAction::Add, SetKey::Missed(replica)) => {
+                self.check_room(replica, 0)?;
+                let mut set = KeptSet::empty(self.identity(key));
+                runs().for_each(|run| set.add_durable(run));
+                Ok(Marked::Begin(NewSet { replica, set }))
+            }
+            (Some(set), _, _) => {
+                runs().for_each(|run| set.clear(run));
+                if key == SetKey::Intent {
+                    self.found_again(runs());
+                }
+                Ok(Marked::Done)
+            }
+            (None, _, _) => Ok(Marked::Done),
+        }
+    }
+
+    /// The sets that begin with the proposal of `target`: for every replica but `me` that is in a view known before,
+    /// and not in this one. They begin as the intent set: whatever such a replica may lack is there. A set that
+    /// is kept already is that large at least, and stays.
+    ///
+    /// Keep them before the view is stored, else a crash in between leaves a view without the set that it needs.
+    ///
+    /// # Errors
+    /// [`KeepError::TooManySets`].
+    pub fn on_propose(
+        &self,
+        me: ReplicaId,
+        known: &ReplicaReport,
+        basis: &ReplicaReport,
+        target: &View,
+    ) -> Result<Vec<NewSet>, KeepError> {
+        let mut new: Vec<NewSet> = Vec::new();
+        for replica in views(known).chain(views(basis)).flat_map(|view| view.members.iter()) {
+            let kept =
+                self.find(SetKey::Missed(replica)).is_some() || new.iter().any(|new| new.replica == replica);
+            if kept || replica == me || target.members.contains(replica) {
+                continue;
+            }
+            self.check_room(replica, new.len())?;
+            let mut set = KeptSet::empty(self.identity(SetKey::Missed(replica)));
+            set.add_all_durable(&self.intent);
+            new.push(NewSet { replica, set });
+        }
+        Ok(new)
+    }
+
+    /// The replicas whose sets end because the views in `report` say that they are members again: those that are in
+    /// the committed view and in every proposed one after it, as any of these may be the one that counts. Forget them
+    /// after the views are stored; their files first.
+    #[must_use]
+    pub fn on_commit(&self, report: &ReplicaReport) -> Members {
+        self.tracks().filter(|replica| views(report).all(|view| view.members.contains(replica)))
+    }
+
+    /// Keeps a set, whose file is there.
+    pub fn keep(&mut self, new: NewSet) {
+        let NewSet { replica, mut set } = new;
+        debug_assert!(self.find(SetKey::Missed(replica)).is_none(), "a set is kept once");
+        self.last_serial += 1;
+        set.serial = self.last_serial;
+        self.missed.push((replica, set));
+    }
+
+    /// Keeps the missed regions of `replica` no longer. Its file is gone.
+    pub fn forget(&mut self, replica: ReplicaId) {
+        self.missed.retain(|(of, _)| *of != replica);
+    }
+
+    /// The regions of a set from `from` on, as many as fit one message; none where the set is not kept.
+    #[must_use]
+    pub fn page(&self, key: SetKey, from: u32) -> Option<RunsPage> {
+        let content = self.content(key)?;
+        let mut runs = Vec::new();
+        let mut next = None;
+        for run in content.runs(from) {
+            if runs.len() == RUNS_PER_MARK_MAX {
+                next = Some(run.start);
+                break;
+            }
+            runs.push((run.start, run.end - run.start));
+        }
+        Some(RunsPage { runs, next })
+    }
+
+    /// The host was restarted while data was not durable: until every region that is in the intent set now has been
+    /// cleared from it, [`RegionKeeper::has_lost_cache`].
+    pub fn lost_cache(&mut self) {
+        self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());
+    }
+
+    /// Whether data may be gone that was written before the host was restarted.
+    #[must_use]
+    pub fn has_lost_cache(&self) -> bool {
+        self.lost.is_some()
+    }
+
+    /// All members are equal in these regions.
+    fn found_again(&mut self, runs: impl Iterator<Item = Range<u32>>) {
+        let Some(lost) = &mut self.lost else { return };
+        runs.for_each(|run| lost.remove_run(run));
+        if lost.is_empty() {
+            self.lost = None;
+        }
+    }
+}
+
+impl SetKey {
+    /// As it is written in pages.
+    fn name(self) -> [u8; 8] {
+        let mut name = *b"intent\0\0";
+        if let SetKey::Missed(replica) = self {
+            for (byte, digit) in name.iter_mut().zip(replica.to_string().bytes()) {
+                *byte = digit;
+            }
+        }
+        name
+    }
+}
+
+impl fmt::Display for SetKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SetKey::Intent => f.write_str("intent"),
+            SetKey::Missed(replica) => write!(f, "missed-{replica}"),
+        }
+    }
+}
+
+fn identity(regions: Regions, epoch: u64, key: SetKey) -> Identity {
+    Identity { name: key.name(), region_bytes: regions.region_bytes(), count: regions.count(), epoch }
+}
+
+fn views(report: &ReplicaReport) -> impl Iterator<Item = &View> {
+    std::iter::once(&report.committed).chain(&report.proposed)
+}
+
+fn check_runs(runs: &[(u32, u32)], limit: u32) -> Result<(), KeepError> {
+    if runs.len() > RUNS_PER_MARK_MAX {
+        return Err(KeepError::TooManyRuns(runs.len()));
+    }
+    let bad = runs.iter().find(|(first, count)| first.checked_add(*count).is_none_or(|end| end > limit));
+    bad.map_or(Ok(()), |(first, count)| Err(KeepError::Runs { first: *first, count: *count, limit }))
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Generation, ViewId};
+
+    use super::*;
+
+    const REGION: u64 = 64 << 10;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    fn keeper(count: u64) -> RegionKeeper {
+        let regions = Regions::of(count * REGION);
+        RegionKeeper::new(regions, 1, &RegionSet::empty(regions.count()))
+    }
+
+    fn range(first: u64, count: u64) -> ByteRange {
+        ByteRange::new(first * REGION, count * REGION).unwrap()
+    }
+
+    fn view(number: u32, ids: &[u64]) -> View {
+        let members = Members::new(ids.iter().copied().map(id)).unwrap();
+        View { id: ViewId { generation: Generation::new(1, 0), number }, members }
+    }
+
+    fn report(committed: View, proposed: &[View]) -> ReplicaReport {
+        ReplicaReport { committed, proposed: proposed.to_vec() }
+    }
+
+    fn write_all(keeper: &mut RegionKeeper) -> Vec<(SetKey, u32)> {
+        let mut written = Vec::new();
+        while let Some(PageWrite { slot, key, page, .. }) = keeper.begin_write(false) {
+            written.push((key, page));
+            keeper.end_write(slot, true);
+        }
+        written
+    }
+
+    fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
+        MarkRegions { of, action, runs: runs.to_vec() }
+    }
+
+    #[test]
+    fn a_modification_waits_for_its_pages_only_once() {
+        let mut keeper = keeper(40_000);
+        assert_eq!(keeper.admit(range(32_255, 2)), Admit::Wait);
+        assert_eq!(keeper.admit(range(32_255, 2)), Admit::Wait);
+        assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0), (SetKey::Intent, 1)]);
+        assert_eq!(keeper.admit(range(32_255, 2)), Admit::Go);
+        assert_eq!(keeper.admit(range(7, 1)), Admit::Wait);
+        // What comes while the page is written, and is in it, needs no other write; what is not, does.
+        let slot = keeper.begin_write(false).unwrap().slot;
+        assert_eq!(keeper.admit(range(7, 1)), Admit::Wait);
+        assert!(keeper.begin_write(false).is_none());
+        assert_eq!(keeper.admit(range(8, 1)), Admit::Wait);
+        assert!(keeper.begin_write(false).is_none(), "one write of a page at a time");
+        keeper.end_write(slot, true);
+        assert_eq!((keeper.admit(range(7, 1)), keeper.admit(range(8, 1))), (Admit::Go, Admit::Wait));
+        assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0)]);
+    }
+
+    #[test]
+    fn a_failed_write_is_due_again() {
+        let mut keeper = keeper(10);
+        keeper.admit(range(0, 1));
+        let slot = keeper.begin_write(false).unwrap().slot;
+        keeper.end_write(slot, false);
+        assert_eq!(keeper.admit(range(0, 1)), Admit::Wait);
+        assert_eq!(write_all(&mut keeper).len(), 1);
+    }
+
+    #[test]
+    fn clears_are_lazy_and_cost_no_wait_before_they_are_written() {
+        let mut keeper = keeper(10);
+        keeper.admit(range(0, 2));
+        write_all(&mut keeper);
+        let clear = mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 2)]);
+        assert!(matches!(keeper.mark(&clear), Ok(Marked::Done)));
+        assert!(keeper.content(SetKey::Intent).unwrap().is_empty());
+        assert!(keeper.begin_write(false).is_none());
+        assert_eq!(keeper.admit(range(0, 1)), Admit::Go, "it is on the disk still");
+        let slot = keeper.begin_write(true).unwrap().slot;
+        assert_eq!(keeper.admit(range(1, 1)), Admit::Wait, "it may be gone from the disk already");
+        keeper.end_write(slot, true);
+        assert_eq!((keeper.admit(range(0, 1)), keeper.admit(range(1, 1))), (Admit::Go, Admit::Wait));
+    }
+
+    #[test]
+    fn a_replica_that_leaves_the_views_begins_to_miss() {
+        let mut keeper = keeper(100);
+        keeper.admit(range(3, 1));
+        let known = report(view(1, &[1, 2, 3]), &[]);
+        let new = keeper.on_propose(id(1), &known, &known, &view(2, &[1, 2])).unwrap();
+        assert_eq!(new.iter().map(NewSet::replica).collect::<Vec<_>>(), [id(3)]);
+        new.into_iter().for_each(|new| keeper.keep(new));
+        let missed = SetKey::Missed(id(3));
+        assert_eq!(keeper.page(missed, 0).unwrap().runs, [(3, 1)]);
+        write_all(&mut keeper);
+        assert_eq!(keeper.admit(range(9, 1)), Admit::Wait);
+        assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0), (missed, 0)]);
+        assert_eq!(keeper.page(missed, 0).unwrap().runs, [(3, 1), (9, 1)]);
+        // Repeated, nothing begins anew; and nobody misses what it keeps itself.
+        assert!(keeper.on_propose(id(1), &known, &known, &view(2, &[1, 2])).unwrap().is_empty());
+        assert!(keeper.on_propose(id(2), &known, &known, &view(3, &[1])).unwrap().is_empty());
+        assert_eq!(keeper.on_propose(id(1), &known, &known, &view(3, &[1])).unwrap().len(), 1);
+        // It ends when no view that may count is without it.
+        assert!(keeper.on_commit(&report(view(2, &[1, 2, 3]), &[view(3, &[1, 2])])).is_empty());
+        assert_eq!(keeper.on_commit(&report(view(4, &[1, 2, 3]), &[])).len(), 1);
+        keeper.forget(id(3));
+        assert_eq!(keeper.page(missed, 0), None);
+    }
+
+    #[test]
+    fn marks_begin_grow_shrink_and_end_a_set() {
+        let mut keeper = keeper(70_000);
+        let of = RegionsOf::Missed(id(5));
+        let Ok(Marked::Begin(new)) = keeper.mark(&mark(of, MarkAction::Add, &[(5, 2)])) else { panic!() };
+        assert_eq!(keeper.tracks(), Members::NONE);
+        keeper.keep(new);
+        assert!(matches!(keeper.mark(&mark(of, MarkAction::Add, &[(6, 1)])), Ok(Marked::Done)));
+        let Ok(Marked::Wait(ticket)) = keeper.mark(&mark(of, MarkAction::Add, &[(32_250, 10)])) else {
+            panic!()
+        };
+        assert!(!keeper.is_durable(&ticket));
+        let slot = keeper.begin_write(false).unwrap().slot;
+        keeper.end_write(slot, true);
+        assert!(!keeper.is_durable(&ticket), "there is another page");
+        write_all(&mut keeper);
+        assert!(keeper.is_durable(&ticket));
+        keeper.mark(&mark(of, MarkAction::Clear, &[(0, 32_255)])).unwrap();
+        let page = RunsPage { runs: vec![(32_255, 5)], next: None };
+        assert_eq!(keeper.page(SetKey::Missed(id(5)), 0), Some(page));
+        assert!(matches!(keeper.mark(&mark(of, MarkAction::Forget, &[])), Ok(Marked::Remove(_))));
+        assert_eq!(keeper.tracks().len(), 1, "until its file is gone");
+    }
+
+    #[test]
+    fn a_mark_of_what_is_just_being_written_is_answered_too() {
+        let mut keeper = keeper(10);
+        keeper.admit(range(1, 1));
+        let slot = keeper.begin_write(false).unwrap().slot;
+        let add = mark(RegionsOf::Intent, MarkAction::Add, &[(1, 1)]);
+        let Ok(Marked::Wait(ticket)) = keeper.mark(&add) else { panic!() };
+        keeper.end_write(slot, true);
+        write_all(&mut keeper);
+        assert!(keeper.is_durable(&ticket));
+    }
+
+    #[test]
+    fn what_cannot_be_marked_is_refused() {
+        let mut keeper = keeper(10);
+        let mut refused = |of, action, runs: &[_]| keeper.mark(&mark(of, action, runs)).unwrap_err();
+        for (of, action) in [(RegionsOf::Intent, MarkAction::Forget), (RegionsOf::Allocated, MarkAction::Add)]
+        {
+            assert_eq!(refused(of, action, &[]), KeepError::Unsupported { of, action });
+        }
+        let runs = KeepError::Runs { first: 9, count: 2, limit: 10 };
+        assert_eq!(refused(RegionsOf::Intent, MarkAction::Add, &[(9, 2)]), runs);
+        let many = vec![(0, 1); RUNS_PER_MARK_MAX + 1];
+        assert_eq!(refused(RegionsOf::Intent, MarkAction::Add, &many), KeepError::TooManyRuns(801));
+        for n in 0..8 {
+            let of = RegionsOf::Missed(id(n));
+            let Ok(Marked::Begin(new)) = keeper.mark(&mark(of, MarkAction::Add, &[])) else { panic!() };
+            keeper.keep(new);
+        }
+        let one_more = mark(RegionsOf::Missed(id(9)), MarkAction::Add, &[]);
+        assert_eq!(keeper.mark(&one_more).unwrap_err(), KeepError::TooManySets(id(9)));
+    }
+
+    #[test]
+    fn long_sets_come_in_pages() {
+        let mut keeper = keeper(5000);
+        for region in (0..5000).step_by(2) {
+            keeper.admit(range(region, 1));
+        }
+        let (mut from, mut found) = (0, Vec::new());
+        loop {
+            let page = keeper.page(SetKey::Intent, from).unwrap();
+            assert!(page.runs.len() <= RUNS_PER_MARK_MAX);
+            found.extend(page.runs);
+            let Some(next) = page.next else { break };
+            from = next;
+        }
+        assert_eq!(found, (0..5000).step_by(2).map(|region| (region, 1)).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn files_of_another_epoch_are_worth_nothing() {
+        let mut old = keeper(10);
+        let add = mark(RegionsOf::Missed(id(1)), MarkAction::Add, &[(1, 1)]);
+        let Ok(Marked::Begin(new)) = old.mark(&add) else { panic!() };
+        let intent = old.file(SetKey::Intent).unwrap();
+        let (mut later, damages) = RegionKeeper::load(old.regions(), 2, &intent);
+        assert_eq!(damages, [PageDamage::Outdated]);
+        assert_eq!(later.content(SetKey::Intent), Some(RegionSet::full(10)));
+        assert_eq!(later.load_missed(id(1), &new.file()), Ok((false, vec![PageDamage::Outdated])));
+        assert!(later.tracks().is_empty());
+    }
+
+    #[test]
+    fn a_lost_cache_is_made_up_for_when_all_that_was_dirty_has_been_cleared() {
+        let mut keeper = keeper(10);
+        keeper.lost_cache();
+        assert!(!keeper.has_lost_cache(), "nothing was dirty");
+        keeper.admit(range(2, 4));
+        keeper.lost_cache();
+        keeper.admit(range(8, 1));
+        keeper.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(2, 3)])).unwrap();
+        assert!(keeper.has_lost_cache());
+        keeper.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 6)])).unwrap();
+        assert!(!keeper.has_lost_cache());
+    }
+}

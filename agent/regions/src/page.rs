@@ -1,0 +1,157 @@
+//! One page of a set as it is on the disk.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic, "SHRNREGS" |
+//! | 8 | 4 | format, 1 |
+//! | 12 | 4 | number of the page in the set |
+//! | 16 | 8 | which set: the id of the replica that misses, or "intent" and two zeroes |
+//! | 24 | 8 | how many times the set was written |
+//! | 32 | 8 | bytes of a region |
+//! | 40 | 8 | the epoch of the directory in which it was written |
+//! | 48 | 12 | zeroes |
+//! | 60 | 4 | CRC-32C of the page with zeroes in this field |
+//! | 64 | 4032 | one bit for each region, the lowest of the first byte first |
+//!
+//! Numbers are little-endian.
+
+use thiserror::Error;
+
+/// Length of a page, and the unit in which sets are written.
+pub const PAGE_BYTES: usize = 4096;
+const HEADER_BYTES: usize = 64;
+const CHECK_AT: usize = 60;
+/// The 64-bit words of bits in a page.
+pub(crate) const PAGE_WORDS: usize = (PAGE_BYTES - HEADER_BYTES) / 8;
+/// How many regions one page has a bit for.
+pub const REGIONS_PER_PAGE: u32 = 32_256;
+const _: () = assert!(REGIONS_PER_PAGE as usize == 64 * PAGE_WORDS);
+
+const MAGIC: &[u8; 8] = b"SHRNREGS";
+const FORMAT: u32 = 1;
+
+/// The bits of a page.
+pub(crate) type Bits = [u64; PAGE_WORDS];
+
+/// What is in the header of a page, beside what is always the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageHeader {
+    pub set: [u8; 8],
+    pub page: u32,
+    pub version: u64,
+    pub region_bytes: u64,
+    pub epoch: u64,
+}
+
+/// Why bytes are not the page that is expected there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum PageDamage {
+    /// The file ends before it.
+    #[error("the page is cut off")]
+    Short,
+    /// It was torn by a crash, or damaged.
+    #[error("the page is torn or damaged")]
+    Check,
+    /// It is a page of another format, set, place or volume.
+    #[error("the page belongs to something else")]
+    Other,
+    /// Somebody else may have changed the volume since it was written.
+    #[error("the page is older than what somebody else may have done to the directory")]
+    Outdated,
+}
+
+impl PageHeader {
+    /// The page with `bits`.
+    pub fn encode(&self, bits: &Bits, out: &mut [u8; PAGE_BYTES]) {
+        out[..HEADER_BYTES].fill(0);
+        out[0..8].copy_from_slice(MAGIC);
+        out[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+        out[12..16].copy_from_slice(&self.page.to_le_bytes());
+        out[16..24].copy_from_slice(&self.set);
+        out[24..32].copy_from_slice(&self.version.to_le_bytes());
+        out[32..40].copy_from_slice(&self.region_bytes.to_le_bytes());
+        out[40..48].copy_from_slice(&self.epoch.to_le_bytes());
+        for (target, word) in out[HEADER_BYTES..].chunks_exact_mut(8).zip(bits) {
+            target.copy_from_slice(&word.to_le_bytes());
+        }
+        let check = crc32c::crc32c(out);
+        out[CHECK_AT..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+    }
+
+    /// Reads the page that should be this one, in whatever version; the version and the bits.
+    pub fn decode(&self, bytes: &[u8]) -> Result<(u64, Bits), PageDamage> {
+        let bytes: &[u8; PAGE_BYTES] =
+            bytes.get(..PAGE_BYTES).and_then(|bytes| bytes.try_into().ok()).ok_or(PageDamage::Short)?;
+        let mut unchecked = *bytes;
+        unchecked[CHECK_AT..HEADER_BYTES].fill(0);
+        if crc32c::crc32c(&unchecked).to_le_bytes() != bytes[CHECK_AT..HEADER_BYTES] {
+            return Err(PageDamage::Check);
+        }
+        let u64_at = |at: usize| {
+            let mut field = [0; 8];
+            field.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(field)
+        };
+        let mut bits = [0; PAGE_WORDS];
+        for (word, at) in bits.iter_mut().zip((HEADER_BYTES..).step_by(8)) {
+            *word = u64_at(at);
+        }
+        let version = u64_at(24);
+        if u64_at(40) != self.epoch {
+            return Err(PageDamage::Outdated);
+        }
+        // What is left of the header has to be what it would be if we had written the page.
+        let mut expected = [0; PAGE_BYTES];
+        PageHeader { version, ..*self }.encode(&bits, &mut expected);
+        if expected != *bytes { Err(PageDamage::Other) } else { Ok((version, bits)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: PageHeader =
+        PageHeader { set: *b"0000000a", page: 3, version: 9, region_bytes: 1 << 16, epoch: 5 };
+
+    fn encoded() -> [u8; PAGE_BYTES] {
+        let mut bits = [0; PAGE_WORDS];
+        bits[0] = 0x8000_0000_0000_0001;
+        bits[PAGE_WORDS - 1] = 7;
+        let mut bytes = [0xff; PAGE_BYTES];
+        HEADER.encode(&bits, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn the_format_stays() {
+        let bytes = encoded();
+        assert_eq!(&bytes[..24], b"SHRNREGS\x01\0\0\0\x03\0\0\x000000000a");
+        assert_eq!(&bytes[24..48], b"\x09\0\0\0\0\0\0\0\0\0\x01\0\0\0\0\0\x05\0\0\0\0\0\0\0");
+        assert_eq!(&bytes[48..60], &[0; 12]);
+        assert_eq!((bytes[64], bytes[71], bytes[PAGE_BYTES - 8]), (1, 0x80, 7));
+        assert_eq!(REGIONS_PER_PAGE, 32256);
+    }
+
+    #[test]
+    fn every_kind_of_damage_is_noticed() {
+        let good = encoded();
+        let (version, bits) = HEADER.decode(&good).unwrap();
+        assert_eq!((version, bits[PAGE_WORDS - 1]), (9, 7));
+        assert_eq!(HEADER.decode(&good[..4095]), Err(PageDamage::Short));
+        assert_eq!(HEADER.decode(&[0; PAGE_BYTES]), Err(PageDamage::Check));
+        for at in 0..PAGE_BYTES {
+            let mut bad = good;
+            bad[at] ^= 0x10;
+            assert_eq!(HEADER.decode(&bad), Err(PageDamage::Check), "byte {at}");
+        }
+        for other in [
+            PageHeader { page: 4, ..HEADER },
+            PageHeader { set: *b"0000000b", ..HEADER },
+            PageHeader { region_bytes: 1 << 17, ..HEADER },
+        ] {
+            assert_eq!(other.decode(&good), Err(PageDamage::Other));
+        }
+        assert_eq!(PageHeader { epoch: 6, ..HEADER }.decode(&good), Err(PageDamage::Outdated));
+    }
+}

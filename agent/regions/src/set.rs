@@ -1,0 +1,245 @@
+//! One set: what is in memory, what is on the disk for sure, and which pages have to be written.
+
+use std::ops::Range;
+
+use shorthorn_types::RegionSet;
+
+use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage, PageHeader, REGIONS_PER_PAGE};
+
+/// Most pages of one set: a mask of them fits a word.
+const PAGES_MAX: u64 = 64;
+const _: () = assert!(shorthorn_types::REGIONS_MAX <= PAGES_MAX * REGIONS_PER_PAGE as u64);
+
+/// One page in memory.
+#[derive(Clone, Debug)]
+struct Page {
+    /// The set as it is.
+    wanted: Bits,
+    /// What is in for sure if everything stops now, whatever becomes of a write that is under way.
+    durable: Bits,
+    /// Number of the newest write that has ended well; see [`KeptSet::begin_write`].
+    written: u64,
+}
+
+/// See the module.
+///
+/// What always holds: a region that is wanted and not durable is in a page that is due, or in the image of
+/// that page that is being written.
+#[derive(Clone, Debug)]
+pub(crate) struct KeptSet {
+    pub name: [u8; 8],
+    /// Tells it from a set of the same name that was kept before.
+    pub serial: u64,
+    region_bytes: u64,
+    epoch: u64,
+    count: u32,
+    pages: Box<[Page]>,
+    /// Pages that somebody waits for.
+    due: u64,
+    /// Pages that have lost regions since they were last written.
+    stale: u64,
+    /// Pages that are being written.
+    writing: u64,
+    version: u64,
+}
+
+/// What a set is for, and of which directory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Identity {
+    pub name: [u8; 8],
+    pub region_bytes: u64,
+    pub count: u32,
+    pub epoch: u64,
+}
+
+impl KeptSet {
+    /// The empty set, which is not on the disk yet but counts as if: whoever keeps it has put it there before.
+    pub fn empty(identity: Identity) -> KeptSet {
+        let Identity { name, region_bytes, count, epoch } = identity;
+        let page = Page { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
+        let pages = vec![page; count.div_ceil(REGIONS_PER_PAGE).max(1) as usize].into();
+        KeptSet {
+            name,
+            serial: 0,
+            region_bytes,
+            epoch,
+            count,
+            pages,
+            due: 0,
+            stale: 0,
+            writing: 0,
+            version: 1,
+        }
+    }
+
+    /// The set that a file holds, and for each page what is wrong with it. A page that is, holds all its regions.
+    pub fn load(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
+        let mut set = KeptSet::empty(identity);
+        let mut damages = Vec::new();
+        for number in 0..set.pages.len() {
+            let from = (number * PAGE_BYTES).min(file.len());
+            match set.header(number).decode(&file[from..]) {
+                Ok((version, bits)) => {
+                    set.version = set.version.max(version);
+                    set.pages[number].wanted = bits;
+                }
+                Err(damage) => {
+                    damages.push(damage);
+                    set.add_page(number);
+                }
+            }
+            // What is read again after the next crash is the same, until it is written.
+            set.pages[number].durable = set.pages[number].wanted;
+        }
+        (set, damages)
+    }
+
+    fn add_page(&mut self, number: usize) {
+        let start = u32::try_from(number).unwrap_or(u32::MAX).saturating_mul(REGIONS_PER_PAGE);
+        self.add_durable(start..start.saturating_add(REGIONS_PER_PAGE));
+    }
+
+    fn header(&self, number: usize) -> PageHeader {
+        PageHeader {
+            set: self.name,
+            page: u32::try_from(number).unwrap_or(u32::MAX),
+            version: self.version,
+            region_bytes: self.region_bytes,
+            epoch: self.epoch,
+        }
+    }
+
+    /// Puts regions in, of a set that will be on the disk before it is kept.
+    pub fn add_durable(&mut self, regions: Range<u32>) {
+        let count = self.count;
+        for (page, word, mask) in words(regions, count) {
+            let page = &mut self.pages[page];
+            page.wanted[word] |= mask;
+            page.durable[word] |= mask;
+        }
+    }
+
+    /// Puts in what `other`, a set of the same volume, holds; as [`KeptSet::add_durable`].
+    pub fn add_all_durable(&mut self, other: &KeptSet) {
+        for (mine, theirs) in self.pages.iter_mut().zip(&other.pages) {
+            for (word, more) in theirs.wanted.iter().enumerate() {
+                mine.wanted[word] |= more;
+                mine.durable[word] |= more;
+            }
+        }
+    }
+
+    /// Puts regions in. The pages that have to be written before they are durable, as a mask.
+    pub fn put(&mut self, regions: Range<u32>) -> u64 {
+        let mut lacking_pages = 0;
+        for (number, word, mask) in words(regions, self.count) {
+            let page = &mut self.pages[number];
+            let new = mask & !page.wanted[word];
+            page.wanted[word] |= mask;
+            let lacking = mask & !page.durable[word];
+            if lacking != 0 {
+                lacking_pages |= 1 << number;
+                if new & lacking != 0 {
+                    self.due |= 1 << number;
+                }
+            }
+        }
+        lacking_pages
+    }
+
+    /// Has `pages` written, whatever is under way.
+    pub fn demand(&mut self, pages: u64) {
+        self.due |= pages;
+    }
+
+    /// Takes regions out, lazily.
+    pub fn clear(&mut self, regions: Range<u32>) {
+        for (number, word, mask) in words(regions, self.count) {
+            self.pages[number].wanted[word] &= !mask;
+            self.stale |= 1 << number;
+        }
+    }
+
+    /// The next page to write: one that somebody waits for, or with `lazy` one that has lost regions.
+    pub fn next_page(&self, lazy: bool) -> Option<usize> {
+        let ready = (self.due | if lazy { self.stale } else { 0 }) & !self.writing;
+        (ready != 0).then(|| ready.trailing_zeros() as usize)
+    }
+
+    /// Page `number` is being written from now on, as write number `write`, as it is now. From here until the write
+    /// has ended the disk may hold either page, so only what is in both is there for sure.
+    pub fn begin_write(&mut self, number: usize, image: &mut [u8; PAGE_BYTES], bits: &mut Bits) {
+        debug_assert_eq!(self.writing & 1 << number, 0, "a page is written once at a time");
+        self.version += 1;
+        self.due &= !(1 << number);
+        self.stale &= !(1 << number);
+        self.writing |= 1 << number;
+        let header = self.header(number);
+        let page = &mut self.pages[number];
+        header.encode(&page.wanted, image);
+        *bits = page.wanted;
+        for (durable, wanted) in page.durable.iter_mut().zip(&page.wanted) {
+            *durable &= wanted;
+        }
+    }
+
+    /// The write of page `number` with `bits` has ended, well or not.
+    pub fn end_write(&mut self, number: usize, bits: &Bits, write: u64, well: bool) {
+        self.writing &= !(1 << number);
+        if well {
+            self.pages[number].durable = *bits;
+            self.pages[number].written = write;
+        } else {
+            // Somebody waits for it still.
+            self.due |= 1 << number;
+        }
+    }
+
+    /// Whether each of `pages` was written by a write later than `after`.
+    pub fn written_since(&self, pages: u64, after: u64) -> bool {
+        let asked = |number: &usize| pages & 1 << number != 0;
+        (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
+    }
+
+    /// The whole file.
+    pub fn file(&self) -> Vec<u8> {
+        let mut file = Vec::with_capacity(self.pages.len() * PAGE_BYTES);
+        let mut image = [0; PAGE_BYTES];
+        for (number, page) in self.pages.iter().enumerate() {
+            self.header(number).encode(&page.wanted, &mut image);
+            file.extend_from_slice(&image);
+        }
+        file
+    }
+
+    /// The set as it is.
+    pub fn content(&self) -> RegionSet {
+        let mut content = RegionSet::empty(self.count);
+        for (number, page) in (0u32..).zip(&self.pages) {
+            for (at, word) in (0u32..).zip(page.wanted) {
+                let base = number * REGIONS_PER_PAGE + at * 64;
+                let mut rest = word;
+                while rest != 0 {
+                    content.insert(base + rest.trailing_zeros());
+                    rest &= rest - 1;
+                }
+            }
+        }
+        content
+    }
+}
+
+/// The words that `regions` lie in, as far as there are `count`: page, word of the page, and mask.
+fn words(regions: Range<u32>, count: u32) -> impl Iterator<Item = (usize, usize, u64)> {
+    let (mut at, end) = (regions.start, regions.end.min(count));
+    std::iter::from_fn(move || {
+        if at >= end {
+            return None;
+        }
+        let (page, bit) = (at / REGIONS_PER_PAGE, at % REGIONS_PER_PAGE);
+        let in_word = (64 - bit % 64).min(end - at);
+        let mask = u64::MAX >> (64 - in_word) << (bit % 64);
+        at += in_word;
+        Some((page as usize, (bit / 64) as usize, mask))
+    })
+}

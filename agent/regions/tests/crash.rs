@@ -1,0 +1,226 @@
+//! Crashes at any point: what is on the disk then never lacks what was admitted.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use shorthorn_regions::{Admit, Marked, PAGE_BYTES, PageWrite, RegionKeeper, SetKey};
+use shorthorn_types::{ByteRange, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf, ReplicaId};
+
+const REGION_BYTES: u64 = 64 << 10;
+/// Two pages, and the regions around the border between them are where it happens.
+const COUNT: u32 = 32_256 + 20;
+const FIRST: u32 = COUNT - 40;
+
+#[derive(Clone, Debug)]
+enum Event {
+    /// A modification comes.
+    Modify {
+        first: u32,
+        count: u32,
+    },
+    /// Those that wait ask again.
+    Retry,
+    Clear {
+        missed: bool,
+        first: u32,
+        count: u32,
+    },
+    Begin {
+        lazy: bool,
+    },
+    /// The how-manieth of the writes under way ends, well or not.
+    End {
+        which: prop::sample::Index,
+        well: bool,
+    },
+    Keep,
+    Forget,
+    /// The process dies; each write under way is lost, done or torn.
+    Crash {
+        fates: Vec<u8>,
+    },
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let run = || (0u32..40, 1u32..6);
+    prop_oneof![
+        6 => run().prop_map(|(first, count)| Event::Modify { first, count }),
+        4 => Just(Event::Retry),
+        3 => (any::<bool>(), run())
+            .prop_map(|(missed, (first, count))| Event::Clear { missed, first, count }),
+        5 => any::<bool>().prop_map(|lazy| Event::Begin { lazy }),
+        5 => (any::<prop::sample::Index>(), prop::bool::weighted(0.9))
+            .prop_map(|(which, well)| Event::End { which, well }),
+        1 => Just(Event::Keep),
+        1 => Just(Event::Forget),
+        2 => prop::collection::vec(0u8..3, 8).prop_map(|fates| Event::Crash { fates }),
+    ]
+}
+
+struct Write {
+    slot: u8,
+    key: SetKey,
+    /// Where a set is made again under the same name, its file is another one.
+    file: u64,
+    at: usize,
+    bytes: Box<[u8; PAGE_BYTES]>,
+}
+
+/// A keeper, the disk under it, and what has to be in its sets.
+struct World {
+    keeper: RegionKeeper,
+    disk: BTreeMap<SetKey, (u64, Vec<u8>)>,
+    files: u64,
+    writes: Vec<Write>,
+    waiting: Vec<(u32, u32)>,
+    must: BTreeMap<SetKey, BTreeSet<u32>>,
+}
+
+fn missed() -> ReplicaId {
+    ReplicaId::from_random(77)
+}
+
+impl World {
+    fn new() -> World {
+        let regions = Regions::of(u64::from(COUNT) * REGION_BYTES);
+        let keeper = RegionKeeper::new(regions, 3, &RegionSet::empty(COUNT));
+        let disk = BTreeMap::from([(SetKey::Intent, (0, keeper.file(SetKey::Intent).unwrap()))]);
+        let must = BTreeMap::from([(SetKey::Intent, BTreeSet::new())]);
+        World { keeper, disk, files: 0, writes: vec![], waiting: vec![], must }
+    }
+
+    fn admit(&mut self, first: u32, count: u32) -> bool {
+        let range = ByteRange::new(u64::from(first) * REGION_BYTES, u64::from(count) * REGION_BYTES).unwrap();
+        let go = self.keeper.admit(range) == Admit::Go;
+        if go {
+            for must in self.must.values_mut() {
+                must.extend((first..first + count).filter(|region| *region < COUNT));
+            }
+        }
+        go
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Modify { first, count } => {
+                let first = FIRST + first;
+                if !self.admit(first, count) {
+                    self.waiting.push((first, count));
+                }
+            }
+            Event::Retry => {
+                for (first, count) in std::mem::take(&mut self.waiting) {
+                    if !self.admit(first, count) {
+                        self.waiting.push((first, count));
+                    }
+                }
+            }
+            Event::Clear { missed: of_missed, first, count } => {
+                let (of, key) = if of_missed {
+                    (RegionsOf::Missed(missed()), SetKey::Missed(missed()))
+                } else {
+                    (RegionsOf::Intent, SetKey::Intent)
+                };
+                let (first, count) = (FIRST + first, count.min(40 - first));
+                let clear = MarkRegions { of, action: MarkAction::Clear, runs: vec![(first, count)] };
+                self.keeper.mark(&clear).unwrap();
+                if let Some(must) = self.must.get_mut(&key) {
+                    must.retain(|region| !(first..first + count).contains(region));
+                }
+            }
+            Event::Begin { lazy } => {
+                if let Some(PageWrite { slot, key, page, bytes }) = self.keeper.begin_write(lazy) {
+                    let (file, at) = (self.disk[&key].0, page as usize * PAGE_BYTES);
+                    self.writes.push(Write { slot, key, file, at, bytes: Box::new(*bytes) });
+                }
+            }
+            Event::End { which, well } => {
+                if !self.writes.is_empty() {
+                    let write = self.writes.swap_remove(which.index(self.writes.len()));
+                    self.land(&write, if well { 1 } else { 2 });
+                    self.keeper.end_write(write.slot, well);
+                }
+            }
+            Event::Keep => self.keep(),
+            Event::Forget => {
+                let forget =
+                    MarkRegions { of: RegionsOf::Missed(missed()), action: MarkAction::Forget, runs: vec![] };
+                if let Ok(Marked::Remove(replica)) = self.keeper.mark(&forget) {
+                    self.disk.remove(&SetKey::Missed(replica));
+                    self.must.remove(&SetKey::Missed(replica));
+                    self.keeper.forget(replica);
+                }
+            }
+            Event::Crash { fates } => self.crash(&fates),
+        }
+    }
+
+    fn keep(&mut self) {
+        let add =
+            MarkRegions { of: RegionsOf::Missed(missed()), action: MarkAction::Add, runs: vec![(FIRST, 2)] };
+        let key = SetKey::Missed(missed());
+        if let Marked::Begin(new) = self.keeper.mark(&add).unwrap() {
+            self.files += 1;
+            self.disk.insert(key, (self.files, new.file()));
+            self.keeper.keep(new);
+            self.must.insert(key, BTreeSet::from([FIRST, FIRST + 1]));
+        }
+    }
+
+    /// What becomes of a write: 0 nothing, 1 all of it, 2 a part.
+    fn land(&mut self, write: &Write, fate: u8) {
+        let Some((file, bytes)) = self.disk.get_mut(&write.key) else { return };
+        if *file != write.file || fate == 0 {
+            return;
+        }
+        let part = if fate == 1 { PAGE_BYTES } else { 512 };
+        bytes[write.at..write.at + part].copy_from_slice(&write.bytes[..part]);
+    }
+
+    fn crash(&mut self, fates: &[u8]) {
+        for (write, fate) in std::mem::take(&mut self.writes).into_iter().zip(fates) {
+            self.land(&write, *fate);
+        }
+        self.waiting.clear();
+        let (regions, epoch) = (self.keeper.regions(), 3);
+        let (mut keeper, _) = RegionKeeper::load(regions, epoch, &self.disk[&SetKey::Intent].1);
+        if let Some((_, file)) = self.disk.get(&SetKey::Missed(missed())) {
+            assert!(keeper.load_missed(missed(), file).unwrap().0);
+        }
+        self.keeper = keeper;
+        self.check();
+    }
+
+    fn check(&self) {
+        for (key, must) in &self.must {
+            let content = self.keeper.content(*key).unwrap();
+            for region in must {
+                assert!(content.contains(*region), "{key} has lost region {region}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn nothing_admitted_is_ever_missing(events in prop::collection::vec(event(), 1..120)) {
+        let mut world = World::new();
+        for event in events {
+            world.happen(event);
+            world.check();
+        }
+        // Without more failures everything that waits gets through, in a bounded number of rounds.
+        world.crash(&[0, 1, 2, 0, 1, 2, 0, 1]);
+        world.happen(Event::Modify { first: 0, count: 40 });
+        for _ in 0..4 {
+            while let Some(PageWrite { slot, .. }) = world.keeper.begin_write(false) {
+                world.keeper.end_write(slot, true);
+            }
+            world.happen(Event::Retry);
+        }
+        prop_assert!(world.waiting.is_empty());
+    }
+}

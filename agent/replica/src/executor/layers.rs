@@ -1,0 +1,70 @@
+//! Single layers, for copies: reading one of ours, writing one that is being copied.
+
+use shorthorn_ring::{Ring, Token};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::Header;
+
+use super::data::{block_count, piece};
+use super::{Executor, Outcome, Piece, SOURCE_DISK, is_final, is_passing, kind};
+use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
+
+impl Executor {
+    /// Reads the blocks of `range` from one layer, whatever lies above or below it.
+    pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+        let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
+        let count = block_count(range.grown_to_blocks().length());
+        self.read(slot, kind::READ, piece(EDGE_BLOCKS, count, file), ring);
+        Ok(())
+    }
+
+    /// Writes blocks of a snapshot that is being copied and is not whole.
+    pub(super) fn start_write_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+        let layer = layer_of(&self.work(slot).header)?;
+        let file = self.store.copy_target(layer).ok_or(Errno::INVALID)?;
+        let fits = self.store.layer_bytes(layer).is_some_and(|size_bytes| range.end() <= size_bytes);
+        let whole_blocks =
+            range.offset().is_multiple_of(BLOCK_BYTES) && range.length().is_multiple_of(BLOCK_BYTES);
+        if !fits || !whole_blocks {
+            return Err(Errno::INVALID);
+        }
+        self.write_layer(slot, piece(EDGE_BLOCKS, block_count(range.length()), file), ring);
+        Ok(())
+    }
+
+    fn write_layer(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
+        let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
+        let offset = self.offset_of(slot, kind::LAYER, piece);
+        let token = Token { source: SOURCE_DISK, kind: kind::LAYER, index: slot, tag: piece.pack() };
+        ring.write(self.fd(piece.file), buf, offset, false, token);
+        self.in_flight += 1;
+    }
+
+    pub(super) fn on_layer_written(
+        &mut self,
+        slot: u16,
+        piece: Piece,
+        result: Result<usize, Errno>,
+        ring: &mut Ring,
+    ) {
+        let outcome = match result {
+            Err(errno) if is_passing(errno) => return self.write_layer(slot, piece, ring),
+            Err(errno) => Err(errno),
+            Ok(count) => match piece.after(u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX)) {
+                Some(rest) if rest.first > piece.first => return self.write_layer(slot, rest, ring),
+                Some(_) => Err(Errno::IO),
+                None => Ok(()),
+            },
+        };
+        if let Err(errno) = outcome
+            && is_final(errno)
+        {
+            self.fail(&format!("writing a layer failed: {errno}"));
+        }
+        self.finish(slot, outcome);
+    }
+}
+
+fn layer_of(header: &Header) -> Result<usize, Errno> {
+    usize::try_from(header.status).map_err(|_| Errno::INVALID)
+}

@@ -1,0 +1,80 @@
+//! Views, and the sets of regions that go with them. What is stored here waits for the disk, and everybody with it,
+//! which is well: views change when a replica has failed, and then most requests wait already.
+
+use shorthorn_regions::SetKey;
+use shorthorn_types::{MarkRegions, Regions, RegionsOf};
+use shorthorn_wire::{Header, Opcode, RegionsPage, RegionsQuery, ViewMessage};
+
+use super::Server;
+use crate::error::ReplicaError;
+
+impl Server {
+    /// Stores a proposed view, or the mark that one is committed.
+    pub(super) fn take_view(&mut self, index: u16, slot: u16, header: &Header) {
+        let Some(message) = self.text::<ViewMessage>(index, slot, header) else { return };
+        let stored = match header.opcode {
+            Opcode::Propose => self.propose(index, &message),
+            _ => self.commit(index, &message),
+        };
+        match stored {
+            Ok(()) => {
+                tracing::info!(view = %message.view, "{:?}", header.opcode);
+                self.respond(slot, Ok(()));
+            }
+            Err(error) => self.refuse_text(slot, header, &error),
+        }
+    }
+
+    /// The sets that the view needs are durable before it is: see `Executor::begin_missed`. What is refused begins
+    /// none.
+    fn propose(&mut self, index: u16, message: &ViewMessage) -> Result<(), ReplicaError> {
+        let ViewMessage { view, basis } = message;
+        let generation = self.generation_of(index);
+        let views = self.state.views();
+        views.clone().propose(generation, *view, basis)?;
+        self.executor.begin_missed(self.state.replica(), views.report(), basis, view)?;
+        self.state.change(&mut self.executor, |views| views.propose(generation, *view, basis))
+    }
+
+    fn commit(&mut self, index: u16, message: &ViewMessage) -> Result<(), ReplicaError> {
+        let generation = self.generation_of(index);
+        self.state.change(&mut self.executor, |views| views.commit(generation, message.view))?;
+        self.executor.end_missed(self.state.views().report());
+        Ok(())
+    }
+
+    /// Changes a set of regions.
+    pub(super) fn take_mark(&mut self, index: u16, slot: u16, header: &Header) {
+        let Some(mark) = self.text::<MarkRegions>(index, slot, header) else { return };
+        match self.executor.mark(slot, &mark) {
+            Ok(true) => self.respond(slot, Ok(())),
+            Ok(false) => {}
+            Err(error) => self.refuse_text(slot, header, &error),
+        }
+    }
+
+    /// Tells some of the regions of a set.
+    pub(super) fn take_regions(&mut self, index: u16, slot: u16, header: &Header) {
+        let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
+        let kept = |key| {
+            let page = self.executor.keeper().page(key, query.from);
+            page.map_or(RegionsPage { kept: false, runs: Vec::new(), next: None }, |page| RegionsPage {
+                kept: true,
+                runs: page.runs,
+                next: page.next,
+            })
+        };
+        let page = match query.of {
+            RegionsOf::Intent => Ok(kept(SetKey::Intent)),
+            RegionsOf::Missed(replica) => Ok(kept(SetKey::Missed(replica))),
+            RegionsOf::Allocated => self
+                .executor
+                .allocated(Regions::of(self.executor.size_bytes()), query.from)
+                .map(|(runs, next)| RegionsPage { kept: true, runs, next }),
+        };
+        match page {
+            Ok(page) => self.respond_text(slot, header, &page),
+            Err(error) => self.refuse_text(slot, header, &error.into()),
+        }
+    }
+}

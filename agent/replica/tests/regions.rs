@@ -1,0 +1,287 @@
+//! The sets of regions that a replica process keeps, over its sockets and over its death.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::collections::BTreeSet;
+
+use common::*;
+use shorthorn_store::{OpenOptions, Store};
+use shorthorn_types::{
+    MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
+};
+use shorthorn_wire::{CONTROL_QUEUE, Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
+
+const REGION: u64 = 64 << 10;
+const SIZE: u64 = 64 * MIB;
+
+fn id(n: u64) -> ReplicaId {
+    ReplicaId::from_random(n)
+}
+
+/// All regions of a set, or none where it is not kept.
+fn regions(client: &mut Client, of: RegionsOf) -> Option<BTreeSet<u32>> {
+    let (mut from, mut found) = (0, BTreeSet::new());
+    loop {
+        let page: RegionsPage = client.ask(Opcode::Regions, &RegionsQuery { of, from }).unwrap();
+        if !page.kept {
+            return None;
+        }
+        assert!(page.runs.len() <= RUNS_PER_MARK_MAX);
+        found.extend(page.runs.iter().flat_map(|(first, count)| *first..first + count));
+        let Some(next) = page.next else { return Some(found) };
+        assert!(next > from);
+        from = next;
+    }
+}
+
+fn intent(client: &mut Client) -> BTreeSet<u32> {
+    regions(client, RegionsOf::Intent).unwrap()
+}
+
+fn mark(client: &mut Client, of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) {
+    client.tell(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec() }).unwrap();
+}
+
+fn view(attach: u64, number: u32, members: &[u64]) -> View {
+    View {
+        id: ViewId { generation: generation(attach), number },
+        members: Members::new(members.iter().map(|n| id(*n))).unwrap(),
+    }
+}
+
+#[test]
+fn what_was_written_is_in_the_intent_set_until_it_is_cleared() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    assert!(intent(&mut client).is_empty());
+    client.write(3 * REGION - 512, &[1; 1024]).unwrap();
+    client.call(Opcode::Discard, Flags::NONE, 10 * REGION, 512, &[]).unwrap();
+    client.call(Opcode::WriteZeroes, Flags::FUA, 20 * REGION, 65536, &[]).unwrap();
+    assert_eq!(intent(&mut client), [2, 3, 10, 20].into());
+    mark(&mut client, RegionsOf::Intent, MarkAction::Clear, &[(2, 1), (10, 11)]);
+    assert_eq!(intent(&mut client), [3].into());
+    mark(&mut client, RegionsOf::Intent, MarkAction::Add, &[(7, 2)]);
+    replica.kill();
+    // After a crash there may be more in it, but never less.
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert!(intent(&mut client).is_superset(&[3, 7, 8].into()));
+    mark(&mut client, RegionsOf::Intent, MarkAction::Clear, &[(0, 1024)]);
+    client.write(5 * REGION, &[1; 512]).unwrap();
+    assert!(replica.terminate().success());
+    // A clean end writes what was cleared.
+    let replica = Replica::start(&spec);
+    assert_eq!(intent(&mut replica.open(generation(3))), [5].into());
+}
+
+/// Kill -9 while writes are in flight: every block that is not as it was is in a region of the intent set.
+#[test]
+fn after_a_kill_the_intent_set_covers_every_block_that_differs() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    for round in 1..5 {
+        let mut replica = Replica::start(&spec);
+        let mut client = replica.open(generation(round));
+        mark(&mut client, RegionsOf::Intent, MarkAction::Clear, &[(0, 1024)]);
+        client.flush().unwrap();
+        let before = content(&mut client);
+        let mut sender = Client::twin(&client);
+        let mut send = |n: u64| {
+            let offset = (n * 37 + round) % 1024 * REGION + n % 16 * 4096;
+            sender.try_send(Opcode::Write, Flags::NONE, offset, 4096, &pattern(round << 32 | n, 4096))
+        };
+        (0..64).for_each(|n| assert!(send(n).is_ok()));
+        // It is killed while it works: what comes after is read until the connection breaks.
+        let mut next = 64;
+        while client.receive().is_ok() && send(next).is_ok() {
+            next += 1;
+            if next == 64 + 50 * round {
+                replica.kill();
+            }
+        }
+        let replica = Replica::start(&spec);
+        let mut client = replica.open(generation(round));
+        let dirty = intent(&mut client);
+        let after = content(&mut client);
+        let mut differing = 0;
+        for (region, (old, new)) in (0u32..).zip(before.chunks(65536).zip(after.chunks(65536))) {
+            if old != new {
+                differing += 1;
+                assert!(dirty.contains(&region), "region {region} differs and is not in the set");
+            }
+        }
+        println!("round {round}: {differing} regions differ, {} are in the set", dirty.len());
+        assert!(differing > 0 && dirty.len() < 1024);
+    }
+}
+
+fn content(client: &mut Client) -> Vec<u8> {
+    (0..SIZE / MIB).map(|n| client.read(n * MIB, 1 << 20).unwrap()).collect::<Vec<_>>().concat()
+}
+
+#[test]
+fn a_replica_that_leaves_is_tracked_until_it_is_back() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let mut replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
+    assert!(welcome.tracks.is_empty() && !welcome.rebuilding && !welcome.lost_cache);
+    let missed = RegionsOf::Missed(id(8));
+    assert_eq!(regions(&mut client, missed), None);
+    client.write(4 * REGION, &[1; 512]).unwrap();
+    let without = view(1, 1, &[7]);
+    let basis = welcome.report;
+    client.tell(Opcode::Propose, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
+    assert_eq!(regions(&mut client, missed), Some([4].into()), "what may be in flight");
+    client.write(9 * REGION, &[1; 512]).unwrap();
+    replica.kill();
+
+    let mut replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
+    assert_eq!(welcome.tracks, Members::new([id(8)]).unwrap());
+    assert_eq!(regions(&mut client, missed), Some([4, 9].into()));
+    client.tell(Opcode::Commit, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
+    client.write(11 * REGION, &[1; 512]).unwrap();
+    mark(&mut client, missed, MarkAction::Clear, &[(4, 1)]);
+    assert_eq!(regions(&mut client, missed), Some([9, 11].into()));
+    // One that is only proposed may not count: the set goes on until it does.
+    let again = view(1, 2, &[7, 8]);
+    client.tell(Opcode::Propose, &ViewMessage { view: again, basis: basis.clone() }).unwrap();
+    assert!(regions(&mut client, missed).is_some());
+    client.tell(Opcode::Commit, &ViewMessage { view: again, basis }).unwrap();
+    assert_eq!(regions(&mut client, missed), None);
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let (_, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert!(welcome.tracks.is_empty());
+}
+
+#[test]
+fn sets_begin_and_end_by_marks() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.try_open(generation(1), CONTROL_QUEUE).unwrap().0;
+    for n in 20..28 {
+        mark(&mut client, RegionsOf::Missed(id(n)), MarkAction::Add, &[]);
+    }
+    let one_more = MarkRegions { of: RegionsOf::Missed(id(28)), action: MarkAction::Add, runs: vec![] };
+    let (errno, refusal) = client.tell(Opcode::Mark, &one_more).unwrap_err();
+    assert!(errno == libc::ENOSPC && refusal.message.contains("will not come back"), "{refusal:?}");
+    let outside =
+        MarkRegions { of: RegionsOf::Missed(id(20)), action: MarkAction::Add, runs: vec![(1023, 2)] };
+    assert_eq!(client.tell(Opcode::Mark, &outside).unwrap_err().0, libc::EINVAL);
+    mark(&mut client, RegionsOf::Missed(id(20)), MarkAction::Add, &[(1023, 1), (5, 2)]);
+    mark(&mut client, RegionsOf::Missed(id(21)), MarkAction::Forget, &[]);
+    client.write(0, &[1; 512]).unwrap();
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(1), CONTROL_QUEUE).unwrap();
+    assert_eq!(welcome.tracks.len(), 7);
+    assert_eq!(regions(&mut client, RegionsOf::Missed(id(20))), Some([0, 5, 6, 1023].into()));
+    assert_eq!(regions(&mut client, RegionsOf::Missed(id(21))), None);
+    assert_eq!(regions(&mut client, RegionsOf::Allocated), Some([0].into()));
+    // Nothing of it is in the way of the engine's queues, and there is no queue behind this one.
+    replica.try_open(generation(1), 0).unwrap();
+    assert_eq!(replica.try_open(generation(1), CONTROL_QUEUE + 1).err().unwrap().0, libc::EINVAL);
+}
+
+#[test]
+fn damaged_or_missing_sets_count_as_full() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    client.write(0, &[1; 512]).unwrap();
+    mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[]);
+    assert!(replica.terminate().success());
+    for name in ["shorthorn.intent", "shorthorn.missed-00000009"] {
+        let path = spec.directory.join(name);
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[2000] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+    }
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    assert_eq!(intent(&mut client).len(), 1024);
+    assert_eq!(regions(&mut client, RegionsOf::Missed(id(9))).unwrap().len(), 1024);
+    replica.kill();
+    std::fs::remove_file(spec.directory.join("shorthorn.intent")).unwrap();
+    let replica = Replica::start(&spec);
+    assert_eq!(intent(&mut replica.open(generation(1))).len(), 1024, "as of one that never kept any");
+}
+
+#[test]
+fn a_restart_of_the_host_is_told_until_it_is_made_up_for() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    client.write(3 * REGION, &[1; 512]).unwrap();
+    replica.kill();
+    let boot = spec.directory.join("shorthorn.boot");
+    let mut replica = Replica::start(&spec);
+    assert!(!replica.try_open(generation(1), 0).unwrap().1.lost_cache, "the page cache is still there");
+    replica.kill();
+    let mut found: serde_json::Value = serde_json::from_slice(&std::fs::read(&boot).unwrap()).unwrap();
+    found["boot_id"] = "another".into();
+    std::fs::write(&boot, found.to_string()).unwrap();
+    for _ in 0..2 {
+        let replica = Replica::start(&spec);
+        assert!(replica.try_open(generation(1), 0).unwrap().1.lost_cache);
+        assert!(replica.terminate().success());
+    }
+    let mut replica = Replica::start(&spec);
+    mark(&mut replica.open(generation(2)), RegionsOf::Intent, MarkAction::Clear, &[(0, 1024)]);
+    assert!(!replica.try_open(generation(2), 1).unwrap().1.lost_cache);
+    replica.kill();
+    let replica = Replica::start(&spec);
+    assert!(!replica.try_open(generation(2), 0).unwrap().1.lost_cache);
+}
+
+#[test]
+fn verify_answers_with_the_check_of_the_data() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), SIZE));
+    let mut client = replica.open(generation(1));
+    client.write(4096 + 512, &pattern(3, 65536)).unwrap();
+    for (offset, length) in [(4096 + 512, 65536u32), (0, 1 << 20), (512, 512)] {
+        let data = client.read(offset, length).unwrap();
+        client.send(Opcode::Verify, Flags::NONE, offset, length, &[]);
+        let (header, payload) = client.receive().unwrap();
+        assert!(payload.is_empty());
+        assert_eq!((header.status, header.data_check), (0, crc32c(&data)));
+    }
+    assert_eq!(client.call(Opcode::Verify, Flags::NONE, SIZE, 512, &[]), Err(libc::EINVAL));
+}
+
+/// What Longhorn had in between is not what our sets are about.
+#[test]
+fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let replica = Replica::start(&spec);
+    mark(&mut replica.open(generation(1)), RegionsOf::Missed(id(9)), MarkAction::Add, &[]);
+    assert!(replica.terminate().success());
+    let meta = spec.directory.join("volume.meta");
+    std::fs::write(base.path().join("new"), std::fs::read(&meta).unwrap()).unwrap();
+    std::fs::rename(base.path().join("new"), &meta).unwrap();
+    // As a salvage does: the volume is taken as it is.
+    let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();
+    store.write_at(&[1; 512], 0, false).unwrap();
+    let state = match store.load_state().unwrap() {
+        shorthorn_store::SavedState::Outdated(state) => state,
+        other => panic!("{other:?}"),
+    };
+    store.save_state(&state).unwrap();
+    store.close().unwrap();
+    let replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
+    assert!(welcome.tracks.is_empty());
+    assert_eq!(intent(&mut client).len(), 1024);
+    let report: ReplicaReport = welcome.report;
+    assert_eq!(report.proposed, []);
+}

@@ -1,0 +1,270 @@
+//! What a running engine is told: kept in its spec file first, so that the next process knows it too.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shorthorn_control::{Command, EngineSpec, RebuildLimits, ReplicaEndpoint, ScrubOrder};
+use shorthorn_proto::v1::{self, instance::Detail};
+use shorthorn_types::{View, VolumeName};
+use tokio::time::{Instant, timeout};
+
+use crate::serve::blocking;
+use crate::serve::error::NodeError;
+use crate::serve::instance::hub::finish;
+use crate::serve::instance::{Hub, InstanceId, Phase, Process, Spec, Watch, control_watch};
+
+/// The longest that the new process of an upgrade may take to serve.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
+
+/// How an upgrade went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Upgraded {
+    /// From the moment when the old process was seen to finish what was in flight, or to be gone, until the new
+    /// one was seen to serve.
+    pub pause: Duration,
+    /// The process before.
+    pub old_pid: i32,
+    /// The process since.
+    pub new_pid: i32,
+}
+
+impl Hub {
+    /// Tells an engine which view was granted; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    pub async fn grant(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        view: View,
+    ) -> Result<(), NodeError> {
+        let change = move |spec: &mut EngineSpec| {
+            if spec.granted.is_none_or(|granted| granted.id < view.id) {
+                spec.granted = Some(view);
+            }
+        };
+        self.tell(volume, attach, change, Command::Grant { view }).await
+    }
+
+    /// Gives an engine another list of replicas; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    pub async fn update_replicas(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        replicas: Vec<ReplicaEndpoint>,
+        revision: u64,
+    ) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        let update = async move {
+            let id = InstanceId::Engine(volume);
+            let gate = hub.gate(&id);
+            let _open = gate.lock().await;
+            hub.update_replicas_now(&id, attach, replicas, revision).await
+        };
+        finish(tokio::spawn(update)).await
+    }
+
+    pub(super) async fn update_replicas_now(
+        &self,
+        id: &InstanceId,
+        attach: u64,
+        replicas: Vec<ReplicaEndpoint>,
+        revision: u64,
+    ) -> Result<(), NodeError> {
+        if self.is_revision_old(id, attach, revision) {
+            return Ok(());
+        }
+        let order = Command::Replicas { replicas: replicas.clone() };
+        self.tell_now(id, attach, |spec| spec.replicas = replicas, order).await?;
+        self.set_revision(id, attach, revision);
+        Ok(())
+    }
+
+    /// Sets how much copying may take; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    pub async fn set_limits(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        limits: RebuildLimits,
+    ) -> Result<(), NodeError> {
+        self.tell(volume, attach, move |spec| spec.rebuild = limits, Command::Limits { limits }).await
+    }
+
+    /// Starts or stops a scrub; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where no engine of the volume is here.
+    pub async fn scrub(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        scrub: Option<ScrubOrder>,
+    ) -> Result<(), NodeError> {
+        self.tell(volume, 0, |_| (), Command::Scrub { scrub }).await
+    }
+
+    async fn tell(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        change: impl FnOnce(&mut EngineSpec) + Send + 'static,
+        order: Command,
+    ) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        // A task of its own: a caller that goes away must not leave half of it done.
+        let told = async move {
+            let id = InstanceId::Engine(volume);
+            let gate = hub.gate(&id);
+            let _open = gate.lock().await;
+            hub.tell_now(&id, attach, change, order).await
+        };
+        finish(tokio::spawn(told)).await
+    }
+
+    async fn tell_now(
+        &self,
+        id: &InstanceId,
+        attach: u64,
+        change: impl FnOnce(&mut EngineSpec),
+        order: Command,
+    ) -> Result<(), NodeError> {
+        let (mut spec, process) = self.engine_of(id, attach)?;
+        let before = spec.clone();
+        change(&mut spec);
+        let control = spec.control_socket.clone();
+        if spec != before {
+            let spec = Spec::Engine(spec);
+            let stored = (spec.clone(), self.places().clone());
+            blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+            self.table().set_spec(spec);
+        }
+        if process.phase == Phase::Stopped {
+            return Ok(());
+        }
+        // Also where no process is known at this moment: one may have read the spec just before.
+        control_watch::order(&control, &order).await.map_err(|error| {
+            NodeError::Unavailable(format!("the {id} cannot be told: {}: {error}", control.display()))
+        })
+    }
+
+    /// The engine of that attachment, 0 being any.
+    fn engine_of(&self, id: &InstanceId, attach: u64) -> Result<(EngineSpec, Process), NodeError> {
+        match self.table().known(id) {
+            Some((Spec::Engine(spec), _)) if attach != 0 && spec.attach != attach => {
+                let there = spec.attach;
+                Err(NodeError::Precondition(format!("the {id} here is of attachment {there}, not {attach}")))
+            }
+            Some((Spec::Engine(spec), process)) => Ok((spec, process)),
+            _ => Err(NodeError::Precondition(format!("there is no {id} here"))),
+        }
+    }
+
+    /// Replaces the process of an engine under I/O; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it does not serve, [`NodeError::Unavailable`] where the new one does not
+    /// come to serve in time: it goes on trying.
+    pub async fn upgrade(self: &Arc<Hub>, volume: VolumeName, attach: u64) -> Result<Upgraded, NodeError> {
+        let hub = Arc::clone(self);
+        finish(tokio::spawn(async move { hub.upgrade_now(InstanceId::Engine(volume), attach).await })).await
+    }
+
+    async fn upgrade_now(&self, id: InstanceId, attach: u64) -> Result<Upgraded, NodeError> {
+        let gate = self.gate(&id);
+        let _open = gate.lock().await;
+        let (_, process) = self.engine_of(&id, attach)?;
+        let shown = self.published(&id)?;
+        let Some(old_pid) = process.pid.filter(|_| is_serving(&shown)) else {
+            let message = format!("the {id} does not serve: it can be upgraded when it does");
+            return Err(NodeError::Precondition(message));
+        };
+        let mut watch = self.table().watch();
+        self.backend().restart(&id).await?;
+        let name = id.name();
+        let measured = measure(&mut watch, &name, old_pid);
+        let late = |_| {
+            NodeError::Unavailable(format!(
+                "the new process of the {id} does not serve within {} s: it goes on trying; see its log",
+                UPGRADE_LIMIT.as_secs()
+            ))
+        };
+        let upgraded = timeout(UPGRADE_LIMIT, measured).await.map_err(late)??;
+        tracing::info!(instance = %id, ?upgraded, "upgraded");
+        Ok(upgraded)
+    }
+}
+
+fn is_serving(instance: &v1::Instance) -> bool {
+    instance.state() == v1::InstanceState::Running
+        && matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.phase == "serving")
+}
+
+/// Watches one process go and the next one come.
+async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded, NodeError> {
+    let mut quiet_since = None;
+    loop {
+        let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
+        let Some(instance) = changed
+            .instance
+            .filter(|instance| instance.kind() == v1::InstanceKind::Engine && instance.name == name)
+        else {
+            continue;
+        };
+        if instance.pid != old_pid || !is_serving(&instance) {
+            quiet_since.get_or_insert_with(Instant::now);
+        }
+        if let Some(since) = quiet_since.filter(|_| instance.pid != old_pid && is_serving(&instance)) {
+            return Ok(Upgraded { pause: since.elapsed(), old_pid, new_pid: instance.pid });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::broadcast;
+
+    use super::*;
+
+    fn shown(pid: i32, phase: &str) -> v1::InstanceEvent {
+        let engine = v1::EngineStatus { phase: phase.into(), ..v1::EngineStatus::default() };
+        let instance = v1::Instance {
+            kind: v1::InstanceKind::Engine.into(),
+            name: "v1".into(),
+            state: v1::InstanceState::Running.into(),
+            pid,
+            detail: Some(Detail::Engine(engine)),
+            ..v1::Instance::default()
+        };
+        v1::InstanceEvent { instance: Some(instance), ..v1::InstanceEvent::default() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_pause_is_from_the_end_of_one_to_the_service_of_the_next() {
+        let (told, changes) = broadcast::channel(16);
+        let mut watch = Watch { now: Vec::new(), changes };
+        let teller = async {
+            // The old one still serves, then ends; the new one starts, then serves.
+            for (wait_ms, pid, phase) in [
+                (50, 1, "serving"),
+                (10, 1, "stopping"),
+                (20, 0, ""),
+                (30, 2, "starting"),
+                (40, 2, "serving"),
+            ] {
+                tokio::time::sleep(Duration::from_millis(wait_ms)).await;
+                told.send(shown(pid, phase)).unwrap();
+                tokio::task::yield_now().await;
+            }
+        };
+        let (measured, ()) = tokio::join!(measure(&mut watch, "v1", 1), teller);
+        let measured = measured.unwrap();
+        assert_eq!((measured.old_pid, measured.new_pid), (1, 2));
+        assert_eq!(measured.pause.as_millis(), 90);
+    }
+}

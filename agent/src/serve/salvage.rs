@@ -1,0 +1,249 @@
+//! What the directory of a replica has, for the operator's decision, and that decision carried out.
+
+use std::fs;
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+
+use serde::{Deserialize, Serialize};
+use shorthorn_proto::v1;
+use shorthorn_store::{OpenOptions, SavedState, Severity, Store, StoreError};
+use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId, VolumeName};
+use shorthorn_views::ReplicaViews;
+
+use crate::serve::error::NodeError;
+use crate::serve::words;
+
+/// What the store keeps for the replica process: a line about it, then what the process has saved.
+const STATE_FILE: &str = "shorthorn.state";
+
+/// Where the store keeps which regions were being written, and which ones others have missed.
+const INTENT_FILE: &str = "shorthorn.intent";
+const MISSED_PREFIX: &str = "shorthorn.missed-";
+
+/// The part of a replica's state that says what it holds. What else is in it is about other replicas, or about
+/// regions that were being written.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct State {
+    volume: VolumeName,
+    replica: ReplicaId,
+    views: ReplicaViews,
+    #[serde(default, skip_serializing)]
+    lost_cache: bool,
+}
+
+/// Looks at a directory; works beside a process that has it open.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, NodeError> {
+    let mut shown = v1::ReplicaInspection {
+        directory: directory.display().to_string(),
+        running: runs,
+        ..v1::ReplicaInspection::default()
+    };
+    if !directory.try_exists().map_err(NodeError::at(directory))? {
+        shown.missing = true;
+        return Ok(shown);
+    }
+    let found = shorthorn_store::inspect(directory).map_err(|error| of_store(&error))?;
+    shown.usable = found.usable;
+    shown.running |= found.in_use_by.is_some();
+    shown.allocated_bytes = found.layers.iter().map(|layer| layer.allocated_bytes).sum();
+    if let Some(volume) = &found.volume {
+        shown.dirty = volume.dirty && !shown.running;
+        shown.rebuilding = volume.rebuilding;
+    }
+    let worth_telling = found.problems.iter().filter(|problem| problem.severity != Severity::Note);
+    shown.problems = worth_telling.map(|problem| problem.message.clone()).collect();
+    shown.problems.extend(found.own_state.foreign);
+    shown.modified_ms = modified_ms(directory);
+    match read_state(directory) {
+        Ok(Some(state)) => {
+            let report = state.views.report();
+            shown.generation = state.views.generation().to_string();
+            shown.committed = Some(words::of_view(&report.committed));
+            shown.proposed = report.proposed.iter().map(words::of_view).collect();
+            shown.lost_cache = state.lost_cache;
+        }
+        Ok(None) => shown.problems.push("no engine has ever opened it".to_owned()),
+        Err(problem) => shown.problems.push(problem),
+    }
+    Ok(shown)
+}
+
+/// Reads the state without a lock: it is replaced whole, and durably.
+fn read_state(directory: &Path) -> Result<Option<State>, String> {
+    let path = directory.join(STATE_FILE);
+    let bytes = match fs::read(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(|error| format!("{}: {error}", path.display()))?,
+    };
+    let start = bytes.iter().position(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+    parse(&bytes[start..]).map(Some).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn parse(bytes: &[u8]) -> Result<State, serde_json::Error> {
+    serde_json::from_slice(bytes)
+}
+
+/// The newest time at which a file of the directory was written; 0 where that is not known.
+fn modified_ms(directory: &Path) -> u64 {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let times = entries.filter_map(|entry| entry.metadata().ok()?.modified().ok());
+    let since = times.filter_map(|time| time.duration_since(UNIX_EPOCH).ok());
+    since.max().map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+}
+
+/// Makes the replica alone the committed view of its volume; see the node API.
+///
+/// # Errors
+/// [`NodeError`] says what is wrong with the directory; it is as it was then.
+pub fn salvage(directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), NodeError> {
+    if !directory.join("volume.meta").try_exists().map_err(NodeError::at(directory))? {
+        return Err(NodeError::NotFound(format!("{} holds no replica", directory.display())));
+    }
+    let options = OpenOptions { accept_rebuilding: true, ..OpenOptions::default() };
+    let mut store = Store::open(directory, options).map_err(|error| of_store(&error))?;
+    let changed = rewrite(&mut store, directory, replica, attach);
+    let closed = store.close().map_err(|error| of_store(&error));
+    changed.and(closed)
+}
+
+fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), NodeError> {
+    let refuse = |why: String| NodeError::Precondition(format!("{}: {why}", directory.display()));
+    let bytes = match store.load_state().map_err(|error| of_store(&error))? {
+        SavedState::None => return Err(refuse("no engine has ever opened it: it holds nothing".into())),
+        SavedState::Current(bytes) | SavedState::Outdated(bytes) => bytes,
+    };
+    let state = parse(&bytes).map_err(|error| refuse(format!("its state cannot be read: {error}")))?;
+    if state.replica != replica {
+        return Err(refuse(format!("it is of replica {}, not {replica}", state.replica)));
+    }
+    if state.views.generation().attach >= attach {
+        tracing::info!(directory = %directory.display(), attach, "salvaged already");
+        return Ok(());
+    }
+    let salvaged = State { views: alone(replica, attach)?, ..state.clone() };
+    let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
+    // Before the state: where this is cut off, it is all done again.
+    drop_sets(directory)?;
+    store.set_rebuilding(false).map_err(|error| of_store(&error))?;
+    store.save_state(&bytes).map_err(|error| of_store(&error))?;
+    let before = state.views.report();
+    tracing::warn!(directory = %directory.display(), attach, ?before, "salvaged: this replica alone is the volume now");
+    Ok(())
+}
+
+/// Removes the sets of regions: they are about other replicas, which are made anew in full, or about regions in which
+/// this one may differ from them.
+fn drop_sets(directory: &Path) -> Result<(), NodeError> {
+    for entry in fs::read_dir(directory).map_err(NodeError::at(directory))? {
+        let entry = entry.map_err(NodeError::at(directory))?;
+        let name = entry.file_name();
+        let is_set = |name: &str| name == INTENT_FILE || name.starts_with(MISSED_PREFIX);
+        if name.to_str().is_some_and(is_set) {
+            fs::remove_file(entry.path()).map_err(NodeError::at(&entry.path()))?;
+        }
+    }
+    fs::File::open(directory).and_then(|opened| opened.sync_all()).map_err(NodeError::at(directory))
+}
+
+/// The views of a replica that alone is the volume, held by no engine before `attach`.
+fn alone(replica: ReplicaId, attach: u64) -> Result<ReplicaViews, NodeError> {
+    let generation = Generation::new(attach, 0);
+    let members = Members::new([replica])?;
+    let mut views = ReplicaViews::new(View { id: ViewId { generation, number: 0 }, members });
+    views.fence(generation).map_err(|error| NodeError::Precondition(error.to_string()))?;
+    Ok(views)
+}
+
+fn of_store(error: &StoreError) -> NodeError {
+    match error {
+        StoreError::Locked { .. } => NodeError::Precondition(error.to_string()),
+        _ => NodeError::Unavailable(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_store::CreateOptions;
+
+    use super::*;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    /// The directory of a replica that lost its rebuild, and knows a proposed view of others.
+    fn replica(directory: &Path) {
+        let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        let mut store = Store::create(directory, created).unwrap();
+        let view = |attach, number, ids: &[u64]| View {
+            id: ViewId { generation: Generation::new(attach, 0), number },
+            members: Members::new(ids.iter().copied().map(id)).unwrap(),
+        };
+        let mut views = ReplicaViews::new(view(0, 0, &[1, 2]));
+        views.fence(Generation::new(3, 0)).unwrap();
+        let basis = views.report().clone();
+        views.propose(Generation::new(3, 0), view(3, 1, &[2]), &basis).unwrap();
+        let state =
+            State { volume: VolumeName::new("v1").unwrap(), replica: id(1), views, lost_cache: false };
+        let mut state = serde_json::to_value(&state).unwrap();
+        state["missed"] = serde_json::json!({ "00000002": [1] });
+        state["lost_cache"] = true.into();
+        store.save_state(&serde_json::to_vec(&state).unwrap()).unwrap();
+        store.set_rebuilding(true).unwrap();
+        store.close().unwrap();
+    }
+
+    #[test]
+    fn shows_views_and_what_may_be_missing() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        assert!(inspect(&directory, false).unwrap().missing);
+        replica(&directory);
+        let shown = inspect(&directory, false).unwrap();
+        assert_eq!(shown.generation, "3.0");
+        assert_eq!(shown.committed.unwrap().members.len(), 2);
+        assert_eq!((shown.proposed[0].attach, shown.proposed[0].members.len()), (3, 1));
+        assert!(shown.rebuilding && shown.lost_cache && !shown.dirty && !shown.missing);
+        assert!(shown.modified_ms > 0);
+    }
+
+    #[test]
+    fn a_salvaged_replica_is_the_volume_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        replica(&directory);
+        assert!(matches!(salvage(&directory, id(2), 4), Err(NodeError::Precondition(_))));
+        let sets = ["shorthorn.intent", "shorthorn.missed-00000002"].map(|name| directory.join(name));
+        sets.iter().for_each(|set| fs::write(set, "regions").unwrap());
+        salvage(&directory, id(1), 4).unwrap();
+        assert!(sets.iter().all(|set| !set.exists()));
+        let shown = inspect(&directory, false).unwrap();
+        let committed = shown.committed.unwrap();
+        assert_eq!((committed.attach, committed.restart, committed.number), (4, 0, 0));
+        assert_eq!(committed.members, [id(1).to_string()]);
+        assert_eq!((shown.generation.as_str(), shown.proposed.len()), ("4.0", 0));
+        assert!(!shown.rebuilding);
+        let text = fs::read_to_string(directory.join(STATE_FILE)).unwrap();
+        assert!(!text.contains("missed"), "{text}");
+        // Again, and late: nothing changes.
+        salvage(&directory, id(1), 4).unwrap();
+        salvage(&directory, id(1), 3).unwrap();
+        assert_eq!(fs::read_to_string(directory.join(STATE_FILE)).unwrap(), text);
+    }
+
+    #[test]
+    fn what_is_no_replica_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(salvage(dir.path(), id(1), 1), Err(NodeError::NotFound(_))));
+        let directory = dir.path().join("v1-00000001");
+        let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        let held = Store::create(&directory, created).unwrap();
+        assert!(matches!(salvage(&directory, id(1), 1), Err(NodeError::Precondition(_))));
+        held.close().unwrap();
+        let error = salvage(&directory, id(1), 1).unwrap_err().to_string();
+        assert!(error.contains("no engine has ever opened it"), "{error}");
+    }
+}

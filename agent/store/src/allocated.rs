@@ -1,0 +1,54 @@
+//! In which regions of the volume any layer has data.
+
+use shorthorn_types::{ByteRange, RUNS_PER_MARK_MAX, Regions};
+
+use crate::error::StoreError;
+use crate::store::Store;
+
+/// How often one call asks the file system where a layer has data. That takes a microsecond or two each.
+const QUESTIONS_MAX: usize = 4096;
+
+/// Some runs of regions, first and count, and where to look for more.
+pub type AllocatedRuns = (Vec<(u32, u32)>, Option<u32>);
+
+impl Store {
+    /// The runs of regions from `from` on where any layer has data. Bounded in length and time: it may stop early
+    /// and say where to go on. Holes cost nothing, however large they are.
+    ///
+    /// # Errors
+    /// What the file system answers.
+    pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
+        let region_bytes = regions.region_bytes();
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        // What comes next in each layer; each is asked again only when that has been passed.
+        let mut layers: Vec<_> = self.files.indices().map(|file| (file, Some(ByteRange::EMPTY))).collect();
+        let mut questions = 0;
+        let mut at = from;
+        while at < regions.count() {
+            if questions >= QUESTIONS_MAX {
+                return Ok((runs, Some(at)));
+            }
+            let at_bytes = u64::from(at) * region_bytes;
+            let mut first: Option<ByteRange> = None;
+            for (file, next) in &mut layers {
+                if next.is_some_and(|data| data.end() <= at_bytes) {
+                    *next = self.next_data_of(*file, at_bytes)?;
+                    questions += 2;
+                }
+                first = [first, *next].into_iter().flatten().min_by_key(|data| data.offset().max(at_bytes));
+            }
+            let touched = first.map(|data| regions.touched(data));
+            let Some(touched) = touched.filter(|touched| !touched.is_empty()) else { break };
+            let start = touched.start.max(at);
+            let count = touched.end - start;
+            let is_full = runs.len() == RUNS_PER_MARK_MAX;
+            match runs.last_mut() {
+                Some(run) if run.0 + run.1 == start => run.1 += count,
+                _ if is_full => return Ok((runs, Some(start))),
+                _ => runs.push((start, count)),
+            }
+            at = touched.end;
+        }
+        Ok((runs, None))
+    }
+}

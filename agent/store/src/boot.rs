@@ -1,0 +1,75 @@
+//! Whether data may be gone that was written and never made durable, because the host was restarted.
+//!
+//! `shorthorn.boot` says in which boot of the kernel the directory was last open. A directory that was not closed
+//! cleanly and was open in another boot may have lost what was in the page cache then. That stays so
+//! until whoever knows says that it has been made up for.
+
+use serde::{Deserialize, Serialize};
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+
+const BOOT_FILE: &str = "shorthorn.boot";
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The content of `shorthorn.boot`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Boot {
+    boot_id: String,
+    lost_cache: bool,
+}
+
+impl Boot {
+    /// What holds in a directory that is being opened, and was found as `was_dirty` says.
+    pub fn judge(directory: &Directory, was_dirty: bool) -> Result<Boot, StoreError> {
+        // Without the kernel's word every boot is another one.
+        let boot_id = std::fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
+        let found = directory.read(BOOT_FILE)?;
+        let found: Option<Boot> = found.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        Ok(judge(found.as_ref(), boot_id, was_dirty))
+    }
+
+    /// Writes it down.
+    pub fn save(&self, directory: &Directory) -> Result<(), StoreError> {
+        let mut bytes = serde_json::to_vec(self)
+            .map_err(|error| StoreError::io("write", directory.path_of(BOOT_FILE), error))?;
+        bytes.push(b'\n');
+        directory.replace(BOOT_FILE, &bytes)
+    }
+
+    /// Whether data may be gone.
+    pub fn lost_cache(&self) -> bool {
+        self.lost_cache
+    }
+
+    /// The same, with nothing lost.
+    pub fn made_up_for(&self) -> Boot {
+        Boot { boot_id: self.boot_id.clone(), lost_cache: false }
+    }
+}
+
+fn judge(found: Option<&Boot>, boot_id: String, was_dirty: bool) -> Boot {
+    let same_boot = found.is_some_and(|found| found.boot_id == boot_id && !boot_id.is_empty());
+    let lost_before = found.is_some_and(|found| found.lost_cache);
+    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_dirty_directory_of_another_boot_has_lost_something() {
+        let boot = |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache };
+        let lost =
+            |found: Option<Boot>, now: &str, dirty| judge(found.as_ref(), now.to_owned(), dirty).lost_cache;
+        assert!(!lost(Some(boot("a", false)), "a", true), "a process that died takes no page cache with it");
+        assert!(!lost(Some(boot("a", false)), "b", false));
+        assert!(lost(Some(boot("a", false)), "b", true));
+        assert!(lost(None, "b", true), "nobody knows");
+        assert!(!lost(None, "b", false));
+        assert!(lost(Some(boot("", false)), "", true));
+        assert!(lost(Some(boot("b", true)), "b", false), "a clean close does not bring it back");
+        assert!(!boot("b", true).made_up_for().lost_cache());
+    }
+}

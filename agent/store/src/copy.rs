@@ -1,0 +1,298 @@
+//! Copying a replica: what a source tells of its layers, and how a directory becomes a copy.
+//!
+//! A directory that is being copied to is marked as rebuilding, and `shorthorn.copy` says of what it becomes a
+//! copy, whether the layers are there yet, and which of them are whole. Whenever the process or the machine stops,
+//! the next opening makes sense of it: layers that were about to be made are made again, what is whole is
+//! kept, and the record of a copy that has ended is removed.
+
+use std::os::fd::AsFd;
+
+use nix::unistd::fdatasync;
+use serde::{Deserialize, Serialize};
+use shorthorn_chain::{Checks, CopyLayer, CopyList, FileIndex, ImageName, VOLUME_META, VolumeMeta};
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::files::next_data;
+use crate::guard::Guard;
+use crate::steps::Executor;
+use crate::store::{Store, recover_directory};
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+const COPY_FILE: &str = "shorthorn.copy";
+const FORMAT: u32 = 1;
+
+/// A copy that is under way.
+#[derive(Clone, Debug)]
+pub(crate) struct Copy {
+    list: CopyList,
+    /// Whether the layers are there.
+    prepared: bool,
+    /// Which of them are whole and durable.
+    done: Vec<bool>,
+    epoch: u64,
+}
+
+/// The content of `shorthorn.copy`.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    format: u32,
+    epoch: u64,
+    size_bytes: u64,
+    prepared: bool,
+    done: Vec<bool>,
+    layers: Vec<RecordLayer>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct RecordLayer {
+    image: String,
+    meta: String,
+    size_bytes: u64,
+}
+
+impl Copy {
+    /// Makes sense of what an interrupted copy has left, before anything else in the directory is looked at.
+    pub fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
+        let directory = executor.directory;
+        let Some(mut copy) = Copy::load(directory)? else { return Ok(None) };
+        if !read_volume(directory)?.rebuilding {
+            Copy::remove(directory)?;
+            return Ok(None);
+        }
+        if copy.epoch != guard.epoch {
+            // Somebody else has had the directory open: nothing counts as whole.
+            copy.done.fill(false);
+            copy.epoch = guard.epoch;
+        }
+        if !copy.prepared {
+            copy.prepare(executor, guard)?;
+        }
+        Ok(Some(copy))
+    }
+
+    /// Makes the layers. Repeatable.
+    fn prepare(&mut self, executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+        let directory = executor.directory;
+        let steps = self.list.steps(&read_volume(directory)?, &directory.list()?, &self.done);
+        executor.run(&steps, guard)?;
+        self.prepared = true;
+        self.save(directory)
+    }
+
+    fn load(directory: &Directory) -> Result<Option<Copy>> {
+        let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
+        let damaged =
+            |reason: String| StoreError::StateDamaged { path: directory.path_of(COPY_FILE), reason };
+        let record: Record = serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
+        if record.format != FORMAT {
+            return Err(damaged(format!("its format is {}, this program knows {FORMAT}", record.format)));
+        }
+        let layer = |layer: RecordLayer| {
+            let image = ImageName::parse(&layer.image)?;
+            Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
+        };
+        let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
+        let layers = layers.ok_or_else(|| damaged("it names something that is no layer".to_owned()))?;
+        let list = CopyList::new(layers, record.size_bytes).map_err(|error| damaged(error.to_string()))?;
+        if record.done.len() != list.layers().len() {
+            return Err(damaged("it does not say of each layer whether it is whole".to_owned()));
+        }
+        Ok(Some(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch }))
+    }
+
+    fn save(&self, directory: &Directory) -> Result<()> {
+        let layer = |layer: &CopyLayer| RecordLayer {
+            image: layer.image.to_string(),
+            meta: String::from_utf8_lossy(&layer.meta).into_owned(),
+            size_bytes: layer.size_bytes,
+        };
+        let layers = self.list.layers();
+        let record = Record {
+            format: FORMAT,
+            epoch: self.epoch,
+            size_bytes: layers.last().map_or(0, |head| head.size_bytes),
+            prepared: self.prepared,
+            done: self.done.clone(),
+            layers: layers.iter().map(layer).collect(),
+        };
+        let bytes = serde_json::to_vec(&record)
+            .map_err(|error| StoreError::io("write", directory.path_of(COPY_FILE), error))?;
+        directory.replace(COPY_FILE, &bytes)
+    }
+
+    fn remove(directory: &Directory) -> Result<()> {
+        directory.unlink(COPY_FILE)?;
+        directory.sync()
+    }
+}
+
+fn read_volume(directory: &Directory) -> Result<VolumeMeta> {
+    let bytes = directory.read(VOLUME_META)?.unwrap_or_default();
+    VolumeMeta::parse(&bytes).map_err(|error| StoreError::chain(directory.path(), error))
+}
+
+impl Store {
+    /// The layers as a copy of this replica has to have them, the oldest first, the head last. Their places in
+    /// this list are the numbers that the calls below take.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>> {
+        let layer = |image: &ImageName| {
+            let size_bytes = self.layout.disks().get(image).map_or(0, |disk| disk.size_bytes);
+            let meta = self.directory.read(&image.meta_name())?.unwrap_or_default();
+            Ok(CopyLayer { image: image.clone(), meta, size_bytes })
+        };
+        self.layout.chain().iter().rev().map(layer).collect()
+    }
+
+    /// The file of a layer.
+    #[must_use]
+    pub fn layer_file(&self, layer: usize) -> Option<FileIndex> {
+        let chain = self.layout.chain();
+        self.files.find(chain.get(chain.len().checked_sub(layer + 1)?)?)
+    }
+
+    /// The size of a layer.
+    #[must_use]
+    pub fn layer_bytes(&self, layer: usize) -> Option<u64> {
+        let chain = self.layout.chain();
+        let image = chain.get(chain.len().checked_sub(layer + 1)?)?;
+        Some(self.layout.disks().get(image)?.size_bytes)
+    }
+
+    /// Up to `extents_max` runs of whole blocks from `from_bytes` on where a layer has data, and where to look for
+    /// more.
+    ///
+    /// # Errors
+    /// A layer that is not there, or an I/O error.
+    pub fn layer_extents(
+        &self,
+        layer: usize,
+        from_bytes: u64,
+        extents_max: usize,
+    ) -> Result<(Vec<ByteRange>, Option<u64>)> {
+        let file = self.layer_file(layer).ok_or(StoreError::NoLayer(layer))?;
+        let mut extents: Vec<ByteRange> = Vec::new();
+        let mut at = from_bytes;
+        while let Some(data) = self.next_data_of(file, at)? {
+            if extents.len() == extents_max {
+                return Ok((extents, Some(data.offset().max(at))));
+            }
+            let blocks = data.grown_to_blocks();
+            let start = blocks.offset().max(from_bytes / BLOCK_BYTES * BLOCK_BYTES);
+            let end = blocks.end().min(self.size_bytes());
+            if end <= start {
+                break;
+            }
+            extents.push(ByteRange::new(start, end - start)?);
+            at = end;
+        }
+        Ok((extents, None))
+    }
+
+    /// The first run of data of a layer that ends after `from_bytes`; it begins there or later.
+    pub(crate) fn next_data_of(&self, file: FileIndex, from_bytes: u64) -> Result<Option<ByteRange>> {
+        next_data(self.files.get(file), from_bytes).map_err(|errno| {
+            let name = self.files.name(file).map_or("a layer", ImageName::as_str);
+            StoreError::io("find the data of", self.directory.path_of(name), errno)
+        })
+    }
+
+    /// Becomes a copy of a replica that has these layers: whatever is here is gone, the layers are made without data,
+    /// and the replica counts as rebuilding. Which layers are whole already, from a copy of the same snapshots that
+    /// was interrupted; the head is always empty.
+    ///
+    /// No request may be in flight, and plans made before are void.
+    ///
+    /// # Errors
+    /// [`StoreError`]; unless the layers were refused, the store has to be opened again, which goes on with it.
+    pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>> {
+        self.check_writable()?;
+        self.check_no_fold()?;
+        let list = CopyList::new(layers, self.size_bytes()).map_err(|error| self.chain_error(error))?;
+        let interrupted = self.copy.take().filter(|_| self.layout.volume().rebuilding);
+        let mut done = interrupted.filter(|copy| copy.list.has_snapshots_of(&list)).map(|copy| copy.done);
+        let done = done.get_or_insert_with(|| vec![false; list.layers().len()]).clone();
+        self.broken = true;
+        self.start_copy(Copy { list, prepared: false, done: done.clone(), epoch: self.guard.epoch })?;
+        self.broken = false;
+        Ok(done)
+    }
+
+    /// The mark comes first: with it, and whatever of the rest, the next opening knows what to do. Without it the
+    /// record would be taken for one of a copy that has ended.
+    fn start_copy(&mut self, mut copy: Copy) -> Result<()> {
+        let executor = Executor {
+            directory: &self.directory,
+            fault: self.fault.as_ref(),
+            direct_io: self.host.direct_io,
+        };
+        self.layout.volume_mut().rebuilding = true;
+        executor.run(&self.layout.volume_steps(), &mut self.guard)?;
+        copy.save(&self.directory)?;
+        executor.pass(|| "recorded the copy".to_owned())?;
+        copy.prepare(&executor, &mut self.guard)?;
+        executor.pass(|| "prepared the copy".to_owned())?;
+        // The source has accepted the sizes of its layers, whatever they are.
+        let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
+        self.layout = recover_directory(&self.directory, &accepting)?.layout;
+        self.guard.known_sizes = self.layout.short_layers();
+        self.guard.save(&self.directory)?;
+        self.checks.known_sizes.clone_from(&self.guard.known_sizes);
+        self.copy = Some(copy);
+        self.reopen()
+    }
+
+    /// The file of a snapshot layer that is being copied to and is not whole yet.
+    #[must_use]
+    pub fn copy_target(&self, layer: usize) -> Option<FileIndex> {
+        let copy = self.copy.as_ref()?;
+        let open = layer + 1 < copy.done.len() && !copy.done[layer];
+        if open { self.layer_file(layer) } else { None }
+    }
+
+    /// A snapshot layer is whole: makes it durable and remembers that it is. It never changes from here on, but what
+    /// was found in it until now may be outdated.
+    ///
+    /// # Errors
+    /// A layer that is not being copied to, or an I/O error.
+    pub fn copy_done(&mut self, layer: usize) -> Result<()> {
+        self.check_writable()?;
+        let file = self.copy_target(layer).ok_or(StoreError::NoLayer(layer))?;
+        let name = self.files.name(file).map_or("a layer", ImageName::as_str);
+        fdatasync(self.files.fd(file).as_fd())
+            .map_err(|errno| StoreError::io("sync", self.directory.path_of(name), errno))?;
+        let Some(copy) = &mut self.copy else { return Err(StoreError::NoLayer(layer)) };
+        copy.done[layer] = true;
+        copy.save(&self.directory)?;
+        self.forget_map();
+        Ok(())
+    }
+
+    /// The replica is whole: it no longer counts as rebuilding. Repeating that changes nothing.
+    ///
+    /// # Errors
+    /// [`StoreError::CopyUnfinished`] where a layer is not whole, or an I/O error.
+    pub fn end_copy(&mut self) -> Result<()> {
+        self.check_writable()?;
+        if !self.layout.volume().rebuilding {
+            return Ok(());
+        }
+        // Where there is no record, somebody else has begun to rebuild it: nobody knows what it lacks.
+        let snapshots = self.copy.as_ref().map_or(&[][..], |copy| &copy.done[..copy.done.len() - 1]);
+        let unfinished = snapshots.iter().position(|done| !done);
+        if self.copy.is_none() || unfinished.is_some() {
+            let layer = unfinished.and_then(|layer| self.layer_file(layer)).unwrap_or_else(|| self.head());
+            let image = self.files.name(layer).map_or("a layer", ImageName::as_str);
+            return Err(StoreError::CopyUnfinished(image.to_owned()));
+        }
+        self.set_rebuilding(false)?;
+        self.copy = None;
+        Copy::remove(&self.directory)
+    }
+}

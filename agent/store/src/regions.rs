@@ -1,0 +1,139 @@
+//! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent` and
+//! `shorthorn.missed-<replica>`. What is in them is the business of `shorthorn-regions`.
+//!
+//! A file has all its blocks from the start and keeps its length, so that its pages can be written over when
+//! the disk is full. It gets its name when it is whole and durable.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::FileExt;
+
+use nix::fcntl::{FallocateFlags, OFlag, fallocate};
+use shorthorn_chain::{OWN_PREFIX, temp_name};
+use shorthorn_regions::SetKey;
+use shorthorn_types::ReplicaId;
+
+use crate::buffer::AlignedBuffer;
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::store::Store;
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+const MISSED_PREFIX: &str = "shorthorn.missed-";
+
+/// An open file of a set of regions. Pages are written to it as to the head: with direct I/O where the store
+/// has that.
+#[derive(Debug)]
+pub struct RegionFile {
+    file: File,
+    inode: u64,
+}
+
+impl RegionFile {
+    /// Writes page number `page`, whose length is that of `bytes`, durably.
+    ///
+    /// # Errors
+    /// What the system answers; the page may then be torn.
+    pub fn write_page(&self, page: u32, bytes: &[u8]) -> std::io::Result<()> {
+        let mut aligned = AlignedBuffer::new(bytes.len());
+        aligned.as_mut_slice().copy_from_slice(bytes);
+        self.file.write_all_at(aligned.as_slice(), u64::from(page) * bytes.len() as u64)?;
+        self.file.sync_data()
+    }
+
+    /// Its descriptor.
+    #[must_use]
+    pub fn raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// Tells it from another file of the same name.
+    #[must_use]
+    pub fn inode(&self) -> u64 {
+        self.inode
+    }
+}
+
+impl Store {
+    /// The replicas of whose missed regions there is a file.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn missed_files(&self) -> Result<Vec<ReplicaId>> {
+        let names = self.directory.list()?;
+        Ok(names.iter().filter_map(|name| name.strip_prefix(MISSED_PREFIX)?.parse().ok()).collect())
+    }
+
+    /// What the file of a set holds, if there is one.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn read_regions(&self, key: SetKey) -> Result<Option<Vec<u8>>> {
+        self.directory.read(&name_of(key))
+    }
+
+    /// Opens the file of a set that was read.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn open_regions(&self, key: SetKey) -> Result<RegionFile> {
+        self.check_writable()?;
+        let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
+        let name = name_of(key);
+        let file = self.directory.open_file(&name, OFlag::O_RDWR | direct)?;
+        let inode = self.directory.stat(&name)?.map_or(0, |stat| stat.inode);
+        Ok(RegionFile { file, inode })
+    }
+
+    /// Makes the file of a set, with these bytes, in place of one that is there. Whole and durable on return;
+    /// after an error there is none, or the one from before.
+    ///
+    /// # Errors
+    /// An I/O error. A little space is set aside, so that there is room for a few files on a full disk.
+    pub fn make_regions(&self, key: SetKey, bytes: &[u8]) -> Result<RegionFile> {
+        self.check_writable()?;
+        let (name, temp) = (name_of(key), temp_name(&name_of(key)));
+        let written = self.directory.with_reserve(|| write_allocated(&self.directory, &temp, bytes));
+        if let Err(error) = written {
+            // What there is of it has no name that counts; the next opening sweeps it up if this does not.
+            let _ = self.directory.unlink(&temp);
+            return Err(error);
+        }
+        let named = self.directory.rename(&temp, &name).and_then(|()| self.directory.sync());
+        let made = named.and_then(|()| self.open_regions(key));
+        if made.is_err() {
+            // A file that nobody keeps up to date must not be found later. Where even that fails, the error that led
+            // here tells what the disk is like.
+            let _ = self.directory.unlink(&name);
+        }
+        made
+    }
+
+    /// Removes the file of a set. It is gone for good on return.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn remove_regions(&self, key: SetKey) -> Result<()> {
+        self.check_writable()?;
+        self.directory.unlink(&name_of(key))?;
+        self.directory.sync()
+    }
+}
+
+fn name_of(key: SetKey) -> String {
+    format!("{OWN_PREFIX}{key}")
+}
+
+fn write_allocated(directory: &Directory, name: &str, bytes: &[u8]) -> Result<()> {
+    let failed = |error: std::io::Error| StoreError::io("write", directory.path_of(name), error);
+    let mut file = directory.open_file(name, OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_TRUNC)?;
+    let length = i64::try_from(bytes.len()).unwrap_or(i64::MAX);
+    // Where the file system cannot allocate ahead, writing does.
+    match fallocate(file.as_fd(), FallocateFlags::empty(), 0, length) {
+        Ok(()) | Err(nix::errno::Errno::EOPNOTSUPP) => {}
+        Err(errno) => return Err(failed(errno.into())),
+    }
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)
+}

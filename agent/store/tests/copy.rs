@@ -1,0 +1,259 @@
+//! A directory becomes a copy of another one, however often that is interrupted.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{Fixture, scratch};
+use shorthorn_regions::SetKey;
+use shorthorn_store::{
+    ByteRange, CreateOptions, Fault, FaultHook, OpenOptions, Provenance, Store, StoreError,
+};
+use shorthorn_types::{Regions, ReplicaId};
+
+const SIZE: u64 = 4 << 20;
+const NOW: &str = "2026-11-22T10:00:00Z";
+
+/// A chain of two snapshots and a head, with holes and overlaps. The volume has grown after the first one, which only
+/// its own record explains now.
+fn source(path: &Path) -> Store {
+    let mut store =
+        Store::create(path, CreateOptions { size_bytes: SIZE / 2, ..CreateOptions::default() }).unwrap();
+    store.write_at(&[1; 40960], 8192, false).unwrap();
+    store.snapshot("first", true, BTreeMap::from([("a".to_owned(), "b".to_owned())]), NOW).unwrap();
+    store.expand(SIZE, NOW).unwrap();
+    store.write_at(&[2; 8192], 4096, false).unwrap();
+    store.write_at(&[0; 4096], 16384, false).unwrap();
+    store.write_at(&[3; 512], SIZE - 512, false).unwrap();
+    store.snapshot("second", false, BTreeMap::new(), NOW).unwrap();
+    let grown = format!("expand-{SIZE}");
+    store.remove(&grown).unwrap();
+    store.coalesce(&grown).unwrap();
+    store.write_at(&[4; 4096], 0, false).unwrap();
+    store
+}
+
+fn target(path: &Path) -> Store {
+    let mut store =
+        Store::create(path, CreateOptions { size_bytes: SIZE, ..CreateOptions::default() }).unwrap();
+    store.write_at(&[9; 8192], 12288, false).unwrap();
+    store.snapshot("old", true, BTreeMap::new(), NOW).unwrap();
+    store.write_at(&[9; 8192], 65536, false).unwrap();
+    store
+}
+
+fn open(path: &Path, fault: Option<FaultHook>) -> Result<Store, StoreError> {
+    Store::open(path, OpenOptions { accept_rebuilding: true, fault, ..OpenOptions::default() })
+}
+
+/// What the courier of an engine does.
+fn copy(source: &Store, target: &mut Store, count: &AtomicUsize) -> Result<(), StoreError> {
+    let layers = source.copy_layers()?;
+    let done = target.begin_copy(layers.clone())?;
+    for (layer, is_done) in done.iter().enumerate().take(layers.len() - 1) {
+        if *is_done {
+            assert!(target.copy_target(layer).is_none());
+            continue;
+        }
+        count.fetch_add(1, Ordering::Relaxed);
+        let (mut from, mut extents) = (0, Vec::new());
+        loop {
+            let (page, next) = source.layer_extents(layer, from, 2)?;
+            assert!(page.len() <= 2);
+            extents.extend(page);
+            let Some(next) = next else { break };
+            from = next;
+        }
+        copy_layer(source, target, layer, &extents);
+        target.copy_done(layer)?;
+    }
+    target.end_copy()
+}
+
+fn copy_layer(source: &Store, target: &Store, layer: usize, extents: &[ByteRange]) {
+    let file = |store: &Store, index| std::fs::File::from(store.fd(index).try_clone_to_owned().unwrap());
+    let from = file(source, source.layer_file(layer).unwrap());
+    let to = file(target, target.copy_target(layer).unwrap());
+    for extent in extents {
+        assert!(extent.offset().is_multiple_of(4096) && extent.length().is_multiple_of(4096));
+        let mut at = extent.offset();
+        while at < extent.end() {
+            let mut block = shorthorn_store::AlignedBuffer::new(4096);
+            from.read_exact_at(block.as_mut_slice(), at).unwrap();
+            to.write_all_at(block.as_slice(), at).unwrap();
+            at += 4096;
+        }
+    }
+}
+
+/// The content and the documents of all snapshots.
+fn snapshots(path: &Path) -> BTreeMap<String, (Vec<u8>, Vec<u8>)> {
+    let names =
+        std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let images = names.filter(|name| name.starts_with("volume-snap") && name.ends_with(".img"));
+    let read = |name: &str| std::fs::read(path.join(name)).unwrap();
+    images.map(|name| (name.clone(), (read(&name), read(&format!("{name}.meta"))))).collect()
+}
+
+#[test]
+fn a_copy_has_the_same_snapshots_and_an_empty_head() {
+    let base = scratch();
+    let (from, to) = (base.path().join("from"), base.path().join("to"));
+    let source = source(&from);
+    let mut target = target(&to);
+    copy(&source, &mut target, &AtomicUsize::new(0)).unwrap();
+    assert!(!target.info().rebuilding);
+    assert!(snapshots(&from) == snapshots(&to));
+    let holes = target.layer_extents(2, 0, 10).unwrap();
+    assert_eq!(holes, (vec![], None), "the head is empty");
+    // What is written now and what the snapshots hold come together.
+    target.write_at(&[4; 512], 0, false).unwrap();
+    let mut read = vec![0; 12288];
+    target.read_at(&mut read, 0).unwrap();
+    assert_eq!((read[0], read[512], read[4096], read[8191]), (4, 0, 2, 2));
+    target.close().unwrap();
+    let target = Store::open(&to, OpenOptions::default()).unwrap();
+    assert_eq!(target.info().provenance, Provenance::Ours);
+    assert!(!to.join("shorthorn.copy").exists() && !to.join("volume-snap-old.img").exists());
+}
+
+#[test]
+fn an_interrupted_copy_goes_on_wherever_it_stopped() {
+    let base = scratch();
+    let from = base.path().join("from");
+    let source = source(&from);
+    let expected = snapshots(&from);
+    for steps in 0.. {
+        let to = base.path().join(format!("to-{steps}"));
+        target(&to).close().unwrap();
+        let (left, copied) = (Arc::new(AtomicUsize::new(steps)), AtomicUsize::new(0));
+        let hook = {
+            let left = Arc::clone(&left);
+            FaultHook::new(move |_| {
+                let before =
+                    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+                if before.is_err() { Fault::Die } else { Fault::None }
+            })
+        };
+        let whole = open(&to, Some(hook)).and_then(|mut target| copy(&source, &mut target, &copied));
+        assert!(matches!(whole, Ok(()) | Err(StoreError::Stopped)), "{whole:?}");
+        let mut target = open(&to, None).unwrap();
+        copy(&source, &mut target, &copied).unwrap();
+        assert!(snapshots(&from) == expected && snapshots(&to) == expected, "stopped after {steps} steps");
+        assert_eq!(target.layer_extents(2, 0, 10).unwrap(), (vec![], None));
+        target.close().unwrap();
+        if whole.is_ok() {
+            assert!(steps > 20, "{steps}");
+            return;
+        }
+    }
+}
+
+#[test]
+fn whole_layers_are_not_copied_again_and_others_begin_anew() {
+    let base = scratch();
+    let to = base.path().join("to");
+    let source = source(&base.path().join("from"));
+    let mut copying = target(&to);
+    let layers = source.copy_layers().unwrap();
+    copying.begin_copy(layers.clone()).unwrap();
+    let (extents, _) = source.layer_extents(0, 0, 100).unwrap();
+    copy_layer(&source, &copying, 0, &extents);
+    copying.copy_done(0).unwrap();
+    assert!(copying.copy_done(0).is_err() && copying.copy_done(2).is_err());
+    assert!(matches!(copying.end_copy(), Err(StoreError::CopyUnfinished(_))));
+    copy_layer(&source, &copying, 1, &[ByteRange::new(0, 4096).unwrap()]);
+    drop(copying);
+    let refused = Store::open(&to, OpenOptions::default()).unwrap_err().to_string();
+    assert!(refused.contains("Rebuilding"), "{refused}");
+    let mut again = open(&to, None).unwrap();
+    assert!(again.info().rebuilding);
+    assert_eq!(again.begin_copy(layers.clone()).unwrap(), [true, false, false]);
+    assert_eq!(again.layer_extents(1, 0, 10).unwrap().0, [], "a part of a layer is worth nothing");
+    // Of other snapshots nothing is kept.
+    let mut others = layers;
+    others[0].meta = [&others[0].meta[..], b"\n"].concat();
+    assert_eq!(again.begin_copy(others).unwrap(), [false; 3]);
+}
+
+#[test]
+fn layers_of_a_fixture_come_over() {
+    let fixture = Fixture::unpack("lhrich");
+    let source = Store::open(fixture.path(), OpenOptions::default()).unwrap();
+    let base = scratch();
+    let to = base.path().join("to");
+    let options = CreateOptions { size_bytes: source.size_bytes(), ..CreateOptions::default() };
+    let mut target = Store::create(&to, options).unwrap();
+    copy(&source, &mut target, &AtomicUsize::new(0)).unwrap();
+    assert!(!snapshots(&to).is_empty());
+    for (name, expected) in snapshots(&to) {
+        assert!(snapshots(fixture.path())[&name] == expected, "{name}");
+    }
+}
+
+#[test]
+fn files_of_regions_are_whole_and_allocated() {
+    use std::os::unix::fs::MetadataExt;
+    let base = scratch();
+    let path = base.path().join("replica");
+    let store = target(&path);
+    let missed = SetKey::Missed(ReplicaId::from_random(5));
+    assert_eq!(store.read_regions(SetKey::Intent).unwrap(), None);
+    store.make_regions(SetKey::Intent, &[7; 8192]).unwrap();
+    let first = store.make_regions(missed, &[8; 4096]).unwrap().inode();
+    assert_ne!(store.make_regions(missed, &[9; 4096]).unwrap().inode(), first);
+    assert_eq!(store.missed_files().unwrap(), [ReplicaId::from_random(5)]);
+    assert_eq!(store.read_regions(missed).unwrap(), Some(vec![9; 4096]));
+    let file = std::fs::metadata(path.join("shorthorn.intent")).unwrap();
+    assert_eq!((file.len(), file.blocks()), (8192, 16));
+    store.remove_regions(missed).unwrap();
+    assert!(store.missed_files().unwrap().is_empty());
+}
+
+#[test]
+fn allocated_regions_are_those_where_any_layer_has_data() {
+    let base = scratch();
+    let store = source(&base.path().join("from"));
+    let regions = Regions::of(SIZE);
+    assert_eq!(store.allocated(regions, 0).unwrap(), (vec![(0, 1), (63, 1)], None));
+    assert_eq!(store.allocated(regions, 1).unwrap(), (vec![(63, 1)], None));
+    // Many runs come in pages.
+    let large = Store::create(
+        base.path().join("large"),
+        CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() },
+    );
+    let mut large = large.unwrap();
+    for n in (0..4000).step_by(2) {
+        large.write_at(&[1; 4096], n * (64 << 10) + 4096, false).unwrap();
+    }
+    let (mut from, mut found, mut pages) = (0, Vec::new(), 0);
+    loop {
+        let (runs, next) = large.allocated(Regions::of(1 << 30), from).unwrap();
+        found.extend(runs);
+        pages += 1;
+        let Some(next) = next else { break };
+        from = next;
+    }
+    assert_eq!(found, (0..4000).step_by(2).map(|n| (n, 1)).collect::<Vec<_>>());
+    assert_eq!(pages, 3);
+}
+
+/// A terabyte with little data in it takes no longer than a small volume.
+#[test]
+fn holes_cost_nothing() {
+    let base = scratch();
+    let size_bytes = 1 << 40;
+    let options = CreateOptions { size_bytes, ..CreateOptions::default() };
+    let mut store = Store::create(base.path().join("huge"), options).unwrap();
+    store.write_at(&[1; 4096], 5 << 30, false).unwrap();
+    store.write_at(&[1; 4096], size_bytes - 4096, false).unwrap();
+    let begun = std::time::Instant::now();
+    let found = store.allocated(Regions::of(size_bytes), 0).unwrap();
+    println!("{:?}", begun.elapsed());
+    assert_eq!(found, (vec![(5 << 10, 1), ((1 << 20) - 1, 1)], None));
+}

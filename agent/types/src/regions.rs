@@ -1,0 +1,336 @@
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{ByteRange, ReplicaId};
+
+/// The smallest region: what a first write to a clean part of the volume makes dirty.
+pub const REGION_BYTES_MIN: u64 = 64 << 10;
+/// The most regions of one volume; larger volumes have larger regions. A set of them takes 128 KiB.
+pub const REGIONS_MAX: u64 = 1 << 20;
+
+/// The most runs that one [`MarkRegions`] or one page of regions carries, so that it fits a control frame.
+pub const RUNS_PER_MARK_MAX: usize = 800;
+
+/// Which of the sets of regions that a replica keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RegionsOf {
+    /// Write intent: where the members may differ after a crash of any of them. Durable; a replica sets a
+    /// region before the first write to it, the engine has it cleared when every member has flushed.
+    Intent,
+    /// What a replica outside the view has missed. Durable; set by every member before it writes.
+    Missed(ReplicaId),
+    /// Where any layer of the replica has data. Not kept but found out; read only.
+    Allocated,
+}
+
+/// What to do with a set of regions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MarkAction {
+    /// Put the regions in; durable when it is answered. A set of missed regions begins to be kept by this.
+    Add,
+    /// Take the regions out, lazily: after a crash they may be in again.
+    Clear,
+    /// Keep the set no longer. For missed regions only.
+    Forget,
+}
+
+/// An engine changes a set of regions that a replica keeps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MarkRegions {
+    /// Which set.
+    pub of: RegionsOf,
+    /// How.
+    pub action: MarkAction,
+    /// First region and count of each run, at most [`RUNS_PER_MARK_MAX`].
+    pub runs: Vec<(u32, u32)>,
+}
+
+/// How a volume is divided into the regions that the write-intent and missed-region bitmaps count in.
+///
+/// It follows from the volume's size alone, so that engine and replicas agree without talking.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Regions {
+    size_bytes: u64,
+    region_bytes: u64,
+}
+
+impl Regions {
+    /// The regions of a volume of `size_bytes`.
+    #[must_use]
+    pub const fn of(size_bytes: u64) -> Regions {
+        let mut region_bytes = REGION_BYTES_MIN;
+        while size_bytes.div_ceil(region_bytes) > REGIONS_MAX {
+            region_bytes *= 2;
+        }
+        Regions { size_bytes, region_bytes }
+    }
+
+    /// Bytes of one region, a power of two; the last one may be shorter.
+    #[must_use]
+    pub const fn region_bytes(self) -> u64 {
+        self.region_bytes
+    }
+
+    /// How many there are, at most [`REGIONS_MAX`].
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation)] // at most REGIONS_MAX
+    pub const fn count(self) -> u32 {
+        self.size_bytes.div_ceil(self.region_bytes) as u32
+    }
+
+    /// The regions that `range` touches; what lies past the end of the volume has none.
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation)] // at most REGIONS_MAX
+    pub fn touched(self, range: ByteRange) -> Range<u32> {
+        let end = range.end().min(self.size_bytes).div_ceil(self.region_bytes);
+        let start = (range.offset() / self.region_bytes).min(end);
+        if range.is_empty() { start as u32..start as u32 } else { start as u32..end as u32 }
+    }
+
+    /// The bytes of `region`; empty past the end of the volume.
+    #[must_use]
+    pub fn range(self, region: u32) -> ByteRange {
+        let start = (u64::from(region) * self.region_bytes).min(self.size_bytes);
+        let end = (start + self.region_bytes).min(self.size_bytes);
+        ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY)
+    }
+}
+
+/// A set of regions of one volume: a bitmap with a count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RegionSet {
+    words: Box<[u64]>,
+    limit: u32,
+    len: u32,
+}
+
+impl RegionSet {
+    /// The empty set for a volume of `regions` regions.
+    #[must_use]
+    pub fn empty(regions: u32) -> RegionSet {
+        RegionSet { words: vec![0; regions.div_ceil(64) as usize].into(), limit: regions, len: 0 }
+    }
+
+    /// All regions of a volume of `regions` regions.
+    #[must_use]
+    pub fn full(regions: u32) -> RegionSet {
+        let mut all = RegionSet::empty(regions);
+        all.insert_run(0..regions);
+        all
+    }
+
+    /// How many regions the volume has.
+    #[must_use]
+    pub const fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    /// How many are in the set.
+    #[must_use]
+    pub const fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether `region` is in the set.
+    #[must_use]
+    pub fn contains(&self, region: u32) -> bool {
+        self.words.get(region as usize / 64).is_some_and(|word| word & bit(region) != 0)
+    }
+
+    /// Whether any of `regions` is in the set.
+    #[must_use]
+    pub fn contains_any(&self, mut regions: Range<u32>) -> bool {
+        regions.any(|region| self.contains(region))
+    }
+
+    /// Whether all of `regions` are in the set.
+    #[must_use]
+    pub fn contains_all(&self, mut regions: Range<u32>) -> bool {
+        regions.all(|region| self.contains(region))
+    }
+
+    /// Puts `region` in, if the volume has it; true where it was not in before.
+    pub fn insert(&mut self, region: u32) -> bool {
+        if region >= self.limit || self.contains(region) {
+            return false;
+        }
+        self.words[region as usize / 64] |= bit(region);
+        self.len += 1;
+        true
+    }
+
+    /// Takes `region` out; true where it was in.
+    pub fn remove(&mut self, region: u32) -> bool {
+        if !self.contains(region) {
+            return false;
+        }
+        self.words[region as usize / 64] &= !bit(region);
+        self.len -= 1;
+        true
+    }
+
+    /// Puts all of `regions` in that the volume has.
+    pub fn insert_run(&mut self, regions: Range<u32>) {
+        for region in regions.start..regions.end.min(self.limit) {
+            self.insert(region);
+        }
+    }
+
+    /// Takes all of `regions` out.
+    pub fn remove_run(&mut self, regions: Range<u32>) {
+        for region in regions.start..regions.end.min(self.limit) {
+            self.remove(region);
+        }
+    }
+
+    /// Puts everything in that is in `other`.
+    pub fn insert_all(&mut self, other: &RegionSet) {
+        self.combine(other, |mine, theirs| mine | theirs);
+    }
+
+    /// Takes everything out that is in `other`.
+    pub fn remove_all(&mut self, other: &RegionSet) {
+        self.combine(other, |mine, theirs| mine & !theirs);
+    }
+
+    /// Keeps only what is in `other` too.
+    pub fn keep_all(&mut self, other: &RegionSet) {
+        self.combine(other, |mine, theirs| mine & theirs);
+    }
+
+    fn combine(&mut self, other: &RegionSet, how: impl Fn(u64, u64) -> u64) {
+        debug_assert_eq!(self.limit, other.limit, "sets of different volumes");
+        let theirs = other.words.iter().copied().chain(std::iter::repeat(0));
+        self.len = 0;
+        for (mine, theirs) in self.words.iter_mut().zip(theirs) {
+            *mine = how(*mine, theirs);
+            self.len += mine.count_ones();
+        }
+    }
+
+    /// Takes everything out.
+    pub fn clear(&mut self) {
+        self.words.fill(0);
+        self.len = 0;
+    }
+
+    /// The first region of the set from `from` on.
+    #[must_use]
+    pub fn next(&self, from: u32) -> Option<u32> {
+        let mut at = from as usize / 64;
+        let mut word = self.words.get(at)? & (u64::MAX << (from % 64));
+        while word == 0 {
+            at += 1;
+            word = *self.words.get(at)?;
+        }
+        let base = u32::try_from(at * 64).unwrap_or(u32::MAX);
+        Some(base + word.trailing_zeros())
+    }
+
+    /// The regions in order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        let mut from = 0;
+        std::iter::from_fn(move || {
+            let region = self.next(from)?;
+            from = region + 1;
+            Some(region)
+        })
+    }
+
+    /// The longest runs of regions that are in the set, in order, from `from` on.
+    pub fn runs(&self, from: u32) -> impl Iterator<Item = Range<u32>> + '_ {
+        let mut from = from;
+        std::iter::from_fn(move || {
+            let start = self.next(from)?;
+            let mut end = start + 1;
+            while self.contains(end) {
+                end += 1;
+            }
+            from = end;
+            Some(start..end)
+        })
+    }
+}
+
+const fn bit(region: u32) -> u64 {
+    1 << (region % 64)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn regions_grow_with_the_volume() {
+        assert_eq!(Regions::of(1 << 30).region_bytes(), 64 << 10);
+        assert_eq!(Regions::of(64 << 30).region_bytes(), 64 << 10);
+        assert_eq!(Regions::of((64 << 30) + 4096).region_bytes(), 128 << 10);
+        assert_eq!(Regions::of(1 << 40).region_bytes(), 1 << 20);
+        assert_eq!(u64::from(Regions::of(1 << 40).count()), REGIONS_MAX);
+    }
+
+    #[test]
+    fn the_last_region_may_be_short() {
+        let regions = Regions::of((128 << 10) + 4096);
+        assert_eq!(regions.count(), 3);
+        assert_eq!(regions.range(2), ByteRange::new(128 << 10, 4096).unwrap());
+        assert!(regions.range(3).is_empty());
+        let touched = |offset, length| regions.touched(ByteRange::new(offset, length).unwrap());
+        assert_eq!(touched(0, 1), 0..1);
+        assert_eq!(touched((64 << 10) - 512, 1024), 0..2);
+        assert_eq!(touched(128 << 10, 1 << 40), 2..3);
+        assert_eq!(touched(4096, 0).count(), 0);
+        assert_eq!(touched(1 << 40, 512).count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn is_a_set(
+            limit in 1u32..300,
+            steps in prop::collection::vec((0u8..3, 0u32..320, 0u32..80), 0..60),
+        ) {
+            let mut set = RegionSet::empty(limit);
+            let mut model = BTreeSet::new();
+            for (kind, start, count) in steps {
+                let run = start..start + count;
+                match kind {
+                    0 => {
+                        set.insert_run(run.clone());
+                        model.extend(run.filter(|region| *region < limit));
+                    }
+                    1 => {
+                        set.remove_run(run.clone());
+                        model.retain(|region| !run.contains(region));
+                    }
+                    _ => {
+                        let mut other = RegionSet::empty(limit);
+                        other.insert_run(run.clone());
+                        set.keep_all(&other);
+                        model.retain(|region| run.contains(region));
+                    }
+                }
+                prop_assert_eq!(set.len() as usize, model.len());
+            }
+            prop_assert_eq!(set.iter().collect::<Vec<_>>(), model.iter().copied().collect::<Vec<_>>());
+            let spread: Vec<u32> = set.runs(0).flatten().collect();
+            prop_assert_eq!(spread, model.into_iter().collect::<Vec<_>>());
+            let mut full = RegionSet::full(limit);
+            full.remove_all(&set);
+            full.insert_all(&set);
+            prop_assert_eq!(full.len(), limit);
+        }
+    }
+}

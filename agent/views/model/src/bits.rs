@@ -1,0 +1,101 @@
+use std::fmt;
+
+use shorthorn_types::{Members, ReplicaId};
+
+/// The most replicas of the model.
+pub(crate) const REPLICAS_MAX: usize = 3;
+
+/// A small set of numbers below eight: of replicas, or of writes.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Bits(pub(crate) u8);
+
+impl Bits {
+    /// Nothing.
+    pub const NONE: Bits = Bits(0);
+
+    /// The numbers below `count`.
+    #[must_use]
+    pub fn below(count: u8) -> Bits {
+        (0..count).fold(Bits::NONE, Bits::with)
+    }
+
+    /// Whether `item` is in it.
+    #[must_use]
+    pub fn has(self, item: u8) -> bool {
+        self.0 & (1 << item) != 0
+    }
+
+    /// These and `item`.
+    #[must_use]
+    pub fn with(self, item: u8) -> Bits {
+        Bits(self.0 | (1 << item))
+    }
+
+    /// These but `item`.
+    #[must_use]
+    pub fn without(self, item: u8) -> Bits {
+        Bits(self.0 & !(1 << item))
+    }
+
+    /// What is in either.
+    #[must_use]
+    pub fn union(self, other: Bits) -> Bits {
+        Bits(self.0 | other.0)
+    }
+
+    /// What is in both.
+    #[must_use]
+    pub fn intersection(self, other: Bits) -> Bits {
+        Bits(self.0 & other.0)
+    }
+
+    /// Whether all of `other` is in it.
+    #[must_use]
+    pub fn has_all(self, other: Bits) -> bool {
+        other.0 & !self.0 == 0
+    }
+
+    /// All sets of some of these, but the empty one.
+    pub fn subsets(self) -> impl Iterator<Item = Bits> {
+        (1..=self.0).map(Bits).filter(move |part| self.has_all(*part))
+    }
+
+    /// How many.
+    #[must_use]
+    pub fn len(self) -> u32 {
+        self.0.count_ones()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// In order.
+    pub fn iter(self) -> impl Iterator<Item = u8> {
+        (0..8).filter(move |item| self.has(*item))
+    }
+}
+
+impl fmt::Debug for Bits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter()).finish()
+    }
+}
+
+/// The real name of a replica.
+pub(crate) fn id(replica: u8) -> ReplicaId {
+    ReplicaId::from_random(u64::from(replica))
+}
+
+/// As the real code has them.
+pub(crate) fn members(replicas: Bits) -> Members {
+    // Fewer than the real ones can be.
+    Members::new(replicas.iter().map(id)).unwrap_or(Members::NONE)
+}
+
+/// As the model has them.
+pub(crate) fn bits(members: &Members) -> Bits {
+    (0..8).filter(|replica| members.contains(id(*replica))).fold(Bits::NONE, Bits::with)
+}

@@ -1,0 +1,265 @@
+use std::rc::Rc;
+
+use shorthorn_types::{Members, ReplicaReport, View};
+use shorthorn_views::{Basis, Change, Progress};
+
+use crate::bits::{Bits, id, members};
+use crate::model::Model;
+use crate::network::Message;
+use crate::rules::{Reported, view};
+use crate::state::{Engine, Proposal, State, Underway};
+
+impl Model {
+    /// What a starting engine has found among the replicas that it has reached.
+    pub(crate) fn found(&self, state: &State, engine: u8) -> Option<Basis> {
+        let at = state.engine(engine);
+        if at.view.is_some() || at.underway.is_some() {
+            return None;
+        }
+        let report =
+            |replica: u8| Some((id(replica), (**at.welcomes[usize::from(replica)].as_ref()?).clone()));
+        let reports: Vec<Reported> = at.reached.iter().filter_map(report).collect();
+        self.rules.basis(reports, state.host(at.generation).known)
+    }
+
+    /// The first view is fixed, and the arbiter asked for it where that is needed. Whoever is reached from now on is
+    /// not proposed to, as nobody knows what it would have reported.
+    pub(crate) fn choose(&self, state: &mut State, engine: u8, chosen: Bits) {
+        let Some(found) = self.found(state, engine) else { return };
+        let target = view(self.rules.view_id(state.engine(engine)), chosen);
+        let at = state.engine_mut(engine);
+        at.welcomes = Default::default();
+        at.plan(target, found.honoured);
+        let Some(underway) = &mut at.underway else { return };
+        underway.asks_first = self.rules.asks_first(&underway.change, &members(underway.reached));
+        if underway.asks_first {
+            state.ask(engine);
+        }
+    }
+
+    /// The members get the data of one of them, all at once, and the first view is proposed.
+    pub(crate) fn begin(&self, state: &mut State, engine: u8, source: u8) {
+        let data = state.replica(source).data;
+        for member in state.engine(engine).target().iter() {
+            state.replica_mut(member).data = data;
+        }
+        state.propose(engine);
+    }
+
+    /// An engine gets an answer.
+    pub(crate) fn at_engine(&self, state: &mut State, message: Message) {
+        match message {
+            Message::Opened { engine, replica } => {
+                let at = state.engine_mut(engine);
+                at.reached = at.reached.with(replica);
+            }
+            Message::Stored { engine, replica, .. } => {
+                if let Some(underway) = &mut state.engine_mut(engine).underway {
+                    underway.change.stored(id(replica));
+                }
+                self.go_on(state, engine);
+            }
+            Message::Granted { engine, .. } => self.granted(state, engine),
+            Message::Refused { engine } => {
+                let at = state.engine_mut(engine);
+                let (generation, refusal) = (at.generation, at.refusal);
+                at.die();
+                state.host_mut(generation).learn(refusal);
+            }
+            Message::Applied { engine, replica, write, .. } => {
+                let answers = &mut state.engine_mut(engine).answers[usize::from(replica)];
+                *answers = answers.with(write);
+            }
+            _ => {}
+        }
+    }
+
+    fn granted(&self, state: &mut State, engine: u8) {
+        let at = state.engine_mut(engine);
+        let generation = at.generation;
+        let Some(underway) = &mut at.underway else { return };
+        underway.granted = true;
+        underway.change.granted();
+        let target = underway.change.target;
+        if self.limits.keeps_grants {
+            state.host_mut(generation).learn(Some(target));
+        }
+        self.go_on(state, engine);
+    }
+
+    fn progress(&self, state: &State, at: &Engine) -> Option<Progress> {
+        let holds = |replica: &u8| state.holds(at, Bits::NONE.with(*replica));
+        let fenced = state.all().filter(holds).fold(Bits::NONE, Bits::with);
+        Some(self.rules.progress(at, at.underway.as_ref()?, fenced))
+    }
+
+    pub(crate) fn needs_grant(&self, state: &State, at: &Engine) -> bool {
+        self.progress(state, at) == Some(Progress::NeedsGrant)
+    }
+
+    /// Installs the view under way if it is through.
+    fn go_on(&self, state: &mut State, engine: u8) {
+        if self.progress(state, state.engine(engine)) != Some(Progress::Through) {
+            return;
+        }
+        let at = state.engine_mut(engine);
+        let members = at.target();
+        at.view = at.underway.take().map(|underway| underway.change.target);
+        at.served = true;
+        at.joiner = at.joiner.filter(|joiner| !members.has(*joiner));
+        let (number, reached) = (at.last_number(), at.reached);
+        state.send_all(reached, |replica| Message::Commit { engine, replica, number });
+        let generation = state.engine(engine).generation;
+        if !state.engines.iter().any(|newer| newer.served && newer.generation > generation) {
+            state.unjoined = members.iter().fold(state.unjoined, Bits::without);
+        }
+    }
+
+    pub(crate) fn leave(&self, state: &mut State, engine: u8, replica: u8) {
+        let left = state.engine(engine).members().without(replica);
+        self.change(state, engine, left, Some(replica));
+    }
+
+    pub(crate) fn leave_too(&self, state: &mut State, engine: u8, replica: u8) {
+        let left = state.engine(engine).target().without(replica);
+        let at = state.engine_mut(engine);
+        at.joiner = at.joiner.filter(|joiner| *joiner != replica);
+        self.change(state, engine, left, Some(replica));
+    }
+
+    pub(crate) fn join(&self, state: &mut State, engine: u8) {
+        let at = state.engine(engine);
+        let Some(joiner) = at.joiner else { return };
+        let more = at.members().with(joiner);
+        self.change(state, engine, more, None);
+    }
+
+    /// Proposes a view that replaces the current one; the connection to who is lost is closed.
+    fn change(&self, state: &mut State, engine: u8, replicas: Bits, lost: Option<u8>) {
+        let target = view(self.rules.view_id(state.engine(engine)), replicas);
+        let at = state.engine_mut(engine);
+        let Some(committed) = at.view else { return };
+        at.changes += 1;
+        if let Some(lost) = lost {
+            at.links[usize::from(lost)] += 1;
+        }
+        at.plan(target, ReplicaReport { committed, proposed: Vec::new() });
+        state.propose(engine);
+    }
+
+    /// A replica outside the view gets the data of a member in place of its own, at once; what is in flight is sent
+    /// to it again, and what comes is sent to it too.
+    pub(crate) fn copy(&self, state: &mut State, engine: u8, replica: u8, source: u8) {
+        state.replica_mut(replica).data = state.replica(source).data;
+        state.unjoined = state.unjoined.with(replica);
+        let at = state.engine_mut(engine);
+        at.joiner = Some(replica);
+        at.links[usize::from(replica)] += 1;
+        if self.rules.sends_again() {
+            at.answers[usize::from(replica)] = Bits::NONE;
+            state.send_pending(engine, replica);
+        }
+    }
+}
+
+impl State {
+    fn propose(&mut self, engine: u8) {
+        let at = self.engine_mut(engine);
+        let number = at.last_number();
+        let Some(underway) = &mut at.underway else { return };
+        underway.proposed = true;
+        let reached = underway.reached;
+        self.send_all(reached, |replica| Message::Propose { engine, replica, number });
+    }
+
+    /// The engine goes on in its old view; what it has proposed is on its way all the same.
+    pub(crate) fn give_up(&mut self, engine: u8) {
+        let at = self.engine_mut(engine);
+        at.underway = None;
+        at.changes += 1;
+        at.lose_joiner();
+        for replica in at.members().iter() {
+            self.send_pending(engine, replica);
+        }
+    }
+
+    /// Sends what is in flight, and not answered yet, over the current connection.
+    fn send_pending(&mut self, engine: u8, replica: u8) {
+        let at = self.engine(engine);
+        let (pending, answered, link) = (at.pending, at.answered(replica), at.link(replica));
+        for write in pending.iter().filter(|write| !answered.has(*write)) {
+            self.send(Message::Write { engine, replica, link, write });
+        }
+    }
+
+    /// The engine asks the arbiter, and says who has stored the view, or is fenced for it.
+    pub(crate) fn ask(&mut self, engine: u8) {
+        let at = self.engine_mut(engine);
+        let number = at.last_number();
+        let (Some(underway), Some(proposal)) = (&mut at.underway, at.proposals.last_mut()) else { return };
+        underway.asked = true;
+        let reached = members(underway.reached);
+        Rc::make_mut(proposal).stored =
+            if underway.proposed { *underway.change.who_stored() } else { reached };
+        self.send(Message::Ask { engine, number });
+    }
+
+    /// A write goes to all members, and to who is about to become one.
+    pub(crate) fn write(&mut self, engine: u8) {
+        let write = self.writes;
+        self.writes += 1;
+        let at = self.engine_mut(engine);
+        at.pending = at.pending.with(write);
+        let (to, links) = (at.receivers(), at.links);
+        self.send_all(to, |replica| {
+            let link = links[usize::from(replica)];
+            Message::Write { engine, replica, link, write }
+        });
+    }
+
+    pub(crate) fn acknowledge(&mut self, engine: u8, write: u8) {
+        let at = self.engine_mut(engine);
+        at.pending = at.pending.without(write);
+        at.acknowledged = at.acknowledged.with(write);
+        at.answers.iter_mut().for_each(|answered| *answered = answered.without(write));
+    }
+}
+
+impl Engine {
+    /// The next view; it is not proposed yet.
+    fn plan(&mut self, target: View, honoured: ReplicaReport) {
+        let change = Change::new(honoured.clone(), target);
+        let reached = self.reached;
+        self.underway = Some(Underway {
+            change,
+            reached,
+            proposed: false,
+            asks_first: false,
+            asked: false,
+            granted: false,
+        });
+        self.proposals.push(Rc::new(Proposal { target, honoured, stored: Members::NONE }));
+    }
+
+    /// Members, and who is about to become one.
+    fn receivers(&self) -> Bits {
+        self.joiner.into_iter().fold(self.members(), Bits::with)
+    }
+
+    /// Whether everybody has answered that has to.
+    pub(crate) fn is_answered(&self, write: u8) -> bool {
+        self.receivers().iter().all(|replica| self.answered(replica).has(write))
+    }
+
+    pub(crate) fn lose_joiner(&mut self) {
+        if let Some(joiner) = self.joiner.take() {
+            self.links[usize::from(joiner)] += 1;
+        }
+    }
+}
+
+impl crate::state::Host {
+    fn learn(&mut self, granted: Option<View>) {
+        self.known = self.known.into_iter().chain(granted).max_by_key(|view| view.id);
+    }
+}

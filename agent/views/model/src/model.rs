@@ -1,0 +1,207 @@
+use crate::bits::{Bits, bits};
+use crate::mutation::Mutation;
+use crate::network::Message;
+use crate::rules::Rules;
+use crate::state::{Engine, State};
+use crate::step::Step;
+
+/// How much there is of everything.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Replicas, at most three.
+    pub replicas: u8,
+    /// Engine processes.
+    pub engines: u8,
+    /// Writes, at most eight.
+    pub writes: u8,
+    /// How often each engine may begin to change its view, or give up a change.
+    pub changes: u8,
+    /// Whether replicas crash. Whatever follows from that follows from lost messages too.
+    pub replica_crashes: bool,
+    /// Whether an engine may go on in its old view. The real one never does.
+    pub giving_up: bool,
+    /// Whether a host keeps the grants that its engine was given, for the engine's next start. Without, it knows what
+    /// the controller said when it attached, and what a refusal said.
+    pub keeps_grants: bool,
+    /// Whether rule 6 is checked: that a volume can be started once everything has healed. It does not hold with
+    /// `giving_up`: an engine that proposes, goes on in its old view, and then proposes a view that has nothing in
+    /// common with the first leaves two of which nobody knows that it has given up one.
+    pub healing: bool,
+}
+
+/// What can happen, and what comes of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Model {
+    pub(crate) rules: Rules,
+    pub(crate) limits: Limits,
+}
+
+impl Model {
+    /// With the real rules, or with one of them mutated.
+    #[must_use]
+    pub fn new(limits: Limits, mutation: Option<Mutation>) -> Model {
+        Model { rules: Rules { mutation }, limits }
+    }
+
+    /// Where everything starts.
+    #[must_use]
+    pub fn start(&self) -> State {
+        State::new(self.limits.replicas)
+    }
+
+    /// All that can happen in `state`; some of it may change nothing.
+    #[must_use]
+    pub fn steps(&self, state: &State) -> Vec<Step> {
+        let mut steps = Vec::new();
+        if state.engines.len() < usize::from(self.limits.engines) {
+            steps.push(Step::Attach);
+            let stopped = |host: &u8| !self.runs(state, *host);
+            let hosts = (0..8).take(state.hosts.len()).filter(stopped);
+            steps.extend(hosts.map(|host| Step::Restart { host }));
+        }
+        if self.limits.replica_crashes {
+            steps.extend(state.all().map(|replica| Step::ReplicaCrash { replica }));
+        }
+        steps.extend(state.messages.iter().map(|message| Step::Deliver(*message)));
+        for (engine, at) in (0..).zip(&state.engines).filter(|(_, at)| at.alive) {
+            steps.push(Step::Crash { engine });
+            self.start_steps(state, engine, at, &mut steps);
+            self.change_steps(state, engine, at, &mut steps);
+            self.join_steps(state, engine, at, &mut steps);
+            self.write_steps(state, engine, at, &mut steps);
+        }
+        steps
+    }
+
+    /// `state` after `step`, one of [`Self::steps`].
+    #[must_use]
+    pub fn apply(&self, state: &State, step: Step) -> State {
+        let mut next = state.clone();
+        match step {
+            Step::Attach => next.attach(),
+            Step::Restart { host } => next.restart(host),
+            Step::Crash { engine } => next.engine_mut(engine).die(),
+            Step::ReplicaCrash { replica } => next.crash_replica(replica),
+            Step::Deliver(message) => self.deliver(&mut next, message),
+            Step::Choose { engine, members } => self.choose(&mut next, engine, members),
+            Step::Begin { engine, source } => self.begin(&mut next, engine, source),
+            Step::Leave { engine, replica } => self.leave(&mut next, engine, replica),
+            Step::LeaveToo { engine, replica } => self.leave_too(&mut next, engine, replica),
+            Step::GiveUp { engine } => next.give_up(engine),
+            Step::Copy { engine, replica, source } => self.copy(&mut next, engine, replica, source),
+            Step::Join { engine } => self.join(&mut next, engine),
+            Step::LoseJoiner { engine } => next.engine_mut(engine).lose_joiner(),
+            Step::Ask { engine } => next.ask(engine),
+            Step::Write { engine } => next.write(engine),
+            Step::Acknowledge { engine, write } => next.acknowledge(engine, write),
+        }
+        let mut messages = std::mem::take(&mut next.messages);
+        messages.retain(|message| message.is_of_use(&next));
+        next.messages = messages;
+        next
+    }
+
+    fn deliver(&self, state: &mut State, message: Message) {
+        match message {
+            Message::Open { .. }
+            | Message::Propose { .. }
+            | Message::Commit { .. }
+            | Message::Write { .. } => {
+                self.at_replica(state, message);
+            }
+            Message::Ask { engine, number } => self.at_arbiter(state, engine, number),
+            Message::Opened { .. }
+            | Message::Stored { .. }
+            | Message::Applied { .. }
+            | Message::Granted { .. }
+            | Message::Refused { .. } => self.at_engine(state, message),
+        }
+    }
+
+    fn runs(&self, state: &State, host: u8) -> bool {
+        let attach = u64::from(host) + 1;
+        state.engines.iter().any(|engine| engine.alive && engine.generation.attach == attach)
+    }
+
+    fn start_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+        if let Some(found) = self.found(state, engine) {
+            let chosen = bits(&found.members).subsets();
+            steps.extend(chosen.map(|members| Step::Choose { engine, members }));
+        }
+        let Some(underway) = at.underway.as_ref().filter(|underway| underway.may_be_proposed()) else {
+            return;
+        };
+        let members = bits(&underway.change.target.members);
+        let may = |replica| self.rules.may_copy(&state.replica(replica).views, at.generation);
+        if !members.iter().all(may) {
+            return;
+        }
+        // Of those that have the same, one will do.
+        let is_first = |source: &u8| {
+            let data = |replica: u8| state.replica(replica).data;
+            members.iter().take_while(|other| other < source).all(|other| data(other) != data(*source))
+        };
+        steps.extend(members.iter().filter(is_first).map(|source| Step::Begin { engine, source }));
+    }
+
+    fn change_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+        let may_change = at.changes < self.limits.changes;
+        if at.is_steady() && may_change && at.members().len() > 1 {
+            let may_leave = |replica: &u8| self.may_propose(at, at.members().without(*replica));
+            let leaving = at.members().iter().filter(may_leave);
+            steps.extend(leaving.map(|replica| Step::Leave { engine, replica }));
+        }
+        let Some(underway) = &at.underway else { return };
+        if self.needs_grant(state, at) && !underway.asked && self.rules.asks_late(at) {
+            steps.push(Step::Ask { engine });
+        }
+        if at.view.is_none() || !may_change || !self.rules.may_give_up(underway) {
+            return;
+        }
+        if self.limits.giving_up {
+            steps.push(Step::GiveUp { engine });
+        }
+        if at.target().len() > 1 {
+            let may_leave = |replica: &u8| self.may_propose(at, at.target().without(*replica));
+            let leaving = at.target().iter().filter(may_leave);
+            steps.extend(leaving.map(|replica| Step::LeaveToo { engine, replica }));
+        }
+    }
+
+    /// An engine that has less than half of its view left ends, which it may do at any time.
+    fn may_propose(&self, at: &Engine, left: Bits) -> bool {
+        at.view.is_some_and(|view| self.rules.may_propose(&view.members, left))
+    }
+
+    fn join_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+        match at.joiner {
+            Some(joiner) => {
+                if !at.target().has(joiner) {
+                    steps.push(Step::LoseJoiner { engine });
+                }
+                if at.is_steady() {
+                    steps.push(Step::Join { engine });
+                }
+            }
+            None if at.is_steady() && at.changes < self.limits.changes => {
+                let outside = at.reached.iter().filter(|replica| !at.members().has(*replica));
+                for replica in outside {
+                    let holds = |source: &u8| state.holds(at, Bits::NONE.with(replica).with(*source));
+                    let sources = at.members().iter().filter(holds);
+                    steps.extend(sources.map(|source| Step::Copy { engine, replica, source }));
+                }
+            }
+            None => {}
+        }
+    }
+
+    fn write_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+        if at.is_steady() && state.writes < self.limits.writes {
+            steps.push(Step::Write { engine });
+        }
+        if at.view.is_some() {
+            let done = at.pending.iter().filter(|write| at.is_answered(*write));
+            steps.extend(done.map(|write| Step::Acknowledge { engine, write }));
+        }
+    }
+}

@@ -1,0 +1,46 @@
+use clap::ValueEnum;
+
+/// A rule that is known to be wrong, in place of the real one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mutation {
+    /// A replica reports the newest view that it has stored and nothing else.
+    OneView,
+    /// A replica reports the newest of its proposed views and none of the others.
+    NewestProposed,
+    /// The arbiter grants what less than half have stored.
+    LessThanHalf,
+    /// A first view is through when enough replicas are fenced, whether or not they have stored it.
+    CountFenced,
+    /// A starting engine takes its members from the newest proposed view alone.
+    NewestMembers,
+    /// A change is given up though the arbiter was asked for it, the arbiter grants views with members from outside of
+    /// what they replace, and its grant counts as committed. The real arbiter and the real start each prevent the
+    /// harm of giving up: the rule against it is a second line.
+    GiveUpGranted,
+    /// Writes in flight are not sent again to a replica that joins.
+    ForgetInFlight,
+    /// Views have a number but no generation.
+    NoGeneration,
+    /// A replica reports before it refuses the engine before.
+    ServeBeforeFence,
+    /// A joining replica counts as a member from when it has stored the view, whoever else has not.
+    EarlyJoiner,
+    /// The arbiter does not mind that an engine has not honoured its last grant. Found only where hosts forget grants.
+    ForgetGrant,
+    /// A starting engine proposes its first view before it asks the arbiter for it.
+    ProposeFirst,
+    /// A running engine proposes what is less than half of its view.
+    ProposeMinority,
+    /// A start honours every proposed view, dead or not.
+    KeepDead,
+    /// A start honours what the arbiter has overruled.
+    KeepOverruled,
+    /// A start honours what a member, or more than half, have not stored.
+    KeepMinority,
+    /// A start that needs a grant does not honour a dead one.
+    DropGrant,
+    /// A proposed view is dead as soon as the arbiter has granted a later one.
+    DropOlder,
+    /// A proposed view is dead if those who were not reached have to have stored it.
+    DropUnseen,
+}

@@ -1,0 +1,135 @@
+use crate::state::State;
+
+/// Something on its way. Engines are meant by their place in [`State::engines`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Message {
+    /// An engine wants to hold a replica.
+    Open {
+        /// From.
+        engine: u8,
+        /// To.
+        replica: u8,
+    },
+    /// It does; the report is in [`crate::Engine::welcomes`].
+    Opened {
+        /// To.
+        engine: u8,
+        /// From.
+        replica: u8,
+    },
+    /// An engine proposes its view `number`.
+    Propose {
+        /// From.
+        engine: u8,
+        /// To.
+        replica: u8,
+        /// Which.
+        number: u8,
+    },
+    /// A replica has stored it.
+    Stored {
+        /// To.
+        engine: u8,
+        /// From.
+        replica: u8,
+        /// Which.
+        number: u8,
+    },
+    /// The view `number` is through.
+    Commit {
+        /// From.
+        engine: u8,
+        /// To.
+        replica: u8,
+        /// Which.
+        number: u8,
+    },
+    /// Data.
+    Write {
+        /// From.
+        engine: u8,
+        /// To.
+        replica: u8,
+        /// Over which of the connections that the two have had.
+        link: u8,
+        /// What.
+        write: u8,
+    },
+    /// A replica has the data.
+    Applied {
+        /// To.
+        engine: u8,
+        /// From.
+        replica: u8,
+        /// Over which connection.
+        link: u8,
+        /// What.
+        write: u8,
+    },
+    /// An engine asks the arbiter for its view `number`.
+    Ask {
+        /// From.
+        engine: u8,
+        /// Which.
+        number: u8,
+    },
+    /// The arbiter has recorded it.
+    Granted {
+        /// To.
+        engine: u8,
+        /// Which.
+        number: u8,
+    },
+    /// The arbiter will not; what it has granted instead is in [`crate::Engine::refusal`].
+    Refused {
+        /// To.
+        engine: u8,
+    },
+}
+
+impl Message {
+    /// Whether it can still have an effect. Generations only rise, engines do not come back to life, and views are
+    /// never numbered twice: what is of no use now never will be, and two states that differ only in that are one.
+    pub(crate) fn is_of_use(self, state: &State) -> bool {
+        let at = |engine: u8| state.engine(engine);
+        let holder = |replica: u8| state.replica(replica).views.generation();
+        match self {
+            Message::Open { engine, replica } => holder(replica) < at(engine).generation,
+            Message::Opened { engine, replica } => at(engine).alive && !at(engine).reached.has(replica),
+            Message::Propose { engine, replica, .. } | Message::Commit { engine, replica, .. } => {
+                holder(replica) <= at(engine).generation
+            }
+            Message::Write { engine, replica, link, .. } => {
+                holder(replica) <= at(engine).generation && link == at(engine).link(replica)
+            }
+            Message::Stored { engine, replica, number } => {
+                at(engine).waits_for(number) && !at(engine).who_stored().has(replica)
+            }
+            Message::Applied { engine, replica, link, write } => {
+                let engine = at(engine);
+                let is_open = engine.pending.has(write) && !engine.answered(replica).has(write);
+                engine.alive && is_open && link == engine.link(replica)
+            }
+            Message::Ask { engine, .. } => at(engine).generation.attach == state.attach,
+            Message::Granted { engine, number } => at(engine).waits_for(number),
+            Message::Refused { engine } => at(engine).alive,
+        }
+    }
+}
+
+impl Message {
+    /// To or from another replica.
+    pub(crate) fn with_replica(mut self, other: impl Fn(u8) -> u8) -> Message {
+        match &mut self {
+            Message::Open { replica, .. }
+            | Message::Opened { replica, .. }
+            | Message::Propose { replica, .. }
+            | Message::Stored { replica, .. }
+            | Message::Commit { replica, .. }
+            | Message::Write { replica, .. }
+            | Message::Applied { replica, .. } => *replica = other(*replica),
+            Message::Ask { .. } | Message::Granted { .. } | Message::Refused { .. } => {}
+        }
+        self
+    }
+}

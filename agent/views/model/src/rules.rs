@@ -1,0 +1,211 @@
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_views::{Arbiter, Basis, Change, NotGranted, Progress, Quorum, ReplicaViews, basis, quorum};
+
+use crate::bits::{Bits, id, members};
+use crate::mutation::Mutation;
+use crate::state::{Engine, Proposal, Underway};
+
+/// The real rules, called as the real programs call them; a [`Mutation`] is put around the real call.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rules {
+    pub mutation: Option<Mutation>,
+}
+
+impl Rules {
+    fn is(self, mutation: Mutation) -> bool {
+        self.mutation == Some(mutation)
+    }
+
+    /// A replica is opened. What it reports, if it does not refuse.
+    pub fn open(self, views: &mut ReplicaViews, generation: Generation) -> Option<ReplicaReport> {
+        if !self.is(Mutation::ServeBeforeFence) {
+            views.fence(generation).ok()?;
+        }
+        let mut report = views.report().clone();
+        if self.is(Mutation::NewestProposed) {
+            report.proposed = report.proposed.pop().into_iter().collect();
+        }
+        if let (Some(Mutation::OneView), Some(committed)) = (self.mutation, report.proposed.last().copied()) {
+            report = ReplicaReport { committed, proposed: Vec::new() };
+        }
+        Some(report)
+    }
+
+    /// A view is proposed to a replica. Whether it has stored it.
+    pub fn propose(self, views: &mut ReplicaViews, generation: Generation, proposal: &Proposal) -> bool {
+        if self.is(Mutation::ServeBeforeFence) && views.fence(generation).is_err() {
+            return false;
+        }
+        views.propose(generation, proposal.target, &proposal.honoured).is_ok()
+    }
+
+    /// Whether an engine may touch the data of a replica before its first view is through.
+    pub fn may_copy(self, views: &ReplicaViews, generation: Generation) -> bool {
+        views.generation() == generation || self.is(Mutation::ServeBeforeFence)
+    }
+
+    /// What a starting engine has to honour.
+    pub fn basis(self, mut reports: Vec<Reported>, known: Option<View>) -> Option<Basis> {
+        let reached = Members::new(reports.iter().map(|(reached, _)| *reached)).ok()?;
+        match self.mutation {
+            Some(Mutation::GiveUpGranted) => {
+                for (_, report) in &mut reports {
+                    report.committed = newer(report.committed, known);
+                }
+            }
+            Some(Mutation::LessThanHalf) => {
+                let report = reports.first()?.1.clone();
+                reports.extend((0..8).map(|replica| (id(replica), report.clone())));
+            }
+            Some(Mutation::KeepDead) => keep(&mut reports, known, |_| true),
+            Some(Mutation::KeepOverruled) => keep(&mut reports, known, |view| is_overruled(view, known)),
+            Some(Mutation::KeepMinority) => keep(&mut reports, known, |view| !is_overruled(view, known)),
+            Some(Mutation::DropOlder) => {
+                forget(&mut reports, |view| Some(view.id) < known.map(|known| known.id))
+            }
+            Some(Mutation::DropUnseen) => forget(&mut reports, |view| !view.members.is_subset_of(&reached)),
+            _ => {}
+        }
+        let mut found = basis(&reports, known).ok()?;
+        found.members = found.members.intersection(&reached);
+        if self.is(Mutation::DropGrant) {
+            let stored = |view: &View| reports.iter().any(|(_, report)| report.proposed.contains(view));
+            found.honoured.proposed.retain(stored);
+        }
+        if self.is(Mutation::NewestMembers) {
+            let newest = found.honoured.proposed.last().copied().unwrap_or(found.honoured.committed);
+            found.members = newest.members.intersection(&reached);
+        }
+        Some(found).filter(|found| !found.members.is_empty())
+    }
+
+    /// The number of the next view of an engine.
+    pub fn view_id(self, engine: &Engine) -> ViewId {
+        let generation = if self.is(Mutation::NoGeneration) { Generation::NEVER } else { engine.generation };
+        ViewId { generation, number: u32::from(engine.last_number()) + 1 }
+    }
+
+    /// How far the change of an engine is.
+    pub fn progress(self, engine: &Engine, underway: &Underway, fenced: Bits) -> Progress {
+        let change = &underway.change;
+        let progress = change.progress();
+        match self.mutation {
+            Some(Mutation::LessThanHalf) if progress == Progress::NoQuorum => match underway.granted {
+                true => Progress::Through,
+                false => Progress::NeedsGrant,
+            },
+            Some(Mutation::CountFenced) if !engine.served && progress != Progress::Storing => {
+                with(change, &members(fenced)).progress()
+            }
+            Some(Mutation::EarlyJoiner) if progress == Progress::Storing => match engine.joiner {
+                Some(joiner) if change.who_stored().contains(id(joiner)) => Progress::Through,
+                _ => progress,
+            },
+            _ => progress,
+        }
+    }
+
+    /// The arbiter is asked. What it has to store before it answers.
+    #[allow(clippy::result_large_err)]
+    pub fn ask(
+        self,
+        arbiter: &Arbiter,
+        attach: u64,
+        asker: Generation,
+        proposal: &Proposal,
+    ) -> Result<Arbiter, NotGranted> {
+        let mut target = proposal.target;
+        target.id.generation = asker;
+        match arbiter.ask(attach, target, &proposal.honoured, &proposal.stored) {
+            Ok(_) if self.is(Mutation::NoGeneration) => forced(arbiter, proposal.target),
+            Err(NotGranted::NoQuorum { .. }) if self.is(Mutation::LessThanHalf) => forced(arbiter, target),
+            Err(NotGranted::DoesNotFollow { .. } | NotGranted::NotHonoured { .. })
+                if self.is(Mutation::GiveUpGranted) =>
+            {
+                forced(arbiter, target)
+            }
+            Err(NotGranted::NotHonoured { .. }) if self.is(Mutation::ForgetGrant) => forced(arbiter, target),
+            answer => answer,
+        }
+    }
+
+    /// Whether a start has to ask the arbiter before it proposes `change` to those that it has `reached`.
+    pub fn asks_first(self, change: &Change, reached: &Members) -> bool {
+        match self.mutation {
+            Some(Mutation::ProposeFirst) => false,
+            Some(Mutation::LessThanHalf) => {
+                change.would_need_grant(reached) || with(change, reached).progress() == Progress::NoQuorum
+            }
+            _ => change.would_need_grant(reached),
+        }
+    }
+
+    /// Whether an engine asks the arbiter for what it has proposed: one that starts has asked before, or need not.
+    pub fn asks_late(self, engine: &Engine) -> bool {
+        engine.view.is_some() || self.is(Mutation::ProposeFirst)
+    }
+
+    /// Whether a running engine proposes what is left of its view.
+    pub fn may_propose(self, current: &Members, left: Bits) -> bool {
+        quorum(current, &members(left)) != Quorum::Less || self.is(Mutation::ProposeMinority)
+    }
+
+    /// Whether an engine may go on without the view under way.
+    pub fn may_give_up(self, underway: &Underway) -> bool {
+        !underway.asked || self.is(Mutation::GiveUpGranted)
+    }
+
+    /// Whether a replica that joins is sent again what is in flight.
+    pub fn sends_again(self) -> bool {
+        !self.is(Mutation::ForgetInFlight)
+    }
+}
+
+/// What the start has of one replica.
+pub(crate) type Reported = (ReplicaId, ReplicaReport);
+
+fn newer(one: View, other: Option<View>) -> View {
+    other.filter(|other| other.id > one.id).unwrap_or(one)
+}
+
+/// All reports have those of the proposed views that `keep` says yes to: none of these is dead then.
+fn keep(reports: &mut [Reported], known: Option<View>, keep: impl Fn(&View) -> bool) {
+    let proposed = reports.iter().flat_map(|(_, report)| report.proposed.iter().copied()).chain(known);
+    let kept: Vec<View> = proposed.filter(keep).collect();
+    for (_, report) in reports {
+        report.proposed.extend(&kept);
+    }
+}
+
+fn is_overruled(view: &View, known: Option<View>) -> bool {
+    known.is_some_and(|known| view.id < known.id && !known.members.is_subset_of(&view.members))
+}
+
+/// No report has those of the proposed views that `dead` says yes to.
+fn forget(reports: &mut [Reported], dead: impl Fn(&View) -> bool) {
+    for (_, report) in reports {
+        report.proposed.retain(|view| !dead(view));
+    }
+}
+
+/// As `change`, with the votes of `more`.
+fn with(change: &Change, more: &Members) -> Change {
+    let mut change = change.clone();
+    more.iter().for_each(|replica| change.stored(replica));
+    change
+}
+
+/// The arbiter's record after it has granted `target`, right or wrong.
+#[allow(clippy::result_large_err)]
+fn forced(arbiter: &Arbiter, target: View) -> Result<Arbiter, NotGranted> {
+    let before = arbiter.granted().map_or_else(ViewId::default, |granted| granted.id);
+    let honoured = View { id: before, members: target.members };
+    let honoured = ReplicaReport { committed: honoured, proposed: Vec::new() };
+    arbiter.ask(target.id.generation.attach, target, &honoured, &target.members)
+}
+
+/// A view of `replicas`.
+pub(crate) fn view(id: ViewId, replicas: Bits) -> View {
+    let members: Members = members(replicas);
+    View { id, members }
+}

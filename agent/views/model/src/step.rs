@@ -1,0 +1,96 @@
+use crate::bits::Bits;
+use crate::network::Message;
+
+/// One thing that can happen. Engines are meant by their place in [`crate::State::engines`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The controller attaches the volume to another host, where an engine starts.
+    Attach,
+    /// The host of an attachment, not necessarily of the current one, starts its engine again.
+    Restart {
+        /// Which attachment, from 0.
+        host: u8,
+    },
+    /// An engine process ends.
+    Crash {
+        /// Which.
+        engine: u8,
+    },
+    /// A replica process ends and comes back: its connections are gone.
+    ReplicaCrash {
+        /// Which.
+        replica: u8,
+    },
+    /// A message arrives, and stays where it is.
+    Deliver(Message),
+    /// A starting engine has reached enough, and chooses who of those that hold everything are its members. If it needs
+    /// the arbiter it asks.
+    Choose {
+        /// Which.
+        engine: u8,
+        /// The members.
+        members: Bits,
+    },
+    /// It makes its members equal, and proposes its first view to those that it had reached when it chose.
+    Begin {
+        /// Which.
+        engine: u8,
+        /// The member whose data all get.
+        source: u8,
+    },
+    /// A serving engine takes a member for failed.
+    Leave {
+        /// Which engine.
+        engine: u8,
+        /// Which member.
+        replica: u8,
+    },
+    /// An engine gives up one more replica while it changes its view.
+    LeaveToo {
+        /// Which engine.
+        engine: u8,
+        /// Which replica.
+        replica: u8,
+    },
+    /// An engine goes on in its old view.
+    GiveUp {
+        /// Which.
+        engine: u8,
+    },
+    /// A replica outside the view gets the data of a member, and all writes from now on.
+    Copy {
+        /// Which engine.
+        engine: u8,
+        /// Who gets it.
+        replica: u8,
+        /// From whom.
+        source: u8,
+    },
+    /// It is proposed as a member.
+    Join {
+        /// Which engine.
+        engine: u8,
+    },
+    /// It is lost before that.
+    LoseJoiner {
+        /// Which engine.
+        engine: u8,
+    },
+    /// Exactly half have stored the view under way: the arbiter is asked.
+    Ask {
+        /// Which engine.
+        engine: u8,
+    },
+    /// A write is submitted.
+    Write {
+        /// To which engine.
+        engine: u8,
+    },
+    /// A write is acknowledged.
+    Acknowledge {
+        /// By which engine.
+        engine: u8,
+        /// Which write.
+        write: u8,
+    },
+}

@@ -1,0 +1,120 @@
+use crate::invariants::{self, Violation};
+use crate::model::Model;
+use crate::network::Message;
+use crate::step::Step;
+
+/// A random way.
+#[derive(Clone, Debug)]
+pub struct Walk {
+    /// The steps that changed something.
+    pub steps: Vec<Step>,
+    /// What does not hold after the last of them.
+    pub violation: Option<Violation>,
+}
+
+/// Goes `steps_max` random steps from the start; the same `seed` goes the same way.
+#[must_use]
+pub fn walk(model: &Model, seed: u64, steps_max: usize) -> Walk {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let weights = Weights::new(&mut random);
+    let mut state = model.start();
+    let mut steps = Vec::with_capacity(steps_max);
+    while steps.len() < steps_max {
+        let mut choices = model.steps(&state);
+        let next = loop {
+            let Some(step) = weights.choose(&mut random, &mut choices) else {
+                return Walk { steps, violation: None };
+            };
+            let next = model.apply(&state, step);
+            if next != state {
+                steps.push(step);
+                break next;
+            }
+        };
+        if let Err(violation) = invariants::check(model, &state, &next) {
+            return Walk { steps, violation: Some(violation) };
+        }
+        state = next;
+    }
+    Walk { steps, violation: None }
+}
+
+/// How likely the kinds of steps are beside each other. Every walk has weights of its own: one on which nobody
+/// crashes and commit marks hardly arrive comes to other places than one on which replicas leave all the time.
+struct Weights([u32; KINDS]);
+
+/// How many kinds of steps there are.
+const KINDS: usize = 17;
+
+impl Weights {
+    fn new(random: &mut fastrand::Rng) -> Weights {
+        Weights(USUAL.map(|(usual, factors)| usual * factors[random.usize(0..factors.len())]))
+    }
+
+    fn of(&self, step: Step) -> u32 {
+        self.0[kind(step)]
+    }
+
+    /// Takes one step out of `choices`.
+    fn choose(&self, random: &mut fastrand::Rng, choices: &mut Vec<Step>) -> Option<Step> {
+        let total: u32 = choices.iter().map(|step| self.of(*step)).sum();
+        let mut left = random.u32(0..total.max(1));
+        let is_it = |step: &Step| match left.checked_sub(self.of(*step)) {
+            Some(rest) => {
+                left = rest;
+                false
+            }
+            None => true,
+        };
+        let chosen = choices.iter().position(is_it)?;
+        Some(choices.swap_remove(chosen))
+    }
+}
+
+/// What brings an engine on: rarely, seldom, as usual, often.
+const DELAYED: [u32; 4] = [1, 4, 16, 64];
+/// What holds it up: never, rarely, as usual, often.
+const DISTURBED: [u32; 4] = [0, 1, 4, 16];
+
+/// By [`kind`].
+const USUAL: [(u32, [u32; 4]); KINDS] = [
+    (1, DELAYED),
+    (20, DISTURBED),
+    (2, DISTURBED),
+    (1, DISTURBED),
+    (30, DISTURBED),
+    (10, DISTURBED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (30, DISTURBED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (100, DELAYED),
+    (100, DELAYED),
+];
+
+fn kind(step: Step) -> usize {
+    match step {
+        Step::Attach => 0,
+        Step::Restart { .. } => 1,
+        Step::Crash { .. } => 2,
+        Step::ReplicaCrash { .. } => 3,
+        Step::Leave { .. } | Step::LeaveToo { .. } => 4,
+        Step::GiveUp { .. } | Step::LoseJoiner { .. } => 5,
+        Step::Deliver(Message::Open { .. } | Message::Opened { .. }) => 6,
+        Step::Deliver(Message::Propose { .. } | Message::Stored { .. }) => 7,
+        Step::Deliver(Message::Commit { .. }) => 8,
+        Step::Deliver(Message::Write { .. } | Message::Applied { .. }) => 9,
+        Step::Deliver(Message::Ask { .. }) => 10,
+        Step::Deliver(Message::Granted { .. } | Message::Refused { .. }) => 11,
+        Step::Choose { .. } | Step::Begin { .. } => 12,
+        Step::Copy { .. } | Step::Join { .. } => 13,
+        Step::Ask { .. } => 14,
+        Step::Write { .. } => 15,
+        Step::Acknowledge { .. } => 16,
+    }
+}

@@ -1,0 +1,51 @@
+//! The real rules hold, as far as a short search sees.
+
+use shorthorn_views_model::{Limits, Model, search, walk};
+
+const LIMITS: Limits = Limits {
+    replicas: 3,
+    engines: 4,
+    writes: 3,
+    changes: 4,
+    replica_crashes: true,
+    giving_up: true,
+    keeps_grants: false,
+    healing: false,
+};
+
+/// Engines as they are, which never go on in the old view; and rule 6.
+const HEALING: Limits = Limits { giving_up: false, healing: true, ..LIMITS };
+
+#[test]
+fn a_single_replica_in_every_state() {
+    let limits = Limits { writes: 2, changes: 2, replica_crashes: false, ..LIMITS };
+    let found = search(&Model::new(Limits { replicas: 1, engines: 3, ..limits }, None), u32::MAX);
+    assert_eq!(found.violation, None);
+    assert!(found.exhausted);
+}
+
+#[test]
+fn two_replicas_and_three_in_the_states_nearest_to_the_start() {
+    for replicas in [2, 3] {
+        let limits = Limits { replicas, writes: 2, changes: 2, replica_crashes: false, ..HEALING };
+        let found = search(&Model::new(limits, None), 40_000);
+        assert_eq!(found.violation, None);
+        assert!(!found.exhausted);
+    }
+}
+
+#[test]
+fn random_walks() {
+    for (replicas, keeps_grants) in [(2, false), (3, false), (2, true), (3, true)] {
+        for limits in [LIMITS, HEALING] {
+            walks(&Model::new(Limits { replicas, keeps_grants, ..limits }, None), replicas);
+        }
+    }
+}
+
+fn walks(model: &Model, replicas: u8) {
+    for seed in 1..=500 {
+        let walk = walk(model, seed, 150);
+        assert_eq!(walk.violation, None, "{replicas} replicas, seed {seed}");
+    }
+}

@@ -1,0 +1,241 @@
+#![allow(clippy::result_large_err)] // once per view change, and it carries the views that are in the way
+
+use serde::{Deserialize, Serialize};
+use shorthorn_types::{Generation, Members, ReplicaReport, View};
+use thiserror::Error;
+
+use crate::quorum::{Quorum, quorum};
+
+/// What the arbiter remembers of one volume: the view that it granted last.
+///
+/// Half of a view cannot tell whether the other half goes on as well. The arbiter can: it lets one half go on,
+/// and the other only when that has heard of the first. Every grant therefore follows from the one before.
+///
+/// What it cannot see it has to believe: who has stored the target, and that the engine reports all that it has to
+/// honour. The replicas and [`crate::Change`] see to that.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Arbiter {
+    granted: Option<View>,
+}
+
+/// Why the arbiter does not grant a view. Nothing has changed; the engine can only stop.
+#[derive(Debug, Error, PartialEq, Eq, Clone)]
+pub enum NotGranted {
+    /// The volume has been attached again since, or is attached nowhere.
+    #[error("the engine of generation {asked} is not the one attached: the attachment is number {attach}")]
+    NotAttached {
+        /// Of the engine that asks.
+        asked: Generation,
+        /// The current attachment.
+        attach: u64,
+    },
+    /// A later view, or another one of the same number, was granted before.
+    #[error("view {target} is not newer than view {granted}, which is granted already")]
+    Outdated {
+        /// What was asked for.
+        target: View,
+        /// The last grant.
+        granted: View,
+    },
+    /// The engine does not know of the last grant: whoever got that may have gone on without its replicas.
+    #[error("view {granted} is granted already, and the engine has not honoured it")]
+    NotHonoured {
+        /// The last grant.
+        granted: View,
+    },
+    /// A member of the target has not stored it, or is not fenced for it.
+    #[error("{missing} of view {target} have neither stored it nor been fenced for it")]
+    NotStored {
+        /// What was asked for.
+        target: View,
+        /// These members.
+        missing: Members,
+    },
+    /// The target has no member, or is not newer than what it replaces, or has members from outside of that.
+    #[error("view {target} cannot follow view {honoured}")]
+    DoesNotFollow {
+        /// What was asked for.
+        target: View,
+        /// What it would have to honour.
+        honoured: View,
+    },
+    /// Less than half: no grant helps.
+    #[error("{stored} are less than half of view {honoured}")]
+    NoQuorum {
+        /// Who has stored the target, or is fenced for it.
+        stored: Members,
+        /// A view that it would have to honour.
+        honoured: View,
+    },
+}
+
+impl NotGranted {
+    /// The grant that the engine did not know of: it has to honour it when it starts again.
+    #[must_use]
+    pub fn granted(&self) -> Option<View> {
+        match self {
+            NotGranted::Outdated { granted, .. } | NotGranted::NotHonoured { granted } => Some(*granted),
+            _ => None,
+        }
+    }
+}
+
+impl Arbiter {
+    /// The view that was granted last: an engine is given it when it is attached, and honours it.
+    #[must_use]
+    pub fn granted(&self) -> Option<View> {
+        self.granted
+    }
+
+    /// An engine asks for `target`, which honours the views in `honoured`; `stored` have stored it or, where the engine
+    /// starts, are fenced and will be proposed to. `attach` is the current attachment. What comes back has to be stored, by the same compare-and-swap that `attach` was
+    /// read with, before the engine is answered. Asking again for what is granted changes nothing.
+    ///
+    /// # Errors
+    /// [`NotGranted`].
+    pub fn ask(
+        &self,
+        attach: u64,
+        target: View,
+        honoured: &ReplicaReport,
+        stored: &Members,
+    ) -> Result<Arbiter, NotGranted> {
+        let asked = target.id.generation;
+        if asked.attach != attach {
+            return Err(NotGranted::NotAttached { asked, attach });
+        }
+        if self.granted == Some(target) {
+            return Ok(self.clone());
+        }
+        self.check_order(target, honoured)?;
+        check_quorum(target, honoured, stored)?;
+        Ok(Arbiter { granted: Some(target) })
+    }
+
+    /// The engine has to know of the last grant, or of something committed since.
+    fn check_order(&self, target: View, honoured: &ReplicaReport) -> Result<(), NotGranted> {
+        let Some(granted) = self.granted else { return Ok(()) };
+        if target.id <= granted.id {
+            return Err(NotGranted::Outdated { target, granted });
+        }
+        if honoured.committed.id < granted.id && !honoured.proposed.contains(&granted) {
+            return Err(NotGranted::NotHonoured { granted });
+        }
+        Ok(())
+    }
+}
+
+/// The target is newer than every view that it honours and part of each, and at least half of each has stored it.
+fn check_quorum(target: View, honoured: &ReplicaReport, stored: &Members) -> Result<(), NotGranted> {
+    if !target.members.is_subset_of(stored) {
+        let missing = target.members.filter(|id| !stored.contains(id));
+        return Err(NotGranted::NotStored { target, missing });
+    }
+    for honoured in std::iter::once(&honoured.committed).chain(&honoured.proposed) {
+        let honoured = *honoured;
+        let is_part = target.members.is_subset_of(&honoured.members) && !target.members.is_empty();
+        if !is_part || target.id <= honoured.id {
+            return Err(NotGranted::DoesNotFollow { target, honoured });
+        }
+        if quorum(&honoured.members, stored) == Quorum::Less {
+            return Err(NotGranted::NoQuorum { stored: *stored, honoured });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{ReplicaId, ViewId};
+
+    use super::*;
+
+    fn members(ids: &[u64]) -> Members {
+        Members::new(ids.iter().copied().map(ReplicaId::from_random)).unwrap()
+    }
+
+    fn view(attach: u64, restart: u32, number: u32, ids: &[u64]) -> View {
+        let id = ViewId { generation: Generation::new(attach, restart), number };
+        View { id, members: members(ids) }
+    }
+
+    fn honouring(committed: View, proposed: &[View]) -> ReplicaReport {
+        ReplicaReport { committed, proposed: proposed.to_vec() }
+    }
+
+    const NEVER_ASKED: Arbiter = Arbiter { granted: None };
+
+    #[test]
+    fn grants_one_of_two_once_and_again() {
+        let (old, target) = (view(1, 0, 1, &[1, 2]), view(1, 0, 2, &[1]));
+        let ask = |arbiter: &Arbiter| arbiter.ask(1, target, &honouring(old, &[]), &members(&[1])).unwrap();
+        let once = ask(&NEVER_ASKED);
+        assert_eq!(once.granted(), Some(target));
+        assert_eq!(ask(&once), once);
+    }
+
+    #[test]
+    fn the_other_half_is_told_of_the_first() {
+        let (old, granted) = (view(0, 0, 0, &[1, 2]), view(1, 0, 2, &[1]));
+        let arbiter = Arbiter { granted: Some(granted) };
+        let other = view(1, 1, 1, &[2]);
+        let refused = arbiter.ask(1, other, &honouring(old, &[]), &members(&[2])).unwrap_err();
+        assert_eq!(refused, NotGranted::NotHonoured { granted });
+        assert_eq!(refused.granted(), Some(granted));
+    }
+
+    #[test]
+    fn a_grant_follows_from_the_one_before() {
+        let (old, granted) = (view(0, 0, 0, &[1, 2]), view(1, 0, 2, &[1]));
+        let arbiter = Arbiter { granted: Some(granted) };
+        let again = view(1, 1, 1, &[1]);
+        assert!(arbiter.ask(1, again, &honouring(old, &[granted]), &members(&[1])).is_ok());
+        // Something newer than the grant was committed since: both are members once more.
+        let (newer, other) = (view(1, 1, 1, &[1, 2]), view(1, 1, 2, &[2]));
+        assert!(arbiter.ask(1, other, &honouring(newer, &[]), &members(&[2])).is_ok());
+    }
+
+    #[test]
+    fn only_the_attached_engine_gets_one() {
+        let (old, target) = (view(1, 0, 1, &[1, 2]), view(2, 3, 2, &[1]));
+        for attach in [1, 3] {
+            let refused = NEVER_ASKED.ask(attach, target, &honouring(old, &[]), &members(&[1]));
+            assert_eq!(refused, Err(NotGranted::NotAttached { asked: Generation::new(2, 3), attach }));
+        }
+        // Not even what it was granted when it was attached.
+        let arbiter = Arbiter { granted: Some(target) };
+        assert!(arbiter.ask(3, target, &honouring(old, &[]), &members(&[1])).is_err());
+    }
+
+    #[test]
+    fn older_and_equal_numbers_are_refused() {
+        let old = view(1, 0, 1, &[1, 2]);
+        let granted = view(1, 0, 3, &[1]);
+        let arbiter = Arbiter { granted: Some(granted) };
+        for target in [view(1, 0, 2, &[1]), view(1, 0, 3, &[2])] {
+            let honoured = honouring(old, &[granted]);
+            let refused = arbiter.ask(1, target, &honoured, &target.members);
+            assert_eq!(refused, Err(NotGranted::Outdated { target, granted }));
+        }
+    }
+
+    #[test]
+    fn less_than_half_of_any_honoured_view_is_refused() {
+        let (old, between) = (view(1, 0, 1, &[1, 2]), view(1, 0, 2, &[1, 2, 3]));
+        let target = view(2, 0, 1, &[1]);
+        let ask = |stored: &[u64]| NEVER_ASKED.ask(2, target, &honouring(old, &[between]), &members(stored));
+        assert!(matches!(ask(&[1]), Err(NotGranted::NoQuorum { honoured, .. }) if honoured == between));
+        assert!(ask(&[1, 3]).is_ok(), "3 is no member, but its vote counts in the view that it is part of");
+        assert!(matches!(ask(&[3]), Err(NotGranted::NotStored { .. })));
+    }
+
+    #[test]
+    fn the_target_is_part_of_what_it_honours() {
+        let old = view(1, 0, 2, &[1, 2]);
+        for target in [view(1, 0, 3, &[1, 3]), view(1, 0, 3, &[]), view(1, 0, 1, &[1])] {
+            let refused = NEVER_ASKED.ask(1, target, &honouring(old, &[]), &target.members);
+            assert_eq!(refused, Err(NotGranted::DoesNotFollow { target, honoured: old }));
+        }
+    }
+}

@@ -1,0 +1,66 @@
+use serde::{Deserialize, Serialize};
+
+/// One layer of a replica: the head, or a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireLayer {
+    /// Name of the image file.
+    pub image: String,
+    /// Content of its `.meta` file, which is copied as it is.
+    pub meta: String,
+    /// Size of the image file.
+    pub size_bytes: u64,
+}
+
+/// The layers of a replica, from the oldest to the head. Their numbers are their places in it. As a text at most
+/// [`MAX_LAYERS_TEXT_BYTES`](crate::MAX_LAYERS_TEXT_BYTES) long.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerList {
+    /// The layers.
+    pub layers: Vec<WireLayer>,
+}
+
+/// How far a replica that is being copied to is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyState {
+    /// For each layer of the list: whether it is whole and durable. The head never is.
+    pub done: Vec<bool>,
+}
+
+/// Asks where a layer has data, a page at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExtentsQuery {
+    /// Number of the layer.
+    pub layer: u32,
+    /// From where on.
+    pub from_bytes: u64,
+}
+
+/// A run of whole blocks that have data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Extent {
+    /// Where it begins.
+    pub offset_bytes: u64,
+    /// How long it is.
+    pub length_bytes: u64,
+}
+
+/// Where a layer has data.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExtentsPage {
+    /// In order, at most [`ExtentsPage::EXTENTS_MAX`].
+    pub extents: Vec<Extent>,
+    /// Where the next page begins, if there is one.
+    pub next_bytes: Option<u64>,
+}
+
+impl ExtentsPage {
+    /// The most extents in one page, so that it fits a control frame.
+    pub const EXTENTS_MAX: usize = 200;
+}
+
+/// A part of a copy is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyEnd {
+    /// The layer that is whole; none: everything is, and the replica no longer counts as being rebuilt.
+    pub layer: Option<u32>,
+}

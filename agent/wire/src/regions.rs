@@ -1,0 +1,28 @@
+use serde::{Deserialize, Serialize};
+use shorthorn_types::RegionsOf;
+use shorthorn_types::limits::MAX_QUEUES;
+
+/// The queue number of a connection that carries no requests of a frontend: the engine's main thread asks
+/// and copies over it.
+pub const CONTROL_QUEUE: u16 = MAX_QUEUES;
+
+/// Asks for the regions of a set, a page at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegionsQuery {
+    /// Of which set.
+    pub of: RegionsOf,
+    /// The first region of interest.
+    pub from: u32,
+}
+
+/// Some of the regions of a set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegionsPage {
+    /// Whether the replica keeps this set at all. Missed regions that are not kept are not known.
+    pub kept: bool,
+    /// First region and count of each run, in order, at most
+    /// [`RUNS_PER_MARK_MAX`](shorthorn_types::RUNS_PER_MARK_MAX).
+    pub runs: Vec<(u32, u32)>,
+    /// Where the next page begins, if there is one.
+    pub next: Option<u32>,
+}

@@ -1,0 +1,86 @@
+//! The arbiter: half of a view goes on only with its grant.
+
+use super::Run;
+use crate::objects::{ConditionType, Finding};
+use crate::observed::{Detail, GrantWanted, InstanceKey};
+use crate::reconcile::{GRANT_CHECK, START_CHECK, remaining};
+use crate::{AgentCall, NodeName};
+
+const WAITING: &str = "WaitingForArbiter";
+
+impl Run<'_> {
+    /// Answers the engine of the current attachment where it waits for the arbiter. The answer is stored before the
+    /// engine hears of it; repeated requests get it again.
+    pub(super) fn arbitrate(&mut self) {
+        let Some((node, wanted)) = self.grant_wanted() else {
+            if self.stored.status.conditions.get(ConditionType::Granted).is_some() {
+                self.note_grant(Finding::Well);
+            }
+            return;
+        };
+        let (node, wanted) = (node.clone(), wanted.clone());
+        let attach = self.stored.status.attach;
+        let arbiter = &self.stored.status.arbiter;
+        match arbiter.ask(attach, wanted.view, &wanted.honoured, &wanted.stored) {
+            Ok(granted) => {
+                let view = wanted.view;
+                if granted != *arbiter {
+                    let message = format!("view {view} is granted: the volume goes on with {}", view.members);
+                    self.decision.emit(self.key(), true, "Granted", message);
+                    self.next.status.arbiter = granted;
+                }
+                let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
+                self.note_grant(Finding::wrong(WAITING, message));
+                self.tell_grant(node, view);
+                self.decision.again_after(GRANT_CHECK);
+            }
+            Err(refused) => {
+                let message = format!("Frozen: waiting for the arbiter, which does not grant it: {refused}");
+                let noted = self.stored.status.conditions.get(ConditionType::Granted);
+                if noted.is_none_or(|noted| noted.status || noted.message != message) {
+                    self.decision.emit(self.key(), true, "NotGranted", message.clone());
+                    if let Some(granted) = refused.granted() {
+                        // It has to honour that: its next process does.
+                        self.tell_grant(node, granted);
+                    }
+                }
+                self.note_grant(Finding::wrong("NotGranted", message));
+                self.decision.again_after(START_CHECK);
+            }
+        }
+    }
+
+    /// Whether the engine is only just being told of a grant: nobody has to hear of a volume that goes on at once.
+    pub(super) fn is_being_granted(&self) -> bool {
+        let noted = self.next.status.conditions.get(ConditionType::Granted);
+        noted.is_some_and(|noted| {
+            let left = remaining(noted.last_transition_time, START_CHECK, self.context.now);
+            !noted.status && noted.reason == WAITING && !left.is_zero()
+        })
+    }
+
+    fn tell_grant(&mut self, node: NodeName, view: shorthorn_types::View) {
+        let volume = self.stored.spec.volume_name.clone();
+        self.then.push((
+            node,
+            AgentCall::Grant { volume, attach: self.stored.status.attach, view: Box::new(view) },
+        ));
+    }
+
+    fn note_grant(&mut self, finding: Finding) {
+        self.next.status.conditions.set(ConditionType::Granted, finding, self.context.now);
+    }
+
+    /// What the engine of the current attachment waits for, and where it is.
+    fn grant_wanted(&self) -> Option<(&NodeName, &GrantWanted)> {
+        let node = self.engine?.spec.node_id.as_ref()?;
+        let view = self.context.agents.get(node).filter(|view| view.is_synced())?;
+        let instance = view.instances.get(&InstanceKey::engine(&self.stored.spec.volume_name))?;
+        match &instance.detail {
+            Detail::Engine(shown) if shown.attach == self.stored.status.attach => {
+                shown.grant_wanted.as_deref().map(|wanted| (node, wanted))
+            }
+            _ => None,
+        }
+    }
+}

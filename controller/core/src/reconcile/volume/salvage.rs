@@ -1,0 +1,77 @@
+//! Carries out the operator's decision that what one replica has is the volume.
+
+use super::Run;
+use crate::AgentCall;
+use crate::objects::{
+    ConditionType, CurrentState, DesireState, Finding, Replica, ReplicaSpec, ReplicaStatus, Salvage,
+};
+use crate::observed::InstanceKey;
+
+impl Run<'_> {
+    /// The engine stops, the replica stops, the replica is told; then the volume goes on as it was wanted.
+    pub(super) fn salvage(&mut self) {
+        let Some(salvage) = self.stored.status.pending_salvage().cloned() else { return };
+        if !self.engine_stopped() {
+            return;
+        }
+        let chosen =
+            self.replicas.iter().copied().find(|replica| replica.spec.replica_id == salvage.replica_id);
+        let Some(chosen) = chosen else {
+            let message =
+                format!("replica {} is not there any more: salvage with another one", salvage.replica_id);
+            self.settle(Finding::wrong("SalvageImpossible", message));
+            return;
+        };
+        if chosen.spec.desire_state != DesireState::Stopped {
+            let spec = ReplicaSpec { desire_state: DesireState::Stopped, ..chosen.spec.clone() };
+            self.decision.write(Replica { spec, ..chosen.clone() });
+        } else if chosen.status.current_state == CurrentState::Stopped {
+            self.tell_salvaged(chosen, &salvage);
+            return;
+        }
+        let (name, node) = (&chosen.metadata.name, &chosen.spec.node_id);
+        let said =
+            if chosen.status.message.is_empty() { "it is being stopped" } else { &chosen.status.message };
+        let message = format!("replica {name} on {node} is about to become the volume: {said}");
+        self.settle(Finding::wrong("Salvaging", message));
+    }
+
+    fn tell_salvaged(&mut self, chosen: &Replica, salvage: &Salvage) {
+        let key = InstanceKey::replica(&self.stored.spec.volume_name, salvage.replica_id);
+        let view = self.context.agents.get(&chosen.spec.node_id);
+        if let Some(failure) = view.and_then(|view| view.failures.get(&key)) {
+            let settled = self.stored.status.conditions.get(ConditionType::Settled);
+            if settled.is_none_or(|settled| settled.message != *failure) {
+                // Shown first; the change brings the next run, which tries again.
+                self.settle(Finding::wrong("Salvaging", failure.clone()));
+                return;
+            }
+        }
+        self.decision.call(
+            &chosen.spec.node_id,
+            AgentCall::SalvageReplica {
+                disk_path: chosen.spec.disk_path.clone(),
+                volume: self.stored.spec.volume_name.clone(),
+                replica_id: salvage.replica_id,
+                attach: salvage.attach,
+            },
+        );
+        // What an engine needs to start: the chosen one has everything now, the others nothing that counts.
+        for replica in &self.replicas {
+            let is_chosen = replica.spec.replica_id == salvage.replica_id;
+            let failed_at =
+                if is_chosen { None } else { replica.status.failed_at.or(Some(self.context.now)) };
+            if failed_at != replica.status.failed_at {
+                let status = ReplicaStatus { failed_at, ..replica.status.clone() };
+                self.decision.write(Replica { status, ..(*replica).clone() });
+            }
+        }
+        self.next.status.salvage = Some(Salvage { done: true, ..salvage.clone() });
+        self.settle(Finding::Well);
+        let message = format!(
+            "replica {} on {} is the volume now, as {} decided ({}); {}",
+            chosen.metadata.name, chosen.spec.node_id, salvage.by, salvage.reason, salvage.losses
+        );
+        self.decision.emit(self.key(), true, "Salvaged", message);
+    }
+}

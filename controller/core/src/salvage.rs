@@ -1,0 +1,208 @@
+//! What would be lost with each replica of a volume as the only one: what the operator has to know before a salvage.
+
+use std::collections::BTreeMap;
+
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_views::{Arbiter, Quorum, quorum};
+
+/// What an agent found in the directory of a replica.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inspection {
+    /// Whether the directory is there and a replica could be started with it.
+    pub usable: bool,
+    /// What it knows of views; none: no engine has ever opened it.
+    pub report: Option<ReplicaReport>,
+    /// Not closed cleanly.
+    pub dirty: bool,
+    /// Being rebuilt.
+    pub rebuilding: bool,
+    /// Its host was restarted since everything was durable.
+    pub lost_cache: bool,
+}
+
+/// What becomes of the volume with one replica as the only one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Which one.
+    pub replica: ReplicaId,
+    /// Whether it can be chosen at all.
+    pub possible: bool,
+    /// What may be lost, in sentences; empty: nothing that is known.
+    pub losses: Vec<String>,
+}
+
+/// The arbiter of a volume that is salvaged to one replica: that is its last grant, so that no engine starts
+/// from others that know of nothing newer.
+#[must_use]
+pub fn arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
+    // One is within the bound of a set.
+    let members = Members::new([replica]).unwrap_or_default();
+    let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
+    let salvaged = View { id: ViewId { generation: Generation::new(attach, 0), number: 0 }, members };
+    let honoured = ReplicaReport { committed: first, proposed: Vec::new() };
+    // An arbiter that has granted nothing grants one of one.
+    Arbiter::default().ask(attach, salvaged, &honoured, &members).unwrap_or_default()
+}
+
+/// Judges every replica. `inspections` has none for one that cannot be looked at; `granted` is the arbiter's last
+/// grant.
+#[must_use]
+pub fn choices(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: Option<View>) -> Vec<Choice> {
+    let known = Known::of(inspections, granted);
+    inspections.iter().map(|(replica, inspection)| known.judge(*replica, inspection.as_ref())).collect()
+}
+
+/// What all that can be looked at know together.
+struct Known {
+    committed: Option<View>,
+    /// Newer than that, each of which may have gone through.
+    proposed: Vec<View>,
+    unseen: Vec<ReplicaId>,
+}
+
+impl Known {
+    fn of(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: Option<View>) -> Known {
+        let seen = inspections.values().flatten().filter_map(|inspection| inspection.report.as_ref());
+        let committed = seen.clone().map(|report| report.committed).max_by_key(|view| view.id);
+        let mut proposed: Vec<View> =
+            seen.flat_map(|report| report.proposed.clone()).chain(granted).collect();
+        proposed.retain(|view| committed.is_none_or(|committed| view.id > committed.id));
+        proposed.sort_unstable_by_key(|view| view.id);
+        proposed.dedup();
+        let unseen = inspections.iter().filter(|(_, inspection)| inspection.is_none());
+        Known { committed, proposed, unseen: unseen.map(|(id, _)| *id).collect() }
+    }
+
+    fn judge(&self, replica: ReplicaId, inspection: Option<&Inspection>) -> Choice {
+        let impossible = |why: &str| Choice { replica, possible: false, losses: vec![why.to_owned()] };
+        let Some(found) = inspection else { return impossible("its node cannot be asked what it has") };
+        if !found.usable {
+            return impossible("its directory is missing or damaged");
+        }
+        if found.report.is_none() {
+            return impossible("no engine has ever opened it: it holds nothing");
+        }
+        let mut losses = self.lost_views(replica);
+        losses.extend(self.unknown(replica));
+        if found.rebuilding {
+            losses.push("its rebuild was not finished: parts of it are old or empty".to_owned());
+        }
+        if found.lost_cache {
+            losses.push(
+                "its host was restarted without a clean stop: what was written and not flushed may be gone"
+                    .to_owned(),
+            );
+        } else if found.dirty {
+            losses.push(
+                "it was not closed cleanly: of what was in flight then it may have any part".to_owned(),
+            );
+        }
+        Choice { replica, possible: true, losses }
+    }
+
+    /// The views in which writes may have been acknowledged without this replica.
+    fn lost_views(&self, replica: ReplicaId) -> Vec<String> {
+        let without = |view: &&View| !view.members.contains(replica);
+        let committed = self.committed.iter().filter(without).map(|view| {
+            format!("it lacks what was acknowledged in view {}, whose members are {}", view.id, view.members)
+        });
+        let proposed = self.proposed.iter().filter(without).map(|view| {
+            format!(
+                "it lacks what was acknowledged in view {}, if that was ever used; its members are {}",
+                view.id, view.members
+            )
+        });
+        committed.chain(proposed).collect()
+    }
+
+    /// Whether those that cannot be looked at may have gone on without this replica and without the arbiter.
+    fn unknown(&self, replica: ReplicaId) -> Option<String> {
+        let newest = self.proposed.last().or(self.committed.as_ref())?;
+        let unseen = Members::new(self.unseen.iter().copied()).ok()?;
+        let may = newest.members.contains(replica) && quorum(&newest.members, &unseen) == Quorum::More;
+        may.then(|| {
+            format!("{unseen} cannot be looked at: they may have gone on without it, and then it lacks that")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    fn view(attach: u64, number: u32, ids: &[u64]) -> View {
+        let members = Members::new(ids.iter().copied().map(id)).unwrap();
+        View { id: ViewId { generation: Generation::new(attach, 0), number }, members }
+    }
+
+    fn knows(committed: View, proposed: &[View]) -> Option<Inspection> {
+        let report = ReplicaReport { committed, proposed: proposed.to_vec() };
+        Some(Inspection { usable: true, report: Some(report), ..Inspection::default() })
+    }
+
+    fn judged(found: &[Option<Inspection>], granted: Option<View>) -> Vec<(bool, String)> {
+        let found = found.iter().cloned().enumerate().map(|(at, found)| (id(at as u64 + 1), found)).collect();
+        choices(&found, granted)
+            .into_iter()
+            .map(|choice| (choice.possible, choice.losses.join("; ")))
+            .collect()
+    }
+
+    #[test]
+    fn members_of_the_newest_view_lose_nothing_and_others_say_what() {
+        let (old, new) = (view(1, 1, &[1, 2, 3]), view(1, 2, &[1, 2]));
+        let found = judged(&[knows(new, &[]), None, knows(old, &[])], None);
+        assert_eq!(found[0], (true, String::new()));
+        assert!(!found[1].0 && found[1].1.contains("cannot be asked"), "{found:?}");
+        assert!(found[2].0 && found[2].1.contains("view 1.0/2"), "{found:?}");
+    }
+
+    #[test]
+    fn grants_and_proposals_count_as_used() {
+        let (old, new) = (view(1, 1, &[1, 2]), view(1, 2, &[1]));
+        let found = judged(&[None, knows(old, &[])], Some(new));
+        assert!(found[1].1.contains("view 1.0/2, if that was ever used"), "{found:?}");
+        let found = judged(&[None, knows(old, &[])], None);
+        assert_eq!(found[1], (true, String::new()), "half cannot have gone on without a grant");
+        let found = judged(&[knows(old, &[new]), knows(old, &[])], None);
+        assert_eq!(found[0].1, "");
+        assert!(found[1].1.contains("if that was ever used"), "{found:?}");
+    }
+
+    #[test]
+    fn a_majority_out_of_sight_may_have_gone_on() {
+        let old = view(1, 1, &[1, 2, 3]);
+        let found = judged(&[None, None, knows(old, &[])], None);
+        assert!(found[2].0 && found[2].1.contains("may have gone on without it"), "{found:?}");
+        let found = judged(&[None, knows(old, &[]), knows(old, &[])], None);
+        assert_eq!(found[2].1, "");
+    }
+
+    #[test]
+    fn the_state_of_a_directory_is_told() {
+        let inspection = knows(view(1, 1, &[1]), &[]).unwrap();
+        let told = |inspection: Inspection| judged(&[Some(inspection)], None)[0].clone();
+        assert!(told(Inspection { rebuilding: true, ..inspection.clone() }).1.contains("rebuild"));
+        assert!(told(Inspection { dirty: true, ..inspection.clone() }).1.contains("in flight"));
+        assert!(told(Inspection { lost_cache: true, ..inspection.clone() }).1.contains("flushed"));
+        assert!(!told(Inspection { usable: false, ..inspection.clone() }).0);
+        assert!(!told(Inspection { report: None, ..inspection }).0);
+    }
+
+    #[test]
+    fn a_salvaged_volume_starts_from_that_replica_only() {
+        let granted = arbiter(7, id(2)).granted().unwrap();
+        assert_eq!(granted, view(7, 0, &[2]));
+        // The other one, which alone could have started before, cannot any more.
+        let other = (id(1), ReplicaReport { committed: view(5, 2, &[1]), proposed: vec![] });
+        assert!(shorthorn_views::basis(std::slice::from_ref(&other), None).is_ok());
+        assert!(shorthorn_views::basis(std::slice::from_ref(&other), Some(granted)).is_err());
+        let chosen = (id(2), ReplicaReport { committed: granted, proposed: vec![] });
+        let basis = shorthorn_views::basis(&[other, chosen], Some(granted)).unwrap();
+        assert_eq!(basis.members, Members::new([id(2)]).unwrap());
+    }
+}

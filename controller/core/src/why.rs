@@ -1,0 +1,397 @@
+//! What is wrong with a volume, in sentences for its operator: what is missing since when, what is waited for, how
+//! far it is, and what can be done now.
+
+mod text;
+
+use std::time::Duration;
+
+use shorthorn_types::{Members, ReplicaId};
+
+use crate::objects::{
+    Condition, ConditionType, CurrentState, Engine, MemberMode, Replica, Volume, VolumeState,
+};
+use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
+use crate::reconcile::Settings;
+use crate::{NodeName, Timestamp, World};
+use text::{age, bytes, duration, passed_ms};
+
+/// A disk with less free than this part of it counts as full.
+const FULL_PART: u64 = 100;
+
+/// What is to be said of a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Explanation {
+    /// Nothing is wrong.
+    pub healthy: bool,
+    /// The most important first.
+    pub sentences: Vec<String>,
+    /// What the operator can do now.
+    pub hints: Vec<String>,
+}
+
+/// Explains the state of `volume` from what is stored and observed.
+#[must_use]
+pub fn explain(
+    world: &World,
+    agents: &Agents,
+    volume: &Volume,
+    settings: Settings,
+    now: Timestamp,
+) -> Explanation {
+    let name = volume.metadata.name.as_str();
+    let engine = world.engines.get(name);
+    let place = engine.and_then(|engine| agents.get(engine.spec.node_id.as_ref()?));
+    let instance = place.and_then(|view| view.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
+    let shown = instance.and_then(|instance| match &instance.detail {
+        Detail::Engine(view) if view.attach == volume.status.attach => Some(view),
+        _ => None,
+    });
+    let replicas = world.replicas_of(&volume.spec.volume_name).collect();
+    let told = Explanation::default();
+    let mut teller = Teller { name, agents, volume, engine, shown, replicas, settings, now, told };
+    teller.tell();
+    teller.told
+}
+
+struct Teller<'a> {
+    name: &'a str,
+    agents: &'a Agents,
+    volume: &'a Volume,
+    engine: Option<&'a Engine>,
+    /// What the engine of this attachment says now.
+    shown: Option<&'a EngineView>,
+    replicas: Vec<&'a Replica>,
+    settings: Settings,
+    now: Timestamp,
+    told: Explanation,
+}
+
+impl Teller<'_> {
+    fn say(&mut self, sentence: impl Into<String>) {
+        self.told.sentences.push(sentence.into());
+    }
+
+    fn hint(&mut self, hint: impl Into<String>) {
+        let hint = hint.into();
+        if !self.told.hints.contains(&hint) {
+            self.told.hints.push(hint);
+        }
+    }
+
+    fn tell(&mut self) {
+        if let Some(salvage) = self.volume.status.pending_salvage() {
+            let replica = self.replica_name(salvage.replica_id);
+            let (name, by, why) = (self.name, &salvage.by, self.settled());
+            self.say(format!("Volume {name} is being salvaged to replica {replica}, as {by} decided{why}."));
+            return;
+        }
+        match self.volume.status.state {
+            VolumeState::Creating => self.tell_creating(),
+            VolumeState::Detached => self.tell_detached(),
+            VolumeState::Attaching => self.tell_attaching(),
+            VolumeState::Attached => self.tell_attached(),
+            VolumeState::Detaching | VolumeState::Deleting => self.tell_leaving(),
+        }
+    }
+
+    fn tell_creating(&mut self) {
+        let scheduled = self.trouble(ConditionType::Scheduled);
+        let why = scheduled.map_or_else(|| self.settled(), |trouble| format!(": {}", trouble.message));
+        self.say(format!("Volume {} has no place for all its replicas{why}.", self.name));
+        self.hint_disk();
+    }
+
+    fn tell_detached(&mut self) {
+        self.told.healthy = true;
+        self.say(format!(
+            "Volume {} is detached: nothing runs, and nothing is known to be wrong.",
+            self.name
+        ));
+        self.hint(format!("shorthornctl volume attach {} --node NODE", self.name));
+    }
+
+    fn tell_leaving(&mut self) {
+        let state = self.volume.status.state.as_str();
+        self.say(format!("Volume {} is {state}{}.", self.name, self.settled()));
+        self.tell_silence();
+        self.hint("Whatever uses the device has to let go of it: unmount it, or stop who has it open.");
+    }
+
+    fn tell_attaching(&mut self) {
+        let status = &self.volume.status;
+        let node = status.current_node_id.as_ref().map_or("?", NodeName::as_str);
+        let since = status.attach_started_at.map(|since| format!(", since {}", age(since, self.now)));
+        let (since, why) = (since.unwrap_or_default(), self.settled());
+        self.say(format!("Volume {} is on its way to node {node}{since}{why}.", self.name));
+        self.tell_silence();
+        self.tell_frozen();
+        for replica in self.replicas.clone() {
+            if replica.status.current_state == CurrentState::Running || replica.metadata.is_deleting() {
+                continue;
+            }
+            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
+            let (state, why) = (replica.status.current_state.as_str(), self.reason(replica));
+            self.say(format!("Replica {name} on node {node} does not run ({state}){why}."));
+        }
+        self.hint(format!("To give up: shorthornctl volume detach {}", self.name));
+        self.hint_salvage();
+    }
+
+    fn tell_attached(&mut self) {
+        let Some(engine) = self.engine else { return };
+        let status = &engine.status;
+        match status.current_state {
+            CurrentState::Unknown => {
+                self.tell_silence();
+                self.say(format!(
+                    "How volume {} is doing is not known; most likely it still serves, as it last did ({}).",
+                    self.name, status.phase
+                ));
+            }
+            _ if status.is_serving() => self.tell_serving(engine),
+            _ if status.phase == "frozen" => self.tell_frozen(),
+            state => {
+                let why = after_colon(&status.message);
+                self.say(format!("The engine of volume {} is {}{why}.", self.name, state.as_str()));
+                self.hint(format!(
+                    "See the log of shorthorn-engine@{} on its node; to try again, detach and attach.",
+                    self.name
+                ));
+            }
+        }
+        self.tell_members(engine);
+        self.tell_copying();
+        self.tell_disks();
+    }
+
+    fn tell_serving(&mut self, engine: &Engine) {
+        let wanted = self.volume.spec.number_of_replicas as usize;
+        let modes = engine.status.replica_mode_map.values();
+        let members = modes.filter(|member| member.mode == MemberMode::Member).count();
+        let node = engine.spec.node_id.as_ref().map_or("?", NodeName::as_str);
+        self.told.healthy = members >= wanted;
+        let word = if self.told.healthy { "healthy" } else { "degraded" };
+        self.say(format!(
+            "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas have everything.",
+            self.name
+        ));
+        let no_place = self.trouble(ConditionType::Scheduled).map(|trouble| trouble.message.clone());
+        if let Some(message) = no_place.filter(|_| !self.told.healthy) {
+            self.say(format!("There is no place for a replacement: {message}."));
+            self.hint_disk();
+        }
+    }
+
+    /// An engine that lets nothing through, and whom it waits for.
+    fn tell_frozen(&mut self) {
+        let Some(shown) = self.shown else { return };
+        if let Some(wanted) = &shown.grant_wanted {
+            let members = self.names(&wanted.view.members);
+            self.say(format!(
+                "Volume {} is frozen: only half of its replicas ({members}) answer, so the arbiter has to decide.",
+                self.name
+            ));
+            self.tell_arbiter(
+                &wanted.honoured.committed.members.filter(|id| !wanted.view.members.contains(id)),
+            );
+        } else if shown.phase == "frozen" {
+            let why = after_colon(self.engine.map_or("", |engine| &engine.status.message));
+            self.say(format!(
+                "Volume {} is frozen: too few replicas answer, so requests wait{why}.",
+                self.name
+            ));
+            self.hint_salvage();
+        }
+    }
+
+    fn tell_arbiter(&mut self, missing: &Members) {
+        let refused = self.trouble(ConditionType::Granted).filter(|trouble| trouble.reason == "NotGranted");
+        let Some(message) = refused.map(|refused| refused.message.clone()) else {
+            self.say("The grant is on its way; if this stays so, the agent of its node does not pass it on.");
+            return;
+        };
+        let granted = self.volume.status.arbiter.granted();
+        let needed = self.names(&granted.map_or(*missing, |granted| granted.members));
+        self.say(format!("{message}. It waits for {needed}."));
+        self.hint("Bring those replicas back: their nodes, disks or agents.");
+        self.hint_salvage();
+    }
+
+    /// The agent of the engine's node is out of reach.
+    fn tell_silence(&mut self) {
+        let Some(node) = self.engine.and_then(|engine| engine.spec.node_id.clone()) else { return };
+        if let Some(silence) = self.silence(&node) {
+            self.say(format!("Node {node} is silent{silence}."));
+            self.hint_node(&node);
+        }
+    }
+
+    fn silence(&self, node: &NodeName) -> Option<String> {
+        match self.agents.get(node).map(|view| &view.link) {
+            Some(Link::Synced) => None,
+            Some(Link::Down { since, reason }) => {
+                Some(format!(" since {} ({reason})", age(*since, self.now)))
+            }
+            None => Some(" (it is not configured)".to_owned()),
+        }
+    }
+
+    /// Everybody who is not a member.
+    fn tell_members(&mut self, engine: &Engine) {
+        for replica in self.replicas.clone() {
+            let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
+            let mode = member.map(|member| member.mode);
+            if mode == Some(MemberMode::Member) {
+                continue;
+            }
+            let at = format!("Replica {} on node {}", replica.metadata.name, replica.spec.node_id);
+            if replica.metadata.is_deleting() {
+                self.say(format!("{at} is being deleted{}.", after_colon(&replica.status.message)));
+            } else if mode == Some(MemberMode::Rebuilding) {
+                let copy = self.shown.and_then(|shown| shown.copies.get(&replica.spec.replica_id)).copied();
+                self.say(format!("{at} is being rebuilt{}.", copy.map(progress).unwrap_or_default()));
+            } else {
+                self.tell_missing(replica, &at);
+            }
+        }
+    }
+
+    fn tell_missing(&mut self, replica: &Replica, at: &str) {
+        let since = replica.status.failed_at.map(|since| format!(" since {}", age(since, self.now)));
+        self.say(format!("{at} is missing{}{}.", since.unwrap_or_default(), self.reason(replica)));
+        if let Some(left) = self.replaced_in(replica) {
+            let left = duration(left.as_secs());
+            self.say(format!("It is replaced by a new one in {left}, unless it is back by then."));
+        }
+        let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
+        if self.silence(node).is_some() {
+            self.hint_node(node);
+        } else {
+            self.hint(format!("See the log of shorthorn-replica@{name} on node {node}."));
+        }
+    }
+
+    /// How long a missing replica still has; none where another is being made already, or nothing is replaced.
+    fn replaced_in(&self, replica: &Replica) -> Option<Duration> {
+        let serving = self.engine.is_some_and(|engine| engine.status.is_serving());
+        let live = self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()).count();
+        if self.told.healthy || !serving || live > self.volume.spec.number_of_replicas as usize {
+            return None;
+        }
+        let passed = Duration::from_millis(passed_ms(replica.status.lost_since?, self.now));
+        self.settings.replica_replace_after.checked_sub(passed).filter(|left| !left.is_zero())
+    }
+
+    /// Why a replica does not run or does not answer.
+    fn reason(&self, replica: &Replica) -> String {
+        if let Some(silence) = self.silence(&replica.spec.node_id) {
+            return format!(": its node is silent{silence}");
+        }
+        let member =
+            self.engine.and_then(|engine| engine.status.replica_mode_map.get(&replica.spec.replica_id));
+        let said = [replica.status.message.as_str(), member.map_or("", |member| &member.message)];
+        after_colon(said.into_iter().find(|text| !text.is_empty()).unwrap_or_default())
+    }
+
+    fn tell_copying(&mut self) {
+        let Some(shown) = self.shown else { return };
+        if let Some(copy) = shown.equalising {
+            let progress = progress(copy);
+            self.say(format!(
+                "After an unclean stop the replicas are made equal{progress}; requests for those parts wait."
+            ));
+        }
+        if let Some(scrub) = shown.scrub.as_ref().filter(|scrub| scrub.found > scrub.repaired) {
+            self.told.healthy = false;
+            self.say(format!(
+                "The last scrub found {} places where replicas differ, and repaired {} ({}).",
+                scrub.found, scrub.repaired, scrub.last
+            ));
+            self.hint(format!("shorthornctl volume scrub {} --repair", self.name));
+        }
+    }
+
+    /// Disks of the replicas that are full: writes fail there.
+    fn tell_disks(&mut self) {
+        for replica in self.replicas.clone() {
+            let view = self.agents.get(&replica.spec.node_id);
+            let path = &replica.spec.disk_path;
+            let Some(disk) = view.and_then(|view| view.disks.get(path)) else { continue };
+            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
+            if !disk.problem.is_empty() {
+                let problem = &disk.problem;
+                self.say(format!(
+                    "Disk {path} of node {node}, which has replica {name}, cannot be used: {problem}."
+                ));
+            } else if disk.total_bytes > 0 && disk.available_bytes < disk.total_bytes / FULL_PART {
+                self.told.healthy = false;
+                let (free, total) = (bytes(disk.available_bytes), bytes(disk.total_bytes));
+                self.say(format!(
+                    "Disk {path} of node {node}, which has replica {name}, is full ({free} of {total} are free): writes \
+                     that need more space fail."
+                ));
+                self.hint(format!(
+                    "Make room on {path} of node {node}, or discard what the file system does not use: fstrim."
+                ));
+            }
+        }
+    }
+
+    fn hint_salvage(&mut self) {
+        self.hint(format!(
+            "If what is missing is lost for good: shorthornctl volume salvage {} shows what each replica has, and \
+             what would be lost.",
+            self.name
+        ));
+    }
+
+    fn hint_disk(&mut self) {
+        self.hint("Add a disk: shorthornctl disk add NODE PATH");
+    }
+
+    fn hint_node(&mut self, node: &NodeName) {
+        self.hint(format!("Look at node {node}: is it up, and is shorthorn-agent running there?"));
+    }
+
+    fn trouble(&self, kind: ConditionType) -> Option<&Condition> {
+        self.volume.status.conditions.get(kind).filter(|condition| !condition.status)
+    }
+
+    fn settled(&self) -> String {
+        self.trouble(ConditionType::Settled).map(|trouble| after_colon(&trouble.message)).unwrap_or_default()
+    }
+
+    fn replica_name(&self, id: ReplicaId) -> String {
+        let known = self.replicas.iter().find(|replica| replica.spec.replica_id == id);
+        known.map_or_else(
+            || id.to_string(),
+            |replica| format!("{} on node {}", replica.metadata.name, replica.spec.node_id),
+        )
+    }
+
+    fn names(&self, members: &Members) -> String {
+        members.iter().map(|id| self.replica_name(id)).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// What somebody said, for the end of a sentence.
+fn after_colon(text: &str) -> String {
+    let text = text.trim_end_matches('.').replace('\n', " ");
+    if text.is_empty() { text } else { format!(": {text}") }
+}
+
+/// How far copying is, for the end of a sentence.
+fn progress(copy: CopyView) -> String {
+    let left = copy.left_s().map(|seconds| format!(", about {} left", duration(seconds)));
+    format!(
+        ": {} % done, {} of {} to go at {}/s{}",
+        copy.percent(),
+        bytes(copy.left_bytes),
+        bytes(copy.total_bytes),
+        bytes(copy.bytes_per_s),
+        left.unwrap_or_default()
+    )
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,335 @@
+//! One volume, v, of replicas 1, 2 and 3 on nodes a, b and c, attached to a; each case changes a little.
+
+use std::collections::BTreeMap;
+
+use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
+
+use super::*;
+use crate::objects::{
+    DesireState, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata, ReplicaSpec,
+    ReplicaStatus, Robustness, Secret,
+};
+use crate::observed::AgentView;
+use crate::observed::{DiskView, GrantWanted, Instance, InstanceState, ScrubView};
+use crate::requests::{Change, CreateVolume};
+use crate::salvage;
+
+struct Case {
+    world: World,
+    agents: Agents,
+}
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(1_000_000 + second).unwrap()
+}
+
+fn id(n: u64) -> ReplicaId {
+    ReplicaId::from_random(n)
+}
+
+fn node(n: u64) -> NodeName {
+    NodeName::new(["a", "b", "c"][usize::try_from(n).unwrap() - 1]).unwrap()
+}
+
+fn view(number: u32, ids: &[u64]) -> View {
+    let members = Members::new(ids.iter().copied().map(id)).unwrap();
+    View { id: ViewId { generation: Generation::new(1, 0), number }, members }
+}
+
+fn replica(n: u64) -> Replica {
+    let volume_name = VolumeName::new("v").unwrap();
+    Replica {
+        metadata: Metadata::new(ReplicaSpec::instance_name(&volume_name, id(n)), at(0)),
+        spec: ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 30,
+            replica_id: id(n),
+            node_id: node(n),
+            disk_path: "/disk".to_owned(),
+            disk_id: "disk".to_owned(),
+            desire_state: DesireState::Running,
+        },
+        status: ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() },
+    }
+}
+
+fn engine() -> Engine {
+    let members = (1..=3).map(|n| (id(n), MemberStatus::of(MemberMode::Member)));
+    Engine {
+        metadata: Metadata::new("v", at(0)),
+        spec: EngineSpec {
+            volume_name: VolumeName::new("v").unwrap(),
+            volume_size: 1 << 30,
+            node_id: Some(node(1)),
+            desire_state: DesireState::Running,
+            attach: 1,
+            frontend: Frontend::Auto,
+            replica_address_map: BTreeMap::new(),
+            map_revision: 0,
+        },
+        status: EngineStatus {
+            current_state: CurrentState::Running,
+            seen_attach: 1,
+            phase: "serving".to_owned(),
+            replica_mode_map: members.collect(),
+            ..EngineStatus::default()
+        },
+    }
+}
+
+impl Case {
+    fn healthy() -> Case {
+        let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
+        let Ok(Change::Store(mut volume)) = wanted.apply(&World::default(), Secret::new([1; 32]), at(0))
+        else {
+            panic!("the volume is refused");
+        };
+        volume.status.state = VolumeState::Attached;
+        volume.status.robustness = Robustness::Healthy;
+        volume.status.current_node_id = Some(node(1));
+        volume.status.attach = 1;
+        volume.status.attach_started_at = Some(at(0));
+        let mut world = World::default();
+        world.insert(volume.into());
+        world.insert(engine().into());
+        (1..=3).for_each(|n| world.insert(replica(n).into()));
+        let mut agents = Agents::default();
+        for n in 1..=3 {
+            let mut view = AgentView::new("http://agent", at(0));
+            view.link = Link::Synced;
+            let disk = DiskView { total_bytes: 100 << 30, available_bytes: 50 << 30, ..DiskView::default() };
+            view.disks.insert("/disk".to_owned(), disk);
+            agents.by_node.insert(node(n), view);
+        }
+        let mut case = Case { world, agents };
+        case.engine_says(EngineView { attach: 1, phase: "serving".to_owned(), ..EngineView::default() });
+        case
+    }
+
+    fn engine_says(&mut self, view: EngineView) {
+        self.engine().status.phase.clone_from(&view.phase);
+        let instance =
+            Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Engine(view) };
+        let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
+        self.agents.by_node.get_mut(&node(1)).unwrap().instances.insert(key, instance);
+    }
+
+    fn engine(&mut self) -> &mut Engine {
+        self.world.engines.get_mut("v").unwrap()
+    }
+
+    fn volume(&mut self) -> &mut Volume {
+        self.world.volumes.get_mut("v").unwrap()
+    }
+
+    fn replica(&mut self, n: u64) -> &mut Replica {
+        self.world.replicas.get_mut(&format!("v-{}", id(n))).unwrap()
+    }
+
+    /// Replica 3 is `mode` since second 0, for that reason.
+    fn away(&mut self, mode: MemberMode, message: &str) {
+        let member = MemberStatus { mode, message: message.to_owned(), away_since_ms: 1 };
+        self.engine().status.replica_mode_map.insert(id(3), member);
+        self.replica(3).status.failed_at = Some(at(0));
+        if mode != MemberMode::Rebuilding {
+            self.replica(3).status.lost_since = Some(at(0));
+        }
+    }
+
+    fn silence(&mut self, n: u64) {
+        let link = Link::Down { since: at(0), reason: "connection refused".to_owned() };
+        self.agents.by_node.get_mut(&node(n)).unwrap().link = link;
+    }
+
+    fn condition(&mut self, kind: ConditionType, reason: &'static str, message: &str) {
+        self.volume().status.conditions.set(kind, Finding::wrong(reason, message), at(0));
+    }
+
+    /// What is said at second 60.
+    fn said(&self) -> Explanation {
+        let volume = &self.world.volumes["v"];
+        explain(&self.world, &self.agents, volume, Settings::default(), at(60))
+    }
+}
+
+fn check(name: &str, case: &Case, healthy: bool, words: &[&str]) {
+    let said = case.said();
+    let text = [said.sentences.join("\n"), said.hints.join("\n")].join("\n");
+    assert_eq!(said.healthy, healthy, "{name}:\n{text}");
+    for word in words {
+        assert!(text.contains(word), "{name}: {word:?} is not in\n{text}");
+    }
+    assert!(!text.contains("\n\n") && !said.sentences.is_empty(), "{name}:\n{text}");
+}
+
+#[test]
+fn volumes_that_serve() {
+    let case = Case::healthy();
+    check("healthy", &case, true, &["Volume v is healthy", "on node a", "3 of 3 replicas"]);
+    assert!(case.said().hints.is_empty());
+
+    let mut case = Case::healthy();
+    case.away(MemberMode::Failed, "no answer for 5 s");
+    case.silence(3);
+    let words = [
+        "degraded",
+        "2 of 3",
+        "on node c is missing since",
+        "(1 min 0 s ago)",
+        "its node is silent",
+        "connection refused",
+        "replaced by a new one in 9 min 0 s",
+        "shorthorn-agent running",
+    ];
+    check("waiting for a replica", &case, false, &words);
+
+    let mut case = Case::healthy();
+    case.away(MemberMode::Rebuilding, "");
+    let copy = CopyView { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
+    let copies = BTreeMap::from([(id(3), copy)]);
+    let equalising = Some(CopyView { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
+    case.engine_says(EngineView {
+        attach: 1,
+        phase: "serving".to_owned(),
+        copies,
+        equalising,
+        ..EngineView::default()
+    });
+    let words = [
+        "is being rebuilt: 60 % done, 4.0 GiB of 10.0 GiB to go at 100.0 MiB/s, about 40 s left",
+        "made equal: 50 % done",
+    ];
+    check("rebuilding", &case, false, &words);
+
+    let mut case = Case::healthy();
+    let disk = case.agents.by_node.get_mut(&node(2)).unwrap().disks.get_mut("/disk").unwrap();
+    disk.available_bytes = 12 << 20;
+    check(
+        "disk full",
+        &case,
+        false,
+        &["Disk /disk of node b", "is full (12.0 MiB of 100.0 GiB", "Make room"],
+    );
+
+    let mut case = Case::healthy();
+    let scrub = Some(Box::new(ScrubView {
+        found: 3,
+        repaired: 1,
+        last: "at 4096".to_owned(),
+        ..ScrubView::default()
+    }));
+    case.engine_says(EngineView { attach: 1, phase: "serving".to_owned(), scrub, ..EngineView::default() });
+    check("scrub", &case, false, &["found 3 places", "volume scrub v --repair"]);
+
+    let mut case = Case::healthy();
+    case.away(MemberMode::Failed, "I/O error");
+    case.condition(ConditionType::Scheduled, "NoPlace", "3 of 4 replicas have a place; b: full");
+    check("no place", &case, false, &["no place for a replacement", "b: full", "I/O error", "disk add"]);
+}
+
+#[test]
+fn volumes_that_do_not() {
+    let mut case = Case::healthy();
+    let granted = view(2, &[1]);
+    let honoured = ReplicaReport { committed: view(1, &[1, 2]), proposed: vec![] };
+    let wanted = GrantWanted { view: view(3, &[2]), honoured, stored: view(3, &[2]).members };
+    let frozen = EngineView {
+        attach: 1,
+        phase: "frozen".to_owned(),
+        grant_wanted: Some(Box::new(wanted)),
+        ..EngineView::default()
+    };
+    case.engine_says(frozen);
+    check(
+        "waiting for the arbiter",
+        &case,
+        false,
+        &["is frozen", "only half", "v-00000002 on node b", "on its way"],
+    );
+    case.volume().status.arbiter = salvage::arbiter(1, id(1));
+    case.condition(
+        ConditionType::Granted,
+        "NotGranted",
+        &format!("not granted: view {granted} is granted already"),
+    );
+    let words = ["view 1.0/2", "It waits for v-00000001 on node a", "volume salvage v"];
+    check("refused by the arbiter", &case, false, &words);
+
+    let mut case = Case::healthy();
+    case.engine_says(EngineView { attach: 1, phase: "frozen".to_owned(), ..EngineView::default() });
+    case.engine().status.message = "1 of 3".to_owned();
+    case.away(MemberMode::Failed, "connection reset");
+    let words = [
+        "too few replicas answer",
+        "requests wait: 1 of 3",
+        "on node c is missing",
+        "connection reset",
+        "volume salvage v",
+    ];
+    check("no quorum", &case, false, &words);
+
+    let mut case = Case::healthy();
+    case.engine().status.current_state = CurrentState::Unknown;
+    case.silence(1);
+    check(
+        "silent node",
+        &case,
+        false,
+        &["Node a is silent since", "connection refused", "most likely it still serves"],
+    );
+
+    let mut case = Case::healthy();
+    case.engine().status.current_state = CurrentState::Error;
+    case.engine().status.phase = String::new();
+    case.engine().status.message = "no frontend works".to_owned();
+    check(
+        "engine error",
+        &case,
+        false,
+        &["engine of volume v is error: no frontend works", "shorthorn-engine@v"],
+    );
+}
+
+#[test]
+fn volumes_on_their_way() {
+    let mut case = Case::healthy();
+    case.volume().status.state = VolumeState::Attaching;
+    case.condition(ConditionType::Settled, "WaitingForReplicas", "waiting for replicas");
+    case.replica(2).status.current_state = CurrentState::Error;
+    case.replica(2).status.message = "the directory is missing".to_owned();
+    let words = [
+        "on its way to node a, since",
+        "waiting for replicas",
+        "on node b does not run (error): the directory",
+        "volume detach v",
+        "volume salvage v",
+    ];
+    check("attaching stuck", &case, false, &words);
+
+    let mut case = Case::healthy();
+    case.volume().status.state = VolumeState::Creating;
+    case.condition(ConditionType::Scheduled, "NoPlace", "there are no nodes");
+    check("creating", &case, false, &["no place for all its replicas: there are no nodes", "disk add"]);
+
+    let mut case = Case::healthy();
+    case.volume().status.state = VolumeState::Detached;
+    check("detached", &case, true, &["is detached", "volume attach v"]);
+
+    let mut case = Case::healthy();
+    case.volume().status.state = VolumeState::Detaching;
+    case.condition(ConditionType::Settled, "EngineNotStopped", "the device is in use by a mount");
+    check("detaching", &case, false, &["is detaching: the device is in use by a mount", "unmount"]);
+
+    let mut case = Case::healthy();
+    case.volume().status.state = VolumeState::Detached;
+    case.volume().status.salvage = Some(crate::objects::Salvage {
+        replica_id: id(2),
+        attach: 2,
+        decided_at: at(0),
+        by: "ann".to_owned(),
+        reason: String::new(),
+        losses: String::new(),
+        done: false,
+    });
+    check("salvage", &case, false, &["being salvaged to replica v-00000002 on node b, as ann decided"]);
+}

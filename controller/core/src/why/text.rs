@@ -1,0 +1,36 @@
+//! Sizes and times for people.
+
+use crate::Timestamp;
+
+const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+
+/// Bytes in IEC units with one decimal.
+pub(super) fn bytes(bytes: u64) -> String {
+    let Some((name, shift)) = UNITS.iter().find(|(_, shift)| bytes >> shift > 0) else {
+        return format!("{bytes} B");
+    };
+    let tenths = (u128::from(bytes) * 10) >> shift;
+    format!("{}.{} {name}", tenths / 10, tenths % 10)
+}
+
+/// Seconds in the two largest units.
+pub(super) fn duration(seconds: u64) -> String {
+    let (minutes, hours) = (seconds / 60, seconds / 3600);
+    match (hours, minutes) {
+        (0, 0) => format!("{seconds} s"),
+        (0, _) => format!("{minutes} min {} s", seconds % 60),
+        (1..=47, _) => format!("{hours} h {} min", minutes % 60),
+        _ => format!("{} days", hours / 24),
+    }
+}
+
+/// Milliseconds from `since` to `now`; 0 where the clock was set back.
+pub(super) fn passed_ms(since: Timestamp, now: Timestamp) -> u64 {
+    now.as_millisecond().saturating_sub(since.as_millisecond()).max(0).unsigned_abs()
+}
+
+/// A moment, and how long ago that is.
+pub(super) fn age(since: Timestamp, now: Timestamp) -> String {
+    let second = Timestamp::from_second(since.as_second()).unwrap_or(since);
+    format!("{second} ({} ago)", duration(passed_ms(since, now) / 1000))
+}

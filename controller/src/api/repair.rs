@@ -1,0 +1,132 @@
+//! What an operator asks about a volume that is not well, and decides.
+
+use std::collections::BTreeMap;
+
+use shorthorn_controller_core::objects::Replica;
+use shorthorn_controller_core::requests::{self, SalvageVolume};
+use shorthorn_controller_core::salvage::{self, Choice};
+use shorthorn_controller_core::{Timestamp, why};
+use shorthorn_proto::v1;
+use shorthorn_types::View;
+use tokio::task::JoinSet;
+use tonic::{Response, Status};
+
+use super::server::{Api, Reply};
+use super::status;
+use crate::agents::{CallError, convert};
+
+/// Longer words of an operator are cut off: they are kept with the volume.
+const WORDS_MAX_CHARS: usize = 500;
+
+impl Api {
+    pub(super) fn explain(&self, name: &str) -> Result<v1::Explanation, Status> {
+        let world = self.store.world();
+        let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
+        let agents = self.fleet.agents();
+        let why = why::explain(&world, &agents, volume, self.settings, Timestamp::now());
+        Ok(v1::Explanation { healthy: why.healthy, sentences: why.sentences, hints: why.hints })
+    }
+
+    pub(super) async fn scrub(&self, request: v1::ScrubRequest) -> Reply<v1::Volume> {
+        let name = request.volume.clone();
+        let place = requests::engine_place(&self.store.world(), &name);
+        let (node, _) = place.map_err(|error| status::of_request(&error))?;
+        self.fleet.scrub(&node, request).await.map_err(|error| status::of_call(&error))?;
+        self.show(&name).map(Response::new)
+    }
+
+    pub(super) async fn upgrade(&self, volume: String) -> Reply<v1::UpgradeEngineResponse> {
+        let place = requests::engine_place(&self.store.world(), &volume);
+        let (node, attach) = place.map_err(|error| status::of_request(&error))?;
+        let request = v1::UpgradeEngineRequest { volume, attach };
+        let upgraded = self.fleet.upgrade_engine(&node, request).await;
+        upgraded.map(Response::new).map_err(|error| status::of_call(&error))
+    }
+
+    /// What every replica of a volume has, and what would be lost with each as the only one.
+    pub(super) async fn inspect(&self, name: &str) -> Result<Vec<v1::InspectedReplica>, Status> {
+        let (replicas, granted) = {
+            let world = self.store.world();
+            let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
+            let replicas = world.replicas_of(&volume.spec.volume_name).cloned().collect::<Vec<Replica>>();
+            (replicas, volume.status.arbiter.granted())
+        };
+        let mut asking = JoinSet::new();
+        for replica in replicas {
+            let fleet = std::sync::Arc::clone(&self.fleet);
+            asking.spawn(async move {
+                let spec = &replica.spec;
+                let (volume, disk) = (&spec.volume_name, &spec.disk_path);
+                let found = fleet.inspect_replica(&spec.node_id, volume, spec.replica_id, disk).await;
+                (replica, found)
+            });
+        }
+        Ok(judged(asking.join_all().await, granted))
+    }
+
+    pub(super) async fn salvage(&self, request: v1::SalvageVolumeRequest) -> Reply<v1::Volume> {
+        let found = self.inspect(&request.name).await?;
+        let chosen = found.iter().find(|found| found.replica_id == request.replica_id);
+        if let Some(chosen) = chosen.filter(|chosen| !chosen.possible) {
+            let why = chosen.losses.join("; ");
+            let message =
+                format!("volume {} cannot be salvaged with {}: {why}", request.name, request.replica_id);
+            return Err(Status::failed_precondition(message));
+        }
+        let losses = chosen.map(|chosen| chosen.losses.join("; ")).unwrap_or_default();
+        let losses = if losses.is_empty() { "no loss is known".to_owned() } else { losses };
+        let wanted = SalvageVolume {
+            name: request.name.clone(),
+            replica: request.replica_id,
+            confirm: request.confirm,
+            by: short(&request.by, "an operator"),
+            reason: short(&request.reason, "no reason given"),
+            losses,
+        };
+        tracing::warn!(
+            volume = wanted.name,
+            replica = wanted.replica,
+            by = wanted.by,
+            reason = wanted.reason,
+            losses = wanted.losses,
+            "a salvage is asked for"
+        );
+        self.change_volume(&request.name, |world| wanted.apply(world, Timestamp::now())).await
+    }
+}
+
+fn short(words: &str, otherwise: &str) -> String {
+    let words: String = words.trim().chars().take(WORDS_MAX_CHARS).collect();
+    if words.is_empty() { otherwise.to_owned() } else { words }
+}
+
+type Found = (Replica, Result<v1::ReplicaInspection, CallError>);
+
+fn judged(found: Vec<Found>, granted: Option<View>) -> Vec<v1::InspectedReplica> {
+    let inspections = found
+        .iter()
+        .map(|(replica, found)| (replica.spec.replica_id, found.as_ref().ok().map(convert::inspection)));
+    let choices = salvage::choices(&inspections.collect(), granted);
+    let mut choices: BTreeMap<_, Choice> =
+        choices.into_iter().map(|choice| (choice.replica, choice)).collect();
+    let mut shown: Vec<v1::InspectedReplica> = found
+        .into_iter()
+        .map(|(replica, found)| {
+            let choice = choices.remove(&replica.spec.replica_id);
+            let (inspection, error) = match found {
+                Ok(inspection) => (Some(inspection), String::new()),
+                Err(error) => (None, error.to_string()),
+            };
+            v1::InspectedReplica {
+                replica_id: replica.spec.replica_id.to_string(),
+                node: replica.spec.node_id.to_string(),
+                inspection,
+                error,
+                possible: choice.as_ref().is_some_and(|choice| choice.possible),
+                losses: choice.map(|choice| choice.losses).unwrap_or_default(),
+            }
+        })
+        .collect();
+    shown.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
+    shown
+}

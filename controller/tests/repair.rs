@@ -1,0 +1,193 @@
+//! Volumes that are not well: the arbiter, replaced replicas, the operator's questions and decisions.
+#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+
+mod support;
+
+use std::time::Duration;
+
+use serde_json::Value;
+use shorthorn_proto::v1;
+use support::cluster::Cluster;
+use tokio::time::Instant;
+
+/// The id of the replica of `volume` on `node`.
+fn replica_on<'a>(volume: &'a Value, node: &str) -> &'a str {
+    let replicas = volume["replicas"].as_array().unwrap();
+    let found = replicas.iter().find(|replica| replica["nodeID"] == node);
+    found.unwrap_or_else(|| panic!("no replica on {node}: {volume:#}"))["replicaID"].as_str().unwrap()
+}
+
+async fn attached(cluster: &Cluster, replicas: &str) -> Value {
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", replicas]).await;
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    cluster.inspect("v").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
+    let mut cluster = Cluster::start(&["a", "b"]).await;
+    let volume = attached(&cluster, "2").await;
+    let lost = replica_on(&volume, "b").to_owned();
+    // With the controller away nobody grants anything; once it is there again it does at once.
+    cluster.kill_controller().await;
+    cluster.agents[0].freeze("v", &lost);
+    assert_eq!(cluster.agents[0].engine_says("v").phase, "frozen");
+    cluster.start_controller().await;
+    let ready = Instant::now();
+    let degraded = |volume: &Value| volume["robustness"] == "degraded";
+    let volume = cluster.until("v", "degraded", degraded).await;
+    println!("granted within {:?} of the start of the controller", ready.elapsed());
+    assert_eq!(cluster.agents[0].engine_says("v").phase, "serving");
+    let granted = volume["granted"].as_str().unwrap();
+    assert!(granted.starts_with("1.1/2 of {") && !granted.contains(&lost), "{granted}");
+    let grants = cluster.truth.lock().unwrap().grants.clone();
+    assert!(!grants.is_empty() && grants.iter().all(|grant| *grant == grants[0]), "{grants:#?}");
+
+    // The other half asks with nothing but what was before: it is refused, and told of the grant.
+    cluster.agents[0].engine("v", |engine| {
+        let view = |number, ids: &[&str]| v1::View {
+            attach: 1,
+            restart: 2,
+            number,
+            members: ids.iter().map(ToString::to_string).collect(),
+        };
+        let kept = engine.members.iter().find(|member| member.replica_id != lost).unwrap();
+        let committed = v1::View { restart: 1, ..view(1, &[&kept.replica_id, &lost]) };
+        engine.phase = "frozen".to_owned();
+        engine.grant_wanted = Some(v1::GrantWanted {
+            view: Some(view(1, &[&lost])),
+            committed: Some(committed),
+            ..v1::GrantWanted::default()
+        });
+    });
+    cluster.until("v", "frozen", |volume| volume["robustness"] == "faulted").await;
+    let why = cluster.ok(&["volume", "why", "v"]).await;
+    for word in ["is frozen", "the arbiter", "is granted already", "It waits for", "volume salvage v"] {
+        assert!(why.contains(word), "{word} in\n{why}");
+    }
+    let grants = cluster.truth.lock().unwrap().grants.clone();
+    assert!(grants.iter().all(|grant| *grant == grants[0]), "{grants:#?}");
+    cluster.check();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_stays_away_is_replaced_and_deleted_last() {
+    let mut cluster = Cluster::start(&["a", "b", "c"]).await;
+    let volume = attached(&cluster, "2").await;
+    let others =
+        ["b", "c"].iter().find(|node| volume.to_string().contains(&format!("\"nodeID\":\"{node}\"")));
+    let (kept, lost_node) = ("a", *others.unwrap());
+    let lost = replica_on(&volume, lost_node).to_owned();
+    let lost_name = format!("v-{lost}");
+    let at =
+        |cluster: &Cluster, node: &str| cluster.agents.iter().position(|agent| agent.name == node).unwrap();
+    cluster.agents[0].fail_member("v", &lost);
+    cluster.until("v", "degraded", |volume| volume["robustness"] == "degraded").await;
+    let why = cluster.ok(&["volume", "why", "v"]).await;
+    for word in ["degraded", "1 of 2", &lost_name, "connection reset", "replaced by a new one in"] {
+        assert!(why.contains(word), "{word} in\n{why}");
+    }
+    // The time is over at once for the next controller.
+    cluster.kill_controller().await;
+    cluster.replace_after_s = 0;
+    cluster.start_controller().await;
+    let three = |volume: &Value| {
+        let replicas = volume["replicas"].as_array().unwrap();
+        replicas.iter().any(|replica| replica["mode"] == "rebuilding")
+    };
+    let volume = cluster.until("v", "rebuilding", three).await;
+    assert_eq!(volume["replicas"].as_array().unwrap().len(), 3, "{volume:#}");
+    let new_node = if lost_node == "b" { "c" } else { "b" };
+    let new = replica_on(&volume, new_node).to_owned();
+    let list = cluster.ok(&["volume", "list"]).await;
+    assert!(list.contains("1/2 (75 %)"), "{list}");
+    let why = cluster.ok(&["volume", "why", "v"]).await;
+    assert!(why.contains(&format!("v-{new} on node {new_node} is being rebuilt: 75 % done")), "{why}");
+    // Nothing is deleted before the new one has everything.
+    assert!(cluster.agents[at(&cluster, lost_node)].directories().contains(&lost_name));
+    cluster.agents[0].engine("v", |engine| {
+        for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
+            (member.mode, member.copy) = ("member".to_owned(), None);
+        }
+    });
+    let whole = |volume: &Value| {
+        volume["robustness"] == "healthy" && volume["replicas"].as_array().unwrap().len() == 2
+    };
+    let volume = cluster.until("v", "whole", whole).await;
+    replica_on(&volume, kept);
+    assert_eq!(replica_on(&volume, new_node), new);
+    assert!(!cluster.agents[at(&cluster, lost_node)].directories().contains(&lost_name));
+    assert!(cluster.ok(&["volume", "why", "v"]).await.contains("is healthy"));
+    cluster.check();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_operator_salvages_what_is_left() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    let volume = attached(&cluster, "2").await;
+    let (newer, older) = (replica_on(&volume, "a").to_owned(), replica_on(&volume, "b").to_owned());
+    let view = |number, ids: &[&String]| v1::View {
+        attach: 1,
+        restart: 1,
+        number,
+        members: ids.iter().map(ToString::to_string).collect(),
+    };
+    cluster.agents[0].set_view(&format!("v-{newer}"), view(2, &[&newer]));
+    cluster.agents[1].set_view(&format!("v-{older}"), view(1, &[&newer, &older]));
+    let (_, text) =
+        cluster.fails(&["volume", "salvage", "v", "--replica", &older, "--yes-i-may-lose-data"]).await;
+    assert!(text.contains("is served"), "{text}");
+    cluster.ok(&["volume", "detach", "v"]).await;
+
+    let table = cluster.ok(&["volume", "salvage", "v"]).await;
+    assert!(
+        table.contains(&format!("With {older}: it lacks what was acknowledged in view 1.1/2")),
+        "{table}"
+    );
+    assert!(table.contains(&format!("With {newer}: no loss is known")), "{table}");
+    let (code, text) = cluster.fails(&["volume", "salvage", "v", "--replica", &older]).await;
+    assert!(code == 1 && text.contains("--yes-i-may-lose-data"), "{text}");
+    let (code, text) =
+        cluster.fails(&["volume", "salvage", "v", "--replica", "ffffffff", "--yes-i-may-lose-data"]).await;
+    assert!(code == 3 && text.contains("has no replica ffffffff"), "{text}");
+    let words =
+        ["volume", "salvage", "v", "--replica", &older, "--reason", "a is gone", "--yes-i-may-lose-data"];
+    cluster.ok(&words).await;
+    let volume = cluster.until("v", "salvaged", |volume| volume["salvage"]["done"] == true).await;
+    assert_eq!(volume["attach"], 2);
+    assert_eq!(volume["salvage"]["reason"], "a is gone");
+    assert!(volume["salvage"]["losses"].as_str().unwrap().contains("view 1.1/2"), "{volume:#}");
+    assert_eq!(volume["granted"].as_str().unwrap(), format!("2.0/0 of {{{older}}}"));
+    let salvaged = cluster.agents[1].view(&format!("v-{older}")).unwrap();
+    assert_eq!((salvaged.attach, salvaged.number, salvaged.members), (2, 0, vec![older]));
+    assert_eq!(cluster.agents[0].directories().len(), 1, "the other one is still there");
+    cluster.ok(&["volume", "attach", "v", "--node", "b"]).await;
+    assert_eq!(cluster.inspect("v").await["attach"], 3);
+    cluster.check();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_running_engine_is_told_what_changes() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    attached(&cluster, "1").await;
+    cluster.ok(&["volume", "rebuild-limit", "v", "--bytes-per-s", "10MiB", "--share", "50"]).await;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let wanted = v1::RebuildLimits { bytes_per_s: 10 << 20, share_percent: 50 };
+    while cluster.agents[0].limits() != Some(wanted) {
+        assert!(Instant::now() < deadline, "{:?}", cluster.agents[0].limits());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let said = cluster.ok(&["volume", "upgrade-engine", "v"]).await;
+    assert!(said.contains("process 3 now, 2 before; requests waited for 42 ms"), "{said}");
+    cluster.ok(&["volume", "scrub", "v", "--rate", "1MiB"]).await;
+    cluster.until("v", "scrubbed", |volume| volume["scrub"]["running"] == true).await;
+    cluster.ok(&["volume", "scrub", "v", "--stop"]).await;
+    cluster.until("v", "left alone", |volume| volume["scrub"]["running"] == false).await;
+    // One more replica is made, and brought up.
+    cluster.ok(&["volume", "replicas", "v", "2"]).await;
+    let two =
+        |volume: &Value| volume["replicas"].as_array().unwrap().iter().any(|r| r["mode"] == "rebuilding");
+    cluster.until("v", "brought up", two).await;
+    assert!(cluster.fails(&["volume", "replicas", "v", "1"]).await.1.contains("only more"));
+    cluster.check();
+}

@@ -1,0 +1,253 @@
+//! What a guest may read, sector by sector.
+//!
+//! Every write has an id, and a sector's content is the id of the write that it shows (0: zeroes). The checker knows when
+//! each write was submitted and when it ended, and from that which ids a read may return:
+//!
+//! - never one that a later write has surely replaced: the later one was submitted after the earlier ended, and
+//!   took effect (was acknowledged, or was read) before the read began;
+//! - after a loss of power that nobody can survive, also what was replaced by writes that no flush covers.
+
+/// The id of a write; 0 stands for zeroes.
+pub type Id = u32;
+
+/// Microseconds of simulated time.
+pub type Micros = u64;
+
+#[derive(Clone, Debug)]
+struct Write {
+    id: Id,
+    submitted: Micros,
+    /// From here on it can no longer begin to take effect.
+    ended: Option<Micros>,
+    /// It surely took effect before this.
+    effective: Option<Micros>,
+    /// A flush covers it.
+    durable: bool,
+    /// It has surely been replaced since.
+    dead: Option<Micros>,
+    /// For good, and nobody can ask any more.
+    gone: bool,
+}
+
+/// All sectors of a volume.
+#[derive(Debug)]
+pub struct Checker {
+    sectors: Vec<Vec<Write>>,
+    horizon: Micros,
+}
+
+impl Checker {
+    /// A volume whose sectors show `initial`.
+    pub fn new(initial: &[Id]) -> Checker {
+        let first = |id: &Id| {
+            let done = Some(0);
+            vec![Write {
+                id: *id,
+                submitted: 0,
+                ended: done,
+                effective: done,
+                durable: true,
+                dead: None,
+                gone: false,
+            }]
+        };
+        Checker { sectors: initial.iter().map(first).collect(), horizon: 0 }
+    }
+
+    /// A write, discard or write of zeroes is given to the device.
+    pub fn submit(&mut self, sectors: std::ops::Range<usize>, id: Id, now: Micros) {
+        for sector in &mut self.sectors[sectors] {
+            sector.push(Write {
+                id,
+                submitted: now,
+                ended: None,
+                effective: None,
+                durable: false,
+                dead: None,
+                gone: false,
+            });
+        }
+    }
+
+    /// It was acknowledged; `durable` where it was a FUA write.
+    pub fn acknowledged(
+        &mut self,
+        sectors: std::ops::Range<usize>,
+        id: Id,
+        submitted: Micros,
+        now: Micros,
+        durable: bool,
+    ) {
+        self.end(sectors, id, submitted, now, Some(durable));
+    }
+
+    /// It may or may not have taken effect, and will not later.
+    pub fn undecided(&mut self, sectors: std::ops::Range<usize>, id: Id, submitted: Micros, now: Micros) {
+        self.end(sectors, id, submitted, now, None);
+    }
+
+    /// It has failed: it may or may not have taken effect, and who read it while it was under way may have seen what is gone
+    /// again now.
+    pub fn failed(&mut self, sectors: std::ops::Range<usize>, id: Id, submitted: Micros, now: Micros) {
+        for sector in &mut self.sectors[sectors] {
+            let found = sector.iter_mut().find(|write| write.id == id && write.submitted == submitted);
+            let Some(write) = found else { continue };
+            write.ended = Some(now);
+            write.effective = None;
+            sector.iter_mut().for_each(|write| write.dead = None);
+            settle(sector, self.horizon);
+        }
+    }
+
+    /// No read that is not done yet began before `horizon`: what was replaced before that may be forgotten.
+    pub fn forget_before(&mut self, horizon: Micros) {
+        self.horizon = horizon;
+    }
+
+    fn end(
+        &mut self,
+        sectors: std::ops::Range<usize>,
+        id: Id,
+        submitted: Micros,
+        now: Micros,
+        acked: Option<bool>,
+    ) {
+        for sector in &mut self.sectors[sectors] {
+            let found = sector.iter_mut().find(|write| write.id == id && write.submitted == submitted);
+            let Some(write) = found else { continue };
+            write.ended = Some(now);
+            if let Some(durable) = acked {
+                write.effective.get_or_insert(now);
+                write.durable |= durable;
+            }
+            settle(sector, self.horizon);
+        }
+    }
+
+    /// A flush that was given to the device at `submitted` was acknowledged.
+    pub fn flushed(&mut self, submitted: Micros) {
+        for sector in &mut self.sectors {
+            let mut news = false;
+            for write in sector.iter_mut().filter(|write| !write.durable && write.effective.is_some()) {
+                write.durable = write.ended.is_some_and(|ended| ended <= submitted);
+                news |= write.durable;
+            }
+            if news {
+                settle(sector, self.horizon);
+            }
+        }
+    }
+
+    /// What no flush covers may be gone, all of it or a part.
+    pub fn power_lost(&mut self, now: Micros) {
+        for sector in &mut self.sectors {
+            for write in sector.iter_mut().filter(|write| !write.durable) {
+                write.effective = None;
+                // One that is not done yet may still be done.
+                write.ended = write.ended.map(|_| now);
+            }
+            for write in sector.iter_mut() {
+                write.dead = None;
+            }
+            settle(sector, self.horizon);
+        }
+    }
+
+    /// A read that was given to the device at `start` showed `ids`.
+    ///
+    /// # Errors
+    /// What is wrong with that.
+    pub fn read(
+        &mut self,
+        first_sector: usize,
+        ids: &[Id],
+        start: Micros,
+        now: Micros,
+    ) -> Result<(), String> {
+        for (at, id) in ids.iter().enumerate() {
+            let sector = &mut self.sectors[first_sector + at];
+            let may = |write: &&mut Write| write.id == *id && write.dead.is_none_or(|dead| dead >= start);
+            let Some(write) = sector.iter_mut().rev().find(may) else {
+                let known: Vec<_> = sector
+                    .iter()
+                    .map(|w| (w.id, w.submitted, w.ended, w.effective, w.durable, w.dead))
+                    .collect();
+                return Err(format!(
+                    "sector {} reads as write {id} at {now} (asked at {start}); (id, submitted, ended, effective, durable, dead): {known:?}",
+                    first_sector + at
+                ));
+            };
+            if write.effective.is_none() {
+                write.effective = Some(now);
+                settle(sector, self.horizon);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Finds out which writes have surely been replaced, and forgets those that cannot come back: replaced by something durable,
+/// before `horizon`.
+fn settle(sector: &mut Vec<Write>, horizon: Micros) {
+    if sector.len() < 2 {
+        return;
+    }
+    for at in 0..sector.len() {
+        let Some(ended) = sector[at].ended else { continue };
+        let (mut dead, mut for_good) = (sector[at].dead, false);
+        for (killer, write) in sector.iter().enumerate() {
+            let (Some(effective), true) = (write.effective, killer != at && write.submitted >= ended) else {
+                continue;
+            };
+            dead = Some(dead.map_or(effective, |dead| dead.min(effective)));
+            for_good |= write.durable && effective < horizon;
+        }
+        sector[at].dead = dead;
+        sector[at].gone |= for_good;
+    }
+    sector.retain(|write| !write.gone);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written() -> Checker {
+        let mut checker = Checker::new(&[0; 4]);
+        checker.submit(0..2, 1, 10);
+        checker.acknowledged(0..2, 1, 10, 20, false);
+        checker
+    }
+
+    #[test]
+    fn an_acknowledged_write_is_read() {
+        let mut checker = written();
+        assert!(checker.read(0, &[1, 1, 0], 30, 40).is_ok());
+        assert!(checker.read(0, &[0], 30, 40).is_err());
+        assert!(checker.read(0, &[0], 15, 40).is_ok(), "the read began before the write was acknowledged");
+        assert!(checker.read(2, &[1], 30, 40).is_err());
+    }
+
+    #[test]
+    fn what_was_read_once_stays() {
+        let mut checker = written();
+        checker.submit(0..1, 2, 30);
+        assert!(checker.read(0, &[1], 40, 41).is_ok());
+        assert!(checker.read(0, &[2], 50, 51).is_ok());
+        assert!(checker.read(0, &[1], 60, 61).is_err());
+    }
+
+    #[test]
+    fn power_takes_what_was_not_flushed() {
+        let mut checker = written();
+        checker.submit(0..1, 2, 30);
+        checker.acknowledged(0..1, 2, 30, 31, false);
+        checker.flushed(25);
+        checker.power_lost(40);
+        assert!(checker.read(0, &[1], 50, 51).is_ok(), "2 was not flushed");
+        let mut checker = written();
+        checker.flushed(25);
+        checker.power_lost(40);
+        assert!(checker.read(0, &[0], 50, 51).is_err(), "1 was flushed");
+    }
+}
