@@ -6,7 +6,7 @@ TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 export SHORTHORN_BIN_DIR := $(TARGET_DIR)/$(PROFILE)
 SECONDS ?= 5
 
-.PHONY: help demo test bench lint deny vm setup build images clean
+.PHONY: help demo test bench soak lint deny vm setup build images clean
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,6 +19,10 @@ test: setup lint build images ## every test: units, properties, processes, virtu
 
 bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	$(SHORTHORN_BIN_DIR)/shorthorn-bench --seconds $(SECONDS)
+
+soak: build ## the simulation with new seeds, and real processes under kills, each for SECONDS
+	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs $$(nproc)
+	SHORTHORN_CHAOS_SECONDS=$(SECONDS) cargo test -p shorthorn-tests --test chaos -- --nocapture
 
 lint: setup ## format, and clippy with warnings denied
 	cargo fmt --all --check

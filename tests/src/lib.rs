@@ -1,13 +1,28 @@
 //! What the tests of whole processes, the demonstration and the benchmarks share.
 
+mod bare_volume;
 #[allow(clippy::cast_precision_loss)] // figures for people
 pub mod bench;
 mod binaries;
 mod fio;
+mod guest;
+pub mod hosts;
+mod load;
 mod local_volume;
+mod nbd_client;
+mod processes;
+mod small_disk;
 mod vm_host;
+mod waiting;
 
+pub use bare_volume::{BareVolume, BareVolumeOptions};
 pub use binaries::binary;
 pub use fio::{FioJob, FioReport, fio, parse_fio};
+pub use guest::{Guest, GuestCounts, GuestOptions};
+pub use load::{Load, under_load};
 pub use local_volume::{LocalVolume, LocalVolumeOptions, Ready};
+pub use nbd_client::{NbdClient, NbdCompletion, NbdRequest};
+pub use processes::{compare_exports, engine_status, is_whole, replica_status, signal, until_whole};
+pub use small_disk::SmallDisk;
 pub use vm_host::{NODE, VmHost};
+pub use waiting::until;

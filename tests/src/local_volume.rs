@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Deserializer};
 
-use crate::binary;
+use crate::{NbdClient, binary, engine_status, replica_status};
 
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
@@ -54,8 +54,21 @@ pub struct Ready {
     /// For NBD clients; empty where there is a device.
     #[serde(deserialize_with = "text_or_nothing")]
     pub uri: String,
+    /// The socket of that.
+    pub socket: Option<PathBuf>,
     /// All processes.
     pub pids: Pids,
+    /// The replicas, in their order.
+    pub replicas: Vec<ReadyReplica>,
+}
+
+/// One replica of a local volume.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ReadyReplica {
+    /// Its identity.
+    pub id: String,
+    /// Its directory.
+    pub directory: PathBuf,
 }
 
 fn text_or_nothing<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
@@ -120,6 +133,55 @@ impl LocalVolume {
                 Err(error.context("the volume did not become ready"))
             }
         }
+    }
+
+    /// The directory of the sockets and pid files of its processes.
+    ///
+    /// # Errors
+    /// The volume has a kernel frontend.
+    fn runtime(&self) -> Result<&Path> {
+        self.ready.socket.as_deref().and_then(Path::parent).context("the volume has no socket")
+    }
+
+    /// The control socket of the engine.
+    ///
+    /// # Errors
+    /// The volume has a kernel frontend.
+    pub fn engine_control(&self) -> Result<PathBuf> {
+        Ok(self.runtime()?.join("engine.control"))
+    }
+
+    /// The process of the engine, now.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn engine_pid(&self) -> Result<i32> {
+        Ok(engine_status(&self.engine_control()?)?.pid.try_into()?)
+    }
+
+    /// The process of a replica, now.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn replica_pid(&self, index: usize) -> Result<i32> {
+        let replica = self.ready.replicas.get(index).context("no such replica")?;
+        let control = self.runtime()?.join(format!("{}.control", replica.id));
+        Ok(replica_status(&control)?.pid.try_into()?)
+    }
+
+    /// The directories of all replicas.
+    #[must_use]
+    pub fn directories(&self) -> Vec<PathBuf> {
+        self.ready.replicas.iter().map(|replica| replica.directory.clone()).collect()
+    }
+
+    /// A client of the volume.
+    ///
+    /// # Errors
+    /// The volume has a kernel frontend, or its engine does not answer.
+    pub fn client(&self) -> Result<NbdClient> {
+        let socket = self.ready.socket.as_deref().context("the volume has no socket")?;
+        NbdClient::connect(socket, &self.ready.name, READY_LIMIT)
     }
 
     /// Stops the volume as a user would, with SIGTERM, and waits for its end.

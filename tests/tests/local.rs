@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_tests::{FioJob, LocalVolume, LocalVolumeOptions, fio};
+use shorthorn_tests::{FioJob, LocalVolume, LocalVolumeOptions, SmallDisk, fio};
 
 fn folder() -> Result<tempfile::TempDir> {
     // Not /tmp: that may be a file system without O_DIRECT, on which less is tested.
@@ -186,31 +186,6 @@ fn a_full_disk_is_an_error_to_the_writer_and_nothing_else() -> Result<()> {
     write("write -P 8 0 4M")?;
     write("read -P 8 0 4M")?;
     volume.stop()
-}
-
-/// A file system with little room, in a file.
-struct SmallDisk {
-    mount_point: std::path::PathBuf,
-}
-
-impl SmallDisk {
-    fn mount(folder: &Path, mib: u64) -> Result<SmallDisk> {
-        let (image, mount_point) = (folder.join("disk"), folder.join("mnt"));
-        fs::File::create(&image)?.set_len(mib << 20)?;
-        fs::create_dir(&mount_point)?;
-        run("mkfs.ext4", &["-q", "-m", "0", path(&image)?])?;
-        run("mount", &["-o", "loop", path(&image)?, path(&mount_point)?])?;
-        Ok(SmallDisk { mount_point })
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        if let Ok(mount_point) = path(&self.mount_point) {
-            // A test that failed may have left it unmounted.
-            let _ = run("umount", &["--lazy", mount_point]);
-        }
-    }
 }
 
 #[test]

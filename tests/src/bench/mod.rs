@@ -2,12 +2,14 @@
 
 mod in_vm;
 mod process;
+mod rebuild;
 mod table;
 mod targets;
 mod workload;
 
 pub use in_vm::{VmFigure, measure_in_vm};
 pub use process::Usage;
+pub use rebuild::{RebuildFigures, measure_rebuild};
 pub use table::{Row, median, print};
 pub use targets::{Measured, Target, TargetKind};
 pub use workload::{WORKLOADS, Workload};

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Parser;
 use shorthorn_tests::bench::{
-    Measured, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_in_vm, median, print,
+    Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_in_vm, measure_rebuild,
+    median, print,
 };
 
 /// Measures volumes behind the NBD socket beside fio on plain files and an NBD server with one hop.
@@ -30,6 +31,9 @@ struct Arguments {
     /// Without the comparison of ublk and NBD in a virtual machine.
     #[arg(long)]
     no_vm: bool,
+    /// Only what regions and rebuilding cost.
+    #[arg(long, conflicts_with = "only_vm")]
+    only_rebuild: bool,
 }
 
 const TARGETS: [(&str, TargetKind); 5] = [
@@ -42,10 +46,13 @@ const TARGETS: [(&str, TargetKind); 5] = [
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    if !arguments.only_vm {
+    if !arguments.only_vm && !arguments.only_rebuild {
         on_this_host(&arguments)?;
     }
-    if !arguments.no_vm {
+    if !arguments.only_vm {
+        rebuilding(&arguments)?;
+    }
+    if !arguments.no_vm && !arguments.only_rebuild {
         in_a_vm(&arguments)?;
     }
     Ok(())
@@ -83,6 +90,42 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
             .collect();
         print(workload.name, &rows);
     }
+    Ok(())
+}
+
+fn rebuilding(arguments: &Arguments) -> Result<()> {
+    let mut all: Vec<RebuildFigures> = Vec::new();
+    for round in 1..=arguments.rounds {
+        progress(&format!("round {round} of {}: regions and rebuilding", arguments.rounds));
+        all.push(measure_rebuild(&arguments.dir, arguments.seconds)?);
+    }
+    let of = |value: &dyn Fn(&RebuildFigures) -> f64| median(&all.iter().map(value).collect::<Vec<_>>());
+    let mib = f64::from(1 << 20);
+    println!("\nregions and rebuilding, 3 replicas, medians of {} rounds", arguments.rounds);
+    for (at, depth) in [1, 32].into_iter().enumerate() {
+        println!(
+            "  write 4 KiB random, depth {depth:<2}     {:>7.0} requests/s anywhere in 1 GiB, {:.0} % of {:.0} where regions \
+             are marked already",
+            of(&|one| one.anywhere[at]),
+            of(&|one| one.anywhere[at] / one.marked[at]) * 100.0,
+            of(&|one| one.marked[at]),
+        );
+    }
+    println!(
+        "  rebuilding alone                 {:>7.0} MiB/s, {:.0} % of the client's sequential writes ({:.0} MiB/s)",
+        of(&|one| one.copied_bytes_per_s) / mib,
+        of(&|one| one.copied_bytes_per_s / one.written_bytes_per_s) * 100.0,
+        of(&|one| one.written_bytes_per_s) / mib,
+    );
+    println!(
+        "  rebuilding beside random writes  {:>7.0} MiB/s; the writes have {:.0} % of their speed with nothing copied \
+         ({:.0} of {:.0} requests/s, {:.0} with all replicas)",
+        of(&|one| one.copied_beside_bytes_per_s) / mib,
+        of(&|one| one.beside_rebuild / one.degraded) * 100.0,
+        of(&|one| one.beside_rebuild),
+        of(&|one| one.degraded),
+        of(&|one| one.anywhere[1]),
+    );
     Ok(())
 }
 

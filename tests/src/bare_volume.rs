@@ -1,0 +1,247 @@
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use shorthorn_control::{
+    EnginePhase, EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, store_spec,
+};
+use shorthorn_types::{Members, ReplicaId};
+
+use crate::{NbdClient, binary, engine_status, replica_status, signal, until};
+
+const READY_LIMIT: Duration = Duration::from_secs(60);
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+const NAME: &str = "bare";
+
+/// How a [`BareVolume`] is made.
+#[derive(Clone, Debug)]
+pub struct BareVolumeOptions {
+    /// Where its files are.
+    pub dir: PathBuf,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Where the directories of its replicas are.
+    pub disks: Vec<PathBuf>,
+}
+
+impl BareVolumeOptions {
+    /// 64 MiB and three replicas, all in `dir`.
+    #[must_use]
+    pub fn new(dir: &Path) -> BareVolumeOptions {
+        let disks = vec![dir.to_owned(); 3];
+        BareVolumeOptions { dir: dir.to_owned(), size_bytes: 64 << 20, disks }
+    }
+}
+
+/// Replicas and an engine that nobody supervises: what a test kills stays dead until the test starts it again.
+#[derive(Debug)]
+pub struct BareVolume {
+    options: BareVolumeOptions,
+    ids: Vec<ReplicaId>,
+    replicas: Vec<Option<Child>>,
+    engine: Option<Child>,
+}
+
+impl BareVolume {
+    /// Makes a volume and starts everything.
+    ///
+    /// # Errors
+    /// Something does not start.
+    pub fn start(options: BareVolumeOptions) -> Result<BareVolume> {
+        let ids: Vec<ReplicaId> = (1..).map(ReplicaId::from_random).take(options.disks.len()).collect();
+        let replicas = ids.iter().map(|_| None).collect();
+        let mut volume = BareVolume { options, ids, replicas, engine: None };
+        volume.write_specs()?;
+        for index in 0..volume.ids.len() {
+            volume.start_replica(index)?;
+        }
+        volume.start_engine()?;
+        Ok(volume)
+    }
+
+    fn write_specs(&self) -> Result<()> {
+        let volume: shorthorn_types::VolumeName = NAME.parse()?;
+        let secret = Secret::new([0x5a; 32]);
+        for (index, id) in self.ids.iter().enumerate() {
+            let spec = ReplicaSpec {
+                volume: volume.clone(),
+                replica: *id,
+                directory: self.directory(index),
+                size_bytes: self.options.size_bytes,
+                create: true,
+                first_members: Members::new(self.ids.iter().copied())?,
+                secret: secret.clone(),
+                data_socket: self.file(index, "data"),
+                data_address: None,
+                control_socket: self.file(index, "control"),
+            };
+            store_spec(&self.file(index, "json"), &spec)?;
+        }
+        let endpoint = |(index, id): (usize, &ReplicaId)| ReplicaEndpoint {
+            replica: *id,
+            addresses: vec![format!("unix:{}", self.file(index, "data").display())],
+            local: true,
+        };
+        let spec = EngineSpec {
+            volume,
+            size_bytes: self.options.size_bytes,
+            attach: 1,
+            replicas: self.ids.iter().enumerate().map(endpoint).collect(),
+            frontend: FrontendChoice::Socket,
+            secret,
+            state_file: self.options.dir.join("engine.state"),
+            control_socket: self.engine_control(),
+            frontend_socket: self.options.dir.join("nbd"),
+            device_dir: self.options.dir.join("dev"),
+            queues: 1,
+            depth: 128,
+            replica_timeout_ms: 5000,
+            granted: None,
+            rebuild: RebuildLimits::default(),
+        };
+        Ok(store_spec(&self.options.dir.join("engine.json"), &spec)?)
+    }
+
+    fn file(&self, replica: usize, extension: &str) -> PathBuf {
+        self.options.dir.join(format!("replica{replica}.{extension}"))
+    }
+
+    /// The directory of a replica.
+    #[must_use]
+    pub fn directory(&self, replica: usize) -> PathBuf {
+        self.options.disks[replica].join(format!("replica{replica}"))
+    }
+
+    /// The directories of all replicas.
+    #[must_use]
+    pub fn directories(&self) -> Vec<PathBuf> {
+        (0..self.ids.len()).map(|index| self.directory(index)).collect()
+    }
+
+    /// The control socket of the engine.
+    #[must_use]
+    pub fn engine_control(&self) -> PathBuf {
+        self.options.dir.join("engine.control")
+    }
+
+    /// Starts a replica and waits until it serves.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn start_replica(&mut self, index: usize) -> Result<()> {
+        let mut command = Command::new(binary("shorthorn-agent")?);
+        command.args(["replica", "serve", "--spec"]).arg(self.file(index, "json"));
+        let control = self.file(index, "control");
+        let serves = |pid: u32| {
+            let status = replica_status(&control)?;
+            Ok((status.serving && status.pid == pid).then_some(()))
+        };
+        start_until(&mut command, &mut self.replicas[index], "replica that serves", serves)
+    }
+
+    /// Starts the engine and waits until it serves.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn start_engine(&mut self) -> Result<()> {
+        let mut command = Command::new(binary("shorthorn-agent")?);
+        command.args(["engine", "--spec"]).arg(self.options.dir.join("engine.json"));
+        let control = self.engine_control();
+        let serves = |pid: u32| {
+            let status = engine_status(&control)?;
+            Ok((status.phase == EnginePhase::Serving && status.pid == pid).then_some(()))
+        };
+        start_until(&mut command, &mut self.engine, "engine that serves", serves)
+    }
+
+    /// The process of a replica.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn replica_pid(&self, index: usize) -> Result<i32> {
+        let child = self.replicas[index].as_ref().context("that replica does not run")?;
+        Ok(child.id().try_into()?)
+    }
+
+    /// kill -9 of the engine.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn kill_engine(&mut self) -> Result<()> {
+        kill(self.engine.take().context("no engine runs")?)
+    }
+
+    /// kill -9 of a replica.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn kill_replica(&mut self, index: usize) -> Result<()> {
+        kill(self.replicas[index].take().context("that replica does not run")?)
+    }
+
+    /// A client of the volume.
+    ///
+    /// # Errors
+    /// Its engine does not answer.
+    pub fn client(&self) -> Result<NbdClient> {
+        NbdClient::connect(&self.options.dir.join("nbd"), NAME, READY_LIMIT)
+    }
+
+    /// Stops the engine, then the replicas, as a supervisor would.
+    ///
+    /// # Errors
+    /// One does not end in time, or not well.
+    pub fn stop(mut self) -> Result<()> {
+        for child in self.engine.take().into_iter().chain(self.replicas.iter_mut().filter_map(Option::take)) {
+            terminate(child)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for BareVolume {
+    fn drop(&mut self) {
+        for child in self.engine.take().into_iter().chain(self.replicas.iter_mut().filter_map(Option::take)) {
+            let _ = kill(child);
+        }
+    }
+}
+
+/// Starts a process, and again where it ends, as a supervisor would: what it needs may not be free yet.
+fn start_until(
+    command: &mut Command,
+    child: &mut Option<Child>,
+    what: &str,
+    serves: impl Fn(u32) -> Result<Option<()>>,
+) -> Result<()> {
+    command.stdin(Stdio::null());
+    until(what, READY_LIMIT, || {
+        let ended =
+            child.as_mut().map_or(Ok(true), |child| child.try_wait().map(|status| status.is_some()))?;
+        if ended {
+            *child = Some(command.spawn()?);
+        }
+        serves(child.as_ref().context("nothing was started")?.id())
+    })
+}
+
+fn kill(mut child: Child) -> Result<()> {
+    child.kill()?;
+    child.wait()?;
+    Ok(())
+}
+
+fn terminate(mut child: Child) -> Result<()> {
+    signal(child.id().try_into()?, Signal::SIGTERM)?;
+    let ended = until("end of a process that was told to stop", STOP_LIMIT, || Ok(child.try_wait()?));
+    match ended {
+        Ok(status) => ensure!(status.success(), "a process ended with {status}"),
+        Err(error) => {
+            let _ = kill(child);
+            return Err(error);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! What keeping account of written regions costs, and what bringing a replica up costs and how fast it is.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+
+use super::workload::Workload;
+use crate::{
+    FioJob, LocalVolume, LocalVolumeOptions, engine_status, fio, is_whole, signal, until, until_whole,
+};
+
+/// What a replica misses, and the range of the loads.
+const USED: &str = "1g";
+const USED_BYTES: u64 = 1 << 30;
+/// As many regions as stay marked whatever else happens.
+const MARKED: &str = "16m";
+const LIMIT: Duration = Duration::from_secs(600);
+const WRITE: Workload = Workload { name: "write 1 MiB sequential", rw: "write", block_size: "1m", depth: 8 };
+const RANDOM: [Workload; 2] = [
+    Workload { name: "depth 1", rw: "randwrite", block_size: "4k", depth: 1 },
+    Workload { name: "depth 32", rw: "randwrite", block_size: "4k", depth: 32 },
+];
+
+/// One run with three replicas on this host.
+#[derive(Clone, Copy, Debug)]
+pub struct RebuildFigures {
+    /// Random writes to regions that are marked already, per second, at depth 1 and 32.
+    pub marked: [f64; 2],
+    /// Random writes to [`USED`], where most find their region unmarked at first.
+    pub anywhere: [f64; 2],
+    /// Sequential writes of the client, bytes per second.
+    pub written_bytes_per_s: f64,
+    /// Copying to a replica that has missed everything, with no other load.
+    pub copied_bytes_per_s: f64,
+    /// Random writes at depth 32 while a replica is away and nothing is copied.
+    pub degraded: f64,
+    /// The same while it is brought up.
+    pub beside_rebuild: f64,
+    /// How much was copied in that time, bytes per second.
+    pub copied_beside_bytes_per_s: f64,
+}
+
+/// Measures all of them, with the files below `base`.
+///
+/// # Errors
+/// The volume does not start, or a load sees an error.
+pub fn measure_rebuild(base: &Path, seconds: u32) -> Result<RebuildFigures> {
+    let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
+    let mut options = LocalVolumeOptions::new(folder.path());
+    options.size = "10GiB".into();
+    options.extra = ["--replica-timeout-ms", "1000"].map(str::to_owned).to_vec();
+    let volume = LocalVolume::start(&options)?;
+    let run = |workload: &Workload, size: &str| load(&volume, workload, size, seconds);
+    let written_bytes_per_s = run(&WRITE, USED)?.bytes_per_s;
+    let mut marked = [0.0; 2];
+    let mut anywhere = [0.0; 2];
+    for (at, workload) in RANDOM.iter().enumerate() {
+        anywhere[at] = run(workload, USED)?.requests_per_s;
+        run(workload, MARKED)?;
+        marked[at] = run(workload, MARKED)?.requests_per_s;
+    }
+    let copied_bytes_per_s = rebuild(&volume)?;
+    let mut degraded = 0.0;
+    miss_everything(&volume, || {
+        degraded = run(&RANDOM[1], USED)?.requests_per_s;
+        Ok(())
+    })?;
+    let started = Instant::now();
+    let beside_rebuild = run(&RANDOM[1], USED)?.requests_per_s;
+    let copied = USED_BYTES.saturating_sub(left_bytes(&volume)?) as f64;
+    let copied_beside_bytes_per_s = copied / started.elapsed().as_secs_f64();
+    until_whole(&volume.engine_control()?, LIMIT)?;
+    volume.stop()?;
+    Ok(RebuildFigures {
+        marked,
+        anywhere,
+        written_bytes_per_s,
+        copied_bytes_per_s,
+        degraded,
+        beside_rebuild,
+        copied_beside_bytes_per_s,
+    })
+}
+
+fn load(volume: &LocalVolume, workload: &Workload, size: &str, seconds: u32) -> Result<crate::FioReport> {
+    let mut arguments = workload.arguments(seconds, size);
+    arguments.extend(["--ioengine=nbd".into(), format!("--uri={}", volume.ready.uri), "--name=nbd".into()]);
+    fio(&FioJob { arguments })
+}
+
+/// How fast a replica comes back that has missed a write of everything.
+fn rebuild(volume: &LocalVolume) -> Result<f64> {
+    miss_everything(volume, || Ok(()))?;
+    let started = Instant::now();
+    until_whole(&volume.engine_control()?, LIMIT)?;
+    Ok(USED_BYTES as f64 / started.elapsed().as_secs_f64())
+}
+
+/// A replica hangs while everything is written, and during `then`; returns as soon as it is being brought up.
+fn miss_everything(volume: &LocalVolume, then: impl FnOnce() -> Result<()>) -> Result<()> {
+    let (control, pid) = (volume.engine_control()?, volume.replica_pid(2)?);
+    signal(pid, Signal::SIGSTOP)?;
+    let written = load(volume, &WRITE, USED, 0).and_then(|_| then());
+    let left = engine_status(&control).map(|status| !is_whole(&status));
+    signal(pid, Signal::SIGCONT)?;
+    written?;
+    ensure!(left?, "a replica that hangs is a member");
+    until("replica that is brought up", LIMIT, || {
+        let status = engine_status(&control)?;
+        Ok(status.members.iter().any(|member| member.copy.is_some()).then_some(()))
+    })
+}
+
+/// What is left to copy; nothing where every replica is a member.
+fn left_bytes(volume: &LocalVolume) -> Result<u64> {
+    let status = engine_status(&volume.engine_control()?).context("asking the engine")?;
+    Ok(status.members.iter().filter_map(|member| member.copy).map(|copy| copy.left_bytes).sum())
+}

@@ -1,0 +1,440 @@
+//! Hosts without virtual machines: each is a network namespace with an agent in it, a controller reaches the agents
+//! over their Unix sockets, and the engines reach the replicas of other hosts over links that a test can cut.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use shorthorn_control::{EnginePhase, EngineSpec, EngineStatus, load_spec};
+
+use crate::{NbdClient, binary, engine_status, signal, until};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const PREFIX: &str = "shorthorn";
+/// Long enough for a loaded machine to answer, short enough to be waited for in a test.
+const REPLICA_TIMEOUT_MS: u32 = 2000;
+
+/// Network namespaces called after the process that made them, joined by a bridge in one more; gone when dropped.
+#[derive(Debug)]
+struct Network {
+    name: String,
+    hosts: usize,
+}
+
+impl Network {
+    /// # Errors
+    /// This is not root, or the kernel has no network namespaces.
+    fn create(hosts: usize) -> Result<Network> {
+        ensure!(
+            nix::unistd::geteuid().is_root(),
+            "network namespaces need root: run this test as root (make test does not use sudo by itself)"
+        );
+        remove_leftovers()?;
+        static CREATED: AtomicU32 = AtomicU32::new(0);
+        let number = CREATED.fetch_add(1, Ordering::Relaxed);
+        let network = Network { name: format!("{PREFIX}-{}-{number}", std::process::id()), hosts };
+        let hub = network.hub();
+        ip(&["netns", "add", &hub]).context("making a network namespace")?;
+        ip(&["-n", &hub, "link", "add", "bridge", "type", "bridge"])?;
+        ip(&["-n", &hub, "link", "set", "bridge", "up"])?;
+        for host in 0..hosts {
+            let (namespace, port) = (network.host(host), Network::port(host));
+            ip(&["netns", "add", &namespace])?;
+            let peer = ["type", "veth", "peer", "name", "eth0", "netns", &namespace];
+            ip(&[&["-n", &hub, "link", "add", &port], &peer[..]].concat())?;
+            ip(&["-n", &hub, "link", "set", &port, "master", "bridge", "up"])?;
+            ip(&["-n", &namespace, "link", "set", "lo", "up"])?;
+            ip(&["-n", &namespace, "address", "add", &format!("{}/24", address(host)), "dev", "eth0"])?;
+            ip(&["-n", &namespace, "link", "set", "eth0", "up"])?;
+        }
+        Ok(network)
+    }
+
+    fn hub(&self) -> String {
+        format!("{}-hub", self.name)
+    }
+
+    fn host(&self, host: usize) -> String {
+        format!("{}-{host}", self.name)
+    }
+
+    fn port(host: usize) -> String {
+        format!("port{host}")
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for namespace in (0..self.hosts).map(|host| self.host(host)).chain([self.hub()]) {
+            // There may be less than all of it where making it has failed.
+            let _ = remove_namespace(&namespace);
+        }
+    }
+}
+
+/// What earlier tests left that were killed.
+fn remove_leftovers() -> Result<()> {
+    let list = ip(&["netns", "list"])?;
+    for namespace in list.lines().filter_map(|line| line.split_whitespace().next()) {
+        let Some(rest) = namespace.strip_prefix(PREFIX).and_then(|rest| rest.strip_prefix('-')) else {
+            continue;
+        };
+        let owner = rest.split('-').next().unwrap_or_default();
+        if !Path::new("/proc").join(owner).exists() {
+            remove_namespace(namespace)?;
+        }
+    }
+    Ok(())
+}
+
+fn remove_namespace(namespace: &str) -> Result<()> {
+    for pid in processes_in(namespace)? {
+        let _ = signal(pid, Signal::SIGKILL); // it may have ended meanwhile
+    }
+    ip(&["netns", "delete", namespace]).map(drop)
+}
+
+fn processes_in(namespace: &str) -> Result<Vec<i32>> {
+    Ok(ip(&["netns", "pids", namespace])?.lines().filter_map(|line| line.trim().parse().ok()).collect())
+}
+
+fn address(host: usize) -> String {
+    format!("10.77.0.{}", host + 1)
+}
+
+fn ip(arguments: &[&str]) -> Result<String> {
+    let output = Command::new("ip").args(arguments).output().context("starting ip (package iproute2)")?;
+    let told = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), told.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Hosts `n0`, `n1`, … with an agent and a disk each, and a controller.
+#[derive(Debug)]
+pub struct Hosts {
+    dir: PathBuf,
+    agents: Vec<Option<Child>>,
+    controller: Option<Child>,
+    // Last: with it go all processes on the hosts.
+    network: Network,
+}
+
+impl Hosts {
+    /// Starts everything with its files below `dir`, whose path must be short.
+    ///
+    /// # Errors
+    /// Something does not start.
+    pub fn start(dir: &Path, hosts: usize) -> Result<Hosts> {
+        let network = Network::create(hosts)?;
+        let agents = (0..hosts).map(|_| None).collect();
+        let mut hosts = Hosts { dir: dir.to_owned(), agents, controller: None, network };
+        for host in 0..hosts.agents.len() {
+            hosts.write_config(host)?;
+            hosts.start_agent(host)?;
+        }
+        hosts.start_controller()?;
+        for host in 0..hosts.agents.len() {
+            let disk = hosts.host_dir(host).join("disk");
+            hosts.ctl(&["disk", "add", &name(host), text(&disk)?])?;
+        }
+        Ok(hosts)
+    }
+
+    fn host_dir(&self, host: usize) -> PathBuf {
+        self.dir.join(name(host))
+    }
+
+    fn write_config(&self, host: usize) -> Result<()> {
+        let dir = self.host_dir(host);
+        fs::create_dir_all(dir.join("disk"))?;
+        let path = |name: &str| dir.join(name).display().to_string();
+        let config = format!(
+            "node_name = \"{}\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
+             device_dir = \"{}\"\ninstances = \"children\"\ndata_address = \"{}\"\n\
+             replica_timeout_ms = {REPLICA_TIMEOUT_MS}\n",
+            name(host),
+            path("sock"),
+            path("s"),
+            path("r"),
+            path("dev"),
+            address(host)
+        );
+        Ok(fs::write(dir.join("agent.toml"), config)?)
+    }
+
+    /// A command on a host: with its network.
+    fn on(&self, host: usize, program: &str) -> Result<Command> {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net=/run/netns/{}", self.network.host(host))).arg(binary(program)?);
+        command.stdin(Stdio::null());
+        Ok(command)
+    }
+
+    /// Starts the agent of a host.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start_agent(&mut self, host: usize) -> Result<()> {
+        let config = self.host_dir(host).join("agent.toml");
+        let child = self.on(host, "shorthorn-agent")?.args(["serve", "--config"]).arg(config).spawn()?;
+        self.agents[host] = Some(child);
+        Ok(())
+    }
+
+    /// kill -9 of the agent of a host. What it has started goes on.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn kill_agent(&mut self, host: usize) -> Result<()> {
+        kill(self.agents[host].take().context("that agent does not run")?)
+    }
+
+    /// Starts the controller and waits until it answers.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn start_controller(&mut self) -> Result<()> {
+        let mut command = Command::new(binary("shorthorn-controller")?);
+        command.arg("serve").arg("--store").arg(self.dir.join("store.redb"));
+        command.args(["--listen", &self.server()]).stdin(Stdio::null());
+        for host in 0..self.agents.len() {
+            let socket = self.host_dir(host).join("sock");
+            command.args(["--node", &format!("{}=unix://{}", name(host), socket.display())]);
+        }
+        self.controller = Some(command.spawn()?);
+        until("controller that answers", LIMIT, || self.try_ctl(&["node", "list"]).map(Some)).map(drop)
+    }
+
+    /// kill -9 of the controller.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn kill_controller(&mut self) -> Result<()> {
+        kill(self.controller.take().context("the controller does not run")?)
+    }
+
+    fn server(&self) -> String {
+        format!("unix://{}", self.dir.join("ctl.sock").display())
+    }
+
+    fn try_ctl(&self, arguments: &[&str]) -> Result<String> {
+        let output = Command::new(binary("shorthornctl")?)
+            .env("SHORTHORN_SERVER", self.server())
+            .args(arguments)
+            .output()
+            .context("starting shorthornctl")?;
+        let told = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "shorthornctl {}: {}", arguments.join(" "), told.trim());
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Runs shorthornctl until it works: agents and controller may just have been started.
+    ///
+    /// # Errors
+    /// It never does.
+    pub fn ctl(&self, arguments: &[&str]) -> Result<String> {
+        let what = format!("answer to shorthornctl {}", arguments.join(" "));
+        until(&what, LIMIT, || self.try_ctl(arguments).map(Some))
+    }
+
+    /// What shorthornctl shows of a volume.
+    ///
+    /// # Errors
+    /// There is no such volume.
+    pub fn inspect(&self, volume: &str) -> Result<Value> {
+        let shown = self.ctl(&["volume", "inspect", volume, "--output", "json"])?;
+        serde_json::from_str(&shown).with_context(|| format!("reading {shown}"))
+    }
+
+    /// Cuts the link of a host, or heals it.
+    ///
+    /// # Errors
+    /// There is no such host.
+    pub fn set_link(&self, host: usize, up: bool) -> Result<()> {
+        let state = if up { "up" } else { "down" };
+        ip(&["-n", &self.network.hub(), "link", "set", &Network::port(host), state]).map(drop)
+    }
+
+    /// The processes of a volume on a host whose command line has all these words: `engine`, or `replica`.
+    ///
+    /// # Errors
+    /// There is no such host.
+    pub fn processes(&self, host: usize, role: &str) -> Result<Vec<i32>> {
+        let is_one = |pid: &i32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes())
+        };
+        Ok(processes_in(&self.network.host(host))?.into_iter().filter(is_one).collect())
+    }
+
+    /// The control socket of the engine of a volume on a host.
+    #[must_use]
+    pub fn engine_control(&self, host: usize, volume: &str) -> PathBuf {
+        self.host_dir(host).join("r/engine").join(format!("{volume}.control"))
+    }
+
+    /// What the engine of a volume on a host says of itself.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn engine_status(&self, host: usize, volume: &str) -> Result<EngineStatus> {
+        engine_status(&self.engine_control(host, volume))
+    }
+
+    /// A client of a volume on a host.
+    ///
+    /// # Errors
+    /// Its engine does not answer.
+    pub fn client(&self, host: usize, volume: &str) -> Result<NbdClient> {
+        let socket = self.host_dir(host).join("r/engine").join(format!("{volume}.nbd"));
+        NbdClient::connect(&socket, volume, LIMIT)
+    }
+
+    /// Starts an engine of the next attachment on another host by hand, as a controller does that has lost sight of
+    /// the host of the first one.
+    ///
+    /// # Errors
+    /// The first host has never had the volume, or the engine does not serve.
+    pub fn attach_by_hand(&self, volume: &str, from: usize, to: usize) -> Result<HandMadeEngine> {
+        let spec_file = self.host_dir(from).join("s/instances/engine").join(format!("{volume}.json"));
+        let mut spec: EngineSpec = load_spec(&spec_file)?;
+        let dir = self.host_dir(to).join("by-hand");
+        fs::create_dir_all(&dir)?;
+        spec.attach += 1;
+        spec.state_file = dir.join("state.json");
+        spec.control_socket = dir.join("control");
+        spec.frontend_socket = dir.join("nbd");
+        for replica in &mut spec.replicas {
+            // Sockets of files are shared between these hosts, which those of real hosts are not.
+            replica.addresses.retain(|address| address.starts_with("tcp:"));
+            replica.local = false;
+        }
+        for (host, replica) in self.tcp_addresses(volume)? {
+            let known = spec.replicas.iter_mut().find(|known| known.replica.to_string() == replica);
+            let known = known.with_context(|| format!("replica {replica} is not the engine's"))?;
+            known.addresses = vec![host];
+        }
+        let file = dir.join("spec.json");
+        shorthorn_control::store_spec(&file, &spec)?;
+        let child = self.on(to, "shorthorn-agent")?.args(["engine", "--spec"]).arg(file).spawn()?;
+        Ok(HandMadeEngine { child, dir, volume: volume.to_owned() })
+    }
+
+    /// The addresses of a volume's replicas for engines on other hosts, with their ids.
+    fn tcp_addresses(&self, volume: &str) -> Result<Vec<(String, String)>> {
+        let mut found = Vec::new();
+        for host in 0..self.agents.len() {
+            let folder = self.host_dir(host).join("s/instances/replica");
+            for entry in fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
+                let spec: shorthorn_control::ReplicaSpec = load_spec(&entry?.path())?;
+                let address = spec.data_address.filter(|_| spec.volume.as_str() == volume);
+                found.extend(address.map(|address| (format!("tcp:{address}"), spec.replica.to_string())));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The replica directories of a volume, of all hosts.
+    ///
+    /// # Errors
+    /// A disk cannot be read.
+    pub fn directories(&self, volume: &str) -> Result<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        for host in 0..self.agents.len() {
+            for entry in fs::read_dir(self.host_dir(host).join("disk/replicas"))? {
+                let path = entry?.path();
+                let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+                if name.strip_prefix(volume).is_some_and(|rest| rest.starts_with('-')) {
+                    found.push(path);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Detaches a volume and waits until none of its processes is there.
+    ///
+    /// # Errors
+    /// It stays.
+    pub fn detach(&self, volume: &str) -> Result<()> {
+        self.ctl(&["volume", "detach", volume])?;
+        until("end of all processes", LIMIT, || {
+            for host in 0..self.agents.len() {
+                let left = [self.processes(host, "engine")?, self.processes(host, "replica")?].concat();
+                ensure!(left.is_empty(), "{left:?} on {}", name(host));
+            }
+            Ok(Some(()))
+        })
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        let agents = self.agents.iter_mut().filter_map(Option::take);
+        for child in agents.chain(self.controller.take()) {
+            let _ = kill(child);
+        }
+    }
+}
+
+/// An engine that no agent knows.
+#[derive(Debug)]
+pub struct HandMadeEngine {
+    child: Child,
+    dir: PathBuf,
+    volume: String,
+}
+
+impl HandMadeEngine {
+    /// A client of it, if it serves already.
+    ///
+    /// # Errors
+    /// It has ended, or its socket does not work.
+    pub fn try_client(&mut self) -> Result<Option<NbdClient>> {
+        if let Some(status) = self.child.try_wait()? {
+            bail!("the engine has ended with {status}");
+        }
+        match self.status() {
+            Ok(status) if status.phase == EnginePhase::Serving => {
+                NbdClient::connect(&self.dir.join("nbd"), &self.volume, LIMIT).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// What it says of itself.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn status(&self) -> Result<EngineStatus> {
+        engine_status(&self.dir.join("control"))
+    }
+}
+
+impl Drop for HandMadeEngine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The name of a host.
+#[must_use]
+pub fn name(host: usize) -> String {
+    format!("n{host}")
+}
+
+fn text(path: &Path) -> Result<&str> {
+    path.to_str().context("a path that is no UTF-8")
+}
+
+fn kill(mut child: Child) -> Result<()> {
+    child.kill()?;
+    child.wait()?;
+    Ok(())
+}

@@ -1,0 +1,360 @@
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+const SERVER_MAGIC: u64 = 0x4e42_444d_4147_4943;
+const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+/// Fixed newstyle, and no zeroes after the export's information.
+const CLIENT_FLAGS: u32 = 3;
+const OPTION_GO: u32 = 7;
+const REPLY_ACK: u32 = 1;
+const REPLY_INFO: u32 = 3;
+const INFO_EXPORT: u16 = 0;
+const COMMAND_FLAG_FUA: u16 = 1;
+const REPLY_BYTES: usize = 16;
+/// The longest reply to an option that is taken.
+const OPTION_REPLY_MAX_BYTES: u32 = 64 << 10;
+
+/// An engine that listens answers a negotiation; one that does not is tried again.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// Between two attempts to connect.
+const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+
+/// What a client asks for. Offsets and lengths are in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdRequest {
+    /// The answer has the data.
+    Read {
+        /// Where.
+        offset: u64,
+        /// How much.
+        length: u32,
+    },
+    /// New data.
+    Write {
+        /// Where.
+        offset: u64,
+        /// What.
+        data: Vec<u8>,
+        /// Durable when answered.
+        fua: bool,
+    },
+    /// Makes durable what was answered before.
+    Flush,
+    /// The data is of no more use.
+    Trim {
+        /// Where.
+        offset: u64,
+        /// How much.
+        length: u32,
+    },
+    /// Reads as zeroes from now on.
+    WriteZeroes {
+        /// Where.
+        offset: u64,
+        /// How much.
+        length: u32,
+        /// Durable when answered.
+        fua: bool,
+    },
+}
+
+/// An answer.
+#[derive(Clone, Debug)]
+pub struct NbdCompletion {
+    /// What [`NbdClient::submit`] returned.
+    pub cookie: u64,
+    /// What was asked for.
+    pub request: NbdRequest,
+    /// The data of a read, or an errno value.
+    pub outcome: Result<Vec<u8>, u32>,
+}
+
+/// A pipelined NBD client on a Unix socket that survives its server, as the kernel's does: it connects again and
+/// sends what has no answer once more, in the order in which it was submitted.
+#[derive(Debug)]
+pub struct NbdClient {
+    socket: PathBuf,
+    export: String,
+    size_bytes: u64,
+    connection: Option<Connection>,
+    outstanding: BTreeMap<u64, NbdRequest>,
+    done: VecDeque<NbdCompletion>,
+    next_cookie: u64,
+    reconnections: u64,
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: UnixStream,
+    /// What is to be sent still.
+    out: VecDeque<u8>,
+    /// What was received of an answer that is not here whole.
+    input: Vec<u8>,
+}
+
+impl NbdClient {
+    /// Connects to the export `export` behind `socket`, trying for as long as `limit`.
+    ///
+    /// # Errors
+    /// Nobody answers there in time.
+    pub fn connect(socket: &Path, export: &str, limit: Duration) -> Result<NbdClient> {
+        let mut client = NbdClient {
+            socket: socket.to_owned(),
+            export: export.to_owned(),
+            size_bytes: 0,
+            connection: None,
+            outstanding: BTreeMap::new(),
+            done: VecDeque::new(),
+            next_cookie: 1,
+            reconnections: 0,
+        };
+        let deadline = Instant::now() + limit;
+        loop {
+            match client.try_connect() {
+                Ok(()) => return Ok(client),
+                Err(error) if Instant::now() >= deadline => {
+                    return Err(error.context(format!("no NBD server at {}", socket.display())));
+                }
+                Err(_) => std::thread::sleep(CONNECT_PAUSE),
+            }
+        }
+    }
+
+    /// Size of the export.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// How often the connection was lost and made again.
+    #[must_use]
+    pub fn reconnections(&self) -> u64 {
+        self.reconnections
+    }
+
+    /// Requests without an answer, by their cookies.
+    #[must_use]
+    pub fn outstanding(&self) -> &BTreeMap<u64, NbdRequest> {
+        &self.outstanding
+    }
+
+    /// Gives a request to the server, now or as soon as there is one again.
+    pub fn submit(&mut self, request: NbdRequest) -> u64 {
+        let cookie = self.next_cookie;
+        self.next_cookie += 1;
+        if let Some(connection) = &mut self.connection {
+            connection.queue(cookie, &request);
+        }
+        self.outstanding.insert(cookie, request);
+        cookie
+    }
+
+    /// The next answer; none where there is none within `limit`.
+    ///
+    /// # Errors
+    /// The server breaks the protocol. A connection that ends is none: it is made again.
+    pub fn wait(&mut self, limit: Duration) -> Result<Option<NbdCompletion>> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(completion) = self.done.pop_front() {
+                return Ok(Some(completion));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Some(connection) = &mut self.connection else {
+                match self.try_connect() {
+                    Ok(()) => self.reconnections += 1,
+                    Err(_) if left.is_zero() => return Ok(None),
+                    Err(_) => std::thread::sleep(CONNECT_PAUSE.min(left)),
+                }
+                continue;
+            };
+            connection.wait(left)?;
+            if connection.exchange().is_err() {
+                self.connection = None;
+                continue;
+            }
+            self.take_answers()?;
+            if self.done.is_empty() && left.is_zero() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Asks and waits for the answer; other answers that come meanwhile are kept.
+    ///
+    /// # Errors
+    /// No answer within `limit`.
+    pub fn call(&mut self, request: NbdRequest, limit: Duration) -> Result<Result<Vec<u8>, u32>> {
+        let cookie = self.submit(request);
+        let mut others = VecDeque::new();
+        let deadline = Instant::now() + limit;
+        let outcome = loop {
+            match self.wait(deadline.saturating_duration_since(Instant::now()))? {
+                Some(completion) if completion.cookie == cookie => break completion.outcome,
+                Some(completion) => others.push_back(completion),
+                None => bail!("no answer from {} within {limit:?}", self.socket.display()),
+            }
+        };
+        others.append(&mut self.done);
+        self.done = others;
+        Ok(outcome)
+    }
+
+    fn try_connect(&mut self) -> Result<()> {
+        let (stream, size_bytes) = negotiate(&self.socket, &self.export)?;
+        let mut connection = Connection { stream, out: VecDeque::new(), input: Vec::new() };
+        for (cookie, request) in &self.outstanding {
+            connection.queue(*cookie, request);
+        }
+        self.size_bytes = size_bytes;
+        self.connection = Some(connection);
+        Ok(())
+    }
+
+    fn take_answers(&mut self) -> Result<()> {
+        let Some(connection) = &mut self.connection else { return Ok(()) };
+        let mut taken = 0;
+        while let Some(header) = connection.input.get(taken..taken + REPLY_BYTES) {
+            let (magic, error, cookie) = (be32(header), be32(&header[4..]), be64(&header[8..]));
+            ensure!(magic == SIMPLE_REPLY_MAGIC, "an NBD reply begins with {magic:#x}");
+            let request = self.outstanding.get(&cookie);
+            let request = request.with_context(|| format!("an answer to {cookie}, which nobody asked"))?;
+            let data_bytes = match request {
+                NbdRequest::Read { length, .. } if error == 0 => usize::try_from(*length)?,
+                _ => 0,
+            };
+            let data = taken + REPLY_BYTES..taken + REPLY_BYTES + data_bytes;
+            let Some(data_here) = connection.input.get(data.clone()) else { break };
+            let outcome = if error == 0 { Ok(data_here.to_vec()) } else { Err(error) };
+            taken = data.end;
+            if let Some(request) = self.outstanding.remove(&cookie) {
+                self.done.push_back(NbdCompletion { cookie, request, outcome });
+            }
+        }
+        connection.input.drain(..taken);
+        Ok(())
+    }
+}
+
+impl Connection {
+    fn queue(&mut self, cookie: u64, request: &NbdRequest) {
+        let fua_flag = |fua: &bool| if *fua { COMMAND_FLAG_FUA } else { 0 };
+        let (kind, flags, offset, length): (u16, u16, u64, u32) = match request {
+            NbdRequest::Read { offset, length } => (0, 0, *offset, *length),
+            NbdRequest::Write { offset, data, fua } => {
+                (1, fua_flag(fua), *offset, u32::try_from(data.len()).expect("requests are small"))
+            }
+            NbdRequest::Flush => (3, 0, 0, 0),
+            NbdRequest::Trim { offset, length } => (4, 0, *offset, *length),
+            NbdRequest::WriteZeroes { offset, length, fua } => (6, fua_flag(fua), *offset, *length),
+        };
+        self.out.extend(REQUEST_MAGIC.to_be_bytes());
+        self.out.extend(flags.to_be_bytes());
+        self.out.extend(kind.to_be_bytes());
+        self.out.extend(cookie.to_be_bytes());
+        self.out.extend(offset.to_be_bytes());
+        self.out.extend(length.to_be_bytes());
+        if let NbdRequest::Write { data, .. } = request {
+            self.out.extend(data);
+        }
+    }
+
+    /// Waits until there is something to receive, or room to send.
+    fn wait(&self, limit: Duration) -> Result<()> {
+        let mut flags = PollFlags::POLLIN;
+        flags.set(PollFlags::POLLOUT, !self.out.is_empty());
+        // Rounded up: a wait of less than a millisecond is no reason to spin.
+        let limit = PollTimeout::try_from(limit.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.stream.as_fd(), flags)], limit) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+            Err(error) => Err(error).context("polling an NBD connection"),
+        }
+    }
+
+    /// Sends and receives what can be without waiting; an error where the connection has ended.
+    fn exchange(&mut self) -> io::Result<()> {
+        while !self.out.is_empty() {
+            match self.stream.write(self.out.as_slices().0) {
+                Ok(sent) => drop(self.out.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            }
+        }
+        let mut chunk = [0; 64 << 10];
+        loop {
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(received) => self.input.extend(&chunk[..received]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Fixed newstyle with GO: a stream in the transmission phase that does not block, and the size of the export.
+fn negotiate(socket: &Path, export: &str) -> Result<(UnixStream, u64)> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(HANDSHAKE_LIMIT))?;
+    stream.set_write_timeout(Some(HANDSHAKE_LIMIT))?;
+    let greeting: [u8; 18] = receive(&mut stream)?;
+    ensure!(
+        be64(&greeting) == SERVER_MAGIC && be64(&greeting[8..]) == OPTION_MAGIC,
+        "no NBD server: {greeting:?}"
+    );
+    stream.write_all(&go_option(export)?)?;
+    let mut size_bytes = None;
+    loop {
+        let header: [u8; 20] = receive(&mut stream)?;
+        let (kind, length) = (be32(&header[12..]), be32(&header[16..]));
+        ensure!(be64(&header) == OPTION_REPLY_MAGIC && length <= OPTION_REPLY_MAX_BYTES, "{header:?}");
+        let mut data = vec![0; usize::try_from(length)?];
+        stream.read_exact(&mut data)?;
+        match kind {
+            REPLY_INFO if data.len() >= 10 && data[..2] == INFO_EXPORT.to_be_bytes() => {
+                size_bytes = Some(be64(&data[2..]));
+            }
+            REPLY_INFO => {}
+            REPLY_ACK => break,
+            refused => bail!("the export {export} is refused with {refused:#x}"),
+        }
+    }
+    stream.set_nonblocking(true)?;
+    Ok((stream, size_bytes.context("the server does not tell the size")?))
+}
+
+fn go_option(export: &str) -> Result<Vec<u8>> {
+    let name_bytes = u32::try_from(export.len())?;
+    let mut message = CLIENT_FLAGS.to_be_bytes().to_vec();
+    message.extend(OPTION_MAGIC.to_be_bytes());
+    message.extend(OPTION_GO.to_be_bytes());
+    message.extend((name_bytes + 6).to_be_bytes());
+    message.extend(name_bytes.to_be_bytes());
+    message.extend(export.as_bytes());
+    message.extend(0u16.to_be_bytes()); // no more information than there is anyway
+    Ok(message)
+}
+
+fn receive<const N: usize>(stream: &mut UnixStream) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn be32(bytes: &[u8]) -> u32 {
+    u32::from_be_bytes(*bytes.first_chunk().expect("four bytes"))
+}
+
+fn be64(bytes: &[u8]) -> u64 {
+    u64::from_be_bytes(*bytes.first_chunk().expect("eight bytes"))
+}

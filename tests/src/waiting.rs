@@ -1,0 +1,28 @@
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+/// Between two looks at what cannot be waited for.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Looks again and again until `look` finds something, and returns it.
+///
+/// # Errors
+/// It finds nothing within `limit`; what it said last, as an error or as the reason for `Err`, is in the message.
+pub fn until<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let found = look();
+        if let Ok(Some(found)) = found {
+            return Ok(found);
+        }
+        if Instant::now() >= deadline {
+            let message = format!("no {what} within {limit:?}");
+            match found {
+                Ok(_) => bail!("{message}"),
+                Err(error) => return Err(error).context(message),
+            }
+        }
+        std::thread::sleep(PAUSE);
+    }
+}

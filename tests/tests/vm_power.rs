@@ -1,0 +1,210 @@
+//! A machine loses its power under load, and its disk what was not flushed. All that was durable is there when it has
+//! started again, and all replicas are equal.
+//!
+//! Once the machine is switched off; and once the disk's writes are recorded, and replayed up to the moments at which the
+//! client was told that its data is durable, without anything that was not flushed by then.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use shorthorn_tests::{NODE, Ready, VmHost, until};
+use shorthorn_vmkit::{DataDisk, Durability, FileSystem, Kernel, Output, Running};
+
+const LIMIT: Duration = Duration::from_secs(300);
+const CUTS: u32 = 2;
+
+#[test]
+fn what_was_flushed_survives_power_cuts() -> Result<()> {
+    let disk = DataDisk::new(4096, FileSystem::Ext4).durability(Durability::VolatileCache);
+    let mut host = VmHost::start(VmHost::options(Kernel::Ublk).data_disk(disk))?;
+    push_scripts(&host)?;
+    for volume in ["raw", "files"] {
+        host.ctl(&format!("volume create {volume} --size 128MiB --replicas 3 --soft-anti-affinity"))?;
+        host.ctl(&format!("volume attach {volume} --node {NODE}"))?;
+    }
+    host.sh(
+        "mkfs.ext4 -q /dev/longhorn/files && mkdir -p /mnt/files && mount /dev/longhorn/files /mnt/files",
+    )?;
+    // The programs and the configuration are on the root disk: they are not what is tested.
+    host.sh("sync")?;
+    for cut in 0..CUTS {
+        let writers = start_writers(&host, cut)?;
+        let heard = cut_under_load(&mut host, writers)?;
+        come_back(&mut host)?;
+        for (writer, heard) in &heard {
+            host.sh(&format!("/root/writer.py check {writer} {heard}"))
+                .with_context(|| format!("after power cut {cut}"))?;
+        }
+        println!("power cut {cut}: durable rounds {:?}", heard.map(|(_, heard)| heard));
+    }
+    host.sh("umount /mnt/files")?;
+    for volume in ["raw", "files"] {
+        host.ctl(&format!("volume detach {volume}"))?;
+        replicas_are_equal(&host, volume)?;
+    }
+    Ok(())
+}
+
+fn push_scripts(host: &VmHost) -> Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vm_power");
+    let files = [
+        (folder.join("writer.py"), "/root/writer.py", 0o755),
+        (folder.join("replay.py"), "/root/replay.py", 0o755),
+    ];
+    host.vm.push(&files)
+}
+
+/// What each writer is told, and the writer.
+type Writer = (String, Running);
+
+fn start_writers(host: &VmHost, cut: u32) -> Result<[Writer; 3]> {
+    let (first, second) = (2 * cut, 2 * cut + 1);
+    let start = |what: String| -> Result<Writer> {
+        let running = host.spawn(&format!("exec /root/writer.py write {what}"))?;
+        Ok((what, running))
+    };
+    Ok([
+        start(format!("device /dev/longhorn/raw {first}"))?,
+        start(format!("device /dev/longhorn/raw {second}"))?,
+        start(format!("files /mnt/files {cut}"))?,
+    ])
+}
+
+/// Takes the power away while everybody writes; what every writer had said to be durable.
+fn cut_under_load(host: &mut VmHost, writers: [Writer; 3]) -> Result<[(String, u32); 3]> {
+    // Not always at the same place: somewhere between a few rounds and a few more.
+    let rounds = fastrand::u32(5..60);
+    until("durable rounds", LIMIT, || {
+        for (what, running) in &writers {
+            let heard = last_round(&running.output_so_far())?;
+            ensure!(heard >= rounds, "{what}: {heard} of {rounds} rounds");
+        }
+        Ok(Some(()))
+    })
+    .with_context(|| host.journal())?;
+    host.vm.power_cut()?;
+    let heard = |(what, running): Writer| -> Result<(String, u32)> {
+        Ok((what, last_round(&running.output_so_far())?))
+    };
+    let [first, second, third] = writers;
+    Ok([heard(first)?, heard(second)?, heard(third)?])
+}
+
+/// The last line that is whole.
+fn last_round(output: &Output) -> Result<u32> {
+    let text = String::from_utf8_lossy(&output.stdout);
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    whole.lines().next_back().map_or(Ok(0), |line| line.parse()).with_context(|| output.text())
+}
+
+fn come_back(host: &mut VmHost) -> Result<()> {
+    let started = Instant::now();
+    host.vm.cold_start()?;
+    host.sh("systemctl start shorthorn-agent shorthorn-controller")?;
+    for volume in ["raw", "files"] {
+        until("healthy volume", LIMIT, || {
+            // Until it has seen the agent, the controller shows what was before the cut: the device tells more.
+            let shown = host.inspect(volume)?;
+            ensure!(shown["state"] == "attached" && shown["robustness"] == "healthy", "{shown:#}");
+            Ok(host.vm.run(&format!("test -b /dev/longhorn/{volume}"))?.success().then_some(()))
+        })
+        .with_context(|| host.journal())?;
+    }
+    println!("booted and attached again after {:.1} s", started.elapsed().as_secs_f32());
+    host.sh("mount /dev/longhorn/files /mnt/files").map(drop)
+}
+
+fn replicas_are_equal(host: &VmHost, volume: &str) -> Result<()> {
+    let sums = host.sh(&format!(
+        "for directory in /var/lib/longhorn/replicas/{volume}-*; do \
+         shorthorn-agent replica export $directory - | sha256sum; done"
+    ))?;
+    all_equal(&sums).with_context(|| volume.to_owned())
+}
+
+fn all_equal(sums: &str) -> Result<()> {
+    let sums: Vec<&str> = sums.lines().collect();
+    ensure!(sums.len() == 3 && sums.iter().all(|sum| *sum == sums[0]), "replicas differ: {sums:?}");
+    Ok(())
+}
+
+const REPLAYS: u32 = 3;
+
+#[test]
+fn every_flush_is_a_point_to_start_from() -> Result<()> {
+    let host = VmHost::bare(VmHost::options(Kernel::Ublk).data_disk(DataDisk::blank(4096)))?;
+    push_scripts(&host)?;
+    // The first 256 MiB are recorded, the record is behind them.
+    host.sh(&format!(
+        "modprobe -a dm_log_writes loop && mkdir -p /mnt/disk /mnt/ram && mount -t tmpfs -o size=600m tmpfs /mnt/ram && \
+         dmsetup create store --table '0 524288 linear {disk} 0' && \
+         dmsetup create log --table '0 7340032 linear {disk} 524288' && \
+         dmsetup create logged --table '0 524288 log-writes /dev/mapper/store /dev/mapper/log' && \
+         mkfs.ext4 -q /dev/mapper/logged && mount /dev/mapper/logged /mnt/disk",
+        disk = DataDisk::guest_path()
+    ))?;
+    let (volume, ready) = run_volume(&host)?;
+    let device = ready.device.context("the volume has no device")?;
+    let write = |seed: u32, environment: &str| {
+        host.spawn(&format!("{environment} exec /root/writer.py write device {} {seed}", device.display()))
+    };
+    // The second one has writes under way whenever the first one is told that its own are durable.
+    let (marker, other) = (write(0, "MARK=logged")?, write(1, "")?);
+    until("durable rounds", LIMIT, || {
+        let (heard, busy) = (last_round(&marker.output_so_far())?, last_round(&other.output_so_far())?);
+        ensure!(heard >= 30 && busy > 0, "{heard} of 30 rounds");
+        Ok(Some(()))
+    })?;
+    let heard = last_round(&marker.output_so_far())?;
+    marker.kill();
+    other.kill();
+    host.sh(&format!("kill -TERM {}", ready.pids.supervisor))?;
+    host.finish(volume, LIMIT)?;
+    host.sh("umount /mnt/disk && dmsetup remove logged")?;
+    for replay in 1..=REPLAYS {
+        let mark = fastrand::u32(1..=heard * replay / REPLAYS);
+        start_from(&host, mark, heard).with_context(|| format!("replayed to round {mark} of {heard}"))?;
+        println!("round {mark} of {heard} is there when nothing later is");
+    }
+    Ok(())
+}
+
+/// Starts the volume with what its disk had when round `mark` was durable; round `last` came later or is the same.
+fn start_from(host: &VmHost, mark: u32, last: u32) -> Result<()> {
+    // What a new boot is to the replicas: what they had not made durable is gone.
+    host.sh("umount /proc/sys/kernel/random/boot_id 2>/dev/null || true; \
+         cat /proc/sys/kernel/random/uuid > /mnt/ram/boot_id; \
+         mount --bind /mnt/ram/boot_id /proc/sys/kernel/random/boot_id")?;
+    host.sh(&format!(
+        "rm -f /mnt/ram/disk; truncate --size 256M /mnt/ram/disk; \
+         /root/replay.py /dev/mapper/log /mnt/ram/disk {mark} && mount -o loop /mnt/ram/disk /mnt/disk"
+    ))?;
+    let (volume, ready) = run_volume(host)?;
+    let device = ready.device.context("the volume has no device")?;
+    let check = |round: u32| format!("/root/writer.py check device {} 0 {round}", device.display());
+    host.sh(&check(mark))?;
+    // One later round may have been durable before its mark; several show that nothing was left out.
+    ensure!(last < mark + 3 || !host.vm.run(&check(last))?.success(), "round {last} is there too");
+    host.sh(&format!("kill -TERM {}", ready.pids.supervisor))?;
+    host.finish(volume, LIMIT)?;
+    let sums = host.sh(
+        "for directory in /mnt/disk/volume/replicas/*; do shorthorn-agent replica export $directory - | sha256sum; done; \
+         umount /mnt/disk",
+    )?;
+    all_equal(&sums)
+}
+
+fn run_volume(host: &VmHost) -> Result<(Running, Ready)> {
+    let running = host.spawn(
+        "exec shorthorn-agent run v --dir /mnt/disk/volume --size 16MiB --replicas 3 --frontend ublk \
+         --replica-timeout-ms 60000",
+    )?;
+    let ready = until("line that says that the volume is ready", LIMIT, || {
+        let output = running.output_so_far();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let line = text.lines().find(|line| line.starts_with('{')).with_context(|| output.text())?;
+        Ok(Some(serde_json::from_str(line)?))
+    })?;
+    Ok((running, ready))
+}
