@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_types::VolumeName;
+use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    ConditionType, CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Frontend, Metadata, Object,
-    Secret,
+    ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, DiskStatus, Engine,
+    EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberStatus, Metadata, Node, NodeSpec,
+    NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::observed::{AgentInfo, Detail, EngineView, Instance, InstanceKey, InstanceState};
 use crate::requests::{Change, CreateVolume};
@@ -132,4 +133,106 @@ fn no_place_is_refused_while_nodes_may_still_come() {
     assert_eq!(again, Some(UNREACHABLE_AFTER));
     let (conditions, _) = volume_after(&agents, now() + UNREACHABLE_AFTER);
     assert_eq!(conditions.get(ConditionType::Scheduled).unwrap().reason, "NoPlace");
+}
+
+const DISK: &str = "/var/lib/longhorn";
+const DISK_BYTES: u64 = 1 << 40;
+
+/// A ready node with a disk that has room.
+fn node(name: &str) -> Node {
+    let mut conditions = Conditions::default();
+    conditions.set(ConditionType::Ready, Finding::Well, now());
+    let disks = BTreeMap::from([(DISK.to_owned(), DiskSpec::of_new(DISK_BYTES))]);
+    let status = DiskStatus { storage_maximum: DISK_BYTES, ..DiskStatus::default() };
+    let disk_status = BTreeMap::from([(DISK.to_owned(), status)]);
+    Node {
+        metadata: Metadata::new(name, now()),
+        spec: NodeSpec { address: String::new(), allow_scheduling: true, disks },
+        status: NodeStatus { conditions, disk_status, ..NodeStatus::default() },
+    }
+}
+
+fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica {
+    let volume_name = VolumeName::new("v").unwrap();
+    Replica {
+        metadata: Metadata::new(ReplicaSpec::instance_name(&volume_name, id), now()),
+        spec: ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 20,
+            replica_id: id,
+            node_id: NodeName::new(node).unwrap(),
+            disk_path: DISK.to_owned(),
+            disk_id: String::new(),
+            desire_state: DesireState::Running,
+        },
+        status: ReplicaStatus {
+            current_state: CurrentState::Running,
+            data: DataState::Present,
+            healthy_at: Some(now()),
+            lost_since,
+            ..ReplicaStatus::default()
+        },
+    }
+}
+
+/// The volume is attached to a, with one replica there and one on b that has been away for too long; c is free.
+fn degraded_world() -> World {
+    let mut world = world();
+    let (kept, lost) = (ReplicaId::from_random(1), ReplicaId::from_random(2));
+    let here = NodeName::new("a").unwrap();
+    let mut volume = world.volumes.remove("v").unwrap();
+    volume.spec.node_id = Some(here.clone());
+    volume.spec.number_of_replicas = 2;
+    volume.status.current_node_id = Some(here);
+    volume.status.state = VolumeState::Attached;
+    volume.status.robustness = Robustness::Degraded;
+    volume.status.attach = ATTACH;
+    volume.status.first_members = vec![kept, lost];
+    world.insert(volume.into());
+    let mut engine = world.engines.remove("v").unwrap();
+    engine.status.current_state = CurrentState::Running;
+    engine.status.seen_attach = ATTACH;
+    engine.status.phase = "serving".to_owned();
+    engine.status.replica_mode_map = BTreeMap::from([
+        (kept, MemberStatus::of(MemberMode::Member)),
+        (lost, MemberStatus::of(MemberMode::Failed)),
+    ]);
+    world.insert(engine.into());
+    world.insert(replica(kept, "a", None).into());
+    world.insert(replica(lost, "b", Some(now())).into());
+    for name in ["a", "b", "c"] {
+        world.insert(node(name).into());
+    }
+    world
+}
+
+#[test]
+fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
+    let world = degraded_world();
+    let mut agents = agents(None);
+    let decide = |agents: &Agents, now| {
+        let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
+        let context = Context { world: &world, agents, now, random: [7; MAX_MEMBERS], settings };
+        let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
+        let new = decision.actions.iter().find_map(|action| match action {
+            Action::Write(object) => match &**object {
+                Object::Replica(new) if new.status.data == DataState::None => {
+                    Some(new.spec.node_id.to_string())
+                }
+                _ => None,
+            },
+            _ => None,
+        });
+        (new, decision.look_again)
+    };
+    let c = NodeName::new("c").unwrap();
+    let mut free = agents.by_node.values().next().unwrap().clone();
+    free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
+    agents.by_node.insert(c.clone(), free);
+    assert_eq!(decide(&agents, now()).0.as_deref(), Some("c"));
+
+    let link = Link::Down { since: now(), reason: "not reached yet".to_owned() };
+    agents.by_node.get_mut(&c).unwrap().link = link;
+    assert_eq!(decide(&agents, now()), (None, Some(UNREACHABLE_AFTER)));
+    assert_eq!(decide(&agents, now() + UNREACHABLE_AFTER).0.as_deref(), Some("b"));
 }

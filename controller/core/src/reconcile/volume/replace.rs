@@ -166,7 +166,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A place on a node that has none of the replicas; else beside one that is lost.
+    /// A place on a node that has none of the replicas; else, once every node was asked, beside one that is lost.
     fn place_one_more(&self) -> Result<Placement, Refusal> {
         let spec = &self.stored.spec;
         let request = Request { size_bytes: spec.size, soft_anti_affinity: spec.replica_soft_anti_affinity };
@@ -174,7 +174,11 @@ impl<'a> Run<'a> {
         let wanted = u32::try_from(self.replicas.len() + 1).unwrap_or(u32::MAX);
         let mut elsewhere = nodes.clone();
         let placed = scheduler::place(&request, &mut elsewhere, wanted);
-        let placed = placed.or_else(|_| scheduler::place(&request, &mut self.excuse_lost(nodes), wanted));
+        let placed = if placed.is_err() && self.nodes_may_come().is_none() {
+            scheduler::place(&request, &mut self.excuse_lost(nodes), wanted)
+        } else {
+            placed
+        };
         placed.and_then(|placements| {
             let none = Refusal { placed: wanted - 1, wanted, by_node: BTreeMap::new() };
             placements.into_iter().next().ok_or(none)
