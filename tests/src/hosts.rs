@@ -226,6 +226,7 @@ impl Hosts {
         let output = Command::new(binary("shorthornctl")?)
             .env("SHORTHORN_SERVER", self.server())
             .args(arguments)
+            .stdin(Stdio::null())
             .output()
             .context("starting shorthornctl")?;
         let told = String::from_utf8_lossy(&output.stderr);
@@ -240,6 +241,17 @@ impl Hosts {
     pub fn ctl(&self, arguments: &[&str]) -> Result<String> {
         let what = format!("answer to shorthornctl {}", arguments.join(" "));
         until(&what, LIMIT, || self.try_ctl(arguments).map(Some))
+    }
+
+    /// What shorthornctl says where it must refuse.
+    ///
+    /// # Errors
+    /// It does as it is told.
+    pub fn refused(&self, arguments: &[&str]) -> Result<String> {
+        match self.try_ctl(arguments) {
+            Ok(told) => bail!("shorthornctl {} is not refused: {told}", arguments.join(" ")),
+            Err(error) => Ok(error.to_string()),
+        }
     }
 
     /// What shorthornctl shows of a volume.

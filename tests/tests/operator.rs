@@ -1,0 +1,133 @@
+//! What an operator is told about a volume that is not well, and decides: real agents, engines and replicas on three
+//! hosts, which are network namespaces of this machine.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use shorthorn_tests::hosts::{Hosts, name};
+use shorthorn_tests::{NbdClient, NbdRequest, compare_exports, until, until_whole};
+
+/// Far more than anything takes.
+const LIMIT: Duration = Duration::from_secs(120);
+const VOLUME: &str = "v";
+const BLOCK_BYTES: u32 = 64 << 10;
+
+fn write(client: &mut NbdClient, block: u64, byte: u8) -> Result<()> {
+    let data = vec![byte; BLOCK_BYTES as usize];
+    let offset = block * u64::from(BLOCK_BYTES);
+    let answer = client.call(NbdRequest::Write { offset, data, fua: true }, LIMIT)?;
+    ensure!(answer.is_ok(), "writing block {block}: errno {answer:?}");
+    Ok(())
+}
+
+fn ensure_block(client: &mut NbdClient, block: u64, byte: u8) -> Result<()> {
+    let offset = block * u64::from(BLOCK_BYTES);
+    let answer = client.call(NbdRequest::Read { offset, length: BLOCK_BYTES }, LIMIT)?;
+    let data = answer.map_err(|errno| anyhow::anyhow!("reading block {block}: errno {errno}"))?;
+    let wrong = data.iter().find(|found| **found != byte);
+    ensure!(wrong.is_none(), "block {block} has {wrong:?} where {byte} was written");
+    Ok(())
+}
+
+fn until_shown(hosts: &Hosts, what: &str, is_so: impl Fn(&Value) -> bool) -> Result<Value> {
+    until(what, LIMIT, || {
+        let shown = hosts.inspect(VOLUME)?;
+        ensure!(is_so(&shown), "{shown:#}");
+        Ok(Some(shown))
+    })
+}
+
+/// Waits until `volume why` has all these words.
+fn until_told(hosts: &Hosts, words: &[&str]) -> Result<String> {
+    until("explanation", LIMIT, || {
+        let told = hosts.ctl(&["volume", "why", VOLUME])?;
+        let missing = words.iter().find(|word| !told.contains(**word));
+        ensure!(missing.is_none(), "{missing:?} is not in:\n{told}");
+        Ok(Some(told))
+    })
+}
+
+/// Node, id and name of every replica.
+fn replicas(shown: &Value) -> Result<Vec<(String, String, String)>> {
+    let text = |replica: &Value, key: &str| replica[key].as_str().map(str::to_owned);
+    let all = shown["replicas"].as_array().context("no replicas")?.iter();
+    all.map(|r| Some((text(r, "nodeID")?, text(r, "replicaID")?, text(r, "name")?)))
+        .collect::<Option<_>>()
+        .with_context(|| format!("a replica without a name in {shown:#}"))
+}
+
+/// The node with the newest data is gone. The operator is told what is missing and what a salvage loses, decides, and
+/// the volume goes on with the older data. When the node comes back what it alone had is no part of the volume.
+#[test]
+fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
+    let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+    let mut hosts = Hosts::start(folder.path(), 3)?;
+    let create = ["volume", "create", VOLUME, "--size", "64MiB", "--frontend", "socket", "--replicas", "2"];
+    hosts.ctl(&create)?;
+    let placed = replicas(&hosts.inspect(VOLUME)?)?;
+    let host_of = |at: usize| (0..3).find(|host| name(*host) == placed[at].0).context("an unknown node");
+    let (newer, older) = (host_of(0)?, host_of(1)?);
+    let (newer_name, older_id) = (&placed[0].2, &placed[1].1);
+    hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(newer)])?;
+    until_whole(&hosts.engine_control(newer, VOLUME), LIMIT)?;
+    let mut client = hosts.client(newer, VOLUME)?;
+    write(&mut client, 0, 1)?;
+    until_told(&hosts, &["is healthy", "2 of 2 replicas have everything"])?;
+
+    // One is cut off and misses a write.
+    hosts.set_link(older, false)?;
+    write(&mut client, 1, 2)?;
+    let degraded = |shown: &Value| shown["robustness"] == "degraded";
+    until_shown(&hosts, "degraded volume", degraded)?;
+    let missing = format!("Replica {} on node {} is missing since", placed[1].2, name(older));
+    until_told(
+        &hosts,
+        &["is degraded", "1 of 2 replicas have everything", &missing, "is replaced by a new one in"],
+    )?;
+    drop(client);
+    hosts.detach(VOLUME)?;
+    until_told(&hosts, &["is detached"])?;
+
+    // The one with everything goes down with its host.
+    hosts.set_link(older, true)?;
+    hosts.kill_agent(newer)?;
+    hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(older), "--no-wait"])?;
+    let silent = format!("Replica {newer_name} on node {} does not run", name(newer));
+    until_told(&hosts, &["is on its way to node", &silent, "is silent since", "volume salvage v"])?;
+    let table = hosts.ctl(&["volume", "salvage", VOLUME])?;
+    let loss = format!("With {older_id}: it lacks what was acknowledged in view");
+    ensure!(table.contains(&loss) && table.contains("cannot be asked"), "{table}");
+    let refusal = hosts.refused(&["volume", "salvage", VOLUME, "--replica", older_id])?;
+    ensure!(refusal.contains("--yes-i-may-lose-data"), "{refusal}");
+    let decide = [
+        "volume",
+        "salvage",
+        VOLUME,
+        "--replica",
+        older_id,
+        "--reason",
+        "the host burnt",
+        "--yes-i-may-lose-data",
+    ];
+    hosts.ctl(&decide)?;
+    let shown = until_shown(&hosts, "attached volume", |shown| shown["state"] == "attached")?;
+    ensure!(shown["salvage"]["reason"] == "the host burnt", "{shown:#}");
+    let mut client = hosts.client(older, VOLUME)?;
+    ensure_block(&mut client, 0, 1)?;
+    ensure_block(&mut client, 1, 0)?;
+    write(&mut client, 2, 3)?;
+
+    // It comes back, and takes over what is the volume now.
+    hosts.start_agent(newer)?;
+    until_whole(&hosts.engine_control(older, VOLUME), LIMIT)?;
+    until_told(&hosts, &["is healthy"])?;
+    for (block, byte) in [(0, 1), (1, 0), (2, 3)] {
+        ensure_block(&mut client, block, byte)?;
+    }
+    drop(client);
+    let directories = hosts.directories(VOLUME)?;
+    ensure!(directories.len() == 2, "{directories:?}");
+    hosts.detach(VOLUME)?;
+    compare_exports(&directories, folder.path()).map(drop)
+}
