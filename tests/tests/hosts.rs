@@ -14,6 +14,7 @@ use shorthorn_tests::{
 const LIMIT: Duration = Duration::from_secs(120);
 const CHAOS_SECONDS: u64 = 25;
 const VOLUME: &str = "v";
+const UPGRADES: u32 = 5;
 
 struct Cluster {
     hosts: Hosts,
@@ -180,6 +181,64 @@ fn ensure_silent(old: &mut shorthorn_tests::NbdClient) -> Result<()> {
         ensure!(completion.outcome.is_err(), "an engine that was replaced answers {:?}", completion.request);
     }
     Ok(())
+}
+
+/// A dead replica of three holds requests up until its process is seen to be gone, or its time-out is over, which is 2 s
+/// on these hosts.
+#[test]
+fn a_volume_goes_on_without_a_dead_replica() -> Result<()> {
+    let cluster = cluster("3")?;
+    let whole = || until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT).map(drop);
+    let ((), guest) = under_load(cluster.guest()?, |load| {
+        for host in [1, 2, 1] {
+            load.wait_for_answers(200, LIMIT)?;
+            ensure!(cluster.kill_all(host, "replica")? == 1, "host {host} has not one replica");
+            load.wait_for_answers(200, LIMIT)?;
+            whole()?;
+        }
+        Ok(())
+    })?;
+    let killed = guest.counts().longest_stall;
+    let ((), guest) = under_load(guest, |load| {
+        for host in [1, 2, 1] {
+            load.wait_for_answers(200, LIMIT)?;
+            cluster.hosts.set_link(host, false)?;
+            until_degraded(&cluster.hosts)?;
+            load.wait_for_answers(200, LIMIT)?;
+            cluster.hosts.set_link(host, true)?;
+            whole()?;
+        }
+        Ok(())
+    })?;
+    let cut = guest.counts().longest_stall;
+    println!("longest wait: {killed:?} with replicas killed, {cut:?} with links cut");
+    ensure!(cut < Duration::from_secs(20), "a cut link holds requests up for {cut:?}");
+    cluster.compare_replicas()
+}
+
+fn until_degraded(hosts: &Hosts) -> Result<()> {
+    until("engine that goes on without a replica", LIMIT, || {
+        let status = hosts.engine_status(0, VOLUME)?;
+        Ok((!is_whole(&status)).then_some(()))
+    })
+}
+
+/// The engine's process is replaced again and again under a load that checks every answer, on processors that are not
+/// emulated: what it says of the pause is what a host would see.
+#[test]
+fn an_engine_is_replaced_under_load() -> Result<()> {
+    let cluster = cluster("3")?;
+    let guest = cluster.guest()?;
+    let ((), guest) = under_load(guest, |load| {
+        for _ in 0..UPGRADES {
+            load.wait_for_answers(200, LIMIT)?;
+            println!("{}", cluster.hosts.ctl(&["volume", "upgrade-engine", VOLUME])?.trim());
+            until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;
+        }
+        load.wait_for_answers(200, LIMIT).map(drop)
+    })?;
+    println!("{:?}", guest.counts());
+    cluster.compare_replicas()
 }
 
 /// Half of two goes on only with the arbiter: without a controller the volume waits, and goes on when there is one.
