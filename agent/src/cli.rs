@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use shorthorn_control::FrontendChoice;
+use shorthorn_control::{FrontendChoice, INTENT_CLEAR_AFTER_MS};
 use shorthorn_types::VolumeName;
 
 use crate::logging::{self, LogFormat};
@@ -112,6 +112,10 @@ pub struct RunArgs {
     /// A replica that does not answer a request for so many milliseconds has failed
     #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(100..=600_000))]
     pub replica_timeout_ms: u32,
+    /// Replicas count as equal again where nothing was written for so many milliseconds: after a crash of the engine they
+    /// are made equal nowhere else. 0: never while the engine runs
+    #[arg(long, default_value_t = INTENT_CLEAR_AFTER_MS, value_name = "MS")]
+    pub intent_clear_after_ms: u32,
     /// Give up when the volume is not ready after so many seconds
     #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub ready_timeout: u64,

@@ -9,11 +9,11 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::nbd::Nbd;
 use common::{Running, agent, lives, signal_to, wait_for_end, wait_for_status};
 use rustix::process::Signal;
 use serde_json::Value;
 use shorthorn_control::{EnginePhase, Status};
+use shorthorn_testkit::nbd::Nbd;
 
 fn run(dir: &Path, more: &[&str]) -> Command {
     let mut command = agent();
@@ -55,12 +55,12 @@ fn keeps_its_data_from_run_to_run() {
         assert_eq!(ready.pid("supervisor"), running.pid());
         assert_eq!(ready.replicas().len(), 3);
         {
-            let mut nbd = Nbd::connect(&ready.socket(), "v1");
+            let mut nbd = Nbd::connect(&ready.socket(), "v1").unwrap();
             assert_eq!(nbd.size_bytes, 16 << 20);
             for earlier in 0..turn {
-                assert_eq!(nbd.read(u64::from(earlier) * 4096, 4096), [earlier + 1; 4096]);
+                assert_eq!(nbd.read(u64::from(earlier) * 4096, 4096).unwrap(), [earlier + 1; 4096]);
             }
-            nbd.write(u64::from(turn) * 4096, &[turn + 1; 4096]);
+            nbd.write(u64::from(turn) * 4096, &[turn + 1; 4096]).unwrap();
         }
         running.signal(Signal::TERM);
         assert!(running.ended().success(), "{}", running.log_so_far());
@@ -96,14 +96,14 @@ fn starts_what_dies_again() {
     let dir = tempfile::tempdir().unwrap();
     let running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
     let ready = Ready::of(&running);
-    Nbd::connect(&ready.socket(), "v1").write(0, &[1; 4096]);
+    Nbd::connect(&ready.socket(), "v1").unwrap().write(0, &[1; 4096]).unwrap();
     let engine = ready.pid("engine");
     signal_to(engine, Signal::KILL);
     wait_for_status(&dir.path().join("run/engine.control"), move |status| match status {
         Status::Engine(status) => status.pid != engine && status.phase == EnginePhase::Serving,
         Status::Replica(_) => false,
     });
-    assert_eq!(Nbd::connect(&ready.socket(), "v1").read(0, 4096), [1; 4096]);
+    assert_eq!(Nbd::connect(&ready.socket(), "v1").unwrap().read(0, 4096).unwrap(), [1; 4096]);
     let replica = ready.replicas()[0];
     let id = ready.0["replicas"][0]["id"].as_str().unwrap().to_owned();
     signal_to(replica, Signal::KILL);
@@ -118,14 +118,14 @@ fn leaves_nothing_behind_when_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let mut running = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
     let ready = Ready::of(&running);
-    Nbd::connect(&ready.socket(), "v1").write(4096, &[7; 4096]);
+    Nbd::connect(&ready.socket(), "v1").unwrap().write(4096, &[7; 4096]).unwrap();
     running.signal(Signal::KILL);
     running.ended();
     for pid in ready.replicas().into_iter().chain([ready.pid("engine")]) {
         assert!(wait_for_end(pid), "process {pid} outlives its supervisor");
     }
     let again = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
-    assert_eq!(Nbd::connect(&Ready::of(&again).socket(), "v1").read(4096, 4096), [7; 4096]);
+    assert_eq!(Nbd::connect(&Ready::of(&again).socket(), "v1").unwrap().read(4096, 4096).unwrap(), [7; 4096]);
 }
 
 #[test]
@@ -145,9 +145,9 @@ fn an_ordinary_user_can_run_one() {
     command.args(["run", "v1", "--size", "16MiB", "--replicas", "2", "--dir"]).arg(dir.path().join("v1"));
     let mut running = Running::start(command.uid(NOBODY).gid(NOBODY));
     let ready = Ready::of(&running);
-    let mut nbd = Nbd::connect(&ready.socket(), "v1");
-    nbd.write(0, &[3; 4096]);
-    assert_eq!(nbd.read(0, 4096), [3; 4096]);
+    let mut nbd = Nbd::connect(&ready.socket(), "v1").unwrap();
+    nbd.write(0, &[3; 4096]).unwrap();
+    assert_eq!(nbd.read(0, 4096).unwrap(), [3; 4096]);
     drop(nbd);
     running.signal(Signal::TERM);
     assert!(running.ended().success());
@@ -162,7 +162,7 @@ fn long_paths_do_not_matter() {
     let running = Running::start(&mut command);
     let socket = Ready::of(&running).socket();
     assert!(socket.starts_with(dir.path()) && !socket.starts_with(&long), "{}", socket.display());
-    Nbd::connect(&socket, "v1").write(0, &[1; 512]);
+    Nbd::connect(&socket, "v1").unwrap().write(0, &[1; 512]).unwrap();
 }
 
 #[test]

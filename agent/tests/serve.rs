@@ -6,7 +6,6 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::nbd::Nbd;
 use common::node::{
     REPLICAS, SIZE, connect, endpoint, engine, list, pid, replica, running, start_volume, stop, wait_for,
 };
@@ -15,6 +14,7 @@ use rustix::process::Signal;
 use shorthorn_proto::v1::instance_event::Type;
 use shorthorn_proto::v1::node_client::NodeClient;
 use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
+use shorthorn_testkit::nbd::Nbd;
 use tempfile::TempDir;
 use tonic::Code;
 use tonic::transport::Channel;
@@ -97,8 +97,8 @@ async fn a_volume_from_start_to_deletion() {
     assert_eq!(info.name, "n1");
     assert!(info.frontends.iter().any(|frontend| frontend.name == "socket" && frontend.usable), "{info:?}");
     let engine = start_volume(&node.disk(), "socket", &mut client).await;
-    let mut nbd = Nbd::connect(&endpoint(&engine), "v1");
-    nbd.write(0, &[5; 4096]);
+    let mut nbd = Nbd::connect(&endpoint(&engine), "v1").unwrap();
+    nbd.write(0, &[5; 4096]).unwrap();
     drop(nbd);
     assert_eq!(list(&mut client).await.len(), 3);
 
@@ -127,12 +127,12 @@ async fn a_killed_agent_changes_nothing() {
     let node = Node::new();
     let (agent, mut client) = node.start().await;
     let engine = start_volume(&node.disk(), "socket", &mut client).await;
-    let mut nbd = Nbd::connect(&endpoint(&engine), "v1");
-    nbd.write(0, &[1; 4096]);
+    let mut nbd = Nbd::connect(&endpoint(&engine), "v1").unwrap();
+    nbd.write(0, &[1; 4096]).unwrap();
     let mut before: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
     before.sort_unstable();
     drop(agent); // SIGKILL
-    nbd.write(4096, &[2; 4096]);
+    nbd.write(4096, &[2; 4096]).unwrap();
 
     let (mut agent, mut client) = node.start().await;
     for name in ["v1", "v1-0000000a", "v1-0000000b"] {
@@ -141,7 +141,7 @@ async fn a_killed_agent_changes_nothing() {
     let mut after: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
     after.sort_unstable();
     assert_eq!(after, before);
-    assert_eq!(nbd.read(0, 8192), [[1; 4096], [2; 4096]].concat());
+    assert_eq!(nbd.read(0, 8192).unwrap(), [[1; 4096], [2; 4096]].concat());
 
     agent.signal(Signal::TERM);
     assert!(agent.ended().success());

@@ -5,7 +5,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
-    EnginePhase, EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, store_spec,
+    EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint,
+    ReplicaSpec, Secret, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -100,6 +101,7 @@ impl BareVolume {
             replica_timeout_ms: 5000,
             granted: None,
             rebuild: RebuildLimits::default(),
+            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
         };
         Ok(store_spec(&self.options.dir.join("engine.json"), &spec)?)
     }

@@ -7,22 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-
-const SERVER_MAGIC: u64 = 0x4e42_444d_4147_4943;
-const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Fixed newstyle, and no zeroes after the export's information.
-const CLIENT_FLAGS: u32 = 3;
-const OPTION_GO: u32 = 7;
-const REPLY_ACK: u32 = 1;
-const REPLY_INFO: u32 = 3;
-const INFO_EXPORT: u16 = 0;
-const COMMAND_FLAG_FUA: u16 = 1;
-const REPLY_BYTES: usize = 16;
-/// The longest reply to an option that is taken.
-const OPTION_REPLY_MAX_BYTES: u32 = 64 << 10;
+use shorthorn_testkit::nbd::{
+    FLAG_FUA, REPLY_BYTES, SIMPLE_REPLY_MAGIC, be32, be64, command, negotiate, request_head,
+};
 
 /// An engine that listens answers a negotiation; one that does not is tried again.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
@@ -211,7 +198,8 @@ impl NbdClient {
     }
 
     fn try_connect(&mut self) -> Result<()> {
-        let (stream, size_bytes) = negotiate(&self.socket, &self.export)?;
+        let (stream, size_bytes) = negotiate(&self.socket, &self.export, HANDSHAKE_LIMIT)?;
+        stream.set_nonblocking(true)?;
         let mut connection = Connection { stream, out: VecDeque::new(), input: Vec::new() };
         for (cookie, request) in &self.outstanding {
             connection.queue(*cookie, request);
@@ -248,22 +236,20 @@ impl NbdClient {
 
 impl Connection {
     fn queue(&mut self, cookie: u64, request: &NbdRequest) {
-        let fua_flag = |fua: &bool| if *fua { COMMAND_FLAG_FUA } else { 0 };
+        let fua_flag = |fua: &bool| if *fua { FLAG_FUA } else { 0 };
         let (kind, flags, offset, length): (u16, u16, u64, u32) = match request {
-            NbdRequest::Read { offset, length } => (0, 0, *offset, *length),
+            NbdRequest::Read { offset, length } => (command::READ, 0, *offset, *length),
             NbdRequest::Write { offset, data, fua } => {
-                (1, fua_flag(fua), *offset, u32::try_from(data.len()).expect("requests are small"))
+                let length = u32::try_from(data.len()).expect("requests are small");
+                (command::WRITE, fua_flag(fua), *offset, length)
             }
-            NbdRequest::Flush => (3, 0, 0, 0),
-            NbdRequest::Trim { offset, length } => (4, 0, *offset, *length),
-            NbdRequest::WriteZeroes { offset, length, fua } => (6, fua_flag(fua), *offset, *length),
+            NbdRequest::Flush => (command::FLUSH, 0, 0, 0),
+            NbdRequest::Trim { offset, length } => (command::TRIM, 0, *offset, *length),
+            NbdRequest::WriteZeroes { offset, length, fua } => {
+                (command::WRITE_ZEROES, fua_flag(fua), *offset, *length)
+            }
         };
-        self.out.extend(REQUEST_MAGIC.to_be_bytes());
-        self.out.extend(flags.to_be_bytes());
-        self.out.extend(kind.to_be_bytes());
-        self.out.extend(cookie.to_be_bytes());
-        self.out.extend(offset.to_be_bytes());
-        self.out.extend(length.to_be_bytes());
+        self.out.extend(request_head(kind, flags, cookie, offset, length));
         if let NbdRequest::Write { data, .. } = request {
             self.out.extend(data);
         }
@@ -300,61 +286,4 @@ impl Connection {
             }
         }
     }
-}
-
-/// Fixed newstyle with GO: a stream in the transmission phase that does not block, and the size of the export.
-fn negotiate(socket: &Path, export: &str) -> Result<(UnixStream, u64)> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(HANDSHAKE_LIMIT))?;
-    stream.set_write_timeout(Some(HANDSHAKE_LIMIT))?;
-    let greeting: [u8; 18] = receive(&mut stream)?;
-    ensure!(
-        be64(&greeting) == SERVER_MAGIC && be64(&greeting[8..]) == OPTION_MAGIC,
-        "no NBD server: {greeting:?}"
-    );
-    stream.write_all(&go_option(export)?)?;
-    let mut size_bytes = None;
-    loop {
-        let header: [u8; 20] = receive(&mut stream)?;
-        let (kind, length) = (be32(&header[12..]), be32(&header[16..]));
-        ensure!(be64(&header) == OPTION_REPLY_MAGIC && length <= OPTION_REPLY_MAX_BYTES, "{header:?}");
-        let mut data = vec![0; usize::try_from(length)?];
-        stream.read_exact(&mut data)?;
-        match kind {
-            REPLY_INFO if data.len() >= 10 && data[..2] == INFO_EXPORT.to_be_bytes() => {
-                size_bytes = Some(be64(&data[2..]));
-            }
-            REPLY_INFO => {}
-            REPLY_ACK => break,
-            refused => bail!("the export {export} is refused with {refused:#x}"),
-        }
-    }
-    stream.set_nonblocking(true)?;
-    Ok((stream, size_bytes.context("the server does not tell the size")?))
-}
-
-fn go_option(export: &str) -> Result<Vec<u8>> {
-    let name_bytes = u32::try_from(export.len())?;
-    let mut message = CLIENT_FLAGS.to_be_bytes().to_vec();
-    message.extend(OPTION_MAGIC.to_be_bytes());
-    message.extend(OPTION_GO.to_be_bytes());
-    message.extend((name_bytes + 6).to_be_bytes());
-    message.extend(name_bytes.to_be_bytes());
-    message.extend(export.as_bytes());
-    message.extend(0u16.to_be_bytes()); // no more information than there is anyway
-    Ok(message)
-}
-
-fn receive<const N: usize>(stream: &mut UnixStream) -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    stream.read_exact(&mut bytes)?;
-    Ok(bytes)
-}
-
-fn be32(bytes: &[u8]) -> u32 {
-    u32::from_be_bytes(*bytes.first_chunk().expect("four bytes"))
-}
-
-fn be64(bytes: &[u8]) -> u64 {
-    u64::from_be_bytes(*bytes.first_chunk().expect("eight bytes"))
 }

@@ -2,32 +2,13 @@
 //! kernel writes back through the process that makes them.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::convert::Infallible;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use shorthorn_chain::{BlockMap, ByteRange, ExtentSource, FileIndex};
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-struct Counting;
-
-// SAFETY: everything is passed on to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller keeps the rules of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the rules of `dealloc`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use shorthorn_testkit::CountingAllocator;
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 /// Three layers with every third block each.
 struct Thirds;
@@ -69,8 +50,8 @@ fn plans_allocate_nothing_after_warm_up() {
         }
     };
     round();
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = ALLOCATOR.allocations();
     round();
-    let after = ALLOCATIONS.load(Ordering::Relaxed);
+    let after = ALLOCATOR.allocations();
     assert_eq!(after, before, "after warm-up");
 }

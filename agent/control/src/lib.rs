@@ -15,7 +15,8 @@ pub use client::{Client, ControlError};
 pub use server::{Publisher, Server};
 pub use shorthorn_types::Secret;
 pub use spec::{
-    EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SpecError, load_spec, store_spec,
+    EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec,
+    SpecError, load_spec, store_spec,
 };
 pub use status::{
     Command, CopyStatus, EnginePhase, EngineStatus, GrantWanted, MemberMode, MemberStatus, ReplicaStatus,

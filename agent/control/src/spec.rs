@@ -71,6 +71,28 @@ pub struct EngineSpec {
     /// How much copying may take of the volume's speed.
     #[serde(default)]
     pub rebuild: RebuildLimits,
+    /// Where nothing was written for so long, the members count as equal again: after the engine's death its successor
+    /// makes them equal only where something was written since. Short: little has to be made equal then. Long: a region
+    /// that is in use is not noted again and again before it is written. 0: never before the engine's orderly end; then
+    /// a copy to a replica that is interrupted begins anew as well.
+    #[serde(
+        default = "intent_clear_after_ms_default",
+        skip_serializing_if = "is_intent_clear_after_ms_default"
+    )]
+    pub intent_clear_after_ms: u32,
+}
+
+/// [`EngineSpec::intent_clear_after_ms`] where nobody says anything else.
+pub const INTENT_CLEAR_AFTER_MS: u32 = 5000;
+
+fn intent_clear_after_ms_default() -> u32 {
+    INTENT_CLEAR_AFTER_MS
+}
+
+/// Then it is left out, so that engines of an earlier version take the spec too.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
+fn is_intent_clear_after_ms_default(value: &u32) -> bool {
+    *value == INTENT_CLEAR_AFTER_MS
 }
 
 /// How much copying may take of a volume's speed.
@@ -190,6 +212,7 @@ mod tests {
             replica_timeout_ms: 5000,
             granted: None,
             rebuild: RebuildLimits::default(),
+            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
         }
     }
 
@@ -199,6 +222,15 @@ mod tests {
         let path = dir.path().join("v1.json");
         store_spec(&path, &spec()).unwrap();
         assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), spec());
+    }
+
+    #[test]
+    fn a_spec_of_an_earlier_version_has_the_defaults() {
+        let mut old = serde_json::to_value(spec()).unwrap();
+        for added in ["rebuild", "intent_clear_after_ms"] {
+            old.as_object_mut().unwrap().remove(added);
+        }
+        assert_eq!(serde_json::from_value::<EngineSpec>(old).unwrap(), spec());
     }
 
     #[test]

@@ -13,7 +13,7 @@ pub enum Command {
     Status,
     /// One status now and one after every change.
     Watch,
-    /// End, and take the device away.
+    /// End, and take the device away. What was written is flushed on every replica for some seconds at most.
     Stop,
     /// End and leave the device to the next process, which serves on. Requests in flight are finished first.
     Handover,
@@ -64,7 +64,7 @@ pub struct GrantWanted {
 /// How far copying is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyStatus {
-    /// What there was to copy when it began, in bytes of regions.
+    /// What there was to copy when it began, in bytes of regions, with all that was counted while the replica was away.
     pub total_bytes: u64,
     /// What is left of that.
     pub left_bytes: u64,

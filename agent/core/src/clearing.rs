@@ -1,10 +1,11 @@
 //! Write intent is cleared where nothing was written for a while, and of what a replica has missed is
-//! cleared what was copied to it: both after a flush of everybody.
+//! cleared what was copied to it: both after a flush of everybody. Before its end the engine settles: it clears
+//! once what it can, without waiting for regions to be left alone.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf};
 
 use crate::engine::EngineCore;
-use crate::event::Outputs;
+use crate::event::{Output, Outputs};
 use crate::marks::Marks;
 use crate::membership::{PeerIndex, PeerMask};
 
@@ -12,6 +13,8 @@ use crate::membership::{PeerIndex, PeerMask};
 #[derive(Debug)]
 pub(crate) struct Clearing {
     phase: Phase,
+    settling: Settling,
+    /// 0: never.
     interval_ms: u64,
     turned_at_ms: u64,
     /// Who was sent the flush and has not failed since.
@@ -29,10 +32,26 @@ enum Phase {
     Marking,
 }
 
+/// How far the turn is that clears all that it can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Settling {
+    No,
+    /// It begins when the turn before has led to its end.
+    Wanted,
+    UnderWay,
+}
+
 impl Clearing {
     pub fn new(interval_ms: u64) -> Clearing {
-        let (phase, flushed) = (Phase::Resting, PeerMask::NONE);
-        Clearing { phase, interval_ms, turned_at_ms: 0, flushed, marks: Marks::default(), of: None }
+        Clearing {
+            phase: Phase::Resting,
+            settling: Settling::No,
+            interval_ms,
+            turned_at_ms: 0,
+            flushed: PeerMask::NONE,
+            marks: Marks::default(),
+            of: None,
+        }
     }
 
     /// Whether a flush has to be sent; it counts as sent then.
@@ -48,6 +67,11 @@ impl Clearing {
         self.phase = if is_durable { Phase::Marking } else { Phase::Resting };
     }
 
+    /// Whether it is time for a turn.
+    fn is_due(&self, now_ms: u64) -> bool {
+        self.interval_ms > 0 && now_ms >= self.turned_at_ms + self.interval_ms
+    }
+
     /// `peer` has failed: what it flushes when it comes back is another matter.
     pub fn forget(&mut self, peer: PeerIndex) {
         self.flushed = self.flushed.without(PeerMask::one(peer));
@@ -55,13 +79,26 @@ impl Clearing {
 }
 
 impl EngineCore {
+    /// Has all that can be cleared be cleared once, as soon as possible; requests go on. Then
+    /// [`Output::Settled`] follows.
+    pub(crate) fn settle(&mut self) {
+        self.clearing.settling = Settling::Wanted;
+        self.wake = true;
+    }
+
     /// Takes a turn when it is time and the last one has led to its end.
     pub(crate) fn turn_intent(&mut self) {
-        let is_due = self.now_ms >= self.clearing.turned_at_ms + self.clearing.interval_ms;
+        let is_last = self.clearing.settling == Settling::Wanted;
+        let is_due = is_last || self.clearing.is_due(self.now_ms);
         if self.clearing.phase != Phase::Resting || !is_due || self.is_paused() {
             return;
         }
         self.clearing.turned_at_ms = self.now_ms;
+        if is_last {
+            self.clearing.settling = Settling::UnderWay;
+            self.intent.cool_down();
+            self.wake = true;
+        }
         let regions = self.regions;
         let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
         let in_flight =
@@ -106,6 +143,14 @@ impl EngineCore {
             }
         }
         self.clearing.phase = Phase::Resting;
+    }
+
+    /// The turn that clears all it can has led to its end, or could not.
+    pub(crate) fn tell_settled(&mut self, out: &mut Outputs) {
+        if self.clearing.settling == Settling::UnderWay && self.clearing.phase == Phase::Resting {
+            self.clearing.settling = Settling::No;
+            out.push(Output::Settled);
+        }
     }
 
     fn send_clear(&mut self, of: RegionsOf, runs: Vec<(u32, u32)>, to: PeerMask, out: &mut Outputs) {

@@ -123,9 +123,7 @@ impl EngineCore {
     fn source_of(&mut self, why: Why) -> Option<PeerIndex> {
         let members = self.membership.answering();
         match why {
-            Why::Equalise { .. } => {
-                self.source.filter(|source| members.has(*source)).or_else(|| members.first())
-            }
+            Why::Equalise { .. } => self.membership.nearest(),
             Why::Join { .. } => self.membership.reader(),
             Why::Repair { sources, .. } => sources.and(members).first(),
         }

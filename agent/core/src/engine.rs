@@ -54,8 +54,6 @@ pub struct EngineCore {
     pub(crate) equalise: RegionSet,
     pub(crate) equalise_cursor: u32,
     pub(crate) is_equalising: bool,
-    /// Whom to make the others equal to, while it is a member.
-    pub(crate) source: Option<PeerIndex>,
     pub(crate) intent: Intent,
     pub(crate) clearing: Clearing,
     /// Per replica, where it is not in the view and what it misses is counted.
@@ -99,7 +97,6 @@ impl EngineCore {
             equalise: RegionSet::empty(regions.count()),
             equalise_cursor: 0,
             is_equalising: false,
-            source: config.source,
             intent: Intent::new(regions.count()),
             clearing: Clearing::new(config.intent_interval_ms),
             absent: config.peers.iter().map(|_| None).collect(),
@@ -199,6 +196,7 @@ impl EngineCore {
             }
             Event::Scrub(config) => self.set_scrub(config),
             Event::SetCopyLimits(limits) => self.bucket.set_limits(limits),
+            Event::Settle => self.settle(),
             Event::Tick { now_ms } => self.tick(now_ms, out),
         }
         while std::mem::take(&mut self.wake) {
@@ -216,6 +214,8 @@ impl EngineCore {
         }
         self.tell_equalised(out);
         self.clear_next(out);
+        self.turn_intent();
+        self.tell_settled(out);
         self.finish_join(out);
         if !self.is_paused() {
             self.start_jobs(out);
@@ -305,17 +305,26 @@ impl EngineCore {
             Step::Wait => {}
             Step::Propose(view, honoured) => {
                 self.proposed_at_ms = self.now_ms;
-                let propose = |peer| Output::Propose { peer, view, honoured: honoured.clone() };
+                let propose = |peer| Output::Propose {
+                    peer,
+                    view: Box::new(view),
+                    honoured: Box::new(honoured.clone()),
+                };
                 out.extend(self.membership.proposed_to().iter().map(propose));
             }
-            Step::AskGrant(view, honoured, stored) => out.push(Output::AskGrant { view, honoured, stored }),
+            Step::AskGrant(view, honoured, stored) => out.push(Output::AskGrant {
+                view: Box::new(view),
+                honoured: Box::new(honoured),
+                stored: Box::new(stored),
+            }),
             Step::Frozen(reason) => {
                 self.frozen = true;
                 out.push(Output::Frozen { reason });
             }
             Step::Installed(view, joined) => {
-                out.extend(self.membership.answering().iter().map(|peer| Output::Commit { peer, view }));
-                out.push(Output::ViewChanged { view });
+                let commit = |peer| Output::Commit { peer, view: Box::new(view) };
+                out.extend(self.membership.answering().iter().map(commit));
+                out.push(Output::ViewChanged { view: Box::new(view) });
                 for peer in joined.iter() {
                     self.absent[usize::from(peer)] = None;
                     self.counted = self.counted.without(PeerMask::one(peer));

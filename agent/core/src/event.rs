@@ -21,10 +21,9 @@ pub struct CoreConfig {
     pub replica_timeout_ms: u64,
     /// Size of the volume.
     pub size_bytes: u64,
-    /// Where the members may differ: made equal before it is served.
+    /// Where the members may differ: made equal before it is served. To any of them: all of them hold every
+    /// acknowledged write.
     pub dirty: RegionSet,
-    /// Whom to make the others equal to, where that matters: a member that has lost nothing.
-    pub source: Option<PeerIndex>,
     /// For each of `peers`: what it is known to have missed. Of members it is empty.
     pub missed: Vec<RegionSet>,
     /// How many slots queue 0 has beyond `depth`, with a buffer of [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES)
@@ -32,7 +31,8 @@ pub struct CoreConfig {
     pub copy_slots: u16,
     /// How fast regions may be copied.
     pub copy_limits: CopyLimits,
-    /// How long a region stays dirty after the last write, at least.
+    /// How long a region stays dirty after the last write, at least. 0: until [`Event::Settle`]; then what joining
+    /// replicas have got is not cleared from the members' account either.
     pub intent_interval_ms: u64,
 }
 
@@ -141,6 +141,10 @@ pub enum Event {
     },
     /// Start to compare all members from the beginning, or stop that.
     Scrub(Option<ScrubConfig>),
+    /// The engine is about to end: whatever can be is to be flushed and cleared from the write intent once, however
+    /// new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests go on; what is modified
+    /// meanwhile stays dirty.
+    Settle,
     /// Other limits from now on.
     SetCopyLimits(CopyLimits),
     /// A connection to a replica is lost, or what came over it cannot be trusted.
@@ -163,6 +167,9 @@ pub enum Event {
         now_ms: u64,
     },
 }
+
+// Every request has some of them, which are moved from hand to hand. Views are large and change rarely: boxed.
+const _: () = assert!(size_of::<Output>() <= 96);
 
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,25 +204,25 @@ pub enum Output {
         /// To which replica.
         peer: PeerIndex,
         /// The view.
-        view: View,
+        view: Box<View>,
         /// What it honours.
-        honoured: ReplicaReport,
+        honoured: Box<ReplicaReport>,
     },
     /// Tell a replica that the view is through.
     Commit {
         /// Which replica.
         peer: PeerIndex,
         /// The view.
-        view: View,
+        view: Box<View>,
     },
     /// Ask the arbiter to grant a view; requests wait for [`Event::Granted`].
     AskGrant {
         /// The view.
-        view: View,
+        view: Box<View>,
         /// What it honours.
-        honoured: ReplicaReport,
+        honoured: Box<ReplicaReport>,
         /// Who has stored it.
-        stored: Members,
+        stored: Box<Members>,
     },
     /// Have a replica change one of its sets of regions.
     Mark {
@@ -228,6 +235,8 @@ pub enum Output {
     },
     /// The members are equal everywhere: nothing waits for that any more.
     Equalised,
+    /// All is cleared that could be after [`Event::Settle`].
+    Settled,
     /// A replica that was brought up is in the view.
     Joined {
         /// Which one.
@@ -254,7 +263,7 @@ pub enum Output {
     /// The view has changed.
     ViewChanged {
         /// To this.
-        view: View,
+        view: Box<View>,
     },
     /// No quorum is left: nothing is acknowledged or read any more. The engine has to start again.
     Frozen {

@@ -50,6 +50,12 @@ impl Intent {
         }
     }
 
+    /// Nobody waits for regions to be left alone: all of them can be cleared after the next turn and its flush.
+    pub fn cool_down(&mut self) {
+        self.warm.insert_all(&self.hot);
+        self.hot.clear();
+    }
+
     /// The next turn, while nothing is being cleared; `in_flight` are the regions of modifications that
     /// were sent and are not answered by everybody. True where something can be cleared after a flush.
     pub fn turn(&mut self, in_flight: impl Iterator<Item = Range<u32>>) -> bool {
@@ -122,6 +128,7 @@ mod tests {
         Send(u32),
         Complete(prop::sample::Index),
         Turn,
+        CoolDown,
         FlushAnswered,
         Clear,
         Cleared,
@@ -132,6 +139,7 @@ mod tests {
             4 => (0..REGIONS).prop_map(Deed::Send),
             4 => any::<prop::sample::Index>().prop_map(Deed::Complete),
             1 => Just(Deed::Turn),
+            1 => Just(Deed::CoolDown),
             2 => Just(Deed::FlushAnswered),
             2 => Just(Deed::Clear),
             2 => Just(Deed::Cleared),
@@ -163,7 +171,10 @@ mod tests {
                             covered.remove(&region);
                         }
                     }
-                    Deed::Turn if covered_by_flush.is_none() && !may_clear && !is_clearing => {
+                    Deed::Turn | Deed::CoolDown if covered_by_flush.is_none() && !may_clear && !is_clearing => {
+                        if matches!(deed, Deed::CoolDown) {
+                            intent.cool_down();
+                        }
                         let is_flushed = intent.turn(in_flight.iter().map(|region| *region..region + 1));
                         covered_by_flush = is_flushed.then(|| unflushed.clone());
                     }
@@ -194,6 +205,17 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn what_has_cooled_down_is_cleared_after_one_turn() {
+        let mut intent = Intent::new(REGIONS);
+        intent.touch(1..3);
+        intent.touch(5..6);
+        intent.cool_down();
+        assert!(intent.turn(std::iter::once(5..6)));
+        intent.touch(2..3);
+        assert_eq!(intent.clear_some(9), [(1, 1)], "2 was touched since, 5 is in flight");
     }
 
     #[test]

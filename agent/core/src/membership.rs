@@ -209,6 +209,11 @@ impl Membership {
         Some(chosen)
     }
 
+    /// The first member on this host, or else of all.
+    pub(crate) fn nearest(&self) -> Option<PeerIndex> {
+        self.local.first().or_else(|| self.answering.first())
+    }
+
     /// `peer` is known by `config` from now on; the next index makes room for one more.
     pub(crate) fn know(&mut self, peer: PeerIndex, config: PeerConfig) {
         let at = usize::from(peer);

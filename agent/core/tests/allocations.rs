@@ -2,34 +2,14 @@
 //! process that runs it.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Operation, Output, PeerConfig, Request, SlotId,
 };
+use shorthorn_testkit::CountingAllocator;
 use shorthorn_types::{ByteRange, Generation, Members, RegionSet, Regions, ReplicaId, View, ViewId};
 
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-struct Counting;
-
-// SAFETY: everything is passed on to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller keeps the rules of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the rules of `dealloc`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 const SIZE_BYTES: u64 = 64 << 30;
 const DEPTH: u16 = 64;
@@ -46,7 +26,6 @@ fn core() -> EngineCore {
         replica_timeout_ms: 5000,
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
-        source: None,
         missed: vec![RegionSet::empty(regions); 3],
         copy_slots: 4,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
@@ -80,13 +59,13 @@ fn requests_allocate_nothing_after_warm_up() {
     let mut core = core();
     let mut out = Vec::with_capacity(1 << 10);
     round(&mut core, &mut out, 0);
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = ALLOCATOR.allocations();
     for number in 1..900 {
         round(&mut core, &mut out, number);
     }
-    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
+    assert_eq!(ALLOCATOR.allocations() - before, 0);
     assert_eq!(core.unfinished(), 0);
     let slot = SlotId { queue: 0, slot: 0 };
     core.apply(Event::Lost { peer: 1, reason: format!("{slot:?}") }, &mut out);
-    assert!(ALLOCATIONS.load(Ordering::Relaxed) > before, "allocations are counted");
+    assert!(ALLOCATOR.allocations() > before, "allocations are counted");
 }

@@ -14,7 +14,7 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, PeerState, Request,
     SlotId,
 };
-use shorthorn_types::{ByteRange, Generation, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_types::{ByteRange, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::basis;
 
 const DEPTH: u16 = 6;
@@ -125,15 +125,20 @@ impl World {
             self.replicas[*peer].views.fence(generation).unwrap();
         }
         let found = basis(&self.reports(&reached), self.arbiter).unwrap();
-        let view = View { id: ViewId { generation, number: 1 }, members: found.members };
-        let members: Vec<usize> = (0..REPLICAS).filter(|peer| view.members.contains(id(*peer))).collect();
-        let has_all = |peer: &&usize| !self.replicas[**peer].lost_cache;
-        let source = *members.iter().find(has_all).expect("a member that has lost nothing");
-        for peer in reached.iter().filter(|peer| **peer != source) {
+        let has_all = |peer: &usize| found.members.contains(id(*peer)) && !self.replicas[*peer].lost_cache;
+        let spared = reached.iter().copied().find(has_all).expect("a member that has lost nothing");
+        for peer in reached.iter().filter(|peer| **peer != spared) {
             if self.dice.one_in(4) {
                 self.replicas[*peer].lose_cache(|| self.dice.one_in(2));
             }
         }
+        let members: Vec<usize> = reached
+            .iter()
+            .copied()
+            .filter(|peer| found.members.contains(id(*peer)) && !self.replicas[*peer].lost_cache)
+            .collect();
+        let in_view = Members::new(members.iter().map(|peer| id(*peer))).unwrap();
+        let view = View { id: ViewId { generation, number: 1 }, members: in_view };
         if found.needs_grant {
             self.arbiter = Some(view);
         }
@@ -148,7 +153,6 @@ impl World {
         let mut config = config(view, missed);
         let dirty = members.iter().flat_map(|peer| self.replicas[*peer].intent.iter().copied());
         config.dirty = region_set(&dirty.collect());
-        config.source = Some(u8::try_from(source).unwrap());
         self.core = EngineCore::new(&config);
         (self.granting, self.is_frozen) = (None, false);
         if config.dirty.is_empty() {
@@ -214,13 +218,15 @@ impl World {
                 let at = usize::try_from(u64::from(buffer_offset) / UNIT_BYTES).unwrap();
                 (peer, Told::Do { slot, operation, range, at })
             }
-            Output::Propose { peer, view, honoured } => (peer, Told::Propose { view, honoured }),
-            Output::Commit { peer, view } => (peer, Told::Commit { view }),
+            Output::Propose { peer, view, honoured } => {
+                (peer, Told::Propose { view: *view, honoured: *honoured })
+            }
+            Output::Commit { peer, view } => (peer, Told::Commit { view: *view }),
             Output::Mark { peer, mark, change } => (peer, Told::Mark { mark, change }),
             Output::Complete { slot, outcome } => return self.completed(slot, outcome),
             Output::Ping { peer } => return self.apply(Event::Pong { peer }),
             Output::AskGrant { view, .. } => {
-                self.granting = Some(view);
+                self.granting = Some(*view);
                 return;
             }
             Output::Drop { peer, .. } => {
@@ -240,7 +246,9 @@ impl World {
                 self.joined += 1;
                 return self.check_equal();
             }
-            Output::ViewChanged { .. } | Output::ScrubFound { .. } | Output::ScrubDone => return,
+            Output::ViewChanged { .. } | Output::ScrubFound { .. } | Output::ScrubDone | Output::Settled => {
+                return;
+            }
         };
         self.told[usize::from(peer)].push(told);
     }
@@ -386,6 +394,7 @@ impl World {
                     self.bring_up(peer);
                 }
             }
+            3 if self.dice.one_in(4) => self.apply(Event::Settle),
             3..=6 => self.tick(),
             7..=16 => {
                 let slot = u16::try_from(self.dice.below(u64::from(DEPTH))).unwrap();
@@ -508,7 +517,6 @@ fn config(view: View, missed: Vec<BTreeSet<u32>>) -> CoreConfig {
         replica_timeout_ms: u64::MAX,
         size_bytes: SIZE_BYTES,
         dirty: region_set(&BTreeSet::new()),
-        source: None,
         missed: missed.iter().map(region_set).collect(),
         copy_slots: COPY_SLOTS,
         copy_limits: CopyLimits { bytes_per_s: 1 << 20, share_percent: 50 },

@@ -7,7 +7,11 @@ use std::process::ExitCode;
 use shorthorn_engine::Ended;
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::DEBUG)
+        .with_ansi(false)
+        .with_writer(std::io::stderr)
+        .init();
     let mut args = std::env::args_os().skip(1);
     let role = args.next().unwrap_or_default();
     let spec = PathBuf::from(args.next().unwrap_or_default());

@@ -34,9 +34,6 @@ use crate::status::{self, Meter, publish};
 /// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in flight the
 /// latency of a replica across a network does not limit the speed of a copy.
 const COPY_SLOTS: u16 = 8;
-/// A region is clean again so long after the last write to it, at the earliest: short enough that little has to be
-/// made equal after a crash, long enough that a region in use is not marked again and again.
-const INTENT_INTERVAL_MS: u64 = 5000;
 /// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
 /// does not answer are better off with the next process than with this one.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
@@ -188,6 +185,7 @@ impl Start<'_> {
         threads: Threads,
     ) -> Result<Ended, EngineError> {
         let desk = desk(&self.spec, opened, Arc::clone(shared));
+        let may_be_left = self.spec.frontend != FrontendChoice::Socket;
         let mut serving = Serving::new(
             &mut self.spec,
             &mut self.state,
@@ -196,29 +194,26 @@ impl Start<'_> {
             opened,
         )?;
         let ending = serving.run(&self.news)?;
-        publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         notify_systemd(sd_notify::NotifyState::Stopping);
-        let ended = match ending {
-            Ending::Stop => {
-                device.stop()?;
-                self.state.set_device(None)?;
-                Ended::Stopped
+        // While requests go on: the next process finds little to make equal, and nobody waits for that.
+        let (ending, is_settled) = serving.settle(&self.news, ending)?;
+        publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
+        if ending == Ending::Terminate && may_be_left {
+            self.drain(shared, threads.len())?;
+        } else {
+            device.stop()?;
+            serving.forget_device()?;
+            // Now nothing is modified any more: what was meanwhile can be cleared too.
+            if is_settled && let Err(error) = serving.settle(&self.news, ending) {
+                tracing::warn!(volume = %self.spec.volume, %error, "the members could not flush what was written last");
             }
-            Ending::Terminate if self.spec.frontend == FrontendChoice::Socket => {
-                device.stop()?;
-                self.state.set_device(None)?;
-                Ended::LeftToNext
-            }
-            Ending::Terminate => {
-                self.drain(shared, threads.len())?;
-                Ended::LeftToNext
-            }
-        };
+        }
         shared.stop();
         for thread in threads {
             // A queue thread that panicked has taken the process with it.
             let _ = thread.join();
         }
+        let ended = if ending == Ending::Stop { Ended::Stopped } else { Ended::LeftToNext };
         tracing::info!(volume = %self.spec.volume, ?ended, "ended");
         Ok(ended)
     }
@@ -341,11 +336,10 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         replica_timeout_ms: u64::from(spec.replica_timeout_ms),
         size_bytes: spec.size_bytes,
         dirty: opened.dirty.clone(),
-        source: opened.source,
         missed: opened.missed.clone(),
         copy_slots: COPY_SLOTS,
         copy_limits: copy_limits(spec.rebuild),
-        intent_interval_ms: INTENT_INTERVAL_MS,
+        intent_interval_ms: u64::from(spec.intent_clear_after_ms),
     }
 }
 

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use shorthorn_control::{
     Command, EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
 };
-use shorthorn_core::PeerIndex;
 use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
@@ -45,8 +44,6 @@ pub struct Opened {
     pub size_bytes: u64,
     /// Where the members may differ.
     pub dirty: RegionSet,
-    /// The member to make the others equal to.
-    pub source: Option<PeerIndex>,
     /// For every replica: what it has missed, as far as the members know.
     pub missed: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
@@ -151,6 +148,8 @@ struct Reached {
     index: usize,
     connection: Connection,
     welcome: Welcome,
+    /// See [`plan::Plan::blank`].
+    is_blank: bool,
 }
 
 /// A view that is being proposed, and to whom.
@@ -273,6 +272,9 @@ impl Opener<'_> {
         let view = View { id: ViewId { generation, number: 1 }, members: plan.members };
         let mut change = Change::new(plan.basis.honoured, view);
         let mut reached = reached;
+        for one in &mut reached {
+            one.is_blank = plan.blank.contains(self.spec.replicas[one.index].replica);
+        }
         self.ask_the_arbiter(&greeter, &mut change, &mut reached, &members)?;
         let proposal = self.propose(reached, change);
         if let Some(holder) = proposal.deposed_by {
@@ -294,9 +296,11 @@ impl Opener<'_> {
         [self.spec.granted, self.state.granted()].into_iter().flatten().max_by_key(|view| view.id)
     }
 
-    /// Has every replica that was reached store the view, and asks the members which sets of regions they keep.
+    /// Has every replica that was reached and is not blank store the view, and asks the members which sets of regions
+    /// they keep.
     fn propose(&self, mut reached: Vec<Reached>, change: Change) -> Proposal {
         let spec: &EngineSpec = self.spec;
+        reached.retain(|one| !one.is_blank);
         let Change { target, honoured, .. } = &change;
         let answers: Vec<_> = thread::scope(|scope| {
             let ask = |one| scope.spawn(|| propose_to(spec, one, *target, honoured));
@@ -322,7 +326,8 @@ impl Opener<'_> {
         reached: &mut [Reached],
         members: &[MemberStatus],
     ) -> Result<(), OpenError> {
-        let stored = Members::new(reached.iter().map(|one| self.spec.replicas[one.index].replica));
+        let asked = reached.iter().filter(|one| !one.is_blank);
+        let stored = Members::new(asked.map(|one| self.spec.replicas[one.index].replica));
         let stored = stored.unwrap_or_default(); // there are no more replicas than a set can have
         if !change.would_need_grant(&stored) {
             return Ok(());
@@ -410,7 +415,6 @@ impl Opener<'_> {
         let spec: &EngineSpec = self.spec;
         let regions = Regions::of(spec.size_bytes).count();
         let Combined { dirty, missed, is_complete } = combine(&proposal.kept, spec.replicas.len(), regions);
-        let source = choose_source(spec, &proposal.reached, &view.members);
         let honoured = &proposal.change.honoured;
         let connected: Vec<_> = thread::scope(|scope| {
             let connect = |one| scope.spawn(move || connect_queues(spec, one, greeter, view, honoured));
@@ -441,7 +445,6 @@ impl Opener<'_> {
             members,
             size_bytes: spec.size_bytes,
             dirty,
-            source,
             missed,
             is_missed_complete: is_complete,
         })
@@ -495,7 +498,9 @@ fn reach(
     let mut members: Vec<MemberStatus> = replicas.iter().map(status::connecting).collect();
     for (index, answer) in answers {
         match answer {
-            Ok((connection, welcome)) => reached.push(Reached { index, connection, welcome }),
+            Ok((connection, welcome)) => {
+                reached.push(Reached { index, connection, welcome, is_blank: false });
+            }
             Err(ConnectError::Deposed { holder, .. }) => {
                 let generation = greeter.generation;
                 return Err(OpenError::Fatal(EngineError::Deposed { generation, holder }));
@@ -559,15 +564,6 @@ fn propose_to(
         });
     }
     Ok(Some(Kept { intent, missed }))
-}
-
-/// A member that has lost nothing, on this host if there is one; any, if there is none.
-fn choose_source(spec: &EngineSpec, reached: &[Reached], members: &Members) -> Option<PeerIndex> {
-    let chosen = reached
-        .iter()
-        .filter(|one| members.contains(spec.replicas[one.index].replica))
-        .min_by_key(|one| !spec.replicas[one.index].local)?;
-    PeerIndex::try_from(chosen.index).ok()
 }
 
 /// Marks the view as committed, and opens the connections of a member: the one of queue 0 is there, those of the

@@ -124,8 +124,8 @@ impl Running {
     /// One turn: wait, take what has happened, let the core decide, do what it says, send.
     fn turn(&mut self) -> Result<(), EngineError> {
         let is_idle = self.completions.is_empty() && !self.queue.shared.has_requests();
-        // An answer of the last turn is in the kernel's hands only now, and a client may take its time for one.
-        if is_idle && self.was_idle && self.is_swollen && self.queue.frontend.is_idle() {
+        // An answer of the last turn is in the kernel's hands only now.
+        if is_idle && self.was_idle && self.is_swollen {
             self.trim();
         }
         self.was_idle = is_idle;
@@ -277,10 +277,10 @@ impl Running {
                 }
                 Output::Ping { peer } => self.with_link(peer, Link::ping),
                 Output::Propose { peer, view, honoured } => {
-                    self.with_link(peer, |link, events| link.propose(view, honoured, events));
+                    self.with_link(peer, |link, events| link.propose(*view, *honoured, events));
                 }
                 Output::Commit { peer, view } => {
-                    self.with_link(peer, |link, events| link.commit(view, events));
+                    self.with_link(peer, |link, events| link.commit(*view, events));
                 }
                 Output::Mark { peer, mark, change } => {
                     self.with_link(peer, |link, events| link.mark(mark, &change, events));
@@ -335,8 +335,14 @@ impl Running {
         link.send(slot, operation, range, (data, buffer_offset), data_check, &mut self.events);
     }
 
-    /// Gives the memory of large requests back. Not that of copies: one may be in progress, although nothing happens.
+    /// Gives the memory of large requests back, unless a client takes its time for its answer or its data. Not that
+    /// of copies: one may be in progress, although nothing happens.
     fn trim(&mut self) {
+        let queue = self.queue.index;
+        if !self.queue.frontend.is_idle() {
+            return tracing::debug!(queue, "memory is kept: data of a client is on its way");
+        }
+        tracing::debug!(queue, "memory of large requests is given back");
         for slot in 0..usize::from(self.queue.depth) {
             self.queue.arena.release_pages(slot, SLOT_KEEP_BYTES);
         }

@@ -33,6 +33,8 @@ pub enum News {
     Joined { peer: PeerIndex },
     /// The members are equal everywhere.
     Equalised,
+    /// All that can be is flushed and cleared from the members' write intent.
+    Settled,
     /// The members do not read the same.
     ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
     /// A scrub has seen everything.
@@ -51,7 +53,6 @@ pub enum News {
 
 /// What a queue thread finds in its mailbox.
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // nearly all of it is outputs
 pub enum Mail {
     /// The core wants something done.
     Do(Output),
@@ -152,7 +153,7 @@ impl Shared {
                 Output::Send { slot, .. } | Output::Complete { slot, .. } => Some(slot.queue),
                 Output::Mark { .. } | Output::Commit { .. } => Some(0),
                 Output::Propose { view, honoured, .. } => {
-                    self.note_pending(*view, honoured);
+                    self.note_pending(**view, honoured);
                     Some(0)
                 }
                 // A replica closes a connection that is silent for long: every queue has to be heard.
@@ -207,13 +208,15 @@ impl Shared {
         self.tell(match output {
             Output::ViewChanged { view } => {
                 *lock(&self.pending) = None;
-                News::View(view)
+                News::View(*view)
             }
             Output::AskGrant { view, honoured, stored } => {
-                News::AskGrant { wanted: Box::new(GrantWanted { view, honoured, stored }) }
+                let wanted = GrantWanted { view: *view, honoured: *honoured, stored: *stored };
+                News::AskGrant { wanted: Box::new(wanted) }
             }
             Output::Joined { peer } => News::Joined { peer },
             Output::Equalised => News::Equalised,
+            Output::Settled => News::Settled,
             Output::ScrubFound { range, odd, repaired } => News::ScrubFound { range, odd, repaired },
             Output::ScrubDone => News::ScrubDone,
             Output::Frozen { reason } => News::Frozen(reason),

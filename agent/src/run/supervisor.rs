@@ -285,5 +285,6 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         replica_timeout_ms: args.replica_timeout_ms,
         granted: None,
         rebuild: RebuildLimits::default(),
+        intent_clear_after_ms: args.intent_clear_after_ms,
     }
 }

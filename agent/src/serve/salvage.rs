@@ -6,19 +6,12 @@ use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
 use shorthorn_proto::v1;
-use shorthorn_store::{OpenOptions, SavedState, Severity, Store, StoreError};
+use shorthorn_store::{OpenOptions, Severity, Store, StoreError};
 use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;
 
 use crate::serve::error::NodeError;
 use crate::serve::words;
-
-/// What the store keeps for the replica process: a line about it, then what the process has saved.
-const STATE_FILE: &str = "shorthorn.state";
-
-/// Where the store keeps which regions were being written, and which ones others have missed.
-const INTENT_FILE: &str = "shorthorn.intent";
-const MISSED_PREFIX: &str = "shorthorn.missed-";
 
 /// The part of a replica's state that says what it holds. What else is in it is about other replicas, or about
 /// regions that were being written.
@@ -27,8 +20,6 @@ struct State {
     volume: VolumeName,
     replica: ReplicaId,
     views: ReplicaViews,
-    #[serde(default, skip_serializing)]
-    lost_cache: bool,
 }
 
 /// Looks at a directory; works beside a process that has it open.
@@ -55,31 +46,22 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
     }
     let worth_telling = found.problems.iter().filter(|problem| problem.severity != Severity::Note);
     shown.problems = worth_telling.map(|problem| problem.message.clone()).collect();
-    shown.problems.extend(found.own_state.foreign);
+    let own = found.own_state;
+    shown.problems.extend(own.foreign);
+    shown.lost_cache = own.lost_cache;
     shown.modified_ms = modified_ms(directory);
-    match read_state(directory) {
-        Ok(Some(state)) => {
+    match own.saved.bytes().map(parse) {
+        Some(Ok(state)) => {
             let report = state.views.report();
             shown.generation = state.views.generation().to_string();
             shown.committed = Some(words::of_view(&report.committed));
             shown.proposed = report.proposed.iter().map(words::of_view).collect();
-            shown.lost_cache = state.lost_cache;
         }
-        Ok(None) => shown.problems.push("no engine has ever opened it".to_owned()),
-        Err(problem) => shown.problems.push(problem),
+        Some(Err(error)) => shown.problems.push(format!("its state cannot be read: {error}")),
+        None if own.status == "none" => shown.problems.push("no engine has ever opened it".to_owned()),
+        None => {} // it is among the problems
     }
     Ok(shown)
-}
-
-/// Reads the state without a lock: it is replaced whole, and durably.
-fn read_state(directory: &Path) -> Result<Option<State>, String> {
-    let path = directory.join(STATE_FILE);
-    let bytes = match fs::read(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        other => other.map_err(|error| format!("{}: {error}", path.display()))?,
-    };
-    let start = bytes.iter().position(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-    parse(&bytes[start..]).map(Some).map_err(|error| format!("{}: {error}", path.display()))
 }
 
 fn parse(bytes: &[u8]) -> Result<State, serde_json::Error> {
@@ -111,11 +93,11 @@ pub fn salvage(directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), 
 
 fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), NodeError> {
     let refuse = |why: String| NodeError::Precondition(format!("{}: {why}", directory.display()));
-    let bytes = match store.load_state().map_err(|error| of_store(&error))? {
-        SavedState::None => return Err(refuse("no engine has ever opened it: it holds nothing".into())),
-        SavedState::Current(bytes) | SavedState::Outdated(bytes) => bytes,
+    let saved = store.load_state().map_err(|error| of_store(&error))?;
+    let Some(bytes) = saved.bytes() else {
+        return Err(refuse("no engine has ever opened it: it holds nothing".into()));
     };
-    let state = parse(&bytes).map_err(|error| refuse(format!("its state cannot be read: {error}")))?;
+    let state = parse(bytes).map_err(|error| refuse(format!("its state cannot be read: {error}")))?;
     if state.replica != replica {
         return Err(refuse(format!("it is of replica {}, not {replica}", state.replica)));
     }
@@ -125,27 +107,14 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     }
     let salvaged = State { views: alone(replica, attach)?, ..state.clone() };
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
-    // Before the state: where this is cut off, it is all done again.
-    drop_sets(directory)?;
+    // The sets are about other replicas, which are made anew in full, or about regions in which this one may differ
+    // from them. Before the state: where this is cut off, it is all done again.
+    store.remove_all_regions().map_err(|error| of_store(&error))?;
     store.set_rebuilding(false).map_err(|error| of_store(&error))?;
     store.save_state(&bytes).map_err(|error| of_store(&error))?;
     let before = state.views.report();
     tracing::warn!(directory = %directory.display(), attach, ?before, "salvaged: this replica alone is the volume now");
     Ok(())
-}
-
-/// Removes the sets of regions: they are about other replicas, which are made anew in full, or about regions in which
-/// this one may differ from them.
-fn drop_sets(directory: &Path) -> Result<(), NodeError> {
-    for entry in fs::read_dir(directory).map_err(NodeError::at(directory))? {
-        let entry = entry.map_err(NodeError::at(directory))?;
-        let name = entry.file_name();
-        let is_set = |name: &str| name == INTENT_FILE || name.starts_with(MISSED_PREFIX);
-        if name.to_str().is_some_and(is_set) {
-            fs::remove_file(entry.path()).map_err(NodeError::at(&entry.path()))?;
-        }
-    }
-    fs::File::open(directory).and_then(|opened| opened.sync_all()).map_err(NodeError::at(directory))
 }
 
 /// The views of a replica that alone is the volume, held by no engine before `attach`.
@@ -186,11 +155,9 @@ mod tests {
         views.fence(Generation::new(3, 0)).unwrap();
         let basis = views.report().clone();
         views.propose(Generation::new(3, 0), view(3, 1, &[2]), &basis).unwrap();
-        let state =
-            State { volume: VolumeName::new("v1").unwrap(), replica: id(1), views, lost_cache: false };
+        let state = State { volume: VolumeName::new("v1").unwrap(), replica: id(1), views };
         let mut state = serde_json::to_value(&state).unwrap();
         state["missed"] = serde_json::json!({ "00000002": [1] });
-        state["lost_cache"] = true.into();
         store.save_state(&serde_json::to_vec(&state).unwrap()).unwrap();
         store.set_rebuilding(true).unwrap();
         store.close().unwrap();
@@ -206,8 +173,38 @@ mod tests {
         assert_eq!(shown.generation, "3.0");
         assert_eq!(shown.committed.unwrap().members.len(), 2);
         assert_eq!((shown.proposed[0].attach, shown.proposed[0].members.len()), (3, 1));
-        assert!(shown.rebuilding && shown.lost_cache && !shown.dirty && !shown.missing);
+        assert!(shown.rebuilding && !shown.lost_cache && !shown.dirty && !shown.missing);
         assert!(shown.modified_ms > 0);
+    }
+
+    #[test]
+    fn shows_that_the_host_was_restarted_under_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        replica(&directory);
+        let options = OpenOptions { accept_rebuilding: true, ..OpenOptions::default() };
+        drop(Store::open(&directory, options).unwrap()); // as if its process had been killed
+        let shown = inspect(&directory, false).unwrap();
+        assert!(shown.dirty && !shown.lost_cache, "the page cache is still there");
+        let boot = directory.join("shorthorn.boot");
+        let mut found: serde_json::Value = serde_json::from_slice(&fs::read(&boot).unwrap()).unwrap();
+        found["boot_id"] = "another".into();
+        fs::write(&boot, found.to_string()).unwrap();
+        let shown = inspect(&directory, false).unwrap();
+        assert!(shown.dirty && shown.lost_cache);
+    }
+
+    #[test]
+    fn a_damaged_state_is_a_problem_and_no_answer() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        replica(&directory);
+        let path = directory.join("shorthorn.state");
+        let text = fs::read_to_string(&path).unwrap().replace("v1", "v2");
+        fs::write(&path, text).unwrap();
+        let shown = inspect(&directory, false).unwrap();
+        assert_eq!((shown.committed, shown.generation.as_str()), (None, ""));
+        assert!(shown.problems.iter().any(|problem| problem.contains("checksum")), "{:?}", shown.problems);
     }
 
     #[test]
@@ -226,12 +223,12 @@ mod tests {
         assert_eq!(committed.members, [id(1).to_string()]);
         assert_eq!((shown.generation.as_str(), shown.proposed.len()), ("4.0", 0));
         assert!(!shown.rebuilding);
-        let text = fs::read_to_string(directory.join(STATE_FILE)).unwrap();
+        let text = fs::read_to_string(directory.join("shorthorn.state")).unwrap();
         assert!(!text.contains("missed"), "{text}");
         // Again, and late: nothing changes.
         salvage(&directory, id(1), 4).unwrap();
         salvage(&directory, id(1), 3).unwrap();
-        assert_eq!(fs::read_to_string(directory.join(STATE_FILE)).unwrap(), text);
+        assert_eq!(fs::read_to_string(directory.join("shorthorn.state")).unwrap(), text);
     }
 
     #[test]

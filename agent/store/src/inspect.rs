@@ -6,13 +6,16 @@ use std::path::Path;
 
 use serde::Serialize;
 use shorthorn_chain::{Checks, DirectoryFacts, DiskMeta, ImageName, Layout, Recovery, VolumeMeta, recover};
+use shorthorn_types::Regions;
 
+use crate::boot::Boot;
 use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::facts::collect;
 use crate::guard::Guard;
 use crate::info::Provenance;
 use crate::lock::Lock;
+use crate::regions;
 use crate::state::{self, SavedState};
 use crate::table::{human, table};
 
@@ -86,6 +89,12 @@ pub struct OwnState {
     pub epoch: u64,
     /// How it was noticed that somebody else may have had the directory.
     pub foreign: Option<String>,
+    /// Whether data may be gone that was written and not flushed, because the host was restarted: as the next open
+    /// would find it.
+    pub lost_cache: bool,
+    /// What was saved; nothing where that is damaged.
+    #[serde(skip)]
+    pub saved: SavedState,
 }
 
 /// Something wrong.
@@ -137,7 +146,7 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
             (false, layers_found(&facts))
         }
     };
-    let own_state = own_state(&directory, found, &mut problems)?;
+    let own_state = own_state(&directory, found, volume.as_ref(), &mut problems)?;
     if let Some(volume) = &volume {
         problems.extend(problems_of(volume, in_use_by));
     }
@@ -194,6 +203,7 @@ fn inspected_volume(volume: VolumeMeta) -> InspectedVolume {
 fn own_state(
     directory: &Directory,
     found: Option<Guard>,
+    volume: Option<&VolumeMeta>,
     problems: &mut Vec<Problem>,
 ) -> Result<OwnState, StoreError> {
     let was_ours = found.is_some();
@@ -205,17 +215,36 @@ fn own_state(
     };
     // Without a record of ours the epoch is 0, which no state carries.
     let trusted = if foreign.is_some() { 0 } else { epoch };
-    let (status, length_bytes) = match state::load(directory, trusted) {
-        Ok(SavedState::None) => ("none", 0),
-        Ok(SavedState::Current(bytes)) => ("current", bytes.len()),
-        Ok(SavedState::Outdated(bytes)) => ("outdated", bytes.len()),
+    let (status, saved) = match state::load(directory, trusted) {
+        Ok(saved @ SavedState::None) => ("none", saved),
+        Ok(saved @ SavedState::Current(_)) => ("current", saved),
+        Ok(saved @ SavedState::Outdated(_)) => ("outdated", saved),
         Err(error @ StoreError::StateDamaged { .. }) => {
             problems.push(problem(Severity::Error, error.to_string()));
-            ("damaged", 0)
+            ("damaged", SavedState::None)
         }
         Err(error) => return Err(error),
     };
-    Ok(OwnState { status, length_bytes, epoch, foreign })
+    let length_bytes = saved.bytes().map_or(0, <[u8]>::len);
+    let lost_cache = match volume {
+        Some(volume) => lost_cache(directory, volume, trusted)?,
+        None => false,
+    };
+    if lost_cache {
+        problems.push(problem(Severity::Note, "the host was restarted while the replica was open: what was written last and not flushed may be gone"));
+    }
+    Ok(OwnState { status, length_bytes, epoch, foreign, lost_cache, saved })
+}
+
+/// Whether something may be gone that was in the page cache when the host was restarted. Nothing is where no region
+/// was written since everything was flushed.
+fn lost_cache(directory: &Directory, volume: &VolumeMeta, epoch: u64) -> Result<bool, StoreError> {
+    if !Boot::judge(directory, volume.dirty)?.lost_cache() {
+        return Ok(false);
+    }
+    let regions = Regions::of(u64::try_from(volume.size).unwrap_or(0));
+    let intent = regions::written_lately(directory, regions, epoch)?;
+    Ok(intent.is_none_or(|intent| !intent.is_empty()))
 }
 
 fn layers_of(layout: &Layout) -> Vec<InspectedLayer> {

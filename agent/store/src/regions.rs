@@ -11,8 +11,8 @@ use std::os::unix::fs::FileExt;
 
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use shorthorn_chain::{OWN_PREFIX, temp_name};
-use shorthorn_regions::SetKey;
-use shorthorn_types::ReplicaId;
+use shorthorn_regions::{RegionKeeper, SetKey};
+use shorthorn_types::{RegionSet, Regions, ReplicaId};
 
 use crate::buffer::AlignedBuffer;
 use crate::directory::Directory;
@@ -111,6 +111,19 @@ impl Store {
         made
     }
 
+    /// Removes the files of all sets. They are gone for good on return.
+    ///
+    /// # Errors
+    /// An I/O error; some may be gone then.
+    pub fn remove_all_regions(&self) -> Result<()> {
+        self.check_writable()?;
+        let missed = self.missed_files()?.into_iter().map(SetKey::Missed);
+        for key in missed.chain([SetKey::Intent]) {
+            self.directory.unlink(&name_of(key))?;
+        }
+        self.directory.sync()
+    }
+
     /// Removes the file of a set. It is gone for good on return.
     ///
     /// # Errors
@@ -120,6 +133,17 @@ impl Store {
         self.directory.unlink(&name_of(key))?;
         self.directory.sync()
     }
+}
+
+/// The regions that were written lately, where that is kept; `epoch` is the one that counts.
+pub(crate) fn written_lately(
+    directory: &Directory,
+    regions: Regions,
+    epoch: u64,
+) -> Result<Option<RegionSet>> {
+    let Some(bytes) = directory.read(&name_of(SetKey::Intent))? else { return Ok(None) };
+    let (keeper, _) = RegionKeeper::load(regions, epoch, &bytes);
+    Ok(keeper.content(SetKey::Intent))
 }
 
 fn name_of(key: SetKey) -> String {

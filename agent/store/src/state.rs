@@ -24,6 +24,17 @@ pub enum SavedState {
     Outdated(Vec<u8>),
 }
 
+impl SavedState {
+    /// What was saved, whatever it is worth.
+    #[must_use]
+    pub fn bytes(&self) -> Option<&[u8]> {
+        match self {
+            SavedState::None => None,
+            SavedState::Current(bytes) | SavedState::Outdated(bytes) => Some(bytes),
+        }
+    }
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 struct Header {
     format: u32,

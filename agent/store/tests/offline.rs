@@ -8,7 +8,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use common::{Fixture, scratch, sha256};
+use shorthorn_regions::{RegionKeeper, SetKey};
 use shorthorn_store::{CreateOptions, ExportTarget, OpenOptions, Severity, Store, export, inspect};
+use shorthorn_types::{RegionSet, Regions, ReplicaId};
 
 /// Everything about every file that a change would show in.
 fn traces(path: &Path) -> BTreeMap<String, (u64, i64, i64, u64)> {
@@ -135,4 +137,44 @@ fn an_inspection_tells_states_apart() {
     let inspection = inspect(&path).unwrap();
     assert!(!inspection.usable && inspection.layers.len() == 3);
     assert!(inspection.to_string().contains("error: volume-snap-kept.img.meta is damaged"), "{inspection}");
+}
+
+#[test]
+fn a_restart_of_the_host_under_an_open_replica_shows() {
+    let dir = scratch();
+    let path = dir.path().join("replica");
+    let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+    let mut store = Store::create(&path, options).unwrap();
+    store.write_at(&[1; 4096], 0, false).unwrap();
+    drop(store); // as if its process had been killed
+    assert!(!inspect(&path).unwrap().own_state.lost_cache, "the page cache is still there");
+    let boot = path.join("shorthorn.boot");
+    let mut found: serde_json::Value = serde_json::from_slice(&std::fs::read(&boot).unwrap()).unwrap();
+    found["boot_id"] = "another".into();
+    std::fs::write(&boot, found.to_string()).unwrap();
+    let before = traces(&path);
+    let inspection = inspect(&path).unwrap();
+    assert!(inspection.own_state.lost_cache && inspection.usable);
+    assert!(inspection.to_string().contains("the host was restarted"), "{inspection}");
+    assert_eq!(serde_json::to_value(&inspection).unwrap()["own_state"]["lost_cache"], true);
+    assert_eq!(traces(&path), before);
+    // Where everything that was written had been flushed on all replicas, nothing can be gone.
+    let regions = Regions::of(1 << 20);
+    let store = Store::open(&path, OpenOptions::default()).unwrap();
+    let epoch = store.info().epoch;
+    let set = |runs: &[u32]| {
+        let mut set = RegionSet::empty(regions.count());
+        for region in runs {
+            set.insert(*region);
+        }
+        RegionKeeper::new(regions, epoch, &set).file(SetKey::Intent).unwrap()
+    };
+    store.make_regions(SetKey::Intent, &set(&[])).unwrap();
+    assert!(!inspect(&path).unwrap().own_state.lost_cache);
+    store.make_regions(SetKey::Intent, &set(&[1])).unwrap();
+    assert!(inspect(&path).unwrap().own_state.lost_cache, "beside the process that has it open too");
+    store.make_regions(SetKey::Missed(ReplicaId::from_random(1)), &set(&[1])).unwrap();
+    store.remove_all_regions().unwrap();
+    assert_eq!(store.missed_files().unwrap(), []);
+    assert_eq!(store.read_regions(SetKey::Intent).unwrap(), None);
 }

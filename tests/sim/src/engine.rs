@@ -127,6 +127,19 @@ impl World {
         self.after(delay, Occurrence::StartEngine { host });
     }
 
+    /// The engine has cleared what it can: it ends.
+    fn settled(&mut self, engine: u64) {
+        self.count("settled");
+        self.end_engine(engine);
+    }
+
+    /// The process ends, unless it has already.
+    pub fn end_engine(&mut self, engine: u64) {
+        if let Some(host) = self.engines.get(&engine).map(|process| process.host) {
+            self.kill_engine(host);
+        }
+    }
+
     fn engine_end_is_closed(&mut self, id: ConnId) {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.engine_open = false;
@@ -206,17 +219,22 @@ impl World {
             Output::Ping { peer } => self.ask(engine, peer, ID_PING, Ask::Ping),
             Output::Propose { peer, view, honoured } => {
                 if let Some(process) = self.engines.get_mut(&engine) {
-                    process.pending = Some((view, honoured.clone()));
+                    process.pending = Some((*view, (*honoured).clone()));
                 }
-                self.ask(engine, peer, ID_PROPOSE | u64::from(view.id.number), Ask::Propose(view, honoured));
+                self.ask(
+                    engine,
+                    peer,
+                    ID_PROPOSE | u64::from(view.id.number),
+                    Ask::Propose(*view, *honoured),
+                );
             }
             Output::Commit { peer, view } => {
-                self.ask(engine, peer, ID_COMMIT | u64::from(view.id.number), Ask::Commit(view));
+                self.ask(engine, peer, ID_COMMIT | u64::from(view.id.number), Ask::Commit(*view));
             }
             Output::AskGrant { view, honoured, stored } => {
                 self.count("grants asked");
                 if let Some(process) = self.engines.get_mut(&engine) {
-                    process.wants = Some((view, honoured, stored));
+                    process.wants = Some((*view, *honoured, *stored));
                 }
                 self.after(500, Occurrence::AskArbiter { engine });
             }
@@ -240,6 +258,7 @@ impl World {
                 self.count("joins");
             }
             Output::Equalised => self.count("equalised"),
+            Output::Settled => self.settled(engine),
             Output::ScrubFound { range, odd, .. } => self.scrub_found(engine, range, &odd),
             Output::ScrubDone => self.count("scrubs"),
             Output::Frozen { reason } => {

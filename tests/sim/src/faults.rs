@@ -11,6 +11,8 @@ pub enum Fault {
     CutPowerOfReplica,
     /// The engine process is killed.
     KillEngine,
+    /// The engine process is asked to leave the device to the next one: it settles before it ends.
+    HandOver,
     /// The volume is attached to another host; nobody tells the old one.
     AttachElsewhere,
     /// A host and a replica do not reach each other for a while.
@@ -46,7 +48,7 @@ pub enum Mend {
     Speed(usize),
 }
 
-const KINDS: [(Fault, u32); 12] = [
+const KINDS: [(Fault, u32); 13] = [
     (Fault::KillReplica, 10),
     (Fault::CutPowerOfReplica, 6),
     (Fault::KillEngine, 10),
@@ -59,7 +61,11 @@ const KINDS: [(Fault, u32); 12] = [
     (Fault::DiskError, 3),
     (Fault::SlowDisk, 4),
     (Fault::Replace, 2),
+    (Fault::HandOver, 6),
 ];
+
+/// The engine that hands over settles for so long at most.
+const SETTLE_LIMIT_US: u64 = 100_000;
 
 impl World {
     /// Some trouble, and when the next comes.
@@ -99,6 +105,7 @@ impl World {
             Fault::KillReplica => self.kill_replica(victim, false),
             Fault::CutPowerOfReplica => self.kill_replica(victim, true),
             Fault::KillEngine => self.kill_engine(self.controller.host),
+            Fault::HandOver => self.hand_over(),
             Fault::AttachElsewhere => self.attach_elsewhere(),
             Fault::Partition => {
                 let host = self.rng.usize(0..self.hosts.len());
@@ -129,6 +136,12 @@ impl World {
             Fault::Replace => self.replace_replica(),
             Fault::Mend(_) => {}
         }
+    }
+
+    fn hand_over(&mut self) {
+        let Some(engine) = self.hosts[self.controller.host].engine else { return };
+        self.after(SETTLE_LIMIT_US, Occurrence::EndEngine { engine });
+        self.apply(engine, shorthorn_core::Event::Settle);
     }
 
     fn mend(&mut self, mend: Mend) {

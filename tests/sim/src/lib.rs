@@ -179,6 +179,7 @@ fn happen(world: &mut World, what: Occurrence) {
         Occurrence::Fault(fault) => world.trouble(fault),
         Occurrence::StartReplica { replica, boot } => world.start_replica(replica, boot),
         Occurrence::StartEngine { host } => world.start_engine(host),
+        Occurrence::EndEngine { engine } => world.end_engine(engine),
         Occurrence::AskArbiter { engine } => world.ask_arbiter(engine),
         Occurrence::Granted { engine, view } => world.granted(engine, view),
         Occurrence::Guest => world.guest_turn(),

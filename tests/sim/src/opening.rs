@@ -224,7 +224,6 @@ impl Process {
         for one in reached.iter().filter(|one| !chosen.contains(peers[one.peer])) {
             self.close(one.conn);
         }
-        let source = members.iter().find(|one| !one.greeting.lost_cache).map(|one| index(one.peer));
         self.note_losses(&members);
         let config = CoreConfig {
             queues: 1,
@@ -238,7 +237,6 @@ impl Process {
             replica_timeout_ms: REPLICA_TIMEOUT_MS,
             size_bytes: size,
             dirty,
-            source,
             missed,
             copy_slots: COPY_SLOTS,
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },

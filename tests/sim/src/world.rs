@@ -31,6 +31,8 @@ pub enum Occurrence {
     StartReplica { replica: usize, boot: u64 },
     /// An engine process starts on a host, unless there is one.
     StartEngine { host: usize },
+    /// An engine process that hands over ends, whether it has settled or not.
+    EndEngine { engine: u64 },
     /// An engine asks for a grant, if it still wants one.
     AskArbiter { engine: u64 },
     /// The arbiter's answer arrives.

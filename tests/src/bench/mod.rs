@@ -1,6 +1,7 @@
 //! What `make bench` measures, and how.
 
 mod in_vm;
+mod intent;
 mod process;
 mod rebuild;
 mod table;
@@ -8,6 +9,7 @@ mod targets;
 mod workload;
 
 pub use in_vm::{VmFigure, measure_in_vm};
+pub use intent::{IntentFigure, measure_intent};
 pub use process::Usage;
 pub use rebuild::{RebuildFigures, measure_rebuild};
 pub use table::{Row, median, print};

@@ -1,4 +1,4 @@
-//! What keeping account of written regions costs, and what bringing a replica up costs and how fast it is.
+//! What bringing a replica up costs, and how fast it is.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,24 +12,19 @@ use crate::{
 };
 
 /// What a replica misses, and the range of the loads.
-const USED: &str = "1g";
+pub(super) const USED: &str = "1g";
 const USED_BYTES: u64 = 1 << 30;
-/// As many regions as stay marked whatever else happens.
-const MARKED: &str = "16m";
 const LIMIT: Duration = Duration::from_secs(600);
-const WRITE: Workload = Workload { name: "write 1 MiB sequential", rw: "write", block_size: "1m", depth: 8 };
-const RANDOM: [Workload; 2] = [
-    Workload { name: "depth 1", rw: "randwrite", block_size: "4k", depth: 1 },
-    Workload { name: "depth 32", rw: "randwrite", block_size: "4k", depth: 32 },
-];
+/// Once over all of it.
+pub(super) const WRITE: Workload =
+    Workload { name: "write 1 MiB sequential", rw: "write", block_size: "1m", depth: 8 };
+const RANDOM: Workload = Workload { name: "depth 32", rw: "randwrite", block_size: "4k", depth: 32 };
 
 /// One run with three replicas on this host.
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildFigures {
-    /// Random writes to regions that are marked already, per second, at depth 1 and 32.
-    pub marked: [f64; 2],
-    /// Random writes to [`USED`], where most find their region unmarked at first.
-    pub anywhere: [f64; 2],
+    /// Random writes at depth 32 while all replicas are members, per second.
+    pub whole: f64,
     /// Sequential writes of the client, bytes per second.
     pub written_bytes_per_s: f64,
     /// Copying to a replica that has missed everything, with no other load.
@@ -54,28 +49,21 @@ pub fn measure_rebuild(base: &Path, seconds: u32) -> Result<RebuildFigures> {
     let volume = LocalVolume::start(&options)?;
     let run = |workload: &Workload, size: &str| load(&volume, workload, size, seconds);
     let written_bytes_per_s = run(&WRITE, USED)?.bytes_per_s;
-    let mut marked = [0.0; 2];
-    let mut anywhere = [0.0; 2];
-    for (at, workload) in RANDOM.iter().enumerate() {
-        anywhere[at] = run(workload, USED)?.requests_per_s;
-        run(workload, MARKED)?;
-        marked[at] = run(workload, MARKED)?.requests_per_s;
-    }
+    let whole = run(&RANDOM, USED)?.requests_per_s;
     let copied_bytes_per_s = rebuild(&volume)?;
     let mut degraded = 0.0;
     miss_everything(&volume, || {
-        degraded = run(&RANDOM[1], USED)?.requests_per_s;
+        degraded = run(&RANDOM, USED)?.requests_per_s;
         Ok(())
     })?;
     let started = Instant::now();
-    let beside_rebuild = run(&RANDOM[1], USED)?.requests_per_s;
+    let beside_rebuild = run(&RANDOM, USED)?.requests_per_s;
     let copied = USED_BYTES.saturating_sub(left_bytes(&volume)?) as f64;
     let copied_beside_bytes_per_s = copied / started.elapsed().as_secs_f64();
     until_whole(&volume.engine_control()?, LIMIT)?;
     volume.stop()?;
     Ok(RebuildFigures {
-        marked,
-        anywhere,
+        whole,
         written_bytes_per_s,
         copied_bytes_per_s,
         degraded,
@@ -84,7 +72,12 @@ pub fn measure_rebuild(base: &Path, seconds: u32) -> Result<RebuildFigures> {
     })
 }
 
-fn load(volume: &LocalVolume, workload: &Workload, size: &str, seconds: u32) -> Result<crate::FioReport> {
+pub(super) fn load(
+    volume: &LocalVolume,
+    workload: &Workload,
+    size: &str,
+    seconds: u32,
+) -> Result<crate::FioReport> {
     let mut arguments = workload.arguments(seconds, size);
     arguments.extend(["--ioengine=nbd".into(), format!("--uri={}", volume.ready.uri), "--name=nbd".into()]);
     fio(&FioJob { arguments })

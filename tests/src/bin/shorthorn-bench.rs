@@ -1,13 +1,14 @@
 //! `make bench`: speed, CPU and memory of volumes beside the ceilings of the same machine in the same run.
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Parser;
 use shorthorn_tests::bench::{
-    Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_in_vm, measure_rebuild,
-    median, print,
+    IntentFigure, Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_in_vm,
+    measure_intent, measure_rebuild, median, print,
 };
 
 /// Measures volumes behind the NBD socket beside fio on plain files and an NBD server with one hop.
@@ -31,9 +32,12 @@ struct Arguments {
     /// Without the comparison of ublk and NBD in a virtual machine.
     #[arg(long)]
     no_vm: bool,
-    /// Only what regions and rebuilding cost.
+    /// Only what rebuilding costs.
     #[arg(long, conflicts_with = "only_vm")]
     only_rebuild: bool,
+    /// Only what noting regions before they are written costs.
+    #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild"])]
+    only_intent: bool,
 }
 
 const TARGETS: [(&str, TargetKind); 5] = [
@@ -46,13 +50,17 @@ const TARGETS: [(&str, TargetKind); 5] = [
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    if !arguments.only_vm && !arguments.only_rebuild {
+    let is_all = !arguments.only_vm && !arguments.only_rebuild && !arguments.only_intent;
+    if is_all {
         on_this_host(&arguments)?;
     }
-    if !arguments.only_vm {
+    if is_all || arguments.only_intent {
+        noting(&arguments)?;
+    }
+    if is_all || arguments.only_rebuild {
         rebuilding(&arguments)?;
     }
-    if !arguments.no_vm && !arguments.only_rebuild {
+    if is_all && !arguments.no_vm || arguments.only_vm {
         in_a_vm(&arguments)?;
     }
     Ok(())
@@ -93,24 +101,42 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
+fn noting(arguments: &Arguments) -> Result<()> {
+    let mut all: BTreeMap<&str, Vec<IntentFigure>> = BTreeMap::new();
+    for round in 1..=arguments.rounds {
+        progress(&format!("round {round} of {}: noting regions before they are written", arguments.rounds));
+        for one in measure_intent(&arguments.dir, arguments.seconds, round)? {
+            all.entry(one.workload).or_default().push(one);
+        }
+    }
+    println!(
+        "\nregions cleared and noted again, against regions that stay noted: 3 replicas, 1 GiB used, medians of {} rounds",
+        arguments.rounds
+    );
+    for (workload, figures) in all {
+        let of = |value: fn(&IntentFigure) -> f64| figures.iter().map(value).collect::<Vec<f64>>();
+        let shares = of(|one| one.cleared / one.kept * 100.0);
+        println!(
+            "  {workload:<32} {:>7.0} against {:>7.0} requests/s: {:.1} %, the rounds {:.1} to {:.1} %",
+            median(&of(|one| one.cleared)),
+            median(&of(|one| one.kept)),
+            median(&shares),
+            shares.iter().copied().fold(f64::MAX, f64::min),
+            shares.iter().copied().fold(f64::MIN, f64::max),
+        );
+    }
+    Ok(())
+}
+
 fn rebuilding(arguments: &Arguments) -> Result<()> {
     let mut all: Vec<RebuildFigures> = Vec::new();
     for round in 1..=arguments.rounds {
-        progress(&format!("round {round} of {}: regions and rebuilding", arguments.rounds));
+        progress(&format!("round {round} of {}: rebuilding", arguments.rounds));
         all.push(measure_rebuild(&arguments.dir, arguments.seconds)?);
     }
     let of = |value: &dyn Fn(&RebuildFigures) -> f64| median(&all.iter().map(value).collect::<Vec<_>>());
     let mib = f64::from(1 << 20);
-    println!("\nregions and rebuilding, 3 replicas, medians of {} rounds", arguments.rounds);
-    for (at, depth) in [1, 32].into_iter().enumerate() {
-        println!(
-            "  write 4 KiB random, depth {depth:<2}     {:>7.0} requests/s anywhere in 1 GiB, {:.0} % of {:.0} where regions \
-             are marked already",
-            of(&|one| one.anywhere[at]),
-            of(&|one| one.anywhere[at] / one.marked[at]) * 100.0,
-            of(&|one| one.marked[at]),
-        );
-    }
+    println!("\nrebuilding, 3 replicas, medians of {} rounds", arguments.rounds);
     println!(
         "  rebuilding alone                 {:>7.0} MiB/s, {:.0} % of the client's sequential writes ({:.0} MiB/s)",
         of(&|one| one.copied_bytes_per_s) / mib,
@@ -124,7 +150,7 @@ fn rebuilding(arguments: &Arguments) -> Result<()> {
         of(&|one| one.beside_rebuild / one.degraded) * 100.0,
         of(&|one| one.beside_rebuild),
         of(&|one| one.degraded),
-        of(&|one| one.anywhere[1]),
+        of(&|one| one.whole),
     );
     Ok(())
 }

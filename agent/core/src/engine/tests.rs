@@ -33,7 +33,6 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         replica_timeout_ms: TIMEOUT_MS,
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
-        source: None,
         missed: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
         copy_slots: 2,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },

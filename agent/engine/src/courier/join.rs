@@ -190,12 +190,14 @@ impl Courier {
         let Some(replica) = desk.peer(me).map(|peer| peer.endpoint.replica) else {
             return Err(Trouble::Ended);
         };
-        let missing_bytes = u64::from(lack.missing.len()) * desk.regions().region_bytes();
         let is_copy = lack.accountants.is_some();
-        self.tell(Told::Joining { missing_bytes, is_copy });
         // Whoever counts by now, or is about to, is asked under the same lock: later ones learn from the core.
         let count_now = desk.shared.decide(|core, outputs| {
             core.apply(Event::Join { peer: me, missing: Box::new(lack.missing.clone()) }, outputs);
+            // With what was counted while it was away. Told here, it is told before the end of even the shortest copy.
+            let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == me);
+            let missing_bytes = left.map_or(0, |(_, bytes)| bytes);
+            self.tell(Told::Joining { missing_bytes, is_copy });
             desk.counting(core, me)
         });
         let Some(accountants) = lack.accountants else { return Ok(()) };

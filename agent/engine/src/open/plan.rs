@@ -1,6 +1,6 @@
 //! Who may be a member of the first view, from what the fenced replicas say; without I/O.
 
-use shorthorn_types::{Members, RegionSet, ReplicaId, ReplicaReport, View};
+use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Basis, CannotStart, basis};
 
 /// What one fenced replica says of itself.
@@ -22,6 +22,10 @@ pub struct Plan {
     pub members: Members,
     /// Replicas that the views would take as members and that are none, and why.
     pub unfit: Vec<(ReplicaId, String)>,
+    /// Replicas that do not know the views that they were in, or none at all where others do. They count for nothing,
+    /// and nothing is proposed to them: they would learn the views by that, and pass for replicas that hold
+    /// everything but what was counted since they left.
+    pub blank: Members,
 }
 
 /// Why there is no start now.
@@ -66,7 +70,12 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
             unfit,
         });
     }
-    Ok(Plan { basis, members, unfit })
+    let is_blank = |witness: &&Witness| {
+        has_forgotten(witness) || newest.is_some_and(|newest| knows_nothing(witness, newest))
+    };
+    let blank = Members::new(witnesses.iter().filter(is_blank).map(|witness| witness.replica));
+    // There are no more replicas than a set can have.
+    Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default() })
 }
 
 /// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed.
@@ -75,6 +84,14 @@ fn forgets(witness: &Witness, newest: View) -> bool {
     newest.members.contains(witness.replica)
         && committed.id < newest.id
         && !proposed.iter().any(|view| view.id == newest.id)
+}
+
+/// Whether the replica knows no engine at all, although there were some.
+fn knows_nothing(witness: &Witness, newest: View) -> bool {
+    let ReplicaReport { committed, proposed } = &witness.report;
+    newest.id.generation != Generation::NEVER
+        && committed.id.generation == Generation::NEVER
+        && proposed.is_empty()
 }
 
 /// The sets of regions that one member keeps.
@@ -117,7 +134,7 @@ pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_types::{Generation, ViewId};
+    use shorthorn_types::ViewId;
 
     use super::*;
 
@@ -177,9 +194,24 @@ mod tests {
         let found = plan(&[witness(1, now, &[]), witness(2, now, &[]), empty.clone()], None).unwrap();
         assert_eq!(found.members, ids(&[1, 2]));
         assert!(found.unfit[0].1.contains("rebuilt"));
+        assert_eq!(found.blank, ids(&[3]));
         // Nor does it count for the quorum.
         let alone = plan(&[witness(1, now, &[]), empty], None).unwrap_err();
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }));
+    }
+
+    #[test]
+    fn a_replica_that_was_away_and_is_empty_is_blank() {
+        let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2]));
+        let others = [witness(1, now, &[]), witness(2, now, &[])];
+        let with = |third| [others.to_vec(), vec![third]].concat();
+        let found = plan(&with(witness(3, first, &[])), None).unwrap();
+        assert_eq!((found.blank, found.unfit.len()), (ids(&[3]), 0));
+        // One that knows an engine has kept what it had, and nobody is blank before the first engine.
+        assert_eq!(plan(&with(witness(3, view(2, &[1, 2, 3]), &[])), None).unwrap().blank, ids(&[]));
+        assert_eq!(plan(&with(witness(3, first, &[view(2, &[1, 3])])), None).unwrap().blank, ids(&[]));
+        let new: Vec<Witness> = (1..=3).map(|n| witness(n, first, &[])).collect();
+        assert_eq!(plan(&new, None).unwrap().blank, ids(&[]));
     }
 
     #[test]

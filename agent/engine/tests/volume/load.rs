@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use shorthorn_testkit::nbd::Nbd;
+
 use crate::LIMIT;
-use crate::nbd::Nbd;
 use crate::volume::Volume;
 
 const WRITERS: u64 = 4;
@@ -31,7 +32,7 @@ impl Load {
         let writer = |number| {
             let (stop, written, socket) = (Arc::clone(&stop), Arc::clone(&written), volume.frontend());
             thread::spawn(move || {
-                let mut nbd = Nbd::connect(&socket, "v1");
+                let mut nbd = Nbd::connect(&socket, "v1").unwrap();
                 let mut random = Random(seed * WRITERS + number + 1);
                 let mut model = std::collections::BTreeMap::new();
                 while !stop.load(Ordering::Relaxed) {
@@ -40,7 +41,7 @@ impl Load {
                     let fill = u8::try_from(random.next() % 256).unwrap();
                     let offset = (number * blocks + first) * BLOCK;
                     let data = vec![fill; usize::try_from(count * BLOCK).unwrap()];
-                    if !nbd.try_write(offset, &data) {
+                    if nbd.write(offset, &data).is_err() {
                         return None; // the engine was killed
                     }
                     model.extend(
@@ -67,11 +68,11 @@ impl Load {
     /// Every block has to read as it was written last.
     pub fn stop_and_verify(self, volume: &Volume) {
         self.stop.store(true, Ordering::Relaxed);
-        let mut nbd = Nbd::connect(&volume.frontend(), "v1");
+        let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
         for writer in self.writers {
             let model = writer.join().unwrap().expect("the engine lives");
             for (offset, fill) in model {
-                let found = nbd.read(offset, 4096);
+                let found = nbd.read(offset, 4096).unwrap();
                 assert!(
                     found == [fill; 4096],
                     "seed {}: at {offset}: {} instead of {fill}",

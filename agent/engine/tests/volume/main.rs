@@ -1,14 +1,17 @@
 //! Whole volumes: an engine and replicas as processes, which are killed, started again, added and taken away.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod ends;
 mod load;
-mod nbd;
+mod slow_clients;
 mod volume;
 
 use std::time::Duration;
 
 use load::Load;
 use shorthorn_control::{Command, EnginePhase, MemberMode, RebuildLimits};
+use shorthorn_testkit::nbd::Nbd;
+use shorthorn_types::Regions;
 use volume::Volume;
 
 /// Far more than anything takes: whoever waits so long has found a bug.
@@ -31,6 +34,30 @@ fn a_replica_that_was_killed_comes_back_by_what_it_missed() {
     let log = volume.log_of_engine();
     assert!(log.contains("is_copy=false"), "it was made anew:\n{log}");
     load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_short_copy_tells_all_that_it_brings() {
+    const REGIONS: u64 = 5;
+    let mut volume = Volume::start(3, 64 << 20);
+    volume.kill(1);
+    volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
+    let region_bytes = Regions::of(volume.size_bytes).region_bytes();
+    let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
+    for region in 0..REGIONS {
+        nbd.write(2 * region * region_bytes, &[1; 4096]).unwrap();
+    }
+    drop(nbd);
+    volume.start_replica(1);
+    volume.wait("it is back", |engine| engine.members.iter().all(|member| member.mode == MemberMode::Member));
+    let bytes = REGIONS * region_bytes;
+    for what in ["bringing a replica up", "a replica is a member again"] {
+        let log = volume.log_of_engine();
+        let line = log.lines().find(|line| line.contains(what)).unwrap();
+        assert!(line.contains(&format!("bytes={bytes} ")), "{line}");
+    }
     volume.stop();
     volume.assert_equal();
 }
@@ -214,6 +241,27 @@ fn a_lost_directory_is_noticed_and_filled_again() {
     });
     assert!(volume.log_of_engine().contains("its directory is another one"), "{}", volume.log_of_engine());
     Load::start(&volume, 14).stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_directory_that_is_lost_while_its_replica_is_away_is_filled_again() {
+    let mut volume = Volume::start(3, 16 << 20);
+    let load = Load::start(&volume, 15);
+    load.wait_for_writes(300);
+    volume.kill(2);
+    volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
+    load.wait_for_writes(20);
+    load.stop_and_verify(&volume);
+    volume.stop_engine();
+    volume.lose_directory(2);
+    volume.start_replica(2);
+    volume.start_engine();
+    volume.wait("it is a member again", |engine| {
+        engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 3
+    });
+    assert!(volume.log_of_engine().contains("is_copy=true"), "{}", volume.log_of_engine());
     volume.stop();
     volume.assert_equal();
 }

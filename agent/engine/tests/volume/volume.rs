@@ -5,14 +5,17 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use shorthorn_control::{
-    Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
+    Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
+    RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
 };
-use shorthorn_types::{Members, ReplicaId};
+use shorthorn_regions::{RegionKeeper, SetKey};
+use shorthorn_store::{OpenOptions, Store};
+use shorthorn_types::{Members, Regions, ReplicaId};
 
 use crate::LIMIT;
 
@@ -115,6 +118,7 @@ impl Volume {
             replica_timeout_ms: 5000,
             granted: None,
             rebuild: RebuildLimits::default(),
+            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
         };
         store_spec(&self.file("engine.json"), &spec).unwrap();
         self.engine = Some(self.spawn("engine", "engine.json"));
@@ -129,6 +133,34 @@ impl Volume {
     /// Of a replica that does not run: as if its disk had been replaced.
     pub fn lose_directory(&self, number: usize) {
         fs::remove_dir_all(self.file(&format!("replica{number}"))).unwrap();
+    }
+
+    /// A replica that hangs, or goes on.
+    pub fn signal(&self, number: usize, signal: Signal) {
+        let child = self.replicas[number].as_ref().unwrap();
+        kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), signal).unwrap();
+    }
+
+    /// Asks the engine to leave its device to the next one; the frontend of the tests has none.
+    pub fn hand_over(&mut self) {
+        let mut engine = self.engine.take().unwrap();
+        kill(Pid::from_raw(i32::try_from(engine.id()).unwrap()), Signal::SIGTERM).unwrap();
+        assert!(engine.wait().unwrap().success(), "{}", self.log_of_engine());
+    }
+
+    /// Waits until the engine has logged `text` more than `times` times.
+    pub fn wait_for_log(&self, text: &[&str], times: usize) {
+        let begin = Instant::now();
+        while self.count_in_log(text) <= times {
+            assert!(begin.elapsed() < LIMIT, "never logged: {text:?}\n{}", self.log_of_engine());
+            thread::sleep(Duration::from_millis(10)); // nobody tells when a file has grown
+        }
+    }
+
+    /// How often the engine has logged any of `text`.
+    pub fn count_in_log(&self, text: &[&str]) -> usize {
+        let log = self.log_of_engine();
+        text.iter().map(|text| log.matches(text).count()).sum()
     }
 
     pub fn kill_engine(&mut self) {
@@ -184,6 +216,18 @@ impl Volume {
             kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGTERM).unwrap();
             assert!(child.wait().unwrap().success());
         }
+    }
+
+    /// After the stop: how many regions a replica counts as written lately.
+    pub fn dirty_regions(&self, number: usize) -> u32 {
+        let directory = self.file(&format!("replica{number}"));
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let store = Store::open(directory, options).unwrap();
+        let bytes = store.read_regions(SetKey::Intent).unwrap().unwrap();
+        let regions = Regions::of(self.size_bytes);
+        let (keeper, damages) = RegionKeeper::load(regions, store.info().epoch, &bytes);
+        assert!(damages.is_empty(), "{damages:?}");
+        keeper.content(SetKey::Intent).unwrap().len()
     }
 
     /// After the stop: all replicas have the same content.

@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use shorthorn_control::{
-    EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, SpecError, load_spec,
-    store_spec,
+    EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret,
+    SpecError, load_spec, store_spec,
 };
 use shorthorn_proto::v1;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
@@ -59,6 +59,7 @@ impl Spec {
             replica_timeout_ms: config.replica_timeout_ms,
             granted: request.granted.map(words::view).transpose()?,
             rebuild: rebuild_limits(request.rebuild)?,
+            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
         }))
     }
 

@@ -8,11 +8,11 @@ use crate::event::ScrubConfig;
 /// The first slot for copies.
 const COPY: u16 = 8;
 
-/// Three members that may differ in `regions`; replica 1 has lost nothing. What nobody waits for goes slowly.
+/// Three members that may differ in `regions`; replica 1 is on this host. What nobody waits for goes slowly.
 fn unequal(regions: &[u32]) -> Bench {
     let mut config = config(3, 3);
     config.dirty = region_set(regions);
-    config.source = Some(1);
+    config.peers[1].local = true;
     config.copy_slots = 1;
     config.copy_limits.bytes_per_s = 64 << 10;
     Bench::with(&config)
@@ -249,4 +249,105 @@ fn the_majority_repairs_the_odd_one() {
 fn what_cannot_or_shall_not_be_repaired_is_told() {
     assert_eq!(found(&scrubbed(true, &[1, 2]).1), Some((vec![0, 1], false)));
     assert_eq!(found(&scrubbed(false, &[1, 1, 2]).1), Some((vec![2], false)));
+}
+
+fn is_settled(out: &[Output]) -> bool {
+    out.contains(&Output::Settled)
+}
+
+/// What is marked, without what is merely pinged.
+fn cleared(out: &[Output]) -> Vec<(PeerIndex, Vec<(u32, u32)>)> {
+    marks(out).into_iter().map(|(peer, change)| (peer, change.runs)).collect()
+}
+
+#[test]
+fn what_can_be_is_flushed_and_cleared_at_once_before_the_end() {
+    let mut bench = Bench::new(3);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    let flush = bench.apply(Event::Settle);
+    assert_eq!(sent(&flush, COPY), [0, 1, 2].map(|peer| (peer, Operation::Flush)), "with no tick");
+    // Requests go on; what they modify meanwhile is not cleared.
+    let out = bench.submit(1, WRITE, 3 * REGION_BLOCKS);
+    bench.answer(out, &[]);
+    let out = bench.answer(flush, &[]);
+    assert_eq!(cleared(&out), [0, 1, 2].map(|peer| (peer, vec![(0, 1)])));
+    assert!(is_settled(&out));
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
+    let out = bench.apply(Event::Settle);
+    let out = bench.answer(out, &[]);
+    assert_eq!((cleared(&out).len(), is_settled(&out)), (3, true));
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
+    assert_eq!(bench.apply(Event::Settle), [Output::Settled], "nothing is dirty");
+}
+
+#[test]
+fn what_is_in_flight_stays_dirty() {
+    let mut bench = Bench::new(3);
+    bench.submit(0, WRITE, 0);
+    let out = bench.submit(1, WRITE, 3 * REGION_BLOCKS);
+    bench.answer(out, &[]);
+    let out = bench.apply(Event::Settle);
+    let out = bench.answer(out, &[]);
+    assert_eq!(cleared(&out), [0, 1, 2].map(|peer| (peer, vec![(3, 1)])));
+    assert!(is_settled(&out));
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
+}
+
+#[test]
+fn settling_follows_a_turn_that_is_under_way() {
+    let mut bench = Bench::new(3);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    bench.tick(INTERVAL_MS);
+    let flush = bench.tick(2 * INTERVAL_MS);
+    assert_eq!(sent(&flush, COPY).len(), 3);
+    let out = bench.submit(0, WRITE, 3 * REGION_BLOCKS);
+    bench.answer(out, &[]);
+    assert_eq!(sent(&bench.apply(Event::Settle), COPY), []);
+    let out = bench.answer(flush, &[]);
+    let runs: Vec<_> = cleared(&out).into_iter().map(|(_, runs)| runs).collect();
+    assert_eq!(runs, [vec![(0, 1)], vec![(0, 1)], vec![(0, 1)], vec![(3, 1)], vec![(3, 1)], vec![(3, 1)]]);
+    assert!(is_settled(&out));
+}
+
+#[test]
+fn settling_waits_until_the_view_is_settled() {
+    let mut bench = Bench::new(3);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    bench.lose(2);
+    assert_eq!(bench.apply(Event::Settle), []);
+    bench.view_stored(0, 2);
+    let out = bench.view_stored(1, 2);
+    let out = bench.answer(out, &[]);
+    assert_eq!(cleared(&out), [0, 1].map(|peer| (peer, vec![(0, 1)])));
+    assert!(is_settled(&out));
+}
+
+#[test]
+fn settling_ends_where_the_last_member_cannot_flush() {
+    let mut bench = Bench::new(1);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    bench.apply(Event::Settle);
+    let out = bench.reply(0, COPY, Err(Errno::IO));
+    assert!(is_settled(&out) && cleared(&out).is_empty());
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
+}
+
+#[test]
+fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
+    let mut config = config(3, 3);
+    config.intent_interval_ms = 0;
+    let mut bench = Bench::with(&config);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    for at in 1..4 {
+        let out = bench.tick(at * 100 * INTERVAL_MS);
+        assert_eq!(cleared(&bench.answer(out, &[])), []);
+    }
+    let out = bench.apply(Event::Settle);
+    assert!(is_settled(&bench.answer(out, &[])));
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
 }
