@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
-    EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint,
-    ReplicaSpec, Secret, store_spec,
+    Client, Command as Order, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
+    ReplicaEndpoint, ReplicaSpec, ScrubOrder, ScrubStatus, Secret, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -158,6 +158,12 @@ impl BareVolume {
         start_until(&mut command, &mut self.engine, "engine that serves", serves)
     }
 
+    /// How a replica is named in what the engine tells.
+    #[must_use]
+    pub fn replica_id(&self, index: usize) -> ReplicaId {
+        self.ids[index]
+    }
+
     /// The process of a replica.
     ///
     /// # Errors
@@ -189,6 +195,20 @@ impl BareVolume {
     /// Its engine does not answer.
     pub fn client(&self) -> Result<NbdClient> {
         NbdClient::connect(&self.options.dir.join("nbd"), NAME, READY_LIMIT)
+    }
+
+    /// Orders the engine to scrub, and waits until it has seen everything.
+    ///
+    /// # Errors
+    /// It does not, within `limit`.
+    pub fn scrub(&self, order: ScrubOrder, limit: Duration) -> Result<ScrubStatus> {
+        let control = self.engine_control();
+        let before = engine_status(&control)?.scrub.map_or(0, |scrub| scrub.number);
+        Client::connect(&control)?.order(&Order::Scrub { scrub: Some(order) })?;
+        until("end of the scrub", limit, || {
+            let scrub = engine_status(&control)?.scrub.context("no scrub has begun")?;
+            Ok(Some(scrub).filter(|scrub| scrub.number > before && !scrub.running))
+        })
     }
 
     /// Stops the engine, then the replicas, as a supervisor would.

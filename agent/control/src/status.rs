@@ -90,15 +90,21 @@ impl CopyStatus {
 /// What the last or current scrub has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
+    /// Which one it is, counted from 1 since the engine has started.
+    #[serde(default)]
+    pub number: u64,
     /// Whether it is under way.
     pub running: bool,
-    /// Where it is.
+    /// The snapshot that is being compared; empty: the volume is.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub snapshot: String,
+    /// Where it is, in the snapshot or in the volume.
     pub at_bytes: u64,
     /// Places where members differed.
     pub found: u64,
     /// Those of them that were repaired.
     pub repaired: u64,
-    /// The last of them, for people.
+    /// The last of them, for people: which replica, where, and what was done.
     pub last: String,
 }
 

@@ -41,9 +41,11 @@ mod request;
 mod scrub;
 mod serve;
 mod slot;
+mod verdict;
 
 pub use engine::EngineCore;
 pub use event::{CopyLimits, CopyProgress, CoreConfig, Event, Output, Outputs, ScrubConfig, ZeroBlocks};
 pub use membership::{Membership, PeerConfig, PeerIndex, PeerState};
 pub use request::{Operation, Request};
 pub use slot::SlotId;
+pub use verdict::{Evidence, Verdict, Witness, judge, sum_to_keep};

@@ -10,6 +10,7 @@ use crate::job::{Check, Copy, Job, Why, piece_at};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
 use crate::slot::SlotId;
+use crate::verdict::{Evidence, Verdict, judge};
 
 /// A scrub that is under way. One piece is looked at at a time.
 #[derive(Debug)]
@@ -35,33 +36,14 @@ impl Scrub {
     }
 }
 
-/// What the checks of one range say.
-#[derive(Debug, PartialEq, Eq)]
-enum Verdict {
-    Equal,
-    /// More than half of at least three agree; these do not.
-    Odd {
-        odd: PeerMask,
-        sources: PeerMask,
-    },
-    /// There is no telling who is right.
-    Torn(PeerMask),
+/// What the checks of one range say: nothing was kept of it, so that the majority decides.
+fn verdict_of(sums: &[Option<u32>; MAX_MEMBERS], members: PeerMask) -> Verdict {
+    let witness = |peer: PeerIndex| Some((peer, Evidence::of_volume(sums[usize::from(peer)]?)));
+    judge(&members.iter().filter_map(witness).collect::<Vec<_>>())
 }
 
-fn judge(sums: &[Option<u32>; MAX_MEMBERS], members: PeerMask) -> Verdict {
-    let sum = |peer: PeerIndex| sums[usize::from(peer)];
-    let with = |wanted: u32| {
-        let same = members.iter().filter(|peer| sum(*peer) == Some(wanted));
-        same.map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with)
-    };
-    let known = members.iter().filter(|peer| sum(*peer).is_some());
-    let known = known.map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with);
-    let largest = known.iter().filter_map(sum).map(with).max_by_key(|same| same.iter().count());
-    let Some(sources) = largest.filter(|same| *same != known) else { return Verdict::Equal };
-    match (sources.iter().count(), known.iter().count()) {
-        (most, all) if all >= 3 && 2 * most > all => Verdict::Odd { odd: known.without(sources), sources },
-        _ => Verdict::Torn(known),
-    }
+fn mask(peers: &[PeerIndex]) -> PeerMask {
+    peers.iter().copied().map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with)
 }
 
 impl EngineCore {
@@ -137,15 +119,19 @@ impl EngineCore {
         let wants_repair = self.scrub.as_ref().is_some_and(|scrub| scrub.repair);
         let Some(Job::Check(check)) = self.job(id) else { return };
         let range = check.range;
-        let verdict = if is_unreadable { Verdict::Torn(members) } else { judge(&check.sums, members) };
+        let verdict = match is_unreadable {
+            true => Verdict::Torn(members.iter().collect()),
+            false => verdict_of(&check.sums, members),
+        };
         match verdict {
             Verdict::Odd { odd, sources } if wants_repair => {
-                return self.repair(id, range, odd, sources, out);
+                return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
             Verdict::Odd { odd, .. } | Verdict::Torn(odd) => {
-                out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired: false });
+                out.push(Output::ScrubFound { range, odd, repaired: false });
             }
-            Verdict::Equal => {}
+            // What a reader sees is all that is compared here.
+            Verdict::Equal | Verdict::LookFurther => {}
         }
         self.free_slot(id, out);
     }
@@ -176,24 +162,13 @@ impl EngineCore {
 mod tests {
     use super::*;
 
-    fn verdict(sums: &[Option<u32>]) -> Verdict {
-        let mut all = [None; MAX_MEMBERS];
-        all[..sums.len()].copy_from_slice(sums);
-        let members = (0..).take(sums.len()).map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with);
-        judge(&all, members)
-    }
-
     #[test]
-    fn a_majority_is_right() {
-        assert_eq!(verdict(&[Some(1), Some(1)]), Verdict::Equal);
-        assert_eq!(verdict(&[Some(1)]), Verdict::Equal);
-        assert_eq!(verdict(&[None, Some(1), None]), Verdict::Equal);
-        let all = |count: u8| (0..count).map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with);
-        assert_eq!(verdict(&[Some(1), Some(2)]), Verdict::Torn(all(2)));
-        assert_eq!(verdict(&[Some(1), Some(2), Some(3)]), Verdict::Torn(all(3)));
-        assert_eq!(verdict(&[Some(1), Some(1), Some(2), Some(2)]), Verdict::Torn(all(4)));
-        let odd = PeerMask::one(1);
-        let sources = all(3).without(odd);
-        assert_eq!(verdict(&[Some(1), Some(2), Some(1)]), Verdict::Odd { odd, sources });
+    fn who_has_not_answered_does_not_count() {
+        let mut sums = [None; MAX_MEMBERS];
+        (sums[1], sums[2], sums[3]) = (Some(1), Some(2), Some(1));
+        let members = mask(&[0, 1, 2, 3]);
+        assert_eq!(verdict_of(&sums, members), Verdict::Odd { odd: vec![2], sources: vec![1, 3] });
+        assert_eq!(verdict_of(&sums, mask(&[0, 1])), Verdict::Equal);
+        assert_eq!(verdict_of(&sums, mask(&[0, 1, 2])), Verdict::Torn(vec![1, 2]), "the third has left");
     }
 }

@@ -15,8 +15,8 @@ use shorthorn_control::Secret;
 use shorthorn_types::{Errno, Generation, MarkRegions, RegionSet, RegionsOf, View};
 use shorthorn_wire::{
     Challenge, CopyEnd, CopyState, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES, Header, Hello,
-    LayerList, Opcode, Refusal, RegionsPage, RegionsQuery, ReplicaReport, ViewMessage, Welcome, decode_text,
-    encode_text, proof,
+    KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal, RegionsPage, RegionsQuery,
+    ReplicaReport, ViewMessage, Welcome, decode_text, encode_patch, encode_text, proof,
 };
 use thiserror::Error;
 
@@ -205,6 +205,23 @@ impl Connection {
     /// One layer, or with none everything, is copied.
     pub fn copy_end(&mut self, layer: Option<u32>) -> Result<(), ConnectError> {
         self.tell(Opcode::CopyEnd, &CopyEnd { layer })
+    }
+
+    /// What a snapshot's layer holds in a piece.
+    pub fn check_layer(&mut self, piece: &LayerRange) -> Result<LayerCheck, ConnectError> {
+        self.ask(Opcode::CheckLayer, piece)
+    }
+
+    /// Has the replica keep sums of a snapshot's layer.
+    pub fn keep_sums(&mut self, sums: &KeepSums) -> Result<(), ConnectError> {
+        self.tell(Opcode::KeepSums, sums)
+    }
+
+    /// Puts right what a snapshot's layer holds.
+    pub fn repair_layer(&mut self, patch: &LayerPatch, data: &[u8]) -> Result<(), ConnectError> {
+        let (header, text) = encode_patch(0, patch, data);
+        self.send(&header, &text)?;
+        self.receive_frame(Opcode::RepairLayer).map(drop)
     }
 
     /// The socket, ready for a ring.

@@ -131,7 +131,7 @@ impl Desk {
     }
 
     /// The numbers of the replicas in the view.
-    fn members(&self) -> Vec<PeerIndex> {
+    pub fn members(&self) -> Vec<PeerIndex> {
         let view = self.shared.look(|core| core.membership().view());
         let peers = self.peers().into_iter();
         peers
@@ -154,7 +154,7 @@ impl Couriers {
     }
 
     /// What they share.
-    pub fn desk(&self) -> &Desk {
+    pub fn desk(&self) -> &Arc<Desk> {
         &self.desk
     }
 

@@ -3,7 +3,8 @@
 //! [`run`] opens the replicas ([`open`]: fence, find the view, bring the first one through), brings up the
 //! frontend, and then lets one thread per queue ([`queue`]) move requests between the frontend, the core and
 //! the replicas ([`link`]). The main thread only watches ([`serving`]): signals, the control socket, what the queues
-//! tell. A thread for each replica that is not in the view brings it back ([`courier`]).
+//! tell. A thread for each replica that is not in the view brings it back ([`courier`]). A scrub compares the
+//! snapshots on a thread of its own ([`scrubber`]) before the core compares the volume.
 
 mod connection;
 mod courier;
@@ -11,7 +12,9 @@ mod error;
 mod link;
 mod main_loop;
 mod open;
+mod pacer;
 mod queue;
+mod scrubber;
 mod serving;
 mod shared;
 mod state;

@@ -1,6 +1,7 @@
 //! What the main thread does while the volume is served: it shows what happens, does what clients of the control
 //! socket order, and sends couriers after replicas that are not in the view.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use crate::courier::{Couriers, Desk, Peer, Told};
 use crate::error::EngineError;
 use crate::main_loop::copy_limits;
 use crate::open::Opened;
+use crate::scrubber::{self, Done, Finding, Scrubbing};
 use crate::shared::{News, Shared};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
@@ -51,6 +53,10 @@ pub struct Serving<'a> {
     /// Per replica: the copy to it.
     copies: [Option<Meter>; MAX_MEMBERS],
     is_scrubbing: bool,
+    /// The scrub of the snapshots, while that is under way, and how it is to go on with the volume.
+    snapshots: Option<(Scrubbing, ScrubConfig)>,
+    /// How many scrubs there were.
+    scrubs: u64,
     logged: Instant,
 }
 
@@ -77,6 +83,8 @@ impl<'a> Serving<'a> {
             equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
             is_scrubbing: false,
+            snapshots: None,
+            scrubs: 0,
             logged: now,
         };
         if let Some(bytes) = opened.unequal_bytes() {
@@ -203,6 +211,7 @@ impl<'a> Serving<'a> {
             News::Equalised => self.equalised(),
             News::ScrubFound { range, odd, repaired } => self.scrub_found(range, &odd, repaired),
             News::ScrubDone => self.scrub_done(),
+            News::Snapshots { scrub, told } => self.snapshots_told(scrub, told),
             News::Courier { peer, told } => self.courier_told(peer, told),
             News::Frozen(reason) => return Err(EngineError::Frozen(reason)),
             News::Deposed { holder } => {
@@ -363,6 +372,10 @@ impl<'a> Serving<'a> {
         let odd = odd.join(" ");
         tracing::error!(volume = %self.spec.volume, %range, odd, repaired, "the members do not read the same");
         let last = format!("{range}: {odd}{}", if repaired { ", repaired" } else { "" });
+        self.count_found(repaired, last);
+    }
+
+    fn count_found(&self, repaired: bool, last: String) {
         self.publish_scrub(|scrub| {
             scrub.found += 1;
             scrub.repaired += u64::from(repaired);
@@ -370,7 +383,55 @@ impl<'a> Serving<'a> {
         });
     }
 
+    fn snapshots_told(&mut self, scrub: u64, told: scrubber::Told) {
+        if self.snapshots.as_ref().is_none_or(|(scrubbing, _)| scrubbing.number() != scrub) {
+            return; // it was stopped
+        }
+        match told {
+            scrubber::Told::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
+                (scrub.snapshot, scrub.at_bytes) = (snapshot, offset_bytes);
+            }),
+            scrubber::Told::Found(finding) => self.snapshot_differs(finding),
+            scrubber::Told::Ended { incomplete } => self.snapshots_done(incomplete),
+        }
+    }
+
+    fn snapshot_differs(&self, finding: Finding) {
+        let Finding { snapshot, range, odd, done } = finding;
+        let name =
+            |peer: &PeerIndex| self.replica(*peer).map(|replica| replica.to_string()).unwrap_or_default();
+        let replicas = odd.iter().map(name).collect::<Vec<_>>().join(" ");
+        let what = match &done {
+            Done::Repaired { from } => format!("repaired from {}", name(from)),
+            Done::Told => "not repaired, as it was not asked for".to_owned(),
+            Done::Undecided => "not repaired: nobody can tell which of them is right".to_owned(),
+            Done::Failed(reason) => format!("not repaired: {reason}"),
+        };
+        let repaired = matches!(done, Done::Repaired { .. });
+        let (volume, offset_bytes, length_bytes) = (&self.spec.volume, range.offset(), range.length());
+        tracing::error!(%volume, replicas, snapshot, offset_bytes, length_bytes, repaired, done = what, "a snapshot has rotten");
+        self.count_found(repaired, format!("snapshot {snapshot} at {range}: {replicas}, {what}"));
+    }
+
+    /// The volume is next.
+    fn snapshots_done(&mut self, incomplete: Option<String>) {
+        let Some((_, config)) = self.snapshots.take() else { return };
+        let volume = &self.spec.volume;
+        match incomplete {
+            None => tracing::info!(%volume, "the scrub has seen all snapshots"),
+            Some(reason) => tracing::warn!(%volume, reason, "the scrub has not seen all snapshots"),
+        }
+        self.publish_scrub(|scrub| {
+            scrub.snapshot.clear();
+            scrub.at_bytes = 0;
+        });
+        self.shared().tell_core(Event::Scrub(Some(config)));
+    }
+
     fn scrub_done(&mut self) {
+        if self.snapshots.is_some() {
+            return; // of the one before, which was stopped
+        }
         self.is_scrubbing = false;
         let size_bytes = self.spec.size_bytes;
         self.publish_scrub(|scrub| {
@@ -389,7 +450,7 @@ impl Serving<'_> {
             Command::Handover => return Ok(Some(Ending::Terminate)),
             Command::Grant { view } => self.granted(view)?,
             Command::Replicas { replicas } => self.set_replicas(replicas)?,
-            Command::Scrub { scrub } => self.scrub(scrub),
+            Command::Scrub { scrub } => self.scrub(scrub)?,
             Command::Limits { limits } => self.limit(limits),
             // The server answers these itself.
             Command::Status | Command::Watch => {}
@@ -427,19 +488,30 @@ impl Serving<'_> {
         self.shared().tell_core(Event::SetCopyLimits(copy_limits(limits)));
     }
 
-    fn scrub(&mut self, order: Option<ScrubOrder>) {
-        let config = order.map(|order| ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair });
+    /// The snapshots come first: what has rotten in them shows in the volume too, where two members cannot tell who is
+    /// right.
+    fn scrub(&mut self, order: Option<ScrubOrder>) -> Result<(), EngineError> {
         tracing::info!(volume = %self.spec.volume, ?order, "scrub");
-        self.is_scrubbing = config.is_some();
-        self.publish(|engine| match order {
-            Some(_) => engine.scrub = Some(ScrubStatus { running: true, ..ScrubStatus::default() }),
-            None => {
+        self.is_scrubbing = order.is_some();
+        self.snapshots = None;
+        self.shared().tell_core(Event::Scrub(None));
+        let Some(order) = order else {
+            self.publish(|engine| {
                 if let Some(scrub) = &mut engine.scrub {
                     scrub.running = false;
                 }
-            }
+            });
+            return Ok(());
+        };
+        self.scrubs += 1;
+        let number = self.scrubs;
+        self.publish(|engine| {
+            engine.scrub = Some(ScrubStatus { number, running: true, ..ScrubStatus::default() });
         });
-        self.shared().tell_core(Event::Scrub(config));
+        let config = ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair };
+        let scrubbing = Scrubbing::start(Arc::clone(self.couriers.desk()), order, number)?;
+        self.snapshots = Some((scrubbing, config));
+        Ok(())
     }
 
     fn set_replicas(&mut self, replicas: Vec<ReplicaEndpoint>) -> Result<(), EngineError> {

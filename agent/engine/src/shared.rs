@@ -13,6 +13,7 @@ use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
 
 use crate::courier::Told;
+use crate::scrubber;
 
 /// What the main thread wants to know.
 #[derive(Debug)]
@@ -39,6 +40,8 @@ pub enum News {
     ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
     /// A scrub has seen everything.
     ScrubDone,
+    /// The scrub of the snapshots with this number tells something.
+    Snapshots { scrub: u64, told: scrubber::Told },
     /// A courier tells of its replica.
     Courier { peer: PeerIndex, told: Told },
     /// There is no quorum any more.

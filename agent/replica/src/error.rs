@@ -96,6 +96,26 @@ pub enum ReplicaError {
     /// A layer that is none.
     #[error("'{0}' is not the name of a layer's image")]
     NoLayer(String),
+    /// A range of a layer that is no piece of it.
+    #[error(
+        "{length_bytes} bytes at {offset_bytes} are no piece of a layer: the engine is of another version"
+    )]
+    NoPiece {
+        /// Where it was to begin.
+        offset_bytes: u64,
+        /// How long it was to be.
+        length_bytes: u32,
+    },
+    /// Sums for pieces that a layer does not have.
+    #[error("{count} sums from piece {first_piece} on do not fit {image}: the replicas have other layers")]
+    Sums {
+        /// Of which layer.
+        image: String,
+        /// From where on.
+        first_piece: u32,
+        /// How many.
+        count: usize,
+    },
     /// A document that cannot be copied.
     #[error("the document of {0} is no text, so it cannot be copied: repair or replace it")]
     NoText(String),
@@ -128,7 +148,10 @@ impl ReplicaError {
             ReplicaError::Store(error) => error.errno(),
             ReplicaError::Refused(Refused::TooManyProposed)
             | ReplicaError::Regions(KeepError::TooManySets(_)) => Errno::NO_SPACE,
-            ReplicaError::Regions(_) | ReplicaError::NoLayer(_) => Errno::INVALID,
+            ReplicaError::Regions(_)
+            | ReplicaError::NoLayer(_)
+            | ReplicaError::NoPiece { .. }
+            | ReplicaError::Sums { .. } => Errno::INVALID,
             ReplicaError::IsMember(_) | ReplicaError::Busy => Errno::new(libc::EBUSY),
             ReplicaError::Refused(_) => Errno::NOT_PERMITTED,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),

@@ -53,6 +53,7 @@ pub fn of_scrub(scrub: &ScrubStatus) -> v1::ScrubStatus {
         found: scrub.found,
         repaired: scrub.repaired,
         last: scrub.last.clone(),
+        snapshot: scrub.snapshot.clone(),
     }
 }
 

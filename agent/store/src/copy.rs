@@ -19,6 +19,7 @@ use crate::files::next_data;
 use crate::guard::Guard;
 use crate::steps::Executor;
 use crate::store::{Store, recover_directory};
+use crate::sums::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -232,6 +233,8 @@ impl Store {
             fault: self.fault.as_ref(),
             direct_io: self.host.direct_io,
         };
+        // Layers that are made anew may get the inodes of those that go.
+        sweep_sums(&self.directory, |_| false)?;
         self.layout.volume_mut().rebuilding = true;
         executor.run(&self.layout.volume_steps(), &mut self.guard)?;
         copy.save(&self.directory)?;

@@ -92,6 +92,9 @@ pub enum StoreError {
     /// There is no such layer, or none that is being copied to.
     #[error("layer {0} is not there, or is not being copied")]
     NoLayer(usize),
+    /// There is no such layer of a snapshot, or it cannot have sums, or what is to be put into it does not fit.
+    #[error("{0} is no layer of a snapshot in the chain, or none that this can be done with")]
+    NoSnapshotLayer(String),
     /// A layer was not copied.
     #[error("{0} is not whole: the replica cannot count as rebuilt before it is")]
     CopyUnfinished(String),
@@ -109,7 +112,9 @@ impl StoreError {
             StoreError::Range(_) => Errno::INVALID,
             StoreError::ReadOnly(_) => Errno::new(nix::libc::EROFS),
             StoreError::Locked { .. } | StoreError::FoldRunning => Errno::new(nix::libc::EBUSY),
-            StoreError::NoLayer(_) | StoreError::CopyUnfinished(_) => Errno::INVALID,
+            StoreError::NoLayer(_) | StoreError::NoSnapshotLayer(_) | StoreError::CopyUnfinished(_) => {
+                Errno::INVALID
+            }
             StoreError::Exists(_) | StoreError::NotEmpty { .. } => Errno::new(nix::libc::EEXIST),
             StoreError::AllocationUnit { .. } => Errno::NOT_SUPPORTED,
             StoreError::Chain { source, .. } => errno_of(source),

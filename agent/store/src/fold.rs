@@ -14,6 +14,7 @@ use crate::error::StoreError;
 use crate::options::FaultHook;
 use crate::steps::Executor;
 use crate::store::Store;
+use crate::sums::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -93,7 +94,12 @@ impl Store {
         let plan = self.layout.plan_fold(name).map_err(|error| self.chain_error(error))?;
         let copy = match plan {
             FoldPlan::Delete(_) => Vec::new(),
-            FoldPlan::Fold { copy, .. } => copy,
+            FoldPlan::Fold { child, parent, copy, .. } => {
+                // One is written to, and takes the other's name.
+                self.drop_sums(&parent)?;
+                self.drop_sums(&child)?;
+                copy
+            }
         };
         self.fold_running = true;
         Ok(FoldJob {
@@ -116,7 +122,8 @@ impl Store {
         match (plan, job.child) {
             (FoldPlan::Delete(operation), None) => {
                 self.remember_short_layers(&operation)?;
-                self.perform(operation)
+                self.perform(operation)?;
+                sweep_sums(&self.directory, |image| self.layout.disks().contains_key(image))
             }
             (FoldPlan::Fold { child, parent, finish, .. }, Some(copied)) if child == copied => {
                 self.remember_short_layers(&finish)?;

@@ -10,7 +10,8 @@
 //!   whole or not at all, whenever the process or the machine stops.
 //!
 //! Beside the volume a store keeps what a replica must not forget: its state ([`Store::save_state`]), sets of
-//! regions ([`Store::make_regions`]), and how far it is as a copy of another replica ([`Store::begin_copy`]).
+//! regions ([`Store::make_regions`]), how far it is as a copy of another replica ([`Store::begin_copy`]), and sums of its
+//! snapshots ([`Store::save_sums`]).
 //!
 //! [`inspect`] and [`export`] look at a directory without changing anything in it.
 //!
@@ -39,6 +40,7 @@ mod regions;
 mod state;
 mod steps;
 mod store;
+mod sums;
 mod table;
 mod timestamp;
 
@@ -58,4 +60,5 @@ pub use shorthorn_chain::{
 pub use shorthorn_types::{ByteRange, Errno, RangeError};
 pub use state::{SavedState, StateWriter};
 pub use store::Store;
+pub use sums::{FoundSums, LayerSums};
 pub use timestamp::now_rfc3339;

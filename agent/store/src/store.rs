@@ -24,6 +24,7 @@ use crate::lock::{LOCK_FILE, Lock};
 use crate::options::{CreateOptions, FaultHook, OpenOptions};
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
+use crate::sums::sweep_sums;
 use crate::timestamp::now_rfc3339;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -131,6 +132,7 @@ impl Store {
             boot.save(&directory)?;
             layout.volume_mut().dirty = true;
             executor.run(&layout.volume_steps(), &mut guard)?;
+            sweep_sums(&directory, |image| layout.disks().contains_key(image))?;
             directory.keep_reserve();
             (layout, files, map)
         };

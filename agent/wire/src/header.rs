@@ -60,10 +60,18 @@ pub enum Opcode {
     WriteLayer = 18,
     /// A layer is, or all of them are, copied: make it durable. Text: [`crate::CopyEnd`].
     CopyEnd = 19,
+    /// What does a snapshot's layer hold in a range? Text: [`crate::LayerRange`]; the response carries
+    /// [`crate::LayerCheck`].
+    CheckLayer = 20,
+    /// Keep these sums of a snapshot's layer. Text: [`crate::KeepSums`].
+    KeepSums = 21,
+    /// Put right what a snapshot's layer holds. Text: [`crate::LayerPatch`], and data behind it, see
+    /// [`crate::encode_patch`].
+    RepairLayer = 22,
 }
 
 impl Opcode {
-    const ALL: [Opcode; 19] = [
+    const ALL: [Opcode; 22] = [
         Opcode::Challenge,
         Opcode::Hello,
         Opcode::Read,
@@ -83,19 +91,23 @@ impl Opcode {
         Opcode::ReadLayer,
         Opcode::WriteLayer,
         Opcode::CopyEnd,
+        Opcode::CheckLayer,
+        Opcode::KeepSums,
+        Opcode::RepairLayer,
     ];
 
     fn of(raw: u8) -> Option<Opcode> {
         Opcode::ALL.get(usize::from(raw).checked_sub(1)?).copied()
     }
 
-    /// Whether the frame carries text (JSON), not data of the volume.
+    /// Whether the frame carries text (JSON), not data of the volume alone.
     #[must_use]
     pub const fn is_control(self) -> bool {
         match self {
             Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => true,
             Opcode::Regions | Opcode::Mark | Opcode::Layers => true,
             Opcode::CopyBegin | Opcode::Extents | Opcode::CopyEnd => true,
+            Opcode::CheckLayer | Opcode::KeepSums | Opcode::RepairLayer => true,
             Opcode::Read | Opcode::Write | Opcode::Flush | Opcode::Discard | Opcode::WriteZeroes => false,
             Opcode::Ping | Opcode::Verify | Opcode::ReadLayer | Opcode::WriteLayer => false,
         }
@@ -108,6 +120,7 @@ impl Opcode {
     pub const fn text_max_bytes(self) -> u32 {
         match self {
             Opcode::Layers | Opcode::CopyBegin => MAX_LAYERS_TEXT_BYTES,
+            Opcode::RepairLayer => MAX_IO_BYTES,
             _ => MAX_TEXT_BYTES,
         }
     }
@@ -403,7 +416,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_refused_or_within_bounds(mut bytes in prop::array::uniform32(any::<u8>()), opcode in 0u8..14) {
+        fn any_bytes_are_refused_or_within_bounds(mut bytes in prop::array::uniform32(any::<u8>()), opcode in 0u8..24) {
             let mut whole = [0; HEADER_BYTES];
             bytes[..4].copy_from_slice(b"SHRN");
             (bytes[4], bytes[5]) = (1, opcode);
@@ -411,7 +424,7 @@ mod tests {
             let check = crc32c::crc32c(&whole[..36]);
             whole[36..].copy_from_slice(&check.to_le_bytes());
             if let Ok(header) = Header::decode(&whole) {
-                prop_assert!(header.data_bytes() <= MAX_IO_BYTES.max(MAX_TEXT_BYTES));
+                prop_assert!(header.data_bytes() <= MAX_IO_BYTES.max(MAX_LAYERS_TEXT_BYTES));
                 prop_assert!(header.range().is_ok());
             }
         }
@@ -440,5 +453,8 @@ mod tests {
         assert!(matches!(decode(Opcode::Hello, MAX_TEXT_BYTES + 1), Err(FrameError::Bounds { .. })));
         assert!(decode(Opcode::CopyBegin, MAX_LAYERS_TEXT_BYTES).is_ok());
         assert!(decode(Opcode::Layers, MAX_LAYERS_TEXT_BYTES + 1).is_err());
+        assert!(decode(Opcode::RepairLayer, MAX_IO_BYTES).is_ok());
+        assert!(decode(Opcode::RepairLayer, MAX_IO_BYTES + 1).is_err());
+        assert!(decode(Opcode::KeepSums, MAX_TEXT_BYTES + 1).is_err());
     }
 }

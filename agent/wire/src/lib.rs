@@ -29,6 +29,7 @@ mod handshake;
 mod header;
 mod layers;
 mod regions;
+mod sums;
 
 pub use handshake::{
     Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text, proof, proofs_equal,
@@ -37,3 +38,7 @@ pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES,
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
 pub use regions::{CONTROL_QUEUE, RegionsPage, RegionsQuery};
 pub use shorthorn_types::ReplicaReport;
+pub use sums::{
+    EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, PATCH_BYTES_MAX, SUM_PIECE_BYTES, SummedRun,
+    decode_patch, encode_patch, piece_sum,
+};

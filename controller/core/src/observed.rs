@@ -256,7 +256,9 @@ impl CopyView {
 pub struct ScrubView {
     /// Whether it is under way.
     pub running: bool,
-    /// Where it is.
+    /// The snapshot that is being compared; empty: the volume is.
+    pub snapshot: String,
+    /// Where it is, in the snapshot or in the volume.
     pub at_bytes: u64,
     /// Places where members differed.
     pub found: u64,

@@ -97,6 +97,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
                 found: scrub.found,
                 repaired: scrub.repaired,
                 last: scrub.last,
+                snapshot: scrub.snapshot,
             })
         }),
         grant_wanted: status.grant_wanted.and_then(grant_wanted).map(Box::new),

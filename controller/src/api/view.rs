@@ -69,6 +69,7 @@ fn scrub(scrub: &ScrubView) -> v1::ScrubStatus {
         found: scrub.found,
         repaired: scrub.repaired,
         last: scrub.last.clone(),
+        snapshot: scrub.snapshot.clone(),
     }
 }
 

@@ -110,11 +110,12 @@ pub enum VolumeCommand {
         #[arg(long, default_value_t = 30, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
         share: u32,
     },
-    /// Compares all replicas of an attached volume; show and why tell what was found
+    /// Compares the snapshots and the content of all replicas of an attached volume; show and why tell what was found
     Scrub {
         /// Name of the volume
         name: String,
-        /// Makes what differs equal to the majority of the replicas
+        /// Puts right what has rotten: in a snapshot what is not as it was when all replicas agreed, else what differs
+        /// from the majority
         #[arg(long)]
         repair: bool,
         /// The most that is compared per second, like 100MiB; 0: no limit

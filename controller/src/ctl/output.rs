@@ -94,7 +94,10 @@ pub(super) fn limits(limits: v1::RebuildLimits) -> String {
 }
 
 fn scrub(scrub: &v1::ScrubStatus) -> String {
-    let state = if scrub.running { format!("at {}", human(scrub.at_bytes)) } else { "done".to_owned() };
+    let place =
+        if scrub.snapshot.is_empty() { String::new() } else { format!(" of snapshot {}", scrub.snapshot) };
+    let state =
+        if scrub.running { format!("at {}{place}", human(scrub.at_bytes)) } else { "done".to_owned() };
     let last = if scrub.last.is_empty() { String::new() } else { format!(" ({})", scrub.last) };
     format!("{state}, {} differences, {} repaired{last}", scrub.found, scrub.repaired)
 }

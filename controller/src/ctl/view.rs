@@ -54,6 +54,7 @@ impl From<v1::CopyStatus> for CopyView {
 #[serde(rename_all = "camelCase")]
 struct ScrubView {
     running: bool,
+    snapshot: String,
     at_bytes: u64,
     found: u64,
     repaired: u64,
@@ -62,8 +63,8 @@ struct ScrubView {
 
 impl From<v1::ScrubStatus> for ScrubView {
     fn from(scrub: v1::ScrubStatus) -> ScrubView {
-        let v1::ScrubStatus { running, at_bytes, found, repaired, last } = scrub;
-        ScrubView { running, at_bytes, found, repaired, last }
+        let v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot } = scrub;
+        ScrubView { running, snapshot, at_bytes, found, repaired, last }
     }
 }
 

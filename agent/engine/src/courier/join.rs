@@ -237,7 +237,7 @@ impl Desk {
     }
 
     /// Members, those on this host first.
-    fn sources(&self) -> Vec<PeerIndex> {
+    pub fn sources(&self) -> Vec<PeerIndex> {
         let mut members = self.members();
         members.sort_by_key(|index| !self.peer(*index).is_some_and(|peer| peer.endpoint.local));
         members

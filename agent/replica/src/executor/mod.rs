@@ -11,6 +11,7 @@ mod flush;
 mod layers;
 mod marks;
 mod piece;
+mod sums;
 mod zeroes;
 mod zeroing;
 
@@ -26,6 +27,7 @@ use self::buffers::Buffers;
 use self::flush::{Flush, Flushes};
 pub(crate) use self::marks::Marks;
 use self::piece::Piece;
+use self::sums::{Checked, Sums};
 use self::zeroes::ZeroJobs;
 use crate::error::ReplicaError;
 use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
@@ -69,6 +71,7 @@ pub(crate) struct Executor {
     covered: Vec<u16>,
     zero_jobs: ZeroJobs,
     marks: Marks,
+    sums: Sums,
     finished: Vec<(u16, Outcome)>,
     /// Operations on the layers that the kernel has.
     in_flight: usize,
@@ -87,6 +90,8 @@ struct Work {
     /// Operations in the kernel, for reads and writes.
     pending: u16,
     failure: Option<Errno>,
+    /// The piece of a layer that is looked at, where it is that.
+    checked: Option<Checked>,
 }
 
 const NOTHING: Work = Work {
@@ -97,6 +102,7 @@ const NOTHING: Work = Work {
     },
     pending: 0,
     failure: None,
+    checked: None,
 };
 
 impl Executor {
@@ -114,6 +120,7 @@ impl Executor {
             covered: Vec::with_capacity(SLOTS),
             zero_jobs: ZeroJobs::new(),
             marks,
+            sums: Sums::default(),
             finished: Vec::with_capacity(SLOTS),
             in_flight: 0,
             failure: None,
@@ -150,6 +157,7 @@ impl Executor {
 
     /// No slot is in use, and none was for a while: gives memory back.
     pub fn release_memory(&mut self) {
+        self.sums.release();
         self.buffers.release_all();
     }
 
@@ -277,6 +285,7 @@ impl Executor {
         if self.in_flight > 0 {
             return Err(ReplicaError::Busy);
         }
+        self.sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {
             self.fail("becoming a copy of another replica was interrupted");

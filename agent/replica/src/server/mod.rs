@@ -9,6 +9,7 @@ mod admission;
 mod copying;
 mod requests;
 mod sets;
+mod sums;
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::Receiver;

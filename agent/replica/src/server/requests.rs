@@ -3,6 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_ring::{Completion, Received};
+use shorthorn_types::limits::MAX_IO_BYTES;
 use shorthorn_types::{Errno, Generation};
 use shorthorn_wire::{HEADER_BYTES, Header, Opcode, Refusal, decode_text, encode_text};
 
@@ -130,6 +131,9 @@ impl Server {
             Opcode::CopyBegin => self.take_copy_begin(index, slot, header),
             Opcode::Extents => self.take_extents(index, slot, header),
             Opcode::CopyEnd => self.take_copy_end(index, slot, header),
+            Opcode::CheckLayer => self.take_check_layer(index, slot, header),
+            Opcode::KeepSums => self.take_keep_sums(index, slot, header),
+            Opcode::RepairLayer => self.take_repair_layer(index, slot, header),
             _ => self.respond(slot, Err(Errno::INVALID)),
         }
     }
@@ -189,9 +193,16 @@ impl Server {
 
     pub(super) fn respond(&mut self, slot: u16, outcome: Outcome) {
         let header = self.executor.header(slot);
+        if header.opcode == Opcode::CheckLayer {
+            return self.respond_check(slot, &header, outcome);
+        }
+        self.respond_plainly(slot, &header, outcome);
+    }
+
+    pub(super) fn respond_plainly(&mut self, slot: u16, header: &Header, outcome: Outcome) {
         let mut response = header.response(outcome);
         let mut payload = None;
-        if reads_data(&header) && outcome.is_ok() {
+        if reads_data(header) && outcome.is_ok() {
             let data = self.executor.payload(slot);
             response.data_check = data.crc32c();
             payload = Some(data).filter(|_| response.data_bytes() > 0);
@@ -223,7 +234,7 @@ impl Server {
         }
     }
 
-    fn free(&mut self, slot: u16) {
+    pub(super) fn free(&mut self, slot: u16) {
         self.executor.free(slot);
         self.slots.give(slot);
     }
@@ -236,5 +247,9 @@ fn is_request(header: &Header) -> bool {
 
 /// How much memory the request's data takes.
 fn data_in_slot(header: &Header) -> u32 {
-    if reads_data(header) { header.length_bytes } else { header.data_bytes() }
+    match header.opcode {
+        Opcode::CheckLayer => MAX_IO_BYTES,
+        _ if reads_data(header) => header.length_bytes,
+        _ => header.data_bytes(),
+    }
 }

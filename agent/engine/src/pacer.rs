@@ -1,0 +1,69 @@
+//! A limit of speed for whoever copies or compares over control connections.
+
+use std::time::{Duration, Instant};
+
+use shorthorn_types::limits::MAX_IO_BYTES;
+
+/// A limit of speed is kept to within this: pieces are small enough for that.
+const PACE: Duration = Duration::from_millis(250);
+const SMALLEST_PIECE_BYTES: u64 = 64 << 10;
+
+/// How much is copied at a time where `rate` bytes per second are allowed.
+pub fn piece_bytes(rate: u64) -> u64 {
+    let longest = u64::from(MAX_IO_BYTES);
+    if rate == 0 {
+        return longest;
+    }
+    let paced = rate / (1000 / u64::try_from(PACE.as_millis()).unwrap_or(1));
+    (paced - paced % SMALLEST_PIECE_BYTES).clamp(SMALLEST_PIECE_BYTES, longest)
+}
+
+/// Keeps a copy to a speed, by telling how long to pause after each piece. Time that was not used is lost.
+#[derive(Debug)]
+pub struct Pacer {
+    /// When what was copied so far may have been copied.
+    due: Instant,
+}
+
+impl Pacer {
+    pub fn new(now: Instant) -> Pacer {
+        Pacer { due: now }
+    }
+
+    pub fn pause(&mut self, rate: u64, bytes: u64, now: Instant) -> Duration {
+        if rate == 0 {
+            self.due = now;
+            return Duration::ZERO;
+        }
+        let took = Duration::from_micros(bytes.saturating_mul(1_000_000) / rate);
+        self.due = self.due.max(now.checked_sub(PACE).unwrap_or(now)) + took;
+        self.due.saturating_duration_since(now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_whole_and_bounded() {
+        assert_eq!(piece_bytes(0), 1 << 20);
+        assert_eq!(piece_bytes(1), 64 << 10);
+        assert_eq!(piece_bytes(1 << 20), 256 << 10);
+        assert_eq!(piece_bytes(1 << 40), 1 << 20);
+        assert_eq!(piece_bytes(1_000_000) % 4096, 0);
+    }
+
+    #[test]
+    fn a_speed_is_kept() {
+        let begin = Instant::now();
+        let mut now = begin;
+        let mut pacer = Pacer::new(begin);
+        for _ in 0..100 {
+            now += pacer.pause(1 << 20, 256 << 10, now) + Duration::from_millis(3);
+        }
+        let took = now.duration_since(begin).as_secs_f64();
+        assert!((24.0..26.0).contains(&took), "100 pieces of 256 KiB at 1 MiB/s took {took} s");
+        assert_eq!(pacer.pause(0, 1 << 20, now), Duration::ZERO, "no limit any more");
+    }
+}

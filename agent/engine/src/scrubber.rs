@@ -1,0 +1,338 @@
+//! Comparing the members' snapshots, layer by layer, on a thread of its own.
+//!
+//! Snapshots never change: nobody has to wait for this, and it goes over control connections. The members are asked for
+//! the sum of each piece of each layer, and for the one that they have kept from when all agreed;
+//! [`judge`](shorthorn_core::judge) says who is right. What is rotten is copied from who is right and looked at again
+//! ([`mend`]). What all agree on is kept ([`keeper`]). The oldest layer comes first: what is above builds on what is below.
+
+mod keeper;
+mod mend;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use shorthorn_control::ScrubOrder;
+use shorthorn_core::{Evidence, PeerIndex, Verdict, Witness, judge, sum_to_keep};
+use shorthorn_types::ByteRange;
+use shorthorn_wire::{LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
+
+use crate::connection::{ConnectError, Connection};
+use crate::courier::Desk;
+use crate::error::EngineError;
+use crate::pacer::Pacer;
+use crate::shared::News;
+use keeper::Keeper;
+
+/// How often the progress is told.
+const TELL_INTERVAL: Duration = Duration::from_secs(1);
+const STACK_BYTES: usize = 256 << 10;
+
+/// What a scrub of the snapshots tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// It is here.
+    At { snapshot: String, offset_bytes: u64 },
+    /// Members differ.
+    Found(Finding),
+    /// It has ended; why, where it has not seen everything.
+    Ended { incomplete: Option<String> },
+}
+
+/// A place where members differ.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    pub snapshot: String,
+    pub range: ByteRange,
+    /// Who is wrong; all, where there is no telling.
+    pub odd: Vec<PeerIndex>,
+    pub done: Done,
+}
+
+/// What was done about it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Done {
+    /// It was copied from this member, and reads as there.
+    Repaired { from: PeerIndex },
+    /// Nothing: it was not asked for.
+    Told,
+    /// Nothing: there is no telling who is right.
+    Undecided,
+    /// It could not be put right.
+    Failed(String),
+}
+
+/// A scrub of the snapshots that is under way. It stops soon after this is dropped.
+#[derive(Debug)]
+pub struct Scrubbing {
+    number: u64,
+    _stop: Sender<()>,
+}
+
+impl Scrubbing {
+    /// Begins; what it tells carries `number`.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn start(desk: Arc<Desk>, order: ScrubOrder, number: u64) -> Result<Scrubbing, EngineError> {
+        let (stop, stopped) = mpsc::channel();
+        let pacer = Pacer::new(Instant::now());
+        let mut scrubber =
+            Scrubber { desk, order, number, stopped, pacer, told: None, unsettled: BTreeSet::new() };
+        thread::Builder::new()
+            .name("scrub".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || scrubber.run())
+            .map_err(EngineError::system("starting a thread"))?;
+        Ok(Scrubbing { number, _stop: stop })
+    }
+
+    /// Which one it is.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+/// Why a scrub does not go on.
+#[derive(Debug)]
+enum Trouble {
+    /// It was told to stop.
+    Stopped,
+    /// It cannot.
+    Failed(String),
+}
+
+/// A snapshot's layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Layer {
+    image: String,
+    /// Its number at each member that has it.
+    numbers: Vec<(PeerIndex, u32)>,
+}
+
+impl Layer {
+    fn snapshot(&self) -> String {
+        let name = self.image.strip_prefix("volume-snap-").and_then(|name| name.strip_suffix(".img"));
+        name.unwrap_or(&self.image).to_owned()
+    }
+
+    fn number_at(&self, peer: PeerIndex) -> Option<u32> {
+        self.numbers.iter().find(|(index, _)| *index == peer).map(|(_, number)| *number)
+    }
+}
+
+struct Scrubber {
+    desk: Arc<Desk>,
+    order: ScrubOrder,
+    number: u64,
+    stopped: Receiver<()>,
+    pacer: Pacer,
+    told: Option<Instant>,
+    /// Where a layer that was looked at still differs: what is above is not put right there, as it builds on that.
+    unsettled: BTreeSet<u64>,
+}
+
+impl Scrubber {
+    fn run(&mut self) {
+        let ended = self.scrub_all();
+        let incomplete = match ended {
+            Ok(()) => None,
+            Err(Trouble::Failed(reason)) => Some(reason),
+            Err(Trouble::Stopped) => return, // nobody listens any more
+        };
+        self.tell(Told::Ended { incomplete });
+    }
+
+    fn tell(&self, told: Told) {
+        self.desk.shared.tell(News::Snapshots { scrub: self.number, told });
+    }
+
+    fn scrub_all(&mut self) -> Result<(), Trouble> {
+        let mut incomplete = None;
+        for layer in self.layers()? {
+            match self.scrub_layer(&layer) {
+                Err(Trouble::Failed(reason)) => {
+                    let (volume, snapshot) = (&self.desk.greeter.volume, layer.snapshot());
+                    tracing::warn!(%volume, snapshot, reason, "a snapshot could not be compared to its end");
+                    incomplete = Some(format!("snapshot {snapshot}: {reason}"));
+                }
+                scrubbed => scrubbed?,
+            }
+        }
+        incomplete.map_or(Ok(()), |reason| Err(Trouble::Failed(reason)))
+    }
+
+    /// The layers of all snapshots, the oldest first.
+    fn layers(&self) -> Result<Vec<Layer>, Trouble> {
+        let mut layers: Vec<Layer> = Vec::new();
+        let mut is_first = true;
+        for peer in self.desk.sources() {
+            let list = match self.desk.with_line(peer, Connection::layers) {
+                Ok(list) => list,
+                Err(error) => {
+                    self.skipped(peer, &error);
+                    continue;
+                }
+            };
+            let names = snapshot_images(&list);
+            if is_first {
+                layers =
+                    names.iter().map(|image| Layer { image: image.clone(), numbers: Vec::new() }).collect();
+                is_first = false;
+            } else if names.len() != layers.len() {
+                let (volume, replica) = (&self.desk.greeter.volume, self.replica(peer));
+                tracing::warn!(%volume, replica, "a replica has other snapshots than the others");
+            }
+            for layer in &mut layers {
+                let number = names.iter().position(|image| *image == layer.image);
+                let number = number.and_then(|number| u32::try_from(number).ok());
+                layer.numbers.extend(number.map(|number| (peer, number)));
+            }
+        }
+        if is_first { Err(Trouble::Failed("no member answers".to_owned())) } else { Ok(layers) }
+    }
+
+    fn replica(&self, peer: PeerIndex) -> String {
+        self.desk.peer(peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
+    }
+
+    fn skipped(&self, peer: PeerIndex, error: &ConnectError) {
+        let (volume, replica) = (&self.desk.greeter.volume, self.replica(peer));
+        tracing::warn!(%volume, replica, %error, "a replica takes no part in the scrub of the snapshots");
+    }
+
+    fn scrub_layer(&mut self, layer: &Layer) -> Result<(), Trouble> {
+        let mut peers: Vec<PeerIndex> = layer.numbers.iter().map(|(peer, _)| *peer).collect();
+        let mut keepers: Vec<Keeper> = peers.iter().map(|peer| Keeper::new(*peer, &layer.image)).collect();
+        let mut at = Some(0);
+        while let Some(offset_bytes) = at {
+            let Some(piece) = self.piece(offset_bytes) else { break };
+            self.wait(piece.length())?;
+            self.show(layer, offset_bytes);
+            let members = self.desk.members();
+            peers.retain(|peer| members.contains(peer));
+            let checks = self.check(layer, piece, &mut peers);
+            if checks.is_empty() {
+                return Err(Trouble::Failed("no member answers any more".to_owned()));
+            }
+            at = checks
+                .iter()
+                .filter_map(|(_, check)| check.next_bytes)
+                .min()
+                .filter(|next| *next > offset_bytes);
+            let sums = self.look_at(layer, piece, &checks)?;
+            keepers.retain(|keeper| peers.contains(&keeper.peer()));
+            for keeper in &mut keepers {
+                let sum = sums.iter().find(|(peer, _)| *peer == keeper.peer()).and_then(|(_, sum)| *sum);
+                keeper.put(&self.desk, offset_bytes / SUM_PIECE_BYTES, sum.unwrap_or(0));
+            }
+        }
+        // What one alone says is nothing to rely on later.
+        if keepers.len() > 1 {
+            keepers.into_iter().for_each(|keeper| keeper.finish(&self.desk));
+        }
+        Ok(())
+    }
+
+    fn piece(&self, offset_bytes: u64) -> Option<ByteRange> {
+        let left = self.desk.greeter.size_bytes.saturating_sub(offset_bytes).min(SUM_PIECE_BYTES);
+        ByteRange::new(offset_bytes, left).ok().filter(|piece| !piece.is_empty())
+    }
+
+    /// Keeps to the limit.
+    fn wait(&mut self, bytes: u64) -> Result<(), Trouble> {
+        let pause = self.pacer.pause(self.order.bytes_per_s, bytes, Instant::now());
+        match self.stopped.recv_timeout(pause) {
+            Err(RecvTimeoutError::Timeout) => Ok(()),
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Err(Trouble::Stopped),
+        }
+    }
+
+    fn show(&mut self, layer: &Layer, offset_bytes: u64) {
+        if self.told.is_none_or(|told| told.elapsed() >= TELL_INTERVAL) {
+            self.told = Some(Instant::now());
+            self.tell(Told::At { snapshot: layer.snapshot(), offset_bytes });
+        }
+    }
+
+    /// Asks all of `peers`; those that do not answer are not asked again in this layer.
+    fn check(
+        &self,
+        layer: &Layer,
+        piece: ByteRange,
+        peers: &mut Vec<PeerIndex>,
+    ) -> Vec<(PeerIndex, LayerCheck)> {
+        let mut checks = Vec::with_capacity(peers.len());
+        peers.retain(|peer| match self.check_one(layer, piece, *peer) {
+            Ok(check) => {
+                checks.push((*peer, check));
+                true
+            }
+            Err(error) => {
+                self.skipped(*peer, &error);
+                false
+            }
+        });
+        checks
+    }
+
+    fn check_one(
+        &self,
+        layer: &Layer,
+        piece: ByteRange,
+        peer: PeerIndex,
+    ) -> Result<LayerCheck, ConnectError> {
+        let length_bytes = u32::try_from(piece.length()).unwrap_or(u32::MAX);
+        let asked = LayerRange { image: layer.image.clone(), offset_bytes: piece.offset(), length_bytes };
+        self.desk.with_line(peer, |line| line.check_layer(&asked))
+    }
+
+    /// Judges what the members have said of a piece and does what follows; returns what each is to keep.
+    fn look_at(
+        &mut self,
+        layer: &Layer,
+        piece: ByteRange,
+        checks: &[(PeerIndex, LayerCheck)],
+    ) -> Result<Vec<(PeerIndex, Option<u32>)>, Trouble> {
+        let witness = |(peer, check): &(PeerIndex, LayerCheck)| {
+            (*peer, Evidence { sum: check.sum, kept: check.kept, shown: None })
+        };
+        let mut witnesses: Vec<Witness> = checks.iter().map(witness).collect();
+        let mut verdict = judge(&witnesses);
+        if verdict == Verdict::LookFurther {
+            self.look_further(layer, piece, &mut witnesses);
+            verdict = judge(&witnesses);
+        }
+        let keep = |peer| sum_to_keep(&witnesses, &verdict, peer);
+        let mut sums: Vec<_> = witnesses.iter().map(|(peer, _)| (*peer, keep(*peer))).collect();
+        let (odd, done) = match &verdict {
+            Verdict::Equal => return Ok(sums),
+            Verdict::Torn(odd) => (odd.clone(), Done::Undecided),
+            // Somebody does not say what it shows.
+            Verdict::LookFurther => (witnesses.iter().map(|(peer, _)| *peer).collect(), Done::Undecided),
+            Verdict::Odd { odd, .. } if !self.order.repair => (odd.clone(), Done::Told),
+            Verdict::Odd { odd, sources } => {
+                (odd.clone(), self.repair(layer, piece, odd, sources, &witnesses))
+            }
+        };
+        if self.layers()?.iter().all(|now| now != layer) {
+            return Err(Trouble::Failed("the snapshots have changed meanwhile".to_owned()));
+        }
+        if let Done::Repaired { from } = done {
+            let sum = keep(from);
+            sums.iter_mut().filter(|(peer, _)| odd.contains(peer)).for_each(|(_, kept)| *kept = sum);
+        } else {
+            self.unsettled.insert(piece.offset());
+        }
+        self.tell(Told::Found(Finding { snapshot: layer.snapshot(), range: piece, odd, done }));
+        Ok(sums)
+    }
+}
+
+/// The images of all layers but the head.
+fn snapshot_images(list: &LayerList) -> Vec<String> {
+    let count = list.layers.len().saturating_sub(1);
+    list.layers.iter().take(count).map(|layer| layer.image.clone()).collect()
+}

@@ -1,0 +1,77 @@
+//! Having a member keep the sums of a layer, page by page as they are found.
+
+use shorthorn_core::PeerIndex;
+use shorthorn_wire::{EMPTY_SUM, KeepSums};
+
+use crate::connection::ConnectError;
+use crate::courier::Desk;
+
+/// The sums that one member is to keep of one layer. It keeps none of them before it has all.
+#[derive(Debug)]
+pub struct Keeper {
+    peer: PeerIndex,
+    page: KeepSums,
+    has_failed: bool,
+}
+
+impl Keeper {
+    pub fn new(peer: PeerIndex, image: &str) -> Keeper {
+        let page = KeepSums {
+            image: image.to_owned(),
+            is_first: true,
+            is_last: false,
+            first_piece: 0,
+            sums: Vec::new(),
+        };
+        Keeper { peer, page, has_failed: false }
+    }
+
+    /// Whose sums they are.
+    pub fn peer(&self) -> PeerIndex {
+        self.peer
+    }
+
+    /// The sum of one more piece; 0: not known. The pieces between it and the last one have no blocks.
+    pub fn put(&mut self, desk: &Desk, piece: u64, sum: u32) {
+        // A layer with more pieces than numbers has no sums.
+        let Ok(piece) = u32::try_from(piece) else { return };
+        let follows = self.page.first_piece as usize + self.page.sums.len() == piece as usize;
+        if !follows || self.page.sums.len() == KeepSums::SUMS_MAX {
+            self.send(desk);
+        }
+        if self.page.sums.is_empty() {
+            if sum == EMPTY_SUM {
+                return;
+            }
+            self.page.first_piece = piece;
+        }
+        self.page.sums.push(sum);
+    }
+
+    /// These were all: from now on they are kept.
+    pub fn finish(mut self, desk: &Desk) {
+        self.page.is_last = true;
+        self.send(desk);
+    }
+
+    fn send(&mut self, desk: &Desk) {
+        if self.page.sums.is_empty() && !self.page.is_last {
+            return;
+        }
+        if !self.has_failed
+            && let Err(error) = desk.with_line(self.peer, |line| line.keep_sums(&self.page))
+        {
+            self.failed(desk, &error);
+        }
+        self.page.is_first = false;
+        self.page.sums.clear();
+    }
+
+    /// It keeps what it kept before: the next scrub tries again.
+    fn failed(&mut self, desk: &Desk, error: &ConnectError) {
+        self.has_failed = true;
+        let replica = desk.peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default();
+        let (volume, image) = (&desk.greeter.volume, &self.page.image);
+        tracing::warn!(%volume, replica, image, %error, "a replica does not keep the sums of a snapshot");
+    }
+}

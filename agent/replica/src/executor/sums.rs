@@ -1,0 +1,207 @@
+//! Sums of snapshots' layers: as they are now, and as they are kept.
+//!
+//! A piece is read as other data is, without holding anybody up. Sums are kept rarely, and what has rotten is put right
+//! more rarely still: that waits for the disk.
+
+use shorthorn_ring::Ring;
+use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, StoreError};
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
+use shorthorn_wire::{
+    EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum,
+};
+
+use super::data::{block_count, piece};
+use super::{Executor, Outcome, kind};
+use crate::error::ReplicaError;
+use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
+
+const PIECE_BYTES: u32 = MAX_IO_BYTES;
+const _: () = assert!(PIECE_BYTES as u64 == SUM_PIECE_BYTES);
+
+/// The sums of the layer that is being looked at. One layer at a time, so that they take little memory.
+#[derive(Debug, Default)]
+pub(super) struct Sums {
+    /// Those that are kept.
+    kept: Option<(String, Option<LayerSums>)>,
+    /// Those that are to be kept, as far as they were told; none where the layer is too large for that.
+    told: Option<(String, Option<LayerSums>)>,
+}
+
+impl Sums {
+    pub fn forget(&mut self) {
+        *self = Sums::default();
+    }
+
+    /// Gives back what can be had again.
+    pub fn release(&mut self) {
+        self.kept = None;
+    }
+}
+
+/// What a slot that checks a layer is about.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Checked {
+    file: FileIndex,
+    piece: ByteRange,
+    kept: Option<u32>,
+}
+
+impl Executor {
+    /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`] can tell.
+    pub fn start_check(
+        &mut self,
+        slot: u16,
+        asked: &LayerRange,
+        ring: &mut Ring,
+    ) -> Result<(), ReplicaError> {
+        let file = self.store.snapshot_layer(&asked.image).ok_or_else(|| no_layer(&asked.image))?;
+        let piece_range = piece_of(asked, self.store.size_bytes())?;
+        let kept = self.kept_sums(&asked.image)?.map(|sums| sum_at(sums, piece_range.offset()));
+        let checked = Checked { file, piece: piece_range, kept: kept.filter(|sum| *sum != 0) };
+        let work = self.work_mut(slot);
+        (work.blocks, work.checked) = (piece_range, Some(checked));
+        self.buffers.touch(slot, piece_range);
+        self.read(slot, kind::READ, piece(EDGE_BLOCKS, block_count(piece_range.length()), file), ring);
+        Ok(())
+    }
+
+    fn kept_sums(&mut self, image: &str) -> Result<Option<&LayerSums>, StoreError> {
+        if self.sums.kept.as_ref().is_none_or(|(kept, _)| kept != image) {
+            let sums = match self.store.load_sums(image)? {
+                FoundSums::Kept(sums) if sums.piece_bytes == PIECE_BYTES => Some(sums),
+                FoundSums::Kept(_) | FoundSums::None => None,
+                FoundSums::Damaged(reason) => {
+                    tracing::warn!(
+                        image,
+                        reason,
+                        "the sums kept of a snapshot are damaged and count for nothing; they are made again where all members agree"
+                    );
+                    None
+                }
+            };
+            self.sums.kept = Some((image.to_owned(), sums));
+        }
+        Ok(self.sums.kept.as_ref().and_then(|(_, sums)| sums.as_ref()))
+    }
+
+    /// What the check in `slot` has found, where it is one that was begun.
+    pub fn layer_check(&self, slot: u16, outcome: Outcome) -> Option<Result<LayerCheck, StoreError>> {
+        let checked = self.work(slot).checked?;
+        Some(self.summed(slot, checked, outcome))
+    }
+
+    fn summed(&self, slot: u16, checked: Checked, outcome: Outcome) -> Result<LayerCheck, StoreError> {
+        let Checked { file, piece, kept } = checked;
+        let sum = match outcome {
+            Ok(()) => {
+                let runs = self.store.layer_blocks(file, piece)?;
+                Some(piece_sum(runs.iter().map(|run| self.summed_run(slot, piece, *run))))
+            }
+            Err(_) => None,
+        };
+        let next_bytes = self.next_piece(file, piece.end())?;
+        Ok(LayerCheck { sum, kept, next_bytes })
+    }
+
+    fn summed_run(&self, slot: u16, piece: ByteRange, run: ByteRange) -> SummedRun {
+        let number = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).unwrap_or(u32::MAX);
+        SummedRun {
+            first_block: number(run.offset() - piece.offset()),
+            blocks: number(run.length()),
+            crc32c: self.buffers.part(slot, piece.offset(), run).crc32c(),
+        }
+    }
+
+    /// The next piece from `from_bytes` on where the layer has blocks, or had when its sums were kept.
+    fn next_piece(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>, StoreError> {
+        let data = self.store.next_layer_data(file, from_bytes)?;
+        let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
+        let kept = self.sums.kept.as_ref().and_then(|(_, sums)| sums.as_ref());
+        let first = from_bytes / SUM_PIECE_BYTES;
+        let had_data = kept.and_then(|sums| {
+            let later = sums.sums.iter().skip(usize::try_from(first).unwrap_or(usize::MAX));
+            let at = later.take_while(|sum| matches!(**sum, 0 | EMPTY_SUM)).count();
+            let number = first + at as u64;
+            (number < sums.sums.len() as u64).then_some(number * SUM_PIECE_BYTES)
+        });
+        let next = [has_data, had_data].into_iter().flatten().min();
+        Ok(next.filter(|at| *at < self.store.size_bytes()))
+    }
+
+    /// Takes sums to keep.
+    ///
+    /// # Errors
+    /// Sums that do not fit the layer, or what the store says.
+    pub fn keep_sums(&mut self, message: &KeepSums) -> Result<(), ReplicaError> {
+        let KeepSums { image, is_first, is_last, first_piece, sums } = message;
+        let layer_bytes = self.store.snapshot_layer_bytes(image).ok_or_else(|| no_layer(image))?;
+        if *is_first {
+            self.sums.told = Some((image.clone(), LayerSums::new(layer_bytes, PIECE_BYTES, EMPTY_SUM)));
+        }
+        let Some((_, told)) = self.sums.told.as_mut().filter(|(told, _)| told == image) else {
+            return Err(no_layer(image));
+        };
+        let Some(told) = told else { return Ok(()) };
+        let places = told.sums.iter_mut().skip(*first_piece as usize);
+        if sums.len() > KeepSums::SUMS_MAX || places.len() < sums.len() {
+            return Err(ReplicaError::Sums {
+                image: image.clone(),
+                first_piece: *first_piece,
+                count: sums.len(),
+            });
+        }
+        places.zip(sums).for_each(|(place, sum)| *place = *sum);
+        if *is_last { self.save_told(image) } else { Ok(()) }
+    }
+
+    fn save_told(&mut self, image: &str) -> Result<(), ReplicaError> {
+        let told = self.sums.told.take().and_then(|(_, told)| told);
+        let Some(told) = told else { return Ok(()) };
+        let is_known = self.kept_sums(image)?.is_some_and(|kept| *kept == told);
+        self.sums.forget();
+        if !is_known {
+            self.store.save_sums(image, &told)?;
+            tracing::info!(image, pieces = told.sums.len(), "the sums of a snapshot are kept");
+        }
+        Ok(())
+    }
+
+    /// Puts right what a snapshot's layer holds. Waits for the disk.
+    ///
+    /// # Errors
+    /// What the store says.
+    pub fn repair_layer(&mut self, patch: &LayerPatch, data: &[u8]) -> Result<(), ReplicaError> {
+        let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
+        let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;
+        let run = |(first, count): &(u32, u32)| {
+            let start = offset_bytes + u64::from(*first) * BLOCK_BYTES;
+            ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
+        };
+        let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
+        self.store.repair_layer(image, range, &runs, data)?;
+        tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
+        Ok(())
+    }
+}
+
+fn sum_at(sums: &LayerSums, offset_bytes: u64) -> u32 {
+    let number = usize::try_from(offset_bytes / SUM_PIECE_BYTES).unwrap_or(usize::MAX);
+    // A layer may be shorter than the volume: it has no blocks there.
+    sums.sums.get(number).copied().unwrap_or(EMPTY_SUM)
+}
+
+/// The piece that is asked for, if it is one.
+fn piece_of(asked: &LayerRange, size_bytes: u64) -> Result<ByteRange, ReplicaError> {
+    let LayerRange { offset_bytes, length_bytes, .. } = asked;
+    let left = size_bytes.saturating_sub(*offset_bytes).min(SUM_PIECE_BYTES);
+    let is_piece =
+        offset_bytes.is_multiple_of(SUM_PIECE_BYTES) && u64::from(*length_bytes) == left && left > 0;
+    if !is_piece || !left.is_multiple_of(BLOCK_BYTES_USIZE as u64) {
+        return Err(ReplicaError::NoPiece { offset_bytes: *offset_bytes, length_bytes: *length_bytes });
+    }
+    Ok(ByteRange::new(*offset_bytes, left).map_err(StoreError::from)?)
+}
+
+fn no_layer(image: &str) -> ReplicaError {
+    ReplicaError::Store(StoreError::NoSnapshotLayer(image.to_owned()))
+}

@@ -1,0 +1,424 @@
+//! Sums of snapshots' layers, kept beside them in `shorthorn.sums-<snapshot>`, and putting right what does not fit them.
+//!
+//! What is summed, and how, is the business of whoever keeps them. A file of sums belongs to one file of one layer: it
+//! names its inode and size and the epoch in which it was written, and is removed with the layer. The time of the
+//! layer's last change is no part of that: a layer that was changed behind our back is what the sums are to find.
+//!
+//! All numbers are little-endian.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic, "SHRNSUMS" |
+//! | 8 | 4 | version, 1 |
+//! | 12 | 4 | length of a piece, bytes |
+//! | 16 | 8 | size of the layer, bytes |
+//! | 24 | 8 | inode of the layer |
+//! | 32 | 8 | epoch |
+//! | 40 | 4 | CRC-32C of the name of the image |
+//! | 44 | 4 | how many sums follow |
+//! | 48 | 4 each | the sums; 0: not known |
+//! | last | 4 | CRC-32C of all before |
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+
+use nix::fcntl::{FallocateFlags, OFlag, fallocate};
+use shorthorn_chain::{FileIndex, ImageName, META_SUFFIX, OWN_PREFIX, temp_name};
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use crate::buffer::AlignedBuffer;
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::files::{data_extents, signed};
+use crate::store::{CHUNK_BYTES, Store};
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+const MAGIC: &[u8; 8] = b"SHRNSUMS";
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 48;
+const CHECK_BYTES: usize = 4;
+const SUM_BYTES: usize = 4;
+/// The most sums that are kept of one layer, which bounds file and memory to 32 MiB.
+const SUMS_MAX: usize = 8 << 20;
+const NAME_MAX_BYTES: usize = 255;
+
+/// The sums of a layer, one for each piece of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerSums {
+    /// How long a piece is.
+    pub piece_bytes: u32,
+    /// The sum of each piece; 0 where it is not known.
+    pub sums: Vec<u32>,
+}
+
+/// What there is of a layer's sums.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FoundSums {
+    /// Nothing, or of a file that had this name before.
+    None,
+    /// These.
+    Kept(LayerSums),
+    /// A file that is not as it was written, and why not.
+    Damaged(String),
+}
+
+/// Which file of which layer sums are about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Subject {
+    size_bytes: u64,
+    inode: u64,
+    epoch: u64,
+    name_crc32c: u32,
+}
+
+impl LayerSums {
+    /// Room for a layer of `size_bytes`, each sum as `sum`. None where the layer is too large for its sums to be kept.
+    #[must_use]
+    pub fn new(size_bytes: u64, piece_bytes: u32, sum: u32) -> Option<LayerSums> {
+        let pieces = usize::try_from(size_bytes.div_ceil(u64::from(piece_bytes))).ok()?;
+        (pieces <= SUMS_MAX).then(|| LayerSums { piece_bytes, sums: vec![sum; pieces] })
+    }
+
+    fn encode(&self, subject: Subject) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + self.sums.len() * SUM_BYTES + CHECK_BYTES);
+        bytes.extend_from_slice(MAGIC);
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&self.piece_bytes.to_le_bytes());
+        bytes.extend_from_slice(&subject.size_bytes.to_le_bytes());
+        bytes.extend_from_slice(&subject.inode.to_le_bytes());
+        bytes.extend_from_slice(&subject.epoch.to_le_bytes());
+        bytes.extend_from_slice(&subject.name_crc32c.to_le_bytes());
+        bytes.extend_from_slice(&u32::try_from(self.sums.len()).unwrap_or(u32::MAX).to_le_bytes());
+        self.sums.iter().for_each(|sum| bytes.extend_from_slice(&sum.to_le_bytes()));
+        bytes.extend_from_slice(&crc32c::crc32c(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// The sums, if they are about `subject`.
+    fn decode(bytes: &[u8], subject: Subject) -> FoundSums {
+        let damaged = |reason: &str| FoundSums::Damaged(reason.to_owned());
+        let Some(body_bytes) = bytes.len().checked_sub(CHECK_BYTES).filter(|body| *body >= HEADER_BYTES)
+        else {
+            return damaged("it is too short");
+        };
+        let (body, check) = bytes.split_at(body_bytes);
+        if u32_at(check, 0) != crc32c::crc32c(body) {
+            return damaged("its checksum is wrong");
+        }
+        if &body[..8] != MAGIC || u32_at(body, 8) != VERSION {
+            return damaged("its format is none that this version knows");
+        }
+        let found = Subject {
+            size_bytes: u64_at(body, 16),
+            inode: u64_at(body, 24),
+            epoch: u64_at(body, 32),
+            name_crc32c: u32_at(body, 40),
+        };
+        if found != subject {
+            return FoundSums::None;
+        }
+        let sums: Vec<u32> = body[HEADER_BYTES..].chunks_exact(SUM_BYTES).map(|sum| u32_at(sum, 0)).collect();
+        let piece_bytes = u32_at(body, 12);
+        let pieces = subject.size_bytes.div_ceil(u64::from(piece_bytes.max(1)));
+        let is_whole = u32_at(body, 44) as usize == sums.len() && sums.len() as u64 == pieces;
+        if !is_whole || body.len() != HEADER_BYTES + sums.len() * SUM_BYTES {
+            return damaged("it has not one sum for each piece");
+        }
+        FoundSums::Kept(LayerSums { piece_bytes, sums })
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+const SUMS_PREFIX: &str = "sums-";
+
+/// The file for the sums of a snapshot; none where its name would make it something else to Longhorn, or is too long.
+fn file_of(image: &ImageName) -> Option<String> {
+    let name = format!("{OWN_PREFIX}{SUMS_PREFIX}{}", image.snapshot_name()?);
+    let is_ours = !name.ends_with(META_SUFFIX) && !name.contains("volume-head");
+    (is_ours && temp_name(&name).len() <= NAME_MAX_BYTES).then_some(name)
+}
+
+impl Store {
+    /// The layer of a snapshot of the chain, by the name of its image. Not one that is being copied to: that is not
+    /// whole.
+    #[must_use]
+    pub fn snapshot_layer(&self, image: &str) -> Option<FileIndex> {
+        self.snapshot_image(image).and_then(|image| self.files.find(image))
+    }
+
+    /// The size of that layer.
+    #[must_use]
+    pub fn snapshot_layer_bytes(&self, image: &str) -> Option<u64> {
+        let image = self.snapshot_image(image)?;
+        Some(self.layout.disks().get(image)?.size_bytes)
+    }
+
+    fn snapshot_image(&self, image: &str) -> Option<&ImageName> {
+        let is_head = image == self.layout.head().as_str();
+        let found = self.layout.chain().iter().find(|name| name.as_str() == image);
+        found.filter(|_| !is_head && self.copy.is_none())
+    }
+
+    fn known_layer(&self, image: &str) -> Result<&ImageName> {
+        self.snapshot_image(image).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))
+    }
+
+    fn subject(&self, image: &ImageName) -> Result<Option<Subject>> {
+        let Some(stat) = self.directory.stat(image.as_str())? else { return Ok(None) };
+        let name_crc32c = crc32c::crc32c(image.as_str().as_bytes());
+        let (size_bytes, inode, epoch) = (stat.size_bytes, stat.inode, self.guard.epoch);
+        Ok(Some(Subject { size_bytes, inode, epoch, name_crc32c }))
+    }
+
+    /// The sums that are kept of a snapshot's layer.
+    ///
+    /// # Errors
+    /// A layer that is not there, or an I/O error.
+    pub fn load_sums(&self, image: &str) -> Result<FoundSums> {
+        let image = self.known_layer(image)?;
+        let (Some(name), Some(subject)) = (file_of(image), self.subject(image)?) else {
+            return Ok(FoundSums::None);
+        };
+        let longest_bytes = HEADER_BYTES + SUMS_MAX * SUM_BYTES + CHECK_BYTES;
+        match self.directory.stat(&name)? {
+            None => return Ok(FoundSums::None),
+            Some(stat) if stat.size_bytes > longest_bytes as u64 => {
+                return Ok(FoundSums::Damaged("it is too long".to_owned()));
+            }
+            Some(_) => {}
+        }
+        let bytes = self.directory.read(&name)?.unwrap_or_default();
+        Ok(LayerSums::decode(&bytes, subject))
+    }
+
+    /// Keeps the sums of a snapshot's layer, durably.
+    ///
+    /// # Errors
+    /// A layer that is not there or cannot have sums, or an I/O error; what was kept before is then still there.
+    pub fn save_sums(&mut self, image: &str, sums: &LayerSums) -> Result<()> {
+        self.check_writable()?;
+        let image = self.known_layer(image)?;
+        let (Some(name), Some(subject)) = (file_of(image), self.subject(image)?) else {
+            return Err(StoreError::NoSnapshotLayer(image.to_string()));
+        };
+        self.directory.replace(&name, &sums.encode(subject)).inspect_err(|_| {
+            // What there is of it counts for nothing, but takes space; the next opening removes it too.
+            let _ = self.directory.unlink(&temp_name(&name));
+        })
+    }
+
+    /// A snapshot's layer is about to change or to go: its sums go first.
+    pub(crate) fn drop_sums(&self, image: &ImageName) -> Result<()> {
+        let Some(name) = file_of(image) else { return Ok(()) };
+        if self.directory.stat(&name)?.is_some() {
+            self.directory.unlink(&name)?;
+            self.directory.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Where the next data of a layer from `from_bytes` on is.
+    ///
+    /// # Errors
+    /// What the file system answers.
+    pub fn next_layer_data(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>> {
+        Ok(self.next_data_of(file, from_bytes)?.map(ByteRange::offset))
+    }
+
+    /// The runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
+    ///
+    /// # Errors
+    /// What the file system answers.
+    pub fn layer_blocks(&self, file: FileIndex, range: ByteRange) -> Result<Vec<ByteRange>> {
+        let mut runs: Vec<ByteRange> = Vec::new();
+        let mut add = |extent: ByteRange| {
+            let blocks = extent.grown_to_blocks();
+            let start = runs.last().map_or_else(|| range.offset(), |last| last.end()).max(blocks.offset());
+            let end = blocks.end().min(range.end());
+            let Some(length) = end.checked_sub(start).filter(|length| *length > 0) else { return };
+            match runs.last_mut() {
+                Some(last) if last.end() == start => {
+                    *last = ByteRange::new(last.offset(), last.length() + length).unwrap_or(*last);
+                }
+                _ => runs.extend(ByteRange::new(start, length)),
+            }
+        };
+        data_extents(self.files.get(file), range, &mut add).map_err(|errno| {
+            let name = self.files.name(file).map_or("a layer", ImageName::as_str);
+            StoreError::io("find the data of", self.directory.path_of(name), errno)
+        })?;
+        Ok(runs)
+    }
+
+    /// Puts right what a snapshot's layer holds in `range`: the blocks of `runs`, which are inside it and whose data is
+    /// `data`, one behind the other, and no others. Durable on return. Waits for the disk.
+    ///
+    /// A read that was planned before and has not ended may see what was there, what is there now, or zeroes where a
+    /// block goes that should never have been there. Plans made before are void afterwards.
+    ///
+    /// # Errors
+    /// A layer that is not there, a range that it does not have, or an I/O error: the range may then hold some of both.
+    pub fn repair_layer(
+        &mut self,
+        image: &str,
+        range: ByteRange,
+        runs: &[ByteRange],
+        data: &[u8],
+    ) -> Result<()> {
+        self.check_writable()?;
+        self.check_no_fold()?;
+        let layer = self.known_layer(image)?.clone();
+        let index = self.files.find(&layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
+        range.check(self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES))?;
+        let before = self.layer_blocks(index, range)?;
+        let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
+        let file = self.directory.open_file(image, OFlag::O_RDWR | direct)?;
+        let holes = gaps(range, runs).filter(|hole| before.iter().any(|run| run.overlaps(*hole)));
+        let changed = punch(&file, holes)
+            .and_then(|()| write_runs(&file, runs, data, &mut self.scratch))
+            .and_then(|()| file.sync_all());
+        if before != runs || changed.is_err() {
+            // Where the layer has blocks was remembered.
+            self.forget_map();
+        }
+        changed.map_err(|error| StoreError::io("repair", self.directory.path_of(image), error))
+    }
+}
+
+fn punch(file: &File, holes: impl Iterator<Item = ByteRange>) -> std::io::Result<()> {
+    let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    for hole in holes {
+        fallocate(file.as_fd(), how, signed(hole.offset()), signed(hole.length()))?;
+    }
+    Ok(())
+}
+
+/// Writes `data` to `runs`, by way of a buffer that direct I/O accepts.
+fn write_runs(
+    file: &File,
+    runs: &[ByteRange],
+    data: &[u8],
+    buffer: &mut AlignedBuffer,
+) -> std::io::Result<()> {
+    let mut rest = data;
+    for run in runs {
+        let mut at = run.offset();
+        while at < run.end() {
+            let length = usize::try_from(run.end() - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
+            let (part, after) = rest.split_at_checked(length).ok_or(std::io::ErrorKind::UnexpectedEof)?;
+            rest = after;
+            let aligned = &mut buffer.as_mut_slice()[..length];
+            aligned.copy_from_slice(part);
+            file.write_all_at(aligned, at)?;
+            at += length as u64;
+        }
+    }
+    Ok(())
+}
+
+/// The parts of `range` between `runs`.
+fn gaps(range: ByteRange, runs: &[ByteRange]) -> impl Iterator<Item = ByteRange> {
+    let starts = std::iter::once(range.offset()).chain(runs.iter().map(|run| run.end()));
+    let ends = runs.iter().map(|run| run.offset()).chain(std::iter::once(range.end()));
+    starts
+        .zip(ends)
+        .filter_map(|(start, end)| ByteRange::new(start, end.checked_sub(start)?).ok())
+        .filter(|gap| !gap.is_empty())
+}
+
+/// Removes all sums but those of the snapshots that `is_there`.
+pub(crate) fn sweep_sums(directory: &Directory, is_there: impl Fn(&ImageName) -> bool) -> Result<()> {
+    let image = |name: &str| {
+        let snapshot = name.strip_prefix(OWN_PREFIX)?.strip_prefix(SUMS_PREFIX)?;
+        Some(ImageName::parse(&format!("volume-snap-{snapshot}.img")))
+    };
+    let names = directory.list()?;
+    let goes = |name: &&String| image(name).is_some_and(|image| !image.is_some_and(|image| is_there(&image)));
+    let stale: Vec<&String> = names.iter().filter(goes).collect();
+    if stale.is_empty() {
+        return Ok(());
+    }
+    stale.into_iter().try_for_each(|name| directory.unlink(name))?;
+    directory.sync()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SUBJECT: Subject = Subject { size_bytes: (2 << 20) + 512, inode: 77, epoch: 5, name_crc32c: 9 };
+
+    fn sums() -> LayerSums {
+        LayerSums { piece_bytes: 1 << 20, sums: vec![1, 0, 0x0102_0304] }
+    }
+
+    #[test]
+    fn the_format_is_fixed() {
+        let bytes = sums().encode(SUBJECT);
+        assert_eq!(&bytes[..16], b"SHRNSUMS\x01\0\0\0\0\0\x10\0");
+        assert_eq!(&bytes[16..32], &[0, 2, 0x20, 0, 0, 0, 0, 0, 77, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&bytes[32..48], &[5, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 3, 0, 0, 0]);
+        assert_eq!(&bytes[48..60], &[1, 0, 0, 0, 0, 0, 0, 0, 4, 3, 2, 1]);
+        assert_eq!(&bytes[60..], crc32c::crc32c(&bytes[..60]).to_le_bytes());
+        assert_eq!(LayerSums::decode(&bytes, SUBJECT), FoundSums::Kept(sums()));
+    }
+
+    #[test]
+    fn any_damage_is_noticed_and_another_file_has_none() {
+        let bytes = sums().encode(SUBJECT);
+        let is_damaged = |bytes: &[u8]| matches!(LayerSums::decode(bytes, SUBJECT), FoundSums::Damaged(_));
+        for at in 0..bytes.len() {
+            let mut bad = bytes.clone();
+            bad[at] ^= 4;
+            assert!(is_damaged(&bad) && is_damaged(&bytes[..at]), "byte {at}");
+        }
+        let mut short = LayerSums { sums: vec![1, 2], ..sums() }.encode(SUBJECT);
+        assert!(is_damaged(&short), "a sum is missing");
+        short.clear();
+        assert!(is_damaged(&short));
+        for other in [
+            Subject { size_bytes: 4096, ..SUBJECT },
+            Subject { inode: 78, ..SUBJECT },
+            Subject { epoch: 6, ..SUBJECT },
+            Subject { name_crc32c: 1, ..SUBJECT },
+        ] {
+            assert_eq!(LayerSums::decode(&bytes, other), FoundSums::None);
+        }
+    }
+
+    #[test]
+    fn files_are_none_that_longhorn_would_look_at() {
+        let name =
+            |snapshot: &str| file_of(&ImageName::parse(&format!("volume-snap-{snapshot}.img")).unwrap());
+        assert_eq!(name("a"), Some("shorthorn.sums-a".to_owned()));
+        assert_eq!(name("a.meta"), None);
+        assert_eq!(name("xvolume-head"), None);
+        assert_eq!(name(&"x".repeat(239)), None);
+        assert_eq!(file_of(&ImageName::head(3)), None);
+    }
+
+    #[test]
+    fn gaps_are_what_no_run_has() {
+        let range = |start: u64, end: u64| ByteRange::new(start * 4096, (end - start) * 4096).unwrap();
+        let found = |runs: &[ByteRange]| gaps(range(2, 10), runs).collect::<Vec<_>>();
+        assert_eq!(found(&[]), [range(2, 10)]);
+        assert_eq!(found(&[range(2, 10)]), []);
+        assert_eq!(found(&[range(3, 4), range(6, 10)]), [range(2, 3), range(4, 6)]);
+    }
+
+    #[test]
+    fn too_large_a_layer_has_no_sums() {
+        assert_eq!(LayerSums::new(8 << 40, 1 << 20, 1).map(|sums| sums.sums.len()), Some(8 << 20));
+        assert_eq!(LayerSums::new((8 << 40) + 1, 1 << 20, 1), None);
+    }
+}

@@ -1,0 +1,367 @@
+//! Rot on a real disk, found and put right by a scrub of real processes; and a replica that is made anew from one with
+//! snapshots.
+
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::fcntl::OFlag;
+use shorthorn_control::{ScrubOrder, ScrubStatus};
+use shorthorn_store::{AlignedBuffer, ExportTarget, OpenOptions as StoreOptions, Store, export};
+use shorthorn_tests::{
+    BareVolume, BareVolumeOptions, Guest, GuestOptions, NbdRequest, compare_exports, under_load, until_whole,
+};
+
+/// Far more than anything takes.
+const LIMIT: Duration = Duration::from_secs(120);
+const MIB: u64 = 1 << 20;
+const BLOCK_BYTES: u64 = 4096;
+const NOW: &str = "2026-11-22T10:00:00Z";
+const REPAIR: ScrubOrder = ScrubOrder { bytes_per_s: 0, repair: true };
+const REPORT: ScrubOrder = ScrubOrder { bytes_per_s: 0, repair: false };
+
+fn folder() -> Result<tempfile::TempDir> {
+    // Not /tmp: that may be a file system without O_DIRECT, on which less is tested.
+    tempfile::tempdir_in("/var/tmp").context("making a folder")
+}
+
+fn options(folder: &tempfile::TempDir, replicas: usize) -> BareVolumeOptions {
+    let disks = vec![folder.path().to_owned(); replicas];
+    BareVolumeOptions { disks, ..BareVolumeOptions::new(folder.path()) }
+}
+
+fn pattern(seed: u64, length: u64) -> Result<Vec<u8>> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut data = vec![0; usize::try_from(length)?];
+    random.fill(&mut data);
+    Ok(data)
+}
+
+fn write(volume: &BareVolume, offset: u64, data: Vec<u8>) -> Result<()> {
+    let mut client = volume.client()?;
+    let answer = client.call(NbdRequest::Write { offset, data, fua: true }, LIMIT)?;
+    ensure!(answer.is_ok(), "writing: {answer:?}");
+    Ok(())
+}
+
+fn read(volume: &BareVolume, offset: u64, length: u64) -> Result<Vec<u8>> {
+    let mut client = volume.client()?;
+    let answer = client.call(NbdRequest::Read { offset, length: length.try_into()? }, LIMIT)?;
+    answer.map_err(|errno| anyhow::anyhow!("reading: errno {errno}"))
+}
+
+/// Flips a bit of each byte of a block of an image, past every cache, as a disk does that rots. Waits until it is there.
+fn rot(image: &Path, offset: u64) -> Result<()> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags((OFlag::O_DIRECT | OFlag::O_DSYNC).bits())
+        .open(image)
+        .with_context(|| format!("opening {} with O_DIRECT", image.display()))?;
+    let mut block = AlignedBuffer::new(usize::try_from(BLOCK_BYTES)?);
+    file.read_exact_at(block.as_mut_slice(), offset)?;
+    block.as_mut_slice().iter_mut().for_each(|byte| *byte ^= 0x10);
+    file.write_all_at(block.as_slice(), offset)?;
+    Ok(())
+}
+
+/// The files in a directory whose names begin and end so.
+fn files(directory: &Path, prefix: &str, suffix: &str) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if name.starts_with(prefix) && name.ends_with(suffix) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn head(directory: &Path) -> Result<PathBuf> {
+    files(directory, "volume-head-", ".img")?.pop().context("there is no head")
+}
+
+fn snapshot(directory: &Path, name: &str) -> PathBuf {
+    directory.join(format!("volume-snap-{name}.img"))
+}
+
+/// The counts of a scrub, and what it has told last.
+fn found(scrub: &ScrubStatus) -> (u64, u64, &str) {
+    (scrub.found, scrub.repaired, scrub.last.as_str())
+}
+
+/// A volume whose directories have the snapshots `first` and `second` and a head above them, all made while nothing ran:
+/// so they are laid out alike, which an engine that makes members equal does not see to.
+fn with_snapshots(folder: &tempfile::TempDir, replicas: usize) -> Result<BareVolume> {
+    let volume = BareVolume::start(options(folder, replicas))?;
+    again(folder, volume, replicas, |store| {
+        for (seed, name) in [(1, "first"), (2, "second")] {
+            // They overlap, so that a part of each is hidden.
+            store.write_at(&pattern(seed, 3 * MIB)?, seed * 2 * MIB, false)?;
+            store.write_at(&pattern(seed + 10, 8192)?, 40 * MIB, false)?;
+            store.snapshot(name, true, BTreeMap::new(), NOW)?;
+        }
+        Ok(store.write_at(&pattern(3, MIB)?, 20 * MIB, false)?)
+    })
+}
+
+/// Stops everything, does something to each directory, and starts it again.
+fn again(
+    folder: &tempfile::TempDir,
+    volume: BareVolume,
+    replicas: usize,
+    change: impl Fn(&mut Store) -> Result<()>,
+) -> Result<BareVolume> {
+    let directories = volume.directories();
+    volume.stop()?;
+    for directory in directories {
+        let mut store = Store::open(&directory, StoreOptions::default())?;
+        change(&mut store)?;
+        store.close()?;
+    }
+    BareVolume::start(options(folder, replicas))
+}
+
+/// After the stop: all that a snapshot's files hold is the same everywhere, and so is what the volume shows.
+fn all_are_equal(folder: &Path, volume: BareVolume) -> Result<()> {
+    let directories = volume.directories();
+    volume.stop()?;
+    compare_exports(&directories, folder)?;
+    let layers = |directory: &Path| -> Result<BTreeMap<String, Vec<u8>>> {
+        let images = files(directory, "volume-snap-", ".img")?.into_iter();
+        images
+            .map(|path| Ok((path.file_name().unwrap_or_default().to_string_lossy().into(), fs::read(&path)?)))
+            .collect()
+    };
+    let first = layers(&directories[0])?;
+    for directory in &directories[1..] {
+        let other = layers(directory)?;
+        ensure!(first.keys().eq(other.keys()), "{} has {:?}", directory.display(), other.keys());
+        for (name, content) in &other {
+            let blocks = first[name].chunks(4096).zip(content.chunks(4096));
+            let differs = blocks.enumerate().find(|(_, (one, other))| one != other);
+            let differs = differs.map(|(block, _)| block as u64 * BLOCK_BYTES);
+            ensure!(differs.is_none(), "{name} in {} differs at {differs:?}", directory.display());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rotten_block_of_the_volume_is_repaired_from_the_majority() -> Result<()> {
+    let folder = folder()?;
+    let volume = BareVolume::start(options(&folder, 3))?;
+    let data = pattern(7, 4 * MIB)?;
+    write(&volume, 8 * MIB, data.clone())?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    rot(&head(&volume.directory(1))?, 9 * MIB + 8192)?;
+    let told = volume.scrub(REPORT, LIMIT)?;
+    ensure!((told.found, told.repaired) == (1, 0), "{told:?}");
+    let replica = volume.replica_id(1).to_string();
+    ensure!(told.last.contains(&replica) && told.last.contains("9437184"), "{told:?}");
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((told.found, told.repaired) == (1, 1) && told.last.contains(&replica), "{told:?}");
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
+    all_are_equal(folder.path(), volume)
+}
+
+#[test]
+fn of_two_replicas_the_kept_sum_tells_whose_snapshot_is_rotten() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 2)?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""), "all agree, and keep that");
+    for directory in volume.directories() {
+        ensure!(files(&directory, "shorthorn.sums-", "")?.len() == 2, "{} has no sums", directory.display());
+    }
+    // What is kept outlives the processes.
+    let volume = again(&folder, volume, 2, |_| Ok(()))?;
+    // One block that the volume shows, and one that a newer layer hides.
+    rot(&snapshot(&volume.directory(0), "first"), 3 * MIB)?;
+    rot(&snapshot(&volume.directory(1), "first"), 40 * MIB + 4096)?;
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((told.found, told.repaired) == (2, 2), "{told:?}");
+    let names = ["snapshot first at", "41943040", &volume.replica_id(1).to_string(), "repaired from"];
+    ensure!(names.iter().all(|name| told.last.contains(name)), "{told:?}");
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    ensure!(read(&volume, 2 * MIB, 2 * MIB)? == pattern(1, 3 * MIB)?[..2 << 20]);
+    all_are_equal(folder.path(), volume)
+}
+
+#[test]
+fn a_snapshot_that_rots_before_it_was_seen_is_put_right_by_three_and_left_alone_by_two() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 3)?;
+    rot(&snapshot(&volume.directory(2), "second"), 5 * MIB)?;
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((told.found, told.repaired) == (1, 1), "{told:?}");
+    ensure!(told.last.contains(&volume.replica_id(2).to_string()), "{told:?}");
+    all_are_equal(folder.path(), volume)?;
+    let folder = self::folder()?;
+    let volume = with_snapshots(&folder, 2)?;
+    // It does not show in the volume: nobody but the scrub of the snapshots sees it.
+    rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
+    for _ in 0..2 {
+        let told = volume.scrub(REPAIR, LIMIT)?;
+        ensure!((told.found, told.repaired) == (1, 0) && told.last.contains("nobody can tell"), "{told:?}");
+    }
+    // When the rot is gone, both agree, and that is kept.
+    rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((told.found, told.repaired) == (1, 1), "{told:?}");
+    all_are_equal(folder.path(), volume)
+}
+
+#[test]
+fn a_scrub_that_is_not_to_repair_only_tells() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 2)?;
+    volume.scrub(REPORT, LIMIT)?;
+    let image = snapshot(&volume.directory(0), "second");
+    rot(&image, 40 * MIB)?;
+    let before = fs::read(&image)?;
+    for _ in 0..2 {
+        let told = volume.scrub(REPORT, LIMIT)?;
+        // In the snapshot, and in the volume that shows it.
+        ensure!((told.found, told.repaired) == (2, 0), "{told:?}");
+    }
+    ensure!(fs::read(&image)? == before, "it was changed");
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!(
+        (told.found, told.repaired) == (1, 1),
+        "what is put right in a snapshot is right in the volume: {told:?}"
+    );
+    all_are_equal(folder.path(), volume)
+}
+
+#[test]
+fn damaged_sums_are_made_again_and_removed_with_their_snapshot() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 2)?;
+    volume.scrub(REPAIR, LIMIT)?;
+    let sums = volume.directory(0).join("shorthorn.sums-first");
+    let whole = fs::read(&sums)?;
+    let mut damaged = whole.clone();
+    damaged[60] ^= 1;
+    fs::write(&sums, &damaged)?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    ensure!(fs::read(&sums)? == whole, "they were not made again");
+    let volume = again(&folder, volume, 2, |store| {
+        store.remove("first")?;
+        Ok(store.coalesce("first")?)
+    })?;
+    ensure!(files(&volume.directory(0), "shorthorn.sums-", "")?.is_empty(), "`second` is another file now");
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    ensure!(files(&volume.directory(0), "shorthorn.sums-", "")?.len() == 1);
+    all_are_equal(folder.path(), volume)
+}
+
+/// Members may hold the same in other layers, as after a rebuild: that is no rot, neither before it was seen nor after.
+#[test]
+fn what_is_laid_out_otherwise_is_no_rot() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 2)?;
+    let (directories, data) = (volume.directories(), pattern(1, 3 * MIB)?);
+    volume.stop()?;
+    for (index, directory) in directories.iter().enumerate() {
+        let mut store = Store::open(directory, StoreOptions::default())?;
+        if index == 1 {
+            // What the volume shows there anyway, in the head; and zeroes where there is nothing.
+            store.write_at(&data[..65536], 2 * MIB, false)?;
+            store.write_at(&[0; 65536], 50 * MIB, false)?;
+        }
+        store.snapshot("third", true, BTreeMap::new(), NOW)?;
+        store.close()?;
+    }
+    let volume = BareVolume::start(options(&folder, 2))?;
+    for _ in 0..2 {
+        ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    }
+    rot(&snapshot(&volume.directory(1), "third"), 2 * MIB)?;
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((told.found, told.repaired) == (1, 1), "{told:?}");
+    ensure!(read(&volume, 2 * MIB, 2 * MIB)? == data[..2 << 20]);
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    let directories = volume.directories();
+    volume.stop()?;
+    compare_exports(&directories, folder.path()).map(drop)
+}
+
+#[test]
+fn under_load_a_scrub_finds_nothing() -> Result<()> {
+    const SCRUBS: u32 = 5;
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 3)?;
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    // On a part that is not written yet.
+    let options = GuestOptions { first_sector: 44 * MIB / 512, ..GuestOptions::new(seed) };
+    let guest = Guest::new(volume.client()?, options);
+    let ((), guest) = under_load(guest, |load| {
+        for _ in 0..SCRUBS {
+            load.wait_for_answers(200, LIMIT)?;
+            ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+        }
+        load.wait_for_answers(200, LIMIT).map(drop)
+    })?;
+    println!("{SCRUBS} scrubs, {:?}", guest.counts());
+    all_are_equal(folder.path(), volume)
+}
+
+/// What a snapshot, or the volume, shows.
+fn exported(directory: &Path, snapshot: Option<&str>, folder: &Path) -> Result<Vec<u8>> {
+    let image = folder.join("exported");
+    export(directory, snapshot, ExportTarget::File(image.clone()), |_, _| {})?;
+    let bytes = fs::read(&image)?;
+    fs::remove_file(image)?;
+    Ok(bytes)
+}
+
+#[test]
+fn a_replica_made_anew_has_every_snapshot_of_the_one_that_it_was_copied_from() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 2)?;
+    let volume = again(&folder, volume, 2, |store| {
+        store.snapshot("third", false, BTreeMap::from([("why".to_owned(), "test".to_owned())]), NOW)?;
+        // It stays as a layer that nobody can read by its name.
+        Ok(store.remove("second")?)
+    })?;
+    write(&volume, 3 * MIB, pattern(4, MIB)?)?;
+    let directories = volume.directories();
+    volume.stop()?;
+    fs::remove_dir_all(&directories[1])?;
+    let volume = BareVolume::start(options(&folder, 2))?;
+    write(&volume, 30 * MIB, pattern(5, MIB)?)?;
+    until_whole(&volume.engine_control(), LIMIT)?;
+    write(&volume, 32 * MIB, pattern(6, MIB)?)?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    volume.stop()?;
+    for name in [Some("first"), Some("third"), None] {
+        let [one, other] = [&directories[0], &directories[1]].map(|path| exported(path, name, folder.path()));
+        ensure!(one? == other?, "{name:?} reads otherwise in the copy");
+    }
+    for directory in &directories {
+        let refused = exported(directory, Some("second"), folder.path());
+        ensure!(refused.is_err_and(|error| error.to_string().contains("removed")), "it is marked as removed");
+    }
+    for suffix in [".img", ".img.meta"] {
+        let [ours, theirs] =
+            [&directories[0], &directories[1]].map(|path| files(path, "volume-snap-", suffix));
+        let (ours, theirs) = (ours?, theirs?);
+        ensure!(ours.len() == 3 && theirs.len() == 3, "{ours:?}, {theirs:?}");
+        for (ours, theirs) in ours.iter().zip(&theirs) {
+            ensure!(
+                ours.file_name() == theirs.file_name() && fs::read(ours)? == fs::read(theirs)?,
+                "{theirs:?}"
+            );
+        }
+    }
+    Ok(())
+}
