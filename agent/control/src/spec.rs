@@ -73,7 +73,8 @@ pub struct EngineSpec {
     pub rebuild: RebuildLimits,
     /// Where nothing was written for so long, the members count as equal again: after the engine's death its successor
     /// makes them equal only where something was written since. Short: little has to be made equal then. Long: a region
-    /// that is in use is not noted again and again before it is written. 0: never before the engine's orderly end; then
+    /// that is in use is not noted again and again before it is written. While that is no more than 1 GiB, it is twelve
+    /// times as long. 0: never before the engine's orderly end; then
     /// a copy to a replica that is interrupted begins anew as well.
     #[serde(
         default = "intent_clear_after_ms_default",

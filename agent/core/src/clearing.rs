@@ -9,6 +9,10 @@ use crate::event::{Output, Outputs};
 use crate::marks::Marks;
 use crate::membership::{PeerIndex, PeerMask};
 
+/// While no more than [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are so many times rarer: a
+/// region that is in use now and then is not noted again and again.
+const CALM_INTERVALS: u64 = 12;
+
 /// How far clearing is.
 #[derive(Debug)]
 pub(crate) struct Clearing {
@@ -16,6 +20,7 @@ pub(crate) struct Clearing {
     settling: Settling,
     /// 0: never.
     interval_ms: u64,
+    keep_bytes: u64,
     turned_at_ms: u64,
     /// Who was sent the flush and has not failed since.
     pub flushed: PeerMask,
@@ -42,11 +47,12 @@ enum Settling {
 }
 
 impl Clearing {
-    pub fn new(interval_ms: u64) -> Clearing {
+    pub fn new(interval_ms: u64, keep_bytes: u64) -> Clearing {
         Clearing {
             phase: Phase::Resting,
             settling: Settling::No,
             interval_ms,
+            keep_bytes,
             turned_at_ms: 0,
             flushed: PeerMask::NONE,
             marks: Marks::default(),
@@ -68,8 +74,11 @@ impl Clearing {
     }
 
     /// Whether it is time for a turn.
-    fn is_due(&self, now_ms: u64) -> bool {
-        self.interval_ms > 0 && now_ms >= self.turned_at_ms + self.interval_ms
+    fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_joining: bool) -> bool {
+        // How far a joiner is goes on record with a turn too.
+        let is_calm = dirty_bytes <= self.keep_bytes && !is_joining;
+        let interval_ms = self.interval_ms * if is_calm { CALM_INTERVALS } else { 1 };
+        self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
     }
 
     /// `peer` has failed: what it flushes when it comes back is another matter.
@@ -89,8 +98,12 @@ impl EngineCore {
     /// Takes a turn when it is time and the last one has led to its end.
     pub(crate) fn turn_intent(&mut self) {
         let is_last = self.clearing.settling == Settling::Wanted;
-        let is_due = is_last || self.clearing.is_due(self.now_ms);
-        if self.clearing.phase != Phase::Resting || !is_due || self.is_paused() {
+        if self.clearing.phase != Phase::Resting || self.is_paused() {
+            return;
+        }
+        let dirty_bytes = self.regions.region_bytes() * u64::from(self.intent.kept());
+        let is_joining = !self.membership.joining().is_empty();
+        if !is_last && !self.clearing.is_due(self.now_ms, dirty_bytes, is_joining) {
             return;
         }
         self.clearing.turned_at_ms = self.now_ms;

@@ -98,7 +98,7 @@ impl EngineCore {
             equalise_cursor: 0,
             is_equalising: false,
             intent: Intent::new(regions.count()),
-            clearing: Clearing::new(config.intent_interval_ms),
+            clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes),
             absent: config.peers.iter().map(|_| None).collect(),
             counted: PeerMask::NONE,
             joins: Joins::default(),

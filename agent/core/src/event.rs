@@ -34,6 +34,8 @@ pub struct CoreConfig {
     /// How long a region stays dirty after the last write, at least. 0: until [`Event::Settle`]; then what joining
     /// replicas have got is not cleared from the members' account either.
     pub intent_interval_ms: u64,
+    /// While no more than that may differ after a crash, what is written now and then stays noted for longer.
+    pub intent_keep_bytes: u64,
 }
 
 /// How much copying may take of the volume's speed. Regions that a request waits for are copied at once.

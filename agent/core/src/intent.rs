@@ -50,6 +50,11 @@ impl Intent {
         }
     }
 
+    /// How many regions at most stay noted until a turn.
+    pub fn kept(&self) -> u32 {
+        self.hot.len() + self.warm.len()
+    }
+
     /// Nobody waits for regions to be left alone: all of them can be cleared after the next turn and its flush.
     pub fn cool_down(&mut self) {
         self.warm.insert_all(&self.hot);

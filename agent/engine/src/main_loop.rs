@@ -34,6 +34,9 @@ use crate::status::{self, Meter, publish};
 /// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in flight the
 /// latency of a replica across a network does not limit the speed of a copy.
 const COPY_SLOTS: u16 = 8;
+/// As much may have to be made equal after a crash in any case: a few seconds' work, for which requests that do not touch
+/// it do not wait.
+const INTENT_KEEP_BYTES: u64 = 1 << 30;
 /// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
 /// does not answer are better off with the next process than with this one.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
@@ -340,6 +343,7 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         copy_slots: COPY_SLOTS,
         copy_limits: copy_limits(spec.rebuild),
         intent_interval_ms: u64::from(spec.intent_clear_after_ms),
+        intent_keep_bytes: INTENT_KEEP_BYTES,
     }
 }
 

@@ -79,8 +79,16 @@ impl Scrubbing {
     pub fn start(desk: Arc<Desk>, order: ScrubOrder, number: u64) -> Result<Scrubbing, EngineError> {
         let (stop, stopped) = mpsc::channel();
         let pacer = Pacer::new(Instant::now());
-        let mut scrubber =
-            Scrubber { desk, order, number, stopped, pacer, told: None, unsettled: BTreeSet::new() };
+        let mut scrubber = Scrubber {
+            desk,
+            order,
+            number,
+            stopped,
+            pacer,
+            told: None,
+            incomplete: None,
+            unsettled: BTreeSet::new(),
+        };
         thread::Builder::new()
             .name("scrub".to_owned())
             .stack_size(STACK_BYTES)
@@ -130,18 +138,20 @@ struct Scrubber {
     stopped: Receiver<()>,
     pacer: Pacer,
     told: Option<Instant>,
+    /// Why not everything was compared.
+    incomplete: Option<String>,
     /// Where a layer that was looked at still differs: what is above is not put right there, as it builds on that.
     unsettled: BTreeSet<u64>,
 }
 
 impl Scrubber {
     fn run(&mut self) {
-        let ended = self.scrub_all();
-        let incomplete = match ended {
-            Ok(()) => None,
-            Err(Trouble::Failed(reason)) => Some(reason),
+        match self.scrub_all() {
+            Ok(()) => {}
+            Err(Trouble::Failed(reason)) => self.incomplete = Some(reason),
             Err(Trouble::Stopped) => return, // nobody listens any more
-        };
+        }
+        let incomplete = self.incomplete.take();
         self.tell(Told::Ended { incomplete });
     }
 
@@ -150,22 +160,21 @@ impl Scrubber {
     }
 
     fn scrub_all(&mut self) -> Result<(), Trouble> {
-        let mut incomplete = None;
         for layer in self.layers()? {
             match self.scrub_layer(&layer) {
                 Err(Trouble::Failed(reason)) => {
                     let (volume, snapshot) = (&self.desk.greeter.volume, layer.snapshot());
                     tracing::warn!(%volume, snapshot, reason, "a snapshot could not be compared to its end");
-                    incomplete = Some(format!("snapshot {snapshot}: {reason}"));
+                    self.incomplete = Some(format!("snapshot {snapshot}: {reason}"));
                 }
                 scrubbed => scrubbed?,
             }
         }
-        incomplete.map_or(Ok(()), |reason| Err(Trouble::Failed(reason)))
+        Ok(())
     }
 
     /// The layers of all snapshots, the oldest first.
-    fn layers(&self) -> Result<Vec<Layer>, Trouble> {
+    fn layers(&mut self) -> Result<Vec<Layer>, Trouble> {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
         for peer in self.desk.sources() {
@@ -198,9 +207,10 @@ impl Scrubber {
         self.desk.peer(peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
     }
 
-    fn skipped(&self, peer: PeerIndex, error: &ConnectError) {
+    fn skipped(&mut self, peer: PeerIndex, error: &ConnectError) {
         let (volume, replica) = (&self.desk.greeter.volume, self.replica(peer));
         tracing::warn!(%volume, replica, %error, "a replica takes no part in the scrub of the snapshots");
+        self.incomplete = Some(format!("replica {replica}: {error}"));
     }
 
     fn scrub_layer(&mut self, layer: &Layer) -> Result<(), Trouble> {
@@ -259,7 +269,7 @@ impl Scrubber {
 
     /// Asks all of `peers`; those that do not answer are not asked again in this layer.
     fn check(
-        &self,
+        &mut self,
         layer: &Layer,
         piece: ByteRange,
         peers: &mut Vec<PeerIndex>,

@@ -417,13 +417,16 @@ impl<'a> Serving<'a> {
     fn snapshots_done(&mut self, incomplete: Option<String>) {
         let Some((_, config)) = self.snapshots.take() else { return };
         let volume = &self.spec.volume;
-        match incomplete {
+        match &incomplete {
             None => tracing::info!(%volume, "the scrub has seen all snapshots"),
             Some(reason) => tracing::warn!(%volume, reason, "the scrub has not seen all snapshots"),
         }
         self.publish_scrub(|scrub| {
             scrub.snapshot.clear();
             scrub.at_bytes = 0;
+            if let Some(reason) = incomplete {
+                scrub.last = format!("not every snapshot was compared: {reason}");
+            }
         });
         self.shared().tell_core(Event::Scrub(Some(config)));
     }

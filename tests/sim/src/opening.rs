@@ -241,6 +241,7 @@ impl Process {
             copy_slots: COPY_SLOTS,
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
+            intent_keep_bytes: 0,
         };
         self.serve(config, &members, known);
         true

@@ -37,6 +37,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         copy_slots: 2,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
+        intent_keep_bytes: 0,
     }
 }
 

@@ -69,7 +69,7 @@ fn blocks(bytes: u64) -> u32 {
 impl Scrubber {
     /// Finds out what a reader of the snapshot sees in a piece at each member that can read it: members that hold the
     /// same in other layers do not differ.
-    pub(super) fn look_further(&self, layer: &Layer, piece: ByteRange, witnesses: &mut [Witness]) {
+    pub(super) fn look_further(&mut self, layer: &Layer, piece: ByteRange, witnesses: &mut [Witness]) {
         for (peer, evidence) in witnesses.iter_mut().filter(|(_, evidence)| evidence.sum.is_some()) {
             let Some(number) = layer.number_at(*peer) else { continue };
             match self.shown(*peer, number, piece) {

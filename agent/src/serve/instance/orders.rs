@@ -201,8 +201,11 @@ impl Hub {
 }
 
 fn is_serving(instance: &v1::Instance) -> bool {
-    instance.state() == v1::InstanceState::Running
-        && matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.phase == "serving")
+    instance.state() == v1::InstanceState::Running && says_serving(instance)
+}
+
+fn says_serving(instance: &v1::Instance) -> bool {
+    matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.phase == "serving")
 }
 
 /// Watches one process go and the next one come.
@@ -216,7 +219,8 @@ async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded
         else {
             continue;
         };
-        if instance.pid != old_pid || !is_serving(&instance) {
+        // An engine that is told to end serves on until everything is flushed.
+        if instance.pid != old_pid || !says_serving(&instance) {
             quiet_since.get_or_insert_with(Instant::now);
         }
         if let Some(since) = quiet_since.filter(|_| instance.pid != old_pid && is_serving(&instance)) {

@@ -135,7 +135,7 @@ impl Bus {
     async fn stop(&self, id: &InstanceId) -> Result<(), BackendError> {
         let unit = unit_of(id);
         if id.kind() == InstanceKind::Engine {
-            self.end_orderly(id, &Command::Stop).await?;
+            self.end_orderly(id).await?;
         }
         let mut removed = self.manager.receive_job_removed().await?;
         let job = match self.manager.stop_unit(&unit, "replace").await {
@@ -150,19 +150,16 @@ impl Bus {
 
     /// SIGTERM would leave the device to the next process, so the process is asked to end in another way first. The
     /// unit starts it again a moment later, unless it is stopped by then: such a process is asked as well.
-    async fn end_orderly(&self, id: &InstanceId, command: &Command) -> Result<(), BackendError> {
+    async fn end_orderly(&self, id: &InstanceId) -> Result<(), BackendError> {
         let path = self.manager.load_unit(&unit_of(id)).await?;
         let service = ServiceProxy::new(&self.connection, path).await?;
         for _ in 0..ORDERLY_ROUNDS {
             let pid = i32::try_from(service.main_pid().await?).unwrap_or_default();
-            if pid == 0 || !order_end(id, &self.places, command).await {
+            if pid == 0 || !order_end(id, &self.places, &Command::Stop).await {
                 return Ok(());
             }
             if !ends_within(pid, ORDERLY_LIMIT).await {
                 tracing::warn!(instance = %id, pid, "does not end within {ORDERLY_LIMIT:?}");
-                return Ok(());
-            }
-            if *command == Command::Handover {
                 return Ok(());
             }
         }
@@ -171,9 +168,10 @@ impl Bus {
 
     async fn restart(&self, id: &InstanceId) -> Result<(), BackendError> {
         let unit = unit_of(id);
-        self.end_orderly(id, &Command::Handover).await?;
         let _ = self.manager.reset_failed_unit(&unit).await;
-        // The job goes on until the new process is ready, which may wait for replicas: nobody waits for it here.
+        // SIGTERM has the old process hand over. Nothing but this job may end it: the unit would start the next one by
+        // itself, and this job would end that one too. The job goes on until the new process is ready, which may
+        // wait for replicas: nobody waits for it here.
         match self.manager.restart_unit(&unit, "replace").await {
             Err(error) if is_no_such_unit(&error) => Err(BackendError::NoUnit(unit)),
             other => other.map(|_| ()).map_err(BackendError::from),

@@ -337,6 +337,28 @@ fn settling_ends_where_the_last_member_cannot_flush() {
 }
 
 #[test]
+fn what_may_be_kept_is_cleared_later() {
+    let mut config = config(3, 3);
+    (config.intent_interval_ms, config.intent_keep_bytes) = (1, 2 * 65536);
+    let mut bench = Bench::with(&config);
+    let write = |bench: &mut Bench, region: u64| {
+        let out = bench.submit(0, WRITE, region * REGION_BLOCKS);
+        bench.answer(out, &[]);
+    };
+    write(&mut bench, 0);
+    write(&mut bench, 1);
+    // Turns at twelve intervals and twenty-four, the second of which has regions that were left alone since.
+    let is_flush = |out: &[Output]| !sent(out, COPY).is_empty();
+    let flushed = (1..=24).filter(|turn| is_flush(&bench.tick(*turn))).collect::<Vec<_>>();
+    assert_eq!(flushed, [24]);
+
+    let mut bench = Bench::with(&config);
+    (0..3).for_each(|region| write(&mut bench, region));
+    let flushed = (1..=2).filter(|turn| is_flush(&bench.tick(*turn))).collect::<Vec<_>>();
+    assert_eq!(flushed, [2], "three regions are more than may be kept");
+}
+
+#[test]
 fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
     let mut config = config(3, 3);
     config.intent_interval_ms = 0;
