@@ -31,7 +31,7 @@ impl Node {
         let path = |name: &str| node.dir.path().join(name).display().to_string();
         let config = format!(
             "node_name = \"n1\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
-             device_dir = \"{}\"\ninstances = \"children\"\n",
+             device_dir = \"{}\"\ninstances = \"children\"\ncsi = \"off\"\n",
             path("sock"),
             path("s"),
             path("r"),

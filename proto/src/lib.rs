@@ -1,8 +1,23 @@
-//! The gRPC interfaces of Shorthorn: the node API of the agent and the API of the controller.
-//! The `.proto` files beside this crate are the contract and its documentation.
+//! The gRPC interfaces: the node API of the agent and the API of the controller, which are ours, and those that
+//! Kubernetes speaks with a storage driver. The `.proto` files beside this crate are the contracts and their documentation.
 
-/// Version 1 of both interfaces.
+/// Version 1 of our own interfaces.
 pub mod v1 {
     #![allow(clippy::all)]
     tonic::include_proto!("shorthorn.v1");
+}
+
+/// The Container Storage Interface.
+pub mod csi {
+    /// Version 1, as of 1.12.
+    pub mod v1 {
+        #![allow(clippy::all)]
+        tonic::include_proto!("csi.v1");
+    }
+}
+
+/// How a driver makes itself known to kubelet.
+pub mod pluginregistration {
+    #![allow(clippy::all)]
+    tonic::include_proto!("pluginregistration");
 }

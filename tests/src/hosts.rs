@@ -155,7 +155,7 @@ impl Hosts {
         let path = |name: &str| dir.join(name).display().to_string();
         let config = format!(
             "node_name = \"{}\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
-             device_dir = \"{}\"\ninstances = \"children\"\ndata_address = \"{}\"\n\
+             device_dir = \"{}\"\ninstances = \"children\"\ncsi = \"off\"\ndata_address = \"{}\"\n\
              replica_timeout_ms = {REPLICA_TIMEOUT_MS}\n",
             name(host),
             path("sock"),

@@ -7,6 +7,7 @@ use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use shorthorn_csi::TOPOLOGY_VALUE_MAX_BYTES;
 use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
 use thiserror::Error;
 use toml::Spanned;
@@ -17,6 +18,8 @@ use crate::serve::listen::ListenAddress;
 /// Where the configuration is looked for when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
 const SIZE_MAX_BYTES: u64 = 1 << 20;
+/// More devices than a kernel has.
+const MAX_VOLUMES: u32 = 1 << 20;
 
 /// What the agent does; `agent/shorthorn-agent.toml` explains every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +48,14 @@ pub struct Config {
     pub queue_depth: u16,
     /// A replica that does not answer for so long has failed.
     pub replica_timeout_ms: u32,
+    /// Whether this node has the CSI driver.
+    pub csi: CsiChoice,
+    /// The directory of kubelet; None: it is found.
+    pub kubelet_root: Option<PathBuf>,
+    /// Zone that the node is in; empty: none.
+    pub zone: String,
+    /// Volumes that the CSI driver lets be attached; 0: any number.
+    pub max_volumes: u32,
     /// What is logged.
     pub log_level: String,
     /// How.
@@ -62,6 +73,19 @@ pub enum InstancesChoice {
     Systemd,
     /// Processes that the agent starts.
     Children,
+}
+
+/// Whether the node has the CSI driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CsiChoice {
+    /// As soon as there is a kubelet.
+    #[default]
+    Auto,
+    /// At once.
+    On,
+    /// Never.
+    Off,
 }
 
 /// Why there is no configuration.
@@ -105,6 +129,10 @@ struct File {
     queues: Option<Spanned<u16>>,
     queue_depth: Option<Spanned<u16>>,
     replica_timeout_ms: Option<Spanned<u32>>,
+    csi: CsiChoice,
+    kubelet_root: Option<Spanned<String>>,
+    zone: Option<Spanned<String>>,
+    max_volumes: Option<Spanned<u32>>,
     log: LogTable,
 }
 
@@ -182,6 +210,10 @@ fn check(file: File) -> Result<Config, Wrong> {
         queues: number("queues", file.queues, 1, 1..=MAX_QUEUES)?,
         queue_depth: number("queue_depth", file.queue_depth, 128, 1..=MAX_QUEUE_DEPTH)?,
         replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 100..=600_000)?,
+        csi: file.csi,
+        kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
+        zone: optional("zone", file.zone, "", zone)?,
+        max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,
         log_level: optional("log.level", file.log.level, "info", |level| {
             logging::check_level(&level).map(|()| level)
         })?,
@@ -243,6 +275,25 @@ fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
         return Err(format!("{text} is no address that other nodes could reach this one at"));
     }
     Ok(Some(address))
+}
+
+fn kubelet_root(text: String) -> Result<Option<PathBuf>, String> {
+    if text.is_empty() { Ok(None) } else { absolute(text.into()).map(Some) }
+}
+
+/// kubelet makes it the value of a label.
+fn zone(text: String) -> Result<String, String> {
+    let end = |c: char| c.is_ascii_alphanumeric();
+    let label = text.len() <= TOPOLOGY_VALUE_MAX_BYTES
+        && text.chars().all(|c| end(c) || "-_.".contains(c))
+        && text.starts_with(end)
+        && text.ends_with(end);
+    if text.is_empty() || label {
+        return Ok(text);
+    }
+    Err(format!(
+        "{text:?} is no label value: use letters, digits, '-', '_' and '.', at most {TOPOLOGY_VALUE_MAX_BYTES}"
+    ))
 }
 
 fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
@@ -335,6 +386,9 @@ mod tests {
             ("node_name = \"A_b\"", "1: node_name: \"A_b\""),
             ("listen = [\n\"unix:/a\",\n\"tcp:0.0.0.0:1\"]", "3: listen: 0.0.0.0:1"),
             ("listen = [\"http://x\"]", "1: listen: \"http://x\""),
+            ("kubelet_root = \"var\"", "1: kubelet_root: \"var\" is no absolute path"),
+            ("zone = \"a b\"", "1: zone: \"a b\" is no label value"),
+            ("csi = \"maybe\"", "1: unknown variant `maybe`"),
             ("instances = \"docker\"", "1: unknown variant `docker`"),
             ("[log]\nlevel = \"loud=,\"", "2: log.level: "),
         ];

@@ -8,6 +8,7 @@
 //! Their spec files are still there, and they are listed as stopped.
 
 pub mod config;
+mod csi;
 mod devices;
 mod disks;
 mod error;
@@ -53,6 +54,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
+    let inherited = csi::Inherited::take().context("sockets of systemd")?;
     let places = Places::prepare(&config.state_dir, &config.runtime_dir)?;
     let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
     devices::remove_stale(&config.device_dir);
@@ -62,13 +64,10 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let hub = Hub::start(config.clone(), places, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
     let (stop, stopping) = watch::channel(false);
-    let service = NodeService {
-        config: Arc::new(config),
-        hub,
-        disks,
-        frontends: Arc::default(),
-        stopping: stopping.clone(),
-    };
+    let config = Arc::new(config);
+    let driver = csi::Driver::prepare(&config, hub.table(), inherited)?;
+    let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
+    let service = NodeService { config, hub, disks, frontends: Arc::default(), stopping: stopping.clone() };
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
 
@@ -89,7 +88,13 @@ async fn run(config: Config) -> anyhow::Result<()> {
     tracing::info!("stopping; engines and replicas go on");
     stop.send_replace(true);
     // Whoever is cut off calls again.
-    let _ = tokio::time::timeout(DRAIN_LIMIT, server).await;
+    let drained = async {
+        let _ = server.await;
+        if let Some(driver) = driver {
+            let _ = driver.await;
+        }
+    };
+    let _ = tokio::time::timeout(DRAIN_LIMIT, drained).await;
     ended
 }
 

@@ -1,0 +1,171 @@
+//! Block devices as the kernel shows them: numbers, sizes, whether anybody has them.
+
+use std::fmt;
+use std::fs;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::str::FromStr;
+
+use shorthorn_types::limits::SECTOR_BYTES;
+
+/// How much of both ends of a device has to be zero before anybody may take it for empty. Every format that this host
+/// could know keeps something in one of them.
+const ENDS_BYTES: u64 = 1 << 20;
+const CHUNK_BYTES: usize = 64 << 10;
+
+/// Number of a device.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceNumber {
+    /// Its driver; 0 for file systems without a device.
+    pub major: u32,
+    /// Which of the driver's devices.
+    pub minor: u32,
+}
+
+impl DeviceNumber {
+    /// Takes apart what stat(2) calls `rdev` or `dev`.
+    #[must_use]
+    pub fn of(number: u64) -> DeviceNumber {
+        DeviceNumber { major: libc::major(number), minor: libc::minor(number) }
+    }
+}
+
+impl FromStr for DeviceNumber {
+    type Err = ();
+    fn from_str(text: &str) -> Result<DeviceNumber, ()> {
+        let (major, minor) = text.split_once(':').ok_or(())?;
+        Ok(DeviceNumber { major: major.parse().map_err(drop)?, minor: minor.parse().map_err(drop)? })
+    }
+}
+
+impl fmt::Display for DeviceNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.major, self.minor)
+    }
+}
+
+impl fmt::Debug for DeviceNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// Where the node at `path` leads; None where there is nothing, or no node of a block device.
+pub(crate) fn number_at(path: &Path) -> io::Result<Option<DeviceNumber>> {
+    match fs::symlink_metadata(path) {
+        Ok(meta) if meta.file_type().is_block_device() => Ok(Some(DeviceNumber::of(meta.rdev()))),
+        Ok(_) => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The size of a device; None where the kernel has none of that number.
+pub(crate) fn size_bytes(number: DeviceNumber) -> io::Result<Option<u64>> {
+    let text = match fs::read_to_string(format!("/sys/dev/block/{number}/size")) {
+        Err(error) if is_gone(&error) => return Ok(None),
+        other => other?,
+    };
+    let sectors: u64 =
+        text.trim_end().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok(Some(sectors.saturating_mul(SECTOR_BYTES)))
+}
+
+/// Whether a device of that number can hold anything: an nbd device that nobody serves is there with a size of 0.
+pub(crate) fn is_live(number: DeviceNumber) -> bool {
+    size_bytes(number).is_ok_and(|size| size.is_some_and(|bytes| bytes > 0))
+}
+
+/// Whether the kernel refuses writes to a device, whoever asked it to.
+pub(crate) fn is_read_only(number: DeviceNumber) -> io::Result<bool> {
+    let text = fs::read_to_string(format!("/sys/dev/block/{number}/ro"))?;
+    Ok(text.trim_end() != "0")
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO))
+}
+
+/// Whether somebody has the device for itself: a mount, also one that only another mount namespace shows, or a device
+/// on top of it.
+pub(crate) fn is_claimed(path: &Path) -> io::Result<bool> {
+    match fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_CLOEXEC).open(path) {
+        Ok(_) => Ok(false),
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether both ends of the device read as zeroes.
+pub(crate) fn has_zero_ends(path: &Path, size_bytes: u64) -> io::Result<bool> {
+    let mut file = fs::File::open(path)?;
+    Ok(is_zero(&mut file, 0, size_bytes.min(ENDS_BYTES))?
+        && is_zero(&mut file, size_bytes.saturating_sub(ENDS_BYTES), size_bytes.min(ENDS_BYTES))?)
+}
+
+fn is_zero(file: &mut fs::File, from: u64, length: u64) -> io::Result<bool> {
+    file.seek(SeekFrom::Start(from))?;
+    let mut part = file.take(length);
+    let mut chunk = vec![0; CHUNK_BYTES];
+    let mut left = length;
+    while left > 0 {
+        let got = part.read(&mut chunk)?;
+        if got == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if chunk[..got].iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+        left -= got as u64;
+    }
+    Ok(true)
+}
+
+/// Has everything that was written to the device made durable.
+pub(crate) fn flush(path: &Path) -> io::Result<()> {
+    fs::File::open(path)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers() {
+        assert_eq!("259:3".parse(), Ok(DeviceNumber { major: 259, minor: 3 }));
+        assert_eq!("".parse::<DeviceNumber>(), Err(()));
+        assert_eq!("1:-2".parse::<DeviceNumber>(), Err(()));
+        let big = DeviceNumber { major: 259, minor: 0xf_fff0 };
+        assert_eq!(DeviceNumber::of(libc::makedev(big.major, big.minor)), big);
+        let none = DeviceNumber { major: 4095, minor: 1 };
+        assert_eq!(size_bytes(none).unwrap(), None);
+        assert!(!is_live(none));
+    }
+
+    #[test]
+    fn data_at_either_end_is_seen() {
+        use std::os::unix::fs::FileExt;
+        const SIZE: u64 = 8 << 20;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        for (at, zero) in [
+            (None, true),
+            (Some(0), false),
+            (Some(ENDS_BYTES - 1), false),
+            (Some(ENDS_BYTES), true),
+            (Some(SIZE - ENDS_BYTES), false),
+            (Some(SIZE - 1), false),
+        ] {
+            let file = fs::File::create(&path).unwrap();
+            file.set_len(SIZE).unwrap();
+            if let Some(at) = at {
+                file.write_all_at(&[1], at).unwrap();
+            }
+            assert_eq!(has_zero_ends(&path, SIZE).unwrap(), zero, "{at:?}");
+        }
+        fs::File::create(&path).unwrap().set_len(4096).unwrap();
+        assert!(has_zero_ends(&path, 4096).unwrap());
+        assert!(has_zero_ends(&path, 8192).is_err(), "a device that is shorter than it says is not empty");
+    }
+}

@@ -1,0 +1,219 @@
+//! What is on a device, and making, checking and growing the file systems that volumes have.
+//!
+//! A device is formatted only where that cannot destroy anything: where blkid knows nothing on it *and* both its ends are
+//! zero, or where it carries the mark of a format of ours that never came to its end. A file system is made with that
+//! mark as its label, everything is flushed, and only then is the label taken away. Whatever a power cut leaves of a
+//! format, then, is either empty, or marked, or in neither case looks like a file system to be mounted. (What is left
+//! can also be blocks without any signature. That cannot be told from somebody's data, and is refused.)
+
+use std::path::Path;
+use std::time::Duration;
+
+use crate::command::{CommandError, Tool};
+use crate::device;
+use crate::error::CsiError;
+use crate::volumes::Device;
+
+/// The label of a file system that is not finished. xfs has room for 12 bytes.
+pub(crate) const UNFINISHED_LABEL: &str = "shorthorn-mk";
+/// Reading a few blocks.
+const PROBE_LIMIT: Duration = Duration::from_secs(60);
+/// Making a file system writes some parts per thousand of the volume.
+const FORMAT_LIMIT: Duration = Duration::from_secs(30 * 60);
+/// Replaying a journal takes seconds; a whole check, after an error, hours.
+const CHECK_LIMIT: Duration = Duration::from_secs(12 * 3600);
+const GROW_LIMIT: Duration = Duration::from_secs(30 * 60);
+
+/// What blkid(8) says when it finds nothing.
+const BLKID_NOTHING: i32 = 2;
+/// And when it finds more than one thing.
+const BLKID_AMBIVALENT: i32 = 8;
+/// fsck(8): errors are left that it may not repair by itself. Below: nothing, or all is repaired.
+const FSCK_ERRORS_LEFT: i32 = 4;
+
+/// A kind of file system that volumes can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FsKind {
+    /// The default.
+    Ext4,
+    Xfs,
+}
+
+impl FsKind {
+    pub(crate) fn of(name: &str) -> Option<FsKind> {
+        match name {
+            "ext4" => Some(FsKind::Ext4),
+            "xfs" => Some(FsKind::Xfs),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            FsKind::Ext4 => "ext4",
+            FsKind::Xfs => "xfs",
+        }
+    }
+}
+
+/// What is on a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// Nothing that anybody could miss.
+    Empty,
+    /// What a format of ours was doing when it was interrupted. Nobody has ever written to it.
+    Unfinished,
+    /// A file system that can be mounted.
+    FileSystem(FsKind),
+    /// Something else, in words.
+    Other(String),
+}
+
+/// Looks what is on a device.
+pub(crate) fn probe(device: &Device) -> Result<Content, CsiError> {
+    let path = &device.path;
+    let tool = Tool::new("blkid", PROBE_LIMIT).args(["-p", "-o", "export"]);
+    let found =
+        tool.args(["-s", "TYPE", "-s", "LABEL", "-s", "PTTYPE", "-s", "USAGE", "--"]).arg(path).run()?;
+    match found.code {
+        Some(0) => Ok(content(&found.output)),
+        Some(BLKID_NOTHING) => {
+            let zero = device::has_zero_ends(path, device.size_bytes);
+            Ok(match zero.map_err(CsiError::system(path.display()))? {
+                true => Content::Empty,
+                false => Content::Other("data that nothing here knows".into()),
+            })
+        }
+        Some(BLKID_AMBIVALENT) => Ok(Content::Other("more than one kind of data".into())),
+        _ => Err(found.failed().into()),
+    }
+}
+
+/// Takes what blkid has printed.
+fn content(output: &str) -> Content {
+    let value = |key: &str| {
+        let line = output.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        line.filter(|value| !value.is_empty())
+    };
+    let partitions = value("PTTYPE");
+    match (value("TYPE"), partitions) {
+        (Some(name), None) => match FsKind::of(name) {
+            Some(_) if value("LABEL") == Some(UNFINISHED_LABEL) => Content::Unfinished,
+            Some(kind) => Content::FileSystem(kind),
+            None => Content::Other(format!("{name} ({})", value("USAGE").unwrap_or("of no known use"))),
+        },
+        (name, Some(table)) => {
+            let name = name.map(|name| format!(" and {name}")).unwrap_or_default();
+            Content::Other(format!("a partition table ({table}){name}"))
+        }
+        (None, None) => Content::Other("data that blkid has no name for".into()),
+    }
+}
+
+/// Makes a file system on a device whose content is [`Content::Empty`] or [`Content::Unfinished`].
+pub(crate) fn format(device: &Device, kind: FsKind) -> Result<(), CsiError> {
+    let path = &device.path;
+    make(path, kind).succeed()?;
+    device::flush(path).map_err(CsiError::system(path.display()))?;
+    finish(path, kind).succeed()?;
+    device::flush(path).map_err(CsiError::system(path.display()))?;
+    match probe(device)? {
+        Content::FileSystem(made) if made == kind => Ok(()),
+        other => {
+            let message =
+                format!("{} was formatted as {} and now holds {other:?}", path.display(), kind.name());
+            Err(CsiError::Internal(message))
+        }
+    }
+}
+
+fn make(path: &Path, kind: FsKind) -> Tool {
+    let tool = match kind {
+        // A volume that has never been written to has nothing to discard. No blocks for root alone; 4 KiB blocks also where
+        // the volume is small, because it may grow.
+        FsKind::Ext4 => Tool::new("mkfs.ext4", FORMAT_LIMIT).args([
+            "-q",
+            "-F",
+            "-m",
+            "0",
+            "-b",
+            "4096",
+            "-E",
+            "nodiscard",
+            "-L",
+            UNFINISHED_LABEL,
+        ]),
+        FsKind::Xfs => Tool::new("mkfs.xfs", FORMAT_LIMIT).args(["-q", "-f", "-K", "-L", UNFINISHED_LABEL]),
+    };
+    tool.arg("--").arg(path)
+}
+
+/// Takes the mark away.
+fn finish(path: &Path, kind: FsKind) -> Tool {
+    match kind {
+        FsKind::Ext4 => Tool::new("tune2fs", PROBE_LIMIT).args(["-L", "", "--"]).arg(path),
+        FsKind::Xfs => Tool::new("xfs_admin", PROBE_LIMIT).args(["-L", "--"]).arg(path),
+    }
+}
+
+/// Repairs what can be repaired without asking anybody. The file system must not be mounted.
+pub(crate) fn check(path: &Path, kind: FsKind) -> Result<(), CsiError> {
+    if kind == FsKind::Xfs {
+        // It replays its log when it is mounted, and refuses to be mounted where that is not enough.
+        return Ok(());
+    }
+    let finished = Tool::new("fsck.ext4", CHECK_LIMIT).args(["-p", "--"]).arg(path).run()?;
+    match finished.code {
+        Some(0) => Ok(()),
+        Some(code) if code < FSCK_ERRORS_LEFT => {
+            tracing::warn!(device = %path.display(), "fsck.ext4 has repaired the file system: {}", finished.output.trim());
+            Ok(())
+        }
+        _ => {
+            let error = finished.failed();
+            let hint = "the file system needs a repair by hand, for instance fsck.ext4 -f, on a copy or after a snapshot";
+            Err(CsiError::Internal(format!("{}: {error}; {hint}", path.display())))
+        }
+    }
+}
+
+/// Lets a mounted file system have the whole device. Does nothing where it has it already.
+pub(crate) fn grow(device: &Path, mounted_at: &Path, kind: FsKind) -> Result<(), CommandError> {
+    let tool = match kind {
+        FsKind::Ext4 => Tool::new("resize2fs", GROW_LIMIT).arg("--").arg(device),
+        FsKind::Xfs => Tool::new("xfs_growfs", GROW_LIMIT).args(["-d", "--"]).arg(mounted_at),
+    };
+    tool.succeed().map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_and_finished_file_systems_are_taken_for_one() {
+        let other = |text: &str| Content::Other(text.into());
+        let cases = [
+            ("DEVNAME=/dev/x\nTYPE=ext4\nUSAGE=filesystem\n", Content::FileSystem(FsKind::Ext4)),
+            ("TYPE=xfs\nLABEL=data\n", Content::FileSystem(FsKind::Xfs)),
+            ("TYPE=xfs\nLABEL=shorthorn-mk\n", Content::Unfinished),
+            ("TYPE=ext3\nLABEL=shorthorn-mk\nUSAGE=filesystem\n", other("ext3 (filesystem)")),
+            ("TYPE=crypto_LUKS\nUSAGE=crypto\n", other("crypto_LUKS (crypto)")),
+            ("PTTYPE=gpt\n", other("a partition table (gpt)")),
+            ("PTTYPE=dos\nTYPE=ext4\n", other("a partition table (dos) and ext4")),
+            ("DEVNAME=/dev/x\n", other("data that blkid has no name for")),
+            ("", other("data that blkid has no name for")),
+        ];
+        for (output, wanted) in cases {
+            assert_eq!(content(output), wanted, "{output:?}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_looks_like_an_option_stays_a_name() {
+        for tool in [make(Path::new("/dev/x"), FsKind::Ext4), finish(Path::new("/dev/x"), FsKind::Xfs)] {
+            let arguments = tool.arguments();
+            assert_eq!(arguments[arguments.len() - 2..], ["--", "/dev/x"], "{tool:?}");
+        }
+    }
+}

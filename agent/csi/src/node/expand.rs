@@ -1,0 +1,55 @@
+//! Growing a file system, while it is in use, after its device has grown.
+
+use std::path::Path;
+
+use crate::arguments::{Access, Capability};
+use crate::error::CsiError;
+use crate::filesystem::{self, FsKind};
+use crate::mounting;
+use crate::mounts::MountTable;
+use crate::node::look;
+use crate::volumes::{Device, Volume};
+
+/// Gives the volume at `path` all of its device; how large that is.
+pub(super) fn expand(
+    volume: &Volume,
+    path: Option<&Path>,
+    capability: Option<&Capability>,
+    required_bytes: u64,
+) -> Result<i64, CsiError> {
+    let device = look::device(volume)?;
+    let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
+    let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
+    let table = mounting::read_table()?;
+    let as_device = capability.map(|capability| capability.access == Access::Block);
+    let has_node = look::is_node_at(&point, device.number);
+    let mount = table.at(&point).filter(|mount| mount.is_whole(device.number));
+    if (has_node && as_device == Some(false)) || (mount.is_some() && as_device == Some(true)) {
+        return Err(CsiError::Invalid(format!("{} is the volume the other way", point.display())));
+    }
+    // A volume that is staged as a device leaves nothing there to see.
+    let staged = as_device == Some(true) && table.at(&point).is_none() && point.exists();
+    if !has_node && mount.is_none() && !staged {
+        return Err(elsewhere());
+    }
+    if device.size_bytes < required_bytes {
+        let message =
+            format!("the device has {} bytes yet, and {required_bytes} are required", device.size_bytes);
+        return Err(CsiError::Unavailable(message));
+    }
+    if let Some(mount) = mount {
+        let unknown = || CsiError::Invalid(format!("a file system {} does not grow", mount.fs_type));
+        grow(&table, device, FsKind::of(&mount.fs_type).ok_or_else(unknown)?)?;
+    }
+    Ok(i64::try_from(device.size_bytes).unwrap_or(i64::MAX))
+}
+
+fn grow(table: &MountTable, device: &Device, kind: FsKind) -> Result<(), CsiError> {
+    let writable = table.iter().find(|mount| mount.is_whole(device.number) && !mount.is_read_only());
+    let message = "the file system is mounted read-only: it cannot grow";
+    let writable = writable.ok_or_else(|| CsiError::Precondition(message.into()))?;
+    if let Some(trouble) = look::trouble(writable) {
+        return Err(CsiError::Precondition(format!("{trouble}: it cannot grow")));
+    }
+    Ok(filesystem::grow(&device.path, &writable.point, kind)?)
+}

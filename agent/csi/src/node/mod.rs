@@ -1,0 +1,246 @@
+//! The Node service.
+//!
+//! A call checks its arguments, takes the gate of its volume, asks for the volume, and does its work on a thread of its own.
+//! The gate stays taken until that thread is done, also where the caller has gone or the call has taken too long: a
+//! mount that hangs on a frozen volume is still under way, and whoever asks again hears ABORTED.
+
+mod expand;
+mod gates;
+mod look;
+mod publish;
+mod stage;
+mod stats;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use shorthorn_proto::csi::v1;
+use shorthorn_proto::csi::v1::node_server::{Node, NodeServer};
+use shorthorn_types::VolumeName;
+use tokio::sync::oneshot;
+use tonic::{Request, Response, Status};
+
+use crate::error::CsiError;
+use crate::volumes::{Volume, Volumes, VolumesError};
+use crate::{TOPOLOGY_NODE, TOPOLOGY_ZONE, arguments};
+use gates::Gates;
+
+/// kubelet gives up after two minutes. It should hear why before.
+const CALL_LIMIT: Duration = Duration::from_secs(100);
+/// Larger requests are wrong: two paths, and maps of 4 KiB each.
+const REQUEST_MAX_BYTES: usize = 64 << 10;
+
+/// What the service has to know of the node.
+#[derive(Clone, Debug)]
+pub struct NodeOptions {
+    /// Name of the node; in a cluster, of its Node object.
+    pub node_id: String,
+    /// Zone that it is in; empty: none.
+    pub zone: String,
+    /// Volumes that may be attached to it; 0: any number.
+    pub max_volumes: u32,
+    /// Directories that belong to whoever calls. What is mounted in them was mounted for it, so it may go when the caller
+    /// says so; elsewhere nothing is unmounted but the volume itself.
+    pub roots: Vec<PathBuf>,
+}
+
+/// The service.
+#[derive(Clone)]
+pub struct NodeService {
+    volumes: Arc<dyn Volumes>,
+    options: Arc<NodeOptions>,
+    /// For everything that changes something.
+    gates: Gates,
+    /// kubelet asks each minute, and must not keep anybody from working.
+    stats_gates: Gates,
+}
+
+impl std::fmt::Debug for NodeService {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NodeService").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+/// What [`Volumes`] has said.
+type Found = Result<Volume, VolumesError>;
+
+impl NodeService {
+    /// For the volumes of `volumes`.
+    #[must_use]
+    pub fn new(volumes: Arc<dyn Volumes>, mut options: NodeOptions) -> NodeService {
+        // Mounts are listed where they really are: MicroK8s has a link where others have the directory.
+        for root in &mut options.roots {
+            if let Ok(real) = std::fs::canonicalize(&*root) {
+                *root = real;
+            }
+        }
+        let (gates, stats_gates) = Default::default();
+        NodeService { volumes, options: Arc::new(options), gates, stats_gates }
+    }
+
+    /// As a service of a gRPC server.
+    #[must_use]
+    pub fn server(self) -> NodeServer<NodeService> {
+        NodeServer::new(self).max_decoding_message_size(REQUEST_MAX_BYTES)
+    }
+
+    /// Does `work` on a volume.
+    async fn work<T: Send + 'static>(
+        &self,
+        gates: &Gates,
+        volume: VolumeName,
+        work: impl FnOnce(&NodeOptions, Found) -> Result<T, CsiError> + Send + 'static,
+    ) -> Answer<T> {
+        let pass = gates.enter(&volume).ok_or_else(|| CsiError::Aborted(volume.to_string()))?;
+        let slow = || CsiError::TooSlow(format!("volume {volume}: still under way after {CALL_LIMIT:?}"));
+        let limit = tokio::time::sleep(CALL_LIMIT);
+        let mut limit = std::pin::pin!(limit);
+        let found = tokio::select! {
+            found = self.volumes.find(&volume) => found,
+            () = &mut limit => return Err(slow().into()),
+        };
+        let (sender, done) = oneshot::channel();
+        let options = Arc::clone(&self.options);
+        // Not a thread of the runtime: one that hangs in the kernel would keep the process from ending.
+        let thread = thread::Builder::new().name("csi".into()).spawn(move || {
+            let result = work(&options, found);
+            drop(pass);
+            let _ = sender.send(result);
+        });
+        thread.map_err(CsiError::system("a thread"))?;
+        tokio::select! {
+            result = done => Ok(Response::new(result.map_err(|_| slow())??)),
+            () = &mut limit => Err(slow().into()),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Node for NodeService {
+    async fn node_stage_volume(
+        &self,
+        request: Request<v1::NodeStageVolumeRequest>,
+    ) -> Answer<v1::NodeStageVolumeResponse> {
+        let request = request.into_inner();
+        let volume = arguments::volume(&request.volume_id)?;
+        let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
+        let capability = arguments::capability(request.volume_capability)?;
+        self.work(&self.gates, volume, move |options, found| {
+            stage::stage(options, &found?, &staging, &capability)?;
+            Ok(v1::NodeStageVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_unstage_volume(
+        &self,
+        request: Request<v1::NodeUnstageVolumeRequest>,
+    ) -> Answer<v1::NodeUnstageVolumeResponse> {
+        let request = request.into_inner();
+        let volume = arguments::volume(&request.volume_id)?;
+        let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
+        self.work(&self.gates, volume, move |options, found| {
+            stage::unstage(options, found.ok().as_ref(), &staging)?;
+            Ok(v1::NodeUnstageVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_publish_volume(
+        &self,
+        request: Request<v1::NodePublishVolumeRequest>,
+    ) -> Answer<v1::NodePublishVolumeResponse> {
+        let request = request.into_inner();
+        let volume = arguments::volume(&request.volume_id)?;
+        let target = arguments::path("target_path", &request.target_path)?;
+        let capability = arguments::capability(request.volume_capability)?;
+        if request.staging_target_path.is_empty() {
+            // The one missing argument that has another code.
+            return Err(CsiError::Precondition("staging_target_path is missing".into()).into());
+        }
+        let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
+        let wish = publish::Wish { target, staging, capability, read_only: request.readonly };
+        self.work(&self.gates, volume, move |options, found| {
+            publish::publish(options, &found?, &wish)?;
+            Ok(v1::NodePublishVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<v1::NodeUnpublishVolumeRequest>,
+    ) -> Answer<v1::NodeUnpublishVolumeResponse> {
+        let request = request.into_inner();
+        let volume = arguments::volume(&request.volume_id)?;
+        let target = arguments::path("target_path", &request.target_path)?;
+        self.work(&self.gates, volume, move |options, found| {
+            publish::unpublish(options, found.ok().as_ref(), &target)?;
+            Ok(v1::NodeUnpublishVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        request: Request<v1::NodeGetVolumeStatsRequest>,
+    ) -> Answer<v1::NodeGetVolumeStatsResponse> {
+        let request = request.into_inner();
+        let volume = arguments::volume(&request.volume_id)?;
+        let path = arguments::volume_path(&request.volume_path)?;
+        self.work(&self.stats_gates, volume, move |_, found| stats::stats(&found?, path.as_deref())).await
+    }
+
+    async fn node_expand_volume(
+        &self,
+        request: Request<v1::NodeExpandVolumeRequest>,
+    ) -> Answer<v1::NodeExpandVolumeResponse> {
+        let request = request.into_inner();
+        let volume = arguments::volume(&request.volume_id)?;
+        let path = arguments::volume_path(&request.volume_path)?;
+        let capability =
+            request.volume_capability.map(|wish| arguments::capability(Some(wish))).transpose()?;
+        let required_bytes = arguments::required_bytes(request.capacity_range)?;
+        self.work(&self.gates, volume, move |_, found| {
+            let capacity_bytes =
+                expand::expand(&found?, path.as_deref(), capability.as_ref(), required_bytes)?;
+            Ok(v1::NodeExpandVolumeResponse { capacity_bytes })
+        })
+        .await
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _: Request<v1::NodeGetCapabilitiesRequest>,
+    ) -> Answer<v1::NodeGetCapabilitiesResponse> {
+        use v1::node_service_capability::{Rpc, Type, rpc};
+        // Not VOLUME_MOUNT_GROUP: ext4 and xfs have no mount option for it, and kubelet changes the group by itself.
+        let announced = [
+            rpc::Type::StageUnstageVolume,
+            rpc::Type::GetVolumeStats,
+            rpc::Type::ExpandVolume,
+            rpc::Type::VolumeCondition,
+            rpc::Type::SingleNodeMultiWriter,
+        ];
+        let capability = |kind: rpc::Type| v1::NodeServiceCapability {
+            r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
+        };
+        let capabilities = announced.map(capability).to_vec();
+        Ok(Response::new(v1::NodeGetCapabilitiesResponse { capabilities }))
+    }
+
+    async fn node_get_info(&self, _: Request<v1::NodeGetInfoRequest>) -> Answer<v1::NodeGetInfoResponse> {
+        let mut segments = [(TOPOLOGY_NODE.to_owned(), self.options.node_id.clone())].to_vec();
+        if !self.options.zone.is_empty() {
+            segments.push((TOPOLOGY_ZONE.to_owned(), self.options.zone.clone()));
+        }
+        Ok(Response::new(v1::NodeGetInfoResponse {
+            node_id: self.options.node_id.clone(),
+            max_volumes_per_node: self.options.max_volumes.into(),
+            accessible_topology: Some(v1::Topology { segments: segments.into_iter().collect() }),
+        }))
+    }
+}

@@ -1,0 +1,193 @@
+//! Publishing: a staged volume where one workload looks for it.
+
+use std::path::{Path, PathBuf};
+
+use crate::arguments::{Access, Capability, MountWish};
+use crate::error::CsiError;
+use crate::mounting::{self, Place};
+use crate::mounts::{Mount, MountTable};
+use crate::node::{NodeOptions, look, stage};
+use crate::volumes::{Device, Volume};
+
+/// What is asked for.
+pub(super) struct Wish {
+    pub target: PathBuf,
+    pub staging: PathBuf,
+    pub capability: Capability,
+    pub read_only: bool,
+}
+
+/// Publishes a volume. It is staged first where that is not so any more: after a reboot nobody else does that.
+pub(super) fn publish(options: &NodeOptions, volume: &Volume, wish: &Wish) -> Result<(), CsiError> {
+    let device = look::device(volume)?;
+    let read_only = wish.read_only || wish.capability.is_read_only();
+    if volume.read_only && !read_only {
+        let message = "the volume is attached to this node for reading only";
+        return Err(CsiError::Precondition(message.into()));
+    }
+    let missing =
+        || CsiError::Precondition(format!("{}: its directory does not exist", wish.target.display()));
+    let target = mounting::resolve(&wish.target)?.ok_or_else(missing)?;
+    let staging = mounting::resolve(&wish.staging)?.unwrap_or_else(|| wish.staging.clone());
+    let table = mounting::read_table()?;
+    if let Some(mount) = table.at(&target) {
+        if is_published(options, volume, device, mount, &wish.capability, read_only)? {
+            return Ok(());
+        }
+        mounting::unmount_all(&target, |mount| {
+            if look::is_stale(mount) { Ok(()) } else { Err(stage::taken(mount)) }
+        })?;
+    }
+    if wish.capability.has_one_target() {
+        only_here(options, &table, device, &target, &staging)?;
+    }
+    match &wish.capability.access {
+        Access::Mount(mount) => publish_mount(options, volume, wish, mount, &target, read_only),
+        Access::Block => publish_block(options, volume, device, &table, &target, read_only),
+    }
+}
+
+/// Whether what is mounted at the target is what is asked for. False: it has to go first.
+fn is_published(
+    options: &NodeOptions,
+    volume: &Volume,
+    device: &Device,
+    mount: &Mount,
+    capability: &Capability,
+    read_only: bool,
+) -> Result<bool, CsiError> {
+    let (file_system, node) = (mount.is_whole(device.number), look::is_node_at(&mount.point, device.number));
+    match &capability.access {
+        Access::Mount(wish) if file_system => {
+            stage::is_as_wished(mount, wish, read_only)?;
+            Ok(true)
+        }
+        Access::Block if node => {
+            if !volume.read_only && look::is_read_only(device)? != read_only {
+                let message = "is the volume already, with another answer to whether it is read-only";
+                return Err(CsiError::Exists(format!("{} {message}", mount.point.display())));
+            }
+            Ok(true)
+        }
+        _ if file_system || node => {
+            Err(CsiError::Exists(format!("{} is the volume already, the other way", mount.point.display())))
+        }
+        _ if look::is_callers(options, &mount.point) && look::is_stale(mount) => Ok(false),
+        _ => Err(stage::taken(mount)),
+    }
+}
+
+/// A volume for a single writer has a single target.
+fn only_here(
+    options: &NodeOptions,
+    table: &MountTable,
+    device: &Device,
+    target: &Path,
+    staging: &Path,
+) -> Result<(), CsiError> {
+    let everywhere = [look::mounted(table, device), look::nodes(table, device)].concat();
+    let others = look::of_caller(options, everywhere, &[target, staging]);
+    if others.is_empty() {
+        return Ok(());
+    }
+    let message = format!("a volume for one writer is published already, at {}", look::show(&others));
+    Err(CsiError::Precondition(message))
+}
+
+fn publish_mount(
+    options: &NodeOptions,
+    volume: &Volume,
+    wish: &Wish,
+    mount: &MountWish,
+    target: &Path,
+    read_only: bool,
+) -> Result<(), CsiError> {
+    let staging = stage::stage_mount(options, volume, &wish.staging, mount, wish.capability.is_read_only())?;
+    let device = look::device(volume)?;
+    let made = mounting::make_place(target, Place::Directory)?;
+    let bound = mounting::bind(&staging, target, read_only).and_then(|()| {
+        let table = mounting::read_table()?;
+        match table.at(target) {
+            Some(mount) if mount.is_whole(device.number) && mount.is_read_only() == read_only => Ok(()),
+            Some(mount) => Err(stage::taken(mount)),
+            None => Err(CsiError::Internal(format!("{} was mounted and is not there", target.display()))),
+        }
+    });
+    bound.map_err(|error| undo(target, made, error))
+}
+
+/// A mount cannot keep anybody from writing to a device, so a read-only one is made so in the kernel, for all who
+/// have it.
+fn publish_block(
+    options: &NodeOptions,
+    volume: &Volume,
+    device: &Device,
+    table: &MountTable,
+    target: &Path,
+    read_only: bool,
+) -> Result<(), CsiError> {
+    let mounted = look::mounted(table, device);
+    if !mounted.is_empty() {
+        let message = format!("the volume is mounted as a file system at {}", look::show(&mounted));
+        return Err(CsiError::Precondition(message));
+    }
+    let was_read_only = look::is_read_only(device)?;
+    let change = !volume.read_only && was_read_only != read_only;
+    if change {
+        let others = look::of_caller(options, look::nodes(table, device), &[target]);
+        if !others.is_empty() {
+            let how = if was_read_only { "read-only" } else { "writable" };
+            let message = format!("the device is published already, {how}, at {}", look::show(&others));
+            return Err(CsiError::Precondition(message));
+        }
+        look::set_read_only(device, read_only)?;
+    }
+    let published = mounting::make_place(target, Place::File).and_then(|made| {
+        let bound = mounting::bind(&device.path, target, false).and_then(|()| {
+            match look::is_node_at(target, device.number) {
+                true => Ok(()),
+                false => Err(CsiError::Internal(format!("{} does not lead to the volume", target.display()))),
+            }
+        });
+        bound.map_err(|error| undo(target, made, error))
+    });
+    published.inspect_err(|_| {
+        // What stays so is put right by the next who publishes or stages.
+        drop(change.then(|| look::set_read_only(device, was_read_only)));
+    })
+}
+
+fn undo(target: &Path, made: bool, error: CsiError) -> CsiError {
+    let unmounted = mounting::unmount_all(target, |_| Ok(()));
+    match unmounted.and_then(|()| if made { mounting::remove_place(target) } else { Ok(()) }) {
+        Ok(()) => error,
+        Err(undo) => error.not_undone(&undo),
+    }
+}
+
+/// Undoes [`publish`], and takes the target away.
+pub(super) fn unpublish(
+    options: &NodeOptions,
+    volume: Option<&Volume>,
+    target: &Path,
+) -> Result<(), CsiError> {
+    let Some(target) = mounting::resolve(target)? else { return Ok(()) };
+    mounting::unmount_all(&target, |mount| stage::may_go(options, volume, mount))?;
+    mounting::remove_place(&target)?;
+    match volume {
+        Some(volume) => release(volume),
+        None => Ok(()),
+    }
+}
+
+/// Lets a device be written to again that was published read-only, when nobody has it any more.
+fn release(volume: &Volume) -> Result<(), CsiError> {
+    let Ok(device) = look::device(volume) else { return Ok(()) };
+    if volume.read_only || !look::is_read_only(device)? {
+        return Ok(());
+    }
+    if look::nodes(&mounting::read_table()?, device).is_empty() {
+        look::set_read_only(device, false)?;
+    }
+    Ok(())
+}

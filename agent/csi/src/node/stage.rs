@@ -1,0 +1,228 @@
+//! Staging: the file system of a volume mounted once for the node. A volume that is used as a device needs none.
+
+use std::path::Path;
+
+use crate::arguments::{Access, Capability, MountWish};
+use crate::device;
+use crate::error::CsiError;
+use crate::filesystem::{self, Content, FsKind};
+use crate::mounting::{self, Place};
+use crate::mounts::{Mount, MountTable};
+use crate::node::{NodeOptions, look};
+use crate::volumes::{Device, Volume};
+
+/// Stages a volume at `staging`.
+pub(super) fn stage(
+    options: &NodeOptions,
+    volume: &Volume,
+    staging: &Path,
+    capability: &Capability,
+) -> Result<(), CsiError> {
+    let device = look::device(volume)?;
+    match &capability.access {
+        Access::Mount(wish) => {
+            stage_mount(options, volume, staging, wish, capability.is_read_only()).map(drop)
+        }
+        Access::Block => match mounting::resolve(staging)? {
+            Some(point) => not_mounted_at(&mounting::read_table()?, device, &point),
+            None => Err(CsiError::Precondition(format!("{} does not exist", staging.display()))),
+        },
+    }
+}
+
+fn not_mounted_at(table: &MountTable, device: &Device, point: &Path) -> Result<(), CsiError> {
+    match table.at(point) {
+        Some(mount) if mount.device == device.number => {
+            Err(CsiError::Exists(format!("{} is staged as a file system", point.display())))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Mounts the file system of a volume at `staging`, unless it is there; makes it where the device is empty. Where it was
+/// mounted.
+pub(super) fn stage_mount(
+    options: &NodeOptions,
+    volume: &Volume,
+    staging: &Path,
+    wish: &MountWish,
+    read_only: bool,
+) -> Result<std::path::PathBuf, CsiError> {
+    let device = look::device(volume)?;
+    let missing = || CsiError::Precondition(format!("{}: its directory does not exist", staging.display()));
+    let point = mounting::resolve(staging)?.ok_or_else(missing)?;
+    let read_only = read_only || volume.read_only;
+    let table = mounting::read_table()?;
+    if let Some(mount) = table.at(&point) {
+        if is_staged(options, &table, device, mount, wish, read_only)? {
+            return Ok(point);
+        }
+        mounting::unmount_all(&point, |mount| {
+            let ours = mount.is_whole(device.number) || look::is_stale(mount);
+            if ours { Ok(()) } else { Err(taken(mount)) }
+        })?;
+    }
+    let used = look::nodes(&table, device);
+    if !used.is_empty() {
+        let message = format!("the volume is in use as a device at {}", look::show(&used));
+        return Err(CsiError::Precondition(message));
+    }
+    let made = mounting::make_place(&point, Place::Directory)?;
+    let mounted = mount_at(volume, device, &point, wish, read_only);
+    mounted.inspect_err(|_| drop(made.then(|| mounting::remove_place(&point))))?;
+    Ok(point)
+}
+
+/// Whether what is mounted at the staging path is what is asked for. False: it has to go first.
+fn is_staged(
+    options: &NodeOptions,
+    table: &MountTable,
+    device: &Device,
+    mount: &Mount,
+    wish: &MountWish,
+    read_only: bool,
+) -> Result<bool, CsiError> {
+    if !mount.is_whole(device.number) {
+        if look::is_callers(options, &mount.point) && look::is_stale(mount) {
+            tracing::warn!(path = %mount.point.display(), device = %mount.device, "a mount whose device is gone is taken away");
+            return Ok(false);
+        }
+        return Err(taken(mount));
+    }
+    is_as_wished(mount, wish, read_only)?;
+    let Some(trouble) = look::trouble(mount) else { return Ok(true) };
+    // Mounting it anew helps, but only when nobody has it any more.
+    let others = look::of_caller(options, look::mounted(table, device), &[&mount.point]);
+    tracing::warn!(path = %mount.point.display(), mounted_anew = others.is_empty(), "{trouble}");
+    Ok(!others.is_empty())
+}
+
+/// Whether a mount of the volume fits what is asked for.
+pub(super) fn is_as_wished(mount: &Mount, wish: &MountWish, read_only: bool) -> Result<(), CsiError> {
+    let differs = |what: &str| {
+        Err(CsiError::Exists(format!("{} is the volume already, with another {what}", mount.point.display())))
+    };
+    if wish.kind.is_some_and(|kind| kind.name() != mount.fs_type) {
+        return differs("file system");
+    }
+    if mount.is_read_only() != read_only {
+        return differs("answer to whether it is read-only");
+    }
+    if !mounting::has_context(mount, &wish.flags) {
+        return differs("SELinux context");
+    }
+    Ok(())
+}
+
+/// The place is taken by something that is not the volume.
+pub(super) fn taken(mount: &Mount) -> CsiError {
+    let (point, kind, device) = (mount.point.display(), &mount.fs_type, mount.device);
+    CsiError::Exists(format!("{point} is not this volume but {kind} of device {device}: it is left alone"))
+}
+
+fn mount_at(
+    volume: &Volume,
+    device: &Device,
+    point: &Path,
+    wish: &MountWish,
+    read_only: bool,
+) -> Result<(), CsiError> {
+    if !volume.read_only && look::is_read_only(device)? {
+        // What a read-only device leaves when the agent was killed before it could undo that.
+        look::set_read_only(device, false)?;
+    }
+    let kind = file_system(volume, device, wish, read_only)?;
+    let mounted = mounting::mount(&device.path, point, kind, read_only, &wish.flags);
+    mounted.and_then(|()| is_there(device, point)).map_err(|error| undo(device, point, error))?;
+    if !read_only && let Err(error) = filesystem::grow(&device.path, point, kind) {
+        // It is smaller than the device, and works: whoever expands it hears why.
+        tracing::warn!(device = %device.path.display(), "the file system does not grow to its device: {error}");
+    }
+    Ok(())
+}
+
+fn is_there(device: &Device, point: &Path) -> Result<(), CsiError> {
+    match mounting::read_table()?.at(point) {
+        Some(mount) if mount.is_whole(device.number) => Ok(()),
+        Some(mount) => Err(taken(mount)),
+        None => Err(CsiError::Internal(format!("{} was mounted and is not there", point.display()))),
+    }
+}
+
+fn undo(device: &Device, point: &Path, error: CsiError) -> CsiError {
+    let ours = |mount: &Mount| if mount.is_whole(device.number) { Ok(()) } else { Err(taken(mount)) };
+    match mounting::unmount_all(point, ours) {
+        Ok(()) => error,
+        Err(undo) => error.not_undone(&undo),
+    }
+}
+
+/// The file system on the device, ready to be mounted.
+fn file_system(
+    volume: &Volume,
+    device: &Device,
+    wish: &MountWish,
+    read_only: bool,
+) -> Result<FsKind, CsiError> {
+    let path = device.path.display();
+    let claimed = device::is_claimed(&device.path).map_err(CsiError::system(&path))?;
+    let kind = match filesystem::probe(device)? {
+        Content::FileSystem(kind) => kind,
+        Content::Other(what) => {
+            let hint = "it is neither mounted nor formatted; wipefs makes it empty, if nobody needs that";
+            return Err(CsiError::Precondition(format!("{path} holds {what}: {hint}")));
+        }
+        Content::Empty | Content::Unfinished if read_only || claimed => {
+            let why = if claimed { "somebody else has the device" } else { "it is read-only" };
+            return Err(CsiError::Precondition(format!("{path} has no file system, and {why}")));
+        }
+        Content::Empty | Content::Unfinished => {
+            let kind = wish.kind.unwrap_or(FsKind::Ext4);
+            tracing::info!(device = %path, kind = kind.name(), "making a file system");
+            filesystem::format(device, kind)?;
+            return Ok(kind);
+        }
+    };
+    if wish.kind.is_some_and(|wished| wished != kind) {
+        let message = format!("{path} has {}, and another file system is asked for", kind.name());
+        return Err(CsiError::Precondition(message));
+    }
+    // One that is mounted already, here or where only another namespace shows it, must not be touched.
+    if !volume.read_only && !claimed {
+        filesystem::check(&device.path, kind)?;
+    }
+    Ok(kind)
+}
+
+/// Undoes [`stage`].
+pub(super) fn unstage(
+    options: &NodeOptions,
+    volume: Option<&Volume>,
+    staging: &Path,
+) -> Result<(), CsiError> {
+    let Some(point) = mounting::resolve(staging)? else { return Ok(()) };
+    if let Some(device) = volume.and_then(|volume| volume.device.as_ref()) {
+        let table = mounting::read_table()?;
+        let published = [look::mounted(&table, device), look::nodes(&table, device)].concat();
+        let published = look::of_caller(options, published, &[&point]);
+        if !published.is_empty() {
+            return Err(CsiError::Precondition(format!("still published at {}", look::show(&published))));
+        }
+    }
+    mounting::unmount_all(&point, |mount| may_go(options, volume, mount))
+}
+
+/// Whether a mount may be taken away for somebody who names this volume.
+pub(super) fn may_go(options: &NodeOptions, volume: Option<&Volume>, mount: &Mount) -> Result<(), CsiError> {
+    let device = volume.and_then(|volume| volume.device.as_ref());
+    let ours = device
+        .is_some_and(|device| mount.device == device.number || look::is_node_at(&mount.point, device.number));
+    if ours || look::is_callers(options, &mount.point) { Ok(()) } else { Err(not_ours(mount)) }
+}
+
+fn not_ours(mount: &Mount) -> CsiError {
+    let (point, kind, device) = (mount.point.display(), &mount.fs_type, mount.device);
+    CsiError::Precondition(format!(
+        "{point} is not this volume but {kind} of device {device}: it is left alone"
+    ))
+}

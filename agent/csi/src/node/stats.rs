@@ -1,0 +1,101 @@
+//! How full a volume is, and how it is.
+
+use std::path::Path;
+
+use rustix::fs::{StatVfs, statvfs};
+use shorthorn_proto::csi::v1;
+use shorthorn_proto::csi::v1::volume_usage::Unit;
+
+use crate::device;
+use crate::error::CsiError;
+use crate::mounting;
+use crate::mounts::Mount;
+use crate::node::look;
+use crate::volumes::{Condition, Device, Volume};
+
+/// Usage and condition of the volume at `path`, where it is staged or published.
+pub(super) fn stats(
+    volume: &Volume,
+    path: Option<&Path>,
+) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
+    let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
+    let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
+    let table = mounting::read_table()?;
+    let mount = table.at(&point).ok_or_else(elsewhere)?;
+    let lost = || look::is_stale(mount);
+    let (usage, trouble) = match &volume.device {
+        Some(device) if mount.is_whole(device.number) => {
+            let gone = lost().then(|| gone(device));
+            (of_file_system(&point).unwrap_or_default(), gone.or_else(|| look::trouble(mount)))
+        }
+        Some(device) if look::is_node_at(&point, device.number) => {
+            (of_device(device).into_iter().collect(), lost().then(|| gone(device)))
+        }
+        _ if lost() => (Vec::new(), Some(lost_mount(mount))),
+        _ => return Err(elsewhere()),
+    };
+    let condition = condition(&volume.condition, trouble);
+    Ok(v1::NodeGetVolumeStatsResponse { usage, volume_condition: Some(condition) })
+}
+
+fn gone(device: &Device) -> String {
+    format!("the device {} is gone", device.number)
+}
+
+fn lost_mount(mount: &Mount) -> String {
+    format!("the device {} that is mounted here is gone", mount.device)
+}
+
+fn condition(told: &Condition, trouble: Option<String>) -> v1::VolumeCondition {
+    let told = match told {
+        Condition::Healthy => None,
+        Condition::Degraded(why) => Some(format!("degraded: {why}")),
+        Condition::Frozen(why) => Some(format!("frozen: {why}")),
+    };
+    let messages: Vec<String> = trouble.into_iter().chain(told).collect();
+    if messages.is_empty() {
+        return v1::VolumeCondition { abnormal: false, message: "healthy".into() };
+    }
+    v1::VolumeCondition { abnormal: true, message: messages.join("; ") }
+}
+
+fn of_device(device: &Device) -> Option<v1::VolumeUsage> {
+    let total = device::size_bytes(device.number).ok()??;
+    Some(usage(Unit::Bytes, total, 0, 0))
+}
+
+fn of_file_system(point: &Path) -> Option<Vec<v1::VolumeUsage>> {
+    let StatVfs { f_frsize, f_blocks, f_bfree, f_bavail, f_files, f_ffree, f_favail, .. } =
+        statvfs(point).ok()?;
+    let bytes = |blocks: u64| blocks.saturating_mul(f_frsize);
+    let used = f_blocks.saturating_sub(f_bfree);
+    Some(vec![
+        usage(Unit::Bytes, bytes(f_blocks), bytes(used), bytes(f_bavail)),
+        usage(Unit::Inodes, f_files, f_files.saturating_sub(f_ffree), f_favail),
+    ])
+}
+
+fn usage(unit: Unit, total: u64, used: u64, available: u64) -> v1::VolumeUsage {
+    let number = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+    v1::VolumeUsage {
+        available: number(available),
+        total: number(total),
+        used: number(used),
+        unit: unit.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_trouble_is_told() {
+        let told = |told, trouble: Option<&str>| condition(&told, trouble.map(str::to_owned));
+        assert!(!told(Condition::Healthy, None).abnormal);
+        assert_eq!(told(Condition::Healthy, Some("x")).message, "x");
+        let both = told(Condition::Degraded("2 of 3".into()), Some("x"));
+        assert!(both.abnormal && both.message == "x; degraded: 2 of 3", "{both:?}");
+        assert!(told(Condition::Frozen("no quorum".into()), None).abnormal);
+    }
+}

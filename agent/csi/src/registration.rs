@@ -1,0 +1,66 @@
+//! What kubelet asks a driver whose socket it has found in its directory of plugins.
+
+use std::path::Path;
+
+use shorthorn_proto::pluginregistration::registration_server::{Registration, RegistrationServer};
+use shorthorn_proto::pluginregistration::{
+    InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
+};
+use tonic::{Request, Response, Status};
+
+/// The kind of plugin that a CSI driver is.
+const PLUGIN_TYPE: &str = "CSIPlugin";
+/// kubelet's version of its interface to CSI drivers; it refuses 2 and above.
+const INTERFACE_VERSION: &str = "1.0.0";
+
+/// The registration service of the driver.
+#[derive(Clone, Debug)]
+pub struct RegistrationService {
+    info: PluginInfo,
+}
+
+impl RegistrationService {
+    /// Of the driver called `name`, whose CSI socket is at `endpoint`.
+    #[must_use]
+    pub fn new(name: &str, endpoint: &Path) -> RegistrationService {
+        RegistrationService {
+            info: PluginInfo {
+                r#type: PLUGIN_TYPE.to_owned(),
+                name: name.to_owned(),
+                endpoint: endpoint.display().to_string(),
+                supported_versions: vec![INTERFACE_VERSION.to_owned()],
+            },
+        }
+    }
+
+    /// As a service of a gRPC server.
+    #[must_use]
+    pub fn server(self) -> RegistrationServer<RegistrationService> {
+        RegistrationServer::new(self)
+    }
+}
+
+#[tonic::async_trait]
+impl Registration for RegistrationService {
+    /// From memory: kubelet waits one second.
+    async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+        Ok(Response::new(self.info.clone()))
+    }
+
+    /// kubelet tries again by itself after a failure, less and less often.
+    async fn notify_registration_status(
+        &self,
+        request: Request<RegistrationStatus>,
+    ) -> Result<Response<RegistrationStatusResponse>, Status> {
+        let RegistrationStatus { plugin_registered, error } = request.into_inner();
+        if plugin_registered {
+            tracing::info!(driver = self.info.name, "kubelet has registered the driver");
+        } else {
+            tracing::error!(
+                driver = self.info.name,
+                "kubelet has refused the driver and tries again: {error}"
+            );
+        }
+        Ok(Response::new(RegistrationStatusResponse {}))
+    }
+}

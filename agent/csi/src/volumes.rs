@@ -1,0 +1,62 @@
+//! Where the block devices of volumes come from.
+
+use std::path::PathBuf;
+
+use shorthorn_types::VolumeName;
+use thiserror::Error;
+
+use crate::device::DeviceNumber;
+
+/// The volumes that are attached to this node.
+#[tonic::async_trait]
+pub trait Volumes: Send + Sync + 'static {
+    /// A volume as it is now.
+    ///
+    /// # Errors
+    /// [`VolumesError::NotFound`] where it is not attached to this node.
+    async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError>;
+}
+
+/// An attached volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Volume {
+    /// Its device, while it has one.
+    pub device: Option<Device>,
+    /// It was attached for reading only.
+    pub read_only: bool,
+    /// How it is.
+    pub condition: Condition,
+}
+
+/// The block device of a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// A node that leads to it.
+    pub path: PathBuf,
+    /// Where the node has to lead.
+    pub number: DeviceNumber,
+    /// The size that the device has to have.
+    pub size_bytes: u64,
+}
+
+/// How a volume is. The texts are for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Condition {
+    /// As it should be.
+    Healthy,
+    /// It serves, with less redundancy than wanted.
+    Degraded(String),
+    /// Requests wait: whoever touches the device hangs until that is over.
+    Frozen(String),
+}
+
+/// Why there is no volume.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum VolumesError {
+    /// It is not attached to this node.
+    #[error("volume {0} is not attached to this node")]
+    NotFound(VolumeName),
+    /// It cannot be told now; says why.
+    #[error("{0}")]
+    Unavailable(String),
+}

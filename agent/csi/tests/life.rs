@@ -1,0 +1,283 @@
+//! The life of a volume on a node, on loop devices: staged, published, filled, grown, and taken away again.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use common::*;
+use shorthorn_csi::Condition;
+use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume};
+use shorthorn_proto::csi::v1::volume_usage::Unit;
+use tonic::Code;
+
+async fn whole_life(fs_type: &str) {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    let mut client = node.serve().await;
+    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    let wish = || file_system(fs_type);
+    for round in 0..10 {
+        client.stage(stage("v1", &staging, wish())).await.unwrap();
+        assert_eq!(mounts_at(&staging), 1, "round {round}");
+    }
+    for round in 0..10 {
+        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        assert_eq!(mounts_at(&target), 1, "round {round}");
+    }
+    fs::write(target.join("file"), "data").unwrap();
+    let answer = client.stats("v1", &target).await.unwrap();
+    let units: Vec<i32> = answer.usage.iter().map(|usage| usage.unit).collect();
+    assert_eq!(units, [i32::from(Unit::Bytes), i32::from(Unit::Inodes)]);
+    assert!(answer.usage.iter().all(|usage| usage.total > 0 && usage.available > 0), "{answer:?}");
+    assert!(!answer.volume_condition.unwrap().abnormal);
+    let early = client.unstage("v1", &staging).await;
+    refused(early, Code::FailedPrecondition, target.to_str().unwrap());
+    for _ in 0..10 {
+        client.unpublish("v1", &target).await.unwrap();
+        assert!(!target.exists() && mounts_at(&target) == 0);
+    }
+    for _ in 0..10 {
+        client.unstage("v1", &staging).await.unwrap();
+        assert_eq!(mounts_at(&staging), 0);
+    }
+    // Another life has the same data: nothing is formatted twice.
+    client.stage(stage("v1", &staging, wish())).await.unwrap();
+    assert_eq!(fs::read(staging.join("file")).unwrap(), b"data");
+    client.unstage("v1", &staging).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_ext4_volume_from_the_first_to_the_last_call() {
+    whole_life("ext4").await;
+}
+
+#[tokio::test]
+async fn an_xfs_volume_from_the_first_to_the_last_call() {
+    whole_life("xfs").await;
+}
+
+#[tokio::test]
+async fn a_volume_as_a_device_from_the_first_to_the_last_call() {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    let mut client = node.serve().await;
+    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    for _ in 0..10 {
+        client.stage(stage("v1", &staging, block())).await.unwrap();
+    }
+    for _ in 0..10 {
+        client.publish(publish("v1", &staging, &target, block())).await.unwrap();
+        assert!(is_block_device(&target) && mounts_at(&target) == 1);
+    }
+    assert!(takes_data(&target));
+    // kubelet puts a loop device over it, as a lock.
+    let lock = Loop::over(&target);
+    assert_eq!(lock.device().size_bytes, SIZE);
+    drop(lock);
+    let answer = client.stats("v1", &target).await.unwrap();
+    assert_eq!((answer.usage.len(), answer.usage[0].total), (1, i64::try_from(SIZE).unwrap()));
+    assert!(!answer.volume_condition.unwrap().abnormal);
+    let mixed = client.stage(stage("v1", &staging, file_system("ext4"))).await;
+    refused(mixed, Code::FailedPrecondition, target.to_str().unwrap());
+    for _ in 0..10 {
+        client.unpublish("v1", &target).await.unwrap();
+        assert!(!target.exists());
+        client.unstage("v1", &staging).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_volume_that_was_attached_for_reading_stays_unchanged() {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    let mut client = node.serve().await;
+    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    node.set("v1", |volume| volume.read_only = true);
+    let unformatted = client.stage(stage("v1", &staging, file_system("ext4"))).await;
+    refused(unformatted, Code::FailedPrecondition, "read-only");
+    assert_eq!(mounts_at(&staging), 0);
+    run("mkfs.ext4", &["-q", node.device("v1").path.to_str().unwrap()]);
+    client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
+    assert!(options_at(&staging).0.starts_with("ro"), "{:?}", options_at(&staging));
+    let writable = client.publish(publish("v1", &staging, &target, file_system("ext4"))).await;
+    refused(writable, Code::FailedPrecondition, "for reading only");
+    let mut request = publish("v1", &staging, &target, file_system("ext4"));
+    request.readonly = true;
+    client.publish(request).await.unwrap();
+    assert!(fs::write(target.join("x"), "").is_err());
+}
+
+#[tokio::test]
+async fn read_only_targets() {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    node.volume("v2");
+    let mut client = node.serve().await;
+    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    let read_only = |name: &str, target: &Path, wish| {
+        let mut request = publish(name, &node.staging(name), target, wish);
+        request.readonly = true;
+        request
+    };
+    client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
+    for _ in 0..2 {
+        client.publish(read_only("v1", &target, file_system("ext4"))).await.unwrap();
+    }
+    assert!(fs::write(target.join("x"), "").is_err());
+    fs::write(staging.join("x"), "").unwrap();
+    let other = client.publish(publish("v1", &staging, &target, file_system("ext4"))).await;
+    refused(other, Code::AlreadyExists, "read-only");
+
+    // A mount flag says the same.
+    client.unpublish("v1", &target).await.unwrap();
+    client.unstage("v1", &staging).await.unwrap();
+    let flags = MountVolume { mount_flags: vec!["noatime,ro".into()], ..MountVolume::default() };
+    let wish = || capability(AccessType::Mount(flags.clone()), Mode::SingleNodeWriter);
+    for _ in 0..2 {
+        client.stage(stage("v1", &staging, wish())).await.unwrap();
+        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        assert!(options_at(&target).0.starts_with("ro,noatime"), "{:?}", options_at(&target));
+    }
+
+    // A device: the kernel refuses writes, and allows them again when nobody has it any more.
+    let many = || with_mode(block(), Mode::SingleNodeMultiWriter);
+    let (reader, writer) = (node.target("p2"), node.target("p3"));
+    for _ in 0..2 {
+        client.publish(read_only("v2", &reader, many())).await.unwrap();
+    }
+    assert!(!takes_data(&reader));
+    let other = client.publish(publish("v2", &node.staging("v2"), &reader, many())).await;
+    refused(other, Code::AlreadyExists, "read-only");
+    let other = client.publish(publish("v2", &node.staging("v2"), &writer, many())).await;
+    refused(other, Code::FailedPrecondition, "read-only");
+    assert!(!writer.exists(), "nothing is left of what was refused");
+    client.unpublish("v2", &reader).await.unwrap();
+    client.publish(publish("v2", &node.staging("v2"), &writer, many())).await.unwrap();
+    assert!(takes_data(&writer));
+}
+
+/// Whether a device can be written to. Some kernels refuse to open it for that, others to write.
+fn takes_data(path: &Path) -> bool {
+    let device = fs::OpenOptions::new().write(true).open(path);
+    device.and_then(|device| device.write_all_at(&[1; 512], 0)).is_ok()
+}
+
+async fn grows(fs_type: &str) {
+    const LARGER: u64 = SIZE + (64 << 20);
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    let mut client = node.serve().await;
+    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    client.stage(stage("v1", &staging, file_system(fs_type))).await.unwrap();
+    client.publish(publish("v1", &staging, &target, file_system(fs_type))).await.unwrap();
+    let total = |answer: shorthorn_proto::csi::v1::NodeGetVolumeStatsResponse| answer.usage[0].total;
+    let before = total(client.stats("v1", &target).await.unwrap());
+    let (code, message) = client.expand("v1", &target, LARGER).await.unwrap_err();
+    assert_eq!(code, Code::Unavailable, "the device has not grown yet: {message}");
+    let device = node.loops_grow("v1", LARGER);
+    assert_eq!(device, LARGER);
+    for _ in 0..2 {
+        assert_eq!(client.expand("v1", &target, LARGER).await.unwrap(), i64::try_from(LARGER).unwrap());
+    }
+    let after = total(client.stats("v1", &target).await.unwrap());
+    assert!(after >= before + (60 << 20), "{before} to {after}");
+    // One that has grown while it was nowhere has its space from the next stage on.
+    client.unpublish("v1", &target).await.unwrap();
+    client.unstage("v1", &staging).await.unwrap();
+    node.loops_grow("v1", LARGER + (64 << 20));
+    client.stage(stage("v1", &staging, file_system(fs_type))).await.unwrap();
+    let last = total(client.stats("v1", &staging).await.unwrap());
+    assert!(last >= after + (60 << 20), "{after} to {last}");
+}
+
+#[tokio::test]
+async fn an_ext4_volume_grows_in_use() {
+    if !may_resize_ext4() {
+        println!("skipped: needs CAP_SYS_RESOURCE");
+        return;
+    }
+    grows("ext4").await;
+}
+
+#[tokio::test]
+async fn an_xfs_volume_grows_in_use() {
+    grows("xfs").await;
+}
+
+#[tokio::test]
+async fn a_device_that_has_grown_needs_nothing_more() {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    let mut client = node.serve().await;
+    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    client.publish(publish("v1", &staging, &target, block())).await.unwrap();
+    let size = node.loops_grow("v1", SIZE * 2);
+    assert_eq!(client.expand("v1", &target, size).await.unwrap(), i64::try_from(size).unwrap());
+}
+
+#[tokio::test]
+async fn the_condition_says_what_is_wrong() {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    let mut client = node.serve().await;
+    let staging = node.staging("v1");
+    client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
+    node.set("v1", |volume| volume.condition = Condition::Degraded("1 of 2 replicas".into()));
+    let condition = client.stats("v1", &staging).await.unwrap().volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("1 of 2 replicas"), "{condition:?}");
+    node.set("v1", |volume| volume.condition = Condition::Frozen("no quorum".into()));
+    let condition = client.stats("v1", &staging).await.unwrap().volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("no quorum"), "{condition:?}");
+    let frozen = client.publish(publish("v1", &staging, &node.target("p1"), file_system("ext4"))).await;
+    refused(frozen, Code::Unavailable, "no quorum");
+    node.set("v1", |volume| volume.condition = Condition::Healthy);
+    assert!(!client.stats("v1", &staging).await.unwrap().volume_condition.unwrap().abnormal);
+    // As after an error: the file system is read-only, and the mount is not.
+    run("mount", &["-o", "remount,ro", staging.to_str().unwrap()]);
+    run("mount", &["-o", "remount,bind,rw", staging.to_str().unwrap()]);
+    let condition = client.stats("v1", &staging).await.unwrap().volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("read-only"), "{condition:?}");
+    // Nobody uses it: the next stage brings it back.
+    client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
+    assert!(!client.stats("v1", &staging).await.unwrap().volume_condition.unwrap().abnormal);
+    fs::write(staging.join("x"), "").unwrap();
+}
+
+#[tokio::test]
+async fn a_target_for_each_writer_that_the_mode_allows() {
+    let Some(mut node) = Node::new() else { return };
+    node.volume("v1");
+    node.volume("v2");
+    let mut client = node.serve().await;
+    let cases = [
+        (Mode::SingleNodeSingleWriter, false),
+        (Mode::SingleNodeWriter, false),
+        (Mode::SingleNodeMultiWriter, true),
+        (Mode::MultiNodeMultiWriter, true),
+    ];
+    for (volume, wish) in [("v1", file_system("ext4")), ("v2", block())] {
+        let staging = node.staging(volume);
+        for (mode, allowed) in cases {
+            let wish = || with_mode(wish.clone(), mode);
+            let (first, second) = (node.target("first"), node.target("second"));
+            client.stage(stage(volume, &staging, wish())).await.unwrap();
+            client.publish(publish(volume, &staging, &first, wish())).await.unwrap();
+            let answer = client.publish(publish(volume, &staging, &second, wish())).await;
+            if allowed {
+                answer.unwrap();
+                assert_eq!(mounts_at(&second), 1);
+            } else {
+                refused(answer, Code::FailedPrecondition, first.to_str().unwrap());
+                assert!(!second.exists(), "nothing is left of what was refused");
+            }
+            client.publish(publish(volume, &staging, &first, wish())).await.unwrap();
+            client.unpublish(volume, &second).await.unwrap();
+            client.unpublish(volume, &first).await.unwrap();
+        }
+        client.unstage(volume, &staging).await.unwrap();
+    }
+}

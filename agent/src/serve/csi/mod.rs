@@ -1,0 +1,245 @@
+//! The CSI driver of this node: its two sockets, where kubelet looks for them.
+//!
+//! kubelet takes a driver away whose registration socket is gone, so neither socket is removed when the agent ends; where
+//! systemd holds them, they even go on to be listened on. CSI is served before the registration, because kubelet
+//! calls it as soon as it has seen that.
+
+mod root;
+mod sockets;
+mod volumes;
+mod watch;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use shorthorn_csi::{
+    DRIVER_NAME, Identity, NodeOptions, NodeService, RegistrationService, TOPOLOGY_VALUE_MAX_BYTES,
+};
+use tokio::net::UnixListener;
+use tokio::sync::{mpsc, watch as channel};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+use tonic::transport::server::Router;
+
+use crate::serve::config::{Config, CsiChoice};
+use crate::serve::instance::Table;
+use crate::serve::{CALLS_MAX, KEEPALIVE};
+use root::Finder;
+pub use sockets::Inherited;
+use sockets::Socket;
+use volumes::Attached;
+use watch::Watch;
+
+/// The kernel tells when a directory or a socket appears or goes. Nothing tells when a kubelet is started with
+/// a directory of its own: whether there is one is looked up so often.
+const LOOK_INTERVAL: Duration = Duration::from_secs(30);
+/// After something has changed, or has failed: what else is about to change has so long.
+const SETTLE: Duration = Duration::from_millis(200);
+const RETRY: Duration = Duration::from_secs(5);
+
+/// The driver.
+pub struct Driver {
+    config: Arc<Config>,
+    finder: Finder,
+    inherited: Inherited,
+    volumes: Arc<Attached>,
+}
+
+/// Where kubelet looks.
+struct Paths {
+    csi: PathBuf,
+    registration: PathBuf,
+}
+
+impl Paths {
+    fn in_root(root: &Path) -> Paths {
+        Paths {
+            csi: root.join("plugins").join(DRIVER_NAME).join("csi.sock"),
+            registration: root.join("plugins_registry").join(format!("{DRIVER_NAME}-reg.sock")),
+        }
+    }
+}
+
+impl Driver {
+    /// The driver as it is configured; None: not at all.
+    ///
+    /// # Errors
+    /// It is wanted, and cannot be.
+    pub fn prepare(
+        config: &Arc<Config>,
+        table: &Arc<Table>,
+        inherited: Inherited,
+    ) -> anyhow::Result<Option<Driver>> {
+        let name = &config.node_name;
+        let problem = (name.len() > TOPOLOGY_VALUE_MAX_BYTES).then(|| {
+            format!("node name {name:?} has more than {TOPOLOGY_VALUE_MAX_BYTES} characters: it cannot be a topology label")
+        });
+        match (config.csi, problem) {
+            (CsiChoice::Off, _) => return Ok(None),
+            (CsiChoice::On, Some(problem)) => anyhow::bail!("csi: {problem}"),
+            (CsiChoice::Auto, Some(problem)) => {
+                tracing::error!("no CSI driver: {problem}");
+                return Ok(None);
+            }
+            (_, None) => {}
+        }
+        let volumes = Arc::new(Attached::new(Arc::clone(table), config.device_dir.clone()));
+        let finder = Finder::new(config.kubelet_root.clone());
+        Ok(Some(Driver { config: Arc::clone(config), finder, inherited, volumes }))
+    }
+
+    /// Serves wherever kubelet is, until the agent stops and the calls that are under way then are answered.
+    pub async fn run(self, stopping: channel::Receiver<bool>) {
+        let mut stop = stopping.clone();
+        let (alive, mut ended) = mpsc::channel(1);
+        let stopping = Stopping { stopping, alive };
+        let serve = async {
+            let mut waits = false;
+            loop {
+                // Watched before it is looked at, so that nothing happens unseen in between.
+                let change = Change::of(&self.finder.candidates());
+                let Some(root) = self.root() else {
+                    if !waits {
+                        tracing::info!("no kubelet on this host yet: the CSI driver waits for it");
+                    }
+                    waits = true;
+                    change.comes().await;
+                    continue;
+                };
+                waits = false;
+                if let Err(error) = self.serve_in(&root, &stopping).await {
+                    tracing::error!(root = %root.display(), "the CSI driver cannot be served; trying again: {error:#}");
+                    tokio::time::sleep(RETRY).await;
+                }
+            }
+        };
+        tokio::select! {
+            () = serve => {}
+            _ = stop.wait_for(|stopping| *stopping) => {}
+        }
+        drop(stopping);
+        let _ = ended.recv().await;
+    }
+
+    fn root(&self) -> Option<PathBuf> {
+        match self.config.csi {
+            // It is made where it is missing.
+            CsiChoice::On => Some(self.finder.look().unwrap_or_else(|| self.finder.first_candidate())),
+            _ => self.finder.look(),
+        }
+    }
+
+    /// Serves in `root` until the sockets are gone, or kubelet is somewhere else.
+    async fn serve_in(&self, root: &Path, stopping: &Stopping) -> anyhow::Result<()> {
+        let paths = Paths::in_root(root);
+        let csi = self.inherited.csi_at(&paths.csi).map_or_else(|| Socket::bind(&paths.csi), Ok);
+        let csi = csi.with_context(|| paths.csi.display().to_string())?;
+        let (listener, csi) = csi.split();
+        let _csi = Serving::start(self.csi(root), listener, stopping);
+        let registration = self.inherited.registration_at(&paths.registration);
+        let registration = registration.map_or_else(|| Socket::bind(&paths.registration), Ok);
+        let registration = registration.with_context(|| paths.registration.display().to_string())?;
+        let (listener, registration) = registration.split();
+        let service = RegistrationService::new(DRIVER_NAME, &paths.csi).server();
+        let _registration = Serving::start(server().add_service(service), listener, stopping);
+        tracing::info!(csi = %paths.csi.display(), registration = %paths.registration.display(), "CSI is served");
+        loop {
+            let change = Change::of(&[&paths.csi, &paths.registration].map(Clone::clone));
+            if !csi.is_there() || !registration.is_there() {
+                tracing::warn!(root = %root.display(), "a socket of the CSI driver was removed: it is made again");
+                return Ok(());
+            }
+            if self.finder.look().is_some_and(|now| now != root) {
+                tracing::warn!(root = %root.display(), "kubelet has another directory now");
+                return Ok(());
+            }
+            change.comes().await;
+        }
+    }
+
+    fn csi(&self, root: &Path) -> Router {
+        let options = NodeOptions {
+            node_id: self.config.node_name.clone(),
+            zone: self.config.zone.clone(),
+            max_volumes: self.config.max_volumes,
+            roots: vec![root.to_owned()],
+        };
+        let volumes = Arc::clone(&self.volumes);
+        server()
+            .add_service(Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).server())
+            .add_service(NodeService::new(volumes, options).server())
+    }
+}
+
+/// Something may change at some paths.
+struct Change(Option<Watch>);
+
+impl Change {
+    fn of(paths: &[PathBuf]) -> Change {
+        let watch = Watch::over(paths);
+        let failed = |error: &std::io::Error| {
+            tracing::warn!("directories cannot be watched, and are looked at now and then: {error}");
+        };
+        Change(watch.inspect_err(failed).ok())
+    }
+
+    /// Returns when it has, or after a while.
+    async fn comes(self) {
+        let changed = async {
+            match self.0 {
+                Some(watch) => watch.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        if tokio::time::timeout(LOOK_INTERVAL, changed).await.is_ok() {
+            tokio::time::sleep(SETTLE).await;
+        }
+    }
+}
+
+fn server() -> Server {
+    Server::builder().concurrency_limit_per_connection(CALLS_MAX).http2_keepalive_interval(Some(KEEPALIVE))
+}
+
+/// How servers learn that the agent stops, and it that they are done.
+#[derive(Clone)]
+struct Stopping {
+    stopping: channel::Receiver<bool>,
+    /// Nothing is sent: it is closed when the last server is gone.
+    alive: mpsc::Sender<()>,
+}
+
+/// A server that ends when this is dropped; when the agent stops, after the calls that are under way.
+struct Serving {
+    task: JoinHandle<()>,
+    stopping: channel::Receiver<bool>,
+}
+
+impl Serving {
+    fn start(router: Router, listener: UnixListener, stopping: &Stopping) -> Serving {
+        let Stopping { stopping, alive } = stopping.clone();
+        let mut stop = stopping.clone();
+        let stopped = async move {
+            let _ = stop.wait_for(|stopping| *stopping).await;
+        };
+        let served = router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stopped);
+        let task = tokio::spawn(async move {
+            let _alive = alive;
+            if let Err(error) = served.await {
+                tracing::error!("a CSI socket is served no longer: {error}");
+            }
+        });
+        Serving { task, stopping }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        if !*self.stopping.borrow() {
+            self.task.abort();
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Where kubelet has its directory.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+const PROGRAM: &str = "kubelet";
+/// Its own default, and that of k3s and RKE2.
+const DEFAULT: &str = "/var/lib/kubelet";
+/// Distributions that have it elsewhere: MicroK8s, whose kubelet is no process of its own, and k0s.
+const ELSEWHERE: [&str; 2] = ["/var/snap/microk8s/common/var/lib/kubelet", "/var/lib/k0s/kubelet"];
+
+/// Finds the directory.
+#[derive(Debug)]
+pub struct Finder {
+    configured: Option<PathBuf>,
+    proc: PathBuf,
+    known: Vec<PathBuf>,
+}
+
+impl Finder {
+    /// `configured` is believed.
+    pub fn new(configured: Option<PathBuf>) -> Finder {
+        let known = ELSEWHERE.iter().chain([&DEFAULT]).map(PathBuf::from).collect();
+        Finder { configured, proc: "/proc".into(), known }
+    }
+
+    /// The directory, if it is there: what was configured; else what a kubelet that runs was started with; else where
+    /// distributions have it.
+    pub fn look(&self) -> Option<PathBuf> {
+        if let Some(root) = &self.configured {
+            return root.is_dir().then(|| root.clone());
+        }
+        let running = running(&self.proc);
+        running.into_iter().chain(self.known.iter().cloned()).find(|root| root.is_dir())
+    }
+
+    /// Where it may appear.
+    pub fn candidates(&self) -> Vec<PathBuf> {
+        match &self.configured {
+            Some(root) => vec![root.clone()],
+            None => self.known.clone(),
+        }
+    }
+
+    /// Where it is made when nothing is known.
+    pub fn first_candidate(&self) -> PathBuf {
+        self.configured.clone().unwrap_or_else(|| DEFAULT.into())
+    }
+}
+
+/// The directories of the kubelets that run on this host; not of those in containers, whose paths mean something else.
+fn running(proc: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(proc) else { return Vec::new() };
+    let processes = entries.flatten().map(|entry| entry.path());
+    let processes = processes
+        .filter(|path| path.file_name().is_some_and(|name| name.as_bytes().iter().all(u8::is_ascii_digit)));
+    let of = |process: PathBuf| {
+        // First its short name: reading the command line of a process that hangs can hang, too.
+        if fs::read(process.join("comm")).ok()?.trim_ascii() != PROGRAM.as_bytes() {
+            return None;
+        }
+        let root = root_of(&fs::read(process.join("cmdline")).ok()?)?;
+        sees_our_files(&process).then_some(root)
+    };
+    processes.filter_map(of).collect()
+}
+
+fn sees_our_files(process: &Path) -> bool {
+    let identity = |path: &Path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    identity(Path::new("/")).is_some_and(|ours| identity(&process.join("root")) == Some(ours))
+}
+
+/// The directory that a command line means, if it is that of a kubelet.
+fn root_of(cmdline: &[u8]) -> Option<PathBuf> {
+    let mut arguments = cmdline.split(|byte| *byte == 0);
+    let program = Path::new(OsStr::from_bytes(arguments.next()?));
+    if program.file_name() != Some(OsStr::new(PROGRAM)) {
+        return None;
+    }
+    let mut root = Path::new(DEFAULT);
+    while let Some(argument) = arguments.next() {
+        let name = argument.strip_prefix(b"-").unwrap_or(argument);
+        let name = name.strip_prefix(b"-").unwrap_or(name);
+        let value = match name.strip_prefix(b"root-dir") {
+            Some(b"") => arguments.next(),
+            Some(rest) => rest.strip_prefix(b"="),
+            None => None,
+        };
+        if let Some(value) = value {
+            root = Path::new(OsStr::from_bytes(value));
+        }
+    }
+    root.is_absolute().then(|| root.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(arguments: &[&str]) -> Option<PathBuf> {
+        root_of(arguments.join("\0").as_bytes())
+    }
+
+    #[test]
+    fn command_lines() {
+        let path = |text: &str| Some(PathBuf::from(text));
+        assert_eq!(of(&["/usr/bin/kubelet", "--v=2"]), path(DEFAULT));
+        assert_eq!(
+            of(&["/usr/bin/kubelet", "--v=2", "--root-dir=/data/kubelet", "--x"]),
+            path("/data/kubelet")
+        );
+        assert_eq!(of(&["kubelet", "--root-dir", "/data/kubelet"]), path("/data/kubelet"));
+        assert_eq!(of(&["kubelet", "-root-dir=/a", "--root-dir=/b"]), path("/b"), "the last one counts");
+        assert_eq!(of(&["kubelet", "--root-directory=/a"]), path(DEFAULT));
+        assert_eq!(of(&["kubelet", "--root-dir=a"]), None);
+        assert_eq!(of(&["vim", "/etc/kubelet", "--root-dir=/a"]), None);
+        assert_eq!(of(&["kubelet-exporter"]), None);
+        assert_eq!(of(&[""]), None);
+    }
+
+    fn process(proc: &Path, pid: &str, root: &Path, arguments: &[&str]) {
+        let folder = proc.join(pid);
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("comm"), "kubelet\n").unwrap();
+        fs::write(folder.join("cmdline"), arguments.join("\0")).unwrap();
+        std::os::unix::fs::symlink(root, folder.join("root")).unwrap();
+    }
+
+    #[test]
+    fn the_kubelet_that_runs_is_believed_more_than_what_lies_around() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for name in ["proc", "known", "running", "contained"] {
+            fs::create_dir(path(name)).unwrap();
+        }
+        let mut finder =
+            Finder { configured: None, proc: path("proc"), known: vec![path("none"), path("known")] };
+        assert_eq!(finder.look(), Some(path("known")));
+        let option = |name: &str| format!("--root-dir={}", path(name).display());
+        // A kubelet in a container of this host, as kind has them.
+        process(&path("proc"), "70", dir.path(), &["/kubelet", &option("contained")]);
+        assert_eq!(finder.look(), Some(path("known")));
+        process(&path("proc"), "71", Path::new("/"), &["/kubelet", &option("running")]);
+        assert_eq!(finder.look(), Some(path("running")));
+        finder.configured = Some(path("missing"));
+        assert_eq!(finder.look(), None, "what is configured is waited for");
+        fs::create_dir(path("missing")).unwrap();
+        assert_eq!(finder.look(), Some(path("missing")));
+    }
+}

@@ -1,0 +1,124 @@
+//! The attached volumes as the CSI driver sees them: the engines of this node, and their devices.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use shorthorn_csi::{Condition, Device, DeviceNumber, Volume, Volumes, VolumesError};
+use shorthorn_proto::v1::instance::Detail;
+use shorthorn_proto::v1::{self, InstanceState};
+use shorthorn_types::VolumeName;
+
+use crate::serve::instance::{InstanceId, Table};
+
+/// The volumes that have an engine here.
+pub struct Attached {
+    table: Arc<Table>,
+    device_dir: PathBuf,
+}
+
+impl Attached {
+    /// Of the engines in `table`.
+    pub fn new(table: Arc<Table>, device_dir: PathBuf) -> Attached {
+        Attached { table, device_dir }
+    }
+}
+
+#[tonic::async_trait]
+impl Volumes for Attached {
+    async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError> {
+        let instance = self.table.published(&InstanceId::Engine(volume.clone()));
+        let not_found = || VolumesError::NotFound(volume.clone());
+        let instance = instance.ok_or_else(not_found)?;
+        let Some(Detail::Engine(engine)) = &instance.detail else { return Err(not_found()) };
+        // What stat(2) says of a node never waits for its device.
+        let device = device(&self.device_dir.join(volume.as_str()), engine.size_bytes);
+        let device =
+            device.map_err(|error| VolumesError::Unavailable(format!("volume {volume}: {error}")))?;
+        Ok(Volume { device, read_only: false, condition: condition(&instance, engine) })
+    }
+}
+
+fn device(path: &Path, size_bytes: u64) -> io::Result<Option<Device>> {
+    let meta = match fs::symlink_metadata(path) {
+        Ok(meta) if meta.file_type().is_block_device() => meta,
+        Ok(_) => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let number = DeviceNumber::of(meta.rdev());
+    Ok(Some(Device { path: path.to_owned(), number, size_bytes }))
+}
+
+fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> Condition {
+    let because = |what: &str| match instance.message.as_str() {
+        "" => what.to_owned(),
+        message => format!("{what}: {message}"),
+    };
+    if instance.state() != InstanceState::Running {
+        let state = instance.state().as_str_name().trim_start_matches("INSTANCE_STATE_").to_lowercase();
+        return Condition::Frozen(because(&format!("its engine is {state}")));
+    }
+    if engine.phase == "frozen" {
+        return Condition::Frozen(because("too few replicas can be reached"));
+    }
+    let (members, all) =
+        (engine.members.iter().filter(|one| one.mode == "member").count(), engine.members.len());
+    if members == all {
+        return Condition::Healthy;
+    }
+    let others = engine.members.iter().filter(|one| one.mode != "member");
+    let others: Vec<String> = others.map(|one| format!("{} is {}", one.replica_id, one.mode)).collect();
+    Condition::Degraded(format!("{members} of {all} replicas have everything; {}", others.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn engine(phase: &str, modes: &[&str]) -> v1::EngineStatus {
+        let member =
+            |mode: &&str| v1::EngineMember { mode: (*mode).to_owned(), ..v1::EngineMember::default() };
+        v1::EngineStatus {
+            phase: phase.into(),
+            members: modes.iter().map(member).collect(),
+            ..v1::EngineStatus::default()
+        }
+    }
+
+    fn of(state: InstanceState, phase: &str, modes: &[&str]) -> Condition {
+        let instance = v1::Instance { state: state.into(), message: "why".into(), ..v1::Instance::default() };
+        condition(&instance, &engine(phase, modes))
+    }
+
+    #[test]
+    fn conditions() {
+        assert_eq!(of(InstanceState::Running, "serving", &["member", "member"]), Condition::Healthy);
+        match of(InstanceState::Running, "serving", &["member", "rebuilding"]) {
+            Condition::Degraded(text) => assert!(text.starts_with("1 of 2 replicas"), "{text}"),
+            other => panic!("{other:?}"),
+        }
+        for (state, phase) in [
+            (InstanceState::Running, "frozen"),
+            (InstanceState::Starting, "starting"),
+            (InstanceState::Error, "serving"),
+            (InstanceState::Stopped, ""),
+        ] {
+            match of(state, phase, &["member"]) {
+                Condition::Frozen(text) => assert!(text.ends_with(": why"), "{text}"),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_but_a_block_device_is_a_device() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1");
+        assert!(device(&path, 1).unwrap().is_none());
+        fs::write(&path, "data").unwrap();
+        assert!(device(&path, 1).unwrap().is_none());
+    }
+}
