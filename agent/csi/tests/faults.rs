@@ -22,7 +22,7 @@ fn all_of(path: &Path) -> Vec<u8> {
 #[tokio::test]
 async fn data_of_others_is_never_formatted() {
     const SMALL: u64 = 64 << 20;
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     let mut client = node.serve().await;
     let staging = node.staging("v");
     type Make = fn(&Loop);
@@ -65,7 +65,7 @@ async fn data_of_others_is_never_formatted() {
 
 #[tokio::test]
 async fn a_format_that_was_interrupted_is_done_again() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     let mut client = node.serve().await;
     // What is there when the power goes after mkfs and before the mark is taken away.
     for (name, mkfs, wish) in
@@ -85,7 +85,7 @@ async fn a_format_that_was_interrupted_is_done_again() {
 
 #[tokio::test]
 async fn another_file_system_than_asked_for_stays() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     let device = node.volume("v1").path.display().to_string();
     run("mkfs.xfs", &["-q", &device]);
     let mut client = node.serve().await;
@@ -101,7 +101,7 @@ async fn another_file_system_than_asked_for_stays() {
 
 #[tokio::test]
 async fn after_a_reboot_publishing_stages_again() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
@@ -134,7 +134,7 @@ async fn after_a_reboot_publishing_stages_again() {
 
 #[tokio::test]
 async fn another_volume_under_the_paths_is_neither_taken_nor_touched() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let other = node.volume("v2").path.display().to_string();
     run("mkfs.ext4", &["-q", &other]);
@@ -158,7 +158,7 @@ async fn another_volume_under_the_paths_is_neither_taken_nor_touched() {
 
 #[tokio::test]
 async fn a_device_that_is_not_the_volumes_is_not_touched() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     node.volume("v2");
     let mut client = node.serve().await;
@@ -184,7 +184,7 @@ async fn a_device_that_is_not_the_volumes_is_not_touched() {
 
 #[tokio::test]
 async fn what_a_lost_device_leaves_mounted_is_replaced() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("old");
     node.volume("new");
     let (old, new) = (node.device("old"), node.device("new"));
@@ -210,7 +210,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
 
 #[tokio::test]
 async fn leftovers_at_the_target() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
@@ -234,7 +234,7 @@ async fn leftovers_at_the_target() {
 
 #[tokio::test]
 async fn a_volume_that_is_not_here_any_more_is_cleaned_up() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
@@ -258,7 +258,7 @@ async fn a_volume_that_is_not_here_any_more_is_cleaned_up() {
 
 #[tokio::test]
 async fn a_call_that_fails_leaves_nothing() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
@@ -279,7 +279,7 @@ async fn a_call_that_fails_leaves_nothing() {
 
 #[tokio::test]
 async fn a_damaged_file_system_is_not_mounted() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     let device = node.volume("v1").path.display().to_string();
     run("mkfs.ext4", &["-q", &device]);
     // The root directory is no directory any more: nothing that -p may repair.
@@ -295,7 +295,7 @@ async fn a_damaged_file_system_is_not_mounted() {
 #[tokio::test]
 async fn after_a_power_cut_the_journal_is_replayed() {
     for fs_type in ["ext4", "xfs"] {
-        let Some(mut node) = Node::new() else { return };
+        let mut node = Node::new();
         node.volume("v1");
         let mut client = node.serve().await;
         let staging = node.staging("v1");
@@ -343,7 +343,7 @@ async fn asked(slow: &Slow, calls: u32) {
 
 #[tokio::test]
 async fn one_call_at_a_time_for_a_volume() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let volume = Volume { device: Some(node.device("v1")), read_only: false, condition: Condition::Healthy };
     let slow = Arc::new(Slow { asked: Semaphore::new(0), open: Semaphore::new(0), volume });
@@ -403,7 +403,7 @@ fn runs(program: &str, argument: &Path) -> bool {
 
 #[tokio::test]
 async fn a_caller_that_goes_away_leaves_the_work_and_its_gate() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
     let staging = node.staging("v1");
@@ -437,7 +437,7 @@ async fn a_caller_that_goes_away_leaves_the_work_and_its_gate() {
 
 #[tokio::test]
 async fn an_interrupted_format_without_its_superblock_is_not_taken_for_empty() {
-    let Some(mut node) = Node::new() else { return };
+    let mut node = Node::new();
     let made = node.volume("v1");
     run("mkfs.ext4", &["-q", "-L", "shorthorn-mk", made.path.to_str().unwrap()]);
     // Its first block never reached the disk.
