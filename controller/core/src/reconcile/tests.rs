@@ -211,7 +211,7 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
     let world = degraded_world();
     let mut agents = agents(None);
     let decide = |agents: &Agents, now| {
-        let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
+        let settings = Settings { replica_replace_after: Duration::ZERO };
         let context = Context { world: &world, agents, now, random: [7; MAX_MEMBERS], settings };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let new = decision.actions.iter().find_map(|action| match action {
