@@ -93,6 +93,10 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
             let Some(volume) = context.world.volumes.get(engine.spec.volume_name.as_str()) else {
                 return decision;
             };
+            if volume.status.pending_salvage().is_some() {
+                // The engine is about to be stopped, and the next one has a higher number.
+                return decision;
+            }
             // Before the call: from here on, the stored state says that a process may be there.
             write_status(&mut decision, engine, starting(engine, volume, failure));
             let mut continues = 0;
