@@ -327,8 +327,8 @@ fn exported(directory: &Path, snapshot: Option<&str>, folder: &Path) -> Result<V
 #[test]
 fn a_replica_made_anew_has_every_snapshot_of_the_one_that_it_was_copied_from() -> Result<()> {
     let folder = folder()?;
-    let volume = with_snapshots(&folder, 2)?;
-    let volume = again(&folder, volume, 2, |store| {
+    let volume = with_snapshots(&folder, 3)?;
+    let volume = again(&folder, volume, 3, |store| {
         store.snapshot("third", false, BTreeMap::from([("why".to_owned(), "test".to_owned())]), NOW)?;
         // It stays as a layer that nobody can read by its name.
         Ok(store.remove("second")?)
@@ -337,7 +337,7 @@ fn a_replica_made_anew_has_every_snapshot_of_the_one_that_it_was_copied_from() -
     let directories = volume.directories();
     volume.stop()?;
     fs::remove_dir_all(&directories[1])?;
-    let volume = BareVolume::start(options(&folder, 2))?;
+    let volume = BareVolume::start(options(&folder, 3))?;
     write(&volume, 30 * MIB, pattern(5, MIB)?)?;
     until_whole(&volume.engine_control(), LIMIT)?;
     write(&volume, 32 * MIB, pattern(6, MIB)?)?;
