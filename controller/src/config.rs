@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 use shorthorn_controller_core::reconcile::{REPLICA_REPLACE_AFTER, Settings};
+use shorthorn_controller_core::scheduler::Limits;
 use shorthorn_controller_core::{NodeName, NodeNameError};
 use thiserror::Error;
 
@@ -37,7 +38,8 @@ pub enum Command {
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, log, replica_replace_after_s, and a table [nodes] of NAME = "URL". A flag wins over
+    /// TOML file with any of: store, listen, log, replica_replace_after_s,
+    /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and a table [nodes] of NAME = "URL". A flag wins over
     /// the file; nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -55,6 +57,13 @@ pub struct ServeArgs {
     /// [default: 600]
     #[arg(long, value_name = "SECONDS")]
     pub replica_replace_after_s: Option<u64>,
+    /// How much of a disk replicas may promise, in percent of what is not reserved. More than 100 can work, as
+    /// replicas are sparse, and can run out of space [default: 100]
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub storage_over_provisioning_percentage: Option<u32>,
+    /// A disk with less than this free, in percent of its size, gets no new replica [default: 10]
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(..100))]
+    pub storage_minimal_available_percentage: Option<u32>,
     /// What is logged to standard error: error, warn, info, debug or trace, also per module
     /// (shorthorn_controller=debug,info) [default: info]
     #[arg(long, value_name = "FILTER")]
@@ -89,6 +98,9 @@ pub enum ConfigError {
     /// The file has something that is not understood; the message has the line.
     #[error("the configuration {0} has a mistake:\n{1}")]
     Parse(PathBuf, Box<toml::de::Error>),
+    /// A percentage that can never work.
+    #[error("{0} = {1}: use {2}")]
+    Percentage(&'static str, u32, &'static str),
     /// Nothing says where the store is.
     #[error("where are the volumes kept? Give --store FILE, or store = \"FILE\" in the --config file")]
     NoStore,
@@ -109,6 +121,8 @@ struct File {
     listen: Option<Listen>,
     log: Option<String>,
     replica_replace_after_s: Option<u64>,
+    storage_over_provisioning_percentage: Option<u32>,
+    storage_minimal_available_percentage: Option<u32>,
     #[serde(default)]
     nodes: BTreeMap<NodeName, ServerUrl>,
 }
@@ -142,6 +156,18 @@ impl Config {
                 _ => {}
             }
         }
+        let default = Limits::default();
+        let scheduling = Limits {
+            storage_over_provisioning_percentage: args
+                .storage_over_provisioning_percentage
+                .or(file.storage_over_provisioning_percentage)
+                .unwrap_or(default.storage_over_provisioning_percentage),
+            storage_minimal_available_percentage: args
+                .storage_minimal_available_percentage
+                .or(file.storage_minimal_available_percentage)
+                .unwrap_or(default.storage_minimal_available_percentage),
+        };
+        check(scheduling)?;
         Ok(Config {
             store: args.store.or(file.store).ok_or(ConfigError::NoStore)?,
             listen: match args.listen.or(file.listen) {
@@ -149,6 +175,7 @@ impl Config {
                 None => DEFAULT_SERVER.parse()?,
             },
             settings: Settings {
+                scheduling,
                 replica_replace_after: args
                     .replica_replace_after_s
                     .or(file.replica_replace_after_s)
@@ -158,6 +185,19 @@ impl Config {
             nodes,
         })
     }
+}
+
+/// Flags are checked already; the file is not.
+fn check(limits: Limits) -> Result<(), ConfigError> {
+    let over = limits.storage_over_provisioning_percentage;
+    let minimal = limits.storage_minimal_available_percentage;
+    if over == 0 {
+        return Err(ConfigError::Percentage("storage_over_provisioning_percentage", over, "at least 1"));
+    }
+    if minimal >= 100 {
+        return Err(ConfigError::Percentage("storage_minimal_available_percentage", minimal, "at most 99"));
+    }
+    Ok(())
 }
 
 fn read(path: &Path) -> Result<File, ConfigError> {
@@ -197,6 +237,25 @@ mod tests {
         let text = "store = \"/a\"\nreplica_replace_after_s = 5\n";
         assert_eq!(after(text, &[]), 5);
         assert_eq!(after(text, &["--replica-replace-after-s", "7"]), 7);
+    }
+
+    #[test]
+    fn how_full_disks_may_become_can_be_set() {
+        let limits = |text: &str, flags: &[&str]| {
+            let limits = load(text, flags).unwrap().settings.scheduling;
+            (limits.storage_over_provisioning_percentage, limits.storage_minimal_available_percentage)
+        };
+        assert_eq!(limits("store = \"/a\"\n", &[]), (100, 10));
+        let text = "store = \"/a\"\nstorage_over_provisioning_percentage = 200\n\
+                    storage_minimal_available_percentage = 25\n";
+        assert_eq!(limits(text, &[]), (200, 25));
+        assert_eq!(limits(text, &["--storage-minimal-available-percentage", "0"]), (200, 0));
+        for wrong in
+            ["storage_over_provisioning_percentage = 0", "storage_minimal_available_percentage = 100"]
+        {
+            let error = load(&format!("store = \"/a\"\n{wrong}\n"), &[]).unwrap_err().to_string();
+            assert!(error.contains(wrong), "{error}");
+        }
     }
 
     #[test]

@@ -26,6 +26,8 @@ const MAX_VOLUMES: u32 = 1 << 20;
 pub struct Config {
     /// Name of the node.
     pub node_name: String,
+    /// What fails together with this node; empty: not known.
+    pub zone: String,
     /// Where the node API is served.
     pub listen: Vec<ListenAddress>,
     /// What has to survive a reboot.
@@ -52,8 +54,6 @@ pub struct Config {
     pub csi: CsiChoice,
     /// The directory of kubelet; None: it is found.
     pub kubelet_root: Option<PathBuf>,
-    /// Zone that the node is in; empty: none.
-    pub zone: String,
     /// Volumes that the CSI driver lets be attached; 0: any number.
     pub max_volumes: u32,
     /// What is logged.
@@ -118,6 +118,7 @@ pub enum ConfigError {
 #[serde(deny_unknown_fields, default)]
 struct File {
     node_name: Option<Spanned<String>>,
+    zone: Option<Spanned<String>>,
     listen: Option<Vec<Spanned<String>>>,
     state_dir: Option<Spanned<PathBuf>>,
     runtime_dir: Option<Spanned<PathBuf>>,
@@ -131,7 +132,6 @@ struct File {
     replica_timeout_ms: Option<Spanned<u32>>,
     csi: CsiChoice,
     kubelet_root: Option<Spanned<String>>,
-    zone: Option<Spanned<String>>,
     max_volumes: Option<Spanned<u32>>,
     log: LogTable,
 }
@@ -199,6 +199,7 @@ fn check(file: File) -> Result<Config, Wrong> {
     let disks = file.disks.unwrap_or_default().into_iter();
     Ok(Config {
         node_name: optional("node_name", file.node_name, "", |name| node_name(&name))?,
+        zone: optional("zone", file.zone, "", zone)?,
         listen,
         state_dir: directory("state_dir", file.state_dir, "/var/lib/shorthorn")?,
         runtime_dir: directory("runtime_dir", file.runtime_dir, "/run/shorthorn")?,
@@ -212,7 +213,6 @@ fn check(file: File) -> Result<Config, Wrong> {
         replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 100..=600_000)?,
         csi: file.csi,
         kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
-        zone: optional("zone", file.zone, "", zone)?,
         max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,
         log_level: optional("log.level", file.log.level, "info", |level| {
             logging::check_level(&level).map(|()| level)
@@ -349,6 +349,8 @@ mod tests {
         let config = parse("").unwrap();
         assert_eq!(config.instances, InstancesChoice::Auto);
         assert!(!config.node_name.is_empty());
+        assert_eq!(config.zone, "");
+        assert_eq!(parse("zone = \"eu-west_1.a\"").unwrap().zone, "eu-west_1.a");
     }
 
     #[test]
@@ -381,6 +383,7 @@ mod tests {
             ("\n\nqueues = \"many\"", "3: invalid type"),
             ("state_dir = \"var\"", "1: state_dir: \"var\" is no absolute path"),
             ("state_dir = \"/var/../etc\"", "1: state_dir: "),
+            ("zone = \"-a\"", "1: zone: \"-a\" is no label value"),
             ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
             ("data_ports = \"9-5\"", "1: data_ports: \"9-5\""),
             ("node_name = \"A_b\"", "1: node_name: \"A_b\""),

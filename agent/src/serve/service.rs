@@ -57,6 +57,7 @@ impl Node for NodeService {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             data_address: self.config.data_address.map(|address| address.to_string()).unwrap_or_default(),
             frontends: reports.into_iter().map(frontend).collect(),
+            zone: self.config.zone.clone(),
         }))
     }
 

@@ -4,6 +4,7 @@
 //! - [`observed`]: what the agents of the nodes show right now; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
+//! - [`drain`]: what is left on a node that everything is to leave.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
 //! - [`why`]: what is wrong with a volume, in sentences.
@@ -28,6 +29,8 @@
 #![forbid(unsafe_code)]
 
 mod action;
+pub mod drain;
+mod label;
 mod node_name;
 pub mod objects;
 pub mod observed;
@@ -40,5 +43,6 @@ mod world;
 
 pub use action::{Action, AgentCall, Decision, Event, ReplicaTarget};
 pub use jiff::Timestamp;
+pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use node_name::{NodeName, NodeNameError};
-pub use world::World;
+pub use world::{Promised, Replicas, World};

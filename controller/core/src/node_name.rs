@@ -1,3 +1,4 @@
+use std::borrow::Borrow;
 use std::fmt;
 use std::str::FromStr;
 
@@ -41,6 +42,13 @@ impl NodeName {
     /// The name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Names are looked up by their text.
+impl Borrow<str> for NodeName {
+    fn borrow(&self) -> &str {
         &self.0
     }
 }

@@ -84,6 +84,8 @@ pub struct AgentInfo {
     pub version: String,
     /// Where other nodes reach its replicas; empty: they cannot.
     pub data_address: String,
+    /// What fails together with it; empty: it is not configured.
+    pub zone: String,
     /// The frontends that it knows.
     pub frontends: Vec<FrontendStatus>,
 }

@@ -5,11 +5,11 @@ use shorthorn_types::{NameError, VolumeName};
 use thiserror::Error;
 
 use crate::objects::{
-    DataState, DiskSpec, DiskStatus, Frontend, FrontendError, Metadata, Node, RebuildLimits, Salvage, Secret,
-    Volume, VolumeSpec, VolumeState, VolumeStatus,
+    DataLocality, DataLocalityError, DataState, DiskSpec, DiskStatus, Frontend, FrontendError, Metadata,
+    Node, NodeSpec, RebuildLimits, Salvage, Secret, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::observed::DiskView;
-use crate::{NodeName, NodeNameError, Timestamp, World, salvage};
+use crate::{LabelError, NodeName, NodeNameError, Timestamp, World, labels, salvage};
 
 /// How many replicas a volume gets where nothing is said.
 pub const DEFAULT_REPLICAS: u32 = 3;
@@ -28,6 +28,12 @@ pub enum RequestError {
     /// There is no such frontend.
     #[error(transparent)]
     Frontend(#[from] FrontendError),
+    /// A tag or zone can never work.
+    #[error(transparent)]
+    Label(#[from] LabelError),
+    /// There is no such data locality.
+    #[error(transparent)]
+    DataLocality(#[from] DataLocalityError),
     /// The size can never work.
     #[error(
         "a volume of {0} bytes cannot be made: the size must be a multiple of {BLOCK_BYTES}, \
@@ -43,6 +49,14 @@ pub enum RequestError {
     /// There is no such node.
     #[error("there is no node {0}; shorthornctl node list shows those that are there")]
     NoNode(String),
+    /// The node has no such disk.
+    #[error("node {node} has no disk {path}; shorthornctl node list shows those that are there")]
+    NoDisk {
+        /// The node.
+        node: String,
+        /// What was asked for.
+        path: String,
+    },
     /// The name is taken by a volume that is something else.
     #[error("volume {name} is there already, with another {differs}; choose another name")]
     Exists {
@@ -121,6 +135,16 @@ pub struct CreateVolume {
     pub frontend: String,
     /// Whether several replicas may be on one node.
     pub replica_soft_anti_affinity: bool,
+    /// Whether all replicas are in zones of their own; else they are where that can be.
+    pub replica_zone_hard_anti_affinity: bool,
+    /// Whether all replicas are on disks of their own; else they are where that can be.
+    pub replica_disk_hard_anti_affinity: bool,
+    /// The tags that a node must have.
+    pub node_selector: Vec<String>,
+    /// The tags that a disk must have.
+    pub disk_selector: Vec<String>,
+    /// Empty takes disabled.
+    pub data_locality: String,
 }
 
 /// What a call comes to.
@@ -146,6 +170,11 @@ impl CreateVolume {
         let volume_name = VolumeName::new(&self.name)?;
         let frontend: Frontend =
             if self.frontend.is_empty() { Frontend::Auto } else { self.frontend.parse()? };
+        let data_locality: DataLocality = if self.data_locality.is_empty() {
+            DataLocality::Disabled
+        } else {
+            self.data_locality.parse()?
+        };
         let number_of_replicas =
             if self.number_of_replicas == 0 { DEFAULT_REPLICAS } else { self.number_of_replicas };
         if number_of_replicas as usize > MAX_MEMBERS {
@@ -162,6 +191,11 @@ impl CreateVolume {
             frontend,
             node_id: None,
             replica_soft_anti_affinity: self.replica_soft_anti_affinity,
+            replica_zone_soft_anti_affinity: !self.replica_zone_hard_anti_affinity,
+            replica_disk_soft_anti_affinity: !self.replica_disk_hard_anti_affinity,
+            node_selector: labels(&self.node_selector)?,
+            disk_selector: labels(&self.disk_selector)?,
+            data_locality,
             rebuild: RebuildLimits::default(),
             secret,
         };
@@ -190,6 +224,16 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
         "frontend"
     } else if spec.replica_soft_anti_affinity != wanted.replica_soft_anti_affinity {
         "anti-affinity"
+    } else if spec.replica_zone_soft_anti_affinity != wanted.replica_zone_soft_anti_affinity {
+        "anti-affinity of zones"
+    } else if spec.replica_disk_soft_anti_affinity != wanted.replica_disk_soft_anti_affinity {
+        "anti-affinity of disks"
+    } else if spec.node_selector != wanted.node_selector {
+        "node selector"
+    } else if spec.disk_selector != wanted.disk_selector {
+        "disk selector"
+    } else if spec.data_locality != wanted.data_locality {
+        "data locality"
     } else {
         return Ok(());
     };
@@ -426,6 +470,96 @@ pub fn add_disk(
     node.spec.disks.insert(path.to_owned(), DiskSpec::of_new(disk.total_bytes));
     node.status.disk_status.insert(path.to_owned(), DiskStatus::of(disk));
     Ok(Change::Store(node))
+}
+
+/// What an administrator changes of a node; none: it stays as it is.
+#[derive(Clone, Debug, Default)]
+pub struct SetNode {
+    /// Its name.
+    pub name: String,
+    /// Whether new replicas may go there. Those that were to leave it stay then, too.
+    pub allow_scheduling: Option<bool>,
+    /// Whether everything is to leave it; nothing new comes to it then.
+    pub eviction_requested: Option<bool>,
+    /// All its tags from now on.
+    pub tags: Option<Vec<String>>,
+    /// Its zone; empty: what its agent says.
+    pub zone: Option<String>,
+}
+
+impl SetNode {
+    /// The node as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn apply(&self, world: &World) -> Result<Change<Node>, RequestError> {
+        let mut spec = find_node(world, &self.name)?.spec.clone();
+        if let Some(allow) = self.allow_scheduling {
+            spec.allow_scheduling = allow;
+            spec.eviction_requested &= !allow;
+        }
+        if let Some(evict) = self.eviction_requested {
+            spec.eviction_requested = evict;
+            spec.allow_scheduling &= !evict;
+        }
+        if let Some(tags) = &self.tags {
+            spec.tags = labels(tags)?;
+        }
+        if let Some(zone) = &self.zone {
+            spec.zone = if zone.is_empty() { None } else { Some(zone.parse()?) };
+        }
+        with_node_spec(world, &self.name, spec)
+    }
+}
+
+/// What an administrator changes of a disk; none: it stays as it is.
+#[derive(Clone, Debug, Default)]
+pub struct SetDisk {
+    /// The node.
+    pub node: String,
+    /// The directory there.
+    pub path: String,
+    /// All its tags from now on.
+    pub tags: Option<Vec<String>>,
+    /// Whether new replicas may go there.
+    pub allow_scheduling: Option<bool>,
+    /// Bytes that replicas leave to others.
+    pub reserved_bytes: Option<u64>,
+}
+
+impl SetDisk {
+    /// The node as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn apply(&self, world: &World) -> Result<Change<Node>, RequestError> {
+        let mut spec = find_node(world, &self.node)?.spec.clone();
+        let missing = || RequestError::NoDisk { node: self.node.clone(), path: self.path.clone() };
+        let disk = spec.disks.get_mut(&self.path).ok_or_else(missing)?;
+        if let Some(tags) = &self.tags {
+            disk.tags = labels(tags)?;
+        }
+        disk.allow_scheduling = self.allow_scheduling.unwrap_or(disk.allow_scheduling);
+        disk.storage_reserved = self.reserved_bytes.unwrap_or(disk.storage_reserved);
+        with_node_spec(world, &self.node, spec)
+    }
+}
+
+/// The node of that name.
+///
+/// # Errors
+/// [`RequestError::NoNode`], or that the name can never work.
+pub fn find_node<'a>(world: &'a World, name: &str) -> Result<&'a Node, RequestError> {
+    NodeName::new(name)?;
+    world.nodes.get(name).ok_or_else(|| RequestError::NoNode(name.to_owned()))
+}
+
+fn with_node_spec(world: &World, name: &str, spec: NodeSpec) -> Result<Change<Node>, RequestError> {
+    let node = find_node(world, name)?;
+    if spec == node.spec {
+        return Ok(Change::AlreadySo(node.clone()));
+    }
+    Ok(Change::Store(Node { spec, ..node.clone() }))
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::objects::{
 };
 use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
-use crate::{NodeName, Timestamp, World};
+use crate::{NodeName, Timestamp, World, drain};
 use text::{age, bytes, duration, passed_ms};
 
 /// A disk with less free than this part of it counts as full.
@@ -48,13 +48,14 @@ pub fn explain(
     });
     let replicas = world.replicas_of(&volume.spec.volume_name).collect();
     let told = Explanation::default();
-    let mut teller = Teller { name, agents, volume, engine, shown, replicas, settings, now, told };
+    let mut teller = Teller { name, world, agents, volume, engine, shown, replicas, settings, now, told };
     teller.tell();
     teller.told
 }
 
 struct Teller<'a> {
     name: &'a str,
+    world: &'a World,
     agents: &'a Agents,
     volume: &'a Volume,
     engine: Option<&'a Engine>,
@@ -91,6 +92,24 @@ impl Teller<'_> {
             VolumeState::Attaching => self.tell_attaching(),
             VolumeState::Attached => self.tell_attached(),
             VolumeState::Detaching | VolumeState::Deleting => self.tell_leaving(),
+        }
+        self.tell_drained();
+    }
+
+    /// Replicas that are to leave their nodes, and what that waits for.
+    fn tell_drained(&mut self) {
+        for replica in self.replicas.clone() {
+            if replica.metadata.is_deleting() || !drain::is_evicted(self.world, replica) {
+                continue;
+            }
+            let left = drain::of_replica(self.world, self.agents, replica);
+            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
+            let held = if left.held { ", and cannot yet" } else { "" };
+            let why = after_colon(&left.message);
+            self.say(format!("Replica {name} is to leave node {node}, which is drained{held}{why}."));
+            if left.held {
+                self.hint(format!("To let it stay: shorthornctl node uncordon {node}"));
+            }
         }
     }
 

@@ -1,8 +1,11 @@
+mod replicas;
+
 use std::collections::BTreeMap;
 
 use shorthorn_types::VolumeName;
 
 use crate::objects::{Engine, Key, Kind, Node, Object, Replica, Volume};
+pub use replicas::{Promised, Replicas};
 
 /// All stored objects by name.
 #[derive(Clone, Debug, Default)]
@@ -12,7 +15,7 @@ pub struct World {
     /// By volume name.
     pub engines: BTreeMap<String, Engine>,
     /// By `<volume>-<replica id>`.
-    pub replicas: BTreeMap<String, Replica>,
+    pub replicas: Replicas,
     /// By node name.
     pub nodes: BTreeMap<String, Node>,
 }
@@ -58,7 +61,7 @@ impl World {
         match object {
             Object::Volume(volume) => drop(self.volumes.insert(name, volume)),
             Object::Engine(engine) => drop(self.engines.insert(name, engine)),
-            Object::Replica(replica) => drop(self.replicas.insert(name, replica)),
+            Object::Replica(replica) => self.replicas.insert(replica),
             Object::Node(node) => drop(self.nodes.insert(name, node)),
         }
     }
@@ -68,7 +71,7 @@ impl World {
         match key.kind {
             Kind::Volume => drop(self.volumes.remove(&key.name)),
             Kind::Engine => drop(self.engines.remove(&key.name)),
-            Kind::Replica => drop(self.replicas.remove(&key.name)),
+            Kind::Replica => self.replicas.remove(&key.name),
             Kind::Node => drop(self.nodes.remove(&key.name)),
         }
     }

@@ -22,6 +22,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
         name: info.name,
         version: info.version,
         data_address: info.data_address,
+        zone: info.zone,
         frontends: frontends.collect(),
     }
 }

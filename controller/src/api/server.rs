@@ -3,8 +3,8 @@ use std::sync::Arc;
 
 use shorthorn_controller_core::objects::{Object, RebuildLimits, SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::reconcile::Settings;
-use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError};
-use shorthorn_controller_core::{NodeName, Timestamp, World};
+use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
+use shorthorn_controller_core::{Timestamp, World, drain};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::controller_server::Controller;
 use tokio::sync::{broadcast, mpsc, watch};
@@ -108,6 +108,11 @@ impl Controller for Api {
             number_of_replicas: request.number_of_replicas,
             frontend: request.frontend,
             replica_soft_anti_affinity: request.replica_soft_anti_affinity,
+            replica_zone_hard_anti_affinity: !request.replica_zone_soft_anti_affinity.unwrap_or(true),
+            replica_disk_hard_anti_affinity: !request.replica_disk_soft_anti_affinity.unwrap_or(true),
+            node_selector: request.node_selector,
+            disk_selector: request.disk_selector,
+            data_locality: request.data_locality,
         };
         let decide = |world: &World| wanted.clone().apply(world, secret.clone(), Timestamp::now());
         self.change_volume(&request.name, decide).await
@@ -233,15 +238,47 @@ impl Controller for Api {
             .map_err(|error| status::of_request(&error))?;
         let disk = self.fleet.add_disk(&name, &path).await.map_err(|error| status::of_call(&error))?;
         self.change(|world| requests::add_disk(world, &name, &path, &disk)).await?;
-        self.show_node(&name).map(Response::new)
+        self.show_node(name.as_str()).map(Response::new)
+    }
+
+    async fn set_node(&self, request: Request<v1::SetNodeRequest>) -> Reply<v1::NodeObject> {
+        let v1::SetNodeRequest { name, allow_scheduling, tags, zone, eviction_requested } =
+            request.into_inner();
+        let tags = tags.map(|tags| tags.tags);
+        let wanted = SetNode { name, allow_scheduling, eviction_requested, tags, zone };
+        self.change(|world| wanted.apply(world)).await?;
+        self.show_node(&wanted.name).map(Response::new)
+    }
+
+    async fn get_drain(&self, request: Request<v1::GetDrainRequest>) -> Reply<v1::Drain> {
+        let name = request.into_inner().node;
+        let world = self.store.world();
+        let node = requests::find_node(&world, &name).map_err(|error| status::of_request(&error))?;
+        let left = drain::left(&world, &self.fleet.agents(), node).into_iter();
+        let left = left.map(|left| v1::DrainLeft {
+            volume: left.volume,
+            replica: left.replica.unwrap_or_default(),
+            held: left.held,
+            message: left.message,
+        });
+        let left = left.collect();
+        Ok(Response::new(v1::Drain { eviction_requested: node.spec.eviction_requested, left }))
+    }
+
+    async fn set_disk(&self, request: Request<v1::SetDiskRequest>) -> Reply<v1::NodeObject> {
+        let v1::SetDiskRequest { node, path, allow_scheduling, tags, reserved_bytes } = request.into_inner();
+        let tags = tags.map(|tags| tags.tags);
+        let wanted = SetDisk { node, path, tags, allow_scheduling, reserved_bytes };
+        self.change(|world| wanted.apply(world)).await?;
+        self.show_node(&wanted.node).map(Response::new)
     }
 }
 
 impl Api {
-    fn show_node(&self, name: &NodeName) -> Result<v1::NodeObject, Status> {
+    fn show_node(&self, name: &str) -> Result<v1::NodeObject, Status> {
         let world = self.store.world();
         let missing = || status::of_request(&RequestError::NoNode(name.to_string()));
-        let node = world.nodes.get(name.as_str()).ok_or_else(missing)?;
+        let node = world.nodes.get(name).ok_or_else(missing)?;
         Ok(view::node(&world, &self.fleet.agents(), node))
     }
 

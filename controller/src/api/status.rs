@@ -11,14 +11,17 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         RequestError::VolumeName(_)
         | RequestError::NodeName(_)
         | RequestError::Frontend(_)
+        | RequestError::Label(_)
+        | RequestError::DataLocality(_)
         | RequestError::Size(_)
         | RequestError::DiskPath(_)
         | RequestError::Share(_)
         | RequestError::NotConfirmed(_)
         | RequestError::Replicas(_) => Code::InvalidArgument,
-        RequestError::NoVolume(_) | RequestError::NoNode(_) | RequestError::NoReplica { .. } => {
-            Code::NotFound
-        }
+        RequestError::NoVolume(_)
+        | RequestError::NoNode(_)
+        | RequestError::NoReplica { .. }
+        | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,
         RequestError::AttachedElsewhere { .. }
         | RequestError::Deleting(_)

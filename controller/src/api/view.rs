@@ -4,11 +4,15 @@ use shorthorn_controller_core::objects::{
     Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
 };
 use shorthorn_controller_core::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, ScrubView};
-use shorthorn_controller_core::{NodeName, World};
+use shorthorn_controller_core::{Labels, NodeName, World};
 use shorthorn_proto::v1;
 
 fn text(node: Option<&NodeName>) -> String {
     node.map(ToString::to_string).unwrap_or_default()
+}
+
+fn texts(labels: &Labels) -> Vec<String> {
+    labels.iter().map(ToString::to_string).collect()
 }
 
 pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Volume {
@@ -41,6 +45,11 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
         equalising: shown.and_then(|shown| shown.equalising).map(copy),
         scrub: shown.and_then(|shown| shown.scrub.as_deref()).map(scrub),
         salvage: status.salvage.as_ref().map(salvage),
+        replica_zone_soft_anti_affinity: spec.replica_zone_soft_anti_affinity,
+        replica_disk_soft_anti_affinity: spec.replica_disk_soft_anti_affinity,
+        node_selector: texts(&spec.node_selector),
+        disk_selector: texts(&spec.disk_selector),
+        data_locality: spec.data_locality.as_str().to_owned(),
         granted: status.arbiter.granted().map(|view| view.to_string()).unwrap_or_default(),
     }
 }
@@ -147,6 +156,10 @@ pub(super) fn node(world: &World, agents: &Agents, node: &Node) -> v1::NodeObjec
         conditions: conditions(&node.status.conditions),
         disks: node.spec.disks.keys().map(|path| disk(world, agents, node, path)).collect(),
         version: node.status.version.clone(),
+        allow_scheduling: node.spec.allow_scheduling,
+        eviction_requested: node.spec.eviction_requested,
+        tags: texts(&node.spec.tags),
+        zone: node.zone().map(ToString::to_string).unwrap_or_default(),
         frontends: usable.map(|frontend| frontend.name.clone()).collect(),
     }
 }
@@ -156,10 +169,8 @@ fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeD
     let spec = node.spec.disks.get(path);
     let stored = node.status.disk_status.get(path);
     let seen = NodeName::new(name).ok().and_then(|name| agents.get(&name)?.disks.get(path));
-    let here = world
-        .replicas
-        .values()
-        .filter(|replica| replica.spec.node_id.as_str() == name && replica.spec.disk_path == *path);
+    let promised = world.replicas.promised_on(name).and_then(|disks| disks.get(path));
+    let promised = promised.map_or(0, |promised| promised.bytes);
     let problem = match (seen, stored) {
         (Some(seen), _) => seen.problem.clone(),
         (None, Some(stored)) => stored.problem.clone(),
@@ -172,7 +183,8 @@ fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeD
         total_bytes: seen
             .map_or_else(|| stored.map_or(0, |stored| stored.storage_maximum), |seen| seen.total_bytes),
         available_bytes: seen.map_or(0, |seen| seen.available_bytes),
-        scheduled_bytes: here.map(|replica| replica.spec.volume_size).fold(0, u64::saturating_add),
+        scheduled_bytes: u64::try_from(promised).unwrap_or(u64::MAX),
+        tags: spec.map(|spec| texts(&spec.tags)).unwrap_or_default(),
         problem,
         reserved_bytes: spec.map_or(0, |spec| spec.storage_reserved),
     }

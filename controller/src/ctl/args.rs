@@ -1,3 +1,5 @@
+use std::convert::Infallible;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -180,6 +182,21 @@ pub struct CreateArgs {
     /// Allows several replicas on one node
     #[arg(long)]
     pub soft_anti_affinity: bool,
+    /// Allows no two replicas in one zone; else they are apart where that can be
+    #[arg(long)]
+    pub hard_zone_anti_affinity: bool,
+    /// Allows no two replicas on one disk; else they are apart where that can be
+    #[arg(long)]
+    pub hard_disk_anti_affinity: bool,
+    /// Tags that a node must have to get a replica
+    #[arg(long, value_name = "TAG,...", value_delimiter = ',')]
+    pub node_selector: Vec<String>,
+    /// Tags that a disk must have to get a replica
+    #[arg(long, value_name = "TAG,...", value_delimiter = ',')]
+    pub disk_selector: Vec<String>,
+    /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
+    #[arg(long, default_value = "disabled", value_name = "disabled|best-effort")]
+    pub data_locality: String,
     /// How long to wait.
     #[command(flatten)]
     pub wait: WaitArgs,
@@ -220,6 +237,50 @@ pub enum NodeCommand {
     /// Shows the nodes and their disks
     #[command(visible_alias = "ls")]
     List,
+    /// Has no new replicas made on a node; those that are there stay
+    Cordon {
+        /// Name of the node
+        name: String,
+    },
+    /// Has everything leave a node, and waits until it is empty: its replicas are replaced elsewhere, then they go.
+    /// Uncordon ends that
+    Drain {
+        /// Name of the node
+        name: String,
+        /// Returns as soon as the controller knows; it goes on by itself
+        #[arg(long)]
+        no_wait: bool,
+        /// Seconds to wait at most; the controller goes on by itself
+        #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
+        timeout: Duration,
+    },
+    /// Allows new replicas on a node again; those that were to leave it stay
+    Uncordon {
+        /// Name of the node
+        name: String,
+    },
+    /// Says which tags a node has and what fails together with it
+    Set {
+        /// Name of the node
+        name: String,
+        /// All its tags from now on; empty: none
+        #[arg(long, value_name = "TAG,...")]
+        tags: Option<TagList>,
+        /// Its zone; empty: the one that its agent is configured with
+        #[arg(long)]
+        zone: Option<String>,
+    },
+}
+
+/// Tags in one word.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TagList(pub Vec<String>);
+
+impl FromStr for TagList {
+    type Err = Infallible;
+    fn from_str(text: &str) -> Result<TagList, Infallible> {
+        Ok(TagList(text.split(',').filter(|tag| !tag.is_empty()).map(str::to_owned).collect()))
+    }
 }
 
 /// What there is to do with disks.
@@ -231,5 +292,21 @@ pub enum DiskCommand {
         node: String,
         /// The directory there, on a mounted file system; absolute
         path: String,
+    },
+    /// Says which tags a disk has, what replicas leave to others there, and whether it gets new ones
+    Set {
+        /// The node
+        node: String,
+        /// The directory there
+        path: String,
+        /// All its tags from now on; empty: none
+        #[arg(long, value_name = "TAG,...")]
+        tags: Option<TagList>,
+        /// What replicas leave to others, like 10GiB
+        #[arg(long, value_name = "SIZE")]
+        reserved: Option<Size>,
+        /// Whether new replicas may go there
+        #[arg(long, value_name = "true|false")]
+        scheduling: Option<bool>,
     },
 }

@@ -5,11 +5,11 @@ use shorthorn_proto::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{
-    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, ReplicaCommand, SalvageArgs, VolumeCommand,
-    WaitArgs,
+    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, ReplicaCommand, SalvageArgs, TagList,
+    VolumeCommand, WaitArgs,
 };
 use super::error::CtlError;
-use super::wait::{Goal, wait};
+use super::wait::{Goal, drained, wait};
 use super::{confirm, output};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
@@ -32,8 +32,8 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
     let text = match cli.command {
         Command::Volume(command) => session.volume(command).await?,
         Command::Replica(ReplicaCommand::List { volume }) => session.replicas(volume).await?,
-        Command::Node(NodeCommand::List) => session.nodes().await?,
-        Command::Disk(DiskCommand::Add { node, path }) => session.add_disk(node, path).await?,
+        Command::Node(command) => session.node(command).await?,
+        Command::Disk(command) => session.disk(command).await?,
     };
     output::print(&text)
 }
@@ -114,6 +114,11 @@ impl Session {
             number_of_replicas: args.replicas,
             frontend: args.frontend,
             replica_soft_anti_affinity: args.soft_anti_affinity,
+            replica_zone_soft_anti_affinity: Some(!args.hard_zone_anti_affinity),
+            replica_disk_soft_anti_affinity: Some(!args.hard_disk_anti_affinity),
+            node_selector: args.node_selector,
+            disk_selector: args.disk_selector,
+            data_locality: args.data_locality,
         });
         let volume = self.client.create_volume(request).await.map_err(self.error())?.into_inner();
         let volume = self.settle(volume, &Goal::Created, args.wait).await?;
@@ -219,6 +224,56 @@ impl Session {
         output::replicas(self.format, list.into_inner().replicas)
     }
 
+    async fn node(&mut self, command: NodeCommand) -> Result<String, CtlError> {
+        let allow = |name, allow| v1::SetNodeRequest {
+            name,
+            allow_scheduling: Some(allow),
+            ..v1::SetNodeRequest::default()
+        };
+        let request = match command {
+            NodeCommand::List => return self.nodes().await,
+            NodeCommand::Drain { name, no_wait, timeout } => return self.drain(name, no_wait, timeout).await,
+            NodeCommand::Cordon { name } => allow(name, false),
+            NodeCommand::Uncordon { name } => allow(name, true),
+            NodeCommand::Set { name, tags, zone } => {
+                v1::SetNodeRequest { name, tags: tags.map(of_tags), zone, ..v1::SetNodeRequest::default() }
+            }
+        };
+        let node = self.client.set_node(limited(request)).await.map_err(self.error())?.into_inner();
+        output::node(self.format, node)
+    }
+
+    async fn drain(&mut self, name: String, no_wait: bool, limit: Duration) -> Result<String, CtlError> {
+        let request = v1::SetNodeRequest {
+            name: name.clone(),
+            eviction_requested: Some(true),
+            ..v1::SetNodeRequest::default()
+        };
+        self.client.set_node(limited(request)).await.map_err(self.error())?;
+        let drain = if no_wait {
+            let request = limited(v1::GetDrainRequest { node: name.clone() });
+            self.client.get_drain(request).await.map_err(self.error())?.into_inner()
+        } else {
+            drained(&mut self.client, &self.server, &name, limit).await?
+        };
+        output::drain(self.format, &name, drain)
+    }
+
+    async fn disk(&mut self, command: DiskCommand) -> Result<String, CtlError> {
+        let request = match command {
+            DiskCommand::Add { node, path } => return self.add_disk(node, path).await,
+            DiskCommand::Set { node, path, tags, reserved, scheduling } => v1::SetDiskRequest {
+                node,
+                path,
+                allow_scheduling: scheduling,
+                tags: tags.map(of_tags),
+                reserved_bytes: reserved.map(|size| size.0),
+            },
+        };
+        let node = self.client.set_disk(limited(request)).await.map_err(self.error())?.into_inner();
+        output::node(self.format, node)
+    }
+
     async fn nodes(&mut self) -> Result<String, CtlError> {
         let request = limited(v1::ListNodesRequest {});
         let list = self.client.list_nodes(request).await.map_err(self.error())?;
@@ -230,6 +285,10 @@ impl Session {
         let node = self.client.add_disk(request).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
     }
+}
+
+fn of_tags(tags: TagList) -> v1::Tags {
+    v1::Tags { tags: tags.0 }
 }
 
 /// Who is at the keyboard, as far as that is known: for the record.

@@ -9,7 +9,9 @@ use shorthorn_proto::v1;
 use super::args::Format;
 use super::error::CtlError;
 use super::size::human;
-use super::view::{ExplanationView, InspectionView, NodeView, ReplicaView, UpgradeView, VolumeView};
+use super::view::{
+    DrainView, ExplanationView, InspectionView, NodeView, ReplicaView, UpgradeView, VolumeView,
+};
 
 /// Writes `text` and ends its last line. A reader that went away (`| head`) has what it wanted.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -280,6 +282,33 @@ pub(super) fn nodes(format: Format, nodes: Vec<v1::NodeObject>) -> Result<String
     Ok(node_table(nodes))
 }
 
+/// What is left on a drained node.
+pub(super) fn drain(format: Format, node: &str, drain: v1::Drain) -> Result<String, CtlError> {
+    if format != Format::Table {
+        return for_programs(format, &DrainView::from(drain));
+    }
+    if drain.left.is_empty() {
+        return Ok(format!("node {node} is drained: nothing is left on it"));
+    }
+    Ok(drain_left(node, &drain.left))
+}
+
+/// The same in words.
+pub(super) fn drain_left(node: &str, left: &[v1::DrainLeft]) -> String {
+    let held = left.iter().filter(|left| left.held).count();
+    let mut text = format!("{} left on node {node}, {held} of them held:", left.len());
+    for left in left {
+        let what = if left.replica.is_empty() {
+            format!("engine of volume {}", left.volume)
+        } else {
+            format!("replica {}", left.replica)
+        };
+        let held = if left.held { " (held)" } else { "" };
+        text.push_str(&format!("\n- {what}{held}: {}", left.message));
+    }
+    text
+}
+
 /// One node in full.
 pub(super) fn node(format: Format, node: v1::NodeObject) -> Result<String, CtlError> {
     if format != Format::Table {
@@ -295,7 +324,10 @@ fn node_table(nodes: Vec<v1::NodeObject>) -> String {
     for node in nodes {
         let ready = node.conditions.iter().find(|condition| condition.r#type == "Ready");
         let word = ready.map_or("unknown", |ready| if ready.status { "yes" } else { "no" });
-        let message = ready.map(|ready| ready.message.clone()).unwrap_or_default();
+        let mut message = ready.map(|ready| ready.message.clone()).unwrap_or_default();
+        if message.is_empty() && !node.allow_scheduling {
+            message = if node.eviction_requested { "drained" } else { "cordoned" }.to_owned();
+        }
         let first = [node.name.clone(), word.to_owned(), dash(node.frontends.join(" "))];
         if node.disks.is_empty() {
             let hint = if message.is_empty() {

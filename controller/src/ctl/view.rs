@@ -12,6 +12,11 @@ pub(super) struct VolumeView {
     number_of_replicas: u32,
     frontend: String,
     replica_soft_anti_affinity: bool,
+    replica_zone_soft_anti_affinity: bool,
+    replica_disk_soft_anti_affinity: bool,
+    node_selector: Vec<String>,
+    disk_selector: Vec<String>,
+    data_locality: String,
     #[serde(rename = "nodeID")]
     node_id: String,
     state: String,
@@ -233,8 +238,40 @@ pub(super) struct NodeView {
     address: String,
     version: String,
     frontends: Vec<String>,
+    allow_scheduling: bool,
+    eviction_requested: bool,
+    tags: Vec<String>,
+    zone: String,
     conditions: Vec<ConditionView>,
     disks: Vec<DiskView>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct DrainView {
+    eviction_requested: bool,
+    left: Vec<DrainLeftView>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct DrainLeftView {
+    volume: String,
+    replica: String,
+    held: bool,
+    message: String,
+}
+
+impl From<v1::Drain> for DrainView {
+    fn from(drain: v1::Drain) -> DrainView {
+        let left = drain.left.into_iter().map(|left| DrainLeftView {
+            volume: left.volume,
+            replica: left.replica,
+            held: left.held,
+            message: left.message,
+        });
+        DrainView { eviction_requested: drain.eviction_requested, left: left.collect() }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -248,6 +285,7 @@ struct DiskView {
     storage_available: u64,
     storage_reserved: u64,
     storage_scheduled: u64,
+    tags: Vec<String>,
     problem: String,
 }
 
@@ -259,6 +297,11 @@ impl From<v1::Volume> for VolumeView {
             number_of_replicas: volume.number_of_replicas,
             frontend: volume.frontend,
             replica_soft_anti_affinity: volume.replica_soft_anti_affinity,
+            replica_zone_soft_anti_affinity: volume.replica_zone_soft_anti_affinity,
+            replica_disk_soft_anti_affinity: volume.replica_disk_soft_anti_affinity,
+            node_selector: volume.node_selector,
+            disk_selector: volume.disk_selector,
+            data_locality: volume.data_locality,
             node_id: volume.node,
             state: volume.state,
             robustness: volume.robustness,
@@ -332,6 +375,10 @@ impl From<v1::NodeObject> for NodeView {
             address: node.address,
             version: node.version,
             frontends: node.frontends,
+            allow_scheduling: node.allow_scheduling,
+            eviction_requested: node.eviction_requested,
+            tags: node.tags,
+            zone: node.zone,
             conditions: node.conditions.into_iter().map(Into::into).collect(),
             disks: node.disks.into_iter().map(Into::into).collect(),
         }
@@ -348,6 +395,7 @@ impl From<v1::NodeDisk> for DiskView {
             storage_available: disk.available_bytes,
             storage_reserved: disk.reserved_bytes,
             storage_scheduled: disk.scheduled_bytes,
+            tags: disk.tags,
             problem: disk.problem,
         }
     }

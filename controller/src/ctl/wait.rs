@@ -11,9 +11,16 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::error::{CtlError, is_unreachable};
+use super::output::drain_left;
 
 /// The wait before a broken stream is opened again.
 const RETRY: Duration = Duration::from_millis(200);
+/// How often what is left of a drain is asked for.
+const DRAIN_POLL: Duration = Duration::from_millis(500);
+/// The longest that such a question may take.
+const DRAIN_CALL_LIMIT: Duration = Duration::from_secs(30);
+/// How long all that is left of a drain may be held before waiting ends: the controller needs a moment to begin.
+const HELD_LIMIT: Duration = Duration::from_secs(10);
 
 /// What is waited for.
 #[derive(Clone, Debug)]
@@ -100,6 +107,50 @@ pub(super) async fn wait(
             }
             Ok(Err(Broken::Never(message))) => return Err(CtlError::Refused(message)),
             Ok(Err(Broken::Refused(error))) => return Err(CtlError::of(&error, server)),
+        }
+    }
+}
+
+/// Waits until nothing is left on a drained node. Where all that is left is held for a while, nothing but the operator
+/// brings it further.
+pub(super) async fn drained(
+    client: &mut ControllerClient<Channel>,
+    server: &str,
+    node: &str,
+    limit: Duration,
+) -> Result<v1::Drain, CtlError> {
+    let deadline = Instant::now() + limit;
+    let progress = Progress::start();
+    let mut held_since = None;
+    loop {
+        let mut request = tonic::Request::new(v1::GetDrainRequest { node: node.to_owned() });
+        request.set_timeout(DRAIN_CALL_LIMIT);
+        let left = match client.get_drain(request).await {
+            Ok(drain) => {
+                let drain = drain.into_inner();
+                if drain.left.is_empty() {
+                    return Ok(drain);
+                }
+                if !drain.eviction_requested {
+                    let message = format!("node {node} is no longer drained: somebody has uncordoned it");
+                    return Err(CtlError::Refused(message));
+                }
+                let held = drain.left.iter().all(|left| left.held);
+                held_since = held.then(|| held_since.unwrap_or_else(Instant::now));
+                drain_left(node, &drain.left)
+            }
+            // A controller that restarts comes back.
+            Err(error) if is_unreachable(&error) && Instant::now() < deadline => error.message().to_owned(),
+            Err(error) => return Err(CtlError::of(&error, server)),
+        };
+        progress.say(left.lines().next().unwrap_or_default());
+        if held_since.is_some_and(|since| since.elapsed() >= HELD_LIMIT) {
+            return Err(CtlError::Refused(format!(
+                "{left}\nThe controller goes on as soon as that can be; shorthornctl node uncordon {node} gives it up"
+            )));
+        }
+        if timeout_at(deadline, sleep(DRAIN_POLL)).await.is_err() {
+            return Err(CtlError::Timeout(format!("{left}\nThe controller goes on with it")));
         }
     }
 }

@@ -234,6 +234,7 @@ impl Node for FakeAgent {
             name: self.name.clone(),
             version: "0.0.1".to_owned(),
             data_address: "127.0.0.1".to_owned(),
+            zone: String::new(),
             frontends: vec![v1::FrontendInfo {
                 name: "ublk".to_owned(),
                 usable: true,

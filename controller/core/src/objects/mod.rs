@@ -17,8 +17,8 @@ pub use node::{DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus}
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
 pub use shorthorn_types::{SECRET_BYTES, Secret};
 pub use volume::{
-    Frontend, FrontendError, RebuildLimits, Robustness, Salvage, Volume, VolumeSpec, VolumeState,
-    VolumeStatus,
+    DataLocality, DataLocalityError, Frontend, FrontendError, RebuildLimits, Robustness, Salvage, Volume,
+    VolumeSpec, VolumeState, VolumeStatus,
 };
 
 /// What an instance (an engine or a replica process) should be.
@@ -80,6 +80,7 @@ impl CurrentState {
 /// Any object, as a store keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind")]
+#[allow(clippy::large_enum_variant, reason = "few are under way at a time, and those in decisions are boxed")]
 pub enum Object {
     /// A volume.
     Volume(Volume),

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Conditions, Metadata};
 use crate::observed::DiskView;
 use crate::scheduler::RESERVED_PERCENT;
+use crate::{Label, Labels};
 
 /// A machine with an agent, and its disks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +27,15 @@ pub struct NodeSpec {
     pub address: String,
     /// Whether new replicas may go there.
     pub allow_scheduling: bool,
+    /// Whether everything is to leave it: its replicas are replaced elsewhere, then they go.
+    #[serde(default)]
+    pub eviction_requested: bool,
+    /// What volumes can ask for.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub tags: Labels,
+    /// What fails together with it; none: what its agent says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zone: Option<Label>,
     /// Its disks by path.
     #[serde(default)]
     pub disks: BTreeMap<String, DiskSpec>,
@@ -40,6 +50,9 @@ pub struct DiskSpec {
     /// Bytes that replicas leave to others.
     #[serde(with = "super::quoted")]
     pub storage_reserved: u64,
+    /// What volumes can ask for.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub tags: Labels,
 }
 
 /// What the agent of a node says.
@@ -55,6 +68,9 @@ pub struct NodeStatus {
     /// Where other nodes reach its replicas; empty: they cannot.
     #[serde(default)]
     pub data_address: String,
+    /// What fails together with it, as its agent is configured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zone: Option<Label>,
     /// The frontends that it knows.
     #[serde(default)]
     pub frontends: Vec<FrontendStatus>,
@@ -92,11 +108,20 @@ pub struct DiskStatus {
     pub problem: String,
 }
 
+impl Node {
+    /// What fails together with it: what its administrator says, else what its agent is configured with.
+    #[must_use]
+    pub fn zone(&self) -> Option<&Label> {
+        self.spec.zone.as_ref().or(self.status.zone.as_ref())
+    }
+}
+
 impl DiskSpec {
     /// What a disk of that size gets when it is first seen.
     #[must_use]
-    pub const fn of_new(total_bytes: u64) -> DiskSpec {
-        DiskSpec { allow_scheduling: true, storage_reserved: total_bytes / 100 * RESERVED_PERCENT }
+    pub fn of_new(total_bytes: u64) -> DiskSpec {
+        let storage_reserved = total_bytes / 100 * RESERVED_PERCENT;
+        DiskSpec { allow_scheduling: true, storage_reserved, tags: Labels::new() }
     }
 }
 

@@ -7,7 +7,7 @@ use shorthorn_views::Arbiter;
 use thiserror::Error;
 
 use super::{Conditions, Metadata, Secret};
-use crate::{NodeName, Timestamp};
+use crate::{Labels, NodeName, Timestamp};
 
 /// A volume: one engine where it is attached, and some replicas.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,11 +40,30 @@ pub struct VolumeSpec {
     /// Whether several replicas may be on one node.
     #[serde(default)]
     pub replica_soft_anti_affinity: bool,
+    /// Whether several replicas may be in one zone.
+    #[serde(default = "yes")]
+    pub replica_zone_soft_anti_affinity: bool,
+    /// Whether several replicas that are on one node may be on one disk.
+    #[serde(default = "yes")]
+    pub replica_disk_soft_anti_affinity: bool,
+    /// The tags that a node must have to get a replica.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub node_selector: Labels,
+    /// The tags that a disk must have to get a replica.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub disk_selector: Labels,
+    /// Whether a replica should be where the volume is attached.
+    #[serde(default)]
+    pub data_locality: DataLocality,
     /// How much copying may take of its speed.
     #[serde(default)]
     pub rebuild: RebuildLimits,
     /// What its engine and replicas prove to each other.
     pub secret: Secret,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// What the reconcilers made of a volume.
@@ -204,6 +223,43 @@ pub enum Frontend {
     Nbd,
     /// NBD on a Unix socket, no kernel device.
     Socket,
+}
+
+/// Whether a replica should be where the volume is attached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DataLocality {
+    /// It does not matter.
+    #[default]
+    Disabled,
+    /// A replica that gets a place anyway gets it there, where that can be.
+    BestEffort,
+}
+
+/// A text names no data locality.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("there is no data locality {0:?}: use disabled or best-effort")]
+pub struct DataLocalityError(String);
+
+impl DataLocality {
+    /// The word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            DataLocality::Disabled => "disabled",
+            DataLocality::BestEffort => "best-effort",
+        }
+    }
+}
+
+impl FromStr for DataLocality {
+    type Err = DataLocalityError;
+    fn from_str(text: &str) -> Result<DataLocality, DataLocalityError> {
+        let all = [DataLocality::Disabled, DataLocality::BestEffort];
+        all.into_iter()
+            .find(|locality| locality.as_str() == text)
+            .ok_or_else(|| DataLocalityError(text.chars().take(80).collect()))
+    }
 }
 
 /// A text names no frontend.

@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use crate::objects::{Key, Kind, Robustness, VolumeState};
+use crate::objects::{Key, Kind, Robustness, Volume, VolumeState};
 use crate::observed::{AgentView, Agents, Link};
-use crate::{Decision, NodeName, Timestamp, World};
+use crate::scheduler::Limits;
+use crate::{Decision, NodeName, Timestamp, World, drain};
 
 /// How long an agent may be out of reach before what is on its node counts as unknown. Longer than a
 /// restart of the agent or of the controller takes.
@@ -26,6 +27,8 @@ pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
 pub const START_CHECK: Duration = Duration::from_secs(10);
 /// When to look again at a grant that an engine was told of and still waits for.
 pub const GRANT_CHECK: Duration = Duration::from_secs(1);
+/// When to look again whether there is space on disks that were too full: nothing tells when files are deleted.
+pub const SPACE_CHECK: Duration = Duration::from_secs(60);
 /// How long a replica may be away before it is replaced, unless something else is configured.
 pub const REPLICA_REPLACE_AFTER: Duration = Duration::from_secs(600);
 /// How long a new replica may take at least until the engine brings it up.
@@ -36,11 +39,13 @@ pub const NEW_REPLICA_WAIT: Duration = Duration::from_secs(120);
 pub struct Settings {
     /// How long a replica may be away before it is replaced.
     pub replica_replace_after: Duration,
+    /// How full disks may become.
+    pub scheduling: Limits,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { replica_replace_after: REPLICA_REPLACE_AFTER }
+        Settings { replica_replace_after: REPLICA_REPLACE_AFTER, scheduling: Limits::default() }
     }
 }
 
@@ -74,12 +79,18 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
 /// decisions one at a time, so that two volumes never get the same space.
 #[must_use]
 pub fn gives_space_away(world: &World, key: &Key) -> bool {
-    let gives = |status: &crate::objects::VolumeStatus| match status.state {
-        VolumeState::Creating => true,
-        VolumeState::Attached => status.robustness == Robustness::Degraded,
+    key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| seeks_place(world, volume))
+}
+
+/// Whether the volume, as it is stored, may be given a place: only such runs are taken one at a time.
+fn seeks_place(world: &World, volume: &Volume) -> bool {
+    let is_evicted =
+        || world.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(world, replica));
+    match (volume.status.state, volume.status.robustness) {
+        (VolumeState::Creating, _) | (VolumeState::Attached, Robustness::Degraded) => true,
+        (VolumeState::Attached, Robustness::Healthy) => is_evicted(),
         _ => false,
-    };
-    key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| gives(&volume.status))
+    }
 }
 
 /// The objects whose reconcilers look at the object `key`, that one included: they run when it changes.
@@ -104,7 +115,12 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
                 keys.extend(seeking(world));
             }
         },
-        Kind::Node => keys.extend(seeking(world)),
+        Kind::Node => {
+            keys.extend(seeking(world));
+            // What was to leave it may stay now.
+            let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == key.name);
+            keys.extend(here.map(|replica| Key::new(Kind::Volume, replica.spec.volume_name.as_str())));
+        }
     }
     keys
 }

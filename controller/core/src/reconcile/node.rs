@@ -1,7 +1,7 @@
 use super::{Context, Sight, sight};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Metadata, Node, NodeSpec, NodeStatus};
 use crate::observed::AgentView;
-use crate::{Decision, NodeName};
+use crate::{Decision, Label, NodeName};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = Decision::nothing();
@@ -45,6 +45,7 @@ fn take_over(node: &mut Node, view: &AgentView) {
     if let Some(info) = &view.info {
         node.status.version.clone_from(&info.version);
         node.status.data_address.clone_from(&info.data_address);
+        node.status.zone = Label::new(&info.zone).ok();
         node.status.frontends.clone_from(&info.frontends);
     }
     for (path, disk) in &view.disks {

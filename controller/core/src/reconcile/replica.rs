@@ -10,10 +10,14 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     if replica.metadata.is_deleting() {
         return delete(context, replica);
     }
+    see(context, replica, replica.spec.desire_state)
+}
+
+fn see(context: &Context<'_>, replica: &Replica, desire_state: DesireState) -> Decision {
     match sight(context, &replica.spec.node_id) {
         Sight::Blurred(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
         Sight::Gone(reason) => lose_sight(context, replica, reason),
-        Sight::Clear(view) => match replica.spec.desire_state {
+        Sight::Clear(view) => match desire_state {
             DesireState::Running => run(context, replica, view),
             DesireState::Stopped => stop(context, replica, view),
         },
@@ -170,7 +174,8 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     // The volume is removed after its last replica, so it is there.
     let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else { return decision };
     if !volume.metadata.is_deleting() && !is_replaced(context, volume, replica) {
-        return decision;
+        // Its data waits until the volume is served again; its process does not, or a detach would wait for it.
+        return see(context, replica, DesireState::Stopped);
     }
     let remove =
         Action::Remove(Key::new(Kind::Replica, &replica.metadata.name), replica.metadata.resource_version);

@@ -10,7 +10,7 @@ use crate::objects::{
     EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberStatus, Metadata, Node, NodeSpec,
     NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
-use crate::observed::{AgentInfo, Detail, EngineView, Instance, InstanceKey, InstanceState};
+use crate::observed::{AgentInfo, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceState};
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall};
 
@@ -50,6 +50,8 @@ fn agents(on_b: Option<u64>) -> Agents {
         let mut view = AgentView::new("http://agent", now());
         view.link = Link::Synced;
         view.info = Some(AgentInfo { name: name.to_owned(), ..AgentInfo::default() });
+        let disk = DiskView { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..DiskView::default() };
+        view.disks.insert(DISK.to_owned(), disk);
         if let Some(attach) = on_b.filter(|_| name == "b") {
             let detail = Detail::Engine(EngineView { attach, ..EngineView::default() });
             let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
@@ -147,7 +149,7 @@ fn node(name: &str) -> Node {
     let disk_status = BTreeMap::from([(DISK.to_owned(), status)]);
     Node {
         metadata: Metadata::new(name, now()),
-        spec: NodeSpec { address: String::new(), allow_scheduling: true, disks },
+        spec: NodeSpec { allow_scheduling: true, disks, ..NodeSpec::default() },
         status: NodeStatus { conditions, disk_status, ..NodeStatus::default() },
     }
 }
@@ -211,7 +213,7 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
     let world = degraded_world();
     let mut agents = agents(None);
     let decide = |agents: &Agents, now| {
-        let settings = Settings { replica_replace_after: Duration::ZERO };
+        let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
         let context = Context { world: &world, agents, now, random: [7; MAX_MEMBERS], settings };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let new = decision.actions.iter().find_map(|action| match action {

@@ -103,3 +103,116 @@ fn objects_read_back_from_json_and_debug_hides_the_secret() {
     assert_eq!(serde_json::from_str::<Object>(&text).unwrap(), object);
     assert!(text.contains("abab") && !format!("{object:?}").contains("abab"));
 }
+
+#[test]
+fn nodes_and_disks_are_set_in_part() {
+    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    let mut world = world_with("n", volume);
+    let mut node = world.nodes["n"].clone();
+    node.spec.allow_scheduling = true;
+    node.status.zone = Some("rack".parse().unwrap());
+    node.spec.disks.insert("/d".to_owned(), DiskSpec::of_new(1000));
+    world.insert(node.into());
+    let texts = |texts: &[&str]| Some(texts.iter().map(ToString::to_string).collect());
+    let put = |world: &mut World, change: Result<Change<Node>, RequestError>| match change.unwrap() {
+        Change::Store(node) => world.insert(node.into()),
+        Change::AlreadySo(node) => panic!("{node:?} is so already"),
+    };
+    let name = || "n".to_owned();
+    let set =
+        SetNode { name: name(), tags: texts(&["fast"]), zone: Some("x".to_owned()), ..SetNode::default() };
+    let change = set.apply(&world);
+    put(&mut world, change);
+    assert!(matches!(set.apply(&world), Ok(Change::AlreadySo(_))));
+    let cordon = SetNode { name: name(), allow_scheduling: Some(false), ..SetNode::default() };
+    let change = cordon.apply(&world);
+    put(&mut world, change);
+    let node = &world.nodes["n"];
+    assert!(!node.spec.allow_scheduling && node.spec.tags == labels(["fast"]).unwrap());
+    assert_eq!(node.zone().map(|zone| zone.as_str()), Some("x"));
+    let change = SetNode { name: name(), zone: Some(String::new()), ..SetNode::default() }.apply(&world);
+    put(&mut world, change);
+    assert_eq!(world.nodes["n"].zone().map(|zone| zone.as_str()), Some("rack"));
+
+    let drained = SetNode { name: name(), eviction_requested: Some(true), ..SetNode::default() };
+    let uncordon = SetNode { name: name(), allow_scheduling: Some(true), ..SetNode::default() };
+    let state =
+        |world: &World| (world.nodes["n"].spec.allow_scheduling, world.nodes["n"].spec.eviction_requested);
+    for (set, result) in [(&uncordon, (true, false)), (&drained, (false, true)), (&uncordon, (true, false))] {
+        let change = set.apply(&world);
+        put(&mut world, change);
+        assert_eq!(state(&world), result);
+    }
+
+    let path = || "/d".to_owned();
+    let disk = SetDisk { node: name(), path: path(), reserved_bytes: Some(7), ..SetDisk::default() };
+    let change = disk.apply(&world);
+    put(&mut world, change);
+    let disk = SetDisk { node: name(), path: path(), tags: texts(&["ssd"]), ..SetDisk::default() };
+    let change = disk.apply(&world);
+    put(&mut world, change);
+    let disk = &world.nodes["n"].spec.disks["/d"];
+    let expected = DiskSpec { allow_scheduling: true, storage_reserved: 7, tags: labels(["ssd"]).unwrap() };
+    assert_eq!(*disk, expected);
+
+    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&world);
+    assert!(matches!(bad, Err(RequestError::Label(_))));
+    let missing = SetDisk { node: name(), path: "/e".to_owned(), ..SetDisk::default() }.apply(&world);
+    assert!(matches!(missing, Err(RequestError::NoDisk { .. })));
+    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&world);
+    assert_eq!(missing, Err(RequestError::NoNode("m".to_owned())));
+}
+
+#[test]
+fn a_volume_says_where_its_replicas_may_be() {
+    let choosy = CreateVolume {
+        replica_zone_hard_anti_affinity: true,
+        node_selector: vec!["fast".to_owned()],
+        disk_selector: vec!["ssd".to_owned()],
+        data_locality: "best-effort".to_owned(),
+        ..wanted("v")
+    };
+    let volume = stored(choosy.clone().apply(&World::default(), secret(1), now()).unwrap());
+    let spec = &volume.spec;
+    assert!(!spec.replica_zone_soft_anti_affinity && spec.replica_disk_soft_anti_affinity);
+    assert_eq!((spec.node_selector.len(), spec.disk_selector.len()), (1, 1));
+    let world = world_with("n", volume.clone());
+    assert_eq!(choosy.clone().apply(&world, secret(1), now()), Ok(Change::AlreadySo(volume)));
+    let differs = |other: CreateVolume| match other.apply(&world, secret(1), now()) {
+        Err(RequestError::Exists { differs, .. }) => differs,
+        other => panic!("{other:?}"),
+    };
+    let other = CreateVolume { replica_zone_hard_anti_affinity: false, ..choosy.clone() };
+    assert_eq!(differs(other), "anti-affinity of zones");
+    let other = CreateVolume { replica_disk_hard_anti_affinity: true, ..choosy.clone() };
+    assert_eq!(differs(other), "anti-affinity of disks");
+    assert_eq!(differs(CreateVolume { node_selector: Vec::new(), ..choosy.clone() }), "node selector");
+    assert_eq!(differs(CreateVolume { disk_selector: Vec::new(), ..choosy.clone() }), "disk selector");
+    assert_eq!(differs(CreateVolume { data_locality: String::new(), ..choosy.clone() }), "data locality");
+    let wrong = CreateVolume { data_locality: "always".to_owned(), ..choosy };
+    assert!(matches!(wrong.apply(&World::default(), secret(1), now()), Err(RequestError::DataLocality(_))));
+}
+
+/// As they were stored before there were tags and zones.
+#[test]
+fn objects_of_before_are_read_as_they_were_meant() {
+    let disk = r#"{"allowScheduling":true,"storageReserved":"7"}"#;
+    let spec = format!(r#"{{"address":"http://a","allowScheduling":true,"disks":{{"/d":{disk}}}}}"#);
+    let metadata = r#"{"name":"n","resourceVersion":1,"creationTimestamp":"1970-01-01T00:00:00Z"}"#;
+    let node = format!(r#"{{"kind":"Node","metadata":{metadata},"spec":{spec}}}"#);
+    let Object::Node(node) = serde_json::from_str(&node).unwrap() else { panic!("no node") };
+    assert!(node.spec.tags.is_empty() && node.zone().is_none() && node.spec.disks["/d"].tags.is_empty());
+    let spec = format!(
+        r#"{{"volumeName":"v","size":"4096","numberOfReplicas":2,"frontend":"auto","secret":"{}"}}"#,
+        "ab".repeat(SECRET_BYTES)
+    );
+    let metadata = metadata.replace("\"n\"", "\"v\"");
+    let status = r#"{"state":"detached","robustness":"unknown","attach":3}"#;
+    let volume = format!(r#"{{"kind":"Volume","metadata":{metadata},"spec":{spec},"status":{status}}}"#);
+    let Object::Volume(volume) = serde_json::from_str(&volume).unwrap() else { panic!("no volume") };
+    let spec = volume.spec;
+    assert!(!spec.replica_soft_anti_affinity, "hard, as it always was");
+    assert!(spec.replica_zone_soft_anti_affinity && spec.replica_disk_soft_anti_affinity);
+    assert!(spec.node_selector.is_empty() && spec.disk_selector.is_empty());
+    assert_eq!(spec.data_locality, DataLocality::Disabled);
+}

@@ -2,67 +2,199 @@
 
 use std::fmt;
 
+use super::zones::Zone;
 use super::{DiskCandidate, NodeCandidate, Request};
+use crate::{Label, Labels};
 
-type NodeFilter = fn(&Request, &NodeCandidate) -> Result<(), String>;
-type DiskFilter = fn(&Request, &DiskCandidate) -> Result<(), String>;
-
-const NODE_FILTERS: &[NodeFilter] = &[node_usable, node_anti_affinity, node_has_disks];
-const DISK_FILTERS: &[DiskFilter] = &[disk_usable, disk_capacity];
-
-pub(super) fn node(request: &Request, node: &NodeCandidate) -> Result<(), String> {
-    NODE_FILTERS.iter().try_for_each(|filter| filter(request, node))
+/// What can remove a node, or a disk of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Filter {
+    /// Its administrator wants no new replicas there.
+    Cordon,
+    /// Its agent has to answer.
+    Ready,
+    /// It has to have the tags that the volume asks for.
+    NodeTags,
+    /// Replicas are in several zones.
+    ZoneAntiAffinity,
+    /// Replicas are on several nodes.
+    NodeAntiAffinity,
+    /// It has to have a disk.
+    HasDisk,
+    /// The disk has to be usable.
+    DiskUsable,
+    /// The disk has to have the tags that the volume asks for.
+    DiskTags,
+    /// Replicas are on several disks.
+    DiskAntiAffinity,
+    /// So much has to stay free.
+    MinimalAvailable,
+    /// So much may be promised.
+    Capacity,
 }
 
-pub(super) fn disk(request: &Request, disk: &DiskCandidate) -> Result<(), String> {
-    DISK_FILTERS.iter().try_for_each(|filter| filter(request, disk))
+struct NodeFilter {
+    filter: Filter,
+    takes: fn(&Request, &NodeCandidate, &Zone) -> bool,
+    /// Why it does not.
+    reason: fn(&Request, &NodeCandidate) -> String,
 }
 
-/// Why `node` takes no replica.
-pub(super) fn explain(request: &Request, node: &NodeCandidate) -> String {
-    if let Err(reason) = self::node(request, node) {
-        return reason;
+struct DiskFilter {
+    filter: Filter,
+    takes: fn(&Request, &DiskCandidate) -> bool,
+    /// Why it does not.
+    reason: fn(&Request, &DiskCandidate) -> String,
+}
+
+const NODE_FILTERS: &[NodeFilter] = &[
+    NodeFilter {
+        filter: Filter::Cordon,
+        takes: |_, node, _| !node.cordoned,
+        reason: |_, node| format!("it is cordoned: shorthornctl node uncordon {}", node.name),
+    },
+    NodeFilter {
+        filter: Filter::Ready,
+        takes: |_, node, _| node.not_ready.is_none(),
+        reason: |_, node| node.not_ready.clone().unwrap_or_default(),
+    },
+    NodeFilter {
+        filter: Filter::NodeTags,
+        takes: |request, node, _| request.node_selector.is_subset(&node.tags),
+        reason: |request, node| format!("it lacks {}", Missing(&request.node_selector, &node.tags)),
+    },
+    NodeFilter {
+        filter: Filter::ZoneAntiAffinity,
+        takes: |request, _, zone| request.zone_soft_anti_affinity || zone.same_volume <= zone.excused,
+        reason: |_, node| match &node.zone {
+            Some(zone) => format!("its zone {zone} has a replica of this volume already"),
+            None => "it has no zone, and such a node has a replica of this volume already".to_owned(),
+        },
+    },
+    NodeFilter {
+        filter: Filter::NodeAntiAffinity,
+        takes: |request, node, _| request.soft_anti_affinity || node.same_volume() <= node.excused(),
+        reason: |_, _| {
+            "it has a replica of this volume already (allow more with --soft-anti-affinity)".to_owned()
+        },
+    },
+    NodeFilter {
+        filter: Filter::HasDisk,
+        takes: |_, node, _| !node.disks.is_empty(),
+        reason: |_, node| format!("it has no disk: run shorthornctl disk add {} PATH", node.name),
+    },
+];
+
+const DISK_FILTERS: &[DiskFilter] = &[
+    DiskFilter {
+        filter: Filter::DiskUsable,
+        takes: |_, disk| disk.refusal.is_none(),
+        reason: |_, disk| format!("is not usable: {}", disk.refusal.as_deref().unwrap_or_default()),
+    },
+    DiskFilter {
+        filter: Filter::DiskTags,
+        takes: |request, disk| request.disk_selector.is_subset(&disk.tags),
+        reason: |request, disk| format!("lacks {}", Missing(&request.disk_selector, &disk.tags)),
+    },
+    DiskFilter {
+        filter: Filter::DiskAntiAffinity,
+        takes: |request, disk| request.disk_soft_anti_affinity || disk.same_volume <= disk.excused,
+        reason: |_, _| "has a replica of this volume already".to_owned(),
+    },
+    DiskFilter { filter: Filter::MinimalAvailable, takes: stays_free, reason: too_full },
+    DiskFilter {
+        filter: Filter::Capacity,
+        takes: |request, disk| request.size_bytes <= disk.room_bytes(request.limits),
+        reason: too_small,
+    },
+];
+
+/// Whether a replica can go to that node at all.
+pub(super) fn takes(request: &Request, node: &NodeCandidate, zone: &Zone) -> bool {
+    NODE_FILTERS.iter().all(|filter| (filter.takes)(request, node, zone))
+}
+
+/// Whether a replica can go to that disk, if it can go to its node.
+pub(super) fn takes_on(request: &Request, disk: &DiskCandidate) -> bool {
+    DISK_FILTERS.iter().all(|filter| (filter.takes)(request, disk))
+}
+
+/// Which filter removes the node, and the reason for people. Where all its disks are removed it is the filter that the
+/// disk which came furthest has failed: that is what is missing there.
+pub(super) fn explain(request: &Request, node: &NodeCandidate, zone: &Zone) -> Option<(Filter, String)> {
+    if let Some(failed) = NODE_FILTERS.iter().find(|filter| !(filter.takes)(request, node, zone)) {
+        return Some((failed.filter, (failed.reason)(request, node)));
     }
-    let reason = |disk: &DiskCandidate| {
-        self::disk(request, disk).err().map(|reason| format!("disk {} {reason}", disk.path))
-    };
-    node.disks.iter().filter_map(reason).collect::<Vec<_>>().join(", ")
+    let failed = |disk| Some((disk, DISK_FILTERS.iter().find(|filter| !(filter.takes)(request, disk))?));
+    let failed: Vec<_> = node.disks.iter().map(failed).collect::<Option<_>>()?;
+    let furthest = failed.iter().map(|(_, filter)| filter.filter).max()?;
+    let reasons =
+        failed.iter().map(|(disk, filter)| format!("disk {} {}", disk.path, (filter.reason)(request, disk)));
+    Some((furthest, reasons.collect::<Vec<_>>().join(", ")))
 }
 
-fn node_usable(_: &Request, node: &NodeCandidate) -> Result<(), String> {
-    node.refusal.clone().map_or(Ok(()), Err)
+fn stays_free(request: &Request, disk: &DiskCandidate) -> bool {
+    let left = disk.available_bytes.checked_sub(request.used_bytes);
+    left.is_some_and(|left| left >= disk.minimal_available_bytes(request.limits))
 }
 
-fn node_anti_affinity(request: &Request, node: &NodeCandidate) -> Result<(), String> {
-    if request.soft_anti_affinity || node.same_volume() <= node.excused {
-        return Ok(());
-    }
-    Err("it has a replica of this volume already (allow more with --soft-anti-affinity)".to_owned())
+fn too_full(request: &Request, disk: &DiskCandidate) -> String {
+    format!(
+        "has {} free, and {} ({} %) have to stay free",
+        Gib(disk.available_bytes),
+        Gib(disk.minimal_available_bytes(request.limits)),
+        request.limits.storage_minimal_available_percentage,
+    )
 }
 
-fn node_has_disks(_: &Request, node: &NodeCandidate) -> Result<(), String> {
-    if node.disks.is_empty() {
-        return Err(format!("it has no disk: run shorthornctl disk add {} PATH", node.name));
-    }
-    Ok(())
-}
-
-fn disk_usable(_: &Request, disk: &DiskCandidate) -> Result<(), String> {
-    disk.refusal.as_ref().map_or(Ok(()), |reason| Err(format!("is not usable: {reason}")))
-}
-
-fn disk_capacity(request: &Request, disk: &DiskCandidate) -> Result<(), String> {
-    if request.size_bytes <= disk.free_bytes() {
-        return Ok(());
-    }
-    Err(format!(
+fn too_small(request: &Request, disk: &DiskCandidate) -> String {
+    format!(
         "can promise {} more, {} are needed (size {}, reserved {}, promised {})",
-        Gib(disk.free_bytes()),
+        Gib(disk.room_bytes(request.limits)),
         Gib(request.size_bytes),
         Gib(disk.total_bytes),
         Gib(disk.reserved_bytes),
         Gib(disk.scheduled_bytes),
-    ))
+    )
+}
+
+impl Filter {
+    /// What is true of `count` nodes that it removes, to follow their number.
+    pub(super) fn of_nodes(self, request: &Request, count: usize) -> String {
+        let (is, has, lacks) = if count == 1 { ("is", "has", "lacks") } else { ("are", "have", "lack") };
+        match self {
+            Filter::Cordon => format!("{is} cordoned"),
+            Filter::Ready => format!("{is} not ready"),
+            Filter::NodeTags => format!("{lacks} {}", Tags(&request.node_selector)),
+            Filter::ZoneAntiAffinity => format!("{is} in a zone that has a replica of this volume"),
+            Filter::NodeAntiAffinity => format!("{has} a replica of this volume already"),
+            Filter::HasDisk => format!("{has} no disk"),
+            Filter::DiskUsable => format!("{has} no usable disk"),
+            Filter::DiskTags => format!("{has} no disk with {}", Tags(&request.disk_selector)),
+            Filter::DiskAntiAffinity => format!("{has} no disk without a replica of this volume"),
+            Filter::MinimalAvailable => format!("{has} too little free space"),
+            Filter::Capacity => format!("{has} no disk that can promise {} more", Gib(request.size_bytes)),
+        }
+    }
+}
+
+/// Some tags, in words.
+struct Tags<'a>(&'a Labels);
+
+impl fmt::Display for Tags<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tags: Vec<&str> = self.0.iter().map(Label::as_str).collect();
+        write!(f, "{} {}", if tags.len() == 1 { "tag" } else { "tags" }, tags.join(", "))
+    }
+}
+
+/// The tags of the first that the second has not, in words.
+struct Missing<'a>(&'a Labels, &'a Labels);
+
+impl fmt::Display for Missing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Tags(&self.0.difference(self.1).cloned().collect()).fmt(f)
+    }
 }
 
 /// Bytes as GiB with one decimal, cut off.

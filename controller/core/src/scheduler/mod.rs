@@ -1,32 +1,83 @@
 //! Where the replicas of a volume go, or why nowhere.
 //!
-//! Filters first, each of which can say why it removes a node or a disk; then one order over what is left.
-//! Later filters (tags, zones, minimal free space) are one more entry in the tables of `filters`, later
-//! preferences one more element of the tuple in [`rank`].
+//! [`candidates`] reads the nodes out of the world, [`place`] decides over them alone: first the table of [`filters`],
+//! each entry of which can say why it removes a node or a disk, then the table of [`scores`], of which the first that
+//! tells two disks apart decides. A new rule is one more line in one of the tables.
 
+mod candidates;
 mod filters;
+mod refusal;
+mod scores;
+mod zones;
 
-use std::collections::BTreeMap;
-use std::fmt;
+use crate::objects::{DataLocality, Volume};
+use crate::{Label, Labels, NodeName};
 
-use crate::NodeName;
-use crate::objects::{ConditionType, Volume};
-use crate::observed::Agents;
-use crate::world::World;
+pub use candidates::candidates;
+pub use filters::Filter;
+pub use refusal::{Refusal, Removal};
+use zones::Zones;
 
-/// How much of a disk replicas may promise, in percent of what is not reserved. Replicas are sparse, so
-/// more than 100 can work, and can run out of space.
-pub const OVER_PROVISIONING_PERCENT: u64 = 100;
 /// How much of a new disk is left to others, in percent.
 pub const RESERVED_PERCENT: u64 = 10;
 
+/// How full disks may become, for all volumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// How much of a disk replicas may promise, in percent of what is not reserved. Replicas are sparse, so more than
+    /// 100 can work, and can run out of space.
+    pub storage_over_provisioning_percentage: u32,
+    /// A disk with less than this free, in percent of its size, gets no new replica.
+    pub storage_minimal_available_percentage: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits { storage_over_provisioning_percentage: 100, storage_minimal_available_percentage: 10 }
+    }
+}
+
 /// What is wanted.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Request {
     /// How large each replica can become.
     pub size_bytes: u64,
+    /// What each replica takes at once: a new one gets what others have.
+    pub used_bytes: u64,
     /// Whether several replicas may be on one node.
     pub soft_anti_affinity: bool,
+    /// Whether several replicas may be in one zone. Nodes of no zone count as one zone.
+    pub zone_soft_anti_affinity: bool,
+    /// Whether several replicas may be on one disk.
+    pub disk_soft_anti_affinity: bool,
+    /// The tags that a node must have.
+    pub node_selector: Labels,
+    /// The tags that a disk must have.
+    pub disk_selector: Labels,
+    /// The node that should have a replica, if one should.
+    pub local: Option<NodeName>,
+    /// How full disks may become.
+    pub limits: Limits,
+}
+
+impl Request {
+    /// What `volume` wants for each of its replicas.
+    #[must_use]
+    pub fn of(volume: &Volume, limits: Limits) -> Request {
+        let (spec, status) = (&volume.spec, &volume.status);
+        let place = spec.node_id.as_ref().or(status.current_node_id.as_ref());
+        Request {
+            size_bytes: spec.size,
+            used_bytes: 0,
+            soft_anti_affinity: spec.replica_soft_anti_affinity,
+            zone_soft_anti_affinity: spec.replica_zone_soft_anti_affinity,
+            disk_soft_anti_affinity: spec.replica_disk_soft_anti_affinity,
+            node_selector: spec.node_selector.clone(),
+            disk_selector: spec.disk_selector.clone(),
+            local: place.filter(|_| spec.data_locality == DataLocality::BestEffort).cloned(),
+            limits,
+        }
+    }
 }
 
 /// A node that could take replicas.
@@ -34,10 +85,16 @@ pub struct Request {
 pub struct NodeCandidate {
     /// Its name.
     pub name: NodeName,
-    /// Why it takes none at all.
-    pub refusal: Option<String>,
-    /// How many replicas of this volume on it are lost and do not keep others away.
-    pub excused: u32,
+    /// What fails together with it.
+    pub zone: Option<Label>,
+    /// Its tags.
+    pub tags: Labels,
+    /// Whether its administrator wants no new replicas there.
+    pub cordoned: bool,
+    /// Whether those that are there are about to leave: they keep no other away from its zone.
+    pub evicted: bool,
+    /// Why it cannot make one now.
+    pub not_ready: Option<String>,
     /// Its disks.
     pub disks: Vec<DiskCandidate>,
 }
@@ -49,32 +106,52 @@ pub struct DiskCandidate {
     pub path: String,
     /// Its identity.
     pub uuid: String,
+    /// Its tags.
+    pub tags: Labels,
     /// Why it takes none at all.
     pub refusal: Option<String>,
     /// Its size.
     pub total_bytes: u64,
+    /// What is free on it now.
+    pub available_bytes: u64,
     /// What replicas leave to others.
     pub reserved_bytes: u64,
     /// What replicas were promised already.
     pub scheduled_bytes: u64,
     /// How many replicas of this volume are on it.
     pub same_volume: u32,
+    /// How many of those are lost and do not keep others away.
+    pub excused: u32,
 }
 
 impl NodeCandidate {
     fn same_volume(&self) -> u32 {
         self.disks.iter().map(|disk| disk.same_volume).sum()
     }
+
+    fn excused(&self) -> u32 {
+        self.disks.iter().map(|disk| disk.excused).sum()
+    }
 }
 
 impl DiskCandidate {
     /// What may still be promised.
     #[must_use]
-    pub fn free_bytes(&self) -> u64 {
-        let usable = u128::from(self.total_bytes.saturating_sub(self.reserved_bytes));
-        let promised = usable * u128::from(OVER_PROVISIONING_PERCENT) / 100;
-        u64::try_from(promised).unwrap_or(u64::MAX).saturating_sub(self.scheduled_bytes)
+    pub fn room_bytes(&self, limits: Limits) -> u64 {
+        let usable = self.total_bytes.saturating_sub(self.reserved_bytes);
+        percent_of(limits.storage_over_provisioning_percentage, usable).saturating_sub(self.scheduled_bytes)
     }
+
+    /// What has to stay free.
+    fn minimal_available_bytes(&self, limits: Limits) -> u64 {
+        percent_of(limits.storage_minimal_available_percentage, self.total_bytes)
+    }
+}
+
+/// Cut off to a whole number, exactly. Not in 128 bits: their division is what a placement would spend its time on.
+fn percent_of(percent: u32, bytes: u64) -> u64 {
+    let percent = u64::from(percent);
+    (bytes / 100).saturating_mul(percent).saturating_add(bytes % 100 * percent / 100)
 }
 
 /// Where one replica goes.
@@ -88,124 +165,61 @@ pub struct Placement {
     pub disk_uuid: String,
 }
 
-/// No place for a replica: why not, by node.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// How many replicas have a place.
-    pub placed: u32,
-    /// How many are wanted.
-    pub wanted: u32,
-    /// Why each node takes no more.
-    pub by_node: BTreeMap<NodeName, String>,
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of {} replicas have a place; ", self.placed, self.wanted)?;
-        if self.by_node.is_empty() {
-            return f.write_str("there are no nodes: start the controller with --node NAME=URL");
-        }
-        for (at, (node, reason)) in self.by_node.iter().enumerate() {
-            write!(f, "{}{node}: {reason}", if at == 0 { "" } else { "; " })?;
-        }
-        Ok(())
-    }
-}
-
-/// Finds places for the replicas that are missing up to `wanted`; `nodes` says what is there already.
+/// Finds places for as many replicas as are missing from `present` to `wanted`; `nodes` says where those are that are
+/// there, and has the new ones too when this returns.
 ///
 /// # Errors
 /// [`Refusal`] where not all of them have a place; none is taken then.
-pub fn place(request: &Request, nodes: &mut [NodeCandidate], wanted: u32) -> Result<Vec<Placement>, Refusal> {
-    let present: u32 = nodes.iter().map(NodeCandidate::same_volume).sum();
-    let mut placements = Vec::new();
-    for placed in present..wanted {
-        let Some((node, disk)) = best(request, nodes) else {
-            let by_node = nodes.iter().map(|node| (node.name.clone(), filters::explain(request, node)));
-            return Err(Refusal { placed, wanted, by_node: by_node.collect() });
-        };
-        let name = nodes[node].name.clone();
-        let disk = &mut nodes[node].disks[disk];
-        disk.same_volume += 1;
-        disk.scheduled_bytes = disk.scheduled_bytes.saturating_add(request.size_bytes);
-        placements.push(Placement { node: name, disk_path: disk.path.clone(), disk_uuid: disk.uuid.clone() });
-    }
-    Ok(placements)
+pub fn place(
+    request: &Request,
+    nodes: &mut [NodeCandidate],
+    present: u32,
+    wanted: u32,
+) -> Result<Vec<Placement>, Refusal> {
+    let mut zones = Zones::of(nodes);
+    (present..wanted).map(|placed| take(request, nodes, &mut zones, placed, wanted)).collect()
 }
 
-fn best(request: &Request, nodes: &[NodeCandidate]) -> Option<(usize, usize)> {
-    let passing_nodes = nodes.iter().enumerate().filter(|(_, node)| filters::node(request, node).is_ok());
-    passing_nodes
-        .flat_map(|(at, node)| {
-            node.disks.iter().enumerate().map(move |(disk_at, disk)| (at, node, disk_at, disk))
-        })
-        .filter(|(.., disk)| filters::disk(request, disk).is_ok())
-        .min_by_key(|(_, node, _, disk)| rank(node, disk))
-        .map(|(at, _, disk_at, _)| (at, disk_at))
+/// Finds a place for one more replica than the `present` ones.
+///
+/// # Errors
+/// [`Refusal`] where there is none.
+pub fn place_one(request: &Request, nodes: &mut [NodeCandidate], present: u32) -> Result<Placement, Refusal> {
+    let mut zones = Zones::of(nodes);
+    take(request, nodes, &mut zones, present, present.saturating_add(1))
 }
 
-/// The smallest goes first: unused nodes, then unused disks, then the most free; names make it definite.
-fn rank<'a>(node: &'a NodeCandidate, disk: &'a DiskCandidate) -> impl Ord + 'a {
-    (
-        node.same_volume(),
-        disk.same_volume,
-        std::cmp::Reverse(disk.free_bytes()),
-        node.name.as_str(),
-        disk.path.as_str(),
-    )
-}
-
-/// The nodes of the world as candidates for replicas of `volume`.
-#[must_use]
-pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCandidate> {
-    let mut promised: BTreeMap<(&NodeName, &str), (u64, u32)> = BTreeMap::new();
-    for replica in world.replicas.values() {
-        let disk = promised.entry((&replica.spec.node_id, &replica.spec.disk_path)).or_default();
-        disk.0 = disk.0.saturating_add(replica.spec.volume_size);
-        disk.1 += u32::from(replica.spec.volume_name == volume.spec.volume_name);
-    }
-    let node_candidate = |node: &crate::objects::Node| {
-        let name = NodeName::new(&node.metadata.name).ok()?;
-        let disks = node.spec.disks.iter().map(|(path, spec)| {
-            let status = node.status.disk_status.get(path);
-            let (scheduled_bytes, same_volume) = promised.get(&(&name, path)).copied().unwrap_or_default();
-            DiskCandidate {
-                path: path.clone(),
-                uuid: status.map(|status| status.disk_uuid.clone()).unwrap_or_default(),
-                refusal: disk_refusal(spec.allow_scheduling, status.map(|status| status.problem.as_str())),
-                total_bytes: status.map_or(0, |status| status.storage_maximum),
-                reserved_bytes: spec.storage_reserved,
-                scheduled_bytes,
-                same_volume,
-            }
-        });
-        let disks = disks.collect();
-        Some(NodeCandidate { refusal: node_refusal(node, agents, &name), excused: 0, disks, name })
+fn take(
+    request: &Request,
+    nodes: &mut [NodeCandidate],
+    zones: &mut Zones,
+    placed: u32,
+    wanted: u32,
+) -> Result<Placement, Refusal> {
+    let choices = zones.count(request, nodes);
+    let Some((at, disk_at)) = best(request, nodes, zones, &choices) else {
+        return Err(Refusal::new(request, nodes, zones, placed, wanted));
     };
-    world.nodes.values().filter_map(node_candidate).collect()
+    let node = nodes[at].name.clone();
+    let disk = &mut nodes[at].disks[disk_at];
+    disk.same_volume += 1;
+    disk.scheduled_bytes = disk.scheduled_bytes.saturating_add(request.size_bytes);
+    disk.available_bytes = disk.available_bytes.saturating_sub(request.used_bytes);
+    Ok(Placement { node, disk_path: disk.path.clone(), disk_uuid: disk.uuid.clone() })
 }
 
-fn node_refusal(node: &crate::objects::Node, agents: &Agents, name: &NodeName) -> Option<String> {
-    if !node.spec.allow_scheduling {
-        return Some("it is closed for new replicas".to_owned());
-    }
-    let ready = node.status.conditions.get(ConditionType::Ready);
-    match ready {
-        Some(ready) if !ready.status => return Some(format!("it is not ready: {}", ready.message)),
-        None => return Some("its agent has not been reached yet".to_owned()),
-        Some(_) => {}
-    }
-    let synced = agents.get(name).is_some_and(crate::observed::AgentView::is_synced);
-    (!synced).then(|| "its agent is out of reach".to_owned())
-}
-
-fn disk_refusal(allow_scheduling: bool, problem: Option<&str>) -> Option<String> {
-    match problem {
-        _ if !allow_scheduling => Some("it is closed for new replicas".to_owned()),
-        None => Some("its agent has not reported it yet".to_owned()),
-        Some("") => None,
-        Some(problem) => Some(problem.to_owned()),
-    }
+/// The best of the disks that pass all filters.
+fn best(
+    request: &Request,
+    nodes: &[NodeCandidate],
+    zones: &Zones,
+    choices: &[(usize, usize)],
+) -> Option<(usize, usize)> {
+    let choice = |(at, disk_at): &(usize, usize)| {
+        let node = &nodes[*at];
+        scores::Choice { node, disk: &node.disks[*disk_at], zone: zones.of_node(*at) }
+    };
+    choices.iter().copied().min_by(|one, other| scores::compare(request, &choice(one), &choice(other)))
 }
 
 #[cfg(test)]

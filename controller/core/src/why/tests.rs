@@ -122,17 +122,19 @@ impl Case {
         self.world.volumes.get_mut("v").unwrap()
     }
 
-    fn replica(&mut self, n: u64) -> &mut Replica {
-        self.world.replicas.get_mut(&format!("v-{}", id(n))).unwrap()
+    fn replica(&mut self, n: u64, change: impl FnOnce(&mut ReplicaStatus)) {
+        let mut replica = self.world.replicas[&format!("v-{}", id(n))].clone();
+        change(&mut replica.status);
+        self.world.insert(replica.into());
     }
 
     /// Replica 3 is `mode` since second 0, for that reason.
     fn away(&mut self, mode: MemberMode, message: &str) {
         let member = MemberStatus { mode, message: message.to_owned(), away_since_ms: 1 };
         self.engine().status.replica_mode_map.insert(id(3), member);
-        self.replica(3).status.failed_at = Some(at(0));
+        self.replica(3, |status| status.failed_at = Some(at(0)));
         if mode != MemberMode::Rebuilding {
-            self.replica(3).status.lost_since = Some(at(0));
+            self.replica(3, |status| status.lost_since = Some(at(0)));
         }
     }
 
@@ -295,8 +297,10 @@ fn volumes_on_their_way() {
     let mut case = Case::healthy();
     case.volume().status.state = VolumeState::Attaching;
     case.condition(ConditionType::Settled, "WaitingForReplicas", "waiting for replicas");
-    case.replica(2).status.current_state = CurrentState::Error;
-    case.replica(2).status.message = "the directory is missing".to_owned();
+    case.replica(2, |status| {
+        status.current_state = CurrentState::Error;
+        status.message = "the directory is missing".to_owned();
+    });
     let words = [
         "on its way to node a, since",
         "waiting for replicas",
@@ -332,4 +336,22 @@ fn volumes_on_their_way() {
         done: false,
     });
     check("salvage", &case, false, &["being salvaged to replica v-00000002 on node b, as ann decided"]);
+}
+
+#[test]
+fn a_replica_that_is_to_leave_a_drained_node_is_told_of() {
+    let mut case = Case::healthy();
+    let mut drained = crate::objects::Node {
+        metadata: Metadata::new("c", at(0)),
+        spec: Default::default(),
+        status: Default::default(),
+    };
+    drained.spec.eviction_requested = true;
+    case.world.insert(drained.into());
+    let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id(3));
+    let leaves = format!("Replica {name} is to leave node c, which is drained: it is being replaced.");
+    check("drained", &case, true, &[&leaves]);
+    case.condition(ConditionType::Scheduled, "NoPlace", "no place");
+    let cannot = "and cannot yet: there is no other place for it: no place.";
+    check("drain is held", &case, true, &[cannot, "node uncordon c"]);
 }

@@ -214,6 +214,7 @@ impl SimAgent {
                         }
                         instance.state = InstanceState::Running;
                     } else {
+                        lose_missing(view, &key.name, here, views);
                         bring_up(view, &key.name, here, views);
                     }
                     view.endpoint = format!("/dev/longhorn/{}", key.name);
@@ -305,6 +306,37 @@ fn start_up(
     }
     view.phase = "serving".to_owned();
     true
+}
+
+/// Members that do not run leave the view: more than half go on, half ask the arbiter, fewer wait for them. One that is
+/// being rebuilt and does not run any more has failed.
+fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
+    let Some(current) = views.get(volume).copied().filter(|_| view.phase == "serving") else { return };
+    if current.id.generation.attach != view.attach {
+        return;
+    }
+    for (id, member) in &mut view.members {
+        if member.mode == MemberMode::Rebuilding && !here(id) {
+            member.mode = MemberMode::Failed;
+        }
+    }
+    let target = next(current, current.members.filter(|id| here(&id)));
+    let (left, all) = (target.members.len(), current.members.len());
+    if left == all || 2 * left < all {
+        return;
+    }
+    for (id, member) in &mut view.members {
+        if current.members.contains(*id) && !target.members.contains(*id) {
+            member.mode = MemberMode::Failed;
+        }
+    }
+    if 2 * left > all {
+        views.insert(volume.to_owned(), target);
+    } else {
+        let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
+        view.grant_wanted = Some(Box::new(GrantWanted { view: target, honoured, stored: target.members }));
+        view.phase = "frozen".to_owned();
+    }
 }
 
 /// Replicas that are not members are rebuilt, then they join.

@@ -34,10 +34,16 @@ impl Controller {
         view.info = Some(AgentInfo {
             name: node.name.to_string(),
             version: "1".to_owned(),
+            zone: String::new(),
             data_address: "10.0.0.1".to_owned(),
             frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() }],
         });
-        let disk = DiskView { uuid: "disk".to_owned(), total_bytes: 1 << 40, ..DiskView::default() };
+        let disk = DiskView {
+            uuid: "disk".to_owned(),
+            total_bytes: 1 << 40,
+            available_bytes: 1 << 39,
+            ..DiskView::default()
+        };
         view.disks = BTreeMap::from([("/disk".to_owned(), disk)]);
         view.instances.clone_from(&node.instances);
         view.failures.clear();

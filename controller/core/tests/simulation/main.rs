@@ -37,7 +37,10 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (node.clone(), which.clone()).prop_map(|(node, which)| Op::MemberFails(node, which)),
         1 => (which.clone(), which.clone()).prop_map(|(volume, replica)| Op::Salvage(volume, replica)),
         1 => (node.clone(), which).prop_map(|(node, which)| Op::DirectoryLost(node, which)),
-        1 => (node, any::<bool>()).prop_map(|(node, used)| Op::DeviceUsed(node, used)),
+        1 => (node.clone(), any::<bool>()).prop_map(|(node, used)| Op::DeviceUsed(node, used)),
+        1 => node.clone().prop_map(Op::Cordon),
+        2 => node.clone().prop_map(Op::Drain),
+        2 => node.clone().prop_map(Op::Uncordon),
         3 => (1..30u8).prop_map(Op::TimePasses),
         2 => Just(Op::Crash),
     ]
@@ -62,6 +65,7 @@ proptest! {
             sim.step(op);
         }
         sim.stop_faults();
+        sim.open_nodes();
         sim.settle();
         sim.check_converged();
     }

@@ -4,10 +4,10 @@ mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, Secret, Volume};
 use shorthorn_controller_core::observed::{InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
-use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume};
+use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
 use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World};
 
 use shorthorn_types::View;
@@ -46,6 +46,9 @@ pub enum Op {
     Salvage(usize, usize),
     DirectoryLost(usize, usize),
     DeviceUsed(usize, bool),
+    Cordon(usize),
+    Drain(usize),
+    Uncordon(usize),
     TimePasses(u8),
     Crash,
 }
@@ -120,6 +123,15 @@ impl Sim {
                 self.request(volume, |world, name| requests::delete(world, name, now));
             }
             Op::Salvage(volume, replica) => self.salvage(volume, replica),
+            Op::Cordon(node) => {
+                self.set_node(node, SetNode { allow_scheduling: Some(false), ..SetNode::default() })
+            }
+            Op::Drain(node) => {
+                self.set_node(node, SetNode { eviction_requested: Some(true), ..SetNode::default() })
+            }
+            Op::Uncordon(node) => {
+                self.set_node(node, SetNode { allow_scheduling: Some(true), ..SetNode::default() })
+            }
             Op::Decide(which) => {
                 if let Some(key) = choose(&self.keys(), which) {
                     self.decide(&key);
@@ -222,6 +234,13 @@ impl Sim {
         }
     }
 
+    fn set_node(&mut self, at: usize, wanted: SetNode) {
+        let name = self.nodes[at].name.to_string();
+        if let Ok(Change::Store(node)) = (SetNode { name, ..wanted }).apply(&self.store) {
+            assert!(self.put(node.into()));
+        }
+    }
+
     fn publish(&mut self, at: usize, events: Vec<Event>) {
         if let Some(stream) = self.controller.streams.get_mut(&self.nodes[at].name) {
             stream.extend(events);
@@ -270,7 +289,8 @@ impl Sim {
         });
         let (world, agents, now) = (&self.store, &self.controller.agents, self.now);
         // Some rounds of settling, so that replicas that come back at once are kept, and new ones can come up.
-        let settings = Settings { replica_replace_after: std::time::Duration::from_secs(300) };
+        let settings =
+            Settings { replica_replace_after: std::time::Duration::from_secs(300), ..Settings::default() };
         let context = Context { world, agents, now, random, settings };
         let decision = reconcile(&context, key);
         if !decision.actions.is_empty() {
@@ -360,8 +380,13 @@ impl Sim {
             return;
         }
         let (node, call) = self.late.remove(which % self.late.len());
-        // How late a call can be is bounded by its time limit; a volume that was deleted since is later.
+        // How late a call can be is bounded by its time limit; a volume or a replica that was deleted since is later.
         let volume = call.instance();
+        let is_kept = |replica: &Replica| !replica.metadata.is_deleting();
+        if volume.kind == InstanceKind::Replica && !self.store.replicas.get(&volume.name).is_some_and(is_kept)
+        {
+            return;
+        }
         let known = self.store.engines.values().any(|engine| {
             let name = engine.spec.volume_name.as_str();
             !self.store.volumes[name].metadata.is_deleting()
@@ -413,6 +438,18 @@ impl Sim {
         for at in 0..self.nodes.len() {
             self.nodes[at].device_used = false;
             self.controller.close(&self.nodes[at].name, self.now);
+        }
+    }
+
+    /// All nodes but one take replicas again, so that each volume finds places for its own; one that is drained stays so.
+    pub fn open_nodes(&mut self) {
+        let drained = |at: &usize| {
+            let node = self.store.nodes.get(self.nodes[*at].name.as_str());
+            node.is_some_and(|node| node.spec.eviction_requested)
+        };
+        let closed = (0..self.nodes.len()).find(drained);
+        for at in (0..self.nodes.len()).filter(|at| Some(*at) != closed) {
+            self.set_node(at, SetNode { allow_scheduling: Some(true), ..SetNode::default() });
         }
     }
 

@@ -143,17 +143,20 @@ impl Run<'_> {
             self.set_health(robustness, finding);
         }
         self.settle(Finding::Well);
-        self.want_replicas(DesireState::Running);
         self.keep_replicas(engine);
     }
 
     /// Writes what is desired of the replicas where that is something else.
     pub(super) fn want_replicas(&mut self, desire_state: DesireState) {
-        for replica in self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()) {
-            if replica.spec.desire_state != desire_state {
-                let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
-                self.decision.write(Replica { spec, ..(*replica).clone() });
-            }
+        for replica in self.live_replicas() {
+            self.want_replica(replica, desire_state);
+        }
+    }
+
+    pub(super) fn want_replica(&mut self, replica: &Replica, desire_state: DesireState) {
+        if replica.spec.desire_state != desire_state {
+            let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
+            self.decision.write(Replica { spec, ..replica.clone() });
         }
     }
 }

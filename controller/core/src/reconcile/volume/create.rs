@@ -8,6 +8,7 @@ use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, EngineStatus, Finding, Metadata, Replica, ReplicaSpec,
     ReplicaStatus, VolumeState,
 };
+use crate::reconcile::SPACE_CHECK;
 use crate::scheduler::{self, Placement, Refusal, Request};
 
 impl Run<'_> {
@@ -51,10 +52,10 @@ impl Run<'_> {
     }
 
     fn place_replicas(&mut self, wanted: u32) {
-        let spec = &self.stored.spec;
-        let request = Request { size_bytes: spec.size, soft_anti_affinity: spec.replica_soft_anti_affinity };
+        let request = Request::of(self.stored, self.context.settings.scheduling);
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
-        match scheduler::place(&request, &mut nodes, wanted) {
+        let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX);
+        match scheduler::place(&request, &mut nodes, present, wanted) {
             Ok(placements) => {
                 let random = self.context.random;
                 for (placement, random) in placements.into_iter().zip(random) {
@@ -74,6 +75,9 @@ impl Run<'_> {
     }
 
     pub(super) fn note_no_place(&mut self, refusal: &Refusal) {
+        if refusal.waits_for_space() {
+            self.decision.again_after(SPACE_CHECK);
+        }
         let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
         if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {
             self.decision.emit(self.key(), true, "NoPlace", refusal.to_string());

@@ -1,5 +1,9 @@
 //! Replaces replicas that are lost, one at a time, and gives up those that are replaced.
 //!
+//! Replicas that are to leave their node are replaced in the same way: another one is made first. Members cannot be
+//! taken out of a view from outside, so once more replicas than configured are members, the process of one that is not
+//! needed is stopped; it leaves the view as one that fails does, and then it is one of those that nobody needs.
+//!
 //! Nothing here is remembered between runs. While fewer replicas than configured are members, every replica is
 //! wanted; once enough are, those that are not members are given up: first the engine forgets them, then their
 //! data goes.
@@ -12,11 +16,12 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use super::Run;
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Metadata, Replica, ReplicaSpec,
-    Robustness, Volume,
+    Volume,
 };
-use crate::reconcile::{NEW_REPLICA_WAIT, health, remaining};
+use crate::observed::{Detail, InstanceKey};
+use crate::reconcile::{NEW_REPLICA_WAIT, health, remaining, seeks_place};
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
-use crate::{ReplicaTarget, World};
+use crate::{ReplicaTarget, World, drain};
 
 /// Whether the engine of the current attachment serves, and what it says is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
@@ -61,12 +66,14 @@ impl<'a> Run<'a> {
 
     /// Sees to it that there are enough replicas, and no needless ones, and that the engine knows them.
     pub(super) fn keep_replicas(&mut self, engine: &Engine) {
+        let live = self.live_replicas();
         if !serves(self.stored, engine) {
-            self.tell_places(engine, &self.live_replicas());
+            self.want_replicas(DesireState::Running);
+            self.tell_places(engine, &live);
             return;
         }
-        let live = self.live_replicas();
         let needless = self.needless(engine, &live);
+        self.want_needed(engine, &live, &needless);
         let kept: Vec<&Replica> = live
             .iter()
             .copied()
@@ -87,12 +94,47 @@ impl<'a> Run<'a> {
         if live.len() <= wanted {
             return Vec::new();
         }
-        let whole = is_whole(self.stored, engine, live.iter().copied());
+        // Replicas that are to leave do not make one needless that is to take their place.
+        let staying = live.iter().copied().filter(|replica| !self.is_evicted(replica));
+        let whole = is_whole(self.stored, engine, staying);
         let needless = |replica: &&&Replica| {
             !engine.status.has_member(replica.spec.replica_id)
                 && (whole || (was_never_member(self.stored, replica) && self.is_lost(engine, replica)))
         };
         live.iter().filter(needless).copied().collect()
+    }
+
+    fn is_evicted(&self, replica: &Replica) -> bool {
+        drain::is_evicted(self.context.world, replica)
+    }
+
+    /// All run, but for one that leaves the view. What becomes of those that nobody needs does not matter: one that
+    /// was stopped to leave the view must not come back into it.
+    fn want_needed(&mut self, engine: &Engine, live: &[&'a Replica], needless: &[&Replica]) {
+        let leaving = self.leaving(engine, live).map(|replica| replica.spec.replica_id);
+        for replica in live {
+            let id = replica.spec.replica_id;
+            if leaving == Some(id) {
+                self.want_replica(replica, DesireState::Stopped);
+            } else if !needless.iter().any(|needless| needless.spec.replica_id == id) {
+                self.want_replica(replica, DesireState::Running);
+            }
+        }
+    }
+
+    /// A member that the view has beyond what is configured: first one that is to leave its node, else the newest.
+    fn leaving(&self, engine: &Engine, live: &[&'a Replica]) -> Option<&'a Replica> {
+        let members =
+            live.iter().copied().filter(|replica| engine.status.has_member(replica.spec.replica_id));
+        let members: Vec<&Replica> = members.collect();
+        if members.len() <= self.stored.spec.number_of_replicas.max(1) as usize {
+            return None;
+        }
+        let rank = |replica: &&&Replica| {
+            let metadata = &replica.metadata;
+            (self.is_evicted(replica), metadata.creation_timestamp, replica.spec.replica_id)
+        };
+        members.iter().max_by_key(rank).copied()
     }
 
     /// Whether the replica has been away for so long that another takes its place.
@@ -127,7 +169,8 @@ impl<'a> Run<'a> {
         let wanted = self.stored.spec.number_of_replicas as usize;
         let (lost, hopeful): (Vec<&Replica>, Vec<&Replica>) =
             live.iter().copied().partition(|replica| self.is_lost(engine, replica));
-        if hopeful.len() >= wanted {
+        let evicted = hopeful.iter().copied().find(|replica| self.is_evicted(replica));
+        if hopeful.iter().filter(|replica| !self.is_evicted(replica)).count() >= wanted {
             self.note_enough();
             self.look_when_lost(&hopeful);
             return;
@@ -138,17 +181,32 @@ impl<'a> Run<'a> {
             return;
         }
         let lost = lost.into_iter().min_by_key(|replica| replica.status.lost_since);
-        // Only runs over a volume that is stored as degraded are taken one at a time with others that place.
-        if self.stored.status.robustness != Robustness::Degraded {
+        // Only such runs are taken one at a time with others that place.
+        if !seeks_place(self.context.world, self.stored) {
+            return;
+        }
+        if hopeful.len() >= MAX_MEMBERS {
+            self.note_full();
             return;
         }
         match self.place_one_more() {
-            Ok(placement) => self.write_replacement(placement, lost),
+            Ok(placement) => self.write_replacement(placement, lost, evicted),
             Err(refusal) => match self.nodes_may_come() {
                 Some(wait) => self.decision.again_after(wait),
                 None => self.note_no_place(&refusal),
             },
         }
+    }
+
+    /// A replacement is there before what it replaces goes, and an engine cannot have that many.
+    fn note_full(&mut self) {
+        let message =
+            format!("it has {MAX_MEMBERS} replicas, and an engine cannot have one more for a while");
+        self.next.status.conditions.set(
+            ConditionType::Scheduled,
+            Finding::wrong("TooManyReplicas", message),
+            self.context.now,
+        );
     }
 
     fn note_enough(&mut self) {
@@ -168,40 +226,55 @@ impl<'a> Run<'a> {
 
     /// A place on a node that has none of the replicas; else, once every node was asked, beside one that is lost.
     fn place_one_more(&self) -> Result<Placement, Refusal> {
-        let spec = &self.stored.spec;
-        let request = Request { size_bytes: spec.size, soft_anti_affinity: spec.replica_soft_anti_affinity };
-        let nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
-        let wanted = u32::try_from(self.replicas.len() + 1).unwrap_or(u32::MAX);
-        let mut elsewhere = nodes.clone();
-        let placed = scheduler::place(&request, &mut elsewhere, wanted);
-        let placed = if placed.is_err() && self.nodes_may_come().is_none() {
-            scheduler::place(&request, &mut self.excuse_lost(nodes), wanted)
-        } else {
-            placed
+        let request = Request {
+            used_bytes: self.taken_bytes(),
+            ..Request::of(self.stored, self.context.settings.scheduling)
         };
-        placed.and_then(|placements| {
-            let none = Refusal { placed: wanted - 1, wanted, by_node: BTreeMap::new() };
-            placements.into_iter().next().ok_or(none)
-        })
+        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        let placed = self.place_one(&request, &mut nodes);
+        if placed.is_err() && self.nodes_may_come().is_none() {
+            self.excuse_lost(&mut nodes);
+            return self.place_one(&request, &mut nodes);
+        }
+        placed
     }
 
-    /// The same nodes, where replicas that are away keep no other away.
-    fn excuse_lost(&self, mut nodes: Vec<NodeCandidate>) -> Vec<NodeCandidate> {
+    fn place_one(&self, request: &Request, nodes: &mut [NodeCandidate]) -> Result<Placement, Refusal> {
+        let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX - 1);
+        scheduler::place_one(request, nodes, present)
+    }
+
+    /// What the copy of a replica will take at once, as far as agents show what there is to copy.
+    fn taken_bytes(&self) -> u64 {
+        let taken = |replica: &&Replica| {
+            let view = self.context.agents.get(&replica.spec.node_id)?;
+            let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
+            match &view.instances.get(&key)?.detail {
+                Detail::Replica(shown) => Some(shown.allocated_bytes),
+                Detail::Engine(_) => None,
+            }
+        };
+        self.replicas.iter().filter_map(taken).max().unwrap_or(0)
+    }
+
+    /// From here on replicas that are away keep no other away.
+    fn excuse_lost(&self, nodes: &mut [NodeCandidate]) {
         let away =
             |replica: &&&Replica| replica.metadata.is_deleting() || replica.status.lost_since.is_some();
         for replica in self.replicas.iter().filter(away) {
-            if let Some(node) = nodes.iter_mut().find(|node| node.name == replica.spec.node_id) {
-                node.excused += 1;
-            }
+            let node = nodes.iter_mut().find(|node| node.name == replica.spec.node_id);
+            let disks = node.map(|node| &mut node.disks).into_iter().flatten();
+            disks.filter(|disk| disk.path == replica.spec.disk_path).for_each(|disk| disk.excused += 1);
         }
-        nodes
     }
 
-    fn write_replacement(&mut self, placement: Placement, lost: Option<&Replica>) {
-        let why = lost.map_or_else(
-            || "there are fewer than configured".to_owned(),
-            |lost| format!("{} on {} is away", lost.metadata.name, lost.spec.node_id),
-        );
+    fn write_replacement(&mut self, placement: Placement, lost: Option<&Replica>, evicted: Option<&Replica>) {
+        let at = |replica: &Replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id);
+        let why = match (lost, evicted) {
+            (Some(lost), _) => format!("{} is away", at(lost)),
+            (None, Some(evicted)) => format!("{} is to leave its node", at(evicted)),
+            (None, None) => "there are fewer than configured".to_owned(),
+        };
         let message = format!("a new replica is made on {}: {why}", placement.node);
         self.decision.emit(self.key(), false, "ReplicaReplaced", message);
         let id = ReplicaId::from_random(self.context.random[0]);

@@ -4,7 +4,7 @@ use shorthorn_controller_core::objects::{
     CurrentState, Engine, MemberMode, Object, Robustness, Volume, VolumeState,
 };
 use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
-use shorthorn_controller_core::{AgentCall, NodeName};
+use shorthorn_controller_core::{AgentCall, NodeName, drain};
 use shorthorn_types::{Generation, Members, View, ViewId};
 
 use super::Sim;
@@ -92,16 +92,11 @@ impl Sim {
             }
             AgentCall::DeleteReplica { volume, .. } => {
                 let stored = &self.store.volumes[volume.as_str()];
-                if !stored.metadata.is_deleting() {
-                    self.check_retirement(&call.instance().name, stored);
-                    return;
-                }
                 let engine = &self.store.engines[volume.as_str()];
-                assert_eq!(
-                    engine.status.current_state,
-                    CurrentState::Stopped,
-                    "data is deleted under an engine"
-                );
+                // What was decided about a replaced one may be carried out after its volume is to be deleted.
+                if !stored.metadata.is_deleting() || engine.status.current_state != CurrentState::Stopped {
+                    self.check_retirement(&call.instance().name, stored);
+                }
             }
             AgentCall::StartReplica { .. }
             | AgentCall::SetRebuildLimits { .. }
@@ -222,6 +217,16 @@ impl Sim {
                 let stale =
                     self.store.replicas_of(&spec.volume_name).find(|r| !members.contains(r.spec.replica_id));
                 assert!(stale.is_none(), "{stale:#?} is left over beside {members}");
+                assert_eq!(
+                    members.len(),
+                    spec.number_of_replicas as usize,
+                    "{volume:#?} has more than it wants"
+                );
+                let undrained = self
+                    .store
+                    .replicas_of(&spec.volume_name)
+                    .find(|replica| drain::is_evicted(&self.store, replica));
+                assert!(undrained.is_none(), "{undrained:#?} has not left its node");
             }
         }
     }

@@ -1,0 +1,143 @@
+//! What is left to do until a drained node has nothing any more: each replica and each engine there, and what it waits
+//! for.
+//!
+//! Draining is the work of the volumes' reconcilers: a replica on such a node is replaced first, and goes once as many
+//! replicas as configured have everything without it. Here is only said how far they are. What no reconciler can go on
+//! with by itself is *held*: somebody has to do something.
+
+use crate::World;
+use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
+use crate::observed::{Agents, Detail, InstanceKey};
+
+/// Something that is still on a drained node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// The volume.
+    pub volume: String,
+    /// Its replica; none: its engine.
+    pub replica: Option<String>,
+    /// Whether nothing goes on until somebody does something.
+    pub held: bool,
+    /// How far it is, or what to do.
+    pub message: String,
+}
+
+/// Whether everything is to leave the node that the replica is on.
+#[must_use]
+pub fn is_evicted(world: &World, replica: &Replica) -> bool {
+    world.nodes.get(replica.spec.node_id.as_str()).is_some_and(|node| node.spec.eviction_requested)
+}
+
+/// What is left on `node`, by volume.
+#[must_use]
+pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
+    let name = node.metadata.name.as_str();
+    let engines = world.volumes.values().filter(|volume| is_attached_to(world, volume, name)).map(of_engine);
+    let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == name);
+    let mut left: Vec<Left> = engines.chain(here.map(|replica| of_replica(world, agents, replica))).collect();
+    left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
+    left
+}
+
+/// Whether an engine is there, or is to come there.
+fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
+    let engine = world.engines.get(&volume.metadata.name);
+    let runs = engine.filter(|_| volume.status.current_node_id.is_some());
+    let places = [volume.spec.node_id.as_ref(), runs.and_then(|engine| engine.spec.node_id.as_ref())];
+    places.into_iter().flatten().any(|place| place.as_str() == node)
+}
+
+fn of_engine(volume: &Volume) -> Left {
+    let name = volume.metadata.name.clone();
+    let message = format!(
+        "volume {name} is attached here: move what uses it to another node, or shorthornctl volume detach {name}"
+    );
+    Left { volume: name, replica: None, held: true, message }
+}
+
+/// How far the replica is that is to leave its node.
+#[must_use]
+pub fn of_replica(world: &World, agents: &Agents, replica: &Replica) -> Left {
+    let volume = world.volumes.get(replica.spec.volume_name.as_str());
+    let (held, message) = match volume {
+        _ if replica.metadata.is_deleting() => (false, "its data is being deleted".to_owned()),
+        Some(volume) => of_volume(world, agents, volume, replica),
+        None => (false, "its volume is gone".to_owned()),
+    };
+    let name = replica.metadata.name.clone();
+    Left { volume: replica.spec.volume_name.to_string(), replica: Some(name), held, message }
+}
+
+fn of_volume(world: &World, agents: &Agents, volume: &Volume, replica: &Replica) -> (bool, String) {
+    let name = &volume.metadata.name;
+    match (volume.status.state, world.engines.get(name)) {
+        (VolumeState::Detached, _) => {
+            let last = if is_last(world, volume, replica) { "; nobody else has its data" } else { "" };
+            let message = format!(
+                "volume {name} is detached, and replicas are moved only while it is attached{last}: shorthornctl volume \
+                 attach {name} --node NODE, or delete it"
+            );
+            (true, message)
+        }
+        (VolumeState::Attached, Some(engine)) if engine.status.is_serving() => {
+            while_served(agents, volume, engine, world)
+        }
+        (VolumeState::Attached, _) => {
+            (true, format!("volume {name} is not served: shorthornctl volume why {name}"))
+        }
+        (state, _) => (false, format!("volume {name} is {}", state.as_str())),
+    }
+}
+
+fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, world: &World) -> (bool, String) {
+    let all: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+    let mode = |replica: &Replica| {
+        engine.status.replica_mode_map.get(&replica.spec.replica_id).map(|member| member.mode)
+    };
+    let new = all.iter().find(|replica| {
+        !replica.metadata.is_deleting()
+            && !is_evicted(world, replica)
+            && mode(replica) != Some(MemberMode::Member)
+    });
+    if let Some(new) = new {
+        let percent = percent_of_copy(agents, engine, new).map(|percent| format!(", {percent} % done"));
+        let place = (&new.metadata.name, &new.spec.node_id, percent.unwrap_or_default());
+        return (
+            false,
+            format!("replica {} on node {} is being brought up in its place{}", place.0, place.1, place.2),
+        );
+    }
+    let scheduled =
+        volume.status.conditions.get(ConditionType::Scheduled).filter(|scheduled| !scheduled.status);
+    match scheduled {
+        Some(scheduled) => (true, format!("there is no other place for it: {}", scheduled.message)),
+        None => (false, "it is being replaced".to_owned()),
+    }
+}
+
+fn percent_of_copy(agents: &Agents, engine: &Engine, replica: &Replica) -> Option<u64> {
+    let view = agents.get(engine.spec.node_id.as_ref()?)?;
+    match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
+        Detail::Engine(shown) => Some(shown.copies.get(&replica.spec.replica_id)?.percent()),
+        Detail::Replica(_) => None,
+    }
+}
+
+/// Whether no other replica, as far as is known, has everything.
+fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
+    let has_all = |other: &Replica| {
+        let was_first = volume.status.first_members.contains(&other.spec.replica_id);
+        let status = &other.status;
+        status.data == DataState::Present
+            && status.failed_at.is_none()
+            && (status.healthy_at.is_some() || was_first)
+            && !other.metadata.is_deleting()
+    };
+    let mut others = world
+        .replicas_of(&volume.spec.volume_name)
+        .filter(|other| other.spec.replica_id != replica.spec.replica_id);
+    has_all(replica) && !others.any(has_all)
+}
+
+#[cfg(test)]
+mod tests;

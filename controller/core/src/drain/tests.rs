@@ -1,0 +1,162 @@
+//! Volume v has replicas 1 and 2 on nodes a and b, and is attached to c; a is drained.
+
+use std::collections::BTreeMap;
+
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use super::*;
+use crate::objects::{
+    CurrentState, DesireState, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata, NodeSpec,
+    NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+};
+use crate::requests::{Change, CreateVolume};
+use crate::{NodeName, Timestamp};
+
+fn now() -> Timestamp {
+    Timestamp::UNIX_EPOCH
+}
+
+fn id(n: u64) -> ReplicaId {
+    ReplicaId::from_random(n)
+}
+
+fn replica(n: u64, node: &str) -> Replica {
+    let volume_name = VolumeName::new("v").unwrap();
+    Replica {
+        metadata: Metadata::new(ReplicaSpec::instance_name(&volume_name, id(n)), now()),
+        spec: ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 30,
+            replica_id: id(n),
+            node_id: NodeName::new(node).unwrap(),
+            disk_path: "/disk".to_owned(),
+            disk_id: "disk".to_owned(),
+            desire_state: DesireState::Running,
+        },
+        status: ReplicaStatus {
+            data: DataState::Present,
+            healthy_at: Some(now()),
+            ..ReplicaStatus::default()
+        },
+    }
+}
+
+fn world() -> World {
+    let mut world = World::default();
+    for name in ["a", "b", "c"] {
+        let spec = NodeSpec { eviction_requested: name == "a", ..NodeSpec::default() };
+        let metadata = Metadata::new(name, now());
+        world.insert(Node { metadata, spec, status: NodeStatus::default() }.into());
+    }
+    let wanted = CreateVolume {
+        name: "v".to_owned(),
+        size_bytes: 1 << 30,
+        number_of_replicas: 2,
+        ..CreateVolume::default()
+    };
+    let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+        panic!("the volume is refused");
+    };
+    volume.spec.node_id = Some(NodeName::new("c").unwrap());
+    volume.status.current_node_id = volume.spec.node_id.clone();
+    volume.status.state = VolumeState::Attached;
+    let node_id = volume.spec.node_id.clone();
+    world.insert(volume.into());
+    let members = (1..=2).map(|n| (id(n), MemberStatus::of(MemberMode::Member)));
+    let engine = Engine {
+        metadata: Metadata::new("v", now()),
+        spec: EngineSpec {
+            volume_name: VolumeName::new("v").unwrap(),
+            volume_size: 1 << 30,
+            node_id,
+            desire_state: DesireState::Running,
+            attach: 1,
+            frontend: Frontend::Auto,
+            replica_address_map: BTreeMap::new(),
+            map_revision: 0,
+        },
+        status: EngineStatus {
+            current_state: CurrentState::Running,
+            phase: "serving".to_owned(),
+            replica_mode_map: members.collect(),
+            ..EngineStatus::default()
+        },
+    };
+    world.insert(engine.into());
+    world.insert(replica(1, "a").into());
+    world.insert(replica(2, "b").into());
+    world
+}
+
+/// What is left on a: (held, message) of each.
+fn left_on_a(world: &World) -> Vec<(bool, String)> {
+    let left = left(world, &Agents::default(), &world.nodes["a"]);
+    left.into_iter().map(|left| (left.held, left.message)).collect()
+}
+
+fn only(world: &World) -> (bool, String) {
+    let left = left_on_a(world);
+    assert_eq!(left.len(), 1, "{left:?}");
+    left.into_iter().next().unwrap()
+}
+
+#[test]
+fn a_replica_that_is_being_replaced_says_by_whom() {
+    let mut world = world();
+    assert_eq!(only(&world), (false, "it is being replaced".to_owned()));
+    world.insert(replica(3, "c").into());
+    let (held, message) = only(&world);
+    assert!(!held && message.starts_with("replica v-00000003 on node c is being brought up"), "{message}");
+}
+
+#[test]
+fn what_cannot_be_moved_is_held_and_says_why() {
+    let full = || {
+        let mut world = world();
+        let volume = world.volumes.get_mut("v").unwrap();
+        let finding = Finding::wrong("NoPlace", "2 of 3 replicas have a place; b: full");
+        volume.status.conditions.set(ConditionType::Scheduled, finding, now());
+        world
+    };
+    let (held, message) = only(&full());
+    assert!(
+        held && message.ends_with("no other place for it: 2 of 3 replicas have a place; b: full"),
+        "{message}"
+    );
+
+    let mut frozen = world();
+    frozen.engines.get_mut("v").unwrap().status.phase = "frozen".to_owned();
+    assert_eq!(only(&frozen), (true, "volume v is not served: shorthornctl volume why v".to_owned()));
+}
+
+#[test]
+fn a_detached_volume_holds_and_says_when_nobody_else_has_its_data() {
+    let mut world = world();
+    let volume = world.volumes.get_mut("v").unwrap();
+    volume.status.state = VolumeState::Detached;
+    volume.status.current_node_id = None;
+    volume.spec.node_id = None;
+    let (held, message) = only(&world);
+    assert!(held && message.contains("volume attach v --node NODE"), "{message}");
+    assert!(!message.contains("nobody else"), "{message}");
+    let mut behind = replica(2, "b");
+    behind.status.failed_at = Some(now());
+    world.insert(behind.into());
+    assert!(only(&world).1.contains("nobody else has its data"));
+    let mut behind = replica(1, "a");
+    behind.status.failed_at = Some(now());
+    world.insert(behind.into());
+    world.insert(replica(2, "b").into());
+    assert!(!only(&world).1.contains("nobody else"));
+}
+
+#[test]
+fn an_engine_holds_its_node() {
+    let mut world = world();
+    let here = NodeName::new("a").unwrap();
+    world.volumes.get_mut("v").unwrap().spec.node_id = Some(here.clone());
+    world.engines.get_mut("v").unwrap().spec.node_id = Some(here);
+    let left = left_on_a(&world);
+    assert_eq!(left.len(), 2, "{left:?}");
+    assert!(left[0].0 && left[0].1.contains("shorthornctl volume detach v"), "{left:?}");
+}

@@ -1,0 +1,103 @@
+use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// The longest label: what Kubernetes allows as the value of one.
+pub const MAX_LABEL_BYTES: usize = 63;
+
+/// A tag of a node or a disk, or the name of a zone: a value that a Kubernetes label can have.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Label(String);
+
+/// Tags, or what a selector asks for.
+pub type Labels = BTreeSet<Label>;
+
+/// Why a text is no label.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error(
+    "{0:?} is no tag or zone: use 1 to {MAX_LABEL_BYTES} letters, digits, '-', '_' and '.', starting and ending with a \
+     letter or digit"
+)]
+pub struct LabelError(String);
+
+impl Label {
+    /// Checks `text` and takes it as a label.
+    ///
+    /// # Errors
+    /// [`LabelError`].
+    pub fn new(text: &str) -> Result<Label, LabelError> {
+        let plain = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+        let ends = [text.bytes().next(), text.bytes().next_back()];
+        let framed = ends.into_iter().all(|end| end.is_some_and(|byte| byte.is_ascii_alphanumeric()));
+        if text.len() > MAX_LABEL_BYTES || !plain || !framed {
+            return Err(LabelError(text.chars().take(80).collect()));
+        }
+        Ok(Label(text.to_owned()))
+    }
+
+    /// The label as text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// The labels of these texts.
+///
+/// # Errors
+/// [`LabelError`] for the first that is none.
+pub fn labels(texts: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Labels, LabelError> {
+    texts.into_iter().map(|text| Label::new(text.as_ref())).collect()
+}
+
+impl FromStr for Label {
+    type Err = LabelError;
+    fn from_str(text: &str) -> Result<Label, LabelError> {
+        Label::new(text)
+    }
+}
+
+impl TryFrom<String> for Label {
+    type Error = LabelError;
+    fn try_from(text: String) -> Result<Label, LabelError> {
+        Label::new(&text)
+    }
+}
+
+impl From<Label> for String {
+    fn from(label: Label) -> String {
+        label.0
+    }
+}
+
+impl fmt::Display for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn takes_values_of_kubernetes_labels_only() {
+        for good in ["a", "ssd", "eu-west-1a", "Rack_7.b", &"x".repeat(63)] {
+            assert!(Label::new(good).is_ok(), "{good}");
+        }
+        for bad in ["", "-", "a-", ".a", "a b", "a,b", "ü", &"x".repeat(64)] {
+            assert!(Label::new(bad).is_err(), "{bad}");
+        }
+        assert!(labels(["a", "b,"]).is_err());
+    }
+}

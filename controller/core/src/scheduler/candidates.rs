@@ -1,0 +1,73 @@
+//! The nodes of the world as the scheduler sees them.
+
+use super::{DiskCandidate, NodeCandidate};
+use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
+use crate::observed::{AgentView, Agents};
+use crate::{NodeName, World};
+
+/// The nodes of the world as candidates for replicas of `volume`.
+#[must_use]
+pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCandidate> {
+    let own: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+    let candidate = |node: &Node| {
+        let name = NodeName::new(&node.metadata.name).ok()?;
+        let view = agents.get(&name);
+        let promised = world.replicas.promised_on(name.as_str());
+        let disk = |(path, spec): (&String, &DiskSpec)| {
+            let here = |replica: &&&Replica| replica.spec.node_id == name && replica.spec.disk_path == *path;
+            let promised = promised.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
+            let same_volume = own.iter().filter(here).count();
+            DiskCandidate {
+                scheduled_bytes: u64::try_from(promised.bytes).unwrap_or(u64::MAX),
+                same_volume: u32::try_from(same_volume).unwrap_or(u32::MAX),
+                ..disk_candidate(node, view, path, spec)
+            }
+        };
+        Some(NodeCandidate {
+            zone: node.zone().cloned(),
+            tags: node.spec.tags.clone(),
+            cordoned: !node.spec.allow_scheduling || node.spec.eviction_requested,
+            evicted: node.spec.eviction_requested,
+            not_ready: not_ready(node, view),
+            disks: node.spec.disks.iter().map(disk).collect(),
+            name,
+        })
+    };
+    world.nodes.values().filter_map(candidate).collect()
+}
+
+/// The disk without what replicas make of it.
+fn disk_candidate(node: &Node, view: Option<&AgentView>, path: &str, spec: &DiskSpec) -> DiskCandidate {
+    let status = node.status.disk_status.get(path);
+    let seen = view.and_then(|view| view.disks.get(path));
+    DiskCandidate {
+        path: path.to_owned(),
+        uuid: status.map(|status| status.disk_uuid.clone()).unwrap_or_default(),
+        tags: spec.tags.clone(),
+        refusal: disk_refusal(spec.allow_scheduling, status.map(|status| status.problem.as_str())),
+        total_bytes: status.map_or(0, |status| status.storage_maximum),
+        available_bytes: seen.map_or(0, |seen| seen.available_bytes),
+        reserved_bytes: spec.storage_reserved,
+        scheduled_bytes: 0,
+        same_volume: 0,
+        excused: 0,
+    }
+}
+
+fn not_ready(node: &Node, view: Option<&AgentView>) -> Option<String> {
+    match node.status.conditions.get(ConditionType::Ready) {
+        Some(ready) if !ready.status => Some(format!("it is not ready: {}", ready.message)),
+        None => Some("its agent has not been reached yet".to_owned()),
+        Some(_) if !view.is_some_and(AgentView::is_synced) => Some("its agent is out of reach".to_owned()),
+        Some(_) => None,
+    }
+}
+
+fn disk_refusal(allow_scheduling: bool, problem: Option<&str>) -> Option<String> {
+    match problem {
+        _ if !allow_scheduling => Some("it is closed for new replicas".to_owned()),
+        None => Some("its agent has not reported it yet".to_owned()),
+        Some("") => None,
+        Some(problem) => Some(problem.to_owned()),
+    }
+}

@@ -1,0 +1,86 @@
+//! Why there is no place, for programs and for people.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::zones::Zones;
+use super::{Filter, NodeCandidate, Request, filters};
+use crate::NodeName;
+
+/// How many nodes a text names with their reasons. It is stored with the volume, and nobody reads a thousand.
+const NAMED_MAX: usize = 10;
+
+/// Why a node takes no replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removal {
+    /// What has removed it.
+    pub filter: Filter,
+    /// A sentence about it.
+    pub reason: String,
+}
+
+/// No place for a replica: why not, by node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// How many replicas have a place.
+    pub placed: u32,
+    /// How many are wanted.
+    pub wanted: u32,
+    /// Why each node takes no more.
+    pub by_node: BTreeMap<NodeName, Removal>,
+    /// How many nodes have gone for which reason, in words, the most first.
+    pub summary: String,
+}
+
+impl Refusal {
+    pub(super) fn new(
+        request: &Request,
+        nodes: &[NodeCandidate],
+        zones: &Zones,
+        placed: u32,
+        wanted: u32,
+    ) -> Refusal {
+        let removal = |(at, node): (usize, &NodeCandidate)| {
+            let (filter, reason) = filters::explain(request, node, zones.of_node(at))?;
+            Some((node.name.clone(), Removal { filter, reason }))
+        };
+        let by_node: BTreeMap<NodeName, Removal> = nodes.iter().enumerate().filter_map(removal).collect();
+        let summary = sum_up(request, &by_node);
+        Refusal { placed, wanted, by_node, summary }
+    }
+
+    /// Whether time alone can bring a place: nothing tells when files on a disk are deleted.
+    #[must_use]
+    pub fn waits_for_space(&self) -> bool {
+        self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)
+    }
+}
+
+fn sum_up(request: &Request, by_node: &BTreeMap<NodeName, Removal>) -> String {
+    let mut counts: BTreeMap<Filter, usize> = BTreeMap::new();
+    for removal in by_node.values() {
+        *counts.entry(removal.filter).or_default() += 1;
+    }
+    let mut counts: Vec<(Filter, usize)> = counts.into_iter().collect();
+    counts.sort_by_key(|(filter, count)| (std::cmp::Reverse(*count), *filter));
+    let parts = counts.iter().map(|(filter, count)| format!("{count} {}", filter.of_nodes(request, *count)));
+    let nodes = if by_node.len() == 1 { "node" } else { "nodes" };
+    format!("{} {nodes}: {}", by_node.len(), parts.collect::<Vec<_>>().join(", "))
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} replicas have a place; ", self.placed, self.wanted)?;
+        if self.by_node.is_empty() {
+            return f.write_str("there are no nodes: start the controller with --node NAME=URL");
+        }
+        f.write_str(&self.summary)?;
+        for (node, removal) in self.by_node.iter().take(NAMED_MAX) {
+            write!(f, "; {node}: {}", removal.reason)?;
+        }
+        match self.by_node.len().saturating_sub(NAMED_MAX) {
+            0 => Ok(()),
+            more => write!(f, "; and {more} more"),
+        }
+    }
+}

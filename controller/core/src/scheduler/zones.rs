@@ -1,0 +1,70 @@
+//! What the nodes of a zone come to together.
+
+use std::collections::BTreeMap;
+
+use super::{NodeCandidate, Request, filters};
+use crate::Label;
+
+/// The zones of some nodes. Which node is in which is found once, the sums are counted before each choice.
+pub(super) struct Zones {
+    of_node: Vec<usize>,
+    zones: Vec<Zone>,
+}
+
+/// One zone.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Zone {
+    /// How many replicas of the volume are in it to stay.
+    pub(super) same_volume: u32,
+    /// How many of those keep no other away.
+    pub(super) excused: u32,
+    /// What may still be promised on a disk that can be chosen, on average: zones need not have the same number.
+    pub(super) mean_room_bytes: u64,
+}
+
+impl Zones {
+    pub(super) fn of(nodes: &[NodeCandidate]) -> Zones {
+        let mut numbers: BTreeMap<Option<&Label>, usize> = BTreeMap::new();
+        let mut of_node = Vec::with_capacity(nodes.len());
+        for node in nodes {
+            let next = numbers.len();
+            of_node.push(*numbers.entry(node.zone.as_ref()).or_insert(next));
+        }
+        Zones { of_node, zones: vec![Zone::default(); numbers.len()] }
+    }
+
+    pub(super) fn of_node(&self, at: usize) -> &Zone {
+        &self.zones[self.of_node[at]]
+    }
+
+    /// Counts what is there now, and returns the disks that pass all filters: node and disk, by their places.
+    pub(super) fn count(&mut self, request: &Request, nodes: &[NodeCandidate]) -> Vec<(usize, usize)> {
+        self.zones.fill(Zone::default());
+        for (node, zone) in nodes.iter().zip(&self.of_node).filter(|(node, _)| !node.evicted) {
+            let zone = &mut self.zones[*zone];
+            zone.same_volume += node.same_volume();
+            zone.excused += node.excused();
+        }
+        // Which nodes can be chosen depends on the sums above.
+        let mut choices = Vec::new();
+        let mut rooms = vec![(0u128, 0u128); self.zones.len()];
+        for (at, node) in nodes.iter().enumerate() {
+            if !filters::takes(request, node, self.of_node(at)) {
+                continue;
+            }
+            for (disk_at, disk) in node.disks.iter().enumerate() {
+                if filters::takes_on(request, disk) {
+                    let (bytes, disks) = &mut rooms[self.of_node[at]];
+                    *bytes += u128::from(disk.room_bytes(request.limits));
+                    *disks += 1;
+                    choices.push((at, disk_at));
+                }
+            }
+        }
+        for (zone, (bytes, disks)) in self.zones.iter_mut().zip(rooms) {
+            let mean = bytes.checked_div(disks).unwrap_or(0);
+            zone.mean_room_bytes = u64::try_from(mean).unwrap_or(u64::MAX);
+        }
+        choices
+    }
+}

@@ -1,0 +1,117 @@
+use std::collections::BTreeMap;
+use std::ops::Deref;
+
+use crate::NodeName;
+use crate::objects::Replica;
+
+/// All replicas by name, and what they were promised on each disk, which every change keeps up to date: the
+/// scheduler asks for it at each placement, and counting anew would take longer with every replica.
+#[derive(Clone, Debug, Default)]
+pub struct Replicas {
+    by_name: BTreeMap<String, Replica>,
+    promised: BTreeMap<NodeName, BTreeMap<String, Promised>>,
+}
+
+/// What the replicas on a disk were promised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Promised {
+    /// The sum of their sizes. No number of volumes that a store can hold makes it overflow.
+    pub bytes: u128,
+    /// How many they are.
+    pub replicas: u32,
+}
+
+impl Replicas {
+    /// What is promised on the disks of that node, by path.
+    #[must_use]
+    pub fn promised_on(&self, node: &str) -> Option<&BTreeMap<String, Promised>> {
+        self.promised.get(node)
+    }
+
+    /// Puts `replica` in place of the one with its name.
+    pub(super) fn insert(&mut self, replica: Replica) {
+        self.remove(&replica.metadata.name);
+        let disks = self.promised.entry(replica.spec.node_id.clone()).or_default();
+        let promised = disks.entry(replica.spec.disk_path.clone()).or_default();
+        promised.bytes += u128::from(replica.spec.volume_size);
+        promised.replicas += 1;
+        self.by_name.insert(replica.metadata.name.clone(), replica);
+    }
+
+    /// Takes out the one of that name.
+    pub(super) fn remove(&mut self, name: &str) {
+        let Some(old) = self.by_name.remove(name) else { return };
+        let Some(disks) = self.promised.get_mut(&old.spec.node_id) else { return };
+        if let Some(promised) = disks.get_mut(&old.spec.disk_path) {
+            promised.bytes -= u128::from(old.spec.volume_size);
+            promised.replicas -= 1;
+            if promised.replicas == 0 {
+                disks.remove(&old.spec.disk_path);
+            }
+        }
+        if disks.is_empty() {
+            self.promised.remove(&old.spec.node_id);
+        }
+    }
+}
+
+impl Deref for Replicas {
+    type Target = BTreeMap<String, Replica>;
+    fn deref(&self) -> &BTreeMap<String, Replica> {
+        &self.by_name
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use shorthorn_types::{ReplicaId, VolumeName};
+
+    use super::*;
+    use crate::Timestamp;
+    use crate::objects::{DesireState, Metadata, ReplicaSpec, ReplicaStatus};
+
+    fn replica(name: u8, node: u8, disk: u8, size: u32) -> Replica {
+        Replica {
+            metadata: Metadata::new(format!("v-{name}"), Timestamp::UNIX_EPOCH),
+            spec: ReplicaSpec {
+                volume_name: VolumeName::new("v").unwrap(),
+                volume_size: size.into(),
+                replica_id: ReplicaId::from_random(name.into()),
+                node_id: NodeName::new(&format!("n{node}")).unwrap(),
+                disk_path: format!("/{disk}"),
+                disk_id: String::new(),
+                desire_state: DesireState::Stopped,
+            },
+            status: ReplicaStatus::default(),
+        }
+    }
+
+    fn counted_anew(replicas: &Replicas) -> BTreeMap<NodeName, BTreeMap<String, Promised>> {
+        let mut all: BTreeMap<NodeName, BTreeMap<String, Promised>> = BTreeMap::new();
+        for Replica { spec, .. } in replicas.values() {
+            let disk =
+                all.entry(spec.node_id.clone()).or_default().entry(spec.disk_path.clone()).or_default();
+            disk.bytes += u128::from(spec.volume_size);
+            disk.replicas += 1;
+        }
+        all
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_promised_is_what_counting_anew_gives(
+            steps in prop::collection::vec((any::<bool>(), 0u8..6, 0u8..3, 0u8..3, any::<u32>()), 0..60),
+        ) {
+            let mut replicas = Replicas::default();
+            for (put, name, node, disk, size) in steps {
+                if put {
+                    replicas.insert(replica(name, node, disk, size));
+                } else {
+                    replicas.remove(&format!("v-{name}"));
+                }
+                prop_assert_eq!(&replicas.promised, &counted_anew(&replicas));
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Where replicas go, and how they leave a node, through the controller process and shorthornctl.
+#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+
+mod support;
+
+use serde_json::Value;
+use support::cluster::Cluster;
+
+fn nodes_of(volume: &Value) -> Vec<String> {
+    let replicas = volume["replicas"].as_array().unwrap().iter();
+    let mut nodes: Vec<String> =
+        replicas.map(|replica| replica["nodeID"].as_str().unwrap().to_owned()).collect();
+    nodes.sort();
+    nodes
+}
+
+fn id_on<'a>(volume: &'a Value, node: &str) -> &'a str {
+    let mut replicas = volume["replicas"].as_array().unwrap().iter();
+    replicas.find(|replica| replica["nodeID"] == node).unwrap()["replicaID"].as_str().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tags_zones_and_cordons_say_where_replicas_go() {
+    let cluster = Cluster::start(&["a", "b", "c"]).await;
+    cluster.ok(&["node", "set", "a", "--zone", "x"]).await;
+    cluster.ok(&["node", "set", "b", "--zone", "x", "--tags", "fast,new"]).await;
+    cluster.ok(&["node", "set", "c", "--zone", "y", "--tags", "fast"]).await;
+    let create = ["volume", "create", "--size", "1GiB"];
+    let with = |words: &[&'static str]| [&create[..], words].concat();
+    cluster.ok(&with(&["v", "--replicas", "1", "--node-selector", "fast,new"])).await;
+    assert_eq!(nodes_of(&cluster.inspect("v").await), ["b"]);
+    cluster.ok(&with(&["w", "--replicas", "2", "--hard-zone-anti-affinity"])).await;
+    let volume = cluster.inspect("w").await;
+    assert_eq!(nodes_of(&volume)[1], "c", "{volume:#}");
+    assert_eq!(volume["replicaZoneSoftAntiAffinity"], false);
+
+    cluster.ok(&["node", "cordon", "b"]).await;
+    assert!(cluster.ok(&["node", "list"]).await.contains("cordoned"));
+    let (code, text) = cluster.fails(&with(&["u", "--replicas", "1", "--node-selector", "new"])).await;
+    assert!(code == 1 && text.contains("3 nodes: 2 lack tag new, 1 is cordoned"), "{text}");
+    cluster.ok(&["node", "uncordon", "b"]).await;
+    cluster.until("u", "placed", |volume| nodes_of(volume) == ["b"]).await;
+    let (code, text) = cluster.fails(&["node", "set", "b", "--tags", "a b"]).await;
+    assert!(code == 1 && text.contains("is no tag or zone"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_node_is_left_only_once_another_has_everything() {
+    let cluster = Cluster::start(&["a", "b", "c"]).await;
+    cluster.ok(&["node", "cordon", "c"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    let volume = cluster.until("v", "healthy", |volume| volume["robustness"] == "healthy").await;
+    let old = id_on(&volume, "b").to_owned();
+    let name = format!("v-{old}");
+
+    let text = cluster.ok(&["node", "drain", "b", "--no-wait"]).await;
+    assert!(text.contains("1 left on node b") && text.contains(&name), "{text}");
+    let (code, text) = cluster.fails(&["node", "drain", "b"]).await;
+    assert!(code == 1 && text.contains("(held): there is no other place for it"), "{text}");
+    let why = cluster.ok(&["volume", "why", "v"]).await;
+    assert!(
+        why.contains(&format!("Replica {name} is to leave node b, which is drained, and cannot yet")),
+        "{why}"
+    );
+
+    cluster.ok(&["node", "uncordon", "c"]).await;
+    let volume = cluster.until("v", "three replicas", |volume| nodes_of(volume) == ["a", "b", "c"]).await;
+    let new = id_on(&volume, "c").to_owned();
+    cluster.until("v", "rebuilding", |volume| volume.to_string().contains("rebuilding")).await;
+    let text = cluster.ok(&["node", "drain", "b", "--no-wait"]).await;
+    assert!(text.contains(&format!("replica v-{new} on node c is being brought up in its place")), "{text}");
+    assert!(cluster.agents[1].running().iter().any(|running| running.contains(&name)));
+    cluster.agents[0].engine("v", |engine| {
+        for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
+            (member.mode, member.copy) = ("member".to_owned(), None);
+        }
+    });
+    // It is stopped now; the engine finds that it does not answer any more.
+    let stopped = |volume: &Value| {
+        let mut replicas = volume["replicas"].as_array().unwrap().iter();
+        replicas.any(|replica| replica["replicaID"] == *old && replica["currentState"] == "stopped")
+    };
+    cluster.until("v", "stopped", stopped).await;
+    assert!(cluster.agents[1].directories().contains(&name));
+    cluster.agents[0].fail_member("v", &old);
+    assert!(cluster.ok(&["node", "drain", "b"]).await.contains("nothing is left"));
+    let volume = cluster.inspect("v").await;
+    assert_eq!(nodes_of(&volume), ["a", "c"]);
+    assert_eq!(volume["robustness"], "healthy");
+    assert!(cluster.agents[1].directories().is_empty());
+
+    // Where the engine is, somebody has to move it; of a detached volume nothing is moved.
+    let (code, text) = cluster.fails(&["node", "drain", "a"]).await;
+    assert!(code == 1 && text.contains("engine of volume v (held): volume v is attached here"), "{text}");
+    cluster.ok(&["node", "uncordon", "a"]).await;
+    cluster.ok(&["volume", "detach", "v"]).await;
+    let (code, text) = cluster.fails(&["node", "drain", "c"]).await;
+    assert!(code == 1 && text.contains("volume v is detached") && text.contains("volume attach v"), "{text}");
+    cluster.check();
+}
