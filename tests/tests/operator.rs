@@ -6,7 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use shorthorn_tests::hosts::{Hosts, name};
-use shorthorn_tests::{NbdClient, NbdRequest, compare_exports, until, until_whole};
+use shorthorn_tests::{
+    Guest, GuestOptions, NbdClient, NbdRequest, compare_exports, under_load, until, until_whole,
+};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -130,4 +132,52 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     ensure!(directories.len() == 2, "{directories:?}");
     hosts.detach(VOLUME)?;
     compare_exports(&directories, folder.path()).map(drop)
+}
+
+/// A replica moves off a node that is drained while its volume is written to; the one that nobody else has a copy of
+/// stays, and the operator hears why.
+#[test]
+fn a_node_is_drained_under_load() -> Result<()> {
+    let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+    let hosts = Hosts::start(folder.path(), 3)?;
+    let create = |volume, replicas| -> Result<Vec<(String, String, String)>> {
+        let words =
+            ["volume", "create", volume, "--size", "64MiB", "--frontend", "socket", "--replicas", replicas];
+        hosts.ctl(&words)?;
+        replicas_of(&hosts, volume)
+    };
+    let placed = create(VOLUME, "2")?;
+    let (stays, leaves) = (&placed[0].0, &placed[1].0);
+    let host = (0..3).find(|host| name(*host) == *stays).context("an unknown node")?;
+    hosts.ctl(&["volume", "attach", VOLUME, "--node", stays])?;
+    until_whole(&hosts.engine_control(host, VOLUME), LIMIT)?;
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let guest =
+        Guest::new(hosts.client(host, VOLUME)?, GuestOptions { sectors: 8192, ..GuestOptions::new(seed) });
+    let ((), _) = under_load(guest, |load| {
+        load.wait_for_answers(200, LIMIT)?;
+        let told = hosts.ctl(&["node", "drain", leaves])?;
+        ensure!(told.contains("nothing is left"), "{told}");
+        load.wait_for_answers(200, LIMIT).map(drop)
+    })?;
+    let moved = replicas_of(&hosts, VOLUME)?;
+    ensure!(moved.len() == 2 && moved.iter().all(|replica| replica.0 != *leaves), "{moved:?}");
+    let directories = hosts.directories(VOLUME)?;
+    ensure!(directories.len() == 2, "{directories:?}");
+    hosts.ctl(&["node", "uncordon", leaves])?;
+    hosts.detach(VOLUME)?;
+    compare_exports(&directories, folder.path())?;
+
+    let alone = create("w", "1")?.remove(0);
+    hosts.ctl(&["volume", "attach", "w", "--node", &alone.0])?;
+    hosts.detach("w")?;
+    let refusal = hosts.refused(&["node", "drain", &alone.0])?;
+    ensure!(refusal.contains(&alone.2) && refusal.contains("is detached"), "{refusal}");
+    ensure!(hosts.directories("w")?.len() == 1, "the last replica is gone");
+    Ok(())
+}
+
+fn replicas_of(hosts: &Hosts, volume: &str) -> Result<Vec<(String, String, String)>> {
+    replicas(&hosts.inspect(volume)?)
 }
