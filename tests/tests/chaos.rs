@@ -192,7 +192,8 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() -> Result<()> {
 #[test]
 fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);
-    let volume = volume(&folder, "1TiB", &["--replica-timeout-ms", "1000"])?;
+    let options = ["--replica-timeout-ms", "1000", "--intent-clear-after-ms", "400"];
+    let volume = volume(&folder, "1TiB", &options)?;
     let mut random = fastrand::Rng::with_seed(seed);
     let mut client = volume.client()?;
     let (all, chunks) = (client.size_bytes() / CHUNK_BYTES, MISSED_BYTES / CHUNK_BYTES);
