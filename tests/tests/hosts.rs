@@ -176,6 +176,47 @@ fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     ensure_silent(&mut old)
 }
 
+/// The host of a volume is cut off, and the volume is wanted elsewhere: it leaves when the engine there can have nothing
+/// acknowledged any more, and nothing that was is lost. When the host is back, its engine goes.
+#[test]
+fn a_volume_moves_from_a_host_that_is_cut_off() -> Result<()> {
+    let mut cluster = cluster("3")?;
+    let mut guest = cluster.guest()?;
+    while guest.counts().answered < 500 {
+        guest.step()?;
+    }
+    cluster.hosts.kill_agent(0)?;
+    cluster.hosts.set_link(0, false)?;
+    cluster.hosts.ctl(&["volume", "detach", VOLUME])?;
+    // What was answered until here counts.
+    guest.take_answers(Duration::ZERO)?;
+    cluster.hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(1)])?;
+    let mut old = guest.move_to(cluster.hosts.client(1, VOLUME)?);
+    old.submit(NbdRequest::Flush);
+    old.submit(NbdRequest::Read { offset: 0, length: 4096 });
+    while guest.counts().answered < 2000 {
+        guest.step()?;
+        ensure_silent(&mut old)?;
+    }
+    cluster.hosts.set_link(0, true)?;
+    cluster.hosts.start_agent(0)?;
+    until("end of the engine of the lost host", LIMIT, || {
+        guest.step()?;
+        let left = cluster.hosts.processes(0, "engine")?;
+        ensure!(left.is_empty(), "{left:?} is left");
+        Ok(Some(()))
+    })?;
+    // Its engine was started without the replica of the lost host, and is told of it.
+    until("three members", LIMIT, || {
+        let shown = cluster.hosts.inspect(VOLUME)?;
+        ensure!(shown["robustness"] == "healthy", "{shown:#}");
+        Ok(Some(()))
+    })?;
+    guest.compare_everything()?;
+    drop(guest);
+    cluster.compare_replicas()
+}
+
 fn ensure_silent(old: &mut shorthorn_tests::NbdClient) -> Result<()> {
     while let Some(completion) = old.wait(Duration::ZERO)? {
         ensure!(completion.outcome.is_err(), "an engine that was replaced answers {:?}", completion.request);

@@ -198,6 +198,7 @@ mod tests {
             size_bytes: 4096,
             allocated_bytes: 0,
             generation: Generation::NEVER,
+            views: None,
             directory: "/d".into(),
         })
     }

@@ -33,6 +33,12 @@ pub enum Command {
         /// How; none: stop.
         scrub: Option<ScrubOrder>,
     },
+    /// Only for a replica: no engine of a lower generation may use it from here on. That it holds shows in the
+    /// status.
+    Fence {
+        /// The lowest generation that may.
+        generation: Generation,
+    },
     /// Other limits for copying from now on.
     Limits {
         /// The limits.
@@ -223,6 +229,9 @@ pub struct ReplicaStatus {
     pub allocated_bytes: u64,
     /// The generation that holds it.
     pub generation: Generation,
+    /// The views that it knows, no older than the generation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub views: Option<ReplicaReport>,
     /// Its directory.
     pub directory: PathBuf,
 }

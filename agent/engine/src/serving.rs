@@ -455,6 +455,7 @@ impl Serving<'_> {
             Command::Replicas { replicas } => self.set_replicas(replicas)?,
             Command::Scrub { scrub } => self.scrub(scrub)?,
             Command::Limits { limits } => self.limit(limits),
+            Command::Fence { .. } => self.ignore("fence", "it is for replicas"),
             // The server answers these itself.
             Command::Status | Command::Watch => {}
         }

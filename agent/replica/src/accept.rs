@@ -9,20 +9,18 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{setsockopt, sockopt};
-use shorthorn_ring::Waker;
 use tracing::Span;
 
 use crate::error::ReplicaError;
 use crate::handshake::{Identity, greet};
 use crate::limits::{HANDSHAKE_TIMEOUT, HANDSHAKES_MAX, SMALL_STACK_BYTES};
-use crate::server::{Candidate, Message};
+use crate::mailbox::{Candidate, Mailbox, Message};
 
 /// TCP probes an idle peer after so many seconds,
 const KEEPALIVE_IDLE_S: u32 = 10;
@@ -102,8 +100,7 @@ pub(crate) struct Acceptor {
 #[derive(Debug)]
 struct Shared {
     identity: Identity,
-    data: Sender<Message>,
-    waker: Waker,
+    data: Mailbox,
     span: Span,
     /// Wakes the accepting thread: a handshake has ended, or everything ends.
     event: EventFd,
@@ -120,14 +117,13 @@ impl Acceptor {
     pub fn start(
         listeners: Listeners,
         identity: Identity,
-        data: Sender<Message>,
-        waker: Waker,
+        data: Mailbox,
         span: Span,
     ) -> Result<Acceptor, ReplicaError> {
         let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
         let (running, stopping) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { identity, data, waker, span, event, running, stopping });
+        let shared = Arc::new(Shared { identity, data, span, event, running, stopping });
         let served = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("accept".into())
@@ -240,9 +236,7 @@ fn hand_over(socket: UnixStream, peer: String, shared: &Shared) -> Result<(), Bo
     socket.set_read_timeout(None)?;
     socket.set_write_timeout(None)?;
     let candidate = Candidate { socket: socket.into(), place, hello, peer };
-    // It fails only when the data thread is gone, and then the process ends.
-    if shared.data.send(Message::Candidate(candidate)).is_ok() {
-        shared.waker.wake();
-    }
+    // Where the data thread is gone, the process ends, and the socket with it.
+    let _ = shared.data.send(Message::Candidate(candidate));
     Ok(())
 }

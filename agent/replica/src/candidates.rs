@@ -57,6 +57,14 @@ impl<T> Candidates<T> {
         self.waiting.remove(at)
     }
 
+    /// Takes those that wait and are of lower generations.
+    pub fn displace(&mut self, generation: Generation) -> Vec<T> {
+        let (older, kept) =
+            self.waiting.drain(..).partition::<Vec<_>, _>(|(place, _)| place.generation < generation);
+        self.waiting.extend(kept);
+        older.into_iter().map(|(_, candidate)| candidate).collect()
+    }
+
     /// Takes all that wait.
     pub fn drain(&mut self) -> impl Iterator<Item = T> + '_ {
         self.waiting.drain(..).map(|(_, candidate)| candidate)
@@ -79,6 +87,16 @@ mod tests {
         assert_eq!(candidates.next_ready([place(1, 5)].into_iter()), None);
         assert_eq!(candidates.next_ready([].into_iter()), Some((place(2, 0), 'a')));
         assert_eq!(candidates.next_ready([place(2, 0)].into_iter()), Some((place(2, 1), 'b')));
+    }
+
+    #[test]
+    fn older_engines_do_not_wait_any_more() {
+        let mut candidates = Candidates::new();
+        candidates.push(place(2, 0), 'a', &mut vec![]).unwrap();
+        candidates.push(place(2, 1), 'b', &mut vec![]).unwrap();
+        assert!(candidates.displace(Generation::new(2, 0)).is_empty());
+        assert_eq!(candidates.displace(Generation::new(2, 1)), ['a', 'b']);
+        assert_eq!(candidates.next_ready([].into_iter()), None);
     }
 
     #[test]

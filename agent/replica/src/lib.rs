@@ -31,6 +31,7 @@ mod error;
 mod executor;
 mod handshake;
 mod limits;
+mod mailbox;
 mod process;
 mod server;
 mod slots;

@@ -3,7 +3,6 @@
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -13,7 +12,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shorthorn_control::{
     Command, Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec,
 };
-use shorthorn_ring::{ProtectionReport, Wake, Waker, protect_thread};
+use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
 use tracing::Span;
 
@@ -22,7 +21,8 @@ use crate::error::ReplicaError;
 use crate::executor::{Executor, Marks};
 use crate::handshake::Identity;
 use crate::limits::STATUS_PERIOD;
-use crate::server::{Message, Server};
+use crate::mailbox::{Inbox, Mailbox, Message};
+use crate::server::Server;
 use crate::state::{State, holds_data};
 
 /// Serves the replica that the spec file describes, until SIGTERM, SIGINT or a `stop` on the control socket.
@@ -52,10 +52,11 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
         .map_err(|source| ReplicaError::system("map memory for buffers", source))?;
     report_protection(&protect_thread());
 
-    let (_control, publisher) = start_control(&spec, first, &woken)?;
-    let data = DataThread::start(executor, state, &publisher, &span, &woken)?;
-    let acceptor =
-        Acceptor::start(listeners, identity(&spec), data.messages.clone(), data.waker.clone(), span)?;
+    let (mailbox, inbox) =
+        Mailbox::new().map_err(|source| ReplicaError::system("make an eventfd", source))?;
+    let (_control, publisher) = start_control(&spec, first, &woken, mailbox.clone())?;
+    let data = DataThread::start(executor, state, mailbox, inbox, &publisher, &span, &woken)?;
+    let acceptor = Acceptor::start(listeners, identity(&spec), data.mailbox.clone(), span)?;
     publisher.update(|status| change(status, |replica| replica.serving = true));
     notify(&[sd_notify::NotifyState::Ready]);
     tracing::info!(directory = %spec.directory.display(), "serving");
@@ -123,6 +124,7 @@ fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners) -> Rep
         size_bytes: spec.size_bytes,
         allocated_bytes: allocated_bytes(&spec.directory),
         generation: state.views().generation(),
+        views: Some(state.views().report().clone()),
         directory: spec.directory.clone(),
     }
 }
@@ -131,15 +133,17 @@ fn start_control(
     spec: &ReplicaSpec,
     first: ReplicaStatus,
     woken: &Arc<EventFd>,
+    mailbox: Mailbox,
 ) -> Result<(ControlServer, Publisher), ReplicaError> {
     let told = Arc::clone(woken);
-    // It fails only where the counter is full: then the process is being woken already.
-    let stop = move |order| {
-        if matches!(order, Command::Stop | Command::Handover) {
-            let _ = told.write(1);
-        }
+    let obey = move |order| match order {
+        // It fails only where the counter is full: then the process is being woken already.
+        Command::Stop | Command::Handover => drop(told.write(1)),
+        // Where the data thread is gone, nobody is served any more.
+        Command::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),
+        _ => {}
     };
-    ControlServer::start(&spec.control_socket, Status::Replica(first), stop).map_err(|source| {
+    ControlServer::start(&spec.control_socket, Status::Replica(first), obey).map_err(|source| {
         ReplicaError::Listen { address: format!("control socket {}", spec.control_socket.display()), source }
     })
 }
@@ -147,37 +151,34 @@ fn start_control(
 /// The data thread, and how to reach it.
 struct DataThread {
     thread: JoinHandle<Result<(), ReplicaError>>,
-    messages: Sender<Message>,
-    waker: Waker,
+    mailbox: Mailbox,
 }
 
 impl DataThread {
     fn start(
         executor: Executor,
         state: State,
+        mailbox: Mailbox,
+        inbox: Inbox,
         publisher: &Publisher,
         span: &Span,
         woken: &Arc<EventFd>,
     ) -> Result<DataThread, ReplicaError> {
-        let (wake, waker) = Wake::new().map_err(|source| ReplicaError::system("make an eventfd", source))?;
-        let (messages, inbox) = mpsc::channel();
         let (publisher, span, woken) = (publisher.clone(), span.clone(), Arc::clone(woken));
         let serve = move || {
             let _in = span.enter();
-            let served = Server::new(executor, state, inbox, wake, publisher).and_then(Server::run);
+            let served = Server::new(executor, state, inbox, publisher).and_then(Server::run);
             let _ = woken.write(1);
             served
         };
         let thread = thread::Builder::new().name("data".into()).spawn(serve);
         let thread = thread.map_err(|source| ReplicaError::system("start a thread", source))?;
-        Ok(DataThread { thread, messages, waker })
+        Ok(DataThread { thread, mailbox })
     }
 
     fn stop(self) -> Result<(), ReplicaError> {
-        // It fails only when the thread has ended by itself, and then says why.
-        if self.messages.send(Message::Stop).is_ok() {
-            self.waker.wake();
-        }
+        // It is told in vain only when it has ended by itself, and then says why.
+        let _ = self.mailbox.send(Message::Stop);
         self.thread.join().unwrap_or(Err(ReplicaError::ThreadEnded))
     }
 }

@@ -7,6 +7,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 
 use common::*;
+use shorthorn_control::{Command, Status};
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Flags, Hello, Opcode};
 
@@ -86,6 +87,34 @@ fn a_higher_generation_closes_the_older_connections() {
     new.ping().unwrap();
     assert!(replica.try_open(generation(5), 0).is_err());
     assert_eq!(replica.status().generation, generation(6));
+}
+
+#[test]
+fn a_fence_ends_older_engines_with_no_newer_one_there() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let old = replica.open(generation(5));
+    let control = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap();
+    let mut statuses =
+        shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
+    control.order(&Command::Fence { generation: generation(6) }).unwrap();
+    let fenced = statuses.find_map(|status| match status.unwrap() {
+        Status::Replica(status) => (status.generation == generation(6)).then_some(status),
+        Status::Engine(_) => None,
+    });
+    let views = fenced.unwrap().views.unwrap();
+    assert_eq!(views.committed.members, replica.spec.first_members);
+    assert!(old.closed());
+    let (_, refusal) = replica.try_open(generation(5), 0).err().unwrap();
+    assert_eq!(refusal.holder, Some(generation(6)));
+    // A late one of a lower number changes nothing, and the next engine comes in; also after a restart.
+    control.order(&Command::Fence { generation: generation(4) }).unwrap();
+    let spec = replica.spec.clone();
+    assert!(replica.terminate().success());
+    let replica = Replica::start(&spec);
+    assert_eq!(replica.status().generation, generation(6));
+    assert!(replica.try_open(generation(5), 0).is_err());
+    replica.open(generation(7)).ping().unwrap();
 }
 
 /// Once a newer engine is welcome, nothing of what the older one has sent changes anything any more.

@@ -122,6 +122,16 @@ impl Node for NodeService {
         Ok(Response::new(v1::ScrubResponse {}))
     }
 
+    async fn fence_replica(
+        &self,
+        request: Request<v1::FenceReplicaRequest>,
+    ) -> Answer<v1::FenceReplicaResponse> {
+        let request = request.into_inner();
+        let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
+        self.hub.fence(name(&request.volume)?, replica, request.attach).await?;
+        Ok(Response::new(v1::FenceReplicaResponse {}))
+    }
+
     async fn set_rebuild_limits(
         &self,
         request: Request<v1::SetRebuildLimitsRequest>,

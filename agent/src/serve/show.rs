@@ -105,5 +105,9 @@ fn replica(spec: &ReplicaSpec, status: Option<&Status>) -> v1::ReplicaStatus {
     shown.size_bytes = status.size_bytes;
     shown.allocated_bytes = status.allocated_bytes;
     shown.generation = status.generation.to_string();
+    if let Some(views) = &status.views {
+        shown.committed = Some(words::of_view(&views.committed));
+        shown.proposed = views.proposed.iter().map(words::of_view).collect();
+    }
     shown
 }

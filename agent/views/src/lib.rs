@@ -38,4 +38,4 @@ pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
-pub use start::{Basis, CannotStart, basis};
+pub use start::{Basis, CannotStart, basis, forgets, knows_no_engine};

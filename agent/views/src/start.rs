@@ -1,4 +1,4 @@
-use shorthorn_types::{Members, ReplicaId, ReplicaReport, View};
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View};
 use thiserror::Error;
 
 use crate::quorum::{Quorum, quorum};
@@ -129,9 +129,23 @@ fn may_be_through(view: &View, older: &[View], reports: &[Reported], granted: Op
     view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
 }
 
+/// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed.
+#[must_use]
+pub fn forgets(replica: ReplicaId, report: &ReplicaReport, newest_committed: View) -> bool {
+    newest_committed.members.contains(replica)
+        && report.committed.id < newest_committed.id
+        && !report.proposed.iter().any(|view| view.id == newest_committed.id)
+}
+
+/// Whether no engine has ever had the replica store a view.
+#[must_use]
+pub fn knows_no_engine(report: &ReplicaReport) -> bool {
+    report.committed.id.generation == Generation::NEVER && report.proposed.is_empty()
+}
+
 #[cfg(test)]
 mod tests {
-    use shorthorn_types::{Generation, ViewId};
+    use shorthorn_types::ViewId;
 
     use super::*;
 

@@ -94,6 +94,15 @@ pub enum AgentCall {
         /// The limits.
         limits: RebuildLimits,
     },
+    /// Keeps the engines of older attachments from a replica.
+    FenceReplica {
+        /// Whose data it holds.
+        volume: VolumeName,
+        /// Which replica.
+        replica_id: ReplicaId,
+        /// The oldest attachment that may use it. Stored before.
+        attach: u64,
+    },
     /// Makes what a stopped replica has the truth of its volume.
     SalvageReplica {
         /// The disk that its directory is on.
@@ -129,6 +138,7 @@ impl AgentCall {
     pub fn instance(&self) -> InstanceKey {
         match self {
             AgentCall::StartReplica { volume, replica_id, .. }
+            | AgentCall::FenceReplica { volume, replica_id, .. }
             | AgentCall::SalvageReplica { volume, replica_id, .. }
             | AgentCall::DeleteReplica { volume, replica_id, .. } => {
                 InstanceKey::replica(volume, *replica_id)
@@ -150,6 +160,7 @@ impl AgentCall {
             AgentCall::Grant { .. } => "tell what is granted",
             AgentCall::UpdateReplicas { .. } => "tell where the replicas are",
             AgentCall::SetRebuildLimits { .. } => "set the limits of copying",
+            AgentCall::FenceReplica { .. } => "keep older engines from replica",
             AgentCall::SalvageReplica { .. } => "salvage replica",
             AgentCall::StopInstance { .. } => "stop",
             AgentCall::DeleteReplica { .. } => "delete replica data",

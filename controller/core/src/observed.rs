@@ -277,4 +277,8 @@ pub struct ReplicaView {
     pub addresses: Vec<String>,
     /// What its directory takes on the disk.
     pub allocated_bytes: u64,
+    /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does not say.
+    pub attach: u64,
+    /// The views that it knows, no older than that.
+    pub views: Option<Box<ReplicaReport>>,
 }

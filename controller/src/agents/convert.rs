@@ -53,8 +53,7 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
         }
         (v1::InstanceKind::Engine, _) => (InstanceKind::Engine, Detail::Engine(EngineView::default())),
         (v1::InstanceKind::Replica, Some(v1::instance::Detail::Replica(status))) => {
-            let view = ReplicaView { addresses: status.addresses, allocated_bytes: status.allocated_bytes };
-            (InstanceKind::Replica, Detail::Replica(view))
+            (InstanceKind::Replica, Detail::Replica(replica(status)))
         }
         (v1::InstanceKind::Replica, _) => (InstanceKind::Replica, Detail::Replica(ReplicaView::default())),
         (v1::InstanceKind::Unspecified, _) => return None,
@@ -79,10 +78,9 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         let away_since_ms = member.away_since_ms;
         Some((member.replica_id.parse().ok()?, MemberStatus { mode, message: member.message, away_since_ms }))
     };
-    // The generation is `<attach>.<restart>`, and is there later than the number itself.
-    let served = status.generation.split_once('.').and_then(|(attach, _)| attach.parse().ok());
     EngineView {
-        attach: if status.attach == 0 { served.unwrap_or(0) } else { status.attach },
+        // The generation is there later than the number itself.
+        attach: if status.attach == 0 { attach_of(&status.generation) } else { status.attach },
         phase: status.phase,
         generation: status.generation,
         view: status.view,
@@ -105,6 +103,26 @@ fn engine(status: v1::EngineStatus) -> EngineView {
     }
 }
 
+fn replica(status: v1::ReplicaStatus) -> ReplicaView {
+    ReplicaView {
+        addresses: status.addresses,
+        allocated_bytes: status.allocated_bytes,
+        attach: attach_of(&status.generation),
+        views: report(status.committed, status.proposed).map(Box::new),
+    }
+}
+
+/// The attachment in a generation `<attach>.<restart>`; 0 where there is none.
+fn attach_of(generation: &str) -> u64 {
+    generation.split_once('.').and_then(|(attach, _)| attach.parse().ok()).unwrap_or(0)
+}
+
+/// None where a view is missing or makes no sense here: nothing may be concluded from the others then.
+fn report(committed: Option<v1::View>, proposed: Vec<v1::View>) -> Option<ReplicaReport> {
+    let proposed = proposed.into_iter().map(view).collect::<Option<_>>()?;
+    Some(ReplicaReport { committed: view(committed?)?, proposed })
+}
+
 fn copy(copy: &v1::CopyStatus) -> CopyView {
     CopyView { total_bytes: copy.total_bytes, left_bytes: copy.left_bytes, bytes_per_s: copy.bytes_per_s }
 }
@@ -124,12 +142,7 @@ fn grant_wanted(wanted: v1::GrantWanted) -> Option<GrantWanted> {
     let target = view(wanted.view?)?;
     // An engine that does not say who has stored the view asks once all its members have.
     let stored = if wanted.stored.is_empty() { target.members } else { members(&wanted.stored)? };
-    let proposed = wanted.proposed.into_iter().map(view).collect::<Option<_>>()?;
-    Some(GrantWanted {
-        view: target,
-        honoured: ReplicaReport { committed: view(wanted.committed?)?, proposed },
-        stored,
-    })
+    Some(GrantWanted { view: target, honoured: report(wanted.committed, wanted.proposed)?, stored })
 }
 
 fn of_view(view: &View) -> v1::View {
@@ -147,11 +160,9 @@ fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
 
 /// What an agent found in the directory of a replica.
 pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
-    let committed = found.committed.clone().and_then(view);
-    let proposed = found.proposed.iter().cloned().map(view).collect::<Option<Vec<View>>>();
     Inspection {
         usable: found.usable && !found.missing,
-        report: committed.zip(proposed).map(|(committed, proposed)| ReplicaReport { committed, proposed }),
+        report: report(found.committed.clone(), found.proposed.clone()),
         dirty: found.dirty,
         rebuilding: found.rebuilding,
         lost_cache: found.lost_cache,
@@ -165,6 +176,7 @@ pub(super) enum Message {
     Grant(v1::GrantRequest),
     UpdateReplicas(v1::UpdateReplicasRequest),
     SetRebuildLimits(v1::SetRebuildLimitsRequest),
+    FenceReplica(v1::FenceReplicaRequest),
     SalvageReplica(v1::SalvageReplicaRequest),
     StopInstance(v1::StopInstanceRequest),
     DeleteReplica(v1::DeleteReplicaRequest),
@@ -230,6 +242,13 @@ pub(super) fn message(call: &AgentCall) -> Message {
                 volume: volume.to_string(),
                 attach: *attach,
                 limits: Some(of_limits(*limits)),
+            })
+        }
+        AgentCall::FenceReplica { volume, replica_id, attach } => {
+            Message::FenceReplica(v1::FenceReplicaRequest {
+                volume: volume.to_string(),
+                replica_id: replica_id.to_string(),
+                attach: *attach,
             })
         }
         AgentCall::SalvageReplica { disk_path, volume, replica_id, attach } => {

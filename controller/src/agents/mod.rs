@@ -203,6 +203,9 @@ impl Fleet {
             Message::SetRebuildLimits(request) => {
                 client.set_rebuild_limits(limited(request, CALL_LIMIT)).await.map(drop)
             }
+            Message::FenceReplica(request) => {
+                client.fence_replica(limited(request, CALL_LIMIT)).await.map(drop)
+            }
             Message::SalvageReplica(request) => {
                 client.salvage_replica(limited(request, STOP_LIMIT)).await.map(drop)
             }

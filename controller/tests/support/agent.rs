@@ -1,6 +1,9 @@
 //! An agent in memory: node.proto as a real agent keeps it, with checks of what the controller may ask for.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -9,6 +12,7 @@ use shorthorn_proto::v1::instance_event::Type;
 use shorthorn_proto::v1::node_server::{Node, NodeServer};
 use tokio::net::UnixListener;
 use tokio::sync::{broadcast, mpsc};
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
@@ -47,6 +51,8 @@ pub struct FakeAgent {
     state: Arc<Mutex<State>>,
     truth: Arc<Mutex<Truth>>,
     events: broadcast::Sender<v1::InstanceEvent>,
+    /// Connections that were opened since it last hung up.
+    open: Arc<Mutex<Vec<OwnedFd>>>,
 }
 
 impl FakeAgent {
@@ -56,6 +62,7 @@ impl FakeAgent {
             state: Arc::default(),
             truth,
             events: broadcast::Sender::new(1024),
+            open: Arc::default(),
         }
     }
 
@@ -64,9 +71,22 @@ impl FakeAgent {
         let _ = std::fs::remove_file(socket);
         let listener = UnixListener::bind(socket).unwrap();
         let service = NodeServer::new(self.clone());
-        let server =
-            Server::builder().add_service(service).serve_with_incoming(UnixListenerStream::new(listener));
+        let open = Arc::clone(&self.open);
+        let incoming = UnixListenerStream::new(listener).map(move |accepted| {
+            accepted.inspect(|socket| {
+                open.lock().unwrap().push(socket.as_fd().try_clone_to_owned().unwrap());
+            })
+        });
+        let server = Server::builder().add_service(service).serve_with_incoming(incoming);
         tokio::spawn(async move { server.await.unwrap() })
+    }
+
+    /// Everybody who is connected finds the connection closed.
+    pub fn hang_up(&self) {
+        for socket in self.open.lock().unwrap().drain(..) {
+            // Whoever has gone already has nothing to be told.
+            let _ = UnixStream::from(socket).shutdown(Shutdown::Both);
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -280,8 +300,8 @@ impl Node for FakeAgent {
             addresses: vec![format!("unix:/run/{name}.sock"), format!("tcp:127.0.0.1:{}", 7000)],
             size_bytes: request.size_bytes,
             allocated_bytes: 4096,
-            generation: String::new(),
             directory: format!("{}/replicas/{name}", request.disk_path),
+            ..v1::ReplicaStatus::default()
         };
         let instance = v1::Instance {
             kind: v1::InstanceKind::Replica.into(),
@@ -431,6 +451,30 @@ impl Node for FakeAgent {
         let request = request.into_inner();
         self.state().limits = request.limits;
         Ok(Response::new(v1::SetRebuildLimitsResponse {}))
+    }
+
+    async fn fence_replica(
+        &self,
+        request: Request<v1::FenceReplicaRequest>,
+    ) -> Result<Response<v1::FenceReplicaResponse>, Status> {
+        let request = request.into_inner();
+        let name = format!("{}-{}", request.volume, request.replica_id);
+        // What every engine of this simulation commits at its start.
+        let newest = self.truth.lock().unwrap().attaches.get(&request.volume).cloned();
+        let committed =
+            newest.map(|(attach, _, members)| v1::View { attach, restart: 1, number: 1, members });
+        let mut state = self.state();
+        let Some(instance) = state.instances.get_mut(&(v1::InstanceKind::Replica.into(), name.clone()))
+        else {
+            return Err(Status::failed_precondition(format!("{name} does not run here")));
+        };
+        if let Some(v1::instance::Detail::Replica(replica)) = &mut instance.detail {
+            replica.generation = format!("{}.0", request.attach);
+            replica.committed = committed;
+        }
+        let changed = instance.clone();
+        self.send(Type::Set, changed);
+        Ok(Response::new(v1::FenceReplicaResponse {}))
     }
 
     async fn inspect_replica(

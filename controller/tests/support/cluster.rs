@@ -98,6 +98,7 @@ impl Cluster {
     /// The agent of `node` goes away, with everything on the node going on.
     pub fn stop_agent(&mut self, node: usize) {
         self.serving[node].abort();
+        self.agents[node].hang_up();
         let _ = std::fs::remove_file(self.path(&self.agents[node].name));
     }
 

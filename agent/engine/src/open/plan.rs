@@ -1,7 +1,7 @@
 //! Who may be a member of the first view, from what the fenced replicas say; without I/O.
 
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View};
-use shorthorn_views::{Basis, CannotStart, basis};
+use shorthorn_views::{Basis, CannotStart, basis, forgets, knows_no_engine};
 
 /// What one fenced replica says of itself.
 #[derive(Clone, Debug)]
@@ -39,7 +39,8 @@ pub struct NoPlan {
 #[allow(clippy::result_large_err)] // made once per start
 pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan> {
     let newest = witnesses.iter().map(|witness| witness.report.committed).max_by_key(|view| view.id);
-    let has_forgotten = |witness: &&Witness| newest.is_some_and(|newest| forgets(witness, newest));
+    let has_forgotten =
+        |witness: &&Witness| newest.is_some_and(|newest| forgets(witness.replica, &witness.report, newest));
     let mut unfit: Vec<(ReplicaId, String)> = witnesses
         .iter()
         .filter(has_forgotten)
@@ -71,27 +72,12 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
         });
     }
     let is_blank = |witness: &&Witness| {
-        has_forgotten(witness) || newest.is_some_and(|newest| knows_nothing(witness, newest))
+        let others_know = newest.is_some_and(|newest| newest.id.generation != Generation::NEVER);
+        has_forgotten(witness) || (others_know && knows_no_engine(&witness.report))
     };
     let blank = Members::new(witnesses.iter().filter(is_blank).map(|witness| witness.replica));
     // There are no more replicas than a set can have.
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default() })
-}
-
-/// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed.
-fn forgets(witness: &Witness, newest: View) -> bool {
-    let ReplicaReport { committed, proposed } = &witness.report;
-    newest.members.contains(witness.replica)
-        && committed.id < newest.id
-        && !proposed.iter().any(|view| view.id == newest.id)
-}
-
-/// Whether the replica knows no engine at all, although there were some.
-fn knows_nothing(witness: &Witness, newest: View) -> bool {
-    let ReplicaReport { committed, proposed } = &witness.report;
-    newest.id.generation != Generation::NEVER
-        && committed.id.generation == Generation::NEVER
-        && proposed.is_empty()
 }
 
 /// The sets of regions that one member keeps.

@@ -8,11 +8,12 @@ use shorthorn_types::{Errno, Generation};
 use shorthorn_views::{Fence, Refused};
 use shorthorn_wire::{Refusal, Welcome, encode_text};
 
-use super::{Candidate, Server};
+use super::Server;
 use crate::candidates::Place;
 use crate::connection::Connection;
 use crate::error::ReplicaError;
 use crate::handshake::refusal_frame;
+use crate::mailbox::Candidate;
 
 impl Server {
     /// An engine has proven who it is. A lower generation is refused. A higher one is stored, all older
@@ -37,7 +38,7 @@ impl Server {
                 return self.refuse(candidate, error.errno(), error.to_string());
             }
         }
-        self.publish_generation(place.generation);
+        self.publish_views();
         let mut displaced = Vec::new();
         let pushed = self.candidates.push(place, candidate, &mut displaced);
         for older in displaced {
@@ -54,6 +55,22 @@ impl Server {
                 );
             }
         }
+    }
+
+    /// The volume is taken off a node that does not answer. An engine of a lower generation gets no answer any more
+    /// once that is stored: neither to what it has in flight, nor to another hello.
+    pub(super) fn fence(&mut self, generation: Generation) {
+        match self.state.change(&mut self.executor, |views| views.fence(generation)) {
+            Ok(Fence::Raised) => tracing::info!(%generation, "older engines are fenced"),
+            Ok(Fence::Same) => return,
+            Err(error) => return tracing::warn!(%generation, %error, "older engines could not be fenced"),
+        }
+        self.end_connections("older engines are fenced", |other| other.generation < generation);
+        for older in self.candidates.displace(generation) {
+            let message = ReplicaError::from(self.fenced(older.place)).to_string();
+            self.refuse(older, Errno::NOT_PERMITTED, message);
+        }
+        self.publish_views();
     }
 
     fn fenced(&self, place: Place) -> Refused {
@@ -112,10 +129,13 @@ impl Server {
         }
     }
 
-    fn publish_generation(&self, generation: Generation) {
+    /// Tells which engine holds the replica, and the views that it knows.
+    pub(super) fn publish_views(&self) {
+        let views = self.state.views();
         self.publisher.update(|status| {
             if let Status::Replica(replica) = status {
-                replica.generation = generation;
+                replica.generation = views.generation();
+                replica.views = Some(views.report().clone());
             }
         });
     }

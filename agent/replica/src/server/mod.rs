@@ -11,54 +11,29 @@ mod requests;
 mod sets;
 mod sums;
 
-use std::os::fd::OwnedFd;
-use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 use shorthorn_control::{Publisher, Status};
-use shorthorn_ring::{Completion, Ring, Token, Wake};
+use shorthorn_ring::{Completion, Ring, Token};
 use shorthorn_types::Errno;
-use shorthorn_wire::Header;
 
 use crate::candidates::{Candidates, Place};
 use crate::connection::{Connection, SOURCE_RECEIVE, SOURCE_SEND};
 use crate::error::ReplicaError;
 use crate::executor::{Executor, Outcome, SOURCE_DISK};
 use crate::limits::{CONNECTIONS_MAX, RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
+use crate::mailbox::{Candidate, Inbox, Message};
 use crate::slots::Slots;
 use crate::state::State;
 
 const SOURCE_WAKE: u8 = 0;
 const WAKE_TOKEN: Token = Token { source: SOURCE_WAKE, kind: 0, index: 0, tag: 0 };
 
-/// What other threads tell the data thread.
-#[derive(Debug)]
-pub(crate) enum Message {
-    /// An engine has proven who it is.
-    Candidate(Candidate),
-    /// End.
-    Stop,
-}
-
-/// An engine that has said hello and waits for the answer.
-#[derive(Debug)]
-pub(crate) struct Candidate {
-    /// The connection.
-    pub socket: OwnedFd,
-    /// Which engine and which of its queues.
-    pub place: Place,
-    /// The hello, which is still to be answered.
-    pub hello: Header,
-    /// Where it comes from, for logs.
-    pub peer: String,
-}
-
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Server {
     ring: Ring,
-    wake: Wake,
-    inbox: Receiver<Message>,
+    inbox: Inbox,
     executor: Executor,
     state: State,
     slots: Slots,
@@ -84,8 +59,7 @@ impl Server {
     pub fn new(
         executor: Executor,
         state: State,
-        inbox: Receiver<Message>,
-        wake: Wake,
+        inbox: Inbox,
         publisher: Publisher,
     ) -> Result<Server, ReplicaError> {
         let ring =
@@ -94,7 +68,6 @@ impl Server {
         connections.resize_with(CONNECTIONS_MAX, || None);
         Ok(Server {
             ring,
-            wake,
             inbox,
             executor,
             state,
@@ -118,7 +91,7 @@ impl Server {
     pub fn run(mut self) -> Result<(), ReplicaError> {
         let mut completions = Vec::with_capacity(RING_ENTRIES as usize * 4);
         let mut last_tick = Instant::now();
-        self.wake.arm(&mut self.ring, WAKE_TOKEN);
+        self.inbox.arm(&mut self.ring, WAKE_TOKEN);
         while !(self.stopping && self.is_quiet()) {
             let timeout = self.needs_ticks().then_some(TICK);
             self.ring
@@ -158,10 +131,11 @@ impl Server {
     }
 
     fn on_wake(&mut self) {
-        self.wake.arm(&mut self.ring, WAKE_TOKEN);
-        while let Ok(message) = self.inbox.try_recv() {
+        self.inbox.arm(&mut self.ring, WAKE_TOKEN);
+        while let Some(message) = self.inbox.next() {
             match message {
                 Message::Candidate(candidate) => self.admit(candidate),
+                Message::Fence(generation) => self.fence(generation),
                 Message::Stop => self.stop(),
             }
         }

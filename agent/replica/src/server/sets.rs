@@ -19,6 +19,7 @@ impl Server {
         match stored {
             Ok(()) => {
                 tracing::info!(view = %message.view, "{:?}", header.opcode);
+                self.publish_views();
                 self.respond(slot, Ok(()));
             }
             Err(error) => self.refuse_text(slot, header, &error),

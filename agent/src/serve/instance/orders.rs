@@ -1,11 +1,12 @@
 //! What a running engine is told: kept in its spec file first, so that the next process knows it too.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use shorthorn_control::{Command, EngineSpec, RebuildLimits, ReplicaEndpoint, ScrubOrder};
 use shorthorn_proto::v1::{self, instance::Detail};
-use shorthorn_types::{View, VolumeName};
+use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 use tokio::time::{Instant, timeout};
 
 use crate::serve::blocking;
@@ -109,6 +110,27 @@ impl Hub {
         self.tell(volume, 0, |_| (), Command::Scrub { scrub }).await
     }
 
+    /// Keeps older engines from a replica; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it does not run here.
+    pub async fn fence(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        replica: ReplicaId,
+        attach: u64,
+    ) -> Result<(), NodeError> {
+        let id = InstanceId::Replica(volume, replica);
+        let gate = self.gate(&id);
+        let _open = gate.lock().await;
+        let control = match self.table().known(&id) {
+            Some((Spec::Replica(spec), process)) if process.phase != Phase::Stopped => spec.control_socket,
+            _ => return Err(NodeError::Precondition(format!("the {id} does not run here"))),
+        };
+        let order = Command::Fence { generation: Generation::new(attach, 0) };
+        send(&id, &control, &order).await
+    }
+
     async fn tell(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -148,9 +170,7 @@ impl Hub {
             return Ok(());
         }
         // Also where no process is known at this moment: one may have read the spec just before.
-        control_watch::order(&control, &order).await.map_err(|error| {
-            NodeError::Unavailable(format!("the {id} cannot be told: {}: {error}", control.display()))
-        })
+        send(id, &control, &order).await
     }
 
     /// The engine of that attachment, 0 being any.
@@ -198,6 +218,12 @@ impl Hub {
         tracing::info!(instance = %id, ?upgraded, "upgraded");
         Ok(upgraded)
     }
+}
+
+async fn send(id: &InstanceId, control: &Path, order: &Command) -> Result<(), NodeError> {
+    control_watch::order(control, order).await.map_err(|error| {
+        NodeError::Unavailable(format!("the {id} cannot be told: {}: {error}", control.display()))
+    })
 }
 
 fn is_serving(instance: &v1::Instance) -> bool {

@@ -87,6 +87,10 @@ pub struct VolumeStatus {
     /// this one or a later one may be carried over to the next. 0: not known.
     #[serde(default)]
     pub attached_since: u64,
+    /// No engine of this attachment or an older one can have a write acknowledged any more, wherever it may still
+    /// run: enough replicas refuse it. 0: none was ever fenced without having been stopped.
+    #[serde(default)]
+    pub fenced_attach: u64,
     /// What the arbiter has granted. It is part of the volume, so that the compare-and-swap which stores a grant
     /// fails where another attachment was drawn meanwhile.
     #[serde(default)]

@@ -9,8 +9,39 @@ use shorthorn_controller_core::observed::{
 use shorthorn_controller_core::{AgentCall, NodeName};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 
-/// What the replicas of a volume have stored, wherever they are: the newest view that is through.
-pub type Views = BTreeMap<String, View>;
+/// What the replicas have stored, wherever they are.
+#[derive(Debug, Default)]
+pub struct Views {
+    /// The newest view of each volume that is through.
+    pub newest: BTreeMap<String, View>,
+    /// The newest committed view that each replica knows.
+    stored: BTreeMap<String, View>,
+    /// The oldest attachment that each replica takes.
+    fences: BTreeMap<String, u64>,
+}
+
+impl Views {
+    /// A view is through: all its members have stored it.
+    pub fn through(&mut self, volume: &str, view: View) {
+        self.newest.insert(volume.to_owned(), view);
+        self.stored.extend(view.members.iter().map(|id| (format!("{volume}-{id}"), view)));
+    }
+
+    /// The directory of a replica is gone, with all that it knew.
+    pub fn forget(&mut self, replica: &str) {
+        self.stored.remove(replica);
+        self.fences.remove(replica);
+    }
+
+    fn fence(&mut self, replica: &str, attach: u64) {
+        let fence = self.fences.entry(replica.to_owned()).or_default();
+        *fence = attach.max(*fence);
+    }
+
+    pub fn refuses(&self, replica: &str, attach: u64) -> bool {
+        self.fences.get(replica).is_some_and(|fence| *fence > attach)
+    }
+}
 
 /// What an agent's stream says of one instance.
 #[derive(Clone, Debug)]
@@ -45,15 +76,24 @@ impl SimAgent {
     }
 
     /// Does what the call asks for. The events go to whoever listens.
-    pub fn call(&mut self, call: &AgentCall, late: bool, events: &mut Vec<Event>) -> Result<(), String> {
+    pub fn call(
+        &mut self,
+        call: &AgentCall,
+        late: bool,
+        views: &mut Views,
+        events: &mut Vec<Event>,
+    ) -> Result<(), String> {
         let key = call.instance();
         match call {
-            AgentCall::StartReplica { create, .. } => {
+            AgentCall::StartReplica { create, first_members, .. } => {
                 if !self.directories.contains(&key.name) {
                     if !create {
                         return Err("the directory is missing".to_owned());
                     }
                     self.directories.insert(key.name.clone());
+                    let members = Members::new(first_members.iter().copied()).unwrap();
+                    let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
+                    views.stored.insert(key.name.clone(), first);
                 }
                 let detail = Detail::Replica(ReplicaView::default());
                 self.start(key, detail, late, events);
@@ -87,6 +127,7 @@ impl SimAgent {
                 self.update_replicas(&key, *attach, replicas.keys().copied().collect(), *revision, events)
             }
             AgentCall::SetRebuildLimits { .. } => Ok(()),
+            AgentCall::FenceReplica { attach, .. } => self.fence_replica(&key, *attach, views, events),
             AgentCall::SalvageReplica { .. } => {
                 if self.instances.contains_key(&key) {
                     return Err("the replica runs".to_owned());
@@ -103,9 +144,29 @@ impl SimAgent {
                     return Err("the replica runs".to_owned());
                 }
                 self.directories.remove(&key.name);
+                views.forget(&key.name);
                 Ok(())
             }
         }
+    }
+
+    fn fence_replica(
+        &mut self,
+        key: &InstanceKey,
+        attach: u64,
+        views: &mut Views,
+        events: &mut Vec<Event>,
+    ) -> Result<(), String> {
+        let Some(mut instance) = self.instances.get(key).cloned() else {
+            return Err("it does not run".to_owned());
+        };
+        let Detail::Replica(view) = &mut instance.detail else { return Err("it is no replica".to_owned()) };
+        views.fence(&key.name, attach);
+        view.attach = views.fences[&key.name];
+        let committed = views.stored[&key.name];
+        view.views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
+        self.set(key.clone(), instance, events);
+        Ok(())
     }
 
     fn start(&mut self, key: InstanceKey, detail: Detail, late: bool, events: &mut Vec<Event>) {
@@ -207,7 +268,9 @@ impl SimAgent {
                 }
                 Detail::Replica(_) => {}
                 Detail::Engine(view) => {
-                    let here = |id: &ReplicaId| runs.contains(&format!("{}-{id}", key.name));
+                    let takes = |name: &&String| !views.refuses(name, view.attach);
+                    let usable: BTreeSet<String> = runs.iter().filter(takes).cloned().collect();
+                    let here = |id: &ReplicaId| usable.contains(&format!("{}-{id}", key.name));
                     if instance.state == InstanceState::Starting {
                         if !start_up(view, &key.name, here, views) {
                             continue;
@@ -245,18 +308,23 @@ impl SimAgent {
         let engines: Vec<_> = engines.map(|(key, instance)| (key.clone(), instance.clone())).collect();
         let Some((key, mut instance)) = engines.get(which % engines.len().max(1)).cloned() else { return };
         let Detail::Engine(view) = &mut instance.detail else { return };
-        let Some(current) = views.get(&key.name).copied().filter(|_| view.phase == "serving") else { return };
+        let current = views.newest.get(&key.name).copied();
+        let Some(current) = current.filter(|_| view.phase == "serving") else { return };
         let members: Vec<ReplicaId> = current.members.iter().collect();
         let lost = members[which % members.len()];
         if members.len() < 2 || current.id.generation.attach != view.attach {
             return;
         }
         let target = next(current, current.members.without(lost));
+        // Who refuses the engine stores no view of it.
+        if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), view.attach)) {
+            return;
+        }
         if let Some(member) = view.members.get_mut(&lost) {
             member.mode = MemberMode::Failed;
         }
         if 2 * target.members.len() > members.len() {
-            views.insert(key.name.clone(), target);
+            views.through(&key.name, target);
         } else {
             let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
             view.grant_wanted =
@@ -285,7 +353,7 @@ fn start_up(
     views: &mut Views,
 ) -> bool {
     let all = Members::new(view.members.keys().copied()).unwrap();
-    let current = views.get(volume).copied();
+    let current = views.newest.get(volume).copied();
     let old = current.map_or(all, |current| current.members);
     let found = old.filter(|id| all.contains(id) && here(&id));
     if 2 * found.len() <= old.len() {
@@ -298,11 +366,14 @@ fn start_up(
             return false;
         }
     } else {
-        views.insert(volume.to_owned(), View { id: ViewId { generation, number: 1 }, members: found });
+        for id in all.iter().filter(|id| here(id)) {
+            views.fence(&format!("{volume}-{id}"), view.attach);
+        }
+        views.through(volume, View { id: ViewId { generation, number: 1 }, members: found });
     }
     for (id, member) in &mut view.members {
         member.mode =
-            if views[volume].members.contains(*id) { MemberMode::Member } else { MemberMode::Failed };
+            if views.newest[volume].members.contains(*id) { MemberMode::Member } else { MemberMode::Failed };
     }
     view.phase = "serving".to_owned();
     true
@@ -311,7 +382,8 @@ fn start_up(
 /// Members that do not run leave the view: more than half go on, half ask the arbiter, fewer wait for them. One that is
 /// being rebuilt and does not run any more has failed.
 fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
-    let Some(current) = views.get(volume).copied().filter(|_| view.phase == "serving") else { return };
+    let current = views.newest.get(volume).copied();
+    let Some(current) = current.filter(|_| view.phase == "serving") else { return };
     if current.id.generation.attach != view.attach {
         return;
     }
@@ -331,7 +403,7 @@ fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -
         }
     }
     if 2 * left > all {
-        views.insert(volume.to_owned(), target);
+        views.through(volume, target);
     } else {
         let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
         view.grant_wanted = Some(Box::new(GrantWanted { view: target, honoured, stored: target.members }));
@@ -342,7 +414,7 @@ fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -
 /// Replicas that are not members are rebuilt, then they join.
 fn bring_up(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
     let Some(current) =
-        views.get(volume).copied().filter(|current| current.id.generation.attach == view.attach)
+        views.newest.get(volume).copied().filter(|current| current.id.generation.attach == view.attach)
     else {
         return;
     };
@@ -352,8 +424,12 @@ fn bring_up(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bo
     let waiting = view.members.iter_mut().find(|(id, member)| member.mode != MemberMode::Member && here(id));
     let Some((id, member)) = waiting else { return };
     if member.mode == MemberMode::Rebuilding {
-        member.mode = MemberMode::Member;
-        views.insert(volume.to_owned(), next(current, current.members.with(*id).unwrap()));
+        let joined = current.members.with(*id).unwrap();
+        // All members of a view store it before it is through.
+        if joined.iter().all(|id| here(&id)) {
+            member.mode = MemberMode::Member;
+            views.through(volume, next(current, joined));
+        }
     } else {
         member.mode = MemberMode::Rebuilding;
     }

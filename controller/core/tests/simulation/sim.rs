@@ -76,7 +76,6 @@ pub struct Sim {
     /// Replicas that an engine was started with.
     used: BTreeSet<String>,
     lost_directories: BTreeSet<String>,
-    /// The newest view of each volume that is through.
     views: Views,
     /// Every grant that an engine was told of, by volume.
     granted: BTreeMap<String, Vec<View>>,
@@ -101,7 +100,7 @@ impl Sim {
             started: BTreeMap::new(),
             used: BTreeSet::new(),
             lost_directories: BTreeSet::new(),
-            views: Views::new(),
+            views: Views::default(),
             granted: BTreeMap::new(),
             deleted: BTreeSet::new(),
         };
@@ -192,6 +191,7 @@ impl Sim {
                 let names: Vec<String> = node.directories.iter().filter(stopped).cloned().collect();
                 if let Some(name) = choose(&names, which) {
                     node.directories.remove(&name);
+                    self.views.forget(&name);
                     self.lost_directories.insert(name);
                 }
             }
@@ -405,7 +405,7 @@ impl Sim {
             assert!(!anew || !self.used.contains(&name), "the used replica {name} is made anew, empty");
         }
         let mut events = Vec::new();
-        let result = self.nodes[at].call(call, late, &mut events);
+        let result = self.nodes[at].call(call, late, &mut self.views, &mut events);
         self.publish(at, events);
         if result.is_ok() {
             self.note_done(call);

@@ -19,7 +19,7 @@ impl Run<'_> {
         self.settle(Finding::wrong("Attaching", "the replicas are being started"));
     }
 
-    fn draw_attach(&mut self) {
+    pub(super) fn draw_attach(&mut self) {
         self.next.status.attach += 1;
         self.next.status.attach_started_at = Some(self.context.now);
     }
@@ -88,8 +88,8 @@ impl Run<'_> {
     fn write_launch(&mut self, engine: &Engine, node: NodeName, targets: BTreeMap<ReplicaId, ReplicaTarget>) {
         let moves = engine.spec.node_id.as_ref() != Some(&node);
         let stopped = engine.spec.desire_state == DesireState::Stopped
-            && engine.status.current_state == CurrentState::Stopped;
-        // An engine that may still run on another node is stopped there first: detaching does that.
+            && (engine.status.current_state == CurrentState::Stopped || self.is_fenced(engine));
+        // An engine that may still write on another node is stopped or fenced there first: detaching does that.
         if moves && !stopped {
             self.enter(VolumeState::Detaching);
             return;

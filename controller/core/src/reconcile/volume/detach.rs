@@ -28,21 +28,21 @@ impl Run<'_> {
         self.settle(Finding::Well);
     }
 
-    /// Whether no engine runs; asks for that where one may.
+    /// Whether no engine runs, or none that matters; asks for that where one may.
     pub(super) fn engine_stopped(&mut self) -> bool {
         let Some(engine) = self.engine else { return true };
         if engine.spec.desire_state != DesireState::Stopped {
             let spec = EngineSpec { desire_state: DesireState::Stopped, ..engine.spec.clone() };
             self.decision.write(Engine { spec, ..engine.clone() });
-        } else if engine.status.current_state == CurrentState::Stopped {
+        } else if engine.status.current_state == CurrentState::Stopped || self.is_fenced(engine) {
             return true;
         }
         let message = &engine.status.message;
         let finding = match engine.status.current_state {
-            CurrentState::Unknown => Finding::wrong(
-                "NodeUnreachable",
-                format!("the engine cannot be stopped: {message}; bring the agent back"),
-            ),
+            CurrentState::Unknown => {
+                self.fence(engine, message);
+                return false;
+            }
             CurrentState::Stopping if !message.is_empty() => {
                 Finding::wrong("EngineNotStopped", format!("the engine cannot be stopped yet: {message}"))
             }
@@ -60,6 +60,17 @@ impl Run<'_> {
         }
         if !self.replicas.is_empty() {
             self.delete_replicas();
+            return;
+        }
+        // An engine that is only fenced is still a process on its node: somebody has to know of it when that is back.
+        if let Some(engine) =
+            self.engine.filter(|engine| engine.status.current_state != CurrentState::Stopped)
+        {
+            let message = format!(
+                "the data is deleted; the engine is stopped when its node is back: {}",
+                engine.status.message
+            );
+            self.settle(Finding::wrong("NodeUnreachable", message));
             return;
         }
         // The volume goes last: while it is there, the next run finds what is left.

@@ -4,6 +4,7 @@ mod arbiter;
 mod attach;
 mod create;
 mod detach;
+mod fence;
 mod replace;
 mod salvage;
 

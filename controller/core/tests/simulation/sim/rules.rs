@@ -18,6 +18,9 @@ impl Sim {
                 let attach = stored.map_or(0, |stored| stored.status.attach);
                 assert!(volume.status.attach >= attach, "the attach number falls");
                 assert!(volume.status.attach <= attach + 1, "the attach number jumps");
+                if stored.is_some_and(|stored| stored.status.fenced_attach < volume.status.fenced_attach) {
+                    self.check_fence(volume);
+                }
                 let detached = volume.status.state == VolumeState::Detached;
                 assert!(
                     !detached || !self.has_engine(volume),
@@ -29,10 +32,31 @@ impl Sim {
         }
     }
 
-    /// Whether an engine is there that the controller knows of.
+    /// An engine that is called fenced cannot have a write acknowledged, and cannot come to that any more.
+    fn check_fence(&self, volume: &Volume) {
+        let name = &volume.metadata.name;
+        let Some(newest) = self.views.newest.get(name) else { return };
+        let attach = newest.id.generation.attach;
+        if attach > volume.status.fenced_attach {
+            return;
+        }
+        let open = newest.members.filter(|id| !self.views.refuses(&format!("{name}-{id}"), attach));
+        let is_granted = volume
+            .status
+            .arbiter
+            .granted()
+            .is_some_and(|granted| granted.id > newest.id && granted.members == open);
+        let half = 2 * open.len() == newest.members.len() && !is_granted;
+        assert!(
+            2 * open.len() < newest.members.len() || half,
+            "{name} is called fenced, and {open} of {newest} is not"
+        );
+    }
+
+    /// Whether an engine is there that the controller knows of and that may write.
     fn has_engine(&self, volume: &Volume) -> bool {
         let key = InstanceKey::engine(&volume.spec.volume_name);
-        self.nodes.iter().any(|node| node.instances.contains_key(&key) && !node.strays.contains(&key))
+        self.nodes.iter().any(|node| may_write(node, &key, volume.status.fenced_attach))
     }
 
     fn check_engine_write(&self, engine: &Engine) {
@@ -45,11 +69,12 @@ impl Sim {
         else {
             return;
         };
-        assert_eq!(stored.status.current_state, CurrentState::Stopped, "an engine moves that may run");
+        let fenced = self.store.volumes[engine.spec.volume_name.as_str()].status.fenced_attach;
+        let harmless = stored.status.current_state == CurrentState::Stopped || stored.spec.attach <= fenced;
+        assert!(harmless, "an engine moves that may run");
         let key = InstanceKey::engine(&engine.spec.volume_name);
         let node = self.nodes.iter().find(|other| other.name == *node).unwrap();
-        let runs = node.instances.contains_key(&key) && !node.strays.contains(&key);
-        assert!(!runs, "the engine of {} moves while it runs", key.name);
+        assert!(!may_write(node, &key, fenced), "the engine of {} moves while it runs", key.name);
     }
 
     pub(super) fn check_call(&mut self, node: &NodeName, call: &AgentCall) {
@@ -84,19 +109,22 @@ impl Sim {
                     "a salvage is not stored"
                 );
                 let key = InstanceKey::engine(volume);
-                let engine = self
-                    .nodes
-                    .iter()
-                    .find_map(|node| node.instances.get(&key).filter(|_| !node.strays.contains(&key)));
-                assert!(engine.is_none(), "a volume is salvaged under its engine");
+                let served = self.nodes.iter().any(|node| may_write(node, &key, stored.fenced_attach));
+                assert!(!served, "a volume is salvaged under its engine");
             }
             AgentCall::DeleteReplica { volume, .. } => {
                 let stored = &self.store.volumes[volume.as_str()];
                 let engine = &self.store.engines[volume.as_str()];
                 // What was decided about a replaced one may be carried out after its volume is to be deleted.
-                if !stored.metadata.is_deleting() || engine.status.current_state != CurrentState::Stopped {
+                let harmless = engine.status.current_state == CurrentState::Stopped
+                    || engine.spec.attach <= stored.status.fenced_attach;
+                if !stored.metadata.is_deleting() || !harmless {
                     self.check_retirement(&call.instance().name, stored);
                 }
+            }
+            AgentCall::FenceReplica { volume, attach, .. } => {
+                let stored = self.store.volumes[volume.as_str()].status.attach;
+                assert!(*attach <= stored, "replicas are told of attachment {attach} before it is stored");
             }
             AgentCall::StartReplica { .. }
             | AgentCall::SetRebuildLimits { .. }
@@ -123,7 +151,7 @@ impl Sim {
     fn check_retirement(&self, name: &str, volume: &Volume) {
         let replica = &self.store.replicas[name];
         assert!(replica.metadata.is_deleting(), "{name} is deleted and nobody asked for that");
-        let newest = &self.views[volume.metadata.name.as_str()];
+        let newest = &self.views.newest[volume.metadata.name.as_str()];
         assert!(!newest.members.contains(replica.spec.replica_id), "{name} is deleted and in view {newest}");
         let key = InstanceKey::engine(&volume.spec.volume_name);
         for engine in self.nodes.iter().filter_map(|node| node.instances.get(&key)) {
@@ -154,17 +182,16 @@ impl Sim {
             AgentCall::DeleteReplica { .. } => drop(self.deleted.insert(call.instance().name)),
             AgentCall::Grant { volume, view, .. } => {
                 // Where an engine waited for it, it is through now.
-                let newest = self.views.get_mut(volume.as_str());
-                if let Some(newest) = newest.filter(|newest| newest.id < view.id) {
-                    *newest = **view;
+                if self.views.newest.get(volume.as_str()).is_some_and(|newest| newest.id < view.id) {
+                    self.views.through(volume.as_str(), **view);
                 }
             }
             AgentCall::SalvageReplica { volume, replica_id, attach, .. } => {
                 let id = ViewId { generation: Generation::new(*attach, 0), number: 0 };
                 let members = Members::new([*replica_id]).unwrap();
-                let newest = self.views.entry(volume.to_string()).or_insert(View { id, members });
-                if newest.id.generation.attach < *attach {
-                    *newest = View { id, members };
+                let newest = self.views.newest.get(volume.as_str());
+                if newest.is_none_or(|newest| newest.id.generation.attach < *attach) {
+                    self.views.through(volume.as_str(), View { id, members });
                 }
             }
             _ => {}
@@ -212,7 +239,7 @@ impl Sim {
                 let place = self.nodes.iter().find(|other| other.name == *node).unwrap();
                 assert!(place.instances.contains_key(&key), "{} has no engine", volume.metadata.name);
                 assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
-                let members = self.views[volume.metadata.name.as_str()].members;
+                let members = self.views.newest[volume.metadata.name.as_str()].members;
                 assert!(members.len() >= spec.number_of_replicas as usize, "{members}");
                 let stale =
                     self.store.replicas_of(&spec.volume_name).find(|r| !members.contains(r.spec.replica_id));
@@ -245,4 +272,13 @@ impl Sim {
             InstanceKind::Replica => assert!(wanted.is_some(), "{key} is left over"),
         }
     }
+}
+
+/// Whether that engine is on the node, and no call that came late has made it, and it is not fenced.
+fn may_write(node: &SimAgent, key: &InstanceKey, fenced_attach: u64) -> bool {
+    let engine = node.instances.get(key).filter(|_| !node.strays.contains(key));
+    engine.is_some_and(|engine| match &engine.detail {
+        Detail::Engine(view) => view.attach > fenced_attach,
+        Detail::Replica(_) => false,
+    })
 }

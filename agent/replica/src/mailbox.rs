@@ -1,0 +1,82 @@
+//! What other threads tell the data thread.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self, Receiver, Sender};
+
+use shorthorn_ring::{Ring, Token, Wake, Waker};
+use shorthorn_types::Generation;
+use shorthorn_wire::Header;
+
+use crate::candidates::Place;
+
+/// One message to the data thread.
+#[derive(Debug)]
+pub(crate) enum Message {
+    /// An engine has proven who it is.
+    Candidate(Candidate),
+    /// No engine of a lower generation may use the replica from here on.
+    Fence(Generation),
+    /// End.
+    Stop,
+}
+
+/// An engine that has said hello and waits for the answer.
+#[derive(Debug)]
+pub(crate) struct Candidate {
+    /// The connection.
+    pub socket: OwnedFd,
+    /// Which engine and which of its queues.
+    pub place: Place,
+    /// The hello, which is still to be answered.
+    pub hello: Header,
+    /// Where it comes from, for logs.
+    pub peer: String,
+}
+
+/// The sending end: every thread has its own.
+#[derive(Clone, Debug)]
+pub(crate) struct Mailbox {
+    messages: Sender<Message>,
+    waker: Waker,
+}
+
+/// The end of the data thread.
+#[derive(Debug)]
+pub(crate) struct Inbox {
+    messages: Receiver<Message>,
+    wake: Wake,
+}
+
+impl Mailbox {
+    /// Both ends. The memory behind them is never given back: make them once.
+    ///
+    /// # Errors
+    /// What eventfd and mmap answer.
+    pub fn new() -> io::Result<(Mailbox, Inbox)> {
+        let (wake, waker) = Wake::new()?;
+        let (sender, messages) = mpsc::channel();
+        Ok((Mailbox { messages: sender, waker }, Inbox { messages, wake }))
+    }
+
+    /// Tells the data thread. False: it is gone, and the process ends.
+    pub fn send(&self, message: Message) -> bool {
+        let told = self.messages.send(message).is_ok();
+        if told {
+            self.waker.wake();
+        }
+        told
+    }
+}
+
+impl Inbox {
+    /// Asks the ring for a completion with `token` when there is a message; again after every one.
+    pub fn arm(&self, ring: &mut Ring, token: Token) {
+        self.wake.arm(ring, token);
+    }
+
+    /// The next message, if there is one.
+    pub fn next(&self) -> Option<Message> {
+        self.messages.try_recv().ok()
+    }
+}

@@ -1,0 +1,104 @@
+//! Taking a volume off a node that does not answer.
+//!
+//! Its engine may still run there and cannot be stopped, so its replicas are told to refuse it. First a new attachment
+//! number is drawn and stored: from there on the arbiter grants the old engine nothing. Then every replica in reach is
+//! told that number. An engine of a lower one is done for good when those that have stored the number are so many that a
+//! new engine could start from them (`shorthorn_views::basis`): they are a quorum of every view in which the old one may be,
+//! so that it can neither have anything acknowledged there nor bring another view through. Fewer than that prove nothing, and
+//! the volume waits for its replicas or its node.
+
+use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
+use shorthorn_views::{basis, forgets, knows_no_engine};
+
+use super::Run;
+use crate::AgentCall;
+use crate::objects::{DesireState, Engine, Finding, Replica};
+use crate::observed::{Detail, InstanceKey, InstanceState, ReplicaView};
+use crate::reconcile::{START_CHECK, Sight, sight};
+
+impl Run<'_> {
+    /// Whether no engine of that attachment or an older one can have anything acknowledged any more.
+    pub(super) fn is_fenced(&self, engine: &Engine) -> bool {
+        engine.spec.attach <= self.stored.status.fenced_attach
+    }
+
+    /// Brings it to that, one step per run. `trouble` says why the engine cannot be stopped.
+    pub(super) fn fence(&mut self, engine: &Engine, trouble: &str) {
+        if self.stored.status.attach <= engine.spec.attach {
+            self.draw_attach();
+            self.wait_for_fence(trouble, "its replicas are being told to refuse it");
+            return;
+        }
+        self.want_replicas(DesireState::Running);
+        let reports = self.fenced_reports();
+        match basis(&reports, self.stored.status.arbiter.granted()) {
+            Ok(_) => {
+                self.next.status.fenced_attach = engine.spec.attach;
+                let message = format!("{trouble}; {} of its replicas refuse its engine now", reports.len());
+                self.decision.emit(self.key(), true, "EngineFenced", message);
+                self.wait_for_fence(trouble, "it is fenced");
+            }
+            Err(lacking) => {
+                self.tell_replicas();
+                self.wait_for_fence(
+                    trouble,
+                    &format!("to keep it from writing, more replicas are needed: {lacking}"),
+                );
+                self.decision.again_after(START_CHECK);
+            }
+        }
+    }
+
+    /// What the replicas know that refuse every engine but the next. One that has lost its directory is not asked: it
+    /// does not know any more what it has stored.
+    fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
+        let attach = self.stored.status.attach;
+        let of = |replica: &&Replica| {
+            let view = self.replica_view(replica).filter(|view| view.attach >= attach)?;
+            Some((replica.spec.replica_id, (**view.views.as_ref()?).clone()))
+        };
+        let mut reports: Vec<_> = self.replicas.iter().filter_map(of).collect();
+        let Some(newest) = reports.iter().map(|(_, report)| report.committed).max_by_key(|view| view.id)
+        else {
+            return reports;
+        };
+        let was_served = self.replicas.iter().any(|replica| replica.status.healthy_at.is_some());
+        let all_know = was_served || newest.id.generation != Generation::NEVER;
+        let is_forgetful = |id: ReplicaId, report: &ReplicaReport| {
+            forgets(id, report, newest) || (all_know && knows_no_engine(report))
+        };
+        reports.retain(|(id, report)| !is_forgetful(*id, report));
+        reports
+    }
+
+    fn tell_replicas(&mut self) {
+        let attach = self.stored.status.attach;
+        for replica in self.live_replicas() {
+            if self.replica_view(replica).is_some_and(|view| view.attach < attach) {
+                let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
+                let call = AgentCall::FenceReplica { volume, replica_id, attach };
+                self.then.push((replica.spec.node_id.clone(), call));
+            }
+        }
+    }
+
+    /// What the process of the replica says, where it runs and its node answers.
+    fn replica_view(&self, replica: &Replica) -> Option<&ReplicaView> {
+        let Sight::Clear(agent) = sight(self.context, &replica.spec.node_id) else { return None };
+        let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
+        let instance =
+            agent.instances.get(&key).filter(|instance| instance.state == InstanceState::Running)?;
+        match &instance.detail {
+            Detail::Replica(view) => Some(view),
+            Detail::Engine(_) => None,
+        }
+    }
+
+    fn wait_for_fence(&mut self, trouble: &str, message: &str) {
+        let message = format!("the engine cannot be stopped: {trouble}; {message}");
+        self.settle(Finding::wrong("NodeUnreachable", message));
+    }
+}
+
+#[cfg(test)]
+mod tests;

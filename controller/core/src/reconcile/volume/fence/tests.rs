@@ -1,0 +1,224 @@
+use std::collections::BTreeMap;
+
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{Members, View, ViewId, VolumeName};
+
+use super::*;
+use crate::objects::{
+    CurrentState, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
+    ReplicaStatus, Secret, Volume, VolumeState,
+};
+use crate::observed::{AgentInfo, AgentView, Agents, Instance, Link};
+use crate::reconcile::{Context, Settings, reconcile};
+use crate::requests::{Change, CreateVolume};
+use crate::{Action, NodeName, Timestamp, World};
+
+const NODES: [&str; 3] = ["a", "b", "c"];
+/// The number of the attachment whose engine is on node a, which does not answer.
+const OLD: u64 = 2;
+
+fn id(at: usize) -> ReplicaId {
+    ReplicaId::from_random(at as u64 + 1)
+}
+
+fn node(at: usize) -> NodeName {
+    NodeName::new(NODES[at]).unwrap()
+}
+
+fn view(attach: u64, number: u32, replicas: &[usize]) -> View {
+    let members = Members::new(replicas.iter().map(|at| id(*at))).unwrap();
+    View { id: ViewId { generation: Generation::new(attach, 1), number }, members }
+}
+
+fn first(replicas: usize) -> View {
+    let members = Members::new((0..replicas).map(id)).unwrap();
+    View { id: ViewId { generation: Generation::NEVER, number: 0 }, members }
+}
+
+/// A volume that is to leave node a, with a replica on each of the first `replicas` nodes.
+struct Lost {
+    world: World,
+    agents: Agents,
+}
+
+impl Lost {
+    fn new(replicas: usize) -> Lost {
+        let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+        let Ok(Change::Store(mut volume)) =
+            wanted.apply(&World::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH)
+        else {
+            panic!("the volume is refused");
+        };
+        volume.status.state = VolumeState::Detaching;
+        volume.status.current_node_id = Some(node(0));
+        volume.status.attach = OLD;
+        let spec = EngineSpec {
+            volume_name: VolumeName::new("v").unwrap(),
+            volume_size: 1 << 20,
+            node_id: Some(node(0)),
+            desire_state: DesireState::Stopped,
+            attach: OLD,
+            frontend: Frontend::Auto,
+            replica_address_map: BTreeMap::new(),
+            map_revision: 0,
+        };
+        let status = EngineStatus { current_state: CurrentState::Unknown, ..EngineStatus::default() };
+        let metadata = Metadata::new("v", Timestamp::UNIX_EPOCH);
+        let mut lost = Lost { world: World::default(), agents: Agents::default() };
+        lost.world.insert(volume.into());
+        lost.world.insert(Engine { metadata, spec, status }.into());
+        for at in 0..replicas {
+            lost.world.insert(replica(at).into());
+            let link = match at {
+                0 => Link::Down { since: Timestamp::UNIX_EPOCH, reason: "no answer".to_owned() },
+                _ => Link::Synced,
+            };
+            let info = Some(AgentInfo { name: NODES[at].to_owned(), ..AgentInfo::default() });
+            let agent = AgentView { link, info, ..AgentView::new("http://agent", Timestamp::UNIX_EPOCH) };
+            lost.agents.by_node.insert(node(at), agent);
+            lost.replica_says(at, OLD, view(OLD, 1, &(0..replicas).collect::<Vec<_>>()));
+        }
+        lost
+    }
+
+    fn replica_says(&mut self, at: usize, attach: u64, committed: View) {
+        let views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
+        let detail = Detail::Replica(ReplicaView { attach, views, ..ReplicaView::default() });
+        let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+        let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), id(at));
+        self.agents.by_node.get_mut(&node(at)).unwrap().instances.insert(key, instance);
+    }
+
+    fn volume(&self) -> &Volume {
+        &self.world.volumes["v"]
+    }
+
+    fn change(&mut self, change: impl FnOnce(&mut Volume)) {
+        let mut volume = self.volume().clone();
+        change(&mut volume);
+        self.world.insert(volume.into());
+    }
+
+    /// One run: what it stores is stored. Returns who is told to refuse engines older than which.
+    fn run(&mut self) -> Vec<(String, u64)> {
+        let now = Timestamp::UNIX_EPOCH + crate::reconcile::UNREACHABLE_AFTER;
+        let (world, agents) = (&self.world, &self.agents);
+        let context = Context { world, agents, now, random: [0; MAX_MEMBERS], settings: Settings::default() };
+        let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
+        let mut told = Vec::new();
+        for action in actions {
+            match action {
+                Action::Write(object) => self.world.insert(Object::clone(&object)),
+                Action::Call(node, AgentCall::FenceReplica { attach, .. }) => {
+                    assert!(attach <= self.volume().status.attach, "a number is used before it is stored");
+                    told.push((node.to_string(), attach));
+                }
+                Action::Emit(_) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        told
+    }
+
+    /// Draws the number and tells the replicas.
+    fn begin(&mut self) {
+        assert_eq!(self.run(), [], "the number is stored first");
+        assert_eq!(self.volume().status.attach, OLD + 1);
+        self.run();
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.volume().status.fenced_attach == OLD
+    }
+}
+
+fn replica(at: usize) -> Replica {
+    let volume_name = VolumeName::new("v").unwrap();
+    Replica {
+        metadata: Metadata::new(ReplicaSpec::instance_name(&volume_name, id(at)), Timestamp::UNIX_EPOCH),
+        spec: ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 20,
+            replica_id: id(at),
+            node_id: node(at),
+            disk_path: "/var/lib/longhorn".to_owned(),
+            disk_id: String::new(),
+            desire_state: DesireState::Running,
+        },
+        status: ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() },
+    }
+}
+
+#[test]
+fn enough_replicas_that_refuse_the_engine_fence_it() {
+    let mut lost = Lost::new(3);
+    assert_eq!(lost.run(), []);
+    let all = [("b".to_owned(), OLD + 1), ("c".to_owned(), OLD + 1)];
+    assert_eq!(lost.run(), all);
+    assert_eq!(lost.run(), all, "until they say so");
+    lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1, 2]));
+    assert_eq!(lost.run(), all[1..]);
+    assert!(!lost.is_fenced(), "two of three may go on yet");
+    lost.replica_says(2, OLD + 1, view(OLD, 1, &[0, 1, 2]));
+    lost.run();
+    assert!(lost.is_fenced());
+    assert_eq!(lost.volume().status.attach, OLD + 1, "one number is enough");
+    lost.run();
+    let stopped = |replica: &Replica| replica.spec.desire_state == DesireState::Stopped;
+    assert!(lost.world.replicas.values().all(stopped), "the detach goes on");
+}
+
+#[test]
+fn half_is_enough_unless_the_arbiter_has_given_it_to_the_other() {
+    let granted = view(OLD, 2, &[0]);
+    for (grant, enough) in [(None, true), (Some(granted), false)] {
+        let mut lost = Lost::new(2);
+        if let Some(granted) = grant {
+            let honoured = ReplicaReport { committed: view(OLD, 1, &[0, 1]), proposed: Vec::new() };
+            lost.change(|volume| {
+                let arbiter = &volume.status.arbiter;
+                volume.status.arbiter = arbiter.ask(OLD, granted, &honoured, &granted.members).unwrap();
+            });
+        }
+        lost.begin();
+        lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1]));
+        lost.run();
+        assert_eq!(lost.is_fenced(), enough, "{grant:?}");
+    }
+}
+
+#[test]
+fn replicas_that_have_forgotten_what_they_stored_prove_nothing() {
+    let mut lost = Lost::new(3);
+    lost.begin();
+    lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1, 2]));
+    lost.replica_says(2, OLD + 1, first(3));
+    lost.run();
+    assert!(!lost.is_fenced());
+    // Nor do several that agree, where an engine has served.
+    for (served, enough) in [(true, false), (false, true)] {
+        let mut lost = Lost::new(3);
+        let mut known = replica(0);
+        known.status.healthy_at = served.then_some(Timestamp::UNIX_EPOCH);
+        lost.world.insert(known.into());
+        lost.begin();
+        (1..3).for_each(|at| lost.replica_says(at, OLD + 1, first(3)));
+        lost.run();
+        assert_eq!(lost.is_fenced(), enough, "served: {served}");
+    }
+}
+
+#[test]
+fn a_replica_that_does_not_tell_its_views_is_not_counted() {
+    let mut lost = Lost::new(2);
+    lost.begin();
+    lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1]));
+    let agent = lost.agents.by_node.get_mut(&node(1)).unwrap();
+    for instance in agent.instances.values_mut() {
+        if let Detail::Replica(view) = &mut instance.detail {
+            view.views = None;
+        }
+    }
+    lost.run();
+    assert!(!lost.is_fenced());
+}
