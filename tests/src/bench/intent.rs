@@ -1,5 +1,6 @@
-//! What it costs in the steady state that a region is noted before it is written: the same load on the same volume,
-//! once with regions that are cleared as usual and noted again, once with regions that all stay noted.
+//! What it costs in the steady state that a region is noted before it is written: the same loads on two volumes that are
+//! there at the same time, one with regions that are cleared as usual and noted again, one with regions that all stay noted.
+//! They take short turns, so that what changes on the machine changes for both.
 
 use std::path::Path;
 
@@ -16,10 +17,10 @@ const LOADS: [Workload; 2] = [
     Workload { name: "write 4 KiB random, depth 32", rw: "randwrite", block_size: "4k", depth: 32 },
 ];
 
-/// One load, in one round.
+/// One turn of both volumes under one load.
 #[derive(Clone, Copy, Debug)]
 pub struct IntentFigure {
-    /// Of the load.
+    /// The load.
     pub workload: &'static str,
     /// Requests per second where regions are cleared and noted again.
     pub cleared: f64,
@@ -27,48 +28,56 @@ pub struct IntentFigure {
     pub kept: f64,
 }
 
-/// Measures round number `round` with the files below `base`: which comes first changes from round to round.
+/// Measures `turns` turns of each load with the files below `base`: which volume comes first changes from turn to turn.
 ///
 /// # Errors
-/// The volume does not start, or a load sees an error.
-pub fn measure_intent(base: &Path, seconds: u32, round: u32) -> Result<Vec<IntentFigure>> {
-    let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
-    // What is written for the first time costs more: that comes before both.
-    run(folder.path(), true, |volume| load(volume, &WRITE, USED, 0).map(drop))?;
-    let kept_first = round.is_multiple_of(2);
-    let first = measure(folder.path(), kept_first, seconds)?;
-    let second = measure(folder.path(), !kept_first, seconds)?;
-    let (kept, cleared) = if kept_first { (first, second) } else { (second, first) };
-    let figure = |((workload, kept), cleared): ((&Workload, f64), f64)| IntentFigure {
-        workload: workload.name,
-        cleared,
-        kept,
-    };
-    Ok(LOADS.iter().zip(kept).zip(cleared).map(figure).collect())
-}
-
-/// Requests per second of each load.
-fn measure(folder: &Path, is_kept: bool, seconds: u32) -> Result<[f64; 2]> {
-    run(folder, is_kept, |volume| {
-        // All regions are noted now, and stay so, or those that the loads leave alone are cleared after a while.
-        load(volume, &WRITE, USED, 0)?;
-        let mut measured = [0.0; 2];
-        for (measured, workload) in measured.iter_mut().zip(&LOADS) {
-            load(volume, workload, USED, WARM_UP_S)?;
-            *measured = load(volume, workload, USED, seconds)?.requests_per_s;
+/// A volume does not start, or a load sees an error.
+pub fn measure_intent(base: &Path, seconds: u32, turns: u32) -> Result<Vec<IntentFigure>> {
+    let (cleared, kept) = (Subject::start(base, false)?, Subject::start(base, true)?);
+    let mut figures = Vec::new();
+    for workload in &LOADS {
+        for subject in [&cleared, &kept] {
+            load(&subject.volume, workload, USED, WARM_UP_S)?;
         }
-        Ok(measured)
-    })
+        let measure = |subject: &Subject| -> Result<f64> {
+            Ok(load(&subject.volume, workload, USED, seconds)?.requests_per_s)
+        };
+        for turn in 0..turns {
+            let (cleared, kept) = if turn.is_multiple_of(2) {
+                let first = measure(&kept)?;
+                (measure(&cleared)?, first)
+            } else {
+                (measure(&cleared)?, measure(&kept)?)
+            };
+            figures.push(IntentFigure { workload: workload.name, cleared, kept });
+        }
+    }
+    cleared.volume.stop()?;
+    kept.volume.stop()?;
+    Ok(figures)
 }
 
-fn run<T>(folder: &Path, is_kept: bool, act: impl FnOnce(&LocalVolume) -> Result<T>) -> Result<T> {
-    let mut options = LocalVolumeOptions::new(folder);
-    options.size = "10GiB".into();
-    if is_kept {
-        options.extra = ["--intent-clear-after-ms", "0"].map(str::to_owned).to_vec();
+/// A volume whose used part was written once.
+struct Subject {
+    volume: LocalVolume,
+    // After the volume, whose files it has.
+    _folder: tempfile::TempDir,
+}
+
+impl Subject {
+    fn start(base: &Path, is_kept: bool) -> Result<Subject> {
+        let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
+        let mut options = LocalVolumeOptions::new(folder.path());
+        options.size = "10GiB".into();
+        if is_kept {
+            options.extra = ["--intent-clear-after-ms", "0"].map(str::to_owned).to_vec();
+        }
+        let volume = LocalVolume::start(&options)?;
+        // What is written for the first time costs more. And all regions are noted now: they stay so, or are cleared
+        // when the loads leave them alone.
+        for _ in 0..2 {
+            load(&volume, &WRITE, USED, 0)?;
+        }
+        Ok(Subject { volume, _folder: folder })
     }
-    let volume = LocalVolume::start(&options)?;
-    let done = act(&volume)?;
-    volume.stop()?;
-    Ok(done)
 }

@@ -40,6 +40,9 @@ struct Arguments {
     only_intent: bool,
 }
 
+/// Turns of the two volumes per round.
+const INTENT_TURNS: u32 = 4;
+
 const TARGETS: [(&str, TargetKind); 5] = [
     ("fio on 1 file", TargetKind::Files { files: 1 }),
     ("fio on 3 files", TargetKind::Files { files: 3 }),
@@ -102,27 +105,27 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
 }
 
 fn noting(arguments: &Arguments) -> Result<()> {
+    let turns = arguments.rounds * INTENT_TURNS;
+    progress(&format!("{turns} turns: noting regions before they are written"));
     let mut all: BTreeMap<&str, Vec<IntentFigure>> = BTreeMap::new();
-    for round in 1..=arguments.rounds {
-        progress(&format!("round {round} of {}: noting regions before they are written", arguments.rounds));
-        for one in measure_intent(&arguments.dir, arguments.seconds, round)? {
-            all.entry(one.workload).or_default().push(one);
-        }
+    for one in measure_intent(&arguments.dir, arguments.seconds, turns)? {
+        all.entry(one.workload).or_default().push(one);
     }
     println!(
-        "\nregions cleared and noted again, against regions that stay noted: 3 replicas, 1 GiB used, medians of {} rounds",
-        arguments.rounds
+        "\nregions cleared and noted again, against regions that stay noted: 3 replicas, 1 GiB used, medians of {turns} turns"
     );
     for (workload, figures) in all {
         let of = |value: fn(&IntentFigure) -> f64| figures.iter().map(value).collect::<Vec<f64>>();
-        let shares = of(|one| one.cleared / one.kept * 100.0);
+        let mut shares = of(|one| one.cleared / one.kept * 100.0);
+        shares.sort_by(f64::total_cmp);
+        let quarter = shares.len() / 4;
         println!(
-            "  {workload:<32} {:>7.0} against {:>7.0} requests/s: {:.1} %, the rounds {:.1} to {:.1} %",
+            "  {workload:<32} {:>7.0} against {:>7.0} requests/s: {:.1} %, half of the turns {:.1} to {:.1} %",
             median(&of(|one| one.cleared)),
             median(&of(|one| one.kept)),
             median(&shares),
-            shares.iter().copied().fold(f64::MAX, f64::min),
-            shares.iter().copied().fold(f64::MIN, f64::max),
+            shares[quarter],
+            shares[shares.len() - 1 - quarter],
         );
     }
     Ok(())
