@@ -180,11 +180,11 @@ impl Sim {
     pub(super) fn note_done(&mut self, call: &AgentCall) {
         match call {
             AgentCall::DeleteReplica { .. } => drop(self.deleted.insert(call.instance().name)),
-            AgentCall::Grant { volume, view, .. } => {
-                // Where an engine waited for it, it is through now.
-                if self.views.newest.get(volume.as_str()).is_some_and(|newest| newest.id < view.id) {
-                    self.views.through(volume.as_str(), **view);
-                }
+            // Where an engine waited for it, it is through now.
+            AgentCall::Grant { volume, view, .. }
+                if self.views.newest.get(volume.as_str()).is_some_and(|newest| newest.id < view.id) =>
+            {
+                self.views.through(volume.as_str(), **view);
             }
             AgentCall::SalvageReplica { volume, replica_id, attach, .. } => {
                 let id = ViewId { generation: Generation::new(*attach, 0), number: 0 };
