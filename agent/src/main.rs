@@ -1,6 +1,7 @@
 //! The agent of a node, and the processes that it starts.
 
 mod cli;
+mod descriptor_store;
 mod logging;
 mod pid_file;
 mod roles;

@@ -1,9 +1,10 @@
 //! The engine is replaced and the clock jumps while fio uses the device: fio sees nothing of it.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{NODE, VmHost, until};
+use shorthorn_tests::{NODE, Ready, VmHost, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -18,34 +19,178 @@ fn an_engine_is_replaced_under_load_on_nbd() -> Result<()> {
     replaced_under_load(Kernel::Nbd, "nbd")
 }
 
+/// Where the time goes while the engine is replaced, in virtual time: it counts instructions, so the figures repeat. They
+/// are printed; what must hold is that no request waits for its time-out.
+#[test]
+fn the_pause_of_an_upgrade_by_its_parts() -> Result<()> {
+    let host = VmHost::start(VmHost::options(Kernel::Ublk).icount().command_limit(LIMIT))?;
+    host.sh("modprobe -a ublk_drv nbd")?;
+    for frontend in ["ublk", "nbd"] {
+        parts_of_a_pause(&host, frontend).with_context(|| logs(&host))?;
+    }
+    Ok(())
+}
+
+fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
+    let volume = format!("pause-{frontend}");
+    host.ctl(&format!(
+        "volume create {volume} --size 64MiB --replicas 3 --frontend {frontend} --soft-anti-affinity"
+    ))?;
+    host.ctl(&format!("volume attach {volume} --node {NODE}"))?;
+    for depth in [1, 16] {
+        let report = host.sh(&format!(
+            "fio --name=load --filename=/dev/longhorn/{volume} --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
+             --iodepth={depth} --time_based --runtime=4 --output-format=json --output=/root/pause & \
+             sleep 2; systemctl restart shorthorn-engine@{volume}; wait $!; cat /root/pause"
+        ))?;
+        let report: serde_json::Value = serde_json::from_str(&report)?;
+        let longest_ms =
+            report["jobs"][0]["write"]["lat_ns"]["max"].as_f64().context("fio tells no latency")? / 1e6;
+        println!("{frontend}, depth {depth}: the longest request took {longest_ms:.1} ms of virtual time");
+        let unit = format!("shorthorn-engine@{volume}");
+        println!(
+            "{}",
+            host.sh(&format!("journalctl --no-pager --output short-precise --lines 24 -u {unit}"))?
+        );
+        let timeout_ms = request_timeout_ms(host, &volume)?;
+        ensure!(longest_ms < timeout_ms, "a request has waited for the request time-out of {timeout_ms} ms");
+    }
+    host.ctl(&format!("volume detach {volume}")).map(drop)
+}
+
 fn replaced_under_load(kernel: Kernel, frontend: &str) -> Result<()> {
     let host = VmHost::start(VmHost::options(kernel))?;
+    // What the engines and the agent say is all that is left of a failure: it must not be lost among other units.
+    replace_under_load(&host, frontend).with_context(|| logs(&host))
+}
+
+fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     host.ctl("volume create v1 --size 64MiB --replicas 3 --soft-anti-affinity")?;
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
     // One short run after the other, so that the load ends soon after it is told to.
     let load = host.spawn(
-        "while test ! -e /root/enough; do fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite \
+        "run=0; while test ! -e /root/enough; do run=$((run + 1)); \
+         fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite \
          --bsrange=512-64k --bs_unaligned=0 --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 \
-         --verify=crc32c --verify_fatal=1 --do_verify=1 --fsync=64 --output-format=terse \
-         || exit 1; echo run >> /root/runs; done",
+         --verify=crc32c --verify_fatal=1 --do_verify=1 --fsync=64 --output-format=json \
+         --output=/root/fio.$run || { cat /root/fio.$run; exit 1; }; echo run >> /root/runs; done",
     )?;
-    runs(&host, 1)?;
+    runs(host, 1)?;
     for _ in 0..2 {
-        let before = engine_pid(&host)?;
-        println!("{frontend}: {}", host.ctl("volume upgrade-engine v1")?.trim());
-        ensure!(engine_pid(&host)? != before, "the engine is still process {before}");
-        runs(&host, 1)?;
+        replaced(host, frontend, || Ok(host.ctl("volume upgrade-engine v1")?.trim().to_owned()))?;
     }
-    let before = engine_pid(&host)?;
-    let restart = Instant::now();
-    host.sh("systemctl restart shorthorn-engine@v1")?;
-    println!("{frontend}: systemctl restart took {:.1} s", restart.elapsed().as_secs_f32());
-    ensure!(engine_pid(&host)? != before, "the engine is still process {before}");
-    runs(&host, 1)?;
-    the_clock_jumps(&host)?;
+    replaced(host, frontend, || {
+        let restart = Instant::now();
+        host.sh("systemctl restart shorthorn-engine@v1")?;
+        Ok(format!("systemctl restart took {:.1} s", restart.elapsed().as_secs_f32()))
+    })?;
+    the_clock_jumps(host)?;
     host.sh("touch /root/enough")?;
     host.finish(load, LIMIT).context("fio saw an error")?;
+    no_request_timed_out(host, frontend)?;
+    if frontend == "nbd" {
+        killed_after_a_handover(host)?;
+    }
     host.ctl("volume detach v1").map(drop)
+}
+
+/// The process that has taken the sockets dies in the middle of requests: the one after it must not take them, and nobody
+/// may keep them open, or the kernel would not know them for dead.
+fn killed_after_a_handover(host: &VmHost) -> Result<()> {
+    let load = host.spawn(
+        "fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
+         --iodepth=16 --verify=crc32c --verify_fatal=1 --do_verify=1 --output=/root/killed",
+    )?;
+    let sockets = engine_sockets(host)?;
+    host.kill("shorthorn-engine@v1")?;
+    host.finish(load, LIMIT).context("fio saw an error after a kill")?;
+    let kept = engine_sockets(host)?.intersection(&sockets).count();
+    ensure!(kept == 0, "the sockets of a process that was killed are used on");
+    let replaced = host.sh("dmesg | grep -c 'reconnected socket'")?;
+    ensure!(replaced == "1", "{replaced} connections were replaced, not the one");
+    Ok(())
+}
+
+/// The same without systemd: the supervisor keeps the sockets.
+#[test]
+fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
+    let host = VmHost::bare(VmHost::options(Kernel::Nbd))?;
+    host.sh("modprobe nbd nbds_max=0")?;
+    let running = host.spawn(
+        "shorthorn-agent run v1 --dir /var/lib/longhorn/v1 --size 64MiB --replicas 2 --frontend nbd",
+    )?;
+    let ready = until("volume that is ready", LIMIT, || {
+        Ok(running.output_so_far().text().lines().find(|line| line.starts_with('{')).map(str::to_owned))
+    })?;
+    let ready: Ready = serde_json::from_str(&ready)?;
+    let load = host.spawn(
+        "fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
+         --iodepth=16 --verify=crc32c --verify_fatal=1 --do_verify=1 --time_based --runtime=20",
+    )?;
+    let engine = || host.sh("pgrep -x shorthorn-eng");
+    let mut before = engine()?;
+    for _ in 0..2 {
+        let sockets = sockets_of(&host, &before)?;
+        host.sh(&format!("sleep 2; kill -HUP {}", ready.pids.supervisor))?;
+        let next = until("next engine", LIMIT, || {
+            Ok(engine().ok().filter(|pid| !pid.is_empty() && *pid != before))
+        })?;
+        until("socket of the engine before", LIMIT, || {
+            let kept = sockets_of(&host, &next).is_ok_and(|now| now.intersection(&sockets).count() == 1);
+            Ok(kept.then_some(()))
+        })
+        .with_context(|| running.output_so_far().text())?;
+        before = next;
+    }
+    host.finish(load, LIMIT).with_context(|| running.output_so_far().text())?;
+    let log = host.sh("dmesg | grep -E 'timed out|control failed|reconnected' || true")?;
+    ensure!(log.is_empty(), "the kernel says: {log}");
+    host.sh(&format!("kill -TERM {}", ready.pids.supervisor))?;
+    host.finish(running, LIMIT).map(drop)
+}
+
+/// Replaces the engine and waits for a whole run of fio after that. On NBD the new process has the very sockets of the
+/// old one.
+fn replaced(host: &VmHost, frontend: &str, replace: impl FnOnce() -> Result<String>) -> Result<()> {
+    let (before, sockets) = (engine_pid(host)?, engine_sockets(host)?);
+    println!("{frontend}: {}", replace()?);
+    ensure!(engine_pid(host)? != before, "the engine is still process {before}");
+    let kept = engine_sockets(host)?.intersection(&sockets).count();
+    let spec: serde_json::Value =
+        serde_json::from_str(&host.sh("cat /var/lib/shorthorn/instances/engine/v1.json")?)?;
+    let queues = spec["queues"].as_u64().context("the spec has queues")?;
+    let expected = if frontend == "nbd" { queues } else { 0 };
+    ensure!(kept as u64 == expected, "{kept} of {expected} sockets were handed over");
+    runs(host, 1)
+}
+
+/// After so long without an answer the block layer asks the driver of the volume's device what to do.
+fn request_timeout_ms(host: &VmHost, volume: &str) -> Result<f64> {
+    let queue = format!("/sys/dev/block/$(stat -c '%Hr:%Lr' /dev/longhorn/{volume})/queue");
+    Ok(host.sh(&format!("cat {queue}/io_timeout"))?.parse()?)
+}
+
+/// The kernel sends nothing again, and gives up no connection, while engines are replaced.
+fn no_request_timed_out(host: &VmHost, frontend: &str) -> Result<()> {
+    let complaints =
+        "timed out|Possible stuck|control failed|Dead connection|send failed|shutting down|I/O error";
+    let log = host.sh(&format!("dmesg | grep -E '{complaints}' || true"))?;
+    ensure!(log.is_empty(), "the kernel says: {log}");
+    let timeout_ms = request_timeout_ms(host, "v1")?;
+    let mut longest_ms = 0.0_f64;
+    for run in 1..=host.sh("wc -l < /root/runs")?.parse::<usize>()? {
+        let report: serde_json::Value = serde_json::from_str(&host.sh(&format!("cat /root/fio.{run}"))?)?;
+        for direction in ["read", "write"] {
+            let ns =
+                report["jobs"][0][direction]["lat_ns"]["max"].as_f64().context("fio tells no latency")?;
+            longest_ms = longest_ms.max(ns / 1e6);
+        }
+    }
+    println!(
+        "{frontend}: the longest request took {longest_ms:.0} ms, the request time-out is {timeout_ms} ms"
+    );
+    ensure!(longest_ms < timeout_ms, "a request has waited for the request time-out");
+    Ok(())
 }
 
 /// Nothing that counts time may take a clock that people set for one that runs.
@@ -75,6 +220,25 @@ fn runs(host: &VmHost, more: usize) -> Result<()> {
     let enough = count()? + more;
     until("finished run of fio", LIMIT, || Ok((count()? >= enough).then_some(())))
         .with_context(|| host.journal())
+}
+
+/// The sockets that the engine has open, as /proc shows them.
+fn engine_sockets(host: &VmHost) -> Result<BTreeSet<String>> {
+    sockets_of(host, &engine_pid(host)?)
+}
+
+fn sockets_of(host: &VmHost, pid: &str) -> Result<BTreeSet<String>> {
+    let links = host.sh(&format!("find /proc/{pid}/fd -type l -printf '%l\\n' | grep '^socket:'"))?;
+    Ok(links.lines().map(str::to_owned).collect())
+}
+
+/// What the engines, the agent and the kernel have said.
+fn logs(host: &VmHost) -> String {
+    let journal = "journalctl --no-pager --output short-monotonic";
+    let output = host
+        .vm
+        .run(&format!("{journal} -u 'shorthorn-engine@*' -u shorthorn-agent; {journal} -k --lines 100"));
+    output.map_or_else(|error| format!("no journal: {error:#}"), |output| output.text())
 }
 
 fn engine_pid(host: &VmHost) -> Result<String> {

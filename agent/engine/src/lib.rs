@@ -9,6 +9,7 @@
 mod connection;
 mod courier;
 mod error;
+mod handover;
 mod link;
 mod main_loop;
 mod open;

@@ -13,8 +13,8 @@ use shorthorn_control::{
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
-    Device, DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, node, prepare_nbd,
-    prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
+    Device, DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, node,
+    prepare_nbd, prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
 };
 use shorthorn_ring::{Arena, Wake};
 use shorthorn_types::Generation;
@@ -23,6 +23,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_
 use crate::connection::Connection;
 use crate::courier::{Couriers, Desk, Peer};
 use crate::error::EngineError;
+use crate::handover;
 use crate::link::{Link, LinkSlots};
 use crate::open::{Greeter, Opened, Opener, Opening};
 use crate::queue::Queue;
@@ -63,6 +64,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let (sender, news) = mpsc::channel();
     watch_signals(sender.clone())?;
     let state = EngineState::open(&spec.state_file, spec.attach)?;
+    let sockets = handover::take(state.predecessor());
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {
         // A device that is recovered keeps its queues.
         (spec.queues, spec.depth) = (record.queues, record.depth);
@@ -74,7 +76,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
             let _ = orders.send(News::Order(order));
         })
         .map_err(EngineError::system("binding the control socket"))?;
-    let result = Start { begin, spec, state, publisher: &publisher, sender, news }.run();
+    let result = Start { begin, spec, state, sockets, publisher: &publisher, sender, news }.run();
     if let Err(error) = &result {
         publish(&publisher, |engine| {
             let frozen = matches!(error, EngineError::Frozen(_));
@@ -130,6 +132,8 @@ struct Start<'a> {
     begin: Instant,
     spec: EngineSpec,
     state: EngineState,
+    /// What the process before this one has handed over, until the frontend has it.
+    sockets: Vec<QueueSocket>,
     publisher: &'a Publisher,
     sender: Sender<News>,
     news: Receiver<News>,
@@ -149,7 +153,11 @@ impl Start<'_> {
                 self.discard_device()?;
                 return Ok(if for_good { Ended::Stopped } else { Ended::LeftToNext });
             }
-            Opening::Ended { .. } => return Ok(Ended::LeftToNext),
+            Opening::Ended { .. } => {
+                // Nobody has read from them: they are as good for the next one.
+                handover::keep(self.state.generation(), std::mem::take(&mut self.sockets));
+                return Ok(Ended::LeftToNext);
+            }
         };
         publish(self.publisher, |engine| {
             engine.generation = opened.view.id.generation;
@@ -158,7 +166,8 @@ impl Start<'_> {
             engine.message.clear();
         });
         let opened_ms = self.begin.elapsed().as_millis();
-        let Prepared { queues, mut device } = prepare_frontend(&self.spec, &self.state)?;
+        let Prepared { queues, mut device } =
+            prepare_frontend(&self.spec, &self.state, std::mem::take(&mut self.sockets))?;
         // What was made is remembered before anything can use it: a process that dies from here on is followed
         // by one that recovers the device.
         self.state.set_device(Some(device.record()))?;
@@ -202,7 +211,8 @@ impl Start<'_> {
         let (ending, is_settled) = serving.settle(&self.news, ending)?;
         publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         if ending == Ending::Terminate && may_be_left {
-            self.drain(shared, threads.len())?;
+            let sockets = self.drain(shared, threads.len())?;
+            handover::keep(self.state.generation(), sockets);
         } else {
             device.stop()?;
             serving.forget_device()?;
@@ -222,27 +232,31 @@ impl Start<'_> {
     }
 
     /// Has the queues answer what is in flight, as far as it can be answered soon. What is not is given to the next
-    /// process by the kernel, as what comes from now on.
-    fn drain(&self, shared: &Shared, queues: usize) -> Result<(), EngineError> {
+    /// process by the kernel, as what comes from now on. Returns the sockets that the next process can go on with.
+    fn drain(&self, shared: &Shared, queues: usize) -> Result<Vec<QueueSocket>, EngineError> {
         let begin = Instant::now();
         shared.drain();
         let mut drained = 0;
+        let mut sockets = Vec::new();
         while drained < queues {
             match self.news.recv_timeout(DRAIN_LIMIT.saturating_sub(begin.elapsed())) {
-                Ok(News::Drained) => drained += 1,
+                Ok(News::Drained { queue, socket }) => {
+                    drained += 1;
+                    sockets.extend(socket.map(|socket| QueueSocket { queue, socket }));
+                }
                 Ok(News::Deposed { holder }) => {
                     return Err(EngineError::Deposed { generation: self.state.generation(), holder });
                 }
                 Ok(_) => {}
                 Err(_) => {
                     tracing::warn!(volume = %self.spec.volume, "requests in flight are left to the next process");
-                    return Ok(());
+                    return Ok(sockets);
                 }
             }
         }
         let (volume, drained_ms) = (&self.spec.volume, begin.elapsed().as_millis());
         tracing::info!(%volume, drained_ms, "every request is answered, the device is left to the next process");
-        Ok(())
+        Ok(sockets)
     }
 
     /// Takes a device away that an earlier process has left, where there will be no other one.
@@ -267,7 +281,11 @@ fn notify_systemd(state: sd_notify::NotifyState<'_>) {
     }
 }
 
-fn prepare_frontend(spec: &EngineSpec, state: &EngineState) -> Result<Prepared, EngineError> {
+fn prepare_frontend(
+    spec: &EngineSpec,
+    state: &EngineState,
+    sockets: Vec<QueueSocket>,
+) -> Result<Prepared, EngineError> {
     let previous = state.device().cloned();
     let kind = match (&previous, spec.frontend) {
         (Some(record), _) if record.kind != FrontendKind::Socket => record.kind,
@@ -287,7 +305,7 @@ fn prepare_frontend(spec: &EngineSpec, state: &EngineState) -> Result<Prepared, 
     };
     Ok(match kind {
         FrontendKind::Ublk => prepare_ublk(&frontend)?,
-        FrontendKind::Nbd => prepare_nbd(&frontend)?,
+        FrontendKind::Nbd => prepare_nbd(&frontend, sockets)?,
         FrontendKind::Socket => prepare_socket(&frontend)?,
     })
 }

@@ -5,7 +5,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
-use shorthorn_frontend::{QueueFrontend, QueueIo};
+use shorthorn_frontend::{Parked, QueueFrontend, QueueIo};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
 use shorthorn_types::ByteRange;
 
@@ -57,6 +57,8 @@ struct Running {
     arriving: Vec<Arrival>,
     /// Whether a connection may be gone since the core was last told something.
     links_closed: bool,
+    /// Whether the frontend was told to take no more requests.
+    is_parking: bool,
     /// Whether the main thread was told that nothing is left to be answered.
     told_drained: bool,
     /// Whether no request was unfinished at the end of the last turn.
@@ -98,6 +100,7 @@ impl Queue {
             mail: Vec::new(),
             arriving: Vec::new(),
             links_closed: false,
+            is_parking: false,
             told_drained: false,
             is_quiet: false,
             is_swollen: false,
@@ -117,8 +120,13 @@ impl Running {
         for link in &mut self.queue.links {
             link.start(&mut self.ring);
         }
+        self.with_frontend(|frontend, io| frontend.start(io))
+            .map_err(EngineError::system("starting the frontend's queue"))
+    }
+
+    fn with_frontend<T>(&mut self, act: impl FnOnce(&mut dyn QueueFrontend, &mut QueueIo<'_>) -> T) -> T {
         let mut io = QueueIo { ring: &mut self.ring, arena: &self.queue.arena, requests: &mut self.requests };
-        self.queue.frontend.start(&mut io).map_err(EngineError::system("starting the frontend's queue"))
+        act(self.queue.frontend.as_mut(), &mut io)
     }
 
     /// One turn: wait, take what has happened, let the core decide, do what it says, send.
@@ -142,12 +150,15 @@ impl Running {
         if self.queue.index == 0 {
             self.events.push(Event::Tick { now_ms: self.queue.shared.now_ms() });
         }
+        if self.queue.shared.is_draining() && !self.is_parking {
+            self.is_parking = true;
+            self.with_frontend(|frontend, io| frontend.park(io));
+        }
         self.decide();
         if !self.arriving.is_empty() {
             self.install();
         }
-        let mut io = QueueIo { ring: &mut self.ring, arena: &self.queue.arena, requests: &mut self.requests };
-        self.queue.frontend.flush(&mut io);
+        self.with_frontend(|frontend, io| frontend.flush(io));
         for link in &mut self.queue.links {
             link.flush(&mut self.ring);
         }
@@ -216,21 +227,28 @@ impl Running {
     /// No more requests are taken: the main thread is told when the last one is answered. The answers are out one
     /// turn after that, as the next wait submits them.
     fn tell_when_drained(&mut self) {
+        if self.told_drained {
+            return;
+        }
+        let socket = match self.queue.frontend.parked() {
+            Parked::NotYet => {
+                self.is_quiet = false;
+                return;
+            }
+            Parked::Done => None,
+            Parked::At(socket) => Some(socket),
+        };
         let is_quiet = !self.queue.shared.has_requests();
         let was_quiet = std::mem::replace(&mut self.is_quiet, is_quiet);
-        if is_quiet && was_quiet && !self.told_drained {
+        if is_quiet && was_quiet {
             self.told_drained = true;
-            self.queue.shared.tell(News::Drained);
+            self.queue.shared.tell(News::Drained { queue: self.queue.index, socket });
         }
     }
 
     /// Passes events to the core and does what it says, until nothing more follows.
     fn decide(&mut self) {
         loop {
-            if self.queue.shared.is_draining() {
-                // The kernel gives them to the next process: they were never answered.
-                self.requests.clear();
-            }
             let submit = |request| Event::Submit { queue: self.queue.index, request };
             self.events.extend(self.requests.drain(..).map(submit));
             if !self.events.is_empty() {

@@ -221,7 +221,7 @@ impl<'a> Serving<'a> {
                 let source = std::io::Error::other(format!("queue {queue}: {reason}"));
                 return Err(EngineError::System { action: "serving", source });
             }
-            News::Settled | News::Drained => {}
+            News::Settled | News::Drained { .. } => {}
         }
         Ok(None)
     }

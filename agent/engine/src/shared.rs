@@ -50,8 +50,9 @@ pub enum News {
     Deposed { holder: Generation },
     /// A queue cannot go on.
     QueueFailed { queue: u16, reason: String },
-    /// A queue that was to finish its requests has answered all of them.
-    Drained,
+    /// A queue that was to finish its requests has answered all of them; the next process goes on with its socket, where
+    /// there is one.
+    Drained { queue: u16, socket: Option<OwnedFd> },
 }
 
 /// What a queue thread finds in its mailbox.

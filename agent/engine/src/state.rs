@@ -30,6 +30,8 @@ struct Content {
 pub struct EngineState {
     path: PathBuf,
     content: Content,
+    /// The last generation of the process before this one, where that was of the same attachment.
+    predecessor: Option<Generation>,
     _lock: Flock<File>,
 }
 
@@ -55,7 +57,8 @@ impl EngineState {
         if attach < known {
             return Err(EngineError::Outdated { asked: attach, known });
         }
-        let mut state = EngineState { path: path.to_owned(), content, _lock: lock };
+        let predecessor = Some(content.generation).filter(|last| last.attach == attach);
+        let mut state = EngineState { path: path.to_owned(), content, predecessor, _lock: lock };
         if attach > known {
             state.content.generation = Generation::new(attach, 0);
             // The volume may have been attached elsewhere since: what an old device still holds back must
@@ -71,6 +74,12 @@ impl EngineState {
     /// The generation of this process.
     pub fn generation(&self) -> Generation {
         self.content.generation
+    }
+
+    /// The last generation of the process before this one; none where this is the first of its attachment. What another
+    /// one has handed over is not for this process.
+    pub fn predecessor(&self) -> Option<Generation> {
+        self.predecessor
     }
 
     /// Takes the next generation: durable before it is used.
@@ -161,6 +170,20 @@ mod tests {
         let held = EngineState::open(&path, 5).unwrap();
         assert_eq!(held.generation(), Generation::new(5, 1));
         assert!(matches!(open(5), Err(EngineError::Running { .. })));
+    }
+
+    #[test]
+    fn knows_whose_sockets_are_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = |attach| EngineState::open(&path, attach).unwrap();
+        let mut first = open(3);
+        assert_eq!(first.predecessor(), None);
+        first.next_generation().unwrap();
+        drop(first);
+        assert_eq!(open(3).predecessor(), Some(Generation::new(3, 1)));
+        assert_eq!(open(3).predecessor(), Some(Generation::new(3, 2)), "of the one just before");
+        assert_eq!(open(4).predecessor(), None, "the volume may have been elsewhere meanwhile");
     }
 
     #[test]

@@ -172,7 +172,7 @@ fn prepare(kind: FrontendKind, spec: &FrontendSpec) -> Result<Prepared, Frontend
     match kind {
         FrontendKind::Ublk => prepare_ublk(spec),
         FrontendKind::Socket => prepare_socket(spec),
-        FrontendKind::Nbd => prepare_nbd(spec),
+        FrontendKind::Nbd => prepare_nbd(spec, Vec::new()),
     }
 }
 

@@ -1,3 +1,4 @@
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -57,6 +58,15 @@ pub struct DeviceRecord {
     pub queues: u16,
     /// See `queues`.
     pub depth: u16,
+}
+
+/// A socket that an earlier process has handed over, at the start of a request: see [`crate::Parked::At`].
+#[derive(Debug)]
+pub struct QueueSocket {
+    /// Which queue it is of.
+    pub queue: u16,
+    /// Our end of it.
+    pub socket: OwnedFd,
 }
 
 /// A frontend whose device exists, or is about to, and serves nothing yet.

@@ -12,7 +12,7 @@ mod queue;
 pub mod ublk;
 mod wait;
 
-pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared};
+pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueSocket};
 pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
-pub use queue::{QueueFrontend, QueueIo, SOURCE};
+pub use queue::{Parked, QueueFrontend, QueueIo, SOURCE};
 pub use ublk::prepare_ublk;

@@ -1,4 +1,5 @@
 use std::io;
+use std::os::fd::OwnedFd;
 
 use shorthorn_core::Request;
 use shorthorn_ring::{Arena, Completion, Ring};
@@ -16,6 +17,18 @@ pub struct QueueIo<'a> {
     pub arena: &'a Arena,
     /// Where the frontend puts new requests. The engine takes them after every call.
     pub requests: &'a mut Vec<Request>,
+}
+
+/// How far a queue is that was told to [`QueueFrontend::park`].
+#[derive(Debug)]
+pub enum Parked {
+    /// It has read something that is not answered yet.
+    NotYet,
+    /// Nothing is left. The next process gets the requests that come from now on from the kernel, over a new connection
+    /// where there is one.
+    Done,
+    /// Nothing is left, and the next process is to read on from this socket, which is at the start of a request.
+    At(OwnedFd),
 }
 
 /// The half of a frontend that lives on the thread of one queue. Nothing here may block or allocate once it
@@ -39,6 +52,12 @@ pub trait QueueFrontend: Send {
 
     /// End of a batch: sends what was held back.
     fn flush(&mut self, io: &mut QueueIo<'_>);
+
+    /// Takes no more requests than those that it has read already: another process is to serve the device.
+    fn park(&mut self, io: &mut QueueIo<'_>);
+
+    /// Whether the next process can take over, after [`QueueFrontend::park`]: what was read is answered.
+    fn parked(&self) -> Parked;
 
     /// Whether no slot has data that is on its way from the client, or to it: their memory may be given back. A request
     /// may be complete long before its client has taken the answer.

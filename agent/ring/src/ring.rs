@@ -158,6 +158,14 @@ impl Ring {
         // SAFETY: no memory involved: the peer's address is not asked for.
         unsafe { self.push(entry, token) }
     }
+
+    /// Has the operation with the token `operation` end soon, unless it ends by itself before that; it completes in any
+    /// case. The request to do so completes with `token`.
+    pub fn cancel(&mut self, operation: Token, token: Token) {
+        let entry = opcode::AsyncCancel::new(operation.pack()).build();
+        // SAFETY: no memory involved.
+        unsafe { self.push(entry, token) }
+    }
 }
 
 /// Failures of io_uring_enter after which waiting again is right.

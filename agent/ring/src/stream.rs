@@ -122,10 +122,16 @@ impl Stream {
 
     /// Starts a receive, unless one is in flight or the buffer is full.
     pub fn arm(&mut self, ring: &mut Ring) {
+        self.arm_at_most(ring, u32::MAX);
+    }
+
+    /// As [`Stream::arm`], for no more than `bytes`: what comes after them stays in the socket.
+    pub fn arm_at_most(&mut self, ring: &mut Ring, bytes: u32) {
         if self.incoming.in_flight {
             return;
         }
         let (target, length) = self.incoming.target();
+        let length = length.min(bytes);
         if length == 0 {
             return;
         }
@@ -135,14 +141,31 @@ impl Stream {
         unsafe { ring.push(entry, self.receive_token) }
     }
 
-    /// Takes the completion of a receive.
+    /// Has the receive that is in flight come back, with or without bytes; the request for it completes with `token`.
+    pub fn disarm(&mut self, ring: &mut Ring, token: Token) {
+        if self.incoming.in_flight {
+            ring.cancel(self.receive_token, token);
+        }
+    }
+
+    /// The socket, for another process that goes on with it.
+    ///
+    /// # Errors
+    /// What dup answers.
+    pub fn share(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+
+    /// Takes the completion of a receive. One that brought nothing is no error.
     ///
     /// # Errors
     /// What recv answers: the connection is of no more use.
     pub fn on_received(&mut self, completion: Completion) -> io::Result<Received> {
         self.incoming.in_flight = false;
         let count = match completion.count() {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
+            Err(error)
+                if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::ECANCELED)) =>
+            {
                 return Ok(if self.incoming.payload.is_some() { Received::Part } else { Received::Bytes });
             }
             other => other?,
@@ -464,6 +487,30 @@ mod tests {
         let (mut stream, _peer, _ring) = pair(1);
         stream.send(b"a", None, None).unwrap();
         assert_eq!(stream.send(b"b", None, None).unwrap_err().raw_os_error(), Some(libc::ENOBUFS));
+    }
+
+    #[test]
+    fn a_receive_that_is_cancelled_leaves_the_socket_alone() {
+        const CANCEL: Token = Token { source: 1, kind: 2, index: 0, tag: 0 };
+        let (mut stream, mut peer, mut ring) = pair(1);
+        stream.arm(&mut ring);
+        let mut out = Vec::new();
+        ring.wait(Some(std::time::Duration::from_millis(1)), &mut out).unwrap();
+        assert!(out.is_empty(), "it waits for bytes");
+        stream.disarm(&mut ring, CANCEL);
+        while out.len() < 2 {
+            ring.wait(None, &mut out).unwrap();
+        }
+        let received = *out.iter().find(|completion| completion.token == RECEIVE).unwrap();
+        assert_eq!(stream.on_received(received).unwrap(), Received::Bytes);
+        assert!(stream.bytes().is_empty() && stream.is_idle());
+        peer.write_all(b"headrest").unwrap();
+        stream.arm_at_most(&mut ring, 4);
+        assert_eq!(stream.on_received(next(&mut ring)).unwrap(), Received::Bytes);
+        assert_eq!(stream.bytes(), b"head");
+        let mut left = [0; 4];
+        UnixStream::from(stream.share().unwrap()).read_exact(&mut left).unwrap();
+        assert_eq!(&left, b"rest", "another process finds it in the socket");
     }
 
     #[test]

@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 use shorthorn_control::{Client, Command as Order, ControlError, EnginePhase, Status};
 use shorthorn_types::ReplicaId;
 
+use crate::descriptor_store::DescriptorStore;
 use crate::run::RunError;
 use crate::run::events::{self, Event};
 use crate::run::runtime::ProcessFiles;
@@ -61,6 +62,8 @@ pub struct Process {
     starts: u32,
     started_at: Instant,
     running: Option<Running>,
+    /// Where an engine leaves the sockets of its device for the next one.
+    store: Option<DescriptorStore>,
 }
 
 #[derive(Debug)]
@@ -84,6 +87,7 @@ impl Process {
             starts: 0,
             started_at: Instant::now(),
             running: None,
+            store: None,
         }
     }
 
@@ -93,6 +97,10 @@ impl Process {
     /// when the thread ends that started it.
     pub fn start(&mut self, events: &SyncSender<Event>) -> Result<(), RunError> {
         assert!(self.running.is_none(), "the {} runs already", self.role);
+        if self.role == Role::Engine && self.store.is_none() {
+            let store = DescriptorStore::open(&self.files.notify);
+            self.store = Some(store.map_err(RunError::at(&self.files.notify))?);
+        }
         let child = self.command().spawn().map_err(RunError::doing("cannot start a process"))?;
         self.starts += 1;
         self.restart_at = None;
@@ -122,6 +130,9 @@ impl Process {
         // ctrl-C is for the supervisor, which stops the others in their order.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
         command.env_remove("NOTIFY_SOCKET");
+        if let Some(store) = &self.store {
+            store.pass_to(&mut command);
+        }
         command
     }
 

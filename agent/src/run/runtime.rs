@@ -35,6 +35,8 @@ pub struct ProcessFiles {
     pub pid: PathBuf,
     /// What it leaves when it ends with an error.
     pub error: PathBuf,
+    /// Where an engine leaves the sockets of its device for the next one.
+    pub notify: PathBuf,
     /// Its data socket: of a replica for engines, of an engine for NBD clients.
     pub data: PathBuf,
 }
@@ -57,6 +59,7 @@ impl RuntimeDir {
             control: file("control"),
             pid: file("pid"),
             error: file("error"),
+            notify: file("notify"),
             data: file(data),
         }
     }

@@ -22,6 +22,9 @@ pub(super) const SENT: u8 = 1;
 /// [`Token::kind`] of a finished receive.
 pub(super) const RECEIVED: u8 = 2;
 
+/// [`Token::kind`] of a request to end a receive.
+const DISARMED: u8 = 3;
+
 /// How much is received at once: some ten small writes with their data, or thousands of reads. Larger data go
 /// to their slot directly.
 const RECEIVE_BYTES: usize = 64 << 10;
@@ -115,6 +118,8 @@ pub(super) struct Connection {
     commands: u16,
     /// Replies without a slot that wait to be sent.
     replies: usize,
+    /// Whether nothing is read beyond the request that has begun.
+    parking: bool,
     /// Whether the end was agreed: the client has said good-bye, or we have.
     left: bool,
 }
@@ -142,6 +147,7 @@ impl Connection {
             receiving: None,
             commands: 0,
             replies: 0,
+            parking: false,
             left: false,
         }
     }
@@ -168,6 +174,42 @@ impl Connection {
             Phase::Serving => self.phase = Phase::Leaving,
             Phase::Leaving | Phase::Dead => {}
         }
+    }
+
+    /// Reads no request but those that are here already, and the rest of one that is here in part: what is left in the
+    /// socket then is for another process.
+    pub(super) fn park(&mut self, io: &mut QueueIo<'_>) {
+        self.parking = true;
+        // A receive for data asks for no more than belongs to its request.
+        if self.receiving.is_none() {
+            let token = Token { source: SOURCE, kind: DISARMED, index: self.id, tag: self.incarnation };
+            self.stream.disarm(io.ring, token);
+        }
+    }
+
+    /// Whether nothing is left of what was read: all is answered, and the answers are out.
+    pub(super) fn is_parked(&self) -> bool {
+        let is_quiet = self.commands == 0 && !self.stream.is_sending();
+        match self.phase {
+            Phase::Serving => {
+                self.parking && is_quiet && self.stream.is_idle() && self.stream.bytes().is_empty()
+            }
+            Phase::Handshake(_) | Phase::Leaving | Phase::Dead => is_quiet,
+        }
+    }
+
+    /// The socket, for another process, where it is at the start of a request.
+    pub(super) fn share(&self) -> Option<OwnedFd> {
+        if !matches!(self.phase, Phase::Serving) || !self.is_parked() {
+            return None;
+        }
+        let shared = self.stream.share();
+        shared.inspect_err(|error| tracing::warn!(%error, "nbd: a connection can not be handed over")).ok()
+    }
+
+    /// Asks for more bytes; while parking, only for those `missing` of the request that has begun.
+    fn listen(&mut self, missing: u32, io: &mut QueueIo<'_>) {
+        self.stream.arm_at_most(io.ring, if self.parking { missing } else { u32::MAX });
     }
 
     /// Whether the connection broke off without a good-bye.
@@ -244,7 +286,7 @@ impl Connection {
         }
         let header = match RequestHeader::parse(self.stream.bytes()) {
             None => {
-                self.stream.arm(io.ring);
+                self.listen(missing_of_header(self.stream.bytes().len()), io);
                 return false;
             }
             Some(Err(bad)) => {
@@ -296,9 +338,10 @@ impl Connection {
             let passing = if command.kind == CommandKind::Write { command.rest_bytes } else { 0 };
             let here = u32::try_from(self.stream.bytes().len()).map_or(passing, |here| here.min(passing));
             self.stream.consume(here as usize);
-            command.rest_bytes = passing - here;
-            if command.rest_bytes > 0 {
-                self.stream.arm(io.ring);
+            let missing = passing - here;
+            command.rest_bytes = missing;
+            if missing > 0 {
+                self.listen(missing, io);
                 return false;
             }
         }
@@ -487,6 +530,11 @@ impl Connection {
         }
         self.commands == 0
     }
+}
+
+/// How much is missing of a request's header of which `here` bytes are here; nothing where it has not begun.
+fn missing_of_header(here: usize) -> u32 {
+    if here == 0 { 0 } else { u32::try_from(RequestHeader::BYTES.saturating_sub(here)).unwrap_or(0) }
 }
 
 fn buffer(io: &QueueIo<'_>, slot: u16, part: Part) -> IoBuf {

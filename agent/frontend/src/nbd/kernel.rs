@@ -21,13 +21,14 @@ use super::service::Service;
 use super::sysfs;
 use crate::node::{self, DeviceNumber};
 use crate::{
-    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo, probe,
-    wait,
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Parked, Prepared, QueueFrontend,
+    QueueIo, QueueSocket, probe, wait,
 };
 
 /// After this many seconds without an answer the kernel gives up the connection and sends its requests again on
-/// another one. It is also how long requests wait that were in flight when an engine died. Longer than any
-/// time-out between engine and replicas.
+/// another one: nothing else makes it do that with a request that it has sent (nbd_xmit_timeout in
+/// drivers/block/nbd.c). So it is how long requests wait that were in flight when an engine died; one that ends in
+/// order hands its sockets over instead. Longer than any time-out between engine and replicas.
 const REQUEST_TIMEOUT_S: u64 = 15;
 /// How long the kernel keeps requests for a device without any connection. An hour: whoever starts engines
 /// decides long before.
@@ -45,12 +46,12 @@ const DEAD_LIMIT: Duration = Duration::from_secs(2);
 /// How long a disconnected device has to go.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
-/// Makes the socket pairs and a queue for each. The device itself comes, or comes back, with
-/// [`Device::go_live`].
+/// Makes a queue for each of the sockets that were handed over, and a socket pair for each of the other queues. The
+/// device itself comes, or comes back, with [`Device::go_live`].
 ///
 /// # Errors
 /// The kernel has no NBD, or the volume has a device that another process serves.
-pub fn prepare_nbd(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
+pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result<Prepared, FrontendError> {
     probe::load_nbd().map_err(|missing| FrontendError::Unsupported {
         frontend: FrontendKind::Nbd,
         reason: missing.to_string(),
@@ -68,15 +69,34 @@ pub fn prepare_nbd(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
     let closed = Arc::new(AtomicBool::new(false));
     let (sender, broken) = mpsc::channel();
     let (mut queues, mut kernel_ends): (Vec<Box<dyn QueueFrontend>>, _) = (Vec::new(), Vec::new());
-    for _ in 0..record.queues {
-        let (ours, kernels) =
-            link::pair().map_err(|source| system("make the sockets of an NBD queue", source))?;
+    let handed_over = if recovered.is_some() { handed_over } else { Vec::new() };
+    let mut handed_over = link::living(handed_over, record.queues);
+    let taken = handed_over.iter().flatten().count();
+    if recovered.is_some() {
+        tracing::info!(volume = %spec.volume, taken, queues = record.queues, "nbd: sockets of the last engine are used on");
+    }
+    for socket in &mut handed_over {
+        let ours = match socket.take() {
+            Some(socket) => socket,
+            None => {
+                let (ours, kernels) =
+                    link::pair().map_err(|source| system("make the sockets of an NBD queue", source))?;
+                kernel_ends.push(kernels);
+                ours
+            }
+        };
         let shared = Shared::new(Arc::clone(&export), record.depth, CONNECTIONS);
         let mut service = Service::new(shared, CONNECTIONS);
         let first = service.add(ours, Opening::Transmission);
-        kernel_ends.push(kernels);
         let (sender, closed) = (sender.clone(), Arc::clone(&closed));
-        queues.push(Box::new(KernelQueue { service, first, broken: false, sender, closed }));
+        queues.push(Box::new(KernelQueue {
+            service,
+            first,
+            broken: false,
+            is_parked: false,
+            sender,
+            closed,
+        }));
     }
     let device = NbdDevice {
         volume: spec.volume.clone(),
@@ -169,6 +189,8 @@ struct KernelQueue {
     first: Option<u16>,
     /// Whether the connection broke and no new one was offered.
     broken: bool,
+    /// Whether another process is to serve the device.
+    is_parked: bool,
     /// Takes the kernel's ends of new pairs to the keeper.
     sender: Sender<OwnedFd>,
     closed: Arc<AtomicBool>,
@@ -179,7 +201,8 @@ impl KernelQueue {
     /// failure only.
     fn mend(&mut self, io: &mut QueueIo<'_>) {
         self.broken |= self.service.take_lost();
-        if !self.broken || !self.service.has_room() || self.closed.load(Ordering::Acquire) {
+        let is_closed = self.is_parked || self.closed.load(Ordering::Acquire);
+        if !self.broken || !self.service.has_room() || is_closed {
             return;
         }
         let (ours, kernels) = match link::pair() {
@@ -220,6 +243,15 @@ impl QueueFrontend for KernelQueue {
 
     fn flush(&mut self, io: &mut QueueIo<'_>) {
         self.service.flush(io);
+    }
+
+    fn park(&mut self, io: &mut QueueIo<'_>) {
+        self.is_parked = true;
+        self.service.park(io);
+    }
+
+    fn parked(&self) -> Parked {
+        self.service.parked()
     }
 
     fn is_idle(&self) -> bool {
@@ -352,3 +384,7 @@ impl NbdDevice {
             .map_err(|source| system(format!("resize {name} to {size_bytes} bytes"), source))
     }
 }
+
+#[cfg(test)]
+#[path = "kernel_tests.rs"]
+mod tests;

@@ -11,13 +11,14 @@ use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, getsockopt, socketpair, sockopt::SendTimeout};
 use nix::sys::time::TimeValLike;
 use shorthorn_ring::protect_thread;
 
 use super::netlink::Driver;
 use super::sysfs;
-use crate::wait;
+use crate::{QueueSocket, wait};
 
 /// How long a new socket is offered. A dead socket is known as such within milliseconds after it broke.
 const OFFER_LIMIT: Duration = Duration::from_secs(10);
@@ -28,6 +29,31 @@ const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// A connected pair: one end for us, one for the kernel, which takes no other sockets than SOCK_STREAM.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?)
+}
+
+/// The sockets of the queues that an earlier process has handed over, by the number of the queue. One that the kernel has
+/// given up meanwhile is of no more use: what is in it was, or will be, sent again over another one.
+pub(super) fn living(handed_over: Vec<QueueSocket>, queues: u16) -> Vec<Option<OwnedFd>> {
+    let mut sockets: Vec<Option<OwnedFd>> = (0..queues).map(|_| None).collect();
+    for QueueSocket { queue, socket } in handed_over {
+        if is_given_up(&socket) {
+            tracing::warn!(queue, "nbd: the kernel has given up the connection of a queue");
+        } else if let Some(place) = sockets.get_mut(usize::from(queue)) {
+            *place = Some(socket);
+        }
+    }
+    sockets
+}
+
+/// Whether the other end is closed, or shut down. What cannot be asked counts as that.
+fn is_given_up(socket: &OwnedFd) -> bool {
+    let mut asked = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    // A Unix socket says so when neither end can send any more.
+    let gone = PollFlags::POLLHUP | PollFlags::POLLERR | PollFlags::POLLNVAL;
+    match poll(&mut asked, PollTimeout::ZERO) {
+        Ok(_) => asked[0].revents().is_none_or(|events| events.intersects(gone)),
+        Err(_) => true,
+    }
 }
 
 /// Calls the driver, with a limit, on a thread that is left behind where the call hangs.
@@ -111,6 +137,22 @@ mod tests {
     use nix::sys::time::TimeVal;
 
     use super::*;
+
+    #[test]
+    fn a_socket_that_was_given_up_is_not_used() {
+        let [(good, _kept), (closed, other), (half, end)] = [(); 3].map(|()| pair().unwrap());
+        drop(other);
+        nix::unistd::write(&end, b"unread").unwrap();
+        std::os::unix::net::UnixStream::from(end.try_clone().unwrap())
+            .shutdown(std::net::Shutdown::Both)
+            .unwrap();
+        let one = |(queue, socket)| QueueSocket { queue, socket };
+        let handed_over = [(2, good), (0, closed), (1, half)].map(one);
+        let sockets = living(handed_over.into(), 4);
+        assert_eq!(sockets.iter().map(Option::is_some).collect::<Vec<_>>(), [false, false, true, false]);
+        let (extra, _kept) = pair().unwrap();
+        assert!(living(vec![one((4, extra))], 4).iter().all(Option::is_none), "there is no such queue");
+    }
 
     #[test]
     fn a_socket_with_a_time_out_is_taken() {

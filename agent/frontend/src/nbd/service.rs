@@ -6,7 +6,7 @@ use shorthorn_ring::Completion;
 use shorthorn_types::Errno;
 
 use super::connection::{Connection, Opening, RECEIVED, SENT, Shared};
-use crate::QueueIo;
+use crate::{Parked, QueueIo};
 
 /// All connections of one queue, and what they share.
 #[derive(Debug)]
@@ -101,6 +101,25 @@ impl Service {
     pub(super) fn leave(&mut self, io: &mut QueueIo<'_>) {
         for id in 0..u16::try_from(self.connections.len()).unwrap_or(u16::MAX) {
             self.with(id, io, |connection, _, _| connection.leave());
+        }
+    }
+
+    /// Reads no more requests than have begun, on any connection: see [`Connection::park`].
+    pub(super) fn park(&mut self, io: &mut QueueIo<'_>) {
+        for id in 0..u16::try_from(self.connections.len()).unwrap_or(u16::MAX) {
+            self.with(id, io, |connection, _, io| connection.park(io));
+        }
+    }
+
+    /// How far that is. Of several connections none is handed over: all but one are broken.
+    pub(super) fn parked(&self) -> Parked {
+        let mut connections = self.connections.iter().flatten();
+        if !connections.clone().all(Connection::is_parked) {
+            return Parked::NotYet;
+        }
+        match (connections.next(), connections.next()) {
+            (Some(only), None) => only.share().map_or(Parked::Done, Parked::At),
+            _ => Parked::Done,
         }
     }
 

@@ -20,7 +20,8 @@ use shorthorn_types::Errno;
 use super::connection::{Export, Opening, Shared};
 use super::service::Service;
 use crate::{
-    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo, SOURCE,
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Parked, Prepared, QueueFrontend,
+    QueueIo, SOURCE,
 };
 
 /// The most clients of one queue. Each costs 64 KiB of buffer, and a slot that nobody else can have.
@@ -203,6 +204,18 @@ impl QueueFrontend for SocketQueue {
 
     fn flush(&mut self, io: &mut QueueIo<'_>) {
         self.service.flush(io);
+    }
+
+    fn park(&mut self, io: &mut QueueIo<'_>) {
+        // Clients of a socket connect again: their connections end with the process.
+        self.service.park(io);
+    }
+
+    fn parked(&self) -> Parked {
+        match self.service.parked() {
+            Parked::NotYet => Parked::NotYet,
+            Parked::Done | Parked::At(_) => Parked::Done,
+        }
     }
 
     fn is_idle(&self) -> bool {

@@ -15,7 +15,7 @@ use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{ByteRange, Errno};
 
 use super::abi::{self, IoCommand, IoDescriptor};
-use crate::{QueueFrontend, QueueIo, SOURCE};
+use crate::{Parked, QueueFrontend, QueueIo, SOURCE};
 
 /// A queue: tag N of the driver is slot N.
 ///
@@ -30,6 +30,8 @@ pub(super) struct UblkQueue {
     size_bytes: Arc<AtomicU64>,
     /// What a tag that we work on is to be answered with where all goes well.
     success: Box<[i32]>,
+    /// Whether requests are left to the next process.
+    is_parked: bool,
     /// Tags that the driver will give no more requests for.
     ended: usize,
     /// The character device. Gone once all tags have ended: a deletion of the device waits for that.
@@ -52,6 +54,7 @@ impl UblkQueue {
             max_io_bytes,
             size_bytes,
             success: vec![0; usize::from(depth)].into(),
+            is_parked: false,
             ended: 0,
             device: Some(device),
             descriptors: None,
@@ -72,6 +75,9 @@ impl UblkQueue {
 
     /// The driver has given us `tag` with a request in its descriptor.
     fn accept(&mut self, io: &mut QueueIo<'_>, tag: u16) {
+        if self.is_parked {
+            return; // the driver gives it to the next process: it was never answered
+        }
         let Some(descriptors) = &self.descriptors else { return };
         let descriptor = descriptors.get(usize::from(tag));
         match translate(tag, descriptor, self.max_io_bytes, self.size_bytes.load(Ordering::Relaxed)) {
@@ -135,6 +141,14 @@ impl QueueFrontend for UblkQueue {
 
     fn flush(&mut self, _io: &mut QueueIo<'_>) {
         // Answers are in the ring already; it holds them until the thread waits.
+    }
+
+    fn park(&mut self, _io: &mut QueueIo<'_>) {
+        self.is_parked = true;
+    }
+
+    fn parked(&self) -> Parked {
+        Parked::Done
     }
 
     fn is_idle(&self) -> bool {

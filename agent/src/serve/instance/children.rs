@@ -21,6 +21,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::descriptor_store::DescriptorStore;
 use crate::pid_file::Holder;
 use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, order_end};
@@ -77,6 +78,7 @@ impl Children {
             table: Arc::clone(&self.table),
             stopping,
             restart: Arc::clone(&restart),
+            store: None,
             failures: 0,
         };
         let task = tokio::spawn(instance.run());
@@ -155,6 +157,8 @@ struct Instance {
     table: Arc<Table>,
     stopping: watch::Receiver<bool>,
     restart: Arc<Notify>,
+    /// Where an engine leaves the sockets of its device for the next one.
+    store: Option<DescriptorStore>,
     failures: u32,
 }
 
@@ -169,6 +173,11 @@ struct Living {
 impl Instance {
     /// Keeps it running until it is to stop.
     async fn run(mut self) -> Result<(), BackendError> {
+        if self.id.kind() == InstanceKind::Engine {
+            let store = DescriptorStore::open(&self.places.notify(&self.id));
+            let refused = |error: &io::Error| tracing::warn!(instance = %self.id, "no sockets can be handed over: {error}");
+            self.store = store.inspect_err(refused).ok();
+        }
         while !*self.stopping.borrow() {
             let started = Instant::now();
             let ended = match self.find_or_spawn() {
@@ -259,6 +268,9 @@ impl Instance {
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
         for variable in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"] {
             command.env_remove(variable);
+        }
+        if let Some(store) = &self.store {
+            store.pass_to(&mut command);
         }
         command
     }

@@ -65,9 +65,14 @@ impl Places {
         self.runtime_file(id, "pid")
     }
 
+    /// Where an engine that is no unit gives its sockets to the agent. Shorter than the control socket.
+    pub fn notify(&self, id: &InstanceId) -> PathBuf {
+        self.runtime_file(id, "notify")
+    }
+
     /// Removes what the process of a stopped instance may have left.
     pub fn remove_runtime_files(&self, id: &InstanceId) {
-        for extension in ["pid", "error", "control", "nbd", "data"] {
+        for extension in ["pid", "error", "control", "nbd", "data", "notify"] {
             let path = self.runtime_file(id, extension);
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
