@@ -38,7 +38,7 @@ pub enum Command {
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, log, replica_replace_after_s,
+    /// TOML file with any of: store, listen, csi_listen, log, replica_replace_after_s,
     /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and a table [nodes] of NAME = "URL". A flag wins over
     /// the file; nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
@@ -53,6 +53,9 @@ pub struct ServeArgs {
     /// [default: unix:///run/shorthorn/controller.sock]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<Listen>,
+    /// Where the sidecars of CSI find the controller: unix:///PATH, beside them; nowhere unless it is given
+    #[arg(long, value_name = "ADDRESS")]
+    pub csi_listen: Option<Listen>,
     /// Seconds that a replica may be away from an attached volume before a new one takes its place
     /// [default: 600]
     #[arg(long, value_name = "SECONDS")]
@@ -101,6 +104,12 @@ pub enum ConfigError {
     /// A percentage that can never work.
     #[error("{0} = {1}: use {2}")]
     Percentage(&'static str, u32, &'static str),
+    /// CSI is for processes on the same host, and permissions of files are what protects it.
+    #[error("csi_listen = {0}: use unix:///path/of/csi.sock")]
+    CsiListen(Listen),
+    /// CSI would be served where something else is.
+    #[error("csi_listen and listen are both {0}: give each its own")]
+    SameListen(Listen),
     /// Nothing says where the store is.
     #[error("where are the volumes kept? Give --store FILE, or store = \"FILE\" in the --config file")]
     NoStore,
@@ -119,6 +128,7 @@ impl FromStr for NodeFlag {
 struct File {
     store: Option<PathBuf>,
     listen: Option<Listen>,
+    csi_listen: Option<Listen>,
     log: Option<String>,
     replica_replace_after_s: Option<u64>,
     storage_over_provisioning_percentage: Option<u32>,
@@ -134,6 +144,8 @@ pub struct Config {
     pub store: PathBuf,
     /// Where the API is.
     pub listen: Listen,
+    /// Where CSI is, a socket in the file system; none: nowhere.
+    pub csi_listen: Option<Listen>,
     /// What is logged.
     pub log: String,
     /// What is set for all volumes.
@@ -168,12 +180,14 @@ impl Config {
                 .unwrap_or(default.storage_minimal_available_percentage),
         };
         check(scheduling)?;
+        let listen = match args.listen.or(file.listen) {
+            Some(listen) => listen,
+            None => DEFAULT_SERVER.parse()?,
+        };
         Ok(Config {
             store: args.store.or(file.store).ok_or(ConfigError::NoStore)?,
-            listen: match args.listen.or(file.listen) {
-                Some(listen) => listen,
-                None => DEFAULT_SERVER.parse()?,
-            },
+            csi_listen: check_csi(args.csi_listen.or(file.csi_listen), &listen)?,
+            listen,
             settings: Settings {
                 scheduling,
                 replica_replace_after: args
@@ -184,6 +198,14 @@ impl Config {
             log: args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()),
             nodes,
         })
+    }
+}
+
+fn check_csi(csi: Option<Listen>, listen: &Listen) -> Result<Option<Listen>, ConfigError> {
+    match csi {
+        Some(csi) if csi == *listen => Err(ConfigError::SameListen(csi)),
+        Some(csi @ Listen::Tcp(_)) => Err(ConfigError::CsiListen(csi)),
+        csi => Ok(csi),
     }
 }
 
@@ -256,6 +278,22 @@ mod tests {
             let error = load(&format!("store = \"/a\"\n{wrong}\n"), &[]).unwrap_err().to_string();
             assert!(error.contains(wrong), "{error}");
         }
+    }
+
+    #[test]
+    fn csi_is_served_on_a_socket_of_its_own_or_nowhere() {
+        let csi = |text: &str, flags: &[&str]| {
+            load(&format!("store = \"/a\"\n{text}"), flags).map(|config| config.csi_listen)
+        };
+        assert_eq!(csi("", &[]).unwrap(), None);
+        let path = |path: &str| Some(Listen::Unix(path.into()));
+        let text = "csi_listen = \"unix:///run/csi.sock\"\n";
+        assert_eq!(csi(text, &[]).unwrap(), path("/run/csi.sock"));
+        assert_eq!(csi(text, &["--csi-listen", "unix:///b.sock"]).unwrap(), path("/b.sock"));
+        let error = csi("csi_listen = \"127.0.0.1:1\"\n", &[]).unwrap_err().to_string();
+        assert!(error.contains("unix:///"), "{error}");
+        let error = csi(text, &["--listen", "unix:///run/csi.sock"]).unwrap_err().to_string();
+        assert!(error.contains("its own"), "{error}");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! - [`agents`][]: the connections to the agents, and what they show.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
 //! - [`api`][]: the gRPC interface of the controller.
+//! - [`csi`][]: the Controller service of CSI.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
 //! - [`ctl`][]: `shorthornctl`.
 #![forbid(unsafe_code)]
@@ -12,7 +13,9 @@ pub mod address;
 pub mod agents;
 pub mod api;
 pub mod config;
+pub mod csi;
 pub mod ctl;
+mod random;
 pub mod serve;
 pub mod store;
 pub mod work;

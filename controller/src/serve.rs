@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use shorthorn_driver::{DRIVER_NAME, Identity};
 use shorthorn_proto::v1::controller_server::ControllerServer;
 use thiserror::Error;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 use tonic::transport::Server;
 use tonic::transport::server::Router;
@@ -19,11 +21,16 @@ use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
 use crate::api::Api;
 use crate::config::Config;
+use crate::csi::CsiController;
 use crate::store::{RedbStore, Store, StoreError};
 use crate::work::{Queue, Worker};
 
 /// How long calls of clients may go on after the controller was told to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
+/// How often a silent connection is tried, and how long the answer may take.
+const KEEPALIVE: Duration = Duration::from_secs(10);
+/// The most calls of one sidecar at once; more wait.
+const CSI_CALLS_MAX: usize = 256;
 
 /// Why the controller cannot run, or had to end.
 #[derive(Debug, Error)]
@@ -35,10 +42,10 @@ pub enum ServeError {
     #[error(transparent)]
     Address(#[from] AddressError),
     /// The address of the API is taken, or not ours to take.
-    #[error("cannot listen on {0}: {1}; choose another --listen")]
+    #[error("cannot listen on {0}: {1}; choose another --listen or --csi-listen")]
     Listen(Listen, io::Error),
     /// Another controller answers there.
-    #[error("another controller listens on unix://{0}: stop it, or choose another --listen")]
+    #[error("another controller listens on unix://{0}: stop it, or choose another --listen or --csi-listen")]
     ListenTaken(PathBuf),
     /// Signals cannot be handled.
     #[error("cannot handle signals: {0}")]
@@ -60,9 +67,16 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let (broken_sender, mut broken) = mpsc::channel(1);
     let worker = Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender, config.settings);
     let (stop, stopping) = watch::channel(false);
-    let api = Api::new(store, Arc::clone(&fleet), stopping.clone(), config.settings);
+    let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), config.settings);
+    let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), config.settings);
     let mut signals = Signals::new().map_err(ServeError::Signal)?;
-    let mut server = tokio::spawn(listen(config.listen.clone(), api, stopping).await?);
+    let mut servers = JoinSet::new();
+    let api = server().add_service(ControllerServer::new(api));
+    servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
+    if let Some(address) = &config.csi_listen {
+        servers.spawn(listen(address.clone(), csi_router(csi), &stopping).await?);
+        tracing::info!(csi = %address, "CSI is served");
+    }
 
     tracing::info!(store = %config.store.display(), listen = %config.listen, nodes = config.nodes.len(), "ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -70,7 +84,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         () = worker.run() => Ok(()),
         () = fleet.run() => Ok(()),
         Some(error) = broken.recv() => Err(error.into()),
-        ended = &mut server => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
+        Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
             Ok(())
@@ -79,26 +93,38 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     // Nothing has to be brought to an end: whatever was under way goes on at the next start.
     let _ = stop.send(true);
-    if tokio::time::timeout(STOP_LIMIT, &mut server).await.is_err() {
+    let ended = async { while servers.join_next().await.is_some() {} };
+    if tokio::time::timeout(STOP_LIMIT, ended).await.is_err() {
         tracing::warn!("clients do not let go; ending all the same");
-        server.abort();
     }
-    if let Listen::Unix(path) = &config.listen {
-        let _ = std::fs::remove_file(path);
+    for address in [Some(&config.listen), config.csi_listen.as_ref()].into_iter().flatten() {
+        if let Listen::Unix(path) = address {
+            let _ = std::fs::remove_file(path);
+        }
     }
     result
 }
 
 type Serving = std::pin::Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send>>;
 
+fn server() -> Server {
+    Server::builder().http2_keepalive_interval(Some(KEEPALIVE)).http2_keepalive_timeout(Some(KEEPALIVE))
+}
+
+fn csi_router(csi: CsiController) -> Router {
+    let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION"));
+    let mut server = server().concurrency_limit_per_connection(CSI_CALLS_MAX);
+    server.add_service(identity.server()).add_service(csi.server())
+}
+
 /// Takes the address, and returns what serves there.
-async fn listen(listen: Listen, api: Api, stopping: watch::Receiver<bool>) -> Result<Serving, ServeError> {
-    let router: Router = Server::builder()
-        .http2_keepalive_interval(Some(Duration::from_secs(10)))
-        .http2_keepalive_timeout(Some(Duration::from_secs(10)))
-        .add_service(ControllerServer::new(api));
+async fn listen(
+    listen: Listen,
+    router: Router,
+    stopping: &watch::Receiver<bool>,
+) -> Result<Serving, ServeError> {
+    let mut stopping = stopping.clone();
     let stopped = async move {
-        let mut stopping = stopping;
         // An error means that the sender is gone, and with it the controller.
         let _ = stopping.wait_for(|stopping| *stopping).await;
     };

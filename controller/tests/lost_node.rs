@@ -4,6 +4,7 @@
 mod support;
 
 use support::cluster::Cluster;
+use support::csi::{Caller, create, publish};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_there() {
@@ -36,5 +37,21 @@ async fn a_volume_whose_data_is_on_the_lost_node_only_waits_for_it() {
     assert_eq!(shown["state"], "detaching", "{shown:#}");
     cluster.start_agent(1);
     cluster.until("v", "detached", |shown| shown["state"] == "detached").await;
+    cluster.check();
+}
+
+/// As Kubernetes does it: the volume's attachment is deleted, then a pod on another node wants it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_comes_back_on_another_node() {
+    let mut cluster = Cluster::start(&["a", "b", "c"]).await;
+    let mut csi = Caller::new(&cluster.path("csi.sock"));
+    csi.create(create("pvc-1")).await.unwrap();
+    csi.publish(publish("pvc-1", "a")).await.unwrap();
+    cluster.stop_agent(0);
+    csi.unpublish("pvc-1", "a").await.unwrap();
+    assert!(csi.published("pvc-1").await.is_empty());
+    csi.publish(publish("pvc-1", "b")).await.unwrap();
+    assert_eq!(csi.published("pvc-1").await, ["b"]);
+    assert!(cluster.agents[0].running().contains(&"pvc-1".to_owned()), "the engine still runs there");
     cluster.check();
 }

@@ -9,9 +9,10 @@
 use std::path::Path;
 use std::time::Duration;
 
+use shorthorn_driver::{CsiError, FsKind};
+
 use crate::command::{CommandError, Tool};
 use crate::device;
-use crate::error::CsiError;
 use crate::volumes::Device;
 
 /// The label of a file system that is not finished. xfs has room for 12 bytes.
@@ -30,31 +31,6 @@ const BLKID_NOTHING: i32 = 2;
 const BLKID_AMBIVALENT: i32 = 8;
 /// fsck(8): errors are left that it may not repair by itself. Below: nothing, or all is repaired.
 const FSCK_ERRORS_LEFT: i32 = 4;
-
-/// A kind of file system that volumes can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FsKind {
-    /// The default.
-    Ext4,
-    Xfs,
-}
-
-impl FsKind {
-    pub(crate) fn of(name: &str) -> Option<FsKind> {
-        match name {
-            "ext4" => Some(FsKind::Ext4),
-            "xfs" => Some(FsKind::Xfs),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            FsKind::Ext4 => "ext4",
-            FsKind::Xfs => "xfs",
-        }
-    }
-}
 
 /// What is on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,10 +7,9 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::arguments;
+use shorthorn_driver::{CsiError, FsKind};
+
 use crate::command::Tool;
-use crate::error::CsiError;
-use crate::filesystem::FsKind;
 use crate::mounts::{Mount, MountTable};
 
 /// Mounting replays the journal; unmounting writes back what is dirty.
@@ -164,7 +163,7 @@ pub(crate) fn has_context(mount: &Mount, flags: &[String]) -> bool {
 }
 
 fn context_of(options: &str) -> Option<&str> {
-    let options = arguments::options(options)?;
+    let options = shorthorn_driver::options(options)?;
     options.iter().find_map(|option| option.strip_prefix("context=")).map(|context| context.trim_matches('"'))
 }
 
@@ -185,7 +184,7 @@ mod tests {
         let flags = [CONTEXT.to_owned(), "noatime".to_owned()];
         let tool = mount_tool(Path::new("/dev/x"), Path::new("/m"), FsKind::Ext4, false, &flags);
         let options = options_of(&tool);
-        let options = arguments::options(&options).unwrap();
+        let options = shorthorn_driver::options(&options).unwrap();
         assert_eq!(options, ["_netdev", "rw", "errors=remount-ro", CONTEXT, "noatime"]);
         assert_eq!(tool.arguments()[tool.arguments().len() - 3..], ["--", "/dev/x", "/m"]);
     }

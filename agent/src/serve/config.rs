@@ -7,7 +7,7 @@ use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use shorthorn_csi::TOPOLOGY_VALUE_MAX_BYTES;
+use shorthorn_driver::TOPOLOGY_VALUE_MAX_BYTES;
 use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
 use thiserror::Error;
 use toml::Spanned;

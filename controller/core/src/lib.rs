@@ -4,6 +4,7 @@
 //! - [`observed`]: what the agents of the nodes show right now; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
+//! - [`csi`]: what the calls of CSI mean for the stored objects.
 //! - [`drain`]: what is left on a node that everything is to leave.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
@@ -29,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 mod action;
+pub mod csi;
 pub mod drain;
 mod label;
 mod node_name;

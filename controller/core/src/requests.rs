@@ -117,6 +117,9 @@ pub enum RequestError {
     /// No engine has ever opened it.
     #[error("volume {0} was never attached: there is nothing in it to salvage")]
     NeverAttached(String),
+    /// Its frontend makes no device.
+    #[error("volume {0} has the frontend socket, which makes no device that a node could use")]
+    NoDevice(String),
     /// The volume is not attached.
     #[error("volume {0} is not attached; shorthornctl volume attach {0} --node NODE")]
     NotAttached(String),
@@ -145,6 +148,10 @@ pub struct CreateVolume {
     pub disk_selector: Vec<String>,
     /// Empty takes disabled.
     pub data_locality: String,
+    /// The name that a CSI caller gave it; none: it is made for somebody else.
+    pub csi_name: Option<String>,
+    /// Where it is expected to be attached first.
+    pub preferred_node: Option<NodeName>,
 }
 
 /// What a call comes to.
@@ -167,6 +174,23 @@ impl CreateVolume {
         secret: Secret,
         now: Timestamp,
     ) -> Result<Change<Volume>, RequestError> {
+        let new = self.sketch(secret, now)?;
+        match world.volumes.get(&new.metadata.name) {
+            Some(volume) => same_as(volume, &new.spec).map(|()| Change::AlreadySo(volume.clone())),
+            None => Ok(Change::Store(new)),
+        }
+    }
+
+    /// The volume as it would be, whatever is there.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn sketch(self, secret: Secret, now: Timestamp) -> Result<Volume, RequestError> {
+        let metadata = Metadata::new(self.name.clone(), now);
+        Ok(Volume { metadata, spec: self.into_spec(secret)?, status: VolumeStatus::default() })
+    }
+
+    fn into_spec(self, secret: Secret) -> Result<VolumeSpec, RequestError> {
         let volume_name = VolumeName::new(&self.name)?;
         let frontend: Frontend =
             if self.frontend.is_empty() { Frontend::Auto } else { self.frontend.parse()? };
@@ -180,13 +204,10 @@ impl CreateVolume {
         if number_of_replicas as usize > MAX_MEMBERS {
             return Err(RequestError::Replicas(number_of_replicas));
         }
-        let size = self.size_bytes;
-        if size == 0 || !size.is_multiple_of(BLOCK_BYTES) || size > MAX_VOLUME_BYTES {
-            return Err(RequestError::Size(size));
-        }
-        let spec = VolumeSpec {
+        check_size(self.size_bytes)?;
+        Ok(VolumeSpec {
             volume_name,
-            size,
+            size: self.size_bytes,
             number_of_replicas,
             frontend,
             node_id: None,
@@ -197,17 +218,18 @@ impl CreateVolume {
             disk_selector: labels(&self.disk_selector)?,
             data_locality,
             rebuild: RebuildLimits::default(),
+            csi_name: self.csi_name,
+            preferred_node_id: self.preferred_node,
             secret,
-        };
-        match world.volumes.get(&self.name) {
-            Some(volume) => same_as(volume, &spec).map(|()| Change::AlreadySo(volume.clone())),
-            None => Ok(Change::Store(Volume {
-                metadata: Metadata::new(self.name, now),
-                spec,
-                status: VolumeStatus::default(),
-            })),
-        }
+        })
     }
+}
+
+fn check_size(size_bytes: u64) -> Result<(), RequestError> {
+    if size_bytes == 0 || !size_bytes.is_multiple_of(BLOCK_BYTES) || size_bytes > MAX_VOLUME_BYTES {
+        return Err(RequestError::Size(size_bytes));
+    }
+    Ok(())
 }
 
 fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
@@ -216,7 +238,9 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
     if volume.metadata.is_deleting() {
         return Err(RequestError::Deleting(name));
     }
-    let differs = if spec.size != wanted.size {
+    let differs = if !is_of_name(spec, wanted) {
+        "name in CSI"
+    } else if spec.size != wanted.size {
         "size"
     } else if spec.number_of_replicas != wanted.number_of_replicas {
         "number of replicas"
@@ -238,6 +262,12 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
         return Ok(());
     };
     Err(RequestError::Exists { name, differs })
+}
+
+/// Whether a volume is the one that a CSI caller means, who may know it by another name. Others know it by its own.
+fn is_of_name(spec: &VolumeSpec, wanted: &VolumeSpec) -> bool {
+    let has = spec.csi_name.as_deref().unwrap_or(spec.volume_name.as_str());
+    wanted.csi_name.as_deref().is_none_or(|wanted| wanted == has)
 }
 
 /// The volume of that name.
@@ -316,6 +346,22 @@ pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Vol
     }
     let spec = VolumeSpec { number_of_replicas: wanted, ..volume.spec.clone() };
     Ok(with_spec(volume, spec))
+}
+
+/// The volume larger, and never smaller. Its replicas and its device follow.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(world, name)?;
+    check_size(size_bytes)?;
+    if size_bytes <= volume.spec.size {
+        return Ok(Change::AlreadySo(volume.clone()));
+    }
+    let mut grown = volume.clone();
+    grown.status.current_size = volume.current_size();
+    grown.spec.size = size_bytes;
+    Ok(Change::Store(grown))
 }
 
 /// The volume with other limits for copying.

@@ -1,7 +1,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
-use shorthorn_controller_core::objects::{Object, RebuildLimits, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
 use shorthorn_controller_core::{Timestamp, World, drain};
@@ -14,10 +14,9 @@ use tonic::{Request, Response, Status};
 
 use super::{status, view};
 use crate::agents::Fleet;
-use crate::store::{Store, StoreError};
+use crate::random::new_secret;
+use crate::store::{self, ChangeError, Store, StoreError};
 
-/// How often a change is tried again that met another one.
-const CONFLICTS_MAX: u32 = 10;
 /// How many states of a volume a slow watcher may be behind before the next one waits for it.
 const WATCH_BUFFER: usize = 16;
 
@@ -51,27 +50,17 @@ impl Api {
         Api { store, fleet, stopping, settings }
     }
 
-    /// Makes the change that `decide` wants of the stored objects; decides anew where another change came
-    /// in between.
     async fn change<T: Into<Object>>(
         &self,
         decide: impl Fn(&World) -> Result<Change<T>, RequestError>,
     ) -> Result<(), Status> {
-        let mut conflict = None;
-        for _ in 0..CONFLICTS_MAX {
-            let change = decide(&self.store.world()).map_err(|error| status::of_request(&error))?;
-            let object = match change {
-                Change::AlreadySo(_) => return Ok(()),
-                Change::Store(object) => object,
-            };
-            match self.store.put(object.into()).await {
-                Ok(_) => return Ok(()),
-                Err(error @ StoreError::Conflict { .. }) => conflict = Some(error),
-                Err(error) => return Err(status::of_store(&error)),
+        store::change(self.store.as_ref(), decide).await.map_err(|error| match error {
+            ChangeError::Refused(error) => status::of_request(&error),
+            ChangeError::Store(conflict @ StoreError::Conflict { .. }) => {
+                Status::aborted(format!("too many changes at once: {conflict}; try again"))
             }
-        }
-        let conflict = conflict.map(|error| error.to_string()).unwrap_or_default();
-        Err(Status::aborted(format!("too many changes at once: {conflict}; try again")))
+            ChangeError::Store(error) => status::of_store(&error),
+        })
     }
 
     pub(super) async fn change_volume(
@@ -98,10 +87,8 @@ impl Controller for Api {
 
     async fn create_volume(&self, request: Request<v1::CreateVolumeRequest>) -> Reply<v1::Volume> {
         let request = request.into_inner();
-        let mut secret = [0; SECRET_BYTES];
-        getrandom::fill(&mut secret)
+        let secret = new_secret()
             .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
-        let secret = Secret::new(secret);
         let wanted = CreateVolume {
             name: request.name.clone(),
             size_bytes: request.size_bytes,
@@ -113,6 +100,8 @@ impl Controller for Api {
             node_selector: request.node_selector,
             disk_selector: request.disk_selector,
             data_locality: request.data_locality,
+            csi_name: None,
+            preferred_node: None,
         };
         let decide = |world: &World| wanted.clone().apply(world, secret.clone(), Timestamp::now());
         self.change_volume(&request.name, decide).await

@@ -29,6 +29,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::IsServed(_)
         | RequestError::HoldsNothing(_)
         | RequestError::IsAttached(_)
+        | RequestError::NoDevice(_)
         | RequestError::NeverAttached(_)
         | RequestError::NotAttached(_) => Code::FailedPrecondition,
     };

@@ -1,6 +1,7 @@
 //! Where the objects are kept.
 
 mod cache;
+mod change;
 mod memory;
 mod redb;
 
@@ -13,6 +14,7 @@ use shorthorn_controller_core::objects::{Key, Object};
 use thiserror::Error;
 use tokio::sync::broadcast;
 
+pub use self::change::{ChangeError, change};
 pub use self::memory::MemoryStore;
 pub use self::redb::RedbStore;
 

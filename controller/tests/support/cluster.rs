@@ -63,6 +63,7 @@ impl Cluster {
             let url = format!("{}=unix://{}", agent.name, self.path(&agent.name).display());
             command.args(["--node", &url]);
         }
+        command.args(["--csi-listen", &format!("unix://{}", self.path("csi.sock").display())]);
         command.args(["--replica-replace-after-s", &self.replace_after_s.to_string()]);
         command.stdin(Stdio::null()).kill_on_drop(true);
         command

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use crate::arguments::{Access, Capability};
-use crate::error::CsiError;
-use crate::filesystem::{self, FsKind};
+use shorthorn_driver::{Access, Capability, CsiError, FsKind};
+
+use crate::filesystem;
 use crate::mounting;
 use crate::mounts::MountTable;
 use crate::node::look;

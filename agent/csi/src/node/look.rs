@@ -5,9 +5,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use shorthorn_driver::CsiError;
+
 use crate::command::Tool;
 use crate::device::{self, DeviceNumber};
-use crate::error::CsiError;
 use crate::mounts::{Mount, MountTable};
 use crate::node::NodeOptions;
 use crate::volumes::{Condition, Device, Volume};

@@ -5,7 +5,6 @@
 //! mount that hangs on a frozen volume is still under way, and whoever asks again hears ABORTED.
 
 mod expand;
-mod gates;
 mod look;
 mod publish;
 mod stage;
@@ -16,21 +15,20 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use shorthorn_driver::{
+    CsiError, Gates, REQUEST_MAX_BYTES, TOPOLOGY_NODE, TOPOLOGY_ZONE, capability, size_range,
+};
 use shorthorn_proto::csi::v1;
 use shorthorn_proto::csi::v1::node_server::{Node, NodeServer};
 use shorthorn_types::VolumeName;
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status};
 
-use crate::error::CsiError;
+use crate::arguments;
 use crate::volumes::{Volume, Volumes, VolumesError};
-use crate::{TOPOLOGY_NODE, TOPOLOGY_ZONE, arguments};
-use gates::Gates;
 
 /// kubelet gives up after two minutes. It should hear why before.
 const CALL_LIMIT: Duration = Duration::from_secs(100);
-/// Larger requests are wrong: two paths, and maps of 4 KiB each.
-const REQUEST_MAX_BYTES: usize = 64 << 10;
 
 /// What the service has to know of the node.
 #[derive(Clone, Debug)]
@@ -94,7 +92,7 @@ impl NodeService {
         volume: VolumeName,
         work: impl FnOnce(&NodeOptions, Found) -> Result<T, CsiError> + Send + 'static,
     ) -> Answer<T> {
-        let pass = gates.enter(&volume).ok_or_else(|| CsiError::Aborted(volume.to_string()))?;
+        let pass = gates.enter(&volume).ok_or_else(|| CsiError::busy(&volume))?;
         let slow = || CsiError::TooSlow(format!("volume {volume}: still under way after {CALL_LIMIT:?}"));
         let limit = tokio::time::sleep(CALL_LIMIT);
         let mut limit = std::pin::pin!(limit);
@@ -127,7 +125,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
-        let capability = arguments::capability(request.volume_capability)?;
+        let capability = capability(request.volume_capability)?;
         self.work(&self.gates, volume, move |options, found| {
             stage::stage(options, &found?, &staging, &capability)?;
             Ok(v1::NodeStageVolumeResponse {})
@@ -156,7 +154,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let target = arguments::path("target_path", &request.target_path)?;
-        let capability = arguments::capability(request.volume_capability)?;
+        let capability = capability(request.volume_capability)?;
         if request.staging_target_path.is_empty() {
             // The one missing argument that has another code.
             return Err(CsiError::Precondition("staging_target_path is missing".into()).into());
@@ -201,9 +199,8 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let path = arguments::volume_path(&request.volume_path)?;
-        let capability =
-            request.volume_capability.map(|wish| arguments::capability(Some(wish))).transpose()?;
-        let required_bytes = arguments::required_bytes(request.capacity_range)?;
+        let capability = request.volume_capability.map(|wish| capability(Some(wish))).transpose()?;
+        let required_bytes = size_range(request.capacity_range)?.required_bytes;
         self.work(&self.gates, volume, move |_, found| {
             let capacity_bytes =
                 expand::expand(&found?, path.as_deref(), capability.as_ref(), required_bytes)?;

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::arguments::{Access, Capability, MountWish};
-use crate::error::CsiError;
+use shorthorn_driver::{Access, Capability, CsiError, MountWish};
+
 use crate::mounting::{self, Place};
 use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look, stage};

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use crate::arguments::{Access, Capability, MountWish};
+use shorthorn_driver::{Access, Capability, CsiError, FsKind, MountWish};
+
 use crate::device;
-use crate::error::CsiError;
-use crate::filesystem::{self, Content, FsKind};
+use crate::filesystem::{self, Content};
 use crate::mounting::{self, Place};
 use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look};

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use rustix::fs::{StatVfs, statvfs};
+use shorthorn_driver::CsiError;
 use shorthorn_proto::csi::v1;
 use shorthorn_proto::csi::v1::volume_usage::Unit;
 
 use crate::device;
-use crate::error::CsiError;
 use crate::mounting;
 use crate::mounts::Mount;
 use crate::node::look;

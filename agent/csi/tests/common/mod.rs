@@ -13,9 +13,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use shorthorn_csi::{
-    Condition, DRIVER_NAME, Device, DeviceNumber, Identity, NodeOptions, NodeService, Volume, Volumes,
-    VolumesError,
+    Condition, Device, DeviceNumber, NodeOptions, NodeService, Volume, Volumes, VolumesError,
 };
+use shorthorn_driver::{DRIVER_NAME, Identity};
 use shorthorn_proto::csi::v1;
 use shorthorn_proto::csi::v1::identity_client::IdentityClient;
 use shorthorn_proto::csi::v1::node_client::NodeClient;

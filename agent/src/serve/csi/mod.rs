@@ -14,9 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use shorthorn_csi::{
-    DRIVER_NAME, Identity, NodeOptions, NodeService, RegistrationService, TOPOLOGY_VALUE_MAX_BYTES,
-};
+use shorthorn_csi::{NodeOptions, NodeService, RegistrationService};
+use shorthorn_driver::{DRIVER_NAME, Identity, TOPOLOGY_VALUE_MAX_BYTES};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch as channel};
 use tokio::task::JoinHandle;

@@ -21,6 +21,14 @@ pub struct Volume {
     pub status: VolumeStatus,
 }
 
+impl Volume {
+    /// The size that the volume really has.
+    #[must_use]
+    pub const fn current_size(&self) -> u64 {
+        if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
+    }
+}
+
 /// What the owner of a volume wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -58,6 +66,12 @@ pub struct VolumeSpec {
     /// How much copying may take of its speed.
     #[serde(default)]
     pub rebuild: RebuildLimits,
+    /// The name that a CSI caller gave it; none: it was not made by one. The volume's own name is made of it.
+    #[serde(rename = "csiName", default, skip_serializing_if = "Option::is_none")]
+    pub csi_name: Option<String>,
+    /// Where it is expected to be attached first: as good a place for a replica as where it is attached.
+    #[serde(rename = "preferredNodeID", default, skip_serializing_if = "Option::is_none")]
+    pub preferred_node_id: Option<NodeName>,
     /// What its engine and replicas prove to each other.
     pub secret: Secret,
 }
@@ -101,6 +115,10 @@ pub struct VolumeStatus {
     /// The replicas that the volume was created with, which are the members of its first view.
     #[serde(default)]
     pub first_members: Vec<ReplicaId>,
+    /// The size that the volume really has: all replicas, and the device where it is attached; 0: as it was created
+    /// (`spec.size`).
+    #[serde(with = "super::quoted", default)]
+    pub current_size: u64,
     /// What holds and what does not, and why.
     #[serde(default)]
     pub conditions: Conditions,

@@ -9,6 +9,16 @@ use crate::{NodeName, World};
 #[must_use]
 pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCandidate> {
     let own: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+    with_replicas(world, agents, &own)
+}
+
+/// The nodes of the world as candidates for replicas of a volume that is not there yet.
+#[must_use]
+pub fn candidates_for_new(world: &World, agents: &Agents) -> Vec<NodeCandidate> {
+    with_replicas(world, agents, &[])
+}
+
+fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
     let candidate = |node: &Node| {
         let name = NodeName::new(&node.metadata.name).ok()?;
         let view = agents.get(&name);

@@ -7,15 +7,17 @@
 mod candidates;
 mod filters;
 mod refusal;
+mod room;
 mod scores;
 mod zones;
 
 use crate::objects::{DataLocality, Volume};
 use crate::{Label, Labels, NodeName};
 
-pub use candidates::candidates;
+pub use candidates::{candidates, candidates_for_new};
 pub use filters::Filter;
 pub use refusal::{Refusal, Removal};
+pub use room::{Room, room};
 use zones::Zones;
 
 /// How much of a new disk is left to others, in percent.
@@ -66,6 +68,7 @@ impl Request {
     pub fn of(volume: &Volume, limits: Limits) -> Request {
         let (spec, status) = (&volume.spec, &volume.status);
         let place = spec.node_id.as_ref().or(status.current_node_id.as_ref());
+        let place = place.or(spec.preferred_node_id.as_ref());
         Request {
             size_bytes: spec.size,
             used_bytes: 0,

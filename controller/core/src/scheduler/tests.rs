@@ -323,6 +323,17 @@ fn every_score_decides_where_those_before_it_are_equal() {
 }
 
 #[test]
+fn the_room_is_what_fits_on_so_many_nodes() {
+    let nodes = [plain("a"), plain("b"), node("c", vec![disk("/1", 100, 60)])];
+    let rooms = |wanted| {
+        let Room { available_bytes, largest_bytes } = room(&request(0), &nodes, wanted);
+        (available_bytes / GIB, largest_bytes / GIB)
+    };
+    assert_eq!([1, 2, 3, 4].map(rooms), [(210, 90), (105, 90), (70, 30), (0, 0)]);
+    assert_eq!(room(&request(0), &[], 1), Room::default());
+}
+
+#[test]
 fn a_refusal_sums_up_and_names_some_nodes() {
     let mut nodes = vec![NodeCandidate { cordoned: true, ..plain("closed") }];
     nodes.extend((0..20).map(|at| plain(&format!("n{at:02}"))));
@@ -450,6 +461,25 @@ proptest! {
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_largest_volume_has_a_place_and_no_larger_one_has(
+        nodes in some_nodes(), request in some_request(), wanted in 1u32..5, more in 1u64..1 << 20,
+    ) {
+        // Nothing is left of replicas of this volume, as it is not there yet.
+        let mut nodes = nodes;
+        for disk in nodes.iter_mut().flat_map(|node| &mut node.disks) {
+            (disk.same_volume, disk.excused) = (0, 0);
+        }
+        let Room { available_bytes, largest_bytes } = room(&request, &nodes, wanted);
+        prop_assert!(available_bytes >= largest_bytes);
+        let fits = |size_bytes: u64| {
+            let request = Request { size_bytes, ..request.clone() };
+            place(&request, &mut nodes.clone(), 0, wanted).is_ok()
+        };
+        prop_assert!(largest_bytes == 0 || fits(largest_bytes));
+        prop_assert!(!fits(largest_bytes + more * 4096), "{} and more", largest_bytes);
     }
 
     #[test]

@@ -58,6 +58,7 @@ impl IdentityRpc for Identity {
     }
 
     async fn probe(&self, _: Request<v1::ProbeRequest>) -> Result<Response<v1::ProbeResponse>, Status> {
+        tracing::debug!("Probe");
         // Whoever can be asked is ready: the sockets are served last.
         Ok(Response::new(v1::ProbeResponse { ready: Some(true) }))
     }

@@ -7,18 +7,19 @@ use shorthorn_types::VolumeName;
 
 /// The volumes that a call is under way for.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Gates(Arc<Mutex<HashSet<VolumeName>>>);
+pub struct Gates(Arc<Mutex<HashSet<VolumeName>>>);
 
 /// The right to work on a volume, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Pass {
+pub struct Pass {
     gates: Gates,
     volume: VolumeName,
 }
 
 impl Gates {
     /// None while somebody else works on the volume.
-    pub(super) fn enter(&self, volume: &VolumeName) -> Option<Pass> {
+    #[must_use]
+    pub fn enter(&self, volume: &VolumeName) -> Option<Pass> {
         let entered = self.lock().insert(volume.clone());
         entered.then(|| Pass { gates: self.clone(), volume: volume.clone() })
     }

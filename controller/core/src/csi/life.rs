@@ -1,0 +1,202 @@
+//! The life of a volume as a CSI caller sees it.
+
+use thiserror::Error;
+
+use super::size::{self, SizeError};
+use crate::objects::{ConditionType, CurrentState, DesireState, Frontend, Secret, Volume, VolumeState};
+use crate::requests::{self, Change, CreateVolume, RequestError};
+use crate::{NodeName, Timestamp, World};
+
+/// A volume that a caller wants.
+#[derive(Clone, Debug)]
+pub struct NewVolume {
+    /// What it is to be, but for its size.
+    pub wanted: CreateVolume,
+    /// The least size; 0: nothing is said.
+    pub required_bytes: u64,
+    /// The most; 0: nothing is said.
+    pub limit_bytes: u64,
+}
+
+/// Why a volume cannot be made, or made larger.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum SizedError {
+    /// There is no such size.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// Something else is in the way.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+}
+
+impl NewVolume {
+    /// The volume to be stored; the same call repeated finds it there, whatever size of the range it was given.
+    ///
+    /// # Errors
+    /// [`SizedError`] says what to change.
+    pub fn apply(&self, world: &World, secret: Secret, now: Timestamp) -> Result<Change<Volume>, SizedError> {
+        let (required, limit) = (self.required_bytes, self.limit_bytes);
+        let there = world.volumes.get(&self.wanted.name).map(|volume| volume.spec.size);
+        let size_bytes = match there.filter(|has| size::fits(*has, required, limit)) {
+            Some(has) => has,
+            None => size::size_of_new(required, limit)?,
+        };
+        Ok(CreateVolume { size_bytes, ..self.wanted.clone() }.apply(world, secret, now)?)
+    }
+}
+
+/// The volume as large as is required, and how large it has to become for that.
+///
+/// # Errors
+/// [`SizedError`] says what to change.
+pub fn expand(
+    world: &World,
+    name: &str,
+    required_bytes: u64,
+    limit_bytes: u64,
+) -> Result<(Change<Volume>, u64), SizedError> {
+    let has_bytes = requests::find(world, name)?.spec.size;
+    let size_bytes = size::size_of_grown(has_bytes, required_bytes, limit_bytes)?;
+    // Somebody may want it larger still: that is not waited for.
+    let awaited_bytes = if required_bytes > has_bytes { size_bytes } else { required_bytes };
+    Ok((requests::expand(world, name, size_bytes)?, awaited_bytes))
+}
+
+/// How far a new volume is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Every replica has a place.
+    Placed,
+    /// It is not known yet.
+    Pending,
+    /// There is none for all of them; says why.
+    NoPlace(String),
+    /// Somebody has deleted it meanwhile.
+    Gone,
+}
+
+/// How far the volume is.
+#[must_use]
+pub fn placement(world: &World, name: &str) -> Placement {
+    let living = world.volumes.get(name).filter(|volume| !volume.metadata.is_deleting());
+    let Some(volume) = living else { return Placement::Gone };
+    if volume.status.state != VolumeState::Creating {
+        return Placement::Placed;
+    }
+    match volume.status.conditions.get(ConditionType::Scheduled) {
+        Some(scheduled) if !scheduled.status => Placement::NoPlace(scheduled.message.clone()),
+        _ => Placement::Pending,
+    }
+}
+
+/// Deletes a volume that a CSI caller has asked for and that has no place: as nothing is in it, nothing is lost. One that
+/// has got its place by now, or that somebody else has made, stays.
+///
+/// # Errors
+/// [`RequestError::NoVolume`].
+pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(world, name)?;
+    let is_without = matches!(placement(world, name), Placement::NoPlace(_));
+    if is_without && volume.spec.csi_name.is_some() {
+        return requests::delete(world, name, now);
+    }
+    Ok(Change::AlreadySo(volume.clone()))
+}
+
+/// Deletes a volume that nobody has.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(world, name)?;
+    let deleting = volume.metadata.is_deleting();
+    if let Some(node) =
+        volume.spec.node_id.as_ref().or_else(|| published_node(world, volume)).filter(|_| !deleting)
+    {
+        return Err(elsewhere(volume, node));
+    }
+    requests::delete(world, name, now)
+}
+
+/// The volume wanted on `node`, where no other one has it.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(world, name)?;
+    if volume.spec.frontend == Frontend::Socket {
+        return Err(RequestError::NoDevice(name.to_owned()));
+    }
+    // It may be on its way from there: until then its engine may write.
+    match holder(volume).filter(|holder| holder.as_str() != node && !volume.metadata.is_deleting()) {
+        Some(holder) => Err(elsewhere(volume, holder)),
+        None => requests::attach(world, name, node),
+    }
+}
+
+fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {
+    RequestError::AttachedElsewhere { name: volume.metadata.name.clone(), node: node.clone() }
+}
+
+/// Whether the volume can be used on `node`.
+#[must_use]
+pub fn is_published(world: &World, name: &str, node: &NodeName) -> bool {
+    let Some(volume) = world.volumes.get(name) else { return false };
+    let here = volume.status.current_node_id.as_ref() == Some(node);
+    let wanted = volume.spec.node_id.as_ref() == Some(node) && !volume.metadata.is_deleting();
+    here && wanted && volume.status.state == VolumeState::Attached
+}
+
+/// The volume wanted nowhere, or not on `node` any more.
+///
+/// # Errors
+/// [`RequestError::NoVolume`], or that the name can never work.
+pub fn unpublish(world: &World, name: &str, node: Option<&str>) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(world, name)?;
+    match (&volume.spec.node_id, node) {
+        (Some(wanted), Some(node)) if wanted.as_str() != node => Ok(Change::AlreadySo(volume.clone())),
+        _ => requests::detach(world, name),
+    }
+}
+
+/// Whether the volume has left `node`, or all nodes, so that it may be used elsewhere.
+#[must_use]
+pub fn is_away(world: &World, name: &str, node: Option<&str>) -> bool {
+    let Some(volume) = world.volumes.get(name) else { return true };
+    let is_meant = |holder: &NodeName| node.is_none_or(|node| holder.as_str() == node);
+    let at = if volume.metadata.is_deleting() { published_node(world, volume) } else { holder(volume) };
+    !at.is_some_and(is_meant)
+}
+
+/// Who has the volume, or is about to get or lose it.
+fn holder(volume: &Volume) -> Option<&NodeName> {
+    let status = &volume.status;
+    let nobody = matches!(status.state, VolumeState::Creating | VolumeState::Detached);
+    status.current_node_id.as_ref().filter(|_| !nobody)
+}
+
+/// Where an engine of the volume runs, or may run.
+#[must_use]
+pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeName> {
+    let engine = world.engines.get(&volume.metadata.name)?;
+    // A stored `stopped` is a promise that no start is under way.
+    let stopped = engine.spec.desire_state == DesireState::Stopped
+        && (engine.status.current_state == CurrentState::Stopped
+            || engine.spec.attach <= volume.status.fenced_attach);
+    holder(volume).filter(|_| !stopped)
+}
+
+/// What the volume is in the middle of, and what it waits for.
+#[must_use]
+pub fn waits_for(world: &World, name: &str) -> String {
+    let Some(volume) = world.volumes.get(name) else { return format!("volume {name} is gone") };
+    let mut text = format!("volume {name} is {}", volume.status.state.as_str());
+    if let Some(node) = &volume.status.current_node_id {
+        text.push_str(&format!(", node {node}"));
+    }
+    match volume.status.conditions.get(ConditionType::Settled) {
+        Some(settled) if !settled.status => text.push_str(&format!(": {}", settled.message)),
+        _ => {}
+    }
+    text
+}

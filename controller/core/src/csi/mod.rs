@@ -1,0 +1,33 @@
+//! What the calls of CSI mean for the stored objects: names, sizes and parameters, and who may have a volume where.
+//!
+//! The shell has the wire, the waiting and the codes. Which calls change what is decided here, on one state of the
+//! world, and stored by compare-and-swap, so that nothing comes in between.
+
+mod life;
+mod name;
+mod parameters;
+mod size;
+
+pub use life::{
+    NewVolume, Placement, SizedError, delete, expand, is_away, is_published, placement, publish,
+    published_node, undo, unpublish, waits_for,
+};
+pub use name::{CsiNameError, MAX_NAME_BYTES, volume_name};
+pub use parameters::{ParameterError, parameters};
+pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
+
+use crate::World;
+
+/// Whether there is a node with that name, and in that zone, where these are given. Every volume can be reached from it.
+#[must_use]
+pub fn has_node(world: &World, node: Option<&str>, zone: Option<&str>) -> bool {
+    world.nodes.values().any(|candidate| {
+        // kubelet knows the zone that the agent is configured with, whatever an administrator says here.
+        let zones = [candidate.spec.zone.as_ref(), candidate.status.zone.as_ref()];
+        let in_zone = |zone: &str| zones.into_iter().flatten().any(|own| own.as_str() == zone);
+        node.is_none_or(|node| candidate.metadata.name == node) && zone.is_none_or(in_zone)
+    })
+}
+
+#[cfg(test)]
+mod tests;

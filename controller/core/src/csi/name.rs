@@ -1,0 +1,130 @@
+//! The names that callers give volumes: any text, where ours are DNS labels.
+
+use sha2::{Digest, Sha256};
+use shorthorn_types::limits::MAX_VOLUME_NAME_BYTES;
+use shorthorn_types::{NameError, VolumeName};
+use thiserror::Error;
+
+/// The longest name that a caller may give.
+pub const MAX_NAME_BYTES: usize = 128;
+/// How much of the hash goes into a name: too much for two names to meet by chance.
+const HASH_BYTES: usize = 16;
+/// What is left for people to read, with the hash in hexadecimal and a '-' between.
+const READABLE_BYTES: usize = MAX_VOLUME_NAME_BYTES - 2 * HASH_BYTES - 1;
+/// What people read where a name has nothing that could stay.
+const NAMELESS: &str = "volume";
+
+/// Why a text is no name of a volume.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum CsiNameError {
+    /// There is none.
+    #[error("name is missing")]
+    Missing,
+    /// It is too long.
+    #[error("name has {0} bytes, and {MAX_NAME_BYTES} are the most")]
+    Length(usize),
+    /// It has a character that CSI bans.
+    #[error("name has the control character {0:?} at byte {1}")]
+    Character(char, usize),
+    /// What was made of it is no name either.
+    #[error(transparent)]
+    Mapped(#[from] NameError),
+}
+
+/// The name of the volume that a caller calls `csi_name`: the same where that can be, as with `pvc-<uuid>`; else what
+/// is readable of it, and its hash.
+///
+/// # Errors
+/// [`CsiNameError`].
+pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
+    if csi_name.is_empty() {
+        return Err(CsiNameError::Missing);
+    }
+    if csi_name.len() > MAX_NAME_BYTES {
+        return Err(CsiNameError::Length(csi_name.len()));
+    }
+    if let Some((at, banned)) = csi_name.char_indices().find(|(_, c)| is_banned(*c)) {
+        return Err(CsiNameError::Character(banned, at));
+    }
+    if let Ok(name) = VolumeName::new(csi_name) {
+        return Ok(name);
+    }
+    let hash = Sha256::digest(csi_name.as_bytes());
+    let hash: String = hash.iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect();
+    Ok(VolumeName::new(&format!("{}-{hash}", readable(csi_name)))?)
+}
+
+/// Control characters other than white space.
+fn is_banned(c: char) -> bool {
+    c.is_control() && !matches!(c, '\t' | '\n' | '\r')
+}
+
+fn readable(csi_name: &str) -> String {
+    let mut kept = String::new();
+    for c in csi_name.chars().map(|c| c.to_ascii_lowercase()) {
+        if kept.len() == READABLE_BYTES {
+            break;
+        }
+        if c.is_ascii_alphanumeric() {
+            kept.push(c);
+        } else if !kept.is_empty() && !kept.ends_with('-') {
+            kept.push('-');
+        }
+    }
+    let kept = kept.trim_end_matches('-');
+    if kept.is_empty() { NAMELESS.to_owned() } else { kept.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn mapped(name: &str) -> String {
+        volume_name(name).unwrap().to_string()
+    }
+
+    #[test]
+    fn a_name_that_can_be_stays() {
+        for name in ["pvc-6f2f6c4e-2f0a-4d53-9a5b-0c1f6a1b2c3d", "a", &"x".repeat(63)] {
+            assert_eq!(mapped(name), name);
+        }
+    }
+
+    #[test]
+    fn another_name_is_readable_and_always_the_same() {
+        // The volumes of earlier versions have to be found again: this never changes.
+        assert_eq!(mapped("My Volume/1"), "my-volume-1-0ed186635ae081ed8d0aac281893f1aa");
+        assert!(mapped(&"x".repeat(128)).starts_with(&"x".repeat(READABLE_BYTES)));
+        assert_eq!(mapped(&"x".repeat(128)).len(), MAX_VOLUME_NAME_BYTES);
+        assert!(mapped("日本").starts_with("volume-"));
+        assert!(mapped("-a--b-").starts_with("a-b-"));
+    }
+
+    #[test]
+    fn what_is_banned_is_refused() {
+        assert_eq!(volume_name(""), Err(CsiNameError::Missing));
+        assert_eq!(volume_name(&"é".repeat(65)), Err(CsiNameError::Length(130)));
+        for c in ['\0', '\u{8}', '\u{b}', '\u{c}', '\u{e}', '\u{1f}', '\u{7f}', '\u{9f}'] {
+            assert_eq!(volume_name(&format!("a{c}")), Err(CsiNameError::Character(c, 1)));
+        }
+        assert!(volume_name("a\tb\r\nc").is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn every_name_has_a_volume_name_of_its_own(
+            one in "[a-zA-Z0-9 _./-]{1,64}|\\PC{1,32}", other in "[a-zA-Z0-9 _./-]{1,64}|\\PC{1,32}",
+        ) {
+            // Names that differ only in what cannot stay are the likeliest to meet.
+            let twin = one.to_uppercase();
+            for (a, b) in [(&one, &other), (&one, &twin)] {
+                let (Ok(first), Ok(second)) = (volume_name(a), volume_name(b)) else { continue };
+                prop_assert_eq!(first == second, a == b, "{} and {}", first, second);
+                prop_assert!(VolumeName::new(first.as_str()).is_ok());
+                prop_assert_eq!(first, volume_name(a).unwrap());
+            }
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! How large a volume becomes, of what a caller requires and limits. 0 says nothing.
+
+use shorthorn_types::limits::BLOCK_BYTES;
+use thiserror::Error;
+
+use crate::requests::MAX_VOLUME_BYTES;
+
+/// The size of a volume of which nothing is said.
+pub const DEFAULT_VOLUME_BYTES: u64 = 10 << 30;
+
+/// Why there is no such size.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum SizeError {
+    /// Beyond what any volume can have.
+    #[error("{0} bytes are required, and the largest volume has {MAX_VOLUME_BYTES}")]
+    TooLarge(u64),
+    /// Sizes come in steps.
+    #[error(
+        "there is no size from {required_bytes} to {limit_bytes} bytes: volumes have multiples of {BLOCK_BYTES}"
+    )]
+    NoStep {
+        /// The least.
+        required_bytes: u64,
+        /// The most.
+        limit_bytes: u64,
+    },
+    /// Volumes do not shrink.
+    #[error("the volume has {has_bytes} bytes, and {limit_bytes} are the limit: it cannot become smaller")]
+    Shrinks {
+        /// What it has.
+        has_bytes: u64,
+        /// The most.
+        limit_bytes: u64,
+    },
+}
+
+/// The size of a new volume: what is required, in whole steps.
+///
+/// # Errors
+/// [`SizeError`].
+pub fn size_of_new(required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
+    if required_bytes == 0 && limit_bytes != 0 && limit_bytes < DEFAULT_VOLUME_BYTES {
+        let size = limit_bytes / BLOCK_BYTES * BLOCK_BYTES;
+        return if size == 0 { Err(SizeError::NoStep { required_bytes, limit_bytes }) } else { Ok(size) };
+    }
+    let wanted = if required_bytes == 0 { DEFAULT_VOLUME_BYTES } else { required_bytes };
+    in_steps(wanted, limit_bytes)
+}
+
+/// Whether a volume of that size is one that is asked for.
+#[must_use]
+pub const fn fits(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> bool {
+    has_bytes >= required_bytes && (limit_bytes == 0 || has_bytes <= limit_bytes)
+}
+
+/// The size that a volume is to have from now on; what it has, where that is enough.
+///
+/// # Errors
+/// [`SizeError`].
+pub fn size_of_grown(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
+    if limit_bytes != 0 && has_bytes > limit_bytes {
+        return Err(SizeError::Shrinks { has_bytes, limit_bytes });
+    }
+    if required_bytes <= has_bytes {
+        return Ok(has_bytes);
+    }
+    in_steps(required_bytes, limit_bytes)
+}
+
+fn in_steps(wanted_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
+    if wanted_bytes > MAX_VOLUME_BYTES {
+        return Err(SizeError::TooLarge(wanted_bytes));
+    }
+    let size = wanted_bytes.next_multiple_of(BLOCK_BYTES);
+    if limit_bytes != 0 && size > limit_bytes {
+        return Err(SizeError::NoStep { required_bytes: wanted_bytes, limit_bytes });
+    }
+    Ok(size)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn sizes_of_new_volumes() {
+        assert_eq!(size_of_new(0, 0), Ok(DEFAULT_VOLUME_BYTES));
+        assert_eq!(size_of_new(1, 0), Ok(4096));
+        assert_eq!(size_of_new(4097, 8192), Ok(8192));
+        assert_eq!(size_of_new(0, 1 << 30), Ok(1 << 30));
+        assert_eq!(size_of_new(0, 5000), Ok(4096));
+        assert_eq!(size_of_new(0, u64::MAX), Ok(DEFAULT_VOLUME_BYTES));
+        assert_eq!(size_of_new(MAX_VOLUME_BYTES, 0), Ok(MAX_VOLUME_BYTES));
+        assert!(matches!(size_of_new(MAX_VOLUME_BYTES + 1, 0), Err(SizeError::TooLarge(_))));
+        assert!(matches!(size_of_new(4097, 8191), Err(SizeError::NoStep { .. })));
+        assert!(matches!(size_of_new(0, 4095), Err(SizeError::NoStep { .. })));
+    }
+
+    #[test]
+    fn sizes_of_grown_volumes() {
+        assert_eq!(size_of_grown(8192, 4096, 0), Ok(8192));
+        assert_eq!(size_of_grown(8192, 8193, 0), Ok(12288));
+        assert_eq!(size_of_grown(8192, 0, 8192), Ok(8192));
+        assert!(matches!(size_of_grown(8192, 4096, 4096), Err(SizeError::Shrinks { .. })));
+        assert!(matches!(size_of_grown(8192, 8193, 8194), Err(SizeError::NoStep { .. })));
+        assert!(matches!(size_of_grown(8192, u64::MAX, 0), Err(SizeError::TooLarge(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn a_size_is_always_what_was_asked_for(
+            required in 0u64..1 << 45, limit in prop_oneof![Just(0), 0u64..1 << 45], has in 1u64..1 << 32,
+        ) {
+            for size in [size_of_new(required, limit), size_of_grown(has * BLOCK_BYTES, required, limit)] {
+                let Ok(size) = size else { continue };
+                prop_assert!(fits(size, required, limit), "{}", size);
+                prop_assert!(size > 0 && size.is_multiple_of(BLOCK_BYTES) && size <= MAX_VOLUME_BYTES);
+            }
+        }
+    }
+}

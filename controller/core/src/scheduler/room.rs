@@ -1,0 +1,45 @@
+//! How much more could be placed.
+
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use super::zones::Zones;
+use super::{NodeCandidate, Request, place};
+use crate::requests::MAX_VOLUME_BYTES;
+
+/// How much more could be placed of some kind of volume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Room {
+    /// Of all volumes together: what the disks that take any may still promise, divided by the number of replicas.
+    pub available_bytes: u64,
+    /// Of one volume.
+    pub largest_bytes: u64,
+}
+
+/// The room for volumes of `wanted` replicas; the size in `request` does not matter.
+#[must_use]
+pub fn room(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> Room {
+    let largest_bytes = largest(request, nodes, wanted);
+    if largest_bytes == 0 {
+        return Room::default();
+    }
+    let smallest = Request { size_bytes: BLOCK_BYTES, ..request.clone() };
+    let choices = Zones::of(nodes).count(&smallest, nodes);
+    let rooms = choices.iter().map(|(at, disk_at)| nodes[*at].disks[*disk_at].room_bytes(request.limits));
+    let sum: u128 = rooms.map(u128::from).sum();
+    let available_bytes = u64::try_from(sum / u128::from(wanted.max(1))).unwrap_or(u64::MAX);
+    Room { available_bytes: (available_bytes / BLOCK_BYTES * BLOCK_BYTES).max(largest_bytes), largest_bytes }
+}
+
+/// The largest volume that has a place. What fits nowhere fits nowhere when it is larger, so the bounds can be halved.
+fn largest(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> u64 {
+    let fits = |blocks: u64| {
+        let request = Request { size_bytes: blocks * BLOCK_BYTES, ..request.clone() };
+        place(&request, &mut nodes.to_vec(), 0, wanted).is_ok()
+    };
+    let (mut fitting, mut above) = (0, MAX_VOLUME_BYTES / BLOCK_BYTES + 1);
+    while above - fitting > 1 {
+        let middle = fitting.midpoint(above);
+        if fits(middle) { fitting = middle } else { above = middle }
+    }
+    fitting * BLOCK_BYTES
+}

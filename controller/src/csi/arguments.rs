@@ -1,0 +1,107 @@
+//! What comes in a request, checked before anything else happens.
+
+use std::collections::HashMap;
+
+use shorthorn_controller_core::requests::CreateVolume;
+use shorthorn_controller_core::{World, csi};
+use shorthorn_driver::{Capability, CsiError, TOPOLOGY_NODE, TOPOLOGY_ZONE, capability};
+use shorthorn_proto::csi::v1;
+use shorthorn_types::VolumeName;
+
+/// The longest of most strings.
+const STRING_MAX_BYTES: usize = 128;
+/// The longest name of a node.
+const NODE_ID_MAX_BYTES: usize = 256;
+
+fn text(field: &str, text: &str, max_bytes: usize) -> Result<(), CsiError> {
+    if text.is_empty() {
+        return Err(CsiError::Invalid(format!("{field} is missing")));
+    }
+    if text.len() > max_bytes {
+        let message = format!("{field} has {} bytes, and {max_bytes} are the most", text.len());
+        return Err(CsiError::Invalid(message));
+    }
+    Ok(())
+}
+
+/// The volume; none: no volume can have that id.
+pub(super) fn volume_id(id: &str) -> Result<Option<VolumeName>, CsiError> {
+    text("volume_id", id, STRING_MAX_BYTES)?;
+    Ok(VolumeName::new(id).ok())
+}
+
+/// The volume, where it has to be there.
+pub(super) fn existing_volume_id(id: &str) -> Result<VolumeName, CsiError> {
+    volume_id(id)?.ok_or_else(|| CsiError::NotFound(format!("there is no volume {id:?}")))
+}
+
+/// The node. Whether it is there is another question.
+pub(super) fn node_id(id: &str) -> Result<(), CsiError> {
+    text("node_id", id, NODE_ID_MAX_BYTES)
+}
+
+/// How a volume is to be used, where no volume can be on several nodes.
+pub(super) fn usable(wish: Option<v1::VolumeCapability>) -> Result<Capability, CsiError> {
+    let capability = capability(wish)?;
+    if capability.is_multi_node() {
+        let message =
+            "a volume can be on one node at a time: use an access mode SINGLE_NODE_* (ReadWriteOnce)";
+        return Err(CsiError::Invalid(message.into()));
+    }
+    Ok(capability)
+}
+
+/// All of several ways to use a volume, of which there is at least one.
+pub(super) fn all_usable(wishes: Vec<v1::VolumeCapability>) -> Result<Vec<Capability>, CsiError> {
+    if wishes.is_empty() {
+        return Err(CsiError::Invalid("volume_capabilities is missing".into()));
+    }
+    wishes.into_iter().map(|wish| usable(Some(wish))).collect()
+}
+
+/// What the parameters of a StorageClass say. Mutable ones are not announced.
+pub(super) fn parameters(
+    parameters: &HashMap<String, String>,
+    mutable: &HashMap<String, String>,
+) -> Result<CreateVolume, CsiError> {
+    if let Some(key) = mutable.keys().min() {
+        let message = format!("mutable parameter {key:?}: no parameter can be changed later");
+        return Err(CsiError::Invalid(message));
+    }
+    let pairs = parameters.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    csi::parameters(pairs).map_err(|error| CsiError::Invalid(error.to_string()))
+}
+
+/// A part of the cluster.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Segment {
+    /// The one node.
+    pub(super) node: Option<String>,
+    /// The zone.
+    pub(super) zone: Option<String>,
+}
+
+impl Segment {
+    /// Whether there is a node in it.
+    pub(super) fn has_node(&self, world: &World) -> bool {
+        csi::has_node(world, self.node.as_deref(), self.zone.as_deref())
+    }
+}
+
+/// The part that a topology means.
+pub(super) fn segment(topology: &v1::Topology) -> Result<Segment, CsiError> {
+    let mut segment = Segment::default();
+    for (key, value) in &topology.segments {
+        let place = match key.as_str() {
+            TOPOLOGY_NODE => &mut segment.node,
+            TOPOLOGY_ZONE => &mut segment.zone,
+            _ => {
+                let message =
+                    format!("topology key {key:?} is not known: use {TOPOLOGY_NODE} or {TOPOLOGY_ZONE}");
+                return Err(CsiError::Invalid(message));
+            }
+        };
+        *place = Some(value.clone());
+    }
+    Ok(segment)
+}

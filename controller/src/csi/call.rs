@@ -1,0 +1,58 @@
+//! One line in the log for each call, also for those whose callers have gone.
+
+use std::time::Instant;
+
+use shorthorn_driver::CsiError;
+use tonic::{Code, Response, Status};
+
+/// More of a name is not logged.
+const NAME_MAX_CHARS: usize = 128;
+
+/// A call that is under way; what became of it is logged when this is dropped.
+#[derive(Debug)]
+pub(super) struct Call {
+    method: &'static str,
+    volume: String,
+    node: String,
+    started: Instant,
+    /// None: the caller did not wait for it.
+    ended: Option<(Code, String)>,
+}
+
+impl Call {
+    /// A call of `method` about a volume and a node, which may be empty.
+    pub(super) fn new(method: &'static str, volume: &str, node: &str) -> Call {
+        let short = |name: &str| name.chars().take(NAME_MAX_CHARS).collect();
+        Call { method, volume: short(volume), node: short(node), started: Instant::now(), ended: None }
+    }
+
+    /// The answer to it.
+    pub(super) async fn answer<T>(
+        mut self,
+        work: impl Future<Output = Result<T, CsiError>>,
+    ) -> Result<Response<T>, Status> {
+        let answer = work.await.map(Response::new).map_err(Status::from);
+        self.ended = Some(match &answer {
+            Ok(_) => (Code::Ok, String::new()),
+            Err(status) => (status.code(), status.message().to_owned()),
+        });
+        answer
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        let Call { method, volume, node, started, ended } = self;
+        let (volume, node) = (volume.as_str(), node.as_str());
+        let duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let (code, error) = match ended {
+            Some((Code::Ok, _)) => {
+                tracing::info!(method, volume, node, code = "Ok", duration_ms, "call");
+                return;
+            }
+            Some((code, error)) => (*code, error.as_str()),
+            None => (Code::Cancelled, "the caller has gone"),
+        };
+        tracing::info!(method, volume, node, code = ?code, duration_ms, error, "call");
+    }
+}

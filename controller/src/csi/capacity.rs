@@ -1,0 +1,50 @@
+//! How much room there is.
+
+use shorthorn_controller_core::Timestamp;
+use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
+use shorthorn_controller_core::requests::CreateVolume;
+use shorthorn_controller_core::scheduler::{self, Request, Room};
+use shorthorn_driver::CsiError;
+use shorthorn_proto::csi::v1;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use super::status::IntoCsiError;
+use super::{CsiController, arguments};
+
+/// Nobody sees it: the volume is never stored.
+const NAME: &str = "capacity";
+
+impl CsiController {
+    /// The same for every part of the cluster that has a node: from there every volume can be reached, wherever its
+    /// replicas are.
+    pub(super) fn capacity(
+        &self,
+        request: v1::GetCapacityRequest,
+    ) -> Result<v1::GetCapacityResponse, CsiError> {
+        if !request.volume_capabilities.is_empty() {
+            arguments::all_usable(request.volume_capabilities)?;
+        }
+        let wanted = arguments::parameters(&request.parameters, &Default::default())?;
+        let wanted = CreateVolume { name: NAME.into(), size_bytes: BLOCK_BYTES, ..wanted };
+        let sketch = wanted.sketch(Secret::new([0; SECRET_BYTES]), Timestamp::now());
+        let volume = sketch.map_err(IntoCsiError::into_csi_error)?;
+        let segment = request.accessible_topology.as_ref().map(arguments::segment).transpose()?;
+        let (is_reached, nodes) = {
+            let world = self.store.world();
+            let is_reached = segment.is_none_or(|segment| segment.has_node(&world));
+            (is_reached, scheduler::candidates_for_new(&world, &self.fleet.agents()))
+        };
+        let room = if is_reached {
+            let request = Request::of(&volume, self.settings.scheduling);
+            scheduler::room(&request, &nodes, volume.spec.number_of_replicas)
+        } else {
+            Room::default()
+        };
+        let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        Ok(v1::GetCapacityResponse {
+            available_capacity: bytes(room.available_bytes),
+            maximum_volume_size: Some(bytes(room.largest_bytes)),
+            minimum_volume_size: Some(bytes(BLOCK_BYTES)),
+        })
+    }
+}

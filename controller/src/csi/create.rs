@@ -1,0 +1,138 @@
+//! Making and deleting volumes.
+
+use shorthorn_controller_core::csi::{self, NewVolume, Placement};
+use shorthorn_controller_core::objects::Volume;
+use shorthorn_controller_core::{NodeName, Timestamp, World};
+use shorthorn_driver::{CsiError, size_range};
+use shorthorn_proto::csi::v1;
+use shorthorn_types::VolumeName;
+use tokio::time::Instant;
+
+use super::CsiController;
+use super::arguments::{self, Segment};
+use super::status::IntoCsiError;
+use crate::random::new_secret;
+use crate::store::change;
+
+/// What is asked for.
+struct Wish {
+    volume: VolumeName,
+    new: NewVolume,
+    /// Where it has to be reached from; at least one of them will do.
+    requisite: Vec<Segment>,
+}
+
+impl Wish {
+    fn of(request: v1::CreateVolumeRequest) -> Result<Wish, CsiError> {
+        let volume = csi::volume_name(&request.name).map_err(|error| CsiError::Invalid(error.to_string()))?;
+        arguments::all_usable(request.volume_capabilities)?;
+        if request.volume_content_source.is_some() {
+            let message = "volume_content_source: volumes cannot be made of snapshots or other volumes";
+            return Err(CsiError::Invalid(message.into()));
+        }
+        let range = size_range(request.capacity_range)?;
+        let mut wanted = arguments::parameters(&request.parameters, &request.mutable_parameters)?;
+        let topology = request.accessibility_requirements.unwrap_or_default();
+        let segments =
+            |all: &[v1::Topology]| all.iter().map(arguments::segment).collect::<Result<Vec<_>, _>>();
+        let (requisite, preferred) = (segments(&topology.requisite)?, segments(&topology.preferred)?);
+        let first = preferred.into_iter().next().and_then(|segment| segment.node);
+        wanted.preferred_node = first.and_then(|node| NodeName::new(&node).ok());
+        wanted.name = volume.to_string();
+        wanted.csi_name = Some(request.name);
+        let new = NewVolume { wanted, required_bytes: range.required_bytes, limit_bytes: range.limit_bytes };
+        Ok(Wish { volume, new, requisite })
+    }
+
+    fn is_reached(&self, world: &World) -> bool {
+        self.requisite.is_empty() || self.requisite.iter().any(|segment| segment.has_node(world))
+    }
+}
+
+impl CsiController {
+    pub(super) async fn create(
+        &self,
+        request: v1::CreateVolumeRequest,
+        deadline: Instant,
+    ) -> Result<v1::CreateVolumeResponse, CsiError> {
+        let wish = Wish::of(request)?;
+        let _pass = self.enter(&wish.volume)?;
+        if !wish.is_reached(&self.store.world()) {
+            let message = "no node in the topology that is asked for has an agent of this controller";
+            return Err(CsiError::Exhausted(message.into()));
+        }
+        let secret = new_secret()
+            .map_err(|error| CsiError::Unavailable(format!("no random numbers for the secret: {error}")))?;
+        let name = wish.volume.as_str();
+        change(self.store.as_ref(), |world| wish.new.apply(world, secret.clone(), Timestamp::now()))
+            .await
+            .map_err(IntoCsiError::into_csi_error)?;
+        let placement = self.wait(&wish.volume, deadline, |world| match csi::placement(world, name) {
+            Placement::Pending => None,
+            placement => Some(placement),
+        });
+        match placement.await? {
+            Placement::NoPlace(why) => self.give_up(&wish.volume, why, deadline).await,
+            _ => self.created(&wish.volume),
+        }
+    }
+
+    /// Takes a volume back that has no place. Kubernetes may try it elsewhere, and then asks for another one.
+    async fn give_up(
+        &self,
+        volume: &VolumeName,
+        why: String,
+        deadline: Instant,
+    ) -> Result<v1::CreateVolumeResponse, CsiError> {
+        let name = volume.as_str();
+        let undone = change(self.store.as_ref(), |world| csi::undo(world, name, Timestamp::now())).await;
+        undone.map_err(IntoCsiError::into_csi_error)?;
+        if csi::placement(&self.store.world(), name) == Placement::Placed {
+            return self.created(volume);
+        }
+        // Nothing was placed, so nothing has to be waited for but two removals; if that takes too long, it goes on.
+        let _ = self.wait(volume, deadline, |world| is_deleted(world, name).then_some(())).await;
+        Err(CsiError::Exhausted(why))
+    }
+
+    fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
+        let world = self.store.world();
+        let found = world.volumes.get(volume.as_str()).filter(|volume| !volume.metadata.is_deleting());
+        let message = || CsiError::Aborted(format!("volume {volume} was deleted meanwhile; ask again"));
+        Ok(v1::CreateVolumeResponse { volume: Some(shown(found.ok_or_else(message)?)) })
+    }
+
+    pub(super) async fn delete(
+        &self,
+        request: v1::DeleteVolumeRequest,
+        deadline: Instant,
+    ) -> Result<v1::DeleteVolumeResponse, CsiError> {
+        let Some(volume) = arguments::volume_id(&request.volume_id)? else {
+            return Ok(v1::DeleteVolumeResponse {});
+        };
+        let _pass = self.enter(&volume)?;
+        let name = volume.as_str();
+        let deleted = change(self.store.as_ref(), |world| csi::delete(world, name, Timestamp::now())).await;
+        match deleted.map_err(IntoCsiError::into_csi_error) {
+            Ok(()) => {}
+            Err(CsiError::NotFound(_)) => return Ok(v1::DeleteVolumeResponse {}),
+            Err(error) => return Err(error),
+        }
+        self.wait(&volume, deadline, |world| is_deleted(world, name).then_some(())).await?;
+        Ok(v1::DeleteVolumeResponse {})
+    }
+}
+
+/// Whether the volume is gone; another one may have its name already.
+fn is_deleted(world: &World, name: &str) -> bool {
+    world.volumes.get(name).is_none_or(|volume| !volume.metadata.is_deleting())
+}
+
+/// The volume as callers see it.
+pub(super) fn shown(volume: &Volume) -> v1::Volume {
+    v1::Volume {
+        capacity_bytes: i64::try_from(volume.current_size()).unwrap_or(i64::MAX),
+        volume_id: volume.metadata.name.clone(),
+        ..v1::Volume::default()
+    }
+}

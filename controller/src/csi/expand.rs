@@ -1,0 +1,53 @@
+//! Making volumes larger.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use shorthorn_controller_core::csi;
+use shorthorn_driver::{Access, CsiError, size_range};
+use shorthorn_proto::csi::v1;
+use tokio::time::Instant;
+
+use super::status::IntoCsiError;
+use super::{CsiController, arguments};
+use crate::store::change;
+
+impl CsiController {
+    pub(super) async fn expand(
+        &self,
+        request: v1::ControllerExpandVolumeRequest,
+        deadline: Instant,
+    ) -> Result<v1::ControllerExpandVolumeResponse, CsiError> {
+        arguments::volume_id(&request.volume_id)?;
+        let range = size_range(request.capacity_range)?;
+        if range.required_bytes == 0 && range.limit_bytes == 0 {
+            return Err(CsiError::Invalid("capacity_range is missing".into()));
+        }
+        let capability = request.volume_capability.map(|wish| arguments::usable(Some(wish))).transpose()?;
+        let volume = arguments::existing_volume_id(&request.volume_id)?;
+        let _pass = self.enter(&volume)?;
+        let name = volume.as_str();
+        // Of the last decision, which is the one that holds.
+        let wanted_bytes = AtomicU64::new(0);
+        change(self.store.as_ref(), |world| {
+            let (change, awaited_bytes) = csi::expand(world, name, range.required_bytes, range.limit_bytes)?;
+            wanted_bytes.store(awaited_bytes, Ordering::Relaxed);
+            Ok(change)
+        })
+        .await
+        .map_err(|error: crate::store::ChangeError<csi::SizedError>| error.into_csi_error())?;
+        let wanted_bytes = wanted_bytes.into_inner();
+        let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
+            Some(volume) if volume.current_size() < wanted_bytes => None,
+            found => Some(found.map(|volume| volume.current_size())),
+        });
+        let gone = || CsiError::NotFound(format!("volume {volume} was deleted meanwhile"));
+        let size_bytes = grown.await?.ok_or_else(gone)?;
+        // The device of a node has its size by now. What is on it is another matter; where it is not said what that
+        // is, the node finds out.
+        let is_device = capability.is_some_and(|capability| capability.access == Access::Block);
+        Ok(v1::ControllerExpandVolumeResponse {
+            capacity_bytes: i64::try_from(size_bytes).unwrap_or(i64::MAX),
+            node_expansion_required: !is_device,
+        })
+    }
+}

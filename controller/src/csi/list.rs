@@ -1,0 +1,141 @@
+//! What volumes there are, and whether they can be used in some way.
+
+use std::collections::HashMap;
+use std::ops::Bound;
+
+use shorthorn_controller_core::objects::{Frontend, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::requests::{self, CreateVolume};
+use shorthorn_controller_core::{Timestamp, World, csi};
+use shorthorn_driver::{CsiError, capability};
+use shorthorn_proto::csi::v1;
+use shorthorn_types::VolumeName;
+
+use super::create::shown;
+use super::status::IntoCsiError;
+use super::{CsiController, arguments};
+
+/// The most volumes in one answer, far below what a message of gRPC holds.
+const ENTRIES_MAX: usize = 4096;
+/// What tokens begin with; the name of the last volume of the page before follows.
+const TOKEN: &str = "after:";
+
+impl CsiController {
+    pub(super) fn list(&self, request: &v1::ListVolumesRequest) -> Result<v1::ListVolumesResponse, CsiError> {
+        let max = usize::try_from(request.max_entries).map_err(|_| {
+            CsiError::Invalid(format!("max_entries: {} is less than nothing", request.max_entries))
+        })?;
+        let max = if max == 0 { ENTRIES_MAX } else { max.min(ENTRIES_MAX) };
+        let after = after(&request.starting_token)?;
+        let start = after.as_ref().map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_str()));
+        let world = self.store.world();
+        let mut volumes = world.volumes.range::<str, _>((start, Bound::Unbounded)).map(|(_, volume)| volume);
+        let entries: Vec<_> = volumes.by_ref().take(max).map(|volume| entry(&world, volume)).collect();
+        let last =
+            entries.last().and_then(|entry| entry.volume.as_ref()).filter(|_| volumes.next().is_some());
+        let next_token = last.map(|last| format!("{TOKEN}{}", last.volume_id)).unwrap_or_default();
+        Ok(v1::ListVolumesResponse { entries, next_token })
+    }
+
+    pub(super) fn get(
+        &self,
+        request: &v1::ControllerGetVolumeRequest,
+    ) -> Result<v1::ControllerGetVolumeResponse, CsiError> {
+        let name = arguments::existing_volume_id(&request.volume_id)?;
+        let world = self.store.world();
+        let volume = requests::find(&world, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
+        let status = v1::controller_get_volume_response::VolumeStatus {
+            published_node_ids: published(&world, volume),
+            volume_condition: None,
+        };
+        Ok(v1::ControllerGetVolumeResponse { volume: Some(shown(volume)), status: Some(status) })
+    }
+
+    /// That a volume cannot be used so is no error.
+    pub(super) fn validate(
+        &self,
+        request: v1::ValidateVolumeCapabilitiesRequest,
+    ) -> Result<v1::ValidateVolumeCapabilitiesResponse, CsiError> {
+        arguments::volume_id(&request.volume_id)?;
+        if request.volume_capabilities.is_empty() {
+            return Err(CsiError::Invalid("volume_capabilities is missing".into()));
+        }
+        let name = arguments::existing_volume_id(&request.volume_id)?;
+        let world = self.store.world();
+        let volume = requests::find(&world, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
+        // What is incomplete is an error all the same.
+        for wish in &request.volume_capabilities {
+            if wish.access_mode.is_none() || wish.access_type.is_none() {
+                capability(Some(wish.clone()))?;
+            }
+        }
+        Ok(match unusable(&world, volume, &request) {
+            Some(message) => v1::ValidateVolumeCapabilitiesResponse { confirmed: None, message },
+            None => v1::ValidateVolumeCapabilitiesResponse {
+                confirmed: Some(v1::validate_volume_capabilities_response::Confirmed {
+                    volume_context: request.volume_context,
+                    volume_capabilities: request.volume_capabilities,
+                    parameters: request.parameters,
+                    mutable_parameters: request.mutable_parameters,
+                }),
+                message: String::new(),
+            },
+        })
+    }
+}
+
+/// Why a volume cannot be used as is asked for, or is another one.
+fn unusable(
+    world: &World,
+    volume: &Volume,
+    request: &v1::ValidateVolumeCapabilitiesRequest,
+) -> Option<String> {
+    if !request.volume_context.is_empty() {
+        return Some("volume_context: volumes have none".into());
+    }
+    if volume.spec.frontend == Frontend::Socket {
+        return Some("the frontend socket makes no device".into());
+    }
+    if let Err(error) = arguments::all_usable(request.volume_capabilities.clone()) {
+        return Some(error.to_string());
+    }
+    let parameters = (&request.parameters, &request.mutable_parameters);
+    differs(world, volume, parameters).err().map(|error| error.to_string())
+}
+
+fn differs(
+    world: &World,
+    volume: &Volume,
+    (parameters, mutable): (&HashMap<String, String>, &HashMap<String, String>),
+) -> Result<(), CsiError> {
+    let wanted = arguments::parameters(parameters, mutable)?;
+    if parameters.is_empty() {
+        return Ok(());
+    }
+    let name = volume.metadata.name.clone();
+    let wanted = CreateVolume { name, size_bytes: volume.spec.size, ..wanted };
+    // Secrets are not compared, and nothing is stored.
+    let secret = Secret::new([0; SECRET_BYTES]);
+    wanted.apply(world, secret, Timestamp::now()).map(drop).map_err(IntoCsiError::into_csi_error)
+}
+
+/// The volume that the next page comes after. It need not be there any more.
+fn after(token: &str) -> Result<Option<VolumeName>, CsiError> {
+    if token.is_empty() {
+        return Ok(None);
+    }
+    let name = token.strip_prefix(TOKEN).and_then(|name| VolumeName::new(name).ok());
+    let message = "starting_token is none that was given out; start again without one";
+    name.map(Some).ok_or_else(|| CsiError::Aborted(message.into()))
+}
+
+fn entry(world: &World, volume: &Volume) -> v1::list_volumes_response::Entry {
+    let status = v1::list_volumes_response::VolumeStatus {
+        published_node_ids: published(world, volume),
+        volume_condition: None,
+    };
+    v1::list_volumes_response::Entry { volume: Some(shown(volume)), status: Some(status) }
+}
+
+fn published(world: &World, volume: &Volume) -> Vec<String> {
+    csi::published_node(world, volume).into_iter().map(ToString::to_string).collect()
+}

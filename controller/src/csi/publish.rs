@@ -1,0 +1,71 @@
+//! Bringing volumes to nodes, and away from them.
+
+use shorthorn_controller_core::{NodeName, World, csi};
+use shorthorn_driver::CsiError;
+use shorthorn_proto::csi::v1;
+use shorthorn_types::VolumeName;
+use tokio::time::Instant;
+
+use super::status::IntoCsiError;
+use super::{CsiController, arguments};
+use crate::store::change;
+
+impl CsiController {
+    /// The node finds the volume by its name alone: there is nothing in the context.
+    pub(super) async fn publish(
+        &self,
+        request: v1::ControllerPublishVolumeRequest,
+        deadline: Instant,
+    ) -> Result<v1::ControllerPublishVolumeResponse, CsiError> {
+        arguments::volume_id(&request.volume_id)?;
+        arguments::node_id(&request.node_id)?;
+        arguments::usable(request.volume_capability)?;
+        if request.readonly {
+            let message = "readonly: PUBLISH_READONLY is not announced; mount the volume read-only instead";
+            return Err(CsiError::Invalid(message.into()));
+        }
+        let volume = arguments::existing_volume_id(&request.volume_id)?;
+        let _pass = self.enter(&volume)?;
+        let (name, node) = (volume.as_str(), request.node_id.as_str());
+        change(self.store.as_ref(), |world| csi::publish(world, name, node))
+            .await
+            .map_err(IntoCsiError::into_csi_error)?;
+        let node = NodeName::new(node).map_err(|error| CsiError::NotFound(error.to_string()))?;
+        self.wait(&volume, deadline, |world| has_come(world, &volume, &node)).await??;
+        Ok(v1::ControllerPublishVolumeResponse::default())
+    }
+
+    pub(super) async fn unpublish(
+        &self,
+        request: v1::ControllerUnpublishVolumeRequest,
+        deadline: Instant,
+    ) -> Result<v1::ControllerUnpublishVolumeResponse, CsiError> {
+        let gone = v1::ControllerUnpublishVolumeResponse {};
+        let volume = arguments::volume_id(&request.volume_id)?;
+        let node = Some(request.node_id.as_str()).filter(|node| !node.is_empty());
+        node.map(arguments::node_id).transpose()?;
+        let Some(volume) = volume else { return Ok(gone) };
+        let _pass = self.enter(&volume)?;
+        let name = volume.as_str();
+        let unpublished = change(self.store.as_ref(), |world| csi::unpublish(world, name, node)).await;
+        match unpublished.map_err(IntoCsiError::into_csi_error) {
+            Ok(()) => {}
+            Err(CsiError::NotFound(_)) => return Ok(gone),
+            Err(error) => return Err(error),
+        }
+        self.wait(&volume, deadline, |world| csi::is_away(world, name, node).then_some(())).await?;
+        Ok(gone)
+    }
+}
+
+/// Whether the volume is where it was wanted, or will not come any more.
+fn has_come(world: &World, volume: &VolumeName, node: &NodeName) -> Option<Result<(), CsiError>> {
+    if csi::is_published(world, volume.as_str(), node) {
+        return Some(Ok(()));
+    }
+    let stored = world.volumes.get(volume.as_str()).filter(|stored| !stored.metadata.is_deleting());
+    let wanted = stored.is_some_and(|stored| stored.spec.node_id.as_ref() == Some(node));
+    let message =
+        || format!("volume {volume} is not wanted at {node} any more: somebody has detached or deleted it");
+    (!wanted).then(|| Err(CsiError::Aborted(message())))
+}

@@ -1,0 +1,73 @@
+//! What failures of requests and of the store are to a CSI caller.
+
+use shorthorn_controller_core::csi::{SizeError, SizedError};
+use shorthorn_controller_core::requests::RequestError;
+use shorthorn_driver::CsiError;
+
+use crate::store::{ChangeError, StoreError};
+
+/// Failures as [`CsiError`].
+pub(super) trait IntoCsiError {
+    fn into_csi_error(self) -> CsiError;
+}
+
+impl IntoCsiError for RequestError {
+    fn into_csi_error(self) -> CsiError {
+        let message = self.to_string();
+        match self {
+            // No volume and no node has such a name.
+            RequestError::VolumeName(_)
+            | RequestError::NodeName(_)
+            | RequestError::NoVolume(_)
+            | RequestError::NoNode(_)
+            | RequestError::NoReplica { .. }
+            | RequestError::NoDisk { .. } => CsiError::NotFound(message),
+            RequestError::Exists { .. } => CsiError::Exists(message),
+            // It is on its way, and takes nobody's attention.
+            RequestError::Deleting(_) => CsiError::Aborted(message),
+            RequestError::AttachedElsewhere { .. }
+            | RequestError::FewerReplicas { .. }
+            | RequestError::HoldsNothing(_)
+            | RequestError::IsServed(_)
+            | RequestError::IsAttached(_)
+            | RequestError::NeverAttached(_)
+            | RequestError::NotAttached(_) => CsiError::Precondition(message),
+            RequestError::Size(_) => CsiError::OutOfRange(message),
+            RequestError::Frontend(_)
+            | RequestError::Label(_)
+            | RequestError::DataLocality(_)
+            | RequestError::Replicas(_)
+            | RequestError::DiskPath(_)
+            | RequestError::Share(_)
+            | RequestError::NoDevice(_)
+            | RequestError::NotConfirmed(_) => CsiError::Invalid(message),
+        }
+    }
+}
+
+impl IntoCsiError for SizeError {
+    fn into_csi_error(self) -> CsiError {
+        CsiError::OutOfRange(format!("capacity_range: {self}"))
+    }
+}
+
+impl IntoCsiError for SizedError {
+    fn into_csi_error(self) -> CsiError {
+        match self {
+            SizedError::Size(error) => error.into_csi_error(),
+            SizedError::Request(error) => error.into_csi_error(),
+        }
+    }
+}
+
+impl<E: IntoCsiError> IntoCsiError for ChangeError<E> {
+    fn into_csi_error(self) -> CsiError {
+        match self {
+            ChangeError::Refused(error) => error.into_csi_error(),
+            ChangeError::Store(error @ StoreError::Conflict { .. }) => {
+                CsiError::Aborted(format!("too many changes at once: {error}; ask again"))
+            }
+            ChangeError::Store(error) => CsiError::Unavailable(error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,40 @@
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::Object;
+use shorthorn_controller_core::requests::Change;
+
+use super::{Store, StoreError};
+
+/// How often a change is tried again that met another one.
+const CONFLICTS_MAX: u32 = 10;
+
+/// Why a change was not made.
+#[derive(Debug)]
+pub enum ChangeError<E> {
+    /// It cannot be.
+    Refused(E),
+    /// The store did not take it; [`StoreError::Conflict`]: others came first again and again.
+    Store(StoreError),
+}
+
+/// Makes the change that `decide` wants of the stored objects; decides anew where another change came in between.
+///
+/// # Errors
+/// [`ChangeError`].
+pub async fn change<T: Into<Object>, E>(
+    store: &dyn Store,
+    decide: impl Fn(&World) -> Result<Change<T>, E>,
+) -> Result<(), ChangeError<E>> {
+    let mut conflicts = 0;
+    loop {
+        let change = decide(&store.world()).map_err(ChangeError::Refused)?;
+        let object = match change {
+            Change::AlreadySo(_) => return Ok(()),
+            Change::Store(object) => object,
+        };
+        match store.put(object.into()).await {
+            Ok(_) => return Ok(()),
+            Err(StoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,
+            Err(error) => return Err(ChangeError::Store(error)),
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! How a volume is to be used, checked before anything else happens.
+
+use shorthorn_proto::csi::v1;
+use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
+
+use crate::error::CsiError;
+
+const MOUNT_FLAGS_MAX: usize = 64;
+/// All flags together have to fit into the page that mount(2) takes.
+const MOUNT_FLAGS_MAX_BYTES: usize = 3 << 10;
+
+/// What a volume is to be used as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// How it is to be reached.
+    pub access: Access,
+    mode: Mode,
+}
+
+/// How it is to be reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// As a device.
+    Block,
+    /// As a file system.
+    Mount(MountWish),
+}
+
+/// Which file system.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountWish {
+    /// None: the one that is there; of an empty device, the default.
+    pub kind: Option<FsKind>,
+    /// Passed on as they are.
+    pub flags: Vec<String>,
+}
+
+impl Capability {
+    /// Whether nobody may write: the mode says so, or a mount flag.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        let flag = match &self.access {
+            Access::Block => false,
+            Access::Mount(wish) => {
+                wish.flags.iter().filter_map(|flag| options(flag)).flatten().any(|one| one == "ro")
+            }
+        };
+        flag || matches!(self.mode, Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly)
+    }
+
+    /// Whether several nodes may have the volume at the same time. No volume can be used so.
+    #[must_use]
+    pub fn is_multi_node(&self) -> bool {
+        use Mode::{MultiNodeMultiWriter, MultiNodeReaderOnly, MultiNodeSingleWriter};
+        matches!(self.mode, MultiNodeReaderOnly | MultiNodeSingleWriter | MultiNodeMultiWriter)
+    }
+
+    /// Whether it may be published in one place only.
+    #[must_use]
+    pub fn has_one_target(&self) -> bool {
+        use Mode::{SingleNodeReaderOnly, SingleNodeSingleWriter, SingleNodeWriter};
+        matches!(self.mode, SingleNodeSingleWriter | SingleNodeWriter | SingleNodeReaderOnly)
+    }
+}
+
+/// How the volume is to be used.
+///
+/// # Errors
+/// [`CsiError::Invalid`] says what is missing, or can never work.
+pub fn capability(capability: Option<v1::VolumeCapability>) -> Result<Capability, CsiError> {
+    let missing = |what: &str| CsiError::Invalid(format!("volume_capability{what} is missing"));
+    let capability = capability.ok_or_else(|| missing(""))?;
+    let mode = capability.access_mode.ok_or_else(|| missing(".access_mode"))?;
+    let mode = match Mode::try_from(mode.mode) {
+        Ok(Mode::Unknown) | Err(_) => {
+            return Err(CsiError::Invalid(format!("access mode {} is not known", mode.mode)));
+        }
+        Ok(mode) => mode,
+    };
+    let access = match capability.access_type.ok_or_else(|| missing(".access_type"))? {
+        AccessType::Block(_) => Access::Block,
+        AccessType::Mount(wish) => Access::Mount(mount_wish(wish)?),
+    };
+    Ok(Capability { access, mode })
+}
+
+fn mount_wish(wish: MountVolume) -> Result<MountWish, CsiError> {
+    if !wish.volume_mount_group.is_empty() {
+        // ext4 and xfs have no such mount option, and VOLUME_MOUNT_GROUP is not announced.
+        return Err(CsiError::Invalid("volume_mount_group is not supported".into()));
+    }
+    let kind = match wish.fs_type.as_str() {
+        "" => None,
+        name => Some(FsKind::of(name).ok_or_else(|| {
+            let hint = "use ext4 or xfs";
+            CsiError::Invalid(format!("file system {name:?} is not supported: {hint}"))
+        })?),
+    };
+    let bytes: usize = wish.mount_flags.iter().map(|flag| flag.len() + 1).sum();
+    if wish.mount_flags.len() > MOUNT_FLAGS_MAX || bytes > MOUNT_FLAGS_MAX_BYTES {
+        return Err(CsiError::Invalid("there are too many mount flags".into()));
+    }
+    wish.mount_flags.iter().try_for_each(|flag| mount_flag(flag))?;
+    Ok(MountWish { kind, flags: wish.mount_flags })
+}
+
+/// A flag goes to mount(8) as it is, but must not make it do something other than mounting that device there.
+fn mount_flag(flag: &str) -> Result<(), CsiError> {
+    const OTHERS: [&str; 17] = [
+        "bind",
+        "rbind",
+        "move",
+        "remount",
+        "loop",
+        "offset",
+        "sizelimit",
+        "helper",
+        "uhelper",
+        "shared",
+        "slave",
+        "private",
+        "unbindable",
+        "rshared",
+        "rslave",
+        "rprivate",
+        "runbindable",
+    ];
+    // The flag itself may be secret: it is not repeated.
+    if flag.chars().any(char::is_control) || options(flag).is_none() {
+        return Err(CsiError::Invalid("a mount flag has control characters or an open quote".into()));
+    }
+    for option in options(flag).into_iter().flatten() {
+        let name = option.split('=').next().unwrap_or_default();
+        if OTHERS.contains(&name) || name.starts_with("X-mount") {
+            return Err(CsiError::Invalid(format!("mount flag {name:?} is not allowed")));
+        }
+    }
+    Ok(())
+}
+
+/// The options of a list. Commas in double quotes, as in an SELinux context with categories, do not separate. None where a
+/// quote is not closed.
+pub fn options(list: &str) -> Option<Vec<&str>> {
+    let mut quoted = false;
+    let separates = |c: char| {
+        quoted ^= c == '"';
+        c == ',' && !quoted
+    };
+    let options = list.split(separates).collect();
+    let closed = list.chars().filter(|c| *c == '"').count() % 2 == 0;
+    closed.then_some(options)
+}
+
+/// A kind of file system that volumes can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FsKind {
+    /// The default.
+    Ext4,
+    /// The other one.
+    Xfs,
+}
+
+impl FsKind {
+    /// The kind of that name.
+    #[must_use]
+    pub fn of(name: &str) -> Option<FsKind> {
+        match name {
+            "ext4" => Some(FsKind::Ext4),
+            "xfs" => Some(FsKind::Xfs),
+            _ => None,
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            FsKind::Ext4 => "ext4",
+            FsKind::Xfs => "xfs",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mount(fs_type: &str, flags: &[&str]) -> v1::VolumeCapability {
+        let mount_flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        v1::VolumeCapability {
+            access_type: Some(AccessType::Mount(MountVolume {
+                fs_type: fs_type.into(),
+                mount_flags,
+                ..MountVolume::default()
+            })),
+            access_mode: Some(v1::volume_capability::AccessMode { mode: Mode::SingleNodeWriter.into() }),
+        }
+    }
+
+    #[test]
+    fn file_systems_that_nobody_can_make_are_refused() {
+        let kind = |name: &str| match capability(Some(mount(name, &[])))?.access {
+            Access::Mount(wish) => Ok::<_, CsiError>(wish.kind),
+            Access::Block => panic!("a mount"),
+        };
+        assert_eq!(kind("").unwrap(), None);
+        assert_eq!(kind("xfs").unwrap(), Some(FsKind::Xfs));
+        for bad in ["ntfs", "EXT4", "../ext4", "ext4 "] {
+            assert!(matches!(kind(bad), Err(CsiError::Invalid(_))), "{bad}");
+        }
+    }
+
+    #[test]
+    fn mount_flags_that_would_do_something_else_are_refused() {
+        let context = r#"context="system_u:object_r:container_file_t:s0:c1,c2""#;
+        for good in ["noatime", "discard,nosuid", "commit=5", context] {
+            assert!(capability(Some(mount("ext4", &[good]))).is_ok(), "{good}");
+        }
+        for bad in [
+            "bind",
+            "noatime,remount",
+            "loop=/dev/loop0",
+            "X-mount.subdir=/x",
+            "a\nb",
+            "context=\"x,bind",
+            "rshared",
+        ] {
+            assert!(matches!(capability(Some(mount("ext4", &[bad]))), Err(CsiError::Invalid(_))), "{bad}");
+        }
+        assert!(capability(Some(mount("ext4", &["x"; 65]))).is_err());
+    }
+
+    #[test]
+    fn commas_in_quotes_do_not_separate() {
+        assert_eq!(options("a,b=c"), Some(vec!["a", "b=c"]));
+        assert_eq!(options(r#"a,context="x:c1,c2",b"#), Some(vec!["a", r#"context="x:c1,c2""#, "b"]));
+        assert_eq!(options(r#"context="x"#), None);
+    }
+
+    #[test]
+    fn modes_say_who_may_write_where() {
+        let of = |mode: Mode| {
+            let access_mode = Some(v1::volume_capability::AccessMode { mode: mode.into() });
+            let capability =
+                capability(Some(v1::VolumeCapability { access_mode, ..mount("", &[]) })).unwrap();
+            (capability.is_read_only(), capability.has_one_target(), capability.is_multi_node())
+        };
+        assert_eq!(of(Mode::SingleNodeWriter), (false, true, false));
+        assert_eq!(of(Mode::SingleNodeReaderOnly), (true, true, false));
+        assert_eq!(of(Mode::MultiNodeReaderOnly), (true, false, true));
+        assert_eq!(of(Mode::MultiNodeSingleWriter), (false, false, true));
+        assert_eq!(of(Mode::MultiNodeMultiWriter), (false, false, true));
+        assert_eq!(of(Mode::SingleNodeSingleWriter), (false, true, false));
+        assert_eq!(of(Mode::SingleNodeMultiWriter), (false, false, false));
+    }
+
+    #[test]
+    fn a_mount_flag_can_make_it_read_only() {
+        let read_only = |flag: &str| capability(Some(mount("ext4", &[flag]))).unwrap().is_read_only();
+        assert!(read_only("ro") && read_only("noatime,ro"));
+        assert!(!read_only("errors=remount-ro") && !read_only(r#"context="x,ro""#));
+    }
+}

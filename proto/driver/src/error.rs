@@ -1,0 +1,82 @@
+//! Why calls fail, and what that is called on the wire.
+
+use std::fmt;
+use std::io;
+
+use shorthorn_types::VolumeName;
+use thiserror::Error;
+use tonic::Status;
+
+/// Why a call fails. Each variant is one status code.
+///
+/// Kubernetes takes `Aborted`, `Unavailable` and `TooSlow` for "not known how far it came": it asks again, and undoes later.
+/// Every other one has to mean that nothing was left behind.
+#[derive(Debug, Error)]
+pub enum CsiError {
+    /// An argument is missing, or can never work.
+    #[error("{0}")]
+    Invalid(String),
+    /// There is no such volume or node here.
+    #[error("{0}")]
+    NotFound(String),
+    /// It is there already, and is not what is asked for.
+    #[error("{0}")]
+    Exists(String),
+    /// Not in this state; says what is in the way.
+    #[error("{0}")]
+    Precondition(String),
+    /// A size that cannot be.
+    #[error("{0}")]
+    OutOfRange(String),
+    /// Something else is under way, or has come in between: ask again from the start.
+    #[error("{0}")]
+    Aborted(String),
+    /// There is no room for it. The caller may try it elsewhere: this is not the end of it either.
+    #[error("{0}")]
+    Exhausted(String),
+    /// It may work later without anybody doing anything.
+    #[error("{0}")]
+    Unavailable(String),
+    /// It goes on, but takes longer than a caller should wait.
+    #[error("{0}")]
+    TooSlow(String),
+    /// A program or the system failed.
+    #[error("{0}")]
+    Internal(String),
+}
+
+impl CsiError {
+    /// Another call for the same volume is under way.
+    #[must_use]
+    pub fn busy(volume: &VolumeName) -> CsiError {
+        CsiError::Aborted(format!("another call for volume {volume} is under way"))
+    }
+
+    /// For `map_err`: the system refused `what`.
+    pub fn system(what: impl fmt::Display) -> impl FnOnce(io::Error) -> CsiError {
+        move |error| CsiError::Internal(format!("{what}: {error}"))
+    }
+
+    /// The same, where not everything could be undone.
+    pub fn not_undone(self, undo: &CsiError) -> CsiError {
+        CsiError::Unavailable(format!("{self}; and it could not be undone: {undo}"))
+    }
+}
+
+impl From<CsiError> for Status {
+    fn from(error: CsiError) -> Status {
+        let message = error.to_string();
+        match error {
+            CsiError::Invalid(_) => Status::invalid_argument(message),
+            CsiError::NotFound(_) => Status::not_found(message),
+            CsiError::Exists(_) => Status::already_exists(message),
+            CsiError::Precondition(_) => Status::failed_precondition(message),
+            CsiError::OutOfRange(_) => Status::out_of_range(message),
+            CsiError::Aborted(_) => Status::aborted(message),
+            CsiError::Exhausted(_) => Status::resource_exhausted(message),
+            CsiError::Unavailable(_) => Status::unavailable(message),
+            CsiError::TooSlow(_) => Status::deadline_exceeded(message),
+            CsiError::Internal(_) => Status::internal(message),
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! What both sockets of the CSI driver have in common, that of a node and that of the controller: who the driver is, which
+//! arguments can ever work, what each failure is called, and that a volume has one call at a time.
+
+#![forbid(unsafe_code)]
+
+mod capability;
+mod error;
+mod gates;
+mod identity;
+mod size;
+
+pub use capability::{Access, Capability, FsKind, MountWish, capability, options};
+pub use error::CsiError;
+pub use gates::{Gates, Pass};
+pub use identity::Identity;
+pub use size::{SizeRange, size_range};
+
+/// Name of the driver.
+pub const DRIVER_NAME: &str = "csi.shorthorn.io";
+/// Topology key of the node itself.
+pub const TOPOLOGY_NODE: &str = "topology.shorthorn.io/node";
+/// Topology key of the zone that the node is in.
+pub const TOPOLOGY_ZONE: &str = "topology.shorthorn.io/zone";
+/// The longest value of a topology key: kubelet makes it a label of the Node.
+pub const TOPOLOGY_VALUE_MAX_BYTES: usize = 63;
+/// Larger requests are wrong: some strings, and maps of 4 KiB each.
+pub const REQUEST_MAX_BYTES: usize = 64 << 10;

@@ -1,0 +1,49 @@
+//! How large a volume is to be.
+
+use shorthorn_proto::csi::v1;
+
+use crate::error::CsiError;
+
+/// What a caller says of a size.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SizeRange {
+    /// The least; 0: nothing is said.
+    pub required_bytes: u64,
+    /// The most; 0: nothing is said.
+    pub limit_bytes: u64,
+}
+
+/// The size that is asked for.
+///
+/// # Errors
+/// [`CsiError::Invalid`] for a negative size, [`CsiError::OutOfRange`] where the limit is below what is required.
+pub fn size_range(range: Option<v1::CapacityRange>) -> Result<SizeRange, CsiError> {
+    let v1::CapacityRange { required_bytes, limit_bytes } = range.unwrap_or_default();
+    let size = |bytes: i64| {
+        u64::try_from(bytes).map_err(|_| CsiError::Invalid(format!("capacity_range: {bytes} is no size")))
+    };
+    let (required_bytes, limit_bytes) = (size(required_bytes)?, size(limit_bytes)?);
+    if limit_bytes != 0 && required_bytes > limit_bytes {
+        let message =
+            format!("capacity_range: {required_bytes} bytes are required, and {limit_bytes} are the limit");
+        return Err(CsiError::OutOfRange(message));
+    }
+    Ok(SizeRange { required_bytes, limit_bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_to_fit_together() {
+        let of =
+            |required_bytes, limit_bytes| size_range(Some(v1::CapacityRange { required_bytes, limit_bytes }));
+        assert_eq!(of(5, 0).unwrap(), SizeRange { required_bytes: 5, limit_bytes: 0 });
+        assert_eq!(of(5, 5).unwrap(), SizeRange { required_bytes: 5, limit_bytes: 5 });
+        assert_eq!(size_range(None).unwrap(), SizeRange::default());
+        assert!(matches!(of(-1, 0), Err(CsiError::Invalid(_))));
+        assert!(matches!(of(0, -1), Err(CsiError::Invalid(_))));
+        assert!(matches!(of(5, 4), Err(CsiError::OutOfRange(_))));
+    }
+}
