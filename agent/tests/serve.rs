@@ -199,6 +199,40 @@ async fn after_a_reboot_nothing_starts_by_itself() {
 }
 
 #[tokio::test]
+async fn an_engine_is_expanded_and_the_next_one_knows() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    let first = start_volume(&node.disk(), "socket", &mut client).await;
+    let order = |attach, size_bytes| v1::ExpandEngineRequest { volume: "v1".into(), attach, size_bytes };
+    let has = |size: u64| {
+        move |instance: &v1::Instance| match &instance.detail {
+            Some(v1::instance::Detail::Engine(engine)) => running(instance) && engine.size_bytes == size,
+            _ => false,
+        }
+    };
+    client.expand_engine(order(1, SIZE * 2)).await.unwrap();
+    wait_for(&mut client, "v1", has(SIZE * 2)).await;
+    // Said again, said late, and said to another one.
+    client.expand_engine(order(1, SIZE * 2)).await.unwrap();
+    client.expand_engine(order(1, SIZE)).await.unwrap();
+    let refused = client.expand_engine(order(2, SIZE * 4)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    let odd = client.expand_engine(order(1, SIZE * 2 + 1)).await.unwrap_err();
+    assert_eq!(odd.code(), Code::InvalidArgument);
+
+    signal_to(pid(&first), Signal::KILL);
+    let is_next = |instance: &v1::Instance| instance.pid != first.pid && has(SIZE * 2)(instance);
+    wait_for(&mut client, "v1", is_next).await;
+    // A start that comes late has the size of before.
+    let replicas: Vec<_> = {
+        let all = list(&mut client).await;
+        all.into_iter().filter(|instance| instance.kind() == InstanceKind::Replica).collect()
+    };
+    client.start_engine(engine(1, &replicas, "socket")).await.unwrap();
+    assert!(has(SIZE * 2)(&wait_for(&mut client, "v1", running).await));
+}
+
+#[tokio::test]
 async fn calls_can_be_repeated_and_contradictions_are_refused() {
     let node = Node::new();
     let (_agent, mut client) = node.start().await;
@@ -215,8 +249,11 @@ async fn calls_can_be_repeated_and_contradictions_are_refused() {
     let refused = |result: Result<tonic::Response<v1::Instance>, tonic::Status>| result.unwrap_err().code();
     let higher = client.start_engine(engine(2, &replicas, "socket")).await;
     assert_eq!(refused(higher), Code::AlreadyExists);
-    let other = v1::StartReplicaRequest { size_bytes: SIZE * 2, ..node.replica(REPLICAS[0]) };
+    let other = v1::StartReplicaRequest { secret: vec![9; 32], ..node.replica(REPLICAS[0]) };
     assert_eq!(refused(client.start_replica(other).await), Code::AlreadyExists);
+    // Of a replica that is there the size says nothing: its engine has it grow.
+    let larger = v1::StartReplicaRequest { size_bytes: SIZE * 2, ..node.replica(REPLICAS[0]) };
+    assert_eq!(client.start_replica(larger).await.unwrap().into_inner().pid, replicas[0].pid);
     let unknown = v1::StartReplicaRequest { disk_path: "/nowhere".into(), ..node.replica("0000000c") };
     assert_eq!(refused(client.start_replica(unknown).await), Code::NotFound);
     let name = v1::StartReplicaRequest { volume: "../v1".into(), ..node.replica("0000000c") };

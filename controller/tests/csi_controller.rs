@@ -606,7 +606,7 @@ async fn a_volume_has_grown_once_its_real_size_says_so() {
     let answer = alone.csi.expand(expand("v", GIB)).await.unwrap();
     assert_eq!((answer.capacity_bytes, answer.node_expansion_required), (GIB, true));
     for (wish, node) in [(Some(file_system("xfs")), true), (None, true), (Some(block()), false)] {
-        let has = alone.until(|_| true).await.current_size();
+        let has = alone.until(|_| true).await.current_size_bytes();
         let wanted = has + 4096;
         let request = v1::ControllerExpandVolumeRequest {
             capacity_range: range(i64::try_from(wanted - 1).unwrap(), 0),
@@ -616,7 +616,7 @@ async fn a_volume_has_grown_once_its_real_size_says_so() {
         let mut csi = alone.csi.clone();
         let growing = tokio::spawn(async move { csi.expand(request).await });
         let volume = alone.until(|volume| volume.spec.size == wanted).await;
-        assert_eq!(volume.current_size(), has);
+        assert_eq!(volume.current_size_bytes(), has);
         assert!(!growing.is_finished());
         // Half of the way is not enough.
         alone.change(|volume| volume.status.current_size = wanted - 1).await;

@@ -162,3 +162,46 @@ async fn lost_data_is_an_error_and_never_made_anew() {
     cluster.ok(&["volume", "detach", "v"]).await;
     cluster.check();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_grows_where_it_is_and_where_it_is_not() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    // Not attached: it is attached with the new size.
+    assert_eq!(cluster.ok(&["volume", "expand", "v", "2GiB", "--wait"]).await, "volume v has 2 GiB\n");
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    let engine_has = |size: u64| {
+        let shown = cluster.agents[0].engine_size("v");
+        assert_eq!(shown, size);
+    };
+    engine_has(2 << 30);
+    assert_eq!(cluster.ok(&["volume", "expand", "v", "4GiB", "--wait"]).await, "volume v has 4 GiB\n");
+    engine_has(4 << 30);
+    let volume = cluster.inspect("v").await;
+    assert_eq!((&volume["size"], &volume["currentSize"]), (&(4u64 << 30).into(), &(4u64 << 30).into()));
+    let nodes = cluster.ok(&["node", "list"]).await;
+    assert!(nodes.contains("4 GiB"), "promised on the disks: {nodes}");
+
+    // A device that cannot follow while it is in use.
+    cluster.agents[0].keep_device_size("the driver is too old");
+    let (code, text) = cluster.fails(&["volume", "expand", "v", "6GiB", "--wait"]).await;
+    assert!(
+        code == 1 && text.contains("attached again") && text.contains("the driver is too old"),
+        "{code}, {text}"
+    );
+    let list = cluster.ok(&["volume", "list"]).await;
+    assert!(list.contains("4 GiB, to be 6 GiB"), "{list}");
+    let why = cluster.ok(&["volume", "why", "v"]).await;
+    assert!(why.contains("is being expanded from 4.0 GiB to 6.0 GiB") && why.contains("detach v"), "{why}");
+    cluster.ok(&["volume", "detach", "v"]).await;
+    cluster.until("v", "expanded", |volume| volume["currentSize"] == 6u64 << 30).await;
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    engine_has(6 << 30);
+
+    for (size, hint) in [("5GiB", "only grows"), ("1000", "multiple of 4096"), ("1TiB", "can promise")] {
+        let (code, text) = cluster.fails(&["volume", "expand", "v", size]).await;
+        assert!(code == 1 && text.contains(hint), "{size}: {code}, {text}");
+    }
+    assert_eq!(cluster.fails(&["volume", "expand", "w", "5GiB"]).await.0, 3);
+    cluster.check();
+}

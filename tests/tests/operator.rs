@@ -4,10 +4,11 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use shorthorn_tests::hosts::{Hosts, name};
 use shorthorn_tests::{
-    Guest, GuestOptions, NbdClient, NbdRequest, compare_exports, under_load, until, until_whole,
+    Guest, GuestOptions, NbdClient, NbdRequest, compare_exports, signal, under_load, until, until_whole,
 };
 
 /// Far more than anything takes.
@@ -180,4 +181,62 @@ fn a_node_is_drained_under_load() -> Result<()> {
 
 fn replicas_of(hosts: &Hosts, volume: &str) -> Result<Vec<(String, String, String)>> {
     replicas(&hosts.inspect(volume)?)
+}
+
+/// A volume grows under load while one of its replicas dies and while another cannot be reached; the data stays what it
+/// was, the new part is there and reads as zeroes, and in the end all replicas are as large and equal.
+#[test]
+fn a_volume_grows_under_load() -> Result<()> {
+    const LAST_BLOCK: u64 = (128 << 20) / BLOCK_BYTES as u64 - 1;
+
+    let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+    let hosts = Hosts::start(folder.path(), 3)?;
+    let create = ["volume", "create", VOLUME, "--size", "64MiB", "--frontend", "socket", "--replicas", "3"];
+    hosts.ctl(&create)?;
+    let placed = replicas_of(&hosts, VOLUME)?;
+    let host_of = |at: usize| (0..3).find(|host| name(*host) == placed[at].0).context("an unknown node");
+    let (served, dies, cut_off) = (host_of(0)?, host_of(1)?, host_of(2)?);
+    hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(served)])?;
+    until_whole(&hosts.engine_control(served, VOLUME), LIMIT)?;
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let options = GuestOptions { sectors: 8192, ..GuestOptions::new(seed) };
+    let guest = Guest::new(hosts.client(served, VOLUME)?, options);
+    let ((), guest) = under_load(guest, |load| {
+        load.wait_for_answers(200, LIMIT)?;
+        hosts.set_link(cut_off, false)?;
+        for process in hosts.processes(dies, "replica")? {
+            signal(process, Signal::SIGKILL)?;
+        }
+        hosts.ctl(&["volume", "expand", VOLUME, "128MiB", "--wait"])?;
+        load.wait_for_answers(200, LIMIT)?;
+        let shown = hosts.inspect(VOLUME)?;
+        ensure!(shown["currentSize"] == 128 << 20, "{shown:#}");
+        let mut client = hosts.client(served, VOLUME)?;
+        ensure!(client.size_bytes() == 128 << 20, "the device has {} bytes", client.size_bytes());
+        ensure_block(&mut client, LAST_BLOCK, 0)?;
+        write(&mut client, LAST_BLOCK, 7)?;
+        hosts.set_link(cut_off, true)?;
+        until_whole(&hosts.engine_control(served, VOLUME), LIMIT)?;
+        ensure_block(&mut client, LAST_BLOCK, 7)?;
+        load.wait_for_answers(200, LIMIT).map(drop)
+    })?;
+    drop(guest);
+    let refusal = hosts.refused(&["volume", "expand", VOLUME, "64MiB"])?;
+    ensure!(refusal.contains("only grows"), "{refusal}");
+    let directories = hosts.directories(VOLUME)?;
+    hosts.detach(VOLUME)?;
+    compare_exports(&directories, folder.path())?;
+
+    // Where it is not attached, too.
+    hosts.ctl(&["volume", "expand", VOLUME, "192MiB", "--wait"])?;
+    hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(served)])?;
+    let mut client = hosts.client(served, VOLUME)?;
+    ensure!(client.size_bytes() == 192 << 20, "the device has {} bytes", client.size_bytes());
+    ensure_block(&mut client, LAST_BLOCK, 7)?;
+    ensure_block(&mut client, LAST_BLOCK + 1, 0)?;
+    until_whole(&hosts.engine_control(served, VOLUME), LIMIT)?;
+    drop(client);
+    hosts.detach(VOLUME)?;
+    compare_exports(&directories, folder.path()).map(drop)
 }

@@ -100,8 +100,8 @@ impl BlockMap {
         self.make_room(None);
     }
 
-    /// Puts a new, empty head of `size_bytes` above the old one.
-    pub fn push_head(&mut self, head: FileIndex, size_bytes: u64) {
+    /// Puts a new, empty head above the old one.
+    pub fn push_head(&mut self, head: FileIndex) {
         let old_head = self.head();
         let was_head_only = self.is_head_only();
         for window in &mut self.windows {
@@ -113,8 +113,14 @@ impl BlockMap {
             }
         }
         self.chain.insert(0, head);
-        self.set_size(size_bytes);
         self.heap_bytes = self.windows.iter().map(Window::heap_bytes).sum();
+        self.make_room(None);
+    }
+
+    /// The volume has grown to `size_bytes`: nobody holds anything of what is new.
+    pub fn grow(&mut self, size_bytes: u64) {
+        debug_assert!(size_bytes >= self.size_bytes, "a volume only grows");
+        self.set_size(size_bytes);
         self.make_room(None);
     }
 

@@ -77,7 +77,27 @@ impl VolumeMeta {
     }
 }
 
+/// The label of a layer that is larger than the one below it because the volume was expanded: the size of that one. A
+/// layer that was truncated since does not have it any more.
+const BELOW_LABEL: &str = "replica-expansion-below";
+
 impl DiskMeta {
+    /// The size of the layer below, where an expansion made it smaller than this one.
+    #[must_use]
+    pub fn below_bytes(&self) -> Option<u64> {
+        self.labels.as_ref()?.get(BELOW_LABEL)?.parse().ok()
+    }
+
+    /// Notes how large the layer below is, where that is less than this one has.
+    pub(crate) fn note_below(&mut self, size_bytes: u64, below_bytes: Option<u64>) {
+        let mut labels = self.labels.take().unwrap_or_default();
+        match below_bytes.filter(|below_bytes| *below_bytes < size_bytes) {
+            Some(below_bytes) => drop(labels.insert(BELOW_LABEL.to_owned(), below_bytes.to_string())),
+            None => drop(labels.remove(BELOW_LABEL)),
+        }
+        self.labels = (!labels.is_empty()).then_some(labels);
+    }
+
     /// Reads the document in the file `name`.
     ///
     /// # Errors

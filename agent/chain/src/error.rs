@@ -140,8 +140,8 @@ pub enum ChainError {
     },
     /// A layer is smaller than the one above it and nothing says that the volume was expanded between.
     #[error(
-        "{image} has {size_bytes} bytes, less than {child} above it with {child_bytes}, and no expansion snapshot \
-         explains it: the file was truncated. If the volume was expanded and that snapshot purged since, open it \
+        "{image} has {size_bytes} bytes, less than {child} above it with {child_bytes}, and no expansion \
+         explains it: the file was truncated. If Longhorn has expanded the volume and purged that snapshot since, open it \
          once with 'accept short layers'"
     )]
     ShortLayer {

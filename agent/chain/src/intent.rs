@@ -24,7 +24,7 @@ pub struct FileRef {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "operation", rename_all = "kebab-case")]
 pub enum Intent {
-    /// Another head takes over, when `volume.meta` names it: snapshot, expand and revert.
+    /// Another head takes over, when `volume.meta` names it: snapshot and revert.
     ReplaceHead {
         /// The head until then.
         old_head: FileRef,
@@ -32,6 +32,14 @@ pub enum Intent {
         new_head: String,
         /// The snapshot that the old head becomes; a revert throws it away.
         snapshot: Option<String>,
+    },
+    /// The volume becomes larger, and its head with it. Unlike the others it is never taken back: once this note is there
+    /// the expansion is finished, by whoever opens the directory next if need be.
+    Expand {
+        /// The head.
+        head: FileRef,
+        /// The new size.
+        size_bytes: u64,
     },
     /// A layer was folded into its parent, and takes the place of the layer when it gets its name.
     Fold {

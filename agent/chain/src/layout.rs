@@ -9,8 +9,10 @@ use crate::error::ChainError;
 use crate::facts::ImageFacts;
 use crate::limits::MAX_LAYERS;
 use crate::names::{ImageName, VOLUME_META};
-use crate::operation::{EXPANSION_LABEL, expansion_name};
 use crate::recovery::Checks;
+
+/// The label of the snapshot that an expansion by Longhorn leaves; its value is the new size.
+const EXPANSION_LABEL: &str = "replica-expansion";
 
 /// A layer: an image and its document.
 #[derive(Clone, Debug, PartialEq)]
@@ -160,7 +162,7 @@ impl Layout {
     }
 
     /// Volumes only grow, so layers get no smaller towards the head, and where one does get
-    /// larger, an expansion must have been there.
+    /// larger, an expansion must have been there: ours, which the larger layer notes, or Longhorn's.
     fn check_sizes(&self, chain: &[ImageName], checks: &Checks) -> Result<(), ChainError> {
         for image in chain {
             let size_bytes = self.disks[image].size_bytes;
@@ -181,6 +183,7 @@ impl Layout {
         let unexplained = |child: &ImageName, image: &ImageName| {
             size(image) < size(child)
                 && !checks.accepts(image, size(image))
+                && self.disks[child].meta.below_bytes() != Some(size(image))
                 && !self.grew_above(image, size(child), checks)
         };
         match pairs().find(|(child, image)| unexplained(child, image)) {
@@ -194,7 +197,7 @@ impl Layout {
         }
     }
 
-    /// Whether the volume was expanded to `size_bytes` at `image` or later: the snapshot that this
+    /// Whether Longhorn has expanded the volume to `size_bytes` at `image` or later: the snapshot that this
     /// left is `image` or builds on it. (Where it only builds on it, the volume was reverted since.)
     fn grew_above(&self, image: &ImageName, size_bytes: u64, checks: &Checks) -> bool {
         self.disks.iter().any(|(name, disk)| {
@@ -218,11 +221,11 @@ impl Layout {
     }
 }
 
-/// Whether a layer is the snapshot that an expansion to `size_bytes` left.
+/// Whether a layer is the snapshot that an expansion by Longhorn to `size_bytes` left.
 fn is_expansion(image: &ImageName, disk: &Disk, size_bytes: u64) -> bool {
     let label = disk.meta.labels.as_ref().and_then(|labels| labels.get(EXPANSION_LABEL));
     label.is_some_and(|label| *label == size_bytes.to_string())
-        || image.snapshot_name() == Some(expansion_name(size_bytes).as_str())
+        || image.snapshot_name() == Some(format!("expand-{size_bytes}").as_str())
 }
 
 /// The head that `volume.meta` names.

@@ -45,7 +45,7 @@ pub use names::{
     CHECKSUM_SUFFIX, DirectoryEntry, INTENT_FILE, ImageName, META_SUFFIX, OWN_PREFIX, SnapshotName,
     TEMP_SUFFIX, VOLUME_META, classify, temp_name,
 };
-pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps, expansion_name};
+pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps};
 pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};
 pub use recovery::{Checks, Recovery, recover};
 pub use shorthorn_types::{ByteRange, RangeError};

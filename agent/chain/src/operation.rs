@@ -14,15 +14,6 @@ use crate::limits::MAX_LAYERS;
 use crate::names::{INTENT_FILE, ImageName, SnapshotName, VOLUME_META};
 use crate::step::{Step, document_steps};
 
-/// The label of the snapshot that an expansion leaves; its value is the new size.
-pub(crate) const EXPANSION_LABEL: &str = "replica-expansion";
-
-/// The name of the snapshot that an expansion to `size_bytes` leaves.
-#[must_use]
-pub fn expansion_name(size_bytes: u64) -> String {
-    format!("expand-{size_bytes}")
-}
-
 /// An operation and what the directory stands for afterwards.
 #[derive(Clone, Debug)]
 pub struct Operation {
@@ -95,28 +86,38 @@ impl Layout {
     /// # Errors
     /// Where the name is taken or the chain would be too long.
     pub fn plan_snapshot(&self, snapshot: NewSnapshot) -> Result<Operation, ChainError> {
-        self.put_head_above(snapshot, self.size_bytes)
+        self.put_head_above(snapshot)
     }
 
-    /// Makes the volume larger; leaves a snapshot of its own, as Longhorn does.
+    /// Makes the volume larger, under writes: the head gets longer where it is, and what is added is a hole. The layers
+    /// below stay as they are; past their ends they are holes too. (Longhorn takes a snapshot for it, which the
+    /// replicas of a volume that is being written could take at one moment only.)
     ///
     /// # Errors
     /// Where the size is smaller or none that a volume can have.
-    pub fn plan_expand(&self, size_bytes: u64, created: &str) -> Result<Operation, ChainError> {
-        check_size(size_bytes)?;
+    pub fn plan_expand(&self, size_bytes: u64) -> Result<Operation, ChainError> {
+        let size = check_size(size_bytes)?;
         if size_bytes <= self.size_bytes {
             return Err(ChainError::Shrink { size_bytes: self.size_bytes, wanted_bytes: size_bytes });
         }
-        let snapshot = NewSnapshot {
-            name: SnapshotName::new(&expansion_name(size_bytes))?,
-            user_created: false,
-            labels: BTreeMap::from([(EXPANSION_LABEL.to_owned(), size_bytes.to_string())]),
-            created: created.to_owned(),
-        };
-        self.put_head_above(snapshot, size_bytes)
+        let head = self.head().clone();
+        let below_bytes =
+            self.chain.get(1).and_then(|below| self.disks.get(below)).map(|disk| disk.size_bytes);
+        let mut after = self.clone();
+        (after.volume.size, after.size_bytes) = (size, size_bytes);
+        let disk = after.disks.get_mut(&head).ok_or_else(|| missing(&head))?;
+        disk.size_bytes = size_bytes;
+        disk.meta.note_below(size_bytes, below_bytes);
+        let head_ref = FileRef { name: head.to_string(), inode: disk.inode };
+        let mut steps = note(&Intent::Expand { head: head_ref, size_bytes });
+        steps.extend(expand_steps(&head, size_bytes, disk.meta.to_bytes()));
+        steps.extend(after.volume_steps());
+        steps.extend(strike_note());
+        Ok(Operation { steps, after })
     }
 
-    fn put_head_above(&self, new: NewSnapshot, size_bytes: u64) -> Result<Operation, ChainError> {
+    fn put_head_above(&self, new: NewSnapshot) -> Result<Operation, ChainError> {
+        let size_bytes = self.size_bytes;
         let snapshot = ImageName::snapshot(&new.name);
         if self.disks.contains_key(&snapshot) {
             return Err(ChainError::SnapshotExists(new.name.as_str().to_owned()));
@@ -130,7 +131,9 @@ impl Layout {
         let mut disk = after.disks.remove(&old).ok_or_else(|| missing(&old))?;
         disk.meta.user_created = new.user_created;
         disk.meta.created.clone_from(&new.created);
-        disk.meta.labels = (!new.labels.is_empty()).then_some(new.labels);
+        let below_bytes = disk.meta.below_bytes();
+        disk.meta.labels = Some(new.labels);
+        disk.meta.note_below(size_bytes, below_bytes);
         snapshot.as_str().clone_into(&mut disk.meta.name);
 
         let intent = Intent::ReplaceHead {
@@ -247,7 +250,10 @@ impl Layout {
         };
         let mut after = self.clone();
         let mut folded = upper.clone();
+        let grandparent = ImageName::parse(&disk.meta.parent);
+        let below_bytes = grandparent.and_then(|below| self.disks.get(&below)).map(|disk| disk.size_bytes);
         folded.meta.parent.clone_from(&disk.meta.parent);
+        folded.meta.note_below(size_bytes, below_bytes);
         folded.size_bytes = size_bytes;
         folded.inode = disk.inode;
         let mut steps = note(&intent);
@@ -286,12 +292,14 @@ impl Layout {
         created: &str,
         size_bytes: u64,
     ) -> Result<Vec<u8>, ChainError> {
-        let meta = DiskMeta {
+        let mut meta = DiskMeta {
             name: head.to_string(),
             parent: parent.to_owned(),
             created: created.to_owned(),
             ..DiskMeta::default()
         };
+        let below = ImageName::parse(parent).and_then(|below| self.disks.get(&below));
+        meta.note_below(size_bytes, below.map(|disk| disk.size_bytes));
         let bytes = meta.to_bytes();
         self.disks.insert(head.clone(), Disk { meta, size_bytes, inode: 0 });
         self.volume.head = head.to_string();
@@ -305,6 +313,15 @@ impl Layout {
 pub(crate) fn create_image(image: &ImageName, size_bytes: u64) -> Vec<Step> {
     let name = image.to_string();
     vec![Step::CreateSparse { name: name.clone(), size_bytes }, Step::SyncFile { name }]
+}
+
+/// Makes the head longer and its document say so. Repeatable.
+pub(crate) fn expand_steps(head: &ImageName, size_bytes: u64, meta: Vec<u8>) -> Vec<Step> {
+    let name = head.to_string();
+    let mut steps = vec![Step::Grow { name: name.clone(), size_bytes }, Step::SyncFile { name }];
+    steps.extend(document_steps(&head.meta_name(), meta));
+    steps.push(Step::SyncDirectory);
+    steps
 }
 
 fn unlink_image(image: &ImageName) -> [Step; 2] {

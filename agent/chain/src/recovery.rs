@@ -12,6 +12,7 @@ use crate::facts::{DirectoryFacts, ImageFacts, MetaFacts};
 use crate::intent::{FileRef, Intent};
 use crate::layout::{Layout, head_of};
 use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
+use crate::operation::expand_steps;
 use crate::step::{Step, document_steps};
 
 /// What to let pass.
@@ -106,6 +107,7 @@ impl Work {
                 self.settle_head_change(old_head, new_head, snapshot);
                 Ok(())
             }
+            Intent::Expand { head, size_bytes } => self.settle_expansion(head, *size_bytes),
             Intent::Fold { parent, child, grandparent } => self.settle_fold(parent, child, grandparent),
             Intent::Delete { image } => {
                 self.settle_delete(image);
@@ -136,6 +138,31 @@ impl Work {
         }
     }
 
+    /// Goes on to the end: whoever asked for it may have been told that it is so.
+    fn settle_expansion(&mut self, head: &FileRef, size_bytes: u64) -> Result<(), ChainError> {
+        let Ok(size) = i64::try_from(size_bytes) else { return Ok(()) };
+        if self.head.as_str() != head.name || !self.is(&self.head, head.inode) || self.volume.size >= size {
+            return Ok(());
+        }
+        self.notes.push(format!("finished the expansion to {size_bytes} bytes"));
+        let (name, head_meta) = (self.head.clone(), self.head.meta_name());
+        let Some(meta) = self.metas.get(&name) else {
+            return Err(ChainError::MissingMeta { meta: head_meta, needed_by: VOLUME_META.to_owned() });
+        };
+        let mut document = DiskMeta::parse(&head_meta, &meta.bytes)?;
+        let below = ImageName::parse(&document.parent).and_then(|below| self.images.get(&below));
+        document.note_below(size_bytes, below.map(|image| image.size_bytes));
+        let bytes = document.to_bytes();
+        self.steps.extend(expand_steps(&name, size_bytes, bytes.clone()));
+        self.volume.size = size;
+        self.steps.extend(document_steps(VOLUME_META, self.volume.to_bytes()));
+        self.metas.insert(name.clone(), MetaFacts { inode: 0, bytes });
+        if let Some(image) = self.images.get_mut(&name) {
+            image.size_bytes = image.size_bytes.max(size_bytes);
+        }
+        Ok(())
+    }
+
     fn settle_fold(
         &mut self,
         parent: &FileRef,
@@ -155,6 +182,9 @@ impl Work {
             let mut document = DiskMeta::parse(&name.meta_name(), &meta.bytes)?;
             if document.parent == parent.name {
                 grandparent.clone_into(&mut document.parent);
+                let below = ImageName::parse(grandparent).and_then(|below| self.images.get(&below));
+                let size_bytes = self.images.get(&name).map_or(0, |image| image.size_bytes);
+                document.note_below(size_bytes, below.map(|image| image.size_bytes));
                 meta.bytes = document.to_bytes();
                 self.steps.extend(document_steps(&name.meta_name(), meta.bytes.clone()));
             }

@@ -125,7 +125,7 @@ impl Run {
                 let head = FileIndex::new(u8::try_from(self.layers.slots.len()).unwrap()).unwrap();
                 self.layers.slots.push(vec![None; BLOCKS as usize]);
                 self.chain.insert(0, head);
-                self.map.push_head(head, BLOCKS * BLOCK);
+                self.map.push_head(head);
             }
             Step::Fold(at) if self.chain.len() > 2 => {
                 let at = 1 + at % (self.chain.len() - 2);

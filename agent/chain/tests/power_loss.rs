@@ -355,7 +355,7 @@ fn snapshot_has_what_was_written_before() {
 
 #[test]
 fn expand() {
-    survives(|layout| layout.plan_expand((BLOCKS + 1) * BLOCK, TIME).unwrap().steps);
+    survives(|layout| layout.plan_expand((BLOCKS + 1) * BLOCK).unwrap().steps);
 }
 
 #[test]

@@ -19,6 +19,6 @@ pub use spec::{
     SpecError, load_spec, store_spec,
 };
 pub use status::{
-    Command, CopyStatus, EnginePhase, EngineStatus, GrantWanted, MemberMode, MemberStatus, ReplicaStatus,
-    ScrubOrder, ScrubStatus, Status,
+    Command, CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
+    ReplicaStatus, ScrubOrder, ScrubStatus, Status,
 };

@@ -18,7 +18,7 @@ pub struct ReplicaSpec {
     pub replica: ReplicaId,
     /// The replica directory.
     pub directory: PathBuf,
-    /// Size of the volume: of a new directory, and checked against an old one.
+    /// Size of a new directory. One that is there has the size to which engines have had it grow.
     pub size_bytes: u64,
     /// Whether a missing directory may be made.
     pub create: bool,
@@ -41,7 +41,7 @@ pub struct ReplicaSpec {
 pub struct EngineSpec {
     /// The volume.
     pub volume: VolumeName,
-    /// Its size; must be what the replicas have.
+    /// Its size. Replicas that have less grow before they are used; one that has more is not taken.
     pub size_bytes: u64,
     /// Number of the attachment.
     pub attach: u64,

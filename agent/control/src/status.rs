@@ -39,6 +39,11 @@ pub enum Command {
         /// The lowest generation that may.
         generation: Generation,
     },
+    /// The volume grows: its replicas first, then its device. It never gets smaller.
+    Expand {
+        /// Its new size.
+        size_bytes: u64,
+    },
     /// Other limits for copying from now on.
     Limits {
         /// The limits.
@@ -65,6 +70,18 @@ pub struct GrantWanted {
     pub honoured: ReplicaReport,
     /// Who has stored it: all its members, and perhaps others of the views that it honours.
     pub stored: Members,
+}
+
+/// An expansion that the device has not followed yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpansionStatus {
+    /// The size that the volume is to have.
+    pub size_bytes: u64,
+    /// What it waits for, for people; empty: it is under way.
+    pub message: String,
+    /// Whether the kernel cannot do it while the device is in use: the next attachment has the new size.
+    #[serde(default)]
+    pub next_attach: bool,
 }
 
 /// How far copying is.
@@ -162,8 +179,11 @@ pub struct EngineStatus {
     pub frontend: Option<String>,
     /// /dev/longhorn/<volume>, or the path of the socket, once it is there.
     pub endpoint: Option<PathBuf>,
-    /// Size of the volume.
+    /// Size of the device, as whoever uses it sees it.
     pub size_bytes: u64,
+    /// What is still to come of an expansion.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expansion: Option<ExpansionStatus>,
     /// The view that waits for the arbiter's grant: requests wait, or the start does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grant_wanted: Option<GrantWanted>,

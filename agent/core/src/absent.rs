@@ -1,4 +1,4 @@
-use shorthorn_types::RegionSet;
+use shorthorn_types::{RegionSet, Regions};
 
 /// What the core keeps of a replica that is not in the view.
 #[derive(Debug)]
@@ -18,6 +18,16 @@ impl Absent {
         let regions = missed.limit();
         let empty = || RegionSet::empty(regions);
         Absent { missed, copied: empty(), covered: empty(), cursor: 0 }
+    }
+
+    /// The volume has grown. Where its regions become larger, one may be copied in part: it does not count as copied.
+    pub fn grow(&mut self, from: Regions, to: Regions) {
+        for set in [&mut self.missed, &mut self.copied, &mut self.covered] {
+            *set = set.converted(from, to);
+        }
+        if from.region_bytes() != to.region_bytes() {
+            self.disconnected();
+        }
     }
 
     /// Its connections are lost: nothing that was copied counts as covered any more.

@@ -135,7 +135,8 @@ impl EngineCore {
 
     /// Sends the next mark when the one before is answered.
     pub(crate) fn clear_next(&mut self, out: &mut Outputs) {
-        if self.clearing.phase != Phase::Marking || self.clearing.marks.is_outstanding() {
+        let is_ready = self.clearing.phase == Phase::Marking && !self.clearing.marks.is_outstanding();
+        if !is_ready || self.is_changing_regions() {
             return;
         }
         let runs = self.intent.clear_some(RUNS_PER_MARK_MAX);
@@ -175,7 +176,8 @@ impl EngineCore {
             return;
         }
         let number = self.next_mark();
-        let change = MarkRegions { of, action: MarkAction::Clear, runs };
+        let size_bytes = self.regions.size_bytes();
+        let change = MarkRegions { of, action: MarkAction::Clear, runs, size_bytes };
         self.clearing.marks.send(number, to, &change, self.now_ms, out);
     }
 

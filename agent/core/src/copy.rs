@@ -29,7 +29,7 @@ impl EngineCore {
             // Until that is done there is no telling what the members have.
             return self.start_equalising(id, out);
         } else if self.is_bringing_up() {
-            return self.start_join_copy(id, out);
+            return !self.is_changing_regions() && self.start_join_copy(id, out);
         } else {
             return self.start_check(id, out);
         }

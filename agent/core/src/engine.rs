@@ -19,10 +19,12 @@ const PING_INTERVAL_MS: u64 = 1000;
 ///
 /// This file takes events in and handles losses, views and time. What the others add to it: `serve` requests
 /// of the frontend, `copy` and `equalise` what is copied, `clearing` write intent, `join` replicas that are
-/// brought up, `scrub` the comparison of the members.
+/// brought up, `scrub` the comparison of the members, `expand` another size.
 #[derive(Debug)]
 pub struct EngineCore {
     pub(crate) regions: Regions,
+    /// The size that the volume is about to have.
+    pub(crate) expanding: Option<u64>,
     pub(crate) slots: Slots,
     pub(crate) membership: Membership,
     pub(crate) ranges: RangeTable,
@@ -75,6 +77,7 @@ impl EngineCore {
         let every = usize::from(config.queues) * usize::from(config.depth) + usize::from(config.copy_slots);
         let mut core = EngineCore {
             regions,
+            expanding: None,
             membership: Membership::new(&config.peers, config.view),
             ranges: RangeTable::new(every),
             held: Vec::with_capacity(every),
@@ -197,6 +200,7 @@ impl EngineCore {
             Event::Scrub(config) => self.set_scrub(config),
             Event::SetCopyLimits(limits) => self.bucket.set_limits(limits),
             Event::Settle => self.settle(),
+            Event::Expand { size_bytes } => self.expand(size_bytes),
             Event::Tick { now_ms } => self.tick(now_ms, out),
         }
         while std::mem::take(&mut self.wake) {
@@ -209,6 +213,7 @@ impl EngineCore {
         if std::mem::take(&mut self.wake_held) {
             self.issue_held(out);
         }
+        self.grow(out);
         if self.is_paused() {
             return;
         }

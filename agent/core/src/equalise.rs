@@ -81,6 +81,7 @@ impl EngineCore {
     pub(crate) fn tell_equalised(&mut self, out: &mut Outputs) {
         if self.is_equalising && self.equalise.is_empty() {
             self.is_equalising = false;
+            self.wake |= self.expanding.is_some();
             out.push(Output::Equalised);
         }
     }

@@ -147,6 +147,12 @@ pub enum Event {
     /// new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests go on; what is modified
     /// meanwhile stays dirty.
     Settle,
+    /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A replica that
+    /// joins from here on has grown too.
+    Expand {
+        /// In bytes; less than it has changes nothing.
+        size_bytes: u64,
+    },
     /// Other limits from now on.
     SetCopyLimits(CopyLimits),
     /// A connection to a replica is lost, or what came over it cannot be trusted.
@@ -239,6 +245,11 @@ pub enum Output {
     Equalised,
     /// All is cleared that could be after [`Event::Settle`].
     Settled,
+    /// The volume has this size: requests may come for all of it.
+    Expanded {
+        /// In bytes.
+        size_bytes: u64,
+    },
     /// A replica that was brought up is in the view.
     Joined {
         /// Which one.

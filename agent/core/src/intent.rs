@@ -1,6 +1,6 @@
 use std::ops::Range;
 
-use shorthorn_types::RegionSet;
+use shorthorn_types::{RegionSet, Regions};
 
 /// Where the members may differ after a crash of any of them, and what of that can be cleared.
 ///
@@ -24,6 +24,18 @@ impl Intent {
     pub fn new(regions: u32) -> Intent {
         let empty = || RegionSet::empty(regions);
         Intent { hot: empty(), warm: empty(), cool: empty(), covered: empty(), clearing: empty() }
+    }
+
+    /// The volume has grown, while nothing is being cleared where its regions become larger: then what could be cleared
+    /// is not known any more.
+    pub fn grow(&mut self, from: Regions, to: Regions) {
+        for set in [&mut self.hot, &mut self.warm, &mut self.cool, &mut self.covered, &mut self.clearing] {
+            *set = set.converted(from, to);
+        }
+        if from.region_bytes() != to.region_bytes() {
+            debug_assert!(self.clearing.is_empty(), "what is cleared is known by its old regions");
+            self.covered.clear();
+        }
     }
 
     /// A modification of `regions` is sent.

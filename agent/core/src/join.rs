@@ -201,6 +201,7 @@ impl EngineCore {
             of: RegionsOf::Missed(replica),
             action: MarkAction::Add,
             runs,
+            size_bytes: self.regions.size_bytes(),
         };
         let mut from = from;
         for absent in self.counted.without(PeerMask::one(peer)).iter().filter(|other| *other >= absent) {

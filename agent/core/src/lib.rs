@@ -31,6 +31,7 @@ mod copy;
 mod engine;
 mod equalise;
 mod event;
+mod expand;
 mod intent;
 mod job;
 mod join;

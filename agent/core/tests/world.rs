@@ -246,7 +246,11 @@ impl World {
                 self.joined += 1;
                 return self.check_equal();
             }
-            Output::ViewChanged { .. } | Output::ScrubFound { .. } | Output::ScrubDone | Output::Settled => {
+            Output::ViewChanged { .. }
+            | Output::ScrubFound { .. }
+            | Output::ScrubDone
+            | Output::Settled
+            | Output::Expanded { .. } => {
                 return;
             }
         };

@@ -12,11 +12,11 @@ use nix::sys::socket::{setsockopt, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
-use shorthorn_types::{Errno, Generation, MarkRegions, RegionSet, RegionsOf, View};
+use shorthorn_types::{Errno, Generation, MarkRegions, RegionSet, Regions, RegionsOf, View};
 use shorthorn_wire::{
-    Challenge, CopyEnd, CopyState, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES, Header, Hello,
-    KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal, RegionsPage, RegionsQuery,
-    ReplicaReport, ViewMessage, Welcome, decode_text, encode_patch, encode_text, proof,
+    Challenge, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES,
+    Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal, RegionsPage,
+    RegionsQuery, ReplicaReport, ViewMessage, Welcome, decode_text, encode_patch, encode_text, proof,
 };
 use thiserror::Error;
 
@@ -139,12 +139,18 @@ impl Connection {
         self.receive_frame(Opcode::Ping).map(drop)
     }
 
-    /// The regions of one of the replica's sets in a volume of `regions` regions; none where it keeps no such set.
-    pub fn regions(&mut self, of: RegionsOf, regions: u32) -> Result<Option<RegionSet>, ConnectError> {
-        let mut set = RegionSet::empty(regions);
+    /// Has the replica grow, durably, to the size of the volume.
+    pub fn expand(&mut self, size_bytes: u64) -> Result<(), ConnectError> {
+        self.tell(Opcode::Expand, &ExpandReplica { size_bytes })
+    }
+
+    /// One of the replica's sets, in a volume that is divided into `regions`; none where it keeps no such set.
+    pub fn regions(&mut self, of: RegionsOf, regions: Regions) -> Result<Option<RegionSet>, ConnectError> {
+        let (mut set, size_bytes) = (RegionSet::empty(regions.count()), regions.size_bytes());
         let mut from = Some(0);
         while let Some(next) = from {
-            let page: RegionsPage = self.ask(Opcode::Regions, &RegionsQuery { of, from: next })?;
+            let query = RegionsQuery { of, from: next, size_bytes };
+            let page: RegionsPage = self.ask(Opcode::Regions, &query)?;
             if !page.kept {
                 return Ok(None);
             }

@@ -207,7 +207,8 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), Engin
 
 /// Has the members keep no account of a replica any more that is given up. Where that fails they keep it in vain.
 fn forget(desk: &Desk, replica: ReplicaId) {
-    let change = MarkRegions { of: RegionsOf::Missed(replica), action: MarkAction::Forget, runs: Vec::new() };
+    let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
+    let change = MarkRegions { of, action: MarkAction::Forget, runs, size_bytes: 0 };
     for member in desk.members() {
         if let Err(error) = desk.with_line(member, |line| line.mark(&change)) {
             tracing::warn!(volume = %desk.greeter.volume, %replica, member, %error, "a member still counts what a replica misses that was given up");

@@ -4,11 +4,13 @@
 //! frontend, and then lets one thread per queue ([`queue`]) move requests between the frontend, the core and
 //! the replicas ([`link`]). The main thread only watches ([`serving`]): signals, the control socket, what the queues
 //! tell. A thread for each replica that is not in the view brings it back ([`courier`]). A scrub compares the
-//! snapshots on a thread of its own ([`scrubber`]) before the core compares the volume.
+//! snapshots on a thread of its own ([`scrubber`]) before the core compares the volume, and a volume grows step by step
+//! ([`expansion`]).
 
 mod connection;
 mod courier;
 mod error;
+mod expansion;
 mod handover;
 mod link;
 mod main_loop;

@@ -1,20 +1,21 @@
 //! The main thread of an engine process.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use shorthorn_control::{
-    EnginePhase, EngineSpec, FrontendChoice, Publisher, RebuildLimits, ReplicaEndpoint, Server, load_spec,
+    Command, EnginePhase, EngineSpec, FrontendChoice, Publisher, RebuildLimits, ReplicaEndpoint, Server,
+    load_spec,
 };
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
-    Device, DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, node,
-    prepare_nbd, prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
+    DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, node, prepare_nbd,
+    prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
 };
 use shorthorn_ring::{Arena, Wake};
 use shorthorn_types::Generation;
@@ -23,12 +24,13 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_
 use crate::connection::Connection;
 use crate::courier::{Couriers, Desk, Peer};
 use crate::error::EngineError;
+use crate::expansion::SharedDevice;
 use crate::handover;
 use crate::link::{Link, LinkSlots};
 use crate::open::{Greeter, Opened, Opener, Opening};
 use crate::queue::Queue;
 use crate::serving::{Ending, Serving};
-use crate::shared::{News, Shared};
+use crate::shared::{News, Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
@@ -146,6 +148,7 @@ impl Start<'_> {
             state: &mut self.state,
             publisher: self.publisher,
             news: &self.news,
+            expand_to_bytes: None,
         };
         let mut opened = match opener.run()? {
             Opening::Open(opened) => *opened,
@@ -166,6 +169,10 @@ impl Start<'_> {
             engine.message.clear();
         });
         let opened_ms = self.begin.elapsed().as_millis();
+        if let Some(size_bytes) = opened.expand_to_bytes {
+            // Now that the volume is open it can be done.
+            let _ = self.sender.send(News::Order(Command::Expand { size_bytes }));
+        }
         let Prepared { queues, mut device } =
             prepare_frontend(&self.spec, &self.state, std::mem::take(&mut self.sockets))?;
         // What was made is remembered before anything can use it: a process that dies from here on is followed
@@ -182,17 +189,18 @@ impl Start<'_> {
         publish(self.publisher, |engine| {
             engine.frontend = Some(record.kind.to_string());
             engine.endpoint = Some(endpoint);
+            engine.size_bytes = device.size_bytes();
             engine.equalising = opened.unequal_bytes().map(|bytes| Meter::new(bytes, self.begin).status());
             engine.phase = EnginePhase::Serving;
         });
         notify_systemd(sd_notify::NotifyState::Ready);
-        self.serve_and_end(&opened, device.as_mut(), &shared, threads)
+        self.serve_and_end(&opened, &Arc::new(Mutex::new(device)), &shared, threads)
     }
 
     fn serve_and_end(
         mut self,
         opened: &Opened,
-        device: &mut dyn Device,
+        device: &SharedDevice,
         shared: &Arc<Shared>,
         threads: Threads,
     ) -> Result<Ended, EngineError> {
@@ -204,6 +212,7 @@ impl Start<'_> {
             self.publisher,
             Couriers::new(Arc::new(desk)),
             opened,
+            device,
         )?;
         let ending = serving.run(&self.news)?;
         notify_systemd(sd_notify::NotifyState::Stopping);
@@ -214,7 +223,7 @@ impl Start<'_> {
             let sockets = self.drain(shared, threads.len())?;
             handover::keep(self.state.generation(), sockets);
         } else {
-            device.stop()?;
+            lock(device).stop()?;
             serving.forget_device()?;
             // Now nothing is modified any more: what was meanwhile can be cleared too.
             if is_settled && let Err(error) = serving.settle(&self.news, ending) {

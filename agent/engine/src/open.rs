@@ -2,6 +2,8 @@
 
 mod plan;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -48,6 +50,8 @@ pub struct Opened {
     pub missed: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
     pub is_missed_complete: Vec<bool>,
+    /// A size that was ordered meanwhile.
+    pub expand_to_bytes: Option<u64>,
 }
 
 impl Opened {
@@ -91,7 +95,8 @@ impl From<EngineError> for OpenError {
 #[derive(Clone, Debug)]
 pub struct Greeter {
     pub volume: shorthorn_types::VolumeName,
-    pub size_bytes: u64,
+    /// Of the volume. All clones of a greeter have the same.
+    size_bytes: Arc<AtomicU64>,
     pub secret: shorthorn_control::Secret,
     pub generation: Generation,
     pub timeout: Duration,
@@ -101,11 +106,21 @@ impl Greeter {
     pub fn new(spec: &EngineSpec, generation: Generation) -> Greeter {
         Greeter {
             volume: spec.volume.clone(),
-            size_bytes: spec.size_bytes,
+            size_bytes: Arc::new(AtomicU64::new(spec.size_bytes)),
             secret: spec.secret.clone(),
             generation,
             timeout: Duration::from_millis(u64::from(spec.replica_timeout_ms)),
         }
+    }
+
+    /// Size of the volume.
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    /// The volume is to have this size: whoever is greeted from now on grows first.
+    pub fn set_size(&self, size_bytes: u64) {
+        self.size_bytes.fetch_max(size_bytes, Ordering::AcqRel);
     }
 
     /// Opens one connection to a replica, at the first of its addresses that answers.
@@ -134,10 +149,19 @@ impl Greeter {
         let (volume, generation) = (self.volume.clone(), self.generation);
         let hello = Hello { volume, replica, generation, queue, proof: String::new() };
         let mut connection = Connection::open(address, self.timeout)?;
-        let welcome = connection.greet(hello, &self.secret)?;
-        if welcome.size_bytes != self.size_bytes {
-            let message = format!("it has {} bytes, the volume {}", welcome.size_bytes, self.size_bytes);
+        let mut welcome = connection.greet(hello, &self.secret)?;
+        let size_bytes = self.size_bytes();
+        if welcome.size_bytes > size_bytes {
+            let message = format!(
+                "it has {} bytes, the volume {size_bytes}: nobody has told this engine of an expansion yet",
+                welcome.size_bytes
+            );
             return Err(ConnectError::Refused { message, errno: shorthorn_types::Errno::INVALID });
+        }
+        if welcome.size_bytes < size_bytes {
+            // It was away while the volume has grown, or the volume was not attached then.
+            connection.expand(size_bytes)?;
+            welcome.size_bytes = size_bytes;
         }
         Ok((connection, welcome))
     }
@@ -168,6 +192,8 @@ pub struct Opener<'a> {
     pub state: &'a mut EngineState,
     pub publisher: &'a Publisher,
     pub news: &'a Receiver<News>,
+    /// A size that was ordered, for the next attempt: each has one size from its beginning to its end.
+    pub expand_to_bytes: Option<u64>,
 }
 
 impl Opener<'_> {
@@ -180,6 +206,7 @@ impl Opener<'_> {
         let mut pause = FIRST_RETRY;
         let mut told = String::new();
         loop {
+            self.take_size();
             match self.attempt(begin.elapsed() > MISSING_LIMIT) {
                 Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
@@ -213,6 +240,13 @@ impl Opener<'_> {
         }
     }
 
+    fn take_size(&mut self) {
+        if let Some(size_bytes) = self.expand_to_bytes.take().filter(|size| *size > self.spec.size_bytes) {
+            tracing::info!(volume = %self.spec.volume, size_bytes, "the volume is to be larger");
+            self.spec.size_bytes = size_bytes;
+        }
+    }
+
     /// Takes what is told within `pause`; the view that the arbiter has granted, if that is it.
     fn wait(&mut self, pause: Duration) -> Result<Option<View>, OpenError> {
         let order = match self.news.recv_timeout(pause) {
@@ -236,6 +270,9 @@ impl Opener<'_> {
                 Err(reason) => tracing::warn!(%volume, reason, "an order is ignored"),
             },
             Command::Limits { limits } => self.spec.rebuild = limits,
+            Command::Expand { size_bytes } => {
+                self.expand_to_bytes = self.expand_to_bytes.max(Some(size_bytes));
+            }
             order => tracing::warn!(%volume, ?order, "an order is ignored: the volume is not open yet"),
         }
         Ok(None)
@@ -447,6 +484,7 @@ impl Opener<'_> {
             dirty,
             missed,
             is_missed_complete: is_complete,
+            expand_to_bytes: self.expand_to_bytes,
         })
     }
 }
@@ -552,9 +590,9 @@ fn propose_to(
     if !view.members.contains(spec.replicas[one.index].replica) {
         return Ok(None);
     }
-    let regions = Regions::of(spec.size_bytes).count();
+    let regions = Regions::of(spec.size_bytes);
     let intent = one.connection.regions(RegionsOf::Intent, regions)?;
-    let intent = intent.unwrap_or_else(|| RegionSet::full(regions));
+    let intent = intent.unwrap_or_else(|| RegionSet::full(regions.count()));
     let mut missed = Vec::with_capacity(spec.replicas.len());
     for endpoint in &spec.replicas {
         missed.push(if view.members.contains(endpoint.replica) {

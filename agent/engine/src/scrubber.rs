@@ -247,7 +247,7 @@ impl Scrubber {
     }
 
     fn piece(&self, offset_bytes: u64) -> Option<ByteRange> {
-        let left = self.desk.greeter.size_bytes.saturating_sub(offset_bytes).min(SUM_PIECE_BYTES);
+        let left = self.desk.greeter.size_bytes().saturating_sub(offset_bytes).min(SUM_PIECE_BYTES);
         ByteRange::new(offset_bytes, left).ok().filter(|piece| !piece.is_empty())
     }
 

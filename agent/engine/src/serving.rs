@@ -6,19 +6,20 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use shorthorn_control::{
-    Command, CopyStatus, EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberMode, MemberStatus,
-    Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
+    Command, CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
+    MemberStatus, Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
 };
 use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
-use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
 use crate::courier::{Couriers, Desk, Peer, Told};
 use crate::error::EngineError;
+use crate::expansion::{self, SharedDevice};
 use crate::main_loop::copy_limits;
 use crate::open::Opened;
 use crate::scrubber::{self, Done, Finding, Scrubbing};
-use crate::shared::{News, Shared};
+use crate::shared::{News, Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
 
@@ -46,6 +47,9 @@ pub struct Serving<'a> {
     state: &'a mut EngineState,
     publisher: &'a Publisher,
     couriers: Couriers,
+    device: SharedDevice,
+    /// The step of an expansion that is under way, or was the last.
+    expansion: Option<expansion::Step>,
     view: View,
     /// The view that the arbiter was asked for.
     asked: Option<View>,
@@ -71,6 +75,7 @@ impl<'a> Serving<'a> {
         publisher: &'a Publisher,
         couriers: Couriers,
         opened: &Opened,
+        device: &SharedDevice,
     ) -> Result<Serving<'a>, EngineError> {
         let now = Instant::now();
         let mut serving = Serving {
@@ -78,6 +83,8 @@ impl<'a> Serving<'a> {
             state,
             publisher,
             couriers,
+            device: Arc::clone(device),
+            expansion: None,
             view: opened.view,
             asked: None,
             equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
@@ -94,6 +101,11 @@ impl<'a> Serving<'a> {
             if !serving.view.members.contains(peer.endpoint.replica) {
                 serving.couriers.attend(index)?;
             }
+        }
+        let device_bytes = lock(device).size_bytes();
+        if device_bytes < serving.spec.size_bytes {
+            // It was taken over from an earlier process.
+            serving.resize_device()?;
         }
         Ok(serving)
     }
@@ -221,6 +233,8 @@ impl<'a> Serving<'a> {
                 let source = std::io::Error::other(format!("queue {queue}: {reason}"));
                 return Err(EngineError::System { action: "serving", source });
             }
+            News::Expanded { size_bytes } => self.expanded(size_bytes)?,
+            News::Expansion(told) => self.expansion_told(told),
             News::Settled | News::Drained { .. } => {}
         }
         Ok(None)
@@ -445,6 +459,77 @@ impl<'a> Serving<'a> {
     }
 }
 
+/// Expansions; see `expansion`.
+impl Serving<'_> {
+    fn expand(&mut self, size_bytes: u64) -> Result<(), EngineError> {
+        let has_bytes = self.spec.size_bytes;
+        if !size_bytes.is_multiple_of(BLOCK_BYTES) || size_bytes > MAX_VOLUME_BYTES {
+            let limits = format!("a multiple of {BLOCK_BYTES}, at most {MAX_VOLUME_BYTES}");
+            self.ignore("expand", &format!("size_bytes {size_bytes}: {limits}"));
+            return Ok(());
+        }
+        if size_bytes <= has_bytes {
+            if size_bytes < has_bytes {
+                self.ignore(
+                    "expand",
+                    &format!("the volume has {has_bytes} bytes, and {size_bytes} are fewer"),
+                );
+            }
+            return Ok(());
+        }
+        tracing::info!(volume = %self.spec.volume, from_bytes = has_bytes, to_bytes = size_bytes, "expanding");
+        self.spec.size_bytes = size_bytes;
+        self.desk().greeter.set_size(size_bytes);
+        self.show_expansion(String::new(), false);
+        self.expansion = Some(expansion::Step::grow_replicas(Arc::clone(self.couriers.desk()))?);
+        // One that was too large until now may be taken.
+        self.couriers.hurry();
+        Ok(())
+    }
+
+    fn show_expansion(&self, message: String, next_attach: bool) {
+        let size_bytes = self.spec.size_bytes;
+        self.publish(|engine| {
+            engine.expansion = Some(ExpansionStatus { size_bytes, message, next_attach });
+        });
+    }
+
+    /// Every replica and the core have grown.
+    fn expanded(&mut self, size_bytes: u64) -> Result<(), EngineError> {
+        // Of an order that another one has overtaken, where it is less.
+        if size_bytes >= self.spec.size_bytes { self.resize_device() } else { Ok(()) }
+    }
+
+    fn resize_device(&mut self) -> Result<(), EngineError> {
+        let size_bytes = self.spec.size_bytes;
+        self.show_expansion(String::new(), false);
+        let (desk, device) = (Arc::clone(self.couriers.desk()), Arc::clone(&self.device));
+        self.expansion = Some(expansion::Step::resize(desk, device, size_bytes)?);
+        Ok(())
+    }
+
+    fn expansion_told(&self, told: expansion::Told) {
+        let volume = &self.spec.volume;
+        match told {
+            expansion::Told::Waiting(message) => self.show_expansion(message, false),
+            expansion::Told::NextAttach(message) => {
+                tracing::warn!(%volume, message, "the device keeps its size until the volume is attached again");
+                self.show_expansion(message, true);
+            }
+            expansion::Told::Resized { size_bytes } => {
+                tracing::info!(%volume, size_bytes, "expanded");
+                let is_all = size_bytes >= self.spec.size_bytes;
+                self.publish(|engine| {
+                    engine.size_bytes = size_bytes;
+                    if is_all {
+                        engine.expansion = None;
+                    }
+                });
+            }
+        }
+    }
+}
+
 /// Orders of clients of the control socket.
 impl Serving<'_> {
     fn obey(&mut self, order: Command) -> Result<Option<Ending>, EngineError> {
@@ -456,6 +541,7 @@ impl Serving<'_> {
             Command::Scrub { scrub } => self.scrub(scrub)?,
             Command::Limits { limits } => self.limit(limits),
             Command::Fence { .. } => self.ignore("fence", "it is for replicas"),
+            Command::Expand { size_bytes } => self.expand(size_bytes)?,
             // The server answers these itself.
             Command::Status | Command::Watch => {}
         }

@@ -13,7 +13,7 @@ use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
 
 use crate::courier::Told;
-use crate::scrubber;
+use crate::{expansion, scrubber};
 
 /// What the main thread wants to know.
 #[derive(Debug)]
@@ -34,6 +34,10 @@ pub enum News {
     Joined { peer: PeerIndex },
     /// The members are equal everywhere.
     Equalised,
+    /// The core has grown.
+    Expanded { size_bytes: u64 },
+    /// An expansion tells how far it is.
+    Expansion(expansion::Told),
     /// All that can be is flushed and cleared from the members' write intent.
     Settled,
     /// The members do not read the same.
@@ -221,6 +225,7 @@ impl Shared {
             Output::Joined { peer } => News::Joined { peer },
             Output::Equalised => News::Equalised,
             Output::Settled => News::Settled,
+            Output::Expanded { size_bytes } => News::Expanded { size_bytes },
             Output::ScrubFound { range, odd, repaired } => News::ScrubFound { range, odd, repaired },
             Output::ScrubDone => News::ScrubDone,
             Output::Frozen { reason } => News::Frozen(reason),

@@ -23,6 +23,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         frontend: None,
         endpoint: None,
         size_bytes: spec.size_bytes,
+        expansion: None,
         grant_wanted: None,
         equalising: None,
         scrub: None,

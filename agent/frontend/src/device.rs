@@ -95,6 +95,9 @@ pub trait Device: Send {
     /// Says what is in the way.
     fn go_live(&mut self) -> Result<PathBuf, FrontendError>;
 
+    /// Its size, as whoever uses it sees it.
+    fn size_bytes(&self) -> u64;
+
     /// Tells the device that the volume has grown.
     ///
     /// # Errors

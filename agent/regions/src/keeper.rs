@@ -107,6 +107,24 @@ impl NewSet {
     }
 }
 
+/// The sets for the volume after it has grown. They count from [`RegionKeeper::grow`] on, and have to be whole and
+/// durable on the disk by then. Nothing may be admitted or marked in between.
+#[derive(Debug)]
+pub struct GrownSets {
+    regions: Regions,
+    intent: KeptSet,
+    missed: Vec<(ReplicaId, KeptSet)>,
+    lost: Option<RegionSet>,
+}
+
+impl GrownSets {
+    /// What the file of each set has to hold.
+    pub fn files(&self) -> impl Iterator<Item = (SetKey, Vec<u8>)> + '_ {
+        let missed = self.missed.iter().map(|(replica, set)| (SetKey::Missed(*replica), set));
+        std::iter::once((SetKey::Intent, &self.intent)).chain(missed).map(|(key, set)| (key, set.file()))
+    }
+}
+
 /// A page that is to be written now.
 #[derive(Debug)]
 pub struct PageWrite<'a> {
@@ -232,6 +250,35 @@ impl RegionKeeper {
         Members::new(self.missed.iter().map(|(replica, _)| *replica)).unwrap_or_default()
     }
 
+    /// Whether the file that a set was read from is of the volume before it has grown: it has to be made anew.
+    #[must_use]
+    pub fn is_outgrown(&self, key: SetKey) -> bool {
+        self.find(key).is_some_and(|set| set.is_outgrown)
+    }
+
+    /// The sets for the volume after it has grown to `regions`.
+    #[must_use]
+    pub fn grown(&self, regions: Regions) -> GrownSets {
+        GrownSets {
+            regions,
+            intent: self.intent.grown(regions),
+            missed: self.missed.iter().map(|(replica, set)| (*replica, set.grown(regions))).collect(),
+            lost: self.lost.as_ref().map(|lost| lost.converted(self.regions, regions)),
+        }
+    }
+
+    /// The volume has grown, and the files of its sets are there. Pages that are being written are of the files before:
+    /// they count no more, and whatever waits for them is durable in the new ones.
+    pub fn grow(&mut self, grown: GrownSets) {
+        let GrownSets { regions, intent, missed, lost } = grown;
+        (self.regions, self.intent, self.missed, self.lost) = (regions, intent, missed, lost);
+        let missed = self.missed.iter_mut().map(|(_, set)| set);
+        for set in std::iter::once(&mut self.intent).chain(missed) {
+            self.last_serial += 1;
+            set.serial = self.last_serial;
+        }
+    }
+
     /// A set as it is, if it is kept.
     #[must_use]
     pub fn content(&self, key: SetKey) -> Option<RegionSet> {
@@ -321,10 +368,17 @@ impl RegionKeeper {
     /// # Errors
     /// [`KeepError`]; nothing has changed then.
     pub fn mark(&mut self, mark: &MarkRegions) -> Result<Marked, KeepError> {
-        let MarkRegions { of, action, runs } = mark;
-        let limit = self.regions.count();
-        check_runs(runs, limit)?;
-        let runs = || runs.iter().map(|(first, count)| *first..first.saturating_add(*count));
+        let MarkRegions { of, action, runs, size_bytes } = mark;
+        let theirs = if *size_bytes == 0 { self.regions } else { Regions::of(*size_bytes) };
+        check_runs(runs, theirs.count())?;
+        let (ours, is_add) = (self.regions, *action == MarkAction::Add);
+        // Of a volume of another size: what is put in is no less than what is said, and what is taken out no more.
+        let here = move |run: Range<u32>| match is_add {
+            _ if ours == theirs => run,
+            true => ours.touched(theirs.bytes(run)),
+            false => ours.within(theirs.bytes(run)),
+        };
+        let runs = || runs.iter().map(|(first, count)| here(*first..first.saturating_add(*count)));
         let after = self.last_write;
         let key = match (of, action) {
             (RegionsOf::Missed(replica), MarkAction::Forget) => {
@@ -414,7 +468,15 @@ impl RegionKeeper {
     /// The regions of a set from `from` on, as many as fit one message; none where the set is not kept.
     #[must_use]
     pub fn page(&self, key: SetKey, from: u32) -> Option<RunsPage> {
+        self.page_for(key, from, self.regions)
+    }
+
+    /// As [`RegionKeeper::page`], in the regions of the volume at another size.
+    #[must_use]
+    pub fn page_for(&self, key: SetKey, from: u32, regions: Regions) -> Option<RunsPage> {
         let content = self.content(key)?;
+        let content =
+            if regions == self.regions { content } else { content.converted(self.regions, regions) };
         let mut runs = Vec::new();
         let mut next = None;
         for run in content.runs(from) {
@@ -472,7 +534,7 @@ impl fmt::Display for SetKey {
 }
 
 fn identity(regions: Regions, epoch: u64, key: SetKey) -> Identity {
-    Identity { name: key.name(), region_bytes: regions.region_bytes(), count: regions.count(), epoch }
+    Identity { name: key.name(), regions, epoch }
 }
 
 fn views(report: &ReplicaReport) -> impl Iterator<Item = &View> {
@@ -527,7 +589,7 @@ mod tests {
     }
 
     fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
-        MarkRegions { of, action, runs: runs.to_vec() }
+        MarkRegions { of, action, runs: runs.to_vec(), size_bytes: 0 }
     }
 
     #[test]
@@ -672,6 +734,42 @@ mod tests {
             from = next;
         }
         assert_eq!(found, (0..5000).step_by(2).map(|region| (region, 1)).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn sets_follow_a_volume_that_grows_to_larger_regions() {
+        let mut keeper = keeper(1000);
+        keeper.admit(range(6, 3));
+        let writing = keeper.begin_write(false).unwrap().slot;
+        let Ok(Marked::Wait(ticket)) = keeper.mark(&mark(RegionsOf::Intent, MarkAction::Add, &[(11, 1)]))
+        else {
+            panic!()
+        };
+        let regions = Regions::of(100 << 30);
+        assert_eq!(regions.region_bytes(), 2 * REGION);
+        let before = keeper.file(SetKey::Intent).unwrap();
+        let grown = keeper.grown(regions);
+        let (key, file) = grown.files().next().unwrap();
+        keeper.grow(grown);
+        assert!(keeper.is_durable(&ticket), "it is in the new file");
+        keeper.end_write(writing, true);
+        assert_eq!(keeper.admit(range(6, 1)), Admit::Go);
+        assert_eq!(keeper.page(key, 0).unwrap().runs, [(3, 3)]);
+        // An engine that does not know of it yet still counts in the regions of the size before.
+        let old = Regions::of(1000 * REGION);
+        assert_eq!(keeper.page_for(key, 0, old).unwrap().runs, [(6, 6)]);
+        let clear = |runs: &[(u32, u32)]| MarkRegions {
+            size_bytes: old.size_bytes(),
+            ..mark(RegionsOf::Intent, MarkAction::Clear, runs)
+        };
+        keeper.mark(&clear(&[(7, 3)])).unwrap();
+        assert_eq!(keeper.page(key, 0).unwrap().runs, [(3, 1), (5, 1)], "what is cleared in part stays");
+        // Whatever file is there when the process ends, it tells the same.
+        for (file, is_outgrown) in [(before, true), (file, false)] {
+            let (loaded, damages) = RegionKeeper::load(regions, 1, &file);
+            assert_eq!((damages.len(), loaded.is_outgrown(key)), (0, is_outgrown));
+            assert_eq!(loaded.page(key, 0).unwrap().runs, [(3, 3)]);
+        }
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod page;
 mod set;
 
 pub use keeper::{
-    Admit, KeepError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RegionKeeper, RunsPage, SetKey, Ticket,
+    Admit, GrownSets, KeepError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RegionKeeper, RunsPage, SetKey,
+    Ticket,
 };
 pub use page::{PAGE_BYTES, PageDamage, REGIONS_PER_PAGE};

@@ -9,7 +9,8 @@
 //! | 24 | 8 | how many times the set was written |
 //! | 32 | 8 | bytes of a region |
 //! | 40 | 8 | the epoch of the directory in which it was written |
-//! | 48 | 12 | zeroes |
+//! | 48 | 8 | size of the volume that the set was made for; 0 in pages of versions that could not expand one |
+//! | 56 | 4 | zeroes |
 //! | 60 | 4 | CRC-32C of the page with zeroes in this field |
 //! | 64 | 4032 | one bit for each region, the lowest of the first byte first |
 //!
@@ -20,6 +21,7 @@ use thiserror::Error;
 /// Length of a page, and the unit in which sets are written.
 pub const PAGE_BYTES: usize = 4096;
 const HEADER_BYTES: usize = 64;
+const SIZE_AT: usize = 48;
 const CHECK_AT: usize = 60;
 /// The 64-bit words of bits in a page.
 pub(crate) const PAGE_WORDS: usize = (PAGE_BYTES - HEADER_BYTES) / 8;
@@ -41,6 +43,7 @@ pub(crate) struct PageHeader {
     pub version: u64,
     pub region_bytes: u64,
     pub epoch: u64,
+    pub size_bytes: u64,
 }
 
 /// Why bytes are not the page that is expected there.
@@ -71,6 +74,7 @@ impl PageHeader {
         out[24..32].copy_from_slice(&self.version.to_le_bytes());
         out[32..40].copy_from_slice(&self.region_bytes.to_le_bytes());
         out[40..48].copy_from_slice(&self.epoch.to_le_bytes());
+        out[SIZE_AT..SIZE_AT + 8].copy_from_slice(&self.size_bytes.to_le_bytes());
         for (target, word) in out[HEADER_BYTES..].chunks_exact_mut(8).zip(bits) {
             target.copy_from_slice(&word.to_le_bytes());
         }
@@ -80,39 +84,60 @@ impl PageHeader {
 
     /// Reads the page that should be this one, in whatever version; the version and the bits.
     pub fn decode(&self, bytes: &[u8]) -> Result<(u64, Bits), PageDamage> {
-        let bytes: &[u8; PAGE_BYTES] =
-            bytes.get(..PAGE_BYTES).and_then(|bytes| bytes.try_into().ok()).ok_or(PageDamage::Short)?;
-        let mut unchecked = *bytes;
-        unchecked[CHECK_AT..HEADER_BYTES].fill(0);
-        if crc32c::crc32c(&unchecked).to_le_bytes() != bytes[CHECK_AT..HEADER_BYTES] {
-            return Err(PageDamage::Check);
-        }
-        let u64_at = |at: usize| {
-            let mut field = [0; 8];
-            field.copy_from_slice(&bytes[at..at + 8]);
-            u64::from_le_bytes(field)
-        };
+        let bytes = checked(bytes)?;
         let mut bits = [0; PAGE_WORDS];
         for (word, at) in bits.iter_mut().zip((HEADER_BYTES..).step_by(8)) {
-            *word = u64_at(at);
+            *word = u64_at(bytes, at);
         }
-        let version = u64_at(24);
-        if u64_at(40) != self.epoch {
+        let version = u64_at(bytes, 24);
+        if u64_at(bytes, 40) != self.epoch {
             return Err(PageDamage::Outdated);
         }
         // What is left of the header has to be what it would be if we had written the page.
         let mut expected = [0; PAGE_BYTES];
-        PageHeader { version, ..*self }.encode(&bits, &mut expected);
+        let size_bytes = if u64_at(bytes, SIZE_AT) == 0 { 0 } else { self.size_bytes };
+        PageHeader { version, size_bytes, ..*self }.encode(&bits, &mut expected);
         if expected != *bytes { Err(PageDamage::Other) } else { Ok((version, bits)) }
     }
+}
+
+/// The size of the volume that a file of a set was made for, as its first page says; none where that is damaged, or
+/// of a version that did not say.
+pub(crate) fn made_for(file: &[u8]) -> Option<u64> {
+    let page = checked(file).ok().filter(|page| page.starts_with(MAGIC))?;
+    Some(u64_at(page, SIZE_AT)).filter(|size_bytes| *size_bytes != 0)
+}
+
+/// The page at the beginning of `bytes`, where it is whole.
+fn checked(bytes: &[u8]) -> Result<&[u8; PAGE_BYTES], PageDamage> {
+    let bytes: &[u8; PAGE_BYTES] =
+        bytes.get(..PAGE_BYTES).and_then(|bytes| bytes.try_into().ok()).ok_or(PageDamage::Short)?;
+    let mut unchecked = *bytes;
+    unchecked[CHECK_AT..HEADER_BYTES].fill(0);
+    if crc32c::crc32c(&unchecked).to_le_bytes() != bytes[CHECK_AT..HEADER_BYTES] {
+        return Err(PageDamage::Check);
+    }
+    Ok(bytes)
+}
+
+fn u64_at(page: &[u8; PAGE_BYTES], at: usize) -> u64 {
+    let mut field = [0; 8];
+    field.copy_from_slice(&page[at..at + 8]);
+    u64::from_le_bytes(field)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const HEADER: PageHeader =
-        PageHeader { set: *b"0000000a", page: 3, version: 9, region_bytes: 1 << 16, epoch: 5 };
+    const HEADER: PageHeader = PageHeader {
+        set: *b"0000000a",
+        page: 3,
+        version: 9,
+        region_bytes: 1 << 16,
+        epoch: 5,
+        size_bytes: 0x0302_0000,
+    };
 
     fn encoded() -> [u8; PAGE_BYTES] {
         let mut bits = [0; PAGE_WORDS];
@@ -128,7 +153,8 @@ mod tests {
         let bytes = encoded();
         assert_eq!(&bytes[..24], b"SHRNREGS\x01\0\0\0\x03\0\0\x000000000a");
         assert_eq!(&bytes[24..48], b"\x09\0\0\0\0\0\0\0\0\0\x01\0\0\0\0\0\x05\0\0\0\0\0\0\0");
-        assert_eq!(&bytes[48..60], &[0; 12]);
+        assert_eq!(&bytes[48..60], &[0, 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!((made_for(&bytes), made_for(&bytes[1..])), (Some(0x0302_0000), None));
         assert_eq!((bytes[64], bytes[71], bytes[PAGE_BYTES - 8]), (1, 0x80, 7));
         assert_eq!(REGIONS_PER_PAGE, 32256);
     }
@@ -149,9 +175,18 @@ mod tests {
             PageHeader { page: 4, ..HEADER },
             PageHeader { set: *b"0000000b", ..HEADER },
             PageHeader { region_bytes: 1 << 17, ..HEADER },
+            PageHeader { size_bytes: 0x0402_0000, ..HEADER },
         ] {
             assert_eq!(other.decode(&good), Err(PageDamage::Other));
         }
         assert_eq!(PageHeader { epoch: 6, ..HEADER }.decode(&good), Err(PageDamage::Outdated));
+    }
+
+    #[test]
+    fn pages_of_a_version_that_does_not_say_the_size_are_taken() {
+        let mut bytes = [0; PAGE_BYTES];
+        PageHeader { size_bytes: 0, ..HEADER }.encode(&[1; PAGE_WORDS], &mut bytes);
+        assert_eq!(HEADER.decode(&bytes), Ok((9, [1; PAGE_WORDS])));
+        assert_eq!(made_for(&bytes), None);
     }
 }

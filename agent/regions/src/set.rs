@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use shorthorn_types::RegionSet;
+use shorthorn_types::{RegionSet, Regions};
 
-use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage, PageHeader, REGIONS_PER_PAGE};
+use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage, PageHeader, REGIONS_PER_PAGE, made_for};
 
 /// Most pages of one set: a mask of them fits a word.
 const PAGES_MAX: u64 = 64;
@@ -30,10 +30,11 @@ pub(crate) struct KeptSet {
     pub name: [u8; 8],
     /// Tells it from a set of the same name that was kept before.
     pub serial: u64,
-    region_bytes: u64,
+    regions: Regions,
     epoch: u64,
-    count: u32,
     pages: Box<[Page]>,
+    /// Whether the file that it was read from is of the volume before it has grown, and has to be made anew.
+    pub is_outgrown: bool,
     /// Pages that somebody waits for.
     due: u64,
     /// Pages that have lost regions since they were last written.
@@ -47,24 +48,23 @@ pub(crate) struct KeptSet {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Identity {
     pub name: [u8; 8],
-    pub region_bytes: u64,
-    pub count: u32,
+    pub regions: Regions,
     pub epoch: u64,
 }
 
 impl KeptSet {
     /// The empty set, which is not on the disk yet but counts as if: whoever keeps it has put it there before.
     pub fn empty(identity: Identity) -> KeptSet {
-        let Identity { name, region_bytes, count, epoch } = identity;
+        let Identity { name, regions, epoch } = identity;
         let page = Page { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
-        let pages = vec![page; count.div_ceil(REGIONS_PER_PAGE).max(1) as usize].into();
+        let pages = vec![page; regions.count().div_ceil(REGIONS_PER_PAGE).max(1) as usize].into();
         KeptSet {
             name,
             serial: 0,
-            region_bytes,
+            regions,
             epoch,
-            count,
             pages,
+            is_outgrown: false,
             due: 0,
             stale: 0,
             writing: 0,
@@ -73,7 +73,31 @@ impl KeptSet {
     }
 
     /// The set that a file holds, and for each page what is wrong with it. A page that is, holds all its regions.
+    ///
+    /// A file that was made for the volume before it has grown is taken as such: the process has ended after the volume
+    /// had grown, and before the file was made anew.
     pub fn load(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
+        match made_for(file).filter(|size_bytes| *size_bytes < identity.regions.size_bytes()) {
+            None => KeptSet::load_as(identity, file),
+            Some(size_bytes) => {
+                let before = Identity { regions: Regions::of(size_bytes), ..identity };
+                let (set, damages) = KeptSet::load_as(before, file);
+                (KeptSet { is_outgrown: true, ..set.grown(identity.regions) }, damages)
+            }
+        }
+    }
+
+    /// The set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts it on the disk before.
+    pub fn grown(&self, regions: Regions) -> KeptSet {
+        let KeptSet { name, epoch, version, .. } = *self;
+        let mut grown = KeptSet { version, ..KeptSet::empty(Identity { name, regions, epoch }) };
+        for run in self.content().converted(self.regions, regions).runs(0) {
+            grown.add_durable(run);
+        }
+        grown
+    }
+
+    fn load_as(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
         let mut set = KeptSet::empty(identity);
         let mut damages = Vec::new();
         for number in 0..set.pages.len() {
@@ -104,14 +128,15 @@ impl KeptSet {
             set: self.name,
             page: u32::try_from(number).unwrap_or(u32::MAX),
             version: self.version,
-            region_bytes: self.region_bytes,
+            region_bytes: self.regions.region_bytes(),
             epoch: self.epoch,
+            size_bytes: self.regions.size_bytes(),
         }
     }
 
     /// Puts regions in, of a set that will be on the disk before it is kept.
     pub fn add_durable(&mut self, regions: Range<u32>) {
-        let count = self.count;
+        let count = self.regions.count();
         for (page, word, mask) in words(regions, count) {
             let page = &mut self.pages[page];
             page.wanted[word] |= mask;
@@ -132,7 +157,7 @@ impl KeptSet {
     /// Puts regions in. The pages that have to be written before they are durable, as a mask.
     pub fn put(&mut self, regions: Range<u32>) -> u64 {
         let mut lacking_pages = 0;
-        for (number, word, mask) in words(regions, self.count) {
+        for (number, word, mask) in words(regions, self.regions.count()) {
             let page = &mut self.pages[number];
             let new = mask & !page.wanted[word];
             page.wanted[word] |= mask;
@@ -154,7 +179,7 @@ impl KeptSet {
 
     /// Takes regions out, lazily.
     pub fn clear(&mut self, regions: Range<u32>) {
-        for (number, word, mask) in words(regions, self.count) {
+        for (number, word, mask) in words(regions, self.regions.count()) {
             self.pages[number].wanted[word] &= !mask;
             self.stale |= 1 << number;
         }
@@ -214,7 +239,7 @@ impl KeptSet {
 
     /// The set as it is.
     pub fn content(&self) -> RegionSet {
-        let mut content = RegionSet::empty(self.count);
+        let mut content = RegionSet::empty(self.regions.count());
         for (number, page) in (0u32..).zip(&self.pages) {
             for (at, word) in (0u32..).zip(page.wanted) {
                 let base = number * REGIONS_PER_PAGE + at * 64;

@@ -11,6 +11,10 @@ const REGION_BYTES: u64 = 64 << 10;
 /// Two pages, and the regions around the border between them are where it happens.
 const COUNT: u32 = 32_256 + 20;
 const FIRST: u32 = COUNT - 40;
+const SIZE_BYTES: u64 = COUNT as u64 * REGION_BYTES;
+/// What the volume grows to; the last ones have larger regions.
+const SIZES: [u64; 5] =
+    [SIZE_BYTES + 4096, SIZE_BYTES + 64 * REGION_BYTES, 4 << 30, (64 << 30) + 4096, 300 << 30];
 
 #[derive(Clone, Debug)]
 enum Event {
@@ -36,6 +40,12 @@ enum Event {
     },
     Keep,
     Forget,
+    /// The volume grows, maybe to one with larger regions; the process dies after so many files were made anew.
+    Expand {
+        by: usize,
+        files: usize,
+        fates: Vec<u8>,
+    },
     /// The process dies; each write under way is lost, done or torn.
     Crash {
         fates: Vec<u8>,
@@ -54,6 +64,8 @@ fn event() -> impl Strategy<Value = Event> {
             .prop_map(|(which, well)| Event::End { which, well }),
         1 => Just(Event::Keep),
         1 => Just(Event::Forget),
+        1 => (0..SIZES.len(), 0..4usize, prop::collection::vec(0u8..3, 8))
+            .prop_map(|(by, files, fates)| Event::Expand { by, files, fates }),
         2 => prop::collection::vec(0u8..3, 8).prop_map(|fates| Event::Crash { fates }),
     ]
 }
@@ -74,7 +86,9 @@ struct World {
     files: u64,
     writes: Vec<Write>,
     waiting: Vec<(u32, u32)>,
+    /// In regions of the volume as it was made.
     must: BTreeMap<SetKey, BTreeSet<u32>>,
+    size_bytes: u64,
 }
 
 fn missed() -> ReplicaId {
@@ -87,7 +101,7 @@ impl World {
         let keeper = RegionKeeper::new(regions, 3, &RegionSet::empty(COUNT));
         let disk = BTreeMap::from([(SetKey::Intent, (0, keeper.file(SetKey::Intent).unwrap()))]);
         let must = BTreeMap::from([(SetKey::Intent, BTreeSet::new())]);
-        World { keeper, disk, files: 0, writes: vec![], waiting: vec![], must }
+        World { keeper, disk, files: 0, writes: vec![], waiting: vec![], must, size_bytes: SIZE_BYTES }
     }
 
     fn admit(&mut self, first: u32, count: u32) -> bool {
@@ -123,7 +137,12 @@ impl World {
                     (RegionsOf::Intent, SetKey::Intent)
                 };
                 let (first, count) = (FIRST + first, count.min(40 - first));
-                let clear = MarkRegions { of, action: MarkAction::Clear, runs: vec![(first, count)] };
+                let clear = MarkRegions {
+                    of,
+                    action: MarkAction::Clear,
+                    runs: vec![(first, count)],
+                    size_bytes: SIZE_BYTES,
+                };
                 self.keeper.mark(&clear).unwrap();
                 if let Some(must) = self.must.get_mut(&key) {
                     must.retain(|region| !(first..first + count).contains(region));
@@ -144,21 +163,47 @@ impl World {
             }
             Event::Keep => self.keep(),
             Event::Forget => {
-                let forget =
-                    MarkRegions { of: RegionsOf::Missed(missed()), action: MarkAction::Forget, runs: vec![] };
+                let forget = MarkRegions {
+                    of: RegionsOf::Missed(missed()),
+                    action: MarkAction::Forget,
+                    runs: vec![],
+                    size_bytes: SIZE_BYTES,
+                };
                 if let Ok(Marked::Remove(replica)) = self.keeper.mark(&forget) {
                     self.disk.remove(&SetKey::Missed(replica));
                     self.must.remove(&SetKey::Missed(replica));
                     self.keeper.forget(replica);
                 }
             }
+            Event::Expand { by, files, fates } => self.expand(SIZES[by], files, &fates),
             Event::Crash { fates } => self.crash(&fates),
         }
     }
 
+    fn expand(&mut self, size_bytes: u64, files: usize, fates: &[u8]) {
+        if size_bytes <= self.size_bytes {
+            return;
+        }
+        self.size_bytes = size_bytes;
+        let grown = self.keeper.grown(Regions::of(size_bytes));
+        let all: Vec<_> = grown.files().collect();
+        for (key, bytes) in all.iter().take(files).cloned() {
+            self.files += 1;
+            self.disk.insert(key, (self.files, bytes));
+        }
+        if files < all.len() {
+            return self.crash(fates);
+        }
+        self.keeper.grow(grown);
+    }
+
     fn keep(&mut self) {
-        let add =
-            MarkRegions { of: RegionsOf::Missed(missed()), action: MarkAction::Add, runs: vec![(FIRST, 2)] };
+        let add = MarkRegions {
+            of: RegionsOf::Missed(missed()),
+            action: MarkAction::Add,
+            runs: vec![(FIRST, 2)],
+            size_bytes: SIZE_BYTES,
+        };
         let key = SetKey::Missed(missed());
         if let Marked::Begin(new) = self.keeper.mark(&add).unwrap() {
             self.files += 1;
@@ -183,12 +228,18 @@ impl World {
             self.land(&write, *fate);
         }
         self.waiting.clear();
-        let (regions, epoch) = (self.keeper.regions(), 3);
+        let (regions, epoch) = (Regions::of(self.size_bytes), 3);
         let (mut keeper, _) = RegionKeeper::load(regions, epoch, &self.disk[&SetKey::Intent].1);
         if let Some((_, file)) = self.disk.get(&SetKey::Missed(missed())) {
             assert!(keeper.load_missed(missed(), file).unwrap().0);
         }
         self.keeper = keeper;
+        for (key, (file, bytes)) in &mut self.disk {
+            if self.keeper.is_outgrown(*key) {
+                self.files += 1;
+                (*file, *bytes) = (self.files, self.keeper.file(*key).unwrap());
+            }
+        }
         self.check();
     }
 
@@ -196,7 +247,9 @@ impl World {
         for (key, must) in &self.must {
             let content = self.keeper.content(*key).unwrap();
             for region in must {
-                assert!(content.contains(*region), "{key} has lost region {region}");
+                let bytes = Regions::of(SIZE_BYTES).range(*region);
+                let is_in = content.contains_all(self.keeper.regions().touched(bytes));
+                assert!(is_in, "{key} has lost region {region}");
             }
         }
     }

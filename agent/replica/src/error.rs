@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use shorthorn_control::SpecError;
 use shorthorn_regions::KeepError;
 use shorthorn_store::StoreError;
+use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::{Errno, ReplicaId, VolumeName};
 use shorthorn_views::Refused;
 use thiserror::Error;
@@ -24,19 +25,6 @@ pub enum ReplicaError {
     /// The directory cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The directory has another size than the spec.
-    #[error(
-        "{} holds a volume of {found_bytes} bytes, but the spec says {expected_bytes}: one of them is wrong",
-        directory.display()
-    )]
-    Size {
-        /// The replica's directory.
-        directory: PathBuf,
-        /// What it holds.
-        found_bytes: u64,
-        /// What was expected.
-        expected_bytes: u64,
-    },
     /// The directory belongs to another replica.
     #[error(
         "{} belongs to replica {replica} of volume {volume}, not to replica {expected_replica} of volume \
@@ -93,6 +81,9 @@ pub enum ReplicaError {
     /// Requests are in flight while the files under them are to be replaced.
     #[error("requests are in flight: wait for their answers first")]
     Busy,
+    /// A size that no volume has.
+    #[error("a volume of {0} bytes is larger than any can be: {MAX_VOLUME_BYTES}")]
+    TooLarge(u64),
     /// A layer that is none.
     #[error("'{0}' is not the name of a layer's image")]
     NoLayer(String),
@@ -151,14 +142,13 @@ impl ReplicaError {
             ReplicaError::Regions(_)
             | ReplicaError::NoLayer(_)
             | ReplicaError::NoPiece { .. }
+            | ReplicaError::TooLarge(_)
             | ReplicaError::Sums { .. } => Errno::INVALID,
             ReplicaError::IsMember(_) | ReplicaError::Busy => Errno::new(libc::EBUSY),
             ReplicaError::Refused(_) => Errno::NOT_PERMITTED,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),
-            ReplicaError::Spec(_) | ReplicaError::Size { .. } | ReplicaError::OtherReplica { .. } => {
-                Errno::INVALID
-            }
+            ReplicaError::Spec(_) | ReplicaError::OtherReplica { .. } => Errno::INVALID,
             _ => Errno::IO,
         }
     }

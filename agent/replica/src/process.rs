@@ -45,7 +45,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
-    let first = first_status(&spec, &state, &listeners);
+    let first = first_status(&spec, &state, &listeners, store.size_bytes());
     // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
     let executor = Executor::new(store, marks)
@@ -99,13 +99,8 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     for repair in store.info().repairs {
         tracing::warn!("{repair}");
     }
-    if store.size_bytes() != spec.size_bytes {
-        return Err(ReplicaError::Size {
-            directory: directory.clone(),
-            found_bytes: store.size_bytes(),
-            expected_bytes: spec.size_bytes,
-        });
-    }
+    // One that is there may have another size than the spec: engines that know of an expansion have it grow, and
+    // none takes one that is larger than the volume.
     Ok(store)
 }
 
@@ -113,7 +108,7 @@ fn identity(spec: &ReplicaSpec) -> Identity {
     Identity { volume: spec.volume.clone(), replica: spec.replica, secret: spec.secret.clone() }
 }
 
-fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners) -> ReplicaStatus {
+fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners, size_bytes: u64) -> ReplicaStatus {
     ReplicaStatus {
         volume: spec.volume.clone(),
         replica: spec.replica,
@@ -121,7 +116,7 @@ fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners) -> Rep
         serving: false,
         message: String::new(),
         addresses: listeners.addresses(),
-        size_bytes: spec.size_bytes,
+        size_bytes,
         allocated_bytes: allocated_bytes(&spec.directory),
         generation: state.views().generation(),
         views: Some(state.views().report().clone()),

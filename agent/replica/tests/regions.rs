@@ -10,7 +10,7 @@ use shorthorn_store::{OpenOptions, Store};
 use shorthorn_types::{
     MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_wire::{CONTROL_QUEUE, Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
+use shorthorn_wire::{CONTROL_QUEUE, ExpandReplica, Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
 const REGION: u64 = 64 << 10;
 const SIZE: u64 = 64 * MIB;
@@ -23,7 +23,8 @@ fn id(n: u64) -> ReplicaId {
 fn regions(client: &mut Client, of: RegionsOf) -> Option<BTreeSet<u32>> {
     let (mut from, mut found) = (0, BTreeSet::new());
     loop {
-        let page: RegionsPage = client.ask(Opcode::Regions, &RegionsQuery { of, from }).unwrap();
+        let page: RegionsPage =
+            client.ask(Opcode::Regions, &RegionsQuery { of, from, size_bytes: 0 }).unwrap();
         if !page.kept {
             return None;
         }
@@ -40,7 +41,7 @@ fn intent(client: &mut Client) -> BTreeSet<u32> {
 }
 
 fn mark(client: &mut Client, of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) {
-    client.tell(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec() }).unwrap();
+    client.tell(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), size_bytes: 0 }).unwrap();
 }
 
 fn view(attach: u64, number: u32, members: &[u64]) -> View {
@@ -168,11 +169,16 @@ fn sets_begin_and_end_by_marks() {
     for n in 20..28 {
         mark(&mut client, RegionsOf::Missed(id(n)), MarkAction::Add, &[]);
     }
-    let one_more = MarkRegions { of: RegionsOf::Missed(id(28)), action: MarkAction::Add, runs: vec![] };
+    let one_more =
+        MarkRegions { of: RegionsOf::Missed(id(28)), action: MarkAction::Add, runs: vec![], size_bytes: 0 };
     let (errno, refusal) = client.tell(Opcode::Mark, &one_more).unwrap_err();
     assert!(errno == libc::ENOSPC && refusal.message.contains("will not come back"), "{refusal:?}");
-    let outside =
-        MarkRegions { of: RegionsOf::Missed(id(20)), action: MarkAction::Add, runs: vec![(1023, 2)] };
+    let outside = MarkRegions {
+        of: RegionsOf::Missed(id(20)),
+        action: MarkAction::Add,
+        runs: vec![(1023, 2)],
+        size_bytes: 0,
+    };
     assert_eq!(client.tell(Opcode::Mark, &outside).unwrap_err().0, libc::EINVAL);
     mark(&mut client, RegionsOf::Missed(id(20)), MarkAction::Add, &[(1023, 1), (5, 2)]);
     mark(&mut client, RegionsOf::Missed(id(21)), MarkAction::Forget, &[]);
@@ -284,4 +290,69 @@ fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
     assert_eq!(intent(&mut client).len(), 1024);
     let report: ReplicaReport = welcome.report;
     assert_eq!(report.proposed, []);
+}
+
+/// Its sets follow, what is new reads as zeroes and can be written, and whatever its spec says, it stays so large.
+#[test]
+fn a_replica_grows_while_it_serves_and_never_shrinks() {
+    const LARGER: u64 = 128 << 30;
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    client.write(5 * REGION, &[1; 4096]).unwrap();
+    mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[(2, 1)]);
+    // Requests in flight go on.
+    let early = client.send(Opcode::Write, Flags::FUA, 30 * REGION, 4096, &[2; 4096]);
+    let mut control = replica.try_open(generation(1), CONTROL_QUEUE).unwrap().0;
+    control.tell(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
+    assert_eq!(client.receive().unwrap().0.id, early);
+    control.tell(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
+    assert_eq!(replica.status().size_bytes, LARGER);
+    for (bad, words) in
+        [(SIZE, "only grows"), (LARGER + 512, "multiple of 4096"), (1 << 50, "larger than any")]
+    {
+        let (_, refusal) = control.tell(Opcode::Expand, &ExpandReplica { size_bytes: bad }).unwrap_err();
+        assert!(refusal.message.contains(words), "{}", refusal.message);
+    }
+    let end = LARGER - 4096;
+    assert!(client.read(end, 4096).unwrap().iter().all(|byte| *byte == 0));
+    client.write(end, &[3; 4096]).unwrap();
+    assert!(client.read(LARGER, 512).is_err());
+    // Its regions have twice the length now.
+    let last = u32::try_from(LARGER / (2 * REGION) - 1).unwrap();
+    assert_eq!(intent(&mut client), [2, 15, last].into());
+    assert_eq!(regions(&mut client, RegionsOf::Missed(id(9))), Some([1, 15, last].into()));
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert_eq!(welcome.size_bytes, LARGER);
+    assert!(intent(&mut client).is_superset(&[2, 15, last].into()));
+    for (at, fill) in [(5 * REGION, 1), (30 * REGION, 2), (end, 3)] {
+        assert_eq!(client.read(at, 4096).unwrap(), [fill; 4096]);
+    }
+    assert!(replica.terminate().success());
+}
+
+/// The process ends after the volume has grown, and before the files of its sets have followed.
+#[test]
+fn sets_of_the_size_before_count_after_an_expansion_that_was_cut_off() {
+    const LARGER: u64 = 128 << 30;
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    client.write(5 * REGION, &[1; 4096]).unwrap();
+    mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[(2, 1)]);
+    replica.kill();
+    let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();
+    store.expand(LARGER).unwrap();
+    drop(store);
+    for attach in 2..4 {
+        let replica = Replica::start(&spec);
+        let mut client = replica.open(generation(attach));
+        assert_eq!(intent(&mut client), [2].into());
+        assert_eq!(regions(&mut client, RegionsOf::Missed(id(9))), Some([1].into()));
+        assert!(replica.terminate().success());
+    }
 }

@@ -116,7 +116,12 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
     let mut replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
     let written = fill(&mut client);
-    let clear = MarkRegions { of: RegionsOf::Intent, action: MarkAction::Clear, runs: vec![(0, 4096)] };
+    let clear = MarkRegions {
+        of: RegionsOf::Intent,
+        action: MarkAction::Clear,
+        runs: vec![(0, 4096)],
+        size_bytes: 0,
+    };
     client.tell(Opcode::Mark, &clear).unwrap();
     let members = Members::new([spec.replica]).unwrap();
     let view = View { id: ViewId { generation: generation(1), number: 1 }, members };
@@ -128,7 +133,8 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(2));
     for of in [RegionsOf::Intent, RegionsOf::Missed(ReplicaId::from_random(8))] {
-        let page: RegionsPage = client.ask(Opcode::Regions, &RegionsQuery { of, from: 0 }).unwrap();
+        let page: RegionsPage =
+            client.ask(Opcode::Regions, &RegionsQuery { of, from: 0, size_bytes: 0 }).unwrap();
         for n in [0, written / 2, written - 1] {
             let noted = page
                 .runs

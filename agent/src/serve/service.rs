@@ -20,7 +20,9 @@ use crate::serve::devices;
 use crate::serve::disks::{self, Disks};
 use crate::serve::error::NodeError;
 use crate::serve::frontends::Frontends;
-use crate::serve::instance::{Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits};
+use crate::serve::instance::{
+    Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
+};
 use crate::serve::{salvage, words};
 
 /// Events that wait in the connection of a watcher, beside those that wait in the hub.
@@ -140,6 +142,15 @@ impl Node for NodeService {
         let limits = rebuild_limits(request.limits)?;
         self.hub.set_limits(name(&request.volume)?, request.attach, limits).await?;
         Ok(Response::new(v1::SetRebuildLimitsResponse {}))
+    }
+
+    async fn expand_engine(
+        &self,
+        request: Request<v1::ExpandEngineRequest>,
+    ) -> Answer<v1::ExpandEngineResponse> {
+        let v1::ExpandEngineRequest { volume, attach, size_bytes } = request.into_inner();
+        self.hub.expand(name(&volume)?, attach, volume_size(size_bytes)?).await?;
+        Ok(Response::new(v1::ExpandEngineResponse {}))
     }
 
     async fn stop_instance(

@@ -80,6 +80,7 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
     shown.grant_wanted = status.grant_wanted.as_ref().map(words::of_grant_wanted);
     shown.equalising = status.equalising.as_ref().map(words::of_copy);
     shown.scrub = status.scrub.as_ref().map(words::of_scrub);
+    shown.expansion = status.expansion.as_ref().map(words::of_expansion);
     shown
 }
 

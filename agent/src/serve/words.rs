@@ -1,6 +1,6 @@
 //! Views and progress as the messages of node.proto.
 
-use shorthorn_control::{CopyStatus, GrantWanted, ScrubStatus};
+use shorthorn_control::{CopyStatus, ExpansionStatus, GrantWanted, ScrubStatus};
 use shorthorn_proto::v1;
 use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
 
@@ -42,6 +42,15 @@ pub fn of_copy(copy: &CopyStatus) -> v1::CopyStatus {
         total_bytes: copy.total_bytes,
         left_bytes: copy.left_bytes,
         bytes_per_s: copy.bytes_per_s,
+    }
+}
+
+/// What is still to come of an expansion.
+pub fn of_expansion(expansion: &ExpansionStatus) -> v1::Expansion {
+    v1::Expansion {
+        size_bytes: expansion.size_bytes,
+        message: expansion.message.clone(),
+        next_attach: expansion.next_attach,
     }
 }
 

@@ -35,21 +35,40 @@ impl Store {
         self.put_head_above(operation)
     }
 
-    /// Makes the volume larger. No write may be in flight. Leaves a snapshot `expand-<size>`, as
-    /// Longhorn does.
+    /// Makes the volume larger, durably; what is added reads as zeroes. Requests may be in flight: files, and plans
+    /// made before, stay as they are. To the size that it has it changes nothing.
     ///
     /// # Errors
-    /// [`StoreError`]; the volume then has its old size.
-    pub fn expand(&mut self, new_size_bytes: u64, created_rfc3339: &str) -> Result<()> {
+    /// [`StoreError`]; the volume then has its old size, unless the store [is broken](Store::is_broken).
+    pub fn expand(&mut self, new_size_bytes: u64) -> Result<()> {
         self.check_writable()?;
+        self.check_no_fold()?;
         if new_size_bytes == self.size_bytes() {
             return Ok(());
         }
-        let operation = self
-            .layout
-            .plan_expand(new_size_bytes, created_rfc3339)
-            .map_err(|error| self.chain_error(error))?;
-        self.put_head_above(operation)
+        let operation = self.layout.plan_expand(new_size_bytes).map_err(|error| self.chain_error(error))?;
+        self.remember_short_layers(&operation)?;
+        match self.run(&operation.steps) {
+            Ok(()) => self.layout = operation.after,
+            Err(StoreError::Stopped) => return Err(StoreError::Stopped),
+            Err(error) => self.settle_expansion(new_size_bytes, error)?,
+        }
+        self.map.grow(new_size_bytes);
+        Ok(())
+    }
+
+    /// As [`Store::settle`], without opening the files anew: they are in use.
+    fn settle_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
+        self.broken = true;
+        let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
+            return Err(error);
+        };
+        if self.run(&without_state_temp(steps)).is_err() {
+            return Err(error);
+        }
+        self.layout = layout;
+        self.broken = false;
+        if self.layout.size_bytes() == new_size_bytes { Ok(()) } else { Err(error) }
     }
 
     /// Throws away what was written since a snapshot. No request may be in flight, and whoever has
@@ -113,10 +132,7 @@ impl Store {
         let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
             return Err(error);
         };
-        // Another thread may be saving state right now: what it writes is not for us to sweep up.
-        let state_temp = Step::Unlink { name: temp_name(STATE_FILE) };
-        let steps: Vec<Step> = steps.into_iter().filter(|step| *step != state_temp).collect();
-        if self.run(&steps).is_err() {
+        if self.run(&without_state_temp(steps)).is_err() {
             return Err(error);
         }
         let happened = layout.same_documents(&operation.after);
@@ -138,7 +154,7 @@ impl Store {
         let opened = self.files.open(&self.directory, &image, self.host.direct_io, true);
         let head = opened.inspect_err(|_| self.broken = true)?;
         self.files.rename(old_head, snapshot);
-        self.map.push_head(head, self.layout.size_bytes());
+        self.map.push_head(head);
         Ok(())
     }
 
@@ -160,4 +176,10 @@ impl Store {
         self.map = map;
         Ok(())
     }
+}
+
+/// Another thread may be saving state right now: what it writes is not for a repair to sweep up.
+fn without_state_temp(steps: Vec<Step>) -> Vec<Step> {
+    let state_temp = Step::Unlink { name: temp_name(STATE_FILE) };
+    steps.into_iter().filter(|step| *step != state_temp).collect()
 }

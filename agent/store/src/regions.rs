@@ -93,14 +93,38 @@ impl Store {
     /// # Errors
     /// An I/O error. A little space is set aside, so that there is room for a few files on a full disk.
     pub fn make_regions(&self, key: SetKey, bytes: &[u8]) -> Result<RegionFile> {
+        self.stage_regions(key, bytes)?;
+        self.adopt_regions(key)
+    }
+
+    /// Writes the file of a set that is to take the place of the one that is there, under another name. Durable on
+    /// return; the next opening forgets it.
+    ///
+    /// # Errors
+    /// As [`Store::make_regions`]; there is none then.
+    pub fn stage_regions(&self, key: SetKey, bytes: &[u8]) -> Result<()> {
+        self.check_writable()?;
+        let temp = temp_name(&name_of(key));
+        let written = self.directory.with_reserve(|| write_allocated(&self.directory, &temp, bytes));
+        if written.is_err() {
+            self.unstage_regions(key);
+        }
+        written
+    }
+
+    /// Forgets a file that was staged.
+    pub fn unstage_regions(&self, key: SetKey) {
+        // What there is of it has no name that counts; the next opening sweeps it up if this does not.
+        let _ = self.directory.unlink(&temp_name(&name_of(key)));
+    }
+
+    /// The file of a set that was staged takes the place of the one that is there.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn adopt_regions(&self, key: SetKey) -> Result<RegionFile> {
         self.check_writable()?;
         let (name, temp) = (name_of(key), temp_name(&name_of(key)));
-        let written = self.directory.with_reserve(|| write_allocated(&self.directory, &temp, bytes));
-        if let Err(error) = written {
-            // What there is of it has no name that counts; the next opening sweeps it up if this does not.
-            let _ = self.directory.unlink(&temp);
-            return Err(error);
-        }
         let named = self.directory.rename(&temp, &name).and_then(|()| self.directory.sync());
         let made = named.and_then(|()| self.open_regions(key));
         if made.is_err() {

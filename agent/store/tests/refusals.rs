@@ -278,8 +278,8 @@ fn operations_that_make_no_sense() {
     assert!(store.coalesce("s5").unwrap_err().to_string().contains("remove it before"));
     store.remove("s5").unwrap();
     assert!(store.revert("s5", "").unwrap_err().to_string().contains("no longer kept"));
-    assert!(store.expand(MIB, "").unwrap_err().to_string().contains("only grows"));
-    assert!(store.expand(65 * MIB + 512, "").unwrap_err().to_string().contains("multiple of 4096"));
+    assert!(store.expand(MIB).unwrap_err().to_string().contains("only grows"));
+    assert!(store.expand(65 * MIB + 512).unwrap_err().to_string().contains("multiple of 4096"));
     store.revert("s6", "2026-01-01T00:00:00Z").unwrap();
     snapshot(&mut store, "branch").unwrap();
     store.remove("s6").unwrap();

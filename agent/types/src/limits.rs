@@ -9,6 +9,8 @@ pub const MAX_IO_BYTES: u32 = 1 << 20;
 /// The largest range of one DISCARD or WRITE_ZEROES; front ends split what is larger. Bounded
 /// because a replica may have to write the zeroes out, and has to answer within the time-out.
 pub const MAX_ZERO_BYTES: u32 = 32 << 20;
+/// The largest volume: what Longhorn's directories and ext4 files hold with room to spare.
+pub const MAX_VOLUME_BYTES: u64 = 1 << 44;
 /// The most replicas that one volume can have.
 pub const MAX_MEMBERS: usize = 8;
 /// The most proposed views that a replica keeps beside the committed one.

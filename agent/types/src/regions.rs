@@ -46,6 +46,10 @@ pub struct MarkRegions {
     pub action: MarkAction,
     /// First region and count of each run, at most [`RUNS_PER_MARK_MAX`].
     pub runs: Vec<(u32, u32)>,
+    /// The size of the volume in whose regions that is told. While a volume is being expanded the replica may be ahead
+    /// of the engine. 0: its own; engines that do not say it expand nothing.
+    #[serde(default)]
+    pub size_bytes: u64,
 }
 
 /// How a volume is divided into the regions that the write-intent and missed-region bitmaps count in.
@@ -68,6 +72,12 @@ impl Regions {
         Regions { size_bytes, region_bytes }
     }
 
+    /// The size of the volume.
+    #[must_use]
+    pub const fn size_bytes(self) -> u64 {
+        self.size_bytes
+    }
+
     /// Bytes of one region, a power of two; the last one may be shorter.
     #[must_use]
     pub const fn region_bytes(self) -> u64 {
@@ -88,6 +98,26 @@ impl Regions {
         let end = range.end().min(self.size_bytes).div_ceil(self.region_bytes);
         let start = (range.offset() / self.region_bytes).min(end);
         if range.is_empty() { start as u32..start as u32 } else { start as u32..end as u32 }
+    }
+
+    /// The regions that lie in `range` with all that the volume has of them.
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation)] // at most REGIONS_MAX
+    pub fn within(self, range: ByteRange) -> Range<u32> {
+        let start = range.offset().div_ceil(self.region_bytes).min(u64::from(self.count()));
+        let end = match range.end() >= self.size_bytes {
+            true => u64::from(self.count()),
+            false => range.end() / self.region_bytes,
+        };
+        start as u32..end.max(start) as u32
+    }
+
+    /// The bytes of a run of regions, as far as the volume has them.
+    #[must_use]
+    pub fn bytes(self, run: Range<u32>) -> ByteRange {
+        let start = (u64::from(run.start) * self.region_bytes).min(self.size_bytes);
+        let end = (u64::from(run.end) * self.region_bytes).min(self.size_bytes).max(start);
+        ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY)
     }
 
     /// The bytes of `region`; empty past the end of the volume.
@@ -126,6 +156,17 @@ impl RegionSet {
     #[must_use]
     pub const fn limit(&self) -> u32 {
         self.limit
+    }
+
+    /// The set for the same volume at another size, whose regions may be larger or smaller: all those that touch any of
+    /// this set. What is new of a volume that has grown is not in it.
+    #[must_use]
+    pub fn converted(&self, from: Regions, to: Regions) -> RegionSet {
+        let mut converted = RegionSet::empty(to.count());
+        for run in self.runs(0) {
+            converted.insert_run(to.touched(from.bytes(run)));
+        }
+        converted
     }
 
     /// How many are in the set.
@@ -296,7 +337,45 @@ mod tests {
         assert_eq!(touched(1 << 40, 512).count(), 0);
     }
 
+    #[test]
+    fn regions_within_a_range_are_whole() {
+        let regions = Regions::of((128 << 10) + 4096);
+        let within = |offset, length| regions.within(ByteRange::new(offset, length).unwrap());
+        assert_eq!(within(0, 64 << 10), 0..1);
+        assert_eq!(within(512, 128 << 10), 1..2);
+        assert_eq!(within(128 << 10, 4096), 2..3, "the last one is short");
+        assert_eq!(within(128 << 10, 2048).count(), 0);
+        assert_eq!(within(512, 1024).count(), 0);
+        assert_eq!(within(1 << 40, 512).count(), 0);
+        assert_eq!(regions.bytes(1..9), ByteRange::new(64 << 10, (64 << 10) + 4096).unwrap());
+    }
+
     proptest! {
+        /// Growing never loses a byte of a set, whether its regions become larger or not, and brings in nothing that is
+        /// further away than the larger region is long.
+        #[test]
+        fn a_set_follows_the_size(
+            old_mib in 1u64..200_000,
+            more_mib in 0u64..400_000,
+            runs in prop::collection::vec((0.0..1.0f64, 1u32..50), 0..20),
+        ) {
+            let (from, to) = (Regions::of(old_mib << 20), Regions::of((old_mib + more_mib) << 20));
+            let mut set = RegionSet::empty(from.count());
+            for (at, count) in runs {
+                #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+                let start = (f64::from(from.count()) * at) as u32;
+                set.insert_run(start..start + count);
+            }
+            let grown = set.converted(from, to);
+            for run in set.runs(0) {
+                prop_assert!(grown.contains_all(to.touched(from.bytes(run))));
+            }
+            for region in grown.iter() {
+                prop_assert!(set.contains_any(from.touched(to.range(region))));
+            }
+            prop_assert_eq!(set.converted(from, from), set);
+        }
+
         #[test]
         fn is_a_set(
             limit in 1u32..300,

@@ -68,10 +68,12 @@ pub enum Opcode {
     /// Put right what a snapshot's layer holds. Text: [`crate::LayerPatch`], and data behind it, see
     /// [`crate::encode_patch`].
     RepairLayer = 22,
+    /// The volume has grown. Text: [`crate::ExpandReplica`].
+    Expand = 23,
 }
 
 impl Opcode {
-    const ALL: [Opcode; 22] = [
+    const ALL: [Opcode; 23] = [
         Opcode::Challenge,
         Opcode::Hello,
         Opcode::Read,
@@ -94,6 +96,7 @@ impl Opcode {
         Opcode::CheckLayer,
         Opcode::KeepSums,
         Opcode::RepairLayer,
+        Opcode::Expand,
     ];
 
     fn of(raw: u8) -> Option<Opcode> {
@@ -107,7 +110,7 @@ impl Opcode {
             Opcode::Challenge | Opcode::Hello | Opcode::Propose | Opcode::Commit => true,
             Opcode::Regions | Opcode::Mark | Opcode::Layers => true,
             Opcode::CopyBegin | Opcode::Extents | Opcode::CopyEnd => true,
-            Opcode::CheckLayer | Opcode::KeepSums | Opcode::RepairLayer => true,
+            Opcode::CheckLayer | Opcode::KeepSums | Opcode::RepairLayer | Opcode::Expand => true,
             Opcode::Read | Opcode::Write | Opcode::Flush | Opcode::Discard | Opcode::WriteZeroes => false,
             Opcode::Ping | Opcode::Verify | Opcode::ReadLayer | Opcode::WriteLayer => false,
         }

@@ -36,7 +36,7 @@ pub use handshake::{
 };
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
-pub use regions::{CONTROL_QUEUE, RegionsPage, RegionsQuery};
+pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, PATCH_BYTES_MAX, SUM_PIECE_BYTES, SummedRun,

@@ -13,6 +13,17 @@ pub struct RegionsQuery {
     pub of: RegionsOf,
     /// The first region of interest.
     pub from: u32,
+    /// The size of the volume in whose regions is asked and answered, as in
+    /// [`MarkRegions`](shorthorn_types::MarkRegions). 0: the replica's own.
+    #[serde(default)]
+    pub size_bytes: u64,
+}
+
+/// Tells a replica that the volume has grown: it makes itself larger, durably, before it answers. It never gets smaller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpandReplica {
+    /// The new size of the volume.
+    pub size_bytes: u64,
 }
 
 /// Some of the regions of a set.

@@ -103,6 +103,15 @@ pub enum AgentCall {
         /// The oldest attachment that may use it. Stored before.
         attach: u64,
     },
+    /// Tells a running engine that its volume grows.
+    ExpandEngine {
+        /// Whose engine it is.
+        volume: VolumeName,
+        /// Number of the attachment.
+        attach: u64,
+        /// The new size.
+        size_bytes: u64,
+    },
     /// Makes what a stopped replica has the truth of its volume.
     SalvageReplica {
         /// The disk that its directory is on.
@@ -146,7 +155,8 @@ impl AgentCall {
             AgentCall::StartEngine { volume, .. }
             | AgentCall::Grant { volume, .. }
             | AgentCall::UpdateReplicas { volume, .. }
-            | AgentCall::SetRebuildLimits { volume, .. } => InstanceKey::engine(volume),
+            | AgentCall::SetRebuildLimits { volume, .. }
+            | AgentCall::ExpandEngine { volume, .. } => InstanceKey::engine(volume),
             AgentCall::StopInstance { instance, .. } => instance.clone(),
         }
     }
@@ -161,6 +171,7 @@ impl AgentCall {
             AgentCall::UpdateReplicas { .. } => "tell where the replicas are",
             AgentCall::SetRebuildLimits { .. } => "set the limits of copying",
             AgentCall::FenceReplica { .. } => "keep older engines from replica",
+            AgentCall::ExpandEngine { .. } => "expand",
             AgentCall::SalvageReplica { .. } => "salvage replica",
             AgentCall::StopInstance { .. } => "stop",
             AgentCall::DeleteReplica { .. } => "delete replica data",

@@ -5,7 +5,7 @@ use std::fmt;
 
 use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, VolumeName};
 
-use crate::objects::{FrontendStatus, MemberStatus, ReplicaSpec};
+use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
 /// What all agents show.
@@ -184,7 +184,7 @@ pub enum InstanceState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// Of an engine.
-    Engine(EngineView),
+    Engine(Box<EngineView>),
     /// Of a replica.
     Replica(ReplicaView),
 }
@@ -204,6 +204,10 @@ pub struct EngineView {
     pub frontend: String,
     /// The device, or the socket.
     pub endpoint: String,
+    /// The size of the device, as whoever uses it sees it; 0: not known.
+    pub size_bytes: u64,
+    /// What is still to come of an expansion.
+    pub expansion: Option<ExpansionStatus>,
     /// What each replica is to it.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
     /// How far the replicas are that are being brought up.

@@ -1,5 +1,6 @@
 //! What an API call changes in the stored objects, or why it is refused.
 
+pub use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
 use shorthorn_types::{NameError, VolumeName};
 use thiserror::Error;
@@ -9,12 +10,11 @@ use crate::objects::{
     Node, NodeSpec, RebuildLimits, Salvage, Secret, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::observed::DiskView;
+use crate::scheduler::{self, Limits, Refusal};
 use crate::{LabelError, NodeName, NodeNameError, Timestamp, World, labels, salvage};
 
 /// How many replicas a volume gets where nothing is said.
 pub const DEFAULT_REPLICAS: u32 = 3;
-/// The largest volume: what Longhorn's directories and ext4 files hold with room to spare.
-pub const MAX_VOLUME_BYTES: u64 = 1 << 44;
 
 /// Why a call is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub enum RequestError {
     DataLocality(#[from] DataLocalityError),
     /// The size can never work.
     #[error(
-        "a volume of {0} bytes cannot be made: the size must be a multiple of {BLOCK_BYTES}, \
+        "a volume cannot have {0} bytes: the size must be a multiple of {BLOCK_BYTES}, \
          from {BLOCK_BYTES} to {MAX_VOLUME_BYTES}"
     )]
     Size(u64),
@@ -88,6 +88,26 @@ pub enum RequestError {
         has: u32,
         /// How many were asked for.
         wanted: u32,
+    },
+    /// Volumes never shrink.
+    #[error("volume {name} has {has} bytes, and {wanted} are fewer: a volume only grows")]
+    Shrinks {
+        /// The volume.
+        name: String,
+        /// The size that it should have now.
+        has: u64,
+        /// What was asked for.
+        wanted: u64,
+    },
+    /// The disks of its replicas have no room for more.
+    #[error("volume {name} cannot have {wanted} bytes: {refusal}")]
+    NoRoom {
+        /// The volume.
+        name: String,
+        /// What was asked for.
+        wanted: u64,
+        /// Which disks, and why.
+        refusal: Box<Refusal>,
     },
     /// The share of copying can never work.
     #[error("a share of {0} percent: use 1 to 100")]
@@ -348,20 +368,43 @@ pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Vol
     Ok(with_spec(volume, spec))
 }
 
-/// The volume larger, and never smaller. Its replicas and its device follow.
+/// The volume with more bytes, attached or not, where the disks of its replicas are not to promise more than they
+/// have. `status.current_size` tells when it has them.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
 pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
+    expand_within(world, name, size_bytes, Limits::default())
+}
+
+/// The same, where disks may promise as much as `limits` say.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn expand_within(
+    world: &World,
+    name: &str,
+    size_bytes: u64,
+    limits: Limits,
+) -> Result<Change<Volume>, RequestError> {
     let volume = find_living(world, name)?;
     check_size(size_bytes)?;
-    if size_bytes <= volume.spec.size {
+    let has = volume.spec.size;
+    if size_bytes < has {
+        return Err(RequestError::Shrinks { name: name.to_owned(), has, wanted: size_bytes });
+    }
+    if size_bytes == has {
         return Ok(Change::AlreadySo(volume.clone()));
     }
-    let mut grown = volume.clone();
-    grown.status.current_size = volume.current_size();
-    grown.spec.size = size_bytes;
-    Ok(Change::Store(grown))
+    scheduler::room_to_grow(world, volume, size_bytes, limits).map_err(|refusal| RequestError::NoRoom {
+        name: name.to_owned(),
+        wanted: size_bytes,
+        refusal: Box::new(refusal),
+    })?;
+    let mut volume = volume.clone();
+    volume.status.current_size = volume.current_size_bytes();
+    volume.spec.size = size_bytes;
+    Ok(Change::Store(volume))
 }
 
 /// The volume with other limits for copying.

@@ -43,7 +43,7 @@ pub fn explain(
     let place = engine.and_then(|engine| agents.get(engine.spec.node_id.as_ref()?));
     let instance = place.and_then(|view| view.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
     let shown = instance.and_then(|instance| match &instance.detail {
-        Detail::Engine(view) if view.attach == volume.status.attach => Some(view),
+        Detail::Engine(view) if view.attach == volume.status.attach => Some(view.as_ref()),
         _ => None,
     });
     let replicas = world.replicas_of(&volume.spec.volume_name).collect();
@@ -93,7 +93,26 @@ impl Teller<'_> {
             VolumeState::Attached => self.tell_attached(),
             VolumeState::Detaching | VolumeState::Deleting => self.tell_leaving(),
         }
+        self.tell_expansion();
         self.tell_drained();
+    }
+
+    /// A size that it is still to get, and what that waits for.
+    fn tell_expansion(&mut self) {
+        if !self.volume.is_expanding() {
+            return;
+        }
+        let (has, wants) = (bytes(self.volume.current_size_bytes()), bytes(self.volume.spec.size));
+        let trouble = self.trouble(ConditionType::Expanded);
+        let waits = trouble.map(|trouble| after_colon(&trouble.message)).unwrap_or_default();
+        let is_next_attach = trouble.is_some_and(|trouble| trouble.reason == "NextAttach");
+        self.say(format!("Volume {} is being expanded from {has} to {wants}{waits}.", self.name));
+        if is_next_attach {
+            self.hint(format!(
+                "Stop what uses the device, then: shorthornctl volume detach {}, and attach it again",
+                self.name
+            ));
+        }
     }
 
     /// Replicas that are to leave their nodes, and what that waits for.

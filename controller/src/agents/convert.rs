@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_controller_core::objects::{FrontendStatus, MemberMode, MemberStatus, RebuildLimits};
+use shorthorn_controller_core::objects::{
+    ExpansionStatus, FrontendStatus, MemberMode, MemberStatus, RebuildLimits,
+};
 use shorthorn_controller_core::observed::{
     AgentInfo, CopyView, Detail, DiskView, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind,
     InstanceState, ReplicaView, ScrubView,
@@ -49,9 +51,9 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
     };
     let (kind, detail) = match (instance.kind(), instance.detail) {
         (v1::InstanceKind::Engine, Some(v1::instance::Detail::Engine(status))) => {
-            (InstanceKind::Engine, Detail::Engine(engine(status)))
+            (InstanceKind::Engine, Detail::Engine(Box::new(engine(status))))
         }
-        (v1::InstanceKind::Engine, _) => (InstanceKind::Engine, Detail::Engine(EngineView::default())),
+        (v1::InstanceKind::Engine, _) => (InstanceKind::Engine, Detail::Engine(Box::default())),
         (v1::InstanceKind::Replica, Some(v1::instance::Detail::Replica(status))) => {
             (InstanceKind::Replica, Detail::Replica(replica(status)))
         }
@@ -86,6 +88,11 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         view: status.view,
         frontend: status.frontend,
         endpoint: status.endpoint,
+        size_bytes: status.size_bytes,
+        expansion: status.expansion.map(|expansion| ExpansionStatus {
+            message: expansion.message,
+            next_attach: expansion.next_attach,
+        }),
         members: status.members.into_iter().filter_map(member).collect(),
         copies,
         equalising: status.equalising.as_ref().map(copy),
@@ -177,6 +184,7 @@ pub(super) enum Message {
     UpdateReplicas(v1::UpdateReplicasRequest),
     SetRebuildLimits(v1::SetRebuildLimitsRequest),
     FenceReplica(v1::FenceReplicaRequest),
+    ExpandEngine(v1::ExpandEngineRequest),
     SalvageReplica(v1::SalvageReplicaRequest),
     StopInstance(v1::StopInstanceRequest),
     DeleteReplica(v1::DeleteReplicaRequest),
@@ -250,6 +258,10 @@ pub(super) fn message(call: &AgentCall) -> Message {
                 replica_id: replica_id.to_string(),
                 attach: *attach,
             })
+        }
+        AgentCall::ExpandEngine { volume, attach, size_bytes } => {
+            let (volume, attach, size_bytes) = (volume.to_string(), *attach, *size_bytes);
+            Message::ExpandEngine(v1::ExpandEngineRequest { volume, attach, size_bytes })
         }
         AgentCall::SalvageReplica { disk_path, volume, replica_id, attach } => {
             Message::SalvageReplica(v1::SalvageReplicaRequest {

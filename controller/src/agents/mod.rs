@@ -206,6 +206,9 @@ impl Fleet {
             Message::FenceReplica(request) => {
                 client.fence_replica(limited(request, CALL_LIMIT)).await.map(drop)
             }
+            Message::ExpandEngine(request) => {
+                client.expand_engine(limited(request, CALL_LIMIT)).await.map(drop)
+            }
             Message::SalvageReplica(request) => {
                 client.salvage_replica(limited(request, STOP_LIMIT)).await.map(drop)
             }

@@ -159,6 +159,12 @@ impl Controller for Api {
         self.change_volume(&name, |world| requests::set_replicas(world, &name, number_of_replicas)).await
     }
 
+    async fn expand_volume(&self, request: Request<v1::ExpandVolumeRequest>) -> Reply<v1::Volume> {
+        let v1::ExpandVolumeRequest { name, size_bytes } = request.into_inner();
+        let limits = self.settings.scheduling;
+        self.change_volume(&name, |world| requests::expand_within(world, &name, size_bytes, limits)).await
+    }
+
     async fn set_volume_rebuild_limits(
         &self,
         request: Request<v1::SetVolumeRebuildLimitsRequest>,

@@ -23,9 +23,11 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::NoReplica { .. }
         | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,
+        RequestError::NoRoom { .. } => Code::ResourceExhausted,
         RequestError::AttachedElsewhere { .. }
         | RequestError::Deleting(_)
         | RequestError::FewerReplicas { .. }
+        | RequestError::Shrinks { .. }
         | RequestError::IsServed(_)
         | RequestError::HoldsNothing(_)
         | RequestError::IsAttached(_)

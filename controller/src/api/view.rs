@@ -25,6 +25,7 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
     v1::Volume {
         name: volume.metadata.name.clone(),
         size_bytes: spec.size,
+        current_size_bytes: volume.current_size_bytes(),
         number_of_replicas: spec.number_of_replicas,
         frontend: spec.frontend.to_string(),
         node: text(spec.node_id.as_ref()),

@@ -131,7 +131,7 @@ fn is_deleted(world: &World, name: &str) -> bool {
 /// The volume as callers see it.
 pub(super) fn shown(volume: &Volume) -> v1::Volume {
     v1::Volume {
-        capacity_bytes: i64::try_from(volume.current_size()).unwrap_or(i64::MAX),
+        capacity_bytes: i64::try_from(volume.current_size_bytes()).unwrap_or(i64::MAX),
         volume_id: volume.metadata.name.clone(),
         ..v1::Volume::default()
     }

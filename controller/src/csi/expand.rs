@@ -29,7 +29,8 @@ impl CsiController {
         // Of the last decision, which is the one that holds.
         let wanted_bytes = AtomicU64::new(0);
         change(self.store.as_ref(), |world| {
-            let (change, awaited_bytes) = csi::expand(world, name, range.required_bytes, range.limit_bytes)?;
+            let (change, awaited_bytes) =
+                csi::expand(world, name, range.required_bytes, range.limit_bytes, self.settings.scheduling)?;
             wanted_bytes.store(awaited_bytes, Ordering::Relaxed);
             Ok(change)
         })
@@ -37,8 +38,8 @@ impl CsiController {
         .map_err(|error: crate::store::ChangeError<csi::SizedError>| error.into_csi_error())?;
         let wanted_bytes = wanted_bytes.into_inner();
         let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
-            Some(volume) if volume.current_size() < wanted_bytes => None,
-            found => Some(found.map(|volume| volume.current_size())),
+            Some(volume) if volume.current_size_bytes() < wanted_bytes => None,
+            found => Some(found.map(|volume| volume.current_size_bytes())),
         });
         let gone = || CsiError::NotFound(format!("volume {volume} was deleted meanwhile"));
         let size_bytes = grown.await?.ok_or_else(gone)?;

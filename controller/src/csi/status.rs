@@ -27,11 +27,13 @@ impl IntoCsiError for RequestError {
             RequestError::Deleting(_) => CsiError::Aborted(message),
             RequestError::AttachedElsewhere { .. }
             | RequestError::FewerReplicas { .. }
+            | RequestError::Shrinks { .. }
             | RequestError::HoldsNothing(_)
             | RequestError::IsServed(_)
             | RequestError::IsAttached(_)
             | RequestError::NeverAttached(_)
             | RequestError::NotAttached(_) => CsiError::Precondition(message),
+            RequestError::NoRoom { .. } => CsiError::Exhausted(message),
             RequestError::Size(_) => CsiError::OutOfRange(message),
             RequestError::Frontend(_)
             | RequestError::Label(_)

@@ -101,6 +101,19 @@ pub enum VolumeCommand {
         /// How many copies of the data there are, 1 to 8
         count: u32,
     },
+    /// Makes a volume larger, attached or not, while it is in use. It never gets smaller
+    Expand {
+        /// Name of the volume
+        name: String,
+        /// Its new size, like 20GiB
+        size: Size,
+        /// Waits until the volume, and its device where it is attached, has that size
+        #[arg(long)]
+        wait: bool,
+        /// Seconds to wait at most; the controller goes on by itself
+        #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds, requires = "wait")]
+        timeout: Duration,
+    },
     /// Limits how much copying to replicas may take of the volume's speed
     RebuildLimit {
         /// Name of the volume

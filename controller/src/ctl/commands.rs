@@ -76,6 +76,9 @@ impl Session {
                     format!("volume {} should have {} replicas", volume.name, volume.number_of_replicas)
                 })
             }
+            VolumeCommand::Expand { name, size, wait, timeout } => {
+                self.expand(name, size.0, WaitArgs { no_wait: !wait, timeout }).await
+            }
             VolumeCommand::RebuildLimit { name, bytes_per_s, share } => {
                 let limits = v1::RebuildLimits { bytes_per_s: bytes_per_s.0, share_percent: share };
                 let request = v1::SetVolumeRebuildLimitsRequest { name, limits: Some(limits) };
@@ -139,6 +142,13 @@ impl Session {
                 if volume.endpoint.is_empty() { String::new() } else { format!(": {}", volume.endpoint) };
             format!("volume {} is {} on {}{at}", volume.name, volume.state, volume.node)
         })
+    }
+
+    async fn expand(&mut self, name: String, size_bytes: u64, wait: WaitArgs) -> Result<String, CtlError> {
+        let request = limited(v1::ExpandVolumeRequest { name, size_bytes });
+        let volume = self.client.expand_volume(request).await.map_err(self.error())?.into_inner();
+        let volume = self.settle(volume, &Goal::Expanded(size_bytes), wait).await?;
+        self.show(volume, |volume| format!("volume {} has {}", volume.name, output::size(volume)))
     }
 
     async fn upgrade(&mut self, name: String) -> Result<String, CtlError> {

@@ -56,7 +56,7 @@ pub(super) fn volumes(format: Format, volumes: Vec<v1::Volume>) -> Result<String
         } else {
             volume.number_of_replicas.to_string()
         };
-        let size = human(volume.size_bytes);
+        let size = size(&volume);
         table.add_row([
             volume.name,
             size,
@@ -68,6 +68,17 @@ pub(super) fn volumes(format: Format, volumes: Vec<v1::Volume>) -> Result<String
         ]);
     }
     Ok(table.to_string())
+}
+
+/// The size, and the one that it is to have while it has another.
+pub(super) fn size(volume: &v1::Volume) -> String {
+    let wanted = human(volume.size_bytes);
+    // A controller of an earlier version does not say it.
+    match volume.current_size_bytes {
+        0 => wanted,
+        has if has == volume.size_bytes => wanted,
+        has => format!("{}, to be {wanted}", human(has)),
+    }
 }
 
 /// How far the replicas are that are being brought up, for a cell of a table.
@@ -205,10 +216,11 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         return for_programs(format, &VolumeView::from(volume));
     }
     let mut facts = table(&[]);
+    let size = size(&volume);
     let engine = volume.engine.unwrap_or_default();
     for (name, value) in [
         ("Name", volume.name),
-        ("Size", human(volume.size_bytes)),
+        ("Size", size),
         ("State", volume.state),
         ("Robustness", volume.robustness),
         ("Wanted on", dash(volume.node)),

@@ -9,6 +9,7 @@ use shorthorn_proto::v1;
 pub(super) struct VolumeView {
     name: String,
     size: u64,
+    current_size: u64,
     number_of_replicas: u32,
     frontend: String,
     replica_soft_anti_affinity: bool,
@@ -294,6 +295,7 @@ impl From<v1::Volume> for VolumeView {
         VolumeView {
             name: volume.name,
             size: volume.size_bytes,
+            current_size: volume.current_size_bytes,
             number_of_replicas: volume.number_of_replicas,
             frontend: volume.frontend,
             replica_soft_anti_affinity: volume.replica_soft_anti_affinity,

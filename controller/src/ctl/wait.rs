@@ -12,6 +12,7 @@ use tonic::{Code, Status};
 
 use super::error::{CtlError, is_unreachable};
 use super::output::drain_left;
+use super::size::human;
 
 /// The wait before a broken stream is opened again.
 const RETRY: Duration = Duration::from_millis(200);
@@ -31,6 +32,8 @@ pub(super) enum Goal {
     Attached(String),
     /// Nothing runs.
     Detached,
+    /// It has that size, and its device where it is attached.
+    Expanded(u64),
     /// The volume is no more.
     Deleted,
 }
@@ -47,6 +50,7 @@ impl Goal {
             Goal::Created => "created".to_owned(),
             Goal::Attached(node) => format!("attached to {node}"),
             Goal::Detached => "detached".to_owned(),
+            Goal::Expanded(size_bytes) => format!("expanded to {}", human(*size_bytes)),
             Goal::Deleted => "deleted".to_owned(),
         }
     }
@@ -62,8 +66,15 @@ impl Goal {
                 return Verdict::Never(format!("volume {} is wanted on {} now", volume.name, volume.node));
             }
             Goal::Detached => volume.state == "detached" || volume.state == "creating",
+            Goal::Expanded(size_bytes) => volume.current_size_bytes >= *size_bytes,
             Goal::Deleted => false,
         };
+        if let (Goal::Expanded(_), false) = (self, reached)
+            && let Some(condition) = condition(volume, "Expanded")
+            && condition.reason == "NextAttach"
+        {
+            return Verdict::Never(condition.message.clone());
+        }
         match trouble(volume, "Scheduled") {
             _ if reached => Verdict::Reached,
             // Only more nodes or disks would help, or another volume that goes: no use to wait for that.
@@ -78,8 +89,12 @@ impl Goal {
 }
 
 fn trouble<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a str> {
-    let condition = volume.conditions.iter().find(|condition| condition.r#type == kind)?;
-    (!condition.status).then_some(condition.message.as_str())
+    condition(volume, kind).map(|condition| condition.message.as_str())
+}
+
+/// The condition, where it does not hold.
+fn condition<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a v1::Condition> {
+    volume.conditions.iter().find(|condition| condition.r#type == kind && !condition.status)
 }
 
 /// Waits until the goal is reached, and returns the volume as it is then, or nothing once it is gone.
@@ -190,7 +205,7 @@ async fn follow(
             Verdict::Never(message) => return Err(Broken::Never(message)),
             Verdict::NotYet => {}
         }
-        let what = trouble(&volume, "Settled").unwrap_or_default();
+        let what = trouble(&volume, "Settled").or_else(|| trouble(&volume, "Expanded")).unwrap_or_default();
         progress.say(&format!("volume {name} is {}: {what}", volume.state));
         *last = Some(volume);
     }
@@ -199,7 +214,8 @@ async fn follow(
 fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> String {
     let state = match last {
         Some(volume) => {
-            let what = trouble(volume, "Settled").unwrap_or("no reason known");
+            let what = trouble(volume, "Settled").or_else(|| trouble(volume, "Expanded"));
+            let what = what.unwrap_or("no reason known");
             format!("it is {}: {what}", volume.state)
         }
         None => "nothing was heard of it".to_owned(),

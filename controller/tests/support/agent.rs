@@ -38,6 +38,8 @@ struct State {
     directories: BTreeSet<String>,
     disks: BTreeSet<String>,
     in_use: Option<String>,
+    /// Why devices cannot be resized while they are there.
+    keeps_size: Option<String>,
     starts: u32,
     limits: Option<v1::RebuildLimits>,
     /// The committed view of each directory.
@@ -114,6 +116,20 @@ impl FakeAgent {
     /// Has the device of every engine be in use, or no longer.
     pub fn set_in_use(&self, by: Option<&str>) {
         self.state().in_use = by.map(ToOwned::to_owned);
+    }
+
+    /// From now on devices are not resized while they are there.
+    pub fn keep_device_size(&self, why: &str) {
+        self.state().keeps_size = Some(why.to_owned());
+    }
+
+    /// The size of the device of a volume.
+    pub fn engine_size(&self, volume: &str) -> u64 {
+        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
+        match &self.state().instances[&key].detail {
+            Some(v1::instance::Detail::Engine(engine)) => engine.size_bytes,
+            _ => unreachable!(),
+        }
     }
 
     /// The engine says that this replica left its view.
@@ -475,6 +491,22 @@ impl Node for FakeAgent {
         let changed = instance.clone();
         self.send(Type::Set, changed);
         Ok(Response::new(v1::FenceReplicaResponse {}))
+    }
+
+    async fn expand_engine(
+        &self,
+        request: Request<v1::ExpandEngineRequest>,
+    ) -> Result<Response<v1::ExpandEngineResponse>, Status> {
+        let request = request.into_inner();
+        let keeps_size = self.state().keeps_size.clone();
+        self.told(&request.volume, request.attach, |engine| match keeps_size {
+            None => engine.size_bytes = request.size_bytes,
+            Some(message) => {
+                let size_bytes = request.size_bytes;
+                engine.expansion = Some(v1::Expansion { size_bytes, message, next_attach: true });
+            }
+        })?;
+        Ok(Response::new(v1::ExpandEngineResponse {}))
     }
 
     async fn inspect_replica(

@@ -54,6 +54,12 @@ impl Checker {
         Checker { sectors: initial.iter().map(first).collect(), horizon: 0 }
     }
 
+    /// The volume has grown to so many sectors; what is new shows zeroes.
+    pub fn grow(&mut self, sectors: usize) {
+        let new = Checker::new(&vec![0; sectors.saturating_sub(self.sectors.len())]);
+        self.sectors.extend(new.sectors);
+    }
+
     /// A write, discard or write of zeroes is given to the device.
     pub fn submit(&mut self, sectors: std::ops::Range<usize>, id: Id, now: Micros) {
         for sector in &mut self.sectors[sectors] {

@@ -45,6 +45,8 @@ pub struct Host {
 pub struct EngineProc {
     pub host: usize,
     pub generation: Generation,
+    /// The size that it was told.
+    pub size_bytes: u64,
     /// Once it serves.
     pub core: Option<EngineCore>,
     /// Every replica that it was given, by the index that the core knows.
@@ -89,6 +91,7 @@ impl World {
         let process = EngineProc {
             host,
             generation,
+            size_bytes: self.controller.size_bytes,
             core: None,
             links: vec![None; count],
             control: vec![None; count],
@@ -261,6 +264,11 @@ impl World {
             Output::Settled => self.settled(engine),
             Output::ScrubFound { range, odd, .. } => self.scrub_found(engine, range, &odd),
             Output::ScrubDone => self.count("scrubs"),
+            Output::Expanded { size_bytes } => {
+                self.note(|| format!("engine {engine}: the volume has {size_bytes} bytes"));
+                self.count("expansions");
+                self.device_grows(engine);
+            }
             Output::Frozen { reason } => {
                 self.note(|| format!("engine {engine} is frozen: {reason}"));
                 self.count("frozen");

@@ -1,6 +1,11 @@
 //! Trouble, and its end.
 
+use shorthorn_types::limits::BLOCK_BYTES;
+
 use crate::world::{Occurrence, World};
+
+/// The volume is not made larger than that.
+const EXPANDED_BYTES_MAX: u64 = 4 << 20;
 
 /// Something that goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +36,8 @@ pub enum Fault {
     SlowDisk,
     /// A replica is gone for good, and a new one takes its place.
     Replace,
+    /// The volume is to be larger: no fault, but it meets them all.
+    Expand,
     /// Something that was cut, full, slow or stopped is well again.
     Mend(Mend),
 }
@@ -48,7 +55,7 @@ pub enum Mend {
     Speed(usize),
 }
 
-const KINDS: [(Fault, u32); 13] = [
+const KINDS: [(Fault, u32); 14] = [
     (Fault::KillReplica, 10),
     (Fault::CutPowerOfReplica, 6),
     (Fault::KillEngine, 10),
@@ -62,6 +69,7 @@ const KINDS: [(Fault, u32); 13] = [
     (Fault::SlowDisk, 4),
     (Fault::Replace, 2),
     (Fault::HandOver, 6),
+    (Fault::Expand, 5),
 ];
 
 /// The engine that hands over settles for so long at most.
@@ -134,7 +142,15 @@ impl World {
                 self.after(while_us, Occurrence::Fault(Fault::Mend(Mend::Speed(victim))));
             }
             Fault::Replace => self.replace_replica(),
+            Fault::Expand => self.expand_volume(),
             Fault::Mend(_) => {}
+        }
+    }
+
+    /// The controller has recorded it when the first engine hears of it.
+    fn expand_volume(&mut self) {
+        if self.controller.up && self.controller.size_bytes < EXPANDED_BYTES_MAX {
+            self.controller.size_bytes += BLOCK_BYTES * self.rng.u64(1..40);
         }
     }
 

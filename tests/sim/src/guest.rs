@@ -129,9 +129,24 @@ impl World {
     /// An engine serves the device: it is given every request that is not done, as after a recovery.
     pub fn device_is_served(&mut self, engine: u64) {
         self.guest.engine = Some(engine);
+        self.device_grows(engine);
         for slot in 0..self.guest.slots.len() {
             self.pass_on(slot);
         }
+    }
+
+    /// The device has the size of its engine's core.
+    pub fn device_grows(&mut self, engine: u64) {
+        let core = self.engines.get(&engine).and_then(|process| process.core.as_ref());
+        let Some(size_bytes) = core.map(|core| core.regions().size_bytes()) else { return };
+        if self.guest.engine != Some(engine) {
+            return;
+        }
+        if size_bytes < self.guest.size_bytes {
+            return self.violate(format!("the device shrinks to {size_bytes} bytes"));
+        }
+        self.guest.size_bytes = size_bytes;
+        self.checker.grow(usize::try_from(size_bytes / 512).unwrap_or(usize::MAX));
     }
 
     /// The device is somewhere else now; whoever waited for the old one will never know.

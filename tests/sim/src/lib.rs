@@ -194,6 +194,7 @@ fn is_recovered(world: &World) -> bool {
     let members = core.membership().view().members;
     world.calm
         && world.guest.budget == 0
+        && world.guest.size_bytes == world.controller.size_bytes
         && world.guest.slots.iter().all(Option::is_none)
         && !core.membership().is_changing()
         && core.copy_progress().equalise_left_bytes == 0
@@ -274,7 +275,7 @@ impl World {
         let mut files = Files::default();
         // The snapshot is copied before anything else; that part is not simulated.
         files.snapshot = self.replicas[at].files.snapshot.clone();
-        let size = self.guest.size_bytes;
+        let size = self.controller.size_bytes;
         self.replicas.push(Replica::new(id, size, ReplicaViews::new(first), files));
         self.guest.replicas[place] = id;
     }

@@ -41,6 +41,8 @@ pub enum Ask {
     CopyBegin,
     /// The copy is whole.
     CopyEnd,
+    /// The volume has grown to this size.
+    Expand(u64),
 }
 
 /// What a replica tells an engine that it takes.
@@ -52,6 +54,8 @@ pub struct Greeting {
     pub lost_cache: bool,
     /// Whether it lacks data.
     pub rebuilding: bool,
+    /// The size that it has.
+    pub size_bytes: u64,
 }
 
 /// What a replica answers.

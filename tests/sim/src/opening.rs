@@ -103,10 +103,64 @@ impl Process {
             (world.connect(self.engine, at), generation)
         };
         match self.call(conn, Ask::Hello(generation, queue)).await {
-            Some(Answer::Welcome(greeting)) => Some((conn, greeting)),
+            Some(Answer::Welcome(greeting)) if self.has_grown(conn, &greeting).await => {
+                Some((conn, greeting))
+            }
             _ => {
                 self.close(conn);
                 None
+            }
+        }
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.sim.borrow().engines.get(&self.engine).map_or(0, |process| process.size_bytes)
+    }
+
+    /// Whoever is greeted grows to the size that the engine was told; one that is larger is not taken.
+    async fn has_grown(&self, conn: ConnId, greeting: &Greeting) -> bool {
+        let size_bytes = self.size_bytes();
+        greeting.size_bytes == size_bytes
+            || (greeting.size_bytes < size_bytes && self.done(conn, Ask::Expand(size_bytes)).await)
+    }
+
+    /// Who has requests of the guest, or is about to.
+    fn connected(&self) -> Vec<(usize, ReplicaId)> {
+        let world = self.sim.borrow();
+        let Some(process) = world.engines.get(&self.engine) else { return Vec::new() };
+        let Some(core) = &process.core else { return Vec::new() };
+        let is_connected = |peer: &usize| core.membership().state(index(*peer)) != PeerState::Failed;
+        let peers = (0..process.peers.len()).filter(is_connected);
+        peers.map(|peer| (peer, process.peers[peer])).collect()
+    }
+
+    /// The controller may want a larger volume: the replicas grow, then the core. What does not succeed is tried again.
+    async fn follow_size(&self) {
+        {
+            let mut world = self.sim.borrow_mut();
+            let wanted = world.controller.size_bytes;
+            let is_up = world.controller.up;
+            let Some(process) = world.engines.get_mut(&self.engine) else { return };
+            if is_up {
+                process.size_bytes = process.size_bytes.max(wanted);
+            }
+            let has = process.core.as_ref().map_or(0, |core| core.regions().size_bytes());
+            if has >= process.size_bytes {
+                return;
+            }
+        }
+        let mut grown: Vec<usize> = Vec::new();
+        loop {
+            let left: Vec<_> =
+                self.connected().into_iter().filter(|(peer, _)| !grown.contains(peer)).collect();
+            if left.is_empty() {
+                let size_bytes = self.size_bytes();
+                return self.sim.borrow_mut().apply(self.engine, Event::Expand { size_bytes });
+            }
+            for (peer, replica) in left {
+                let Some((conn, _)) = self.greet(replica, CONTROL_QUEUE).await else { return };
+                self.close(conn);
+                grown.push(peer);
             }
         }
     }
@@ -189,7 +243,7 @@ impl Process {
                 return false;
             }
         };
-        let size = self.sim.borrow().guest.size_bytes;
+        let size = self.size_bytes();
         let regions = Regions::of(size);
         // Who may have lost what was not flushed holds everything only when the others have had their say: it joins later.
         let intact: Vec<ReplicaId> =
@@ -287,7 +341,8 @@ impl Process {
         let mut set = RegionSet::empty(count);
         let mut from = 0;
         loop {
-            let Some(Answer::Page(page)) = self.call(conn, Ask::Regions(RegionsQuery { of, from })).await
+            let Some(Answer::Page(page)) =
+                self.call(conn, Ask::Regions(RegionsQuery { of, from, size_bytes: 0 })).await
             else {
                 return None;
             };
@@ -354,6 +409,7 @@ impl Process {
         loop {
             self.sleep(RETRY_US).await;
             self.follow_replicas();
+            self.follow_size().await;
             let peers = match self.sim.borrow().engines.get(&self.engine) {
                 Some(engine) => engine.peers.clone(),
                 None => return,
@@ -437,22 +493,34 @@ impl Process {
         }
         let (count, known) = {
             let world = self.sim.borrow();
-            (Regions::of(world.guest.size_bytes).count(), world.engines.get(&self.engine)?.known[peer])
+            let process = world.engines.get(&self.engine)?;
+            (Regions::of(process.size_bytes).count(), process.known[peer])
         };
+        let size_bytes = self.size_bytes();
         let missing = if known && !greeting.rebuilding {
             self.regions(conn, RegionsOf::Intent, count).await?.1
         } else {
             self.make_fresh(conn, peer, replica, count).await?
         };
         for other in self.absent_but(replica) {
-            let begin =
-                MarkRegions { of: RegionsOf::Missed(other), action: MarkAction::Add, runs: Vec::new() };
+            let begin = MarkRegions {
+                of: RegionsOf::Missed(other),
+                action: MarkAction::Add,
+                runs: Vec::new(),
+                size_bytes: 0,
+            };
             self.done(conn, Ask::Mark(begin)).await.then_some(())?;
         }
         let (link, _) = self.greet(replica, 0).await?;
+        if self.size_bytes() != size_bytes {
+            self.close(link);
+            return None;
+        }
         let mut world = self.sim.borrow_mut();
         let process = world.engines.get_mut(&self.engine)?;
         process.links[peer] = Some(link);
+        let regions = process.core.as_ref()?.regions();
+        let missing = missing.converted(Regions::of(size_bytes), regions);
         world.note(|| format!("engine {}: {replica} joins, {} regions", self.engine, missing.len()));
         world.apply(self.engine, Event::Join { peer: index(peer), missing: Box::new(missing) });
         Some(())
@@ -516,7 +584,7 @@ impl Process {
     ) -> Option<RegionSet> {
         let of = RegionsOf::Missed(replica);
         for (_, member) in members {
-            let begin = MarkRegions { of, action: MarkAction::Add, runs: Vec::new() };
+            let begin = MarkRegions { of, action: MarkAction::Add, runs: Vec::new(), size_bytes: 0 };
             self.done(*member, Ask::Mark(begin)).await.then_some(())?;
         }
         let (_, source) = members.first()?;
@@ -524,7 +592,7 @@ impl Process {
         let runs: Vec<(u32, u32)> = missing.runs(0).map(|run| (run.start, run.end - run.start)).collect();
         for (_, member) in members {
             for runs in runs.chunks(RUNS_PER_MARK_MAX) {
-                let add = MarkRegions { of, action: MarkAction::Add, runs: runs.to_vec() };
+                let add = MarkRegions { of, action: MarkAction::Add, runs: runs.to_vec(), size_bytes: 0 };
                 self.done(*member, Ask::Mark(add)).await.then_some(())?;
             }
         }

@@ -43,7 +43,7 @@ pub struct Replica {
     pub id: ReplicaId,
     pub files: Files,
     durable: Durable,
-    size_bytes: u64,
+    pub size_bytes: u64,
     pub up: bool,
     /// Which process this is.
     pub boot: u64,
@@ -61,8 +61,8 @@ pub struct Replica {
     /// Wait for pages.
     waiting: VecDeque<Op>,
     marks: Vec<(ConnId, u64, Ticket)>,
-    /// Page writes under way: slot, set, page, bytes.
-    pages: BTreeMap<u64, (u8, SetKey, u32, Vec<u8>)>,
+    /// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
+    pages: BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>,
     /// Connections that have been let in.
     pub conns: Vec<ConnId>,
     /// Hellos that wait until older engines' requests have ended.
@@ -124,6 +124,11 @@ impl Replica {
         if self.durable.power_was_lost {
             self.keeper.lost_cache();
         }
+        for (key, file) in &mut self.durable.sets {
+            if self.keeper.is_outgrown(*key) {
+                *file = self.keeper.file(*key).unwrap_or_default();
+            }
+        }
         self.map = chain_map(self.size_bytes);
         self.boot = boot;
         self.up = true;
@@ -154,6 +159,7 @@ impl Replica {
             report: self.durable.views.report().clone(),
             lost_cache: self.keeper.has_lost_cache(),
             rebuilding: self.durable.rebuilding,
+            size_bytes: self.size_bytes,
         }
     }
 
@@ -390,6 +396,7 @@ impl World {
             | Ask::Mark(_)
             | Ask::CopyBegin
             | Ask::CopyEnd
+            | Ask::Expand(_)
             | Ask::Regions(_) => {
                 self.control(at, op);
             }
@@ -460,6 +467,7 @@ impl World {
                 replica.durable.rebuilding = false;
                 Ok(())
             }
+            Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),
             Ask::Regions(query) => {
                 let page = replica.regions(query);
                 return self.answer(op.conn, op.number, Answer::Page(page));
@@ -476,7 +484,7 @@ impl World {
             let replica = &mut self.replicas[at];
             let Some(write) = replica.keeper.begin_write(lazy) else { return };
             let (slot, key, page, bytes) = (write.slot, write.key, write.page, write.bytes.to_vec());
-            replica.pages.insert(number, (slot, key, page, bytes));
+            replica.pages.insert(number, (slot, Some(key), page, bytes));
             let boot = replica.boot;
             let delay = self.disk_delay(at);
             self.after(delay, Occurrence::PageDone { replica: at, boot, write: number });
@@ -490,8 +498,16 @@ impl World {
             return;
         }
         let Some((slot, key, page, bytes)) = replica.pages.remove(&number) else { return };
-        replica.write_page(key, page, &bytes);
+        if let Some(key) = key {
+            replica.write_page(key, page, &bytes);
+        }
         replica.keeper.end_write(slot, true);
+        self.go_on_waiting(at);
+    }
+
+    /// Looks again at what waits for pages.
+    fn go_on_waiting(&mut self, at: usize) {
+        let replica = &mut self.replicas[at];
         let (done, rest): (Vec<_>, Vec<_>) = std::mem::take(&mut replica.marks)
             .into_iter()
             .partition(|(.., ticket)| replica.keeper.is_durable(ticket));
@@ -504,6 +520,36 @@ impl World {
             self.execute(at, op);
         }
         self.write_pages(at);
+    }
+
+    /// The volume grows here: the directory first, then the files of the sets, one by one. The process may die in between.
+    fn expand_replica(&mut self, at: usize, op: &Op, size_bytes: u64) {
+        let is_cut_off = !self.calm && self.rng.u8(..) < 20;
+        let left = self.rng.usize(0..3);
+        let replica = &mut self.replicas[at];
+        if size_bytes > replica.size_bytes {
+            replica.size_bytes = size_bytes;
+            let grown = replica.keeper.grown(Regions::of(size_bytes));
+            let files: Vec<_> = grown.files().collect();
+            let done = if is_cut_off { left.min(files.len()) } else { files.len() };
+            replica.durable.sets.extend(files.into_iter().take(done));
+            for (_, key, ..) in replica.pages.values_mut() {
+                *key = None;
+            }
+            if is_cut_off {
+                self.count("expansions cut off");
+                return self.kill_replica(at, false);
+            }
+            replica.keeper.grow(grown);
+            replica.map.grow(size_bytes);
+            self.note(|| format!("replica {at} has {size_bytes} bytes now"));
+        }
+        let outcome = match size_bytes < self.replicas[at].size_bytes {
+            true => Answer::Error(Errno::INVALID),
+            false => Answer::Done,
+        };
+        self.answer(op.conn, op.number, outcome);
+        self.go_on_waiting(at);
     }
 
     /// The process is killed; with `power`, its host is off.
@@ -524,6 +570,7 @@ impl World {
             }
         }
         for (_, key, page, bytes) in std::mem::take(&mut replica.pages).into_values() {
+            let Some(key) = key else { continue };
             match rng.u8(0..3) {
                 0 => {}
                 1 => replica.write_page(key, page, &bytes),

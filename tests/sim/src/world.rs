@@ -54,6 +54,8 @@ pub struct Controller {
     pub host: usize,
     /// What it has granted.
     pub arbiter: Arbiter,
+    /// The size that the volume is to have; every engine that starts is told.
+    pub size_bytes: u64,
 }
 
 /// The world of one volume.
@@ -112,7 +114,13 @@ impl World {
             engines: BTreeMap::new(),
             conns: BTreeMap::new(),
             held: VecDeque::new(),
-            controller: Controller { up: true, attach: 1, host: 0, arbiter: Arbiter::default() },
+            controller: Controller {
+                up: true,
+                attach: 1,
+                host: 0,
+                arbiter: Arbiter::default(),
+                size_bytes: guest.size_bytes,
+            },
             guest,
             guest_forgot: Vec::new(),
             checker,

@@ -8,6 +8,7 @@ use crate::membership::PeerConfig;
 use crate::request::{Operation, Request};
 
 mod copies;
+mod expand;
 mod joins;
 
 const TIMEOUT_MS: u64 = 5000;

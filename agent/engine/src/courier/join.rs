@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-use shorthorn_core::{Event, PeerIndex, PeerState};
+use shorthorn_core::{Event, Output, PeerIndex, PeerState};
 use shorthorn_types::{
     Generation, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
     ReplicaReport, View,
@@ -21,6 +21,8 @@ const COPY_END_TRIES: u32 = 5;
 /// What a replica lacks that is about to join.
 struct Lack {
     missing: RegionSet,
+    /// What it counts in: the volume may grow meanwhile.
+    regions: Regions,
     /// Where it was made anew: who keeps durably what it misses.
     accountants: Option<Vec<PeerIndex>>,
 }
@@ -43,8 +45,8 @@ impl Courier {
         }
         let lack = self.find_lack(&peer, &welcome, remembers)?;
         self.keep_accounts()?;
-        self.connect_queues(&peer)?;
-        self.hand_to_core(lack)
+        let size_bytes = self.connect_queues(&peer)?;
+        self.hand_to_core(lack, size_bytes)
     }
 
     /// Has the replica learn the current view, and store the one that is being brought through: where too few of the
@@ -79,8 +81,8 @@ impl Courier {
             return Err(Trouble::Ended);
         };
         self.desk.update(self.peer, |peer| peer.is_complete = false);
-        let forget =
-            MarkRegions { of: RegionsOf::Missed(replica), action: MarkAction::Forget, runs: Vec::new() };
+        let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
+        let forget = MarkRegions { of, action: MarkAction::Forget, runs, size_bytes: 0 };
         for keeper in self.desk.accountants(self.peer) {
             self.desk
                 .with_line(keeper, |line| line.mark(&forget))
@@ -104,14 +106,14 @@ impl Courier {
         let (mut missing, accountants) = if is_what_it_was {
             (RegionSet::empty(regions.count()), None)
         } else {
-            let (missing, accountants) = self.make_copy(source, &theirs, remembers)?;
+            let (missing, accountants) = self.make_copy(source, &theirs, remembers, regions)?;
             (missing, Some(accountants))
         };
         // What it had not made durable may be gone, and what it alone was sent is in no member.
-        let intent = desk.with_line(me, |line| line.regions(RegionsOf::Intent, regions.count()));
+        let intent = desk.with_line(me, |line| line.regions(RegionsOf::Intent, regions));
         let intent = intent.map_err(Trouble::while_doing("asking for its write intents"))?;
         missing.insert_all(&intent.unwrap_or_else(|| RegionSet::full(regions.count())));
-        Ok(Lack { missing, accountants })
+        Ok(Lack { missing, regions, accountants })
     }
 
     /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns where the source has data
@@ -124,6 +126,7 @@ impl Courier {
         source: PeerIndex,
         layers: &LayerList,
         remembers: bool,
+        regions: Regions,
     ) -> Result<(RegionSet, Vec<PeerIndex>), Trouble> {
         let (desk, me) = (std::sync::Arc::clone(&self.desk), self.peer);
         let begin = || desk.with_line(me, |line| line.copy_begin(layers));
@@ -143,27 +146,30 @@ impl Courier {
         };
         // First they begin to count, then the source is looked at: what changes meanwhile is in one or the other.
         let accountants = desk.accountants(me);
-        desk.keep_missed(&accountants, replica, &RegionSet::empty(desk.regions().count()))?;
-        let missing = self.find_data(source, layers)?;
-        desk.keep_missed(&accountants, replica, &missing)?;
+        desk.keep_missed(&accountants, replica, &RegionSet::empty(regions.count()), regions)?;
+        let missing = self.find_data(source, layers, regions)?;
+        desk.keep_missed(&accountants, replica, &missing, regions)?;
         Ok((missing, accountants))
     }
 
     /// From now on it counts what the other absent ones miss, as the members do.
     fn keep_accounts(&self) -> Result<(), Trouble> {
-        let nothing = RegionSet::empty(self.desk.regions().count());
+        let regions = self.desk.regions();
+        let nothing = RegionSet::empty(regions.count());
         let members = self.desk.members();
         for (index, other) in self.desk.peers() {
             if index != self.peer && other.is_complete && !members.contains(&index) {
-                self.desk.keep_missed(&[self.peer], other.endpoint.replica, &nothing)?;
+                self.desk.keep_missed(&[self.peer], other.endpoint.replica, &nothing, regions)?;
             }
         }
         Ok(())
     }
 
-    /// Opens a connection for every queue and waits until the queues have them.
-    fn connect_queues(&self, peer: &Peer) -> Result<(), Trouble> {
+    /// Opens a connection for every queue and waits until the queues have them. Returns the size that the replica has
+    /// at least.
+    fn connect_queues(&self, peer: &Peer) -> Result<u64, Trouble> {
         let desk = &self.desk;
+        let size_bytes = desk.greeter.size_bytes();
         let (installed, acknowledged) = mpsc::sync_channel(usize::from(desk.queues));
         for queue in 0..desk.queues {
             let (connection, _) = desk
@@ -181,11 +187,12 @@ impl Courier {
                 .recv_timeout(INSTALL_LIMIT)
                 .map_err(|_| Trouble::NotYet("a queue does not take its connection"))?;
         }
-        Ok(())
+        Ok(size_bytes)
     }
 
-    /// The core takes over.
-    fn hand_to_core(&mut self, lack: Lack) -> Result<(), Trouble> {
+    /// The core takes over, if the replica, which has `size_bytes`, has followed every expansion that the core may be
+    /// told of without it.
+    fn hand_to_core(&mut self, lack: Lack, size_bytes: u64) -> Result<(), Trouble> {
         let (desk, me) = (&self.desk, self.peer);
         let Some(replica) = desk.peer(me).map(|peer| peer.endpoint.replica) else {
             return Err(Trouble::Ended);
@@ -193,17 +200,27 @@ impl Courier {
         let is_copy = lack.accountants.is_some();
         // Whoever counts by now, or is about to, is asked under the same lock: later ones learn from the core.
         let count_now = desk.shared.decide(|core, outputs| {
-            core.apply(Event::Join { peer: me, missing: Box::new(lack.missing.clone()) }, outputs);
+            if size_bytes < desk.greeter.size_bytes() {
+                let reason = "it has not followed an expansion yet".to_owned();
+                outputs.push(Output::Drop { peer: me, reason });
+                return None;
+            }
+            let missing = Box::new(lack.missing.converted(lack.regions, core.regions()));
+            core.apply(Event::Join { peer: me, missing }, outputs);
             // With what was counted while it was away. Told here, it is told before the end of even the shortest copy.
             let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == me);
             let missing_bytes = left.map_or(0, |(_, bytes)| bytes);
             self.tell(Told::Joining { missing_bytes, is_copy });
-            desk.counting(core, me)
+            Some(desk.counting(core, me))
         });
+        let Some(count_now) = count_now else {
+            return Err(Trouble::NotYet("the volume is being expanded"));
+        };
         let Some(accountants) = lack.accountants else { return Ok(()) };
         let late: Vec<PeerIndex> =
             count_now.into_iter().filter(|index| !accountants.contains(index)).collect();
-        let ended = desk.keep_missed(&late, replica, &lack.missing).and_then(|()| self.end_copy());
+        let kept = desk.keep_missed(&late, replica, &lack.missing, lack.regions);
+        let ended = kept.and_then(|()| self.end_copy());
         match &ended {
             // From here on its absence costs what it misses, no longer a copy.
             Ok(()) => desk.update(me, |peer| peer.is_complete = true),
@@ -233,7 +250,7 @@ impl Courier {
 
 impl Desk {
     pub(crate) fn regions(&self) -> Regions {
-        Regions::of(self.greeter.size_bytes)
+        Regions::of(self.greeter.size_bytes())
     }
 
     /// Members, those on this host first.
@@ -256,16 +273,18 @@ impl Desk {
         self.peers().into_iter().map(|(index, _)| index).filter(counts).collect()
     }
 
-    /// Has `keepers` count what `replica` misses, and `missed` as a part of that.
+    /// Has `keepers` count what `replica` misses, and `missed`, which counts in `regions`, as a part of that.
     fn keep_missed(
         &self,
         keepers: &[PeerIndex],
         replica: ReplicaId,
         missed: &RegionSet,
+        regions: Regions,
     ) -> Result<(), Trouble> {
         for keeper in keepers {
             for runs in pages(missed) {
-                let change = MarkRegions { of: RegionsOf::Missed(replica), action: MarkAction::Add, runs };
+                let (of, size_bytes) = (RegionsOf::Missed(replica), regions.size_bytes());
+                let change = MarkRegions { of, action: MarkAction::Add, runs, size_bytes };
                 self.with_line(*keeper, |line| line.mark(&change))
                     .map_err(Trouble::while_doing("having a replica count what another one misses"))?;
             }

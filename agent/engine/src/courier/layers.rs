@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use shorthorn_core::PeerIndex;
-use shorthorn_types::{ByteRange, RegionSet, RegionsOf};
+use shorthorn_types::{ByteRange, RegionSet, Regions, RegionsOf};
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList};
 
 use crate::courier::{Courier, Told, Trouble};
@@ -45,11 +45,14 @@ impl Courier {
     }
 
     /// Where the head of the source has data; everything else it shares with the snapshots, which are there.
-    pub(super) fn find_data(&mut self, source: PeerIndex, layers: &LayerList) -> Result<RegionSet, Trouble> {
-        let regions = self.desk.regions();
+    pub(super) fn find_data(
+        &mut self,
+        source: PeerIndex,
+        layers: &LayerList,
+        regions: Regions,
+    ) -> Result<RegionSet, Trouble> {
         let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
-            let allocated =
-                self.desk.with_line(source, |line| line.regions(RegionsOf::Allocated, regions.count()));
+            let allocated = self.desk.with_line(source, |line| line.regions(RegionsOf::Allocated, regions));
             let allocated = allocated.map_err(Trouble::while_doing("asking a member where it has data"))?;
             return Ok(allocated.unwrap_or_else(|| RegionSet::full(regions.count())));
         };

@@ -57,12 +57,29 @@ impl Desk {
         answer
     }
 
+    /// As [`Desk::with_line`], for what has to be answered within `limit`.
+    pub fn with_line_within<T>(
+        &self,
+        peer: PeerIndex,
+        limit: Duration,
+        ask: impl FnOnce(&mut Connection) -> Result<T, ConnectError>,
+    ) -> Result<T, ConnectError> {
+        self.with_line(peer, |line| {
+            set_limit(line, limit)?;
+            let answer = ask(line);
+            set_limit(line, ANSWER_LIMIT).and(answer)
+        })
+    }
+
     fn make_line(&self, peer: PeerIndex) -> Result<(Line, Welcome), ConnectError> {
         let peer = self.peer(peer).ok_or_else(|| ConnectError::Address(String::new()))?;
         let (connection, welcome) = self.greeter.greet(&peer.endpoint, CONTROL_QUEUE)?;
-        connection
-            .set_timeout(Some(ANSWER_LIMIT))
-            .map_err(|source| ConnectError::Io { action: "set a time-out".to_owned(), source })?;
+        set_limit(&connection, ANSWER_LIMIT)?;
         Ok((Line { connection, used: Instant::now() }, welcome))
     }
+}
+
+fn set_limit(connection: &Connection, limit: Duration) -> Result<(), ConnectError> {
+    let set = connection.set_timeout(Some(limit));
+    set.map_err(|source| ConnectError::Io { action: "set a time-out".to_owned(), source })
 }

@@ -253,7 +253,12 @@ fn a_check_comes_without_data() {
 #[test]
 fn a_mark_is_told_by_its_number() {
     let mut bench = Bench::new();
-    let change = MarkRegions { of: RegionsOf::Intent, action: MarkAction::Clear, runs: vec![(3, 2), (9, 1)] };
+    let change = MarkRegions {
+        of: RegionsOf::Intent,
+        action: MarkAction::Clear,
+        runs: vec![(3, 2), (9, 1)],
+        size_bytes: 0,
+    };
     bench.link.mark(70_000, &change, &mut bench.events);
     let request = bench.request();
     let mut text = vec![0; request.data_bytes() as usize];

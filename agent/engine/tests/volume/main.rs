@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod ends;
+mod expansions;
 mod load;
 mod slow_clients;
 mod volume;

@@ -199,6 +199,26 @@ impl Volume {
         found.unwrap_or_else(|_| panic!("{what}: never; the engine's log:\n{}", self.log_of_engine()))
     }
 
+    /// Orders a larger size, which the next engine and new replicas are started with too.
+    pub fn expand(&mut self, size_bytes: u64) {
+        self.size_bytes = size_bytes;
+        self.order(&Order::Expand { size_bytes });
+    }
+
+    /// What a replica has logged.
+    pub fn log_of_replica(&self, number: usize) -> String {
+        fs::read_to_string(self.file(&format!("replica{number}.json.log"))).unwrap_or_default()
+    }
+
+    /// Waits until a replica has grown.
+    pub fn wait_for_growth(&self, number: usize) {
+        let begin = Instant::now();
+        while !self.log_of_replica(number).contains("the volume has grown") {
+            assert!(begin.elapsed() < LIMIT, "replica {number} never grows\n{}", self.log_of_engine());
+            thread::sleep(Duration::from_millis(10)); // nobody tells when a file has grown
+        }
+    }
+
     pub fn log_of_engine(&self) -> String {
         fs::read_to_string(self.file("engine.json.log")).unwrap_or_default()
     }
@@ -241,8 +261,10 @@ impl Volume {
             fs::read(&heads[0]).unwrap()
         };
         let first = image(0);
+        assert_eq!(first.len() as u64, self.size_bytes);
         for number in 1..self.replicas.len() {
             let other = image(number);
+            assert_eq!(first.len(), other.len(), "replica {number} has another size");
             let differs = first.chunks(4096).zip(other.chunks(4096)).position(|(one, two)| one != two);
             assert_eq!(
                 differs,

@@ -303,6 +303,12 @@ impl Device for NbdDevice {
         path
     }
 
+    fn size_bytes(&self) -> u64 {
+        let shown =
+            self.record.kernel_id.and_then(|index| node::disk_size(&sysfs::name(index)).ok().flatten());
+        shown.unwrap_or_else(|| self.export.size_bytes())
+    }
+
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
         // Ours first: the kernel may use the new bytes before the call is over.
         self.export.grow(size_bytes);

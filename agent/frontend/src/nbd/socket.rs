@@ -253,6 +253,10 @@ impl Device for SocketDevice {
         Ok(self.path.clone())
     }
 
+    fn size_bytes(&self) -> u64 {
+        self.export.size_bytes()
+    }
+
     /// Clients that come from now on see the new size; NBD has no way to tell the others.
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
         self.export.grow(size_bytes);

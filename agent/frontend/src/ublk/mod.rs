@@ -337,6 +337,11 @@ impl Device for UblkDevice {
         node::publish(&self.device_dir, &self.volume, number)
     }
 
+    fn size_bytes(&self) -> u64 {
+        let shown = node::disk_size(&self.kernel_name()).ok().flatten();
+        shown.unwrap_or_else(|| self.size_bytes.load(Ordering::Relaxed))
+    }
+
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
         if self.info.flags & abi::F_UPDATE_SIZE == 0 {
             return Err(unsupported(format!(

@@ -7,7 +7,7 @@
 use std::io;
 
 use shorthorn_regions::{
-    Admit, KeepError, Marked, NewSet, PAGE_BYTES, PAGE_WRITES_MAX, RegionKeeper, SetKey, Ticket,
+    Admit, GrownSets, KeepError, Marked, NewSet, PAGE_BYTES, PAGE_WRITES_MAX, RegionKeeper, SetKey, Ticket,
 };
 use shorthorn_ring::{Arena, Ring, Token};
 use shorthorn_store::{RegionFile, Store, StoreError};
@@ -39,7 +39,52 @@ pub(crate) struct Marks {
     stalled: bool,
 }
 
+/// The sets of the volume as it is about to be, whose files are there under other names.
+#[derive(Debug)]
+pub(super) struct Grown {
+    sets: GrownSets,
+    files: Vec<(SetKey, Vec<u8>)>,
+}
+
+impl Grown {
+    /// The volume does not grow.
+    pub fn discard(self, store: &Store) {
+        for (key, _) in &self.files {
+            store.unstage_regions(*key);
+        }
+    }
+}
+
 impl Marks {
+    /// Writes the files that the sets need once the volume has grown.
+    pub(super) fn stage_grown(&self, store: &Store, regions: Regions) -> Result<Grown, StoreError> {
+        let sets = self.keeper.grown(regions);
+        let grown = Grown { files: sets.files().collect(), sets };
+        let staged = grown.files.iter().try_for_each(|(key, bytes)| store.stage_regions(*key, bytes));
+        match staged {
+            Ok(()) => Ok(grown),
+            Err(error) => {
+                grown.discard(store);
+                Err(error)
+            }
+        }
+    }
+
+    /// The volume has grown.
+    pub(super) fn adopt_grown(&mut self, store: &Store, grown: Grown) -> Result<(), StoreError> {
+        for (key, bytes) in &grown.files {
+            // A repair of the directory may have swept it up.
+            let file = store.adopt_regions(*key).or_else(|_| store.make_regions(*key, bytes))?;
+            if let Some((_, place)) = self.files.iter_mut().find(|(of, _)| of == key) {
+                self.retired.push(std::mem::replace(place, file));
+            }
+        }
+        self.keeper.grow(grown.sets);
+        self.stalled = false;
+        self.drop_retired();
+        Ok(())
+    }
+
     /// Reads what is in the directory. Where there is no intent set yet, or no trustworthy one, everything counts as
     /// written lately, unless the volume is empty. Sets of replicas that all views have again are removed.
     ///
@@ -95,8 +140,9 @@ impl Marks {
 
     /// Opens the file of a set that is kept; makes it anew where it is not `whole`.
     fn open(&mut self, store: &Store, key: SetKey, whole: bool) -> Result<(), StoreError> {
+        let is_current = whole && !self.keeper.is_outgrown(key);
         let file = match self.keeper.file(key) {
-            Some(bytes) if !whole => store.make_regions(key, &bytes)?,
+            Some(bytes) if !is_current => store.make_regions(key, &bytes)?,
             _ => store.open_regions(key)?,
         };
         self.files.push((key, file));
@@ -238,7 +284,7 @@ impl Executor {
     }
 
     /// Looks again at everything that waits.
-    fn go_on_waiting(&mut self, ring: &mut Ring) {
+    pub(super) fn go_on_waiting(&mut self, ring: &mut Ring) {
         std::mem::swap(&mut self.marks.waiting, &mut self.marks.retried);
         let mut retried = std::mem::take(&mut self.marks.retried);
         for slot in retried.drain(..) {

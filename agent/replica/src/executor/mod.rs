@@ -20,6 +20,7 @@ use std::os::fd::{AsRawFd, RawFd};
 
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{AllocatedRuns, CopyLayer, FileIndex, ReadSegment, Store, StoreError};
+use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::{ByteRange, Errno, Regions};
 use shorthorn_wire::{Flags, Header, Opcode};
 
@@ -292,6 +293,36 @@ impl Executor {
         }
         self.flushes.changed();
         Ok(begun?)
+    }
+
+    /// Makes the volume larger: the files of the sets of regions first, under other names, as they may need space; then
+    /// the directory, which makes it so; then these files get their names. Where the process ends before that, the sets
+    /// are read from the files of the size before. Waits for the disk; requests may be in flight.
+    ///
+    /// # Errors
+    /// The volume has its size from before then, or nothing is served any more.
+    pub fn expand(&mut self, size_bytes: u64, ring: &mut Ring) -> Result<(), ReplicaError> {
+        if size_bytes == self.store.size_bytes() {
+            return Ok(());
+        }
+        if size_bytes > MAX_VOLUME_BYTES {
+            return Err(ReplicaError::TooLarge(size_bytes));
+        }
+        let grown = self.marks.stage_grown(&self.store, Regions::of(size_bytes))?;
+        if let Err(error) = self.store.expand(size_bytes) {
+            grown.discard(&self.store);
+            if self.store.is_broken() {
+                self.fail(&format!("an expansion was interrupted: {error}"));
+            }
+            return Err(error.into());
+        }
+        if let Err(error) = self.marks.adopt_grown(&self.store, grown) {
+            self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
+            return Err(error.into());
+        }
+        // Nobody else wakes what waits for pages of the files before.
+        self.go_on_waiting(ring);
+        Ok(())
     }
 
     /// A layer is copied: see [`Store::copy_done`]. Waits for the disk.

@@ -134,6 +134,7 @@ impl Server {
             Opcode::CheckLayer => self.take_check_layer(index, slot, header),
             Opcode::KeepSums => self.take_keep_sums(index, slot, header),
             Opcode::RepairLayer => self.take_repair_layer(index, slot, header),
+            Opcode::Expand => self.take_expand(index, slot, header),
             _ => self.respond(slot, Err(Errno::INVALID)),
         }
     }

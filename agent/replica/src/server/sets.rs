@@ -1,9 +1,10 @@
 //! Views, and the sets of regions that go with them. What is stored here waits for the disk, and everybody with it,
 //! which is well: views change when a replica has failed, and then most requests wait already.
 
+use shorthorn_control::Status;
 use shorthorn_regions::SetKey;
 use shorthorn_types::{MarkRegions, Regions, RegionsOf};
-use shorthorn_wire::{Header, Opcode, RegionsPage, RegionsQuery, ViewMessage};
+use shorthorn_wire::{ExpandReplica, Header, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
 use super::Server;
 use crate::error::ReplicaError;
@@ -44,6 +45,24 @@ impl Server {
         Ok(())
     }
 
+    /// Makes the replica larger. Requests in flight go on.
+    pub(super) fn take_expand(&mut self, index: u16, slot: u16, header: &Header) {
+        let Some(ExpandReplica { size_bytes }) = self.text(index, slot, header) else { return };
+        let before_bytes = self.executor.size_bytes();
+        if let Err(error) = self.executor.expand(size_bytes, &mut self.ring) {
+            return self.refuse_text(slot, header, &error);
+        }
+        if size_bytes != before_bytes {
+            tracing::info!(before_bytes, size_bytes, "the volume has grown");
+            self.publisher.update(|status| {
+                if let Status::Replica(replica) = status {
+                    replica.size_bytes = size_bytes;
+                }
+            });
+        }
+        self.respond(slot, Ok(()));
+    }
+
     /// Changes a set of regions.
     pub(super) fn take_mark(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(mark) = self.text::<MarkRegions>(index, slot, header) else { return };
@@ -57,8 +76,12 @@ impl Server {
     /// Tells some of the regions of a set.
     pub(super) fn take_regions(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
+        let regions = match query.size_bytes {
+            0 => self.executor.keeper().regions(),
+            size_bytes => Regions::of(size_bytes),
+        };
         let kept = |key| {
-            let page = self.executor.keeper().page(key, query.from);
+            let page = self.executor.keeper().page_for(key, query.from, regions);
             page.map_or(RegionsPage { kept: false, runs: Vec::new(), next: None }, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,
@@ -70,7 +93,7 @@ impl Server {
             RegionsOf::Missed(replica) => Ok(kept(SetKey::Missed(replica))),
             RegionsOf::Allocated => self
                 .executor
-                .allocated(Regions::of(self.executor.size_bytes()), query.from)
+                .allocated(regions, query.from)
                 .map(|(runs, next)| RegionsPage { kept: true, runs, next }),
         };
         match page {

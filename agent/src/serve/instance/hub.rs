@@ -124,6 +124,7 @@ impl Hub {
                 return Err(NodeError::Exists(format!("the {id} runs with other arguments: {hint}")));
             }
             ports::keep(&mut spec, &known);
+            spec.keep_size(&known);
         }
         if let Spec::Replica(replica) = &mut spec {
             ports::choose(replica, &self.config, &self.table.ports_of_others(&id))?;
@@ -145,15 +146,17 @@ impl Hub {
         self.published(&id)
     }
 
-    /// Gives an engine that is there already the replicas that the same request names now.
+    /// Gives an engine that is there already the replicas, and the size, that the same request names now.
     async fn catch_up(&self, spec: &Spec, known: &Spec, options: StartOptions) -> Result<(), NodeError> {
-        match (spec, known) {
-            (Spec::Engine(asked), Spec::Engine(known)) if asked.replicas != known.replicas => {
-                let replicas = asked.replicas.clone();
-                self.update_replicas_now(&spec.id(), asked.attach, replicas, options.revision).await
-            }
-            _ => Ok(()),
+        let (Spec::Engine(asked), Spec::Engine(known)) = (spec, known) else { return Ok(()) };
+        if asked.replicas != known.replicas {
+            let replicas = asked.replicas.clone();
+            self.update_replicas_now(&spec.id(), asked.attach, replicas, options.revision).await?;
         }
+        if asked.size_bytes > known.size_bytes {
+            self.expand_now(&spec.id(), asked.attach, asked.size_bytes).await?;
+        }
+        Ok(())
     }
 
     pub(super) fn is_revision_old(&self, id: &InstanceId, attach: u64, revision: u64) -> bool {
@@ -277,8 +280,8 @@ fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
         (Spec::Engine(asked), Spec::Engine(known)) => {
             options.continues != 0
                 && (options.continues..asked.attach).contains(&known.attach)
-                && (&asked.volume, asked.size_bytes, asked.frontend)
-                    == (&known.volume, known.size_bytes, known.frontend)
+                && (&asked.volume, asked.frontend) == (&known.volume, known.frontend)
+                && asked.size_bytes >= known.size_bytes
         }
         _ => false,
     }

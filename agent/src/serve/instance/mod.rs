@@ -22,7 +22,7 @@ pub use children::Children;
 pub use hub::{Hub, StartOptions};
 pub use places::Places;
 pub use process::{Phase, Process};
-pub use spec::{Spec, endpoints, rebuild_limits};
+pub use spec::{Spec, endpoints, rebuild_limits, volume_size};
 pub use systemd::Systemd;
 pub use table::{Table, Watch};
 

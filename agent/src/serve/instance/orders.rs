@@ -98,6 +98,37 @@ impl Hub {
         self.tell(volume, attach, move |spec| spec.rebuild = limits, Command::Limits { limits }).await
     }
 
+    /// Makes the volume of an engine larger; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    pub async fn expand(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        size_bytes: u64,
+    ) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        let expand = async move {
+            let id = InstanceId::Engine(volume);
+            let gate = hub.gate(&id);
+            let _open = gate.lock().await;
+            hub.expand_now(&id, attach, size_bytes).await
+        };
+        finish(tokio::spawn(expand)).await
+    }
+
+    /// The spec comes first: once a replica has grown, every later engine knows it.
+    pub(super) async fn expand_now(
+        &self,
+        id: &InstanceId,
+        attach: u64,
+        size_bytes: u64,
+    ) -> Result<(), NodeError> {
+        let change = |spec: &mut EngineSpec| spec.size_bytes = spec.size_bytes.max(size_bytes);
+        self.tell_now(id, attach, change, Command::Expand { size_bytes }).await
+    }
+
     /// Starts or stops a scrub; see the node API.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use shorthorn_control::{
     SpecError, load_spec, store_spec,
 };
 use shorthorn_proto::v1;
-use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{Members, ReplicaId, VolumeName};
 
 use crate::serve::config::{Config, absolute};
@@ -45,7 +45,7 @@ impl Spec {
         }
         Ok(Spec::Engine(EngineSpec {
             volume,
-            size_bytes: size(request.size_bytes)?,
+            size_bytes: volume_size(request.size_bytes)?,
             attach: request.attach,
             replicas: endpoints(request.replicas)?,
             frontend: frontend(&request.frontend)?,
@@ -79,7 +79,7 @@ impl Spec {
             volume,
             replica,
             directory: disk.join("replicas").join(id.name()),
-            size_bytes: size(request.size_bytes)?,
+            size_bytes: volume_size(request.size_bytes)?,
             create: request.create,
             first_members: Members::new(members)?,
             secret: secret(&request.secret)?,
@@ -121,6 +121,13 @@ impl Spec {
         }
     }
 
+    /// A request that comes late must not take back that the volume has grown.
+    pub fn keep_size(&mut self, known: &Spec) {
+        if let (Spec::Engine(asked), Spec::Engine(known)) = (self, known) {
+            asked.size_bytes = asked.size_bytes.max(known.size_bytes);
+        }
+    }
+
     /// The control socket of the process.
     pub fn control_socket(&self) -> PathBuf {
         match self {
@@ -139,18 +146,15 @@ impl Spec {
 
     /// Whether both come from the same request. What the agent adds to that may have changed with its
     /// configuration, `create` changes once a replica has data, and the replicas of an engine, the last grant and the
-    /// limits may change while it runs.
+    /// limits may change while it runs. A volume grows while it runs.
     pub fn is_same_request(&self, other: &Spec) -> bool {
         match (self, other) {
             (Spec::Engine(a), Spec::Engine(b)) => {
-                (&a.volume, a.size_bytes, a.attach, a.frontend)
-                    == (&b.volume, b.size_bytes, b.attach, b.frontend)
-                    && a.secret == b.secret
+                (&a.volume, a.attach, a.frontend, &a.secret) == (&b.volume, b.attach, b.frontend, &b.secret)
             }
             (Spec::Replica(a), Spec::Replica(b)) => {
                 (&a.volume, a.replica, &a.directory) == (&b.volume, b.replica, &b.directory)
-                    && (a.size_bytes, &a.first_members, &a.secret)
-                        == (b.size_bytes, &b.first_members, &b.secret)
+                    && (&a.first_members, &a.secret) == (&b.first_members, &b.secret)
             }
             _ => false,
         }
@@ -212,11 +216,17 @@ fn endpoint(address: v1::ReplicaAddress) -> Result<ReplicaEndpoint, NodeError> {
     Ok(ReplicaEndpoint { replica, addresses: address.addresses, local: address.local })
 }
 
-fn size(bytes: u64) -> Result<u64, NodeError> {
-    if bytes != 0 && bytes.is_multiple_of(BLOCK_BYTES) {
+/// The size of a volume.
+///
+/// # Errors
+/// [`NodeError::Invalid`].
+pub fn volume_size(bytes: u64) -> Result<u64, NodeError> {
+    if bytes != 0 && bytes.is_multiple_of(BLOCK_BYTES) && bytes <= MAX_VOLUME_BYTES {
         return Ok(bytes);
     }
-    Err(NodeError::Invalid(format!("size {bytes}: it must be a multiple of {BLOCK_BYTES}, and not 0")))
+    Err(NodeError::Invalid(format!(
+        "size {bytes}: it must be a multiple of {BLOCK_BYTES}, from {BLOCK_BYTES} to {MAX_VOLUME_BYTES}"
+    )))
 }
 
 fn secret(bytes: &[u8]) -> Result<Secret, NodeError> {

@@ -5,6 +5,7 @@ use thiserror::Error;
 use super::size::{self, SizeError};
 use crate::objects::{ConditionType, CurrentState, DesireState, Frontend, Secret, Volume, VolumeState};
 use crate::requests::{self, Change, CreateVolume, RequestError};
+use crate::scheduler::Limits;
 use crate::{NodeName, Timestamp, World};
 
 /// A volume that a caller wants.
@@ -54,12 +55,13 @@ pub fn expand(
     name: &str,
     required_bytes: u64,
     limit_bytes: u64,
+    limits: Limits,
 ) -> Result<(Change<Volume>, u64), SizedError> {
     let has_bytes = requests::find(world, name)?.spec.size;
     let size_bytes = size::size_of_grown(has_bytes, required_bytes, limit_bytes)?;
     // Somebody may want it larger still: that is not waited for.
     let awaited_bytes = if required_bytes > has_bytes { size_bytes } else { required_bytes };
-    Ok((requests::expand(world, name, size_bytes)?, awaited_bytes))
+    Ok((requests::expand_within(world, name, size_bytes, limits)?, awaited_bytes))
 }
 
 /// How far a new volume is.
@@ -194,9 +196,11 @@ pub fn waits_for(world: &World, name: &str) -> String {
     if let Some(node) = &volume.status.current_node_id {
         text.push_str(&format!(", node {node}"));
     }
-    match volume.status.conditions.get(ConditionType::Settled) {
-        Some(settled) if !settled.status => text.push_str(&format!(": {}", settled.message)),
-        _ => {}
+    for about in [ConditionType::Settled, ConditionType::Expanded] {
+        match volume.status.conditions.get(about) {
+            Some(noted) if !noted.status => text.push_str(&format!(": {}", noted.message)),
+            _ => {}
+        }
     }
     text
 }

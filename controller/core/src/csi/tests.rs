@@ -211,20 +211,20 @@ fn a_volume_without_a_device_cannot_be_published() {
 fn growing_remembers_what_there_really_is() {
     let mut world = world();
     made(&mut world, &wanted("v", 4096, 0));
-    assert_eq!(world.volumes["v"].current_size(), 4096);
+    assert_eq!(world.volumes["v"].current_size_bytes(), 4096);
     assert!(matches!(requests::expand(&world, "v", 4096), Ok(Change::AlreadySo(_))));
     assert_eq!(requests::expand(&world, "v", 4097), Err(RequestError::Size(4097)));
     let too_large = requests::MAX_VOLUME_BYTES + 4096;
     assert_eq!(requests::expand(&world, "v", too_large), Err(RequestError::Size(too_large)));
     let volume = stored(requests::expand(&world, "v", 8192).unwrap());
-    assert_eq!((volume.spec.size, volume.current_size()), (8192, 4096));
+    assert_eq!((volume.spec.size, volume.current_size_bytes()), (8192, 4096));
     world.insert(volume.into());
     let volume = stored(requests::expand(&world, "v", 12288).unwrap());
-    assert_eq!((volume.spec.size, volume.current_size()), (12288, 4096));
+    assert_eq!((volume.spec.size, volume.current_size_bytes()), (12288, 4096));
     // Objects of earlier versions say nothing.
     let text = serde_json::to_string(&volume).unwrap().replace("\"currentSize\":\"4096\",", "");
     let older: Volume = serde_json::from_str(&text).unwrap();
-    assert_eq!((older.status.current_size, older.current_size()), (0, 12288));
+    assert_eq!((older.status.current_size, older.current_size_bytes()), (0, 12288));
 }
 
 #[test]

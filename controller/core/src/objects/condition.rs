@@ -13,6 +13,8 @@ pub enum ConditionType {
     Settled,
     /// Of a volume: its engine does not wait for the arbiter.
     Granted,
+    /// Of a volume: it has the size that its owner wants.
+    Expanded,
     /// Of a node: its agent answers.
     Ready,
 }
@@ -26,6 +28,7 @@ impl ConditionType {
             ConditionType::Healthy => "Healthy",
             ConditionType::Settled => "Settled",
             ConditionType::Granted => "Granted",
+            ConditionType::Expanded => "Expanded",
             ConditionType::Ready => "Ready",
         }
     }

@@ -81,6 +81,15 @@ pub struct EngineStatus {
     /// The newest map of replicas that the process was given.
     #[serde(default)]
     pub map_revision: u64,
+    /// The size that the process was given last; 0: not known.
+    #[serde(with = "super::quoted", default)]
+    pub volume_size: u64,
+    /// The size of the device, as whoever uses it sees it; 0: not known.
+    #[serde(with = "super::quoted", default)]
+    pub current_size: u64,
+    /// What is still to come of an expansion.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expansion: Option<ExpansionStatus>,
     /// The limits that the process was given last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rebuild: Option<RebuildLimits>,
@@ -98,6 +107,18 @@ impl EngineStatus {
     pub fn is_serving(&self) -> bool {
         self.current_state == CurrentState::Running && self.phase == "serving"
     }
+}
+
+/// An expansion that the device has not followed yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ExpansionStatus {
+    /// What it waits for; empty: it is under way.
+    #[serde(default)]
+    pub message: String,
+    /// Whether the device follows with the next attachment only.
+    #[serde(default)]
+    pub next_attach: bool,
 }
 
 /// What one replica is to the engine.

@@ -11,7 +11,7 @@ mod volume;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding};
-pub use engine::{Engine, EngineSpec, EngineStatus, MemberMode, MemberStatus};
+pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberMode, MemberStatus};
 pub use metadata::{Key, Kind, Metadata};
 pub use node::{DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};

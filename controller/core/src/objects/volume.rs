@@ -21,14 +21,6 @@ pub struct Volume {
     pub status: VolumeStatus,
 }
 
-impl Volume {
-    /// The size that the volume really has.
-    #[must_use]
-    pub const fn current_size(&self) -> u64 {
-        if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
-    }
-}
-
 /// What the owner of a volume wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -112,13 +104,14 @@ pub struct VolumeStatus {
     /// The operator's last decision that one replica is the truth, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salvage: Option<Salvage>,
+    /// The size that the volume really has: all replicas, and the device where it is attached; 0: as it was created
+    /// (spec.size). Of a volume that is not attached: the size that it is attached with next, as its replicas grow before
+    /// anything is served.
+    #[serde(with = "super::quoted", default)]
+    pub current_size: u64,
     /// The replicas that the volume was created with, which are the members of its first view.
     #[serde(default)]
     pub first_members: Vec<ReplicaId>,
-    /// The size that the volume really has: all replicas, and the device where it is attached; 0: as it was created
-    /// (`spec.size`).
-    #[serde(with = "super::quoted", default)]
-    pub current_size: u64,
     /// What holds and what does not, and why.
     #[serde(default)]
     pub conditions: Conditions,
@@ -160,6 +153,20 @@ pub struct Salvage {
     pub losses: String,
     /// Whether the replica has been told. Until then nothing is started.
     pub done: bool,
+}
+
+impl Volume {
+    /// The size that it really has, in bytes.
+    #[must_use]
+    pub const fn current_size_bytes(&self) -> u64 {
+        if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
+    }
+
+    /// Whether it is still to become larger.
+    #[must_use]
+    pub const fn is_expanding(&self) -> bool {
+        self.current_size_bytes() < self.spec.size
+    }
 }
 
 impl VolumeStatus {

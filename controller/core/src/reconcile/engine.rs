@@ -144,6 +144,11 @@ fn follow(
         decision.call(node, AgentCall::UpdateReplicas { volume: name.clone(), attach, replicas, revision });
         status.map_revision = revision;
     }
+    let size_bytes = engine.spec.volume_size;
+    if status.volume_size.max(status.current_size) < size_bytes {
+        decision.call(node, AgentCall::ExpandEngine { volume: name.clone(), attach, size_bytes });
+        status.volume_size = size_bytes;
+    }
     let limits = volume.spec.rebuild;
     if status.rebuild != Some(limits) {
         decision.call(node, AgentCall::SetRebuildLimits { volume: name, attach, limits });
@@ -157,6 +162,7 @@ fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> Engin
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
         message: failure.cloned().unwrap_or_default(),
         map_revision: engine.spec.map_revision,
+        volume_size: engine.spec.volume_size,
         rebuild: Some(volume.spec.rebuild),
         ..cleared(engine)
     }
@@ -203,6 +209,9 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         replica_mode_map: view.members.clone(),
         message: instance.message.clone(),
         map_revision: engine.status.map_revision,
+        volume_size: engine.status.volume_size,
+        current_size: view.size_bytes,
+        expansion: view.expansion.clone(),
         rebuild: engine.status.rebuild,
     }
 }

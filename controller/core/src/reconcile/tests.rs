@@ -53,7 +53,7 @@ fn agents(on_b: Option<u64>) -> Agents {
         let disk = DiskView { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..DiskView::default() };
         view.disks.insert(DISK.to_owned(), disk);
         if let Some(attach) = on_b.filter(|_| name == "b") {
-            let detail = Detail::Engine(EngineView { attach, ..EngineView::default() });
+            let detail = Detail::Engine(Box::new(EngineView { attach, ..EngineView::default() }));
             let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
             view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
         }

@@ -216,3 +216,93 @@ fn objects_of_before_are_read_as_they_were_meant() {
     assert!(spec.node_selector.is_empty() && spec.disk_selector.is_empty());
     assert_eq!(spec.data_locality, DataLocality::Disabled);
 }
+
+/// A world in which volume v has a replica on each of two disks of 100 GiB, one of which has promised 80 GiB to others.
+fn world_of_disks(volume: Volume) -> World {
+    use crate::objects::{DesireState, Replica, ReplicaSpec, ReplicaStatus};
+    use shorthorn_types::ReplicaId;
+    let mut world = World::default();
+    let place = |world: &mut World, volume: &VolumeName, number: u64, node: &str, size: u64| {
+        let replica_id = ReplicaId::from_random(number);
+        world.insert(Object::Replica(Replica {
+            metadata: Metadata::new(ReplicaSpec::instance_name(volume, replica_id), now()),
+            spec: ReplicaSpec {
+                volume_name: volume.clone(),
+                volume_size: size,
+                replica_id,
+                node_id: NodeName::new(node).unwrap(),
+                disk_path: "/d".to_owned(),
+                disk_id: "disk".to_owned(),
+                desire_state: DesireState::Stopped,
+            },
+            status: ReplicaStatus::default(),
+        }));
+    };
+    for node in ["a", "b"] {
+        let mut object = Node {
+            metadata: Metadata::new(node, now()),
+            spec: Default::default(),
+            status: Default::default(),
+        };
+        let spec = DiskSpec { storage_reserved: 0, ..DiskSpec::of_new(100 << 30) };
+        object.spec.disks.insert("/d".to_owned(), spec);
+        let disk = DiskStatus { storage_maximum: 100 << 30, ..DiskStatus::default() };
+        object.status.disk_status.insert("/d".to_owned(), disk);
+        world.insert(object.into());
+        let number = u64::from(node == "b");
+        place(&mut world, &volume.spec.volume_name, number, node, volume.spec.size);
+    }
+    place(&mut world, &VolumeName::new("other").unwrap(), 9, "b", 80 << 30);
+    world.insert(volume.into());
+    world
+}
+
+#[test]
+fn a_volume_grows_as_far_as_its_disks_can_promise() {
+    const GIB: u64 = 1 << 30;
+    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    assert_eq!(
+        (volume.status.current_size, volume.current_size_bytes(), volume.is_expanding()),
+        (0, GIB, false)
+    );
+    let mut world = world_of_disks(volume.clone());
+    let ask = |world: &World, size: u64| expand(world, "v", size);
+    assert_eq!(ask(&world, GIB), Ok(Change::AlreadySo(volume)));
+    for size in [0, GIB + 512, MAX_VOLUME_BYTES + 4096] {
+        assert_eq!(ask(&world, size), Err(RequestError::Size(size)));
+    }
+    let error = ask(&world, GIB - 4096).unwrap_err();
+    assert!(error.to_string().contains("only grows"), "{error}");
+    // 20 GiB are left on b, which has 1 GiB of it already.
+    let error = ask(&world, 21 * GIB).unwrap_err().to_string();
+    for words in [
+        "cannot have 22548578304 bytes",
+        "1 of 2 replicas",
+        "1 has no disk",
+        "b: disk /d can promise 19.0 GiB more, 20.0 GiB are needed",
+    ] {
+        assert!(error.contains(words), "{words} in {error}");
+    }
+    let generous = Limits { storage_over_provisioning_percentage: 200, ..Limits::default() };
+    assert!(matches!(expand_within(&world, "v", 21 * GIB, generous), Ok(Change::Store(_))));
+    let grown = stored(ask(&world, 10 * GIB).unwrap());
+    assert_eq!((grown.spec.size, grown.status.current_size), (10 * GIB, GIB));
+    assert!(grown.is_expanding() && grown.current_size_bytes() == GIB);
+    world.insert(grown.into());
+    // What has not come to its replicas yet is promised all the same, and it grows further from what it has.
+    let further = stored(ask(&world, 20 * GIB).unwrap());
+    assert_eq!((further.spec.size, further.status.current_size), (20 * GIB, GIB));
+    let mut other = world.volumes["v"].clone();
+    (other.metadata.name, other.spec.volume_name) = ("other".to_owned(), VolumeName::new("other").unwrap());
+    (other.spec.size, other.status.current_size) = (85 * GIB, 80 * GIB);
+    world.insert(other.into());
+    assert!(
+        matches!(ask(&world, 16 * GIB), Err(RequestError::NoRoom { .. })),
+        "5 GiB are on their way to it"
+    );
+    assert!(matches!(ask(&world, 15 * GIB), Ok(Change::Store(_))));
+    let gone = stored(delete(&world, "v", now()).unwrap());
+    world.insert(gone.into());
+    assert_eq!(ask(&world, 12 * GIB), Err(RequestError::Deleting("v".to_owned())));
+    assert_eq!(expand(&world, "w", 12 * GIB), Err(RequestError::NoVolume("w".to_owned())));
+}

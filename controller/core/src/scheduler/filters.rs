@@ -133,6 +133,12 @@ pub(super) fn explain(request: &Request, node: &NodeCandidate, zone: &Zone) -> O
     Some((furthest, reasons.collect::<Vec<_>>().join(", ")))
 }
 
+/// Why a disk cannot promise `request.size_bytes` more.
+pub(super) fn lacks_room(request: &Request, disk: &DiskCandidate) -> Option<(Filter, String)> {
+    let has_room = request.size_bytes <= disk.room_bytes(request.limits);
+    (!has_room).then(|| (Filter::Capacity, too_small(request, disk)))
+}
+
 fn stays_free(request: &Request, disk: &DiskCandidate) -> bool {
     let left = disk.available_bytes.checked_sub(request.used_bytes);
     left.is_some_and(|left| left >= disk.minimal_available_bytes(request.limits))

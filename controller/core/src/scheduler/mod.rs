@@ -6,6 +6,7 @@
 
 mod candidates;
 mod filters;
+mod growth;
 mod refusal;
 mod room;
 mod scores;
@@ -16,6 +17,7 @@ use crate::{Label, Labels, NodeName};
 
 pub use candidates::{candidates, candidates_for_new};
 pub use filters::Filter;
+pub use growth::room_to_grow;
 pub use refusal::{Refusal, Removal};
 pub use room::{Room, room};
 use zones::Zones;

@@ -44,7 +44,17 @@ impl Refusal {
             let (filter, reason) = filters::explain(request, node, zones.of_node(at))?;
             Some((node.name.clone(), Removal { filter, reason }))
         };
-        let by_node: BTreeMap<NodeName, Removal> = nodes.iter().enumerate().filter_map(removal).collect();
+        let by_node = nodes.iter().enumerate().filter_map(removal).collect();
+        Refusal::of(request, by_node, placed, wanted)
+    }
+
+    /// Of the nodes that were removed.
+    pub(super) fn of(
+        request: &Request,
+        by_node: BTreeMap<NodeName, Removal>,
+        placed: u32,
+        wanted: u32,
+    ) -> Refusal {
         let summary = sum_up(request, &by_node);
         Refusal { placed, wanted, by_node, summary }
     }

@@ -108,8 +108,11 @@ impl Case {
 
     fn engine_says(&mut self, view: EngineView) {
         self.engine().status.phase.clone_from(&view.phase);
-        let instance =
-            Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Engine(view) };
+        let instance = Instance {
+            state: InstanceState::Running,
+            message: String::new(),
+            detail: Detail::Engine(Box::new(view)),
+        };
         let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
         self.agents.by_node.get_mut(&node(1)).unwrap().instances.insert(key, instance);
     }
@@ -354,4 +357,28 @@ fn a_replica_that_is_to_leave_a_drained_node_is_told_of() {
     case.condition(ConditionType::Scheduled, "NoPlace", "no place");
     let cannot = "and cannot yet: there is no other place for it: no place.";
     check("drain is held", &case, true, &[cannot, "node uncordon c"]);
+}
+
+#[test]
+fn an_expansion_says_how_far_it_is_and_what_it_waits_for() {
+    let mut case = Case::healthy();
+    let explain = |case: &Case| {
+        explain(&case.world, &case.agents, &case.world.volumes["v"], Settings::default(), at(3))
+    };
+    let told = |case: &Case| explain(case).sentences.join("\n");
+    assert!(!told(&case).contains("expanded"));
+    let mut volume = case.world.volumes["v"].clone();
+    (volume.spec.size, volume.status.current_size) = (3 << 30, 1 << 30);
+    let finding = Finding::wrong("Expanding", "replica 00000001 does not grow: no space");
+    volume.status.conditions.set(ConditionType::Expanded, finding, at(1));
+    case.world.insert(volume.clone().into());
+    let said = told(&case);
+    let words = "is being expanded from 1.0 GiB to 3.0 GiB: replica 00000001 does not grow: no space.";
+    assert!(said.contains(words), "{said}");
+    let finding = Finding::wrong("NextAttach", "the device keeps its size");
+    volume.status.conditions.set(ConditionType::Expanded, finding, at(2));
+    case.world.insert(volume.into());
+    let why = explain(&case);
+    assert!(why.healthy, "its data is as safe as before");
+    assert!(why.hints.iter().any(|hint| hint.contains("volume detach v")), "{:?}", why.hints);
 }

@@ -59,6 +59,8 @@ pub struct SimAgent {
     pub device_used: bool,
     /// Instances that a call made which its caller had given up.
     pub strays: BTreeSet<InstanceKey>,
+    /// Of the engines, by attachment: the size that they were told.
+    pub sizes: BTreeMap<(InstanceKey, u64), u64>,
     /// Of the engines: the newest map of replicas and its number.
     pub maps: BTreeMap<InstanceKey, (u64, BTreeSet<ReplicaId>)>,
 }
@@ -71,6 +73,7 @@ impl SimAgent {
             directories: BTreeSet::new(),
             device_used: false,
             strays: BTreeSet::new(),
+            sizes: BTreeMap::new(),
             maps: BTreeMap::new(),
         }
     }
@@ -99,7 +102,7 @@ impl SimAgent {
                 self.start(key, detail, late, events);
                 Ok(())
             }
-            AgentCall::StartEngine { attach, replicas, revision, continues, .. } => {
+            AgentCall::StartEngine { attach, size_bytes, replicas, revision, continues, .. } => {
                 if let Some(Detail::Engine(there)) = self.instances.get(&key).map(|i| &i.detail)
                     && there.attach != *attach
                 {
@@ -109,6 +112,9 @@ impl SimAgent {
                     }
                     self.gone(&key, events);
                 }
+                // Kept while the agent has a spec of the engine, which a start that comes late must not make smaller.
+                let size = self.sizes.entry((key.clone(), *attach)).or_default();
+                *size = (*size).max(*size_bytes);
                 if !self.instances.contains_key(&key) {
                     self.maps.insert(key.clone(), (*revision, replicas.keys().copied().collect()));
                 }
@@ -119,7 +125,7 @@ impl SimAgent {
                     members: members.collect(),
                     ..EngineView::default()
                 };
-                self.start(key, Detail::Engine(view), late, events);
+                self.start(key, Detail::Engine(Box::new(view)), late, events);
                 Ok(())
             }
             AgentCall::Grant { attach, view, .. } => self.grant(&key, *attach, **view, events),
@@ -128,6 +134,7 @@ impl SimAgent {
             }
             AgentCall::SetRebuildLimits { .. } => Ok(()),
             AgentCall::FenceReplica { attach, .. } => self.fence_replica(&key, *attach, views, events),
+            AgentCall::ExpandEngine { attach, size_bytes, .. } => self.expand(&key, *attach, *size_bytes),
             AgentCall::SalvageReplica { .. } => {
                 if self.instances.contains_key(&key) {
                     return Err("the replica runs".to_owned());
@@ -207,7 +214,7 @@ impl SimAgent {
     }
 
     /// The engine of that attachment, if it is here.
-    fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, EngineView), String> {
+    fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, Box<EngineView>), String> {
         match self.instances.get(key) {
             Some(instance) => match &instance.detail {
                 Detail::Engine(view) if view.attach == attach => Ok((instance.clone(), view.clone())),
@@ -215,6 +222,14 @@ impl SimAgent {
             },
             None => Err("there is no engine".to_owned()),
         }
+    }
+
+    /// The device follows some time later.
+    fn expand(&mut self, key: &InstanceKey, attach: u64, size_bytes: u64) -> Result<(), String> {
+        self.engine_of(key, attach)?;
+        let size = self.sizes.entry((key.clone(), attach)).or_default();
+        *size = (*size).max(size_bytes);
+        Ok(())
     }
 
     fn grant(
@@ -281,6 +296,8 @@ impl SimAgent {
                         bring_up(view, &key.name, here, views);
                     }
                     view.endpoint = format!("/dev/longhorn/{}", key.name);
+                    let told = self.sizes.get(&(key.clone(), view.attach)).copied();
+                    view.size_bytes = told.unwrap_or(0);
                 }
             }
             if instance != before {
@@ -295,7 +312,7 @@ impl SimAgent {
         let Some(instance) = self.instances.get(&key) else { return };
         let Detail::Engine(view) = &instance.detail else { return };
         if view.attach < newest && view.phase != "stopped" {
-            let view = EngineView { phase: "stopped".to_owned(), ..view.clone() };
+            let view = Box::new(EngineView { phase: "stopped".to_owned(), ..EngineView::clone(view) });
             let message = "fenced by a newer engine".to_owned();
             let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(view) };
             self.set(key, fenced, events);

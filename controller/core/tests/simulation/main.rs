@@ -20,6 +20,7 @@ fn op() -> impl Strategy<Value = Op> {
         10 => (which.clone(), node.clone()).prop_map(|(volume, node)| Op::Attach(volume, node)),
         8 => which.clone().prop_map(Op::Detach),
         1 => which.clone().prop_map(Op::Delete),
+        4 => (which.clone(), 0..3u8).prop_map(|(volume, gib)| Op::Expand(volume, gib)),
         60 => which.clone().prop_map(Op::Decide),
         60 => which.clone().prop_map(Op::Act),
         6 => which.clone().prop_map(Op::CallFails),

@@ -26,6 +26,8 @@ pub enum Op {
     Attach(usize, usize),
     Detach(usize),
     Delete(usize),
+    /// By so many GiB.
+    Expand(usize, u8),
     /// Makes a decision about an object; its actions are carried out later.
     Decide(usize),
     /// Carries out one action.
@@ -121,6 +123,10 @@ impl Sim {
                 let now = self.now;
                 self.request(volume, |world, name| requests::delete(world, name, now));
             }
+            Op::Expand(volume, gib) => self.request(volume, |world, name| {
+                let size = requests::find(world, name)?.spec.size;
+                requests::expand(world, name, size + (u64::from(gib) << 30))
+            }),
             Op::Salvage(volume, replica) => self.salvage(volume, replica),
             Op::Cordon(node) => {
                 self.set_node(node, SetNode { allow_scheduling: Some(false), ..SetNode::default() })

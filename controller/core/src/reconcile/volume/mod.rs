@@ -4,6 +4,7 @@ mod arbiter;
 mod attach;
 mod create;
 mod detach;
+mod expand;
 mod fence;
 mod replace;
 mod salvage;
@@ -51,7 +52,15 @@ impl Run<'_> {
     fn step(&mut self) {
         if !self.stored.metadata.is_deleting() {
             self.arbitrate();
+            if self.pass_on_size() {
+                return;
+            }
         }
+        self.live();
+        self.note_size();
+    }
+
+    fn live(&mut self) {
         let desired = self.stored.spec.node_id.as_ref();
         let here = desired.is_some() && desired == self.stored.status.current_node_id.as_ref();
         match self.stored.status.state {

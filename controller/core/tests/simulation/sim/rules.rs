@@ -21,6 +21,12 @@ impl Sim {
                 if stored.is_some_and(|stored| stored.status.fenced_attach < volume.status.fenced_attach) {
                     self.check_fence(volume);
                 }
+                if let Some(stored) = stored {
+                    let sizes = |volume: &Volume| (volume.spec.size, volume.current_size_bytes());
+                    let ((size, current), (old_size, old_current)) = (sizes(volume), sizes(stored));
+                    assert!(old_size <= size && old_current <= current, "{volume:#?} shrinks");
+                    assert!(current <= size, "{volume:#?} has more than it should have");
+                }
                 let detached = volume.status.state == VolumeState::Detached;
                 assert!(
                     !detached || !self.has_engine(volume),
@@ -128,6 +134,7 @@ impl Sim {
             }
             AgentCall::StartReplica { .. }
             | AgentCall::SetRebuildLimits { .. }
+            | AgentCall::ExpandEngine { .. }
             | AgentCall::StopInstance { .. } => {}
         }
     }
@@ -220,6 +227,7 @@ impl Sim {
     fn check_volume(&self, volume: &Volume) {
         let (spec, status) = (&volume.spec, &volume.status);
         let replicas = self.store.replicas_of(&spec.volume_name);
+        assert!(!volume.is_expanding() || spec.node_id.is_some(), "{volume:#?} never grows");
         let lost = replicas.filter(|replica| self.lost_directories.contains(&replica.metadata.name)).count();
         match &spec.node_id {
             None => {
@@ -238,6 +246,15 @@ impl Sim {
                 let key = InstanceKey::engine(&spec.volume_name);
                 let place = self.nodes.iter().find(|other| other.name == *node).unwrap();
                 assert!(place.instances.contains_key(&key), "{} has no engine", volume.metadata.name);
+                assert!(!volume.is_expanding(), "{volume:#?} never grows");
+                for replica in self.store.replicas_of(&spec.volume_name) {
+                    assert_eq!(
+                        replica.spec.volume_size, spec.size,
+                        "{replica:#?} is promised something else"
+                    );
+                }
+                let told = place.sizes[&(key.clone(), status.attach)];
+                assert_eq!(told, spec.size, "the engine of {} was told {told}", volume.metadata.name);
                 assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
                 let members = self.views.newest[volume.metadata.name.as_str()].members;
                 assert!(members.len() >= spec.number_of_replicas as usize, "{members}");

@@ -1,0 +1,153 @@
+//! Expanding a volume that is served: the replicas first, each durably, then the core, then the device. Until the last
+//! step whoever uses the device sees the old size, and asks for nothing beyond it.
+//!
+//! Whatever ends in between is made up for. The size is in the spec before anything grows, so the next engine starts
+//! with it, and whoever greets a replica has it grow first: one that was away, one that is new, and one that this
+//! process did not come to. A replica is therefore never larger than what its engine is told, and never used while it
+//! is smaller.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use shorthorn_core::{Event, PeerIndex, PeerState};
+use shorthorn_frontend::{Device, FrontendError};
+
+use crate::connection::ConnectError;
+use crate::courier::Desk;
+use crate::error::EngineError;
+use crate::shared::{News, lock};
+
+/// Between two attempts: doubled after every failure.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// How long a replica may take to grow: some documents and its head are made durable for it.
+const GROW_LIMIT: Duration = Duration::from_secs(30);
+const STACK_BYTES: usize = 256 << 10;
+
+/// The device, which is resized on a thread of its own: the kernel may wait for requests, and those for us.
+pub type SharedDevice = Arc<Mutex<Box<dyn Device>>>;
+
+/// What an expansion tells.
+#[derive(Debug)]
+pub enum Told {
+    /// It does not go on yet, and why.
+    Waiting(String),
+    /// The device has this size.
+    Resized { size_bytes: u64 },
+    /// The device cannot be resized while it is in use, and why.
+    NextAttach(String),
+}
+
+/// A step of an expansion that is under way on a thread of its own. It stops soon after this is dropped.
+#[derive(Debug)]
+pub struct Step {
+    _stop: Sender<()>,
+}
+
+impl Step {
+    /// Has every replica that is connected grow to the size that the greeter knows, and then the core.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn grow_replicas(desk: Arc<Desk>) -> Result<Step, EngineError> {
+        Step::start(Arc::clone(&desk), move || match grow_replicas(&desk) {
+            Ok(()) => Outcome::Done,
+            Err(reason) => Outcome::Again(reason),
+        })
+    }
+
+    /// Has the device grow.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn resize(desk: Arc<Desk>, device: SharedDevice, size_bytes: u64) -> Result<Step, EngineError> {
+        Step::start(Arc::clone(&desk), move || {
+            let mut device = lock(&device);
+            let told = match device.resize(size_bytes) {
+                Ok(()) => Told::Resized { size_bytes },
+                Err(error @ FrontendError::Unsupported { .. }) => Told::NextAttach(error.to_string()),
+                Err(error) => return Outcome::Again(error.to_string()),
+            };
+            desk.shared.tell(News::Expansion(told));
+            Outcome::Done
+        })
+    }
+
+    fn start(
+        desk: Arc<Desk>,
+        attempt: impl FnMut() -> Outcome + Send + 'static,
+    ) -> Result<Step, EngineError> {
+        let (stop, stopped) = mpsc::channel();
+        thread::Builder::new()
+            .name("expansion".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || patiently(&desk, &stopped, attempt))
+            .map_err(EngineError::system("starting a thread"))?;
+        Ok(Step { _stop: stop })
+    }
+}
+
+enum Outcome {
+    Done,
+    Again(String),
+}
+
+fn patiently(desk: &Desk, stopped: &Receiver<()>, mut attempt: impl FnMut() -> Outcome) {
+    let (mut pause, mut told) = (FIRST_PAUSE, String::new());
+    while let Outcome::Again(reason) = attempt() {
+        if reason != told {
+            tracing::warn!(volume = %desk.greeter.volume, "the expansion waits: {reason}");
+            told.clone_from(&reason);
+            desk.shared.tell(News::Expansion(Told::Waiting(reason)));
+        }
+        // A message never comes: the end of the channel is the word to stop.
+        if stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+            return;
+        }
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Whoever is connected is asked; whoever comes meanwhile is asked when it is greeted, and refused by
+/// the courier where that was before the greeter knew of the expansion. So when none is left to ask, all have grown that
+/// the core will ever send something.
+fn grow_replicas(desk: &Desk) -> Result<(), String> {
+    let size_bytes = desk.greeter.size_bytes();
+    let mut grown: Vec<PeerIndex> = Vec::new();
+    loop {
+        let left = desk.shared.decide(|core, outputs| {
+            let is_connected = |index: &PeerIndex| {
+                matches!(core.membership().state(*index), PeerState::Member | PeerState::Joining)
+            };
+            let peers = desk.peers().into_iter().map(|(index, _)| index).filter(is_connected);
+            let left: Vec<PeerIndex> = peers.filter(|index| !grown.contains(index)).collect();
+            if left.is_empty() {
+                core.apply(Event::Expand { size_bytes }, outputs);
+            }
+            left
+        });
+        if left.is_empty() {
+            return Ok(());
+        }
+        for index in left {
+            grow_replica(desk, index, size_bytes)?;
+            grown.push(index);
+        }
+    }
+}
+
+fn grow_replica(desk: &Desk, index: PeerIndex, size_bytes: u64) -> Result<(), String> {
+    match desk.with_line_within(index, GROW_LIMIT, |line| line.expand(size_bytes)) {
+        Ok(()) => Ok(()),
+        Err(ConnectError::Deposed { holder, message }) => {
+            desk.shared.tell(News::Deposed { holder });
+            Err(message)
+        }
+        Err(error) => {
+            let replica = desk.peer(index).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default();
+            Err(format!("replica {replica} does not grow: {error}"))
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Volumes that grow while they are used.
+
+use nix::sys::signal::Signal;
+use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode};
+use shorthorn_testkit::nbd::Nbd;
+
+use crate::load::Load;
+use crate::volume::Volume;
+
+const SIZE: u64 = 16 << 20;
+const LARGER: u64 = 48 << 20;
+
+fn has(engine: &EngineStatus, size_bytes: u64) -> bool {
+    engine.phase == EnginePhase::Serving && engine.size_bytes == size_bytes && engine.expansion.is_none()
+}
+
+/// What is new reads as zeroes, and keeps what is written.
+fn use_what_is_new(volume: &Volume, from: u64) {
+    let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
+    assert_eq!(nbd.size_bytes, volume.size_bytes);
+    let end = volume.size_bytes - 4096;
+    assert!(nbd.read(from, 1 << 20).unwrap().iter().all(|byte| *byte == 0));
+    nbd.write(from, &[0x5a; 8192]).unwrap();
+    nbd.write(end, &[0x5b; 4096]).unwrap();
+    assert_eq!(nbd.read(from + 4096, 4096).unwrap(), [0x5a; 4096]);
+    assert_eq!(nbd.read(end, 4096).unwrap(), [0x5b; 4096]);
+}
+
+#[test]
+fn a_volume_grows_again_and_again_under_load() {
+    let mut volume = Volume::start(3, SIZE);
+    let load = Load::start(&volume, 31);
+    let mut old = Nbd::connect(&volume.frontend(), "v1").unwrap();
+    for size_bytes in [SIZE + 4096, LARGER, LARGER + (64 << 20)] {
+        load.wait_for_writes(200);
+        let from = volume.size_bytes;
+        volume.expand(size_bytes);
+        volume.wait("it has grown", move |engine| has(engine, size_bytes));
+        if size_bytes > LARGER {
+            use_what_is_new(&volume, from);
+        }
+        load.wait_for_writes(200);
+    }
+    load.stop_and_verify(&volume);
+    // A client that was there before goes on, with what it knows.
+    assert_eq!(old.size_bytes, SIZE);
+    old.write(0, &[9; 4096]).unwrap();
+    assert_eq!(old.read(0, 4096).unwrap(), [9; 4096]);
+    // It never shrinks.
+    volume.order(&Command::Expand { size_bytes: SIZE });
+    let more = Load::start(&volume, 32);
+    more.wait_for_writes(100);
+    more.stop_and_verify(&volume);
+    let log = volume.log_of_engine();
+    assert!(log.contains("are fewer"), "{log}");
+    volume.stop();
+    for number in 0..3 {
+        assert_eq!(volume.dirty_regions(number), 0);
+    }
+    volume.assert_equal();
+}
+
+#[test]
+fn a_replica_that_was_away_follows_and_gets_what_it_missed() {
+    let mut volume = Volume::start(3, SIZE);
+    let load = Load::start(&volume, 33);
+    load.wait_for_writes(100);
+    volume.kill(1);
+    volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
+    volume.expand(LARGER);
+    volume.wait("it has grown", |engine| has(engine, LARGER));
+    use_what_is_new(&volume, SIZE);
+    volume.start_replica(1);
+    volume.wait("all are members", |engine| {
+        engine.view.unwrap().members.len() == 3
+            && engine.members.iter().all(|member| member.mode == MemberMode::Member)
+    });
+    let log = volume.log_of_engine();
+    assert!(log.contains("is_copy=false"), "it was made anew:\n{log}");
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+/// The engine is killed when one replica has grown and the others have not.
+#[test]
+fn the_next_engine_ends_an_expansion_that_was_cut_off() {
+    let mut volume = Volume::start(3, SIZE);
+    let load = Load::start(&volume, 34);
+    load.wait_for_writes(100);
+    volume.signal(1, Signal::SIGSTOP);
+    volume.expand(LARGER);
+    volume.wait_for_growth(0);
+    volume.kill_engine();
+    load.abandon();
+    volume.signal(1, Signal::SIGCONT);
+    assert!(!volume.log_of_replica(2).contains("the volume has grown"), "it came before the one that hangs");
+    volume.start_engine();
+    volume.wait("it serves", |engine| has(engine, LARGER) && engine.equalising.is_none());
+    use_what_is_new(&volume, SIZE);
+    Load::start(&volume, 35).stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+/// A replica that hangs while the volume grows leaves the view, as for any request; it follows when it is back.
+#[test]
+fn a_replica_that_hangs_does_not_stop_an_expansion() {
+    let mut volume = Volume::start(3, SIZE);
+    let load = Load::start(&volume, 36);
+    load.wait_for_writes(50);
+    volume.signal(2, Signal::SIGSTOP);
+    volume.expand(LARGER);
+    volume.wait("it has grown", |engine| has(engine, LARGER));
+    use_what_is_new(&volume, SIZE);
+    volume.signal(2, Signal::SIGCONT);
+    volume.wait("all are members", |engine| engine.view.unwrap().members.len() == 3);
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+/// A new replica is made with the size that the volume is to have, which its engine does not know yet.
+#[test]
+fn a_replica_that_is_too_large_is_taken_once_the_engine_knows() {
+    let mut volume = Volume::start(2, SIZE);
+    let load = Load::start(&volume, 37);
+    load.wait_for_writes(100);
+    volume.size_bytes = LARGER;
+    volume.add_replica();
+    volume.order(&Command::Replicas { replicas: volume.endpoints() });
+    volume.wait("it is not taken", |engine| {
+        engine.members.iter().any(|member| member.message.contains("nobody has told this engine"))
+    });
+    volume.expand(LARGER);
+    volume.wait("it is a member", |engine| {
+        has(engine, LARGER) && engine.view.is_some_and(|view| view.members.len() == 3)
+    });
+    use_what_is_new(&volume, SIZE);
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
+fn a_volume_that_is_not_attached_grows_with_its_next_start() {
+    let mut volume = Volume::start(2, SIZE);
+    Load::start(&volume, 38).stop_and_verify(&volume);
+    volume.stop_engine();
+    volume.size_bytes = LARGER;
+    volume.start_engine();
+    volume.wait("it serves", |engine| has(engine, LARGER));
+    use_what_is_new(&volume, SIZE);
+    volume.stop();
+    volume.assert_equal();
+}

@@ -1,0 +1,82 @@
+//! A volume grows. What the disks of its replicas promise comes first, then the engine is told, which has the replicas
+//! grow and then the device. Only when the device shows it the volume has its new size.
+//!
+//! While nothing is attached it has it at once: an engine has every replica grow before it serves anything, one that
+//! was away too, so nobody ever sees the old size again.
+
+use super::Run;
+use crate::objects::{ConditionType, Engine, EngineSpec, Finding, Replica, ReplicaSpec, VolumeState};
+
+impl Run<'_> {
+    /// Brings the size to the replicas and the engine as they are stored; true where that was something to do.
+    pub(super) fn pass_on_size(&mut self) -> bool {
+        let size = self.stored.spec.size;
+        let smaller = |replica: &&Replica| replica.spec.volume_size < size;
+        let replicas: Vec<&Replica> = self.live_replicas().into_iter().filter(smaller).collect();
+        for replica in &replicas {
+            let spec = ReplicaSpec { volume_size: size, ..replica.spec.clone() };
+            self.decision.write(Replica { spec, ..(*replica).clone() });
+        }
+        if !replicas.is_empty() {
+            return true;
+        }
+        let Some(engine) = self.engine.filter(|engine| engine.spec.volume_size < size) else { return false };
+        let spec = EngineSpec { volume_size: size, ..engine.spec.clone() };
+        self.decision.write(Engine { spec, ..engine.clone() });
+        true
+    }
+
+    /// Notes the size that the volume has, and what a larger one waits for.
+    pub(super) fn note_size(&mut self) {
+        let size = self.stored.spec.size;
+        if self.stored.metadata.is_deleting() {
+            return;
+        }
+        if self.next.status.current_size == 0 {
+            // From here on the size that is wanted may be changed alone.
+            self.next.status.current_size = size;
+            return;
+        }
+        if self.has_size() {
+            if self.next.status.current_size != size {
+                self.next.status.current_size = size;
+                self.decision.emit(self.key(), false, "Expanded", format!("volume has {size} bytes now"));
+            }
+            if self.next.status.conditions.get(ConditionType::Expanded).is_some() {
+                self.next.status.conditions.set(ConditionType::Expanded, Finding::Well, self.context.now);
+            }
+            return;
+        }
+        let finding = self.find_expansion();
+        self.next.status.conditions.set(ConditionType::Expanded, finding, self.context.now);
+    }
+
+    fn has_size(&self) -> bool {
+        let size = self.stored.spec.size;
+        let engine = self.engine.filter(|engine| {
+            engine.spec.attach == self.stored.status.attach
+                && engine.status.seen_attach == engine.spec.attach
+                && engine.status.is_serving()
+        });
+        match self.next.status.state {
+            VolumeState::Creating | VolumeState::Detached => true,
+            _ if self.stored.status.current_size >= size => true,
+            _ => engine.is_some_and(|engine| engine.status.current_size >= size),
+        }
+    }
+
+    fn find_expansion(&self) -> Finding {
+        let waits = self.engine.and_then(|engine| engine.status.expansion.as_ref());
+        match waits {
+            Some(waits) if waits.next_attach => Finding::wrong(
+                "NextAttach",
+                format!("the device has its new size when the volume is attached again: {}", waits.message),
+            ),
+            Some(waits) if !waits.message.is_empty() => Finding::wrong("Expanding", waits.message.clone()),
+            _ if self.next.status.state == VolumeState::Attached => {
+                Finding::wrong("Expanding", "the replicas and the device are being made larger")
+            }
+            _ => Finding::wrong("Expanding", "the replicas are made larger when the volume is attached"),
+        }
+    }
+}

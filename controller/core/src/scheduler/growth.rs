@@ -1,0 +1,70 @@
+//! Whether the disks of a volume's replicas can promise more.
+
+use std::collections::BTreeMap;
+
+use super::{DiskCandidate, Limits, Refusal, Removal, Request, filters};
+use crate::objects::{Replica, Volume};
+use crate::{NodeName, World};
+
+/// Whether every disk with a replica of `volume` can promise what it needs to be `size_bytes` large. Disks that are not
+/// known any more are not asked: what is on them is lost, and replaced.
+///
+/// # Errors
+/// [`Refusal`] names the disks that cannot.
+pub fn room_to_grow(world: &World, volume: &Volume, size_bytes: u64, limits: Limits) -> Result<(), Refusal> {
+    let mut wanted: BTreeMap<(&NodeName, &str), u64> = BTreeMap::new();
+    let live = world.replicas_of(&volume.spec.volume_name).filter(|replica| !replica.metadata.is_deleting());
+    for replica in live {
+        *wanted.entry(place_of(replica)).or_default() += size_bytes.saturating_sub(replica.spec.volume_size);
+    }
+    let mut by_node: BTreeMap<NodeName, Removal> = BTreeMap::new();
+    let mut request = Request { limits, ..Request::of(volume, limits) };
+    let asked = u32::try_from(wanted.len()).unwrap_or(u32::MAX);
+    let mut refused = 0;
+    for ((node, path), more_bytes) in &wanted {
+        let Some(disk) = disk(world, volume, node, path) else { continue };
+        request.size_bytes = *more_bytes;
+        if let Some((filter, reason)) = filters::lacks_room(&request, &disk) {
+            refused += 1;
+            let removal = by_node.entry((*node).clone()).or_insert(Removal { filter, reason: String::new() });
+            let gap = if removal.reason.is_empty() { "" } else { ", " };
+            removal.reason.push_str(&format!("{gap}disk {path} {reason}"));
+        }
+    }
+    if by_node.is_empty() {
+        return Ok(());
+    }
+    Err(Refusal::of(&request, by_node, asked - refused, asked))
+}
+
+fn place_of(replica: &Replica) -> (&NodeName, &str) {
+    (&replica.spec.node_id, replica.spec.disk_path.as_str())
+}
+
+/// A disk with what it has promised, and what it is about to promise to other volumes that grow.
+fn disk(world: &World, volume: &Volume, node: &NodeName, path: &str) -> Option<DiskCandidate> {
+    let object = world.nodes.get(node.as_str())?;
+    let (spec, status) = (object.spec.disks.get(path)?, object.status.disk_status.get(path)?);
+    let promised = world.replicas.promised_on(node.as_str()).and_then(|disks| disks.get(path));
+    let promised = promised.map_or(0, |promised| u64::try_from(promised.bytes).unwrap_or(u64::MAX));
+    let others = world.volumes.values().filter(|other| {
+        other.is_expanding() && other.metadata.name != volume.metadata.name && !other.metadata.is_deleting()
+    });
+    let coming = others.flat_map(|other| {
+        let here = world.replicas_of(&other.spec.volume_name);
+        let here = here.filter(move |replica| place_of(replica) == (node, path));
+        here.map(|replica| other.spec.size.saturating_sub(replica.spec.volume_size))
+    });
+    Some(DiskCandidate {
+        path: path.to_owned(),
+        uuid: status.disk_uuid.clone(),
+        tags: spec.tags.clone(),
+        refusal: None,
+        total_bytes: status.storage_maximum,
+        available_bytes: 0,
+        reserved_bytes: spec.storage_reserved,
+        scheduled_bytes: coming.fold(promised, u64::saturating_add),
+        same_volume: 0,
+        excused: 0,
+    })
+}
