@@ -42,8 +42,9 @@ setup: ## the packages that building and testing need
 build: setup ## the programs
 	cargo build --profile $(PROFILE) --workspace --bins
 
-images: build ## the virtual machine images, once
+images: build ## the virtual machine images and the Kubernetes API server of the tests, once
 	$(SHORTHORN_BIN_DIR)/shorthorn-vm prepare
+	tests/apiserver/build >/dev/null
 
 clean: ## what was built here
 	cargo clean

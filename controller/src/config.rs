@@ -13,9 +13,12 @@ use shorthorn_controller_core::{NodeName, NodeNameError};
 use thiserror::Error;
 
 use crate::address::{AddressError, Listen, ServerUrl};
+use crate::kubernetes::KubernetesConfig;
 
 /// Where the API is unless something else is said.
 pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
+/// Where the custom resources are unless something else is said.
+pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
 /// What is logged unless something else is said.
 const DEFAULT_LOG: &str = "info";
 
@@ -32,20 +35,40 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Runs the controller in the foreground, until SIGTERM or SIGINT.
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
+    /// Prints the custom resource definitions, for kubectl apply -f -
+    Crds(CrdsArgs),
+}
+
+/// What is printed of the definitions.
+#[derive(Debug, Args)]
+pub struct CrdsArgs {
+    /// Leaves out the rules in CEL, which API servers before 1.25 do not know.
+    #[arg(long)]
+    pub without_rules: bool,
 }
 
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
     /// TOML file with any of: store, listen, csi_listen, log, replica_replace_after_s,
-    /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and a table [nodes] of NAME = "URL". A flag wins over
-    /// the file; nodes of both are used. Unknown keys are refused.
+    /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and the tables [nodes] of NAME = "URL" and
+    /// [kubernetes] with namespace and kubeconfig. A flag wins over the file; nodes of both are used. Unknown keys
+    /// are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Database file of the volumes; made where it is missing. One controller at a time can have it.
     #[arg(long, value_name = "FILE")]
     pub store: Option<PathBuf>,
+    /// Keeps the volumes as custom resources of Kubernetes. One of several controllers works at a time.
+    #[arg(long, conflicts_with = "store")]
+    pub kubernetes: bool,
+    /// Namespace of the custom resources [default: shorthorn-system]
+    #[arg(long, value_name = "NAMESPACE")]
+    pub namespace: Option<String>,
+    /// How to reach the API server; without it as a pod does, else as kubectl does.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
     /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
     #[arg(long = "node", value_name = "NAME=URL")]
     pub nodes: Vec<NodeFlag>,
@@ -111,8 +134,16 @@ pub enum ConfigError {
     #[error("csi_listen and listen are both {0}: give each its own")]
     SameListen(Listen),
     /// Nothing says where the store is.
-    #[error("where are the volumes kept? Give --store FILE, or store = \"FILE\" in the --config file")]
+    #[error(
+        "where are the volumes kept? Give --store FILE or --kubernetes, or the same in the --config file"
+    )]
     NoStore,
+    /// Two things say where the store is.
+    #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
+    TwoStores(PathBuf),
+    /// What is for Kubernetes only.
+    #[error("--namespace and --kubeconfig are for --kubernetes only")]
+    NotKubernetes,
 }
 
 impl FromStr for NodeFlag {
@@ -127,6 +158,7 @@ impl FromStr for NodeFlag {
 #[serde(deny_unknown_fields)]
 struct File {
     store: Option<PathBuf>,
+    kubernetes: Option<KubernetesTable>,
     listen: Option<Listen>,
     csi_listen: Option<Listen>,
     log: Option<String>,
@@ -137,11 +169,36 @@ struct File {
     nodes: BTreeMap<NodeName, ServerUrl>,
 }
 
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct KubernetesTable {
+    namespace: Option<String>,
+    kubeconfig: Option<PathBuf>,
+}
+
+/// Where the volumes are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoreConfig {
+    /// In a database file.
+    File(PathBuf),
+    /// As custom resources.
+    Kubernetes(KubernetesConfig),
+}
+
+impl std::fmt::Display for StoreConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            StoreConfig::File(path) => write!(f, "{}", path.display()),
+            StoreConfig::Kubernetes(config) => write!(f, "namespace {}", config.namespace),
+        }
+    }
+}
+
 /// The configuration that results.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The database file.
-    pub store: PathBuf,
+    /// Where the volumes are kept.
+    pub store: StoreConfig,
     /// Where the API is.
     pub listen: Listen,
     /// Where CSI is, a socket in the file system; none: nowhere.
@@ -160,7 +217,8 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] says what to correct.
     pub fn load(args: ServeArgs) -> Result<Config, ConfigError> {
-        let file = args.config.as_deref().map_or_else(|| Ok(File::default()), read)?;
+        let mut file = args.config.as_deref().map_or_else(|| Ok(File::default()), read)?;
+        let store = store(&args, &mut file)?;
         let mut nodes = file.nodes;
         for NodeFlag { name, url } in args.nodes {
             match nodes.insert(name.clone(), url.clone()) {
@@ -185,7 +243,7 @@ impl Config {
             None => DEFAULT_SERVER.parse()?,
         };
         Ok(Config {
-            store: args.store.or(file.store).ok_or(ConfigError::NoStore)?,
+            store,
             csi_listen: check_csi(args.csi_listen.or(file.csi_listen), &listen)?,
             listen,
             settings: Settings {
@@ -207,6 +265,26 @@ fn check_csi(csi: Option<Listen>, listen: &Listen) -> Result<Option<Listen>, Con
         Some(csi @ Listen::Tcp(_)) => Err(ConfigError::CsiListen(csi)),
         csi => Ok(csi),
     }
+}
+
+fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> {
+    let table = file.kubernetes.take();
+    if let (Some(_), Some(_), Some(path)) = (&table, &file.store, &args.config) {
+        return Err(ConfigError::TwoStores(path.clone()));
+    }
+    let path = args.store.clone().or_else(|| file.store.take().filter(|_| !args.kubernetes));
+    if (args.kubernetes || table.is_some()) && args.store.is_none() {
+        let table = table.unwrap_or_default();
+        let namespace = args.namespace.clone().or(table.namespace);
+        return Ok(StoreConfig::Kubernetes(KubernetesConfig {
+            namespace: namespace.unwrap_or_else(|| DEFAULT_NAMESPACE.to_owned()),
+            kubeconfig: args.kubeconfig.clone().or(table.kubeconfig),
+        }));
+    }
+    if args.namespace.is_some() || args.kubeconfig.is_some() {
+        return Err(ConfigError::NotKubernetes);
+    }
+    path.map(StoreConfig::File).ok_or(ConfigError::NoStore)
 }
 
 /// Flags are checked already; the file is not.
@@ -237,15 +315,35 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let mut words = vec!["shorthorn-controller", "serve", "--config", path.to_str().unwrap()];
         words.extend(flags);
-        let Command::Serve(args) = Cli::parse_from(words).command;
-        Config::load(args)
+        let Command::Serve(args) = Cli::parse_from(words).command else { unreachable!() };
+        Config::load(*args)
+    }
+
+    #[test]
+    fn volumes_are_kept_in_one_place() {
+        let kubernetes = |namespace: &str, kubeconfig: Option<&str>| {
+            let (namespace, kubeconfig) = (namespace.to_owned(), kubeconfig.map(PathBuf::from));
+            StoreConfig::Kubernetes(KubernetesConfig { namespace, kubeconfig })
+        };
+        assert_eq!(load("", &["--kubernetes"]).unwrap().store, kubernetes("shorthorn-system", None));
+        let table = "[kubernetes]\nnamespace = \"a\"\nkubeconfig = \"/k\"\n";
+        assert_eq!(load(table, &[]).unwrap().store, kubernetes("a", Some("/k")));
+        assert_eq!(load(table, &["--namespace", "b"]).unwrap().store, kubernetes("b", Some("/k")));
+        assert_eq!(load(table, &["--store", "/b"]).unwrap().store, StoreConfig::File("/b".into()));
+        assert_eq!(
+            load("store = \"/a\"\n", &["--kubernetes"]).unwrap().store,
+            kubernetes("shorthorn-system", None)
+        );
+        let both = load(&format!("store = \"/a\"\n{table}"), &[]).unwrap_err();
+        assert!(matches!(both, ConfigError::TwoStores(_)), "{both}");
+        assert!(matches!(load("", &["--store", "/a", "--namespace", "b"]), Err(ConfigError::NotKubernetes)));
     }
 
     #[test]
     fn flags_win_over_the_file_and_nodes_add_up() {
         let text = "store = \"/a\"\nlog = \"debug\"\n[nodes]\na = \"http://127.0.0.1:1\"\n";
         let config = load(text, &["--store", "/b", "--node", "b=unix:///run/b.sock"]).unwrap();
-        assert_eq!(config.store, Path::new("/b"));
+        assert_eq!(config.store, StoreConfig::File("/b".into()));
         assert_eq!(config.log, "debug");
         assert_eq!(config.settings, Settings::default());
         assert_eq!(config.listen.to_string(), DEFAULT_SERVER);

@@ -1,5 +1,6 @@
 //! The shell around the decisions of `shorthorn-controller-core`, and the command line that talks to it.
 //!
+//! - [`kubernetes`][]: custom resources, and the way to the API server.
 //! - [`store`][]: where the objects are kept, with compare-and-swap.
 //! - [`agents`][]: the connections to the agents, and what they show.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
@@ -15,6 +16,7 @@ pub mod api;
 pub mod config;
 pub mod csi;
 pub mod ctl;
+pub mod kubernetes;
 mod random;
 pub mod serve;
 pub mod store;

@@ -20,9 +20,12 @@ use tonic::transport::server::Router;
 use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
 use crate::api::Api;
-use crate::config::Config;
+use crate::config::{Config, StoreConfig};
 use crate::csi::CsiController;
-use crate::store::{RedbStore, Store, StoreError};
+use crate::kubernetes::lease::Leadership;
+use crate::kubernetes::{ConnectError, KubernetesConfig, connect};
+use crate::store::kubernetes::OpenError;
+use crate::store::{KubeStore, RedbStore, Store, StoreError};
 use crate::work::{Queue, Worker};
 
 /// How long calls of clients may go on after the controller was told to stop.
@@ -38,6 +41,18 @@ pub enum ServeError {
     /// The store cannot be opened, or broke.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// There is no way to an API server.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The objects of Kubernetes cannot be used.
+    #[error(transparent)]
+    Kubernetes(#[from] OpenError),
+    /// Another controller works now, or may.
+    #[error("this controller does not lead any more: the lease is lost, as {0}")]
+    LeaseLost(String),
+    /// The operating system gives no random numbers.
+    #[error("no random numbers for a name of this controller: {0}")]
+    Random(#[from] getrandom::Error),
     /// A node has an address that can never work.
     #[error(transparent)]
     Address(#[from] AddressError),
@@ -60,8 +75,15 @@ pub enum ServeError {
 /// # Errors
 /// [`ServeError`] where it cannot start, or cannot go on.
 pub async fn serve(config: Config) -> Result<(), ServeError> {
-    // First: what ends one controller too many, before it touches anything else.
-    let store: Arc<dyn Store> = Arc::new(RedbStore::open(&config.store)?);
+    let mut signals = Signals::new().map_err(ServeError::Signal)?;
+    // First: what ends one controller too many, or has it wait, before it touches anything else.
+    let (store, mut leadership) = tokio::select! {
+        opened = open(&config.store) => opened?,
+        name = signals.next() => {
+            tracing::info!(signal = name, "stopping");
+            return Ok(());
+        }
+    };
     let queue = Arc::new(Queue::new());
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue))?;
     let (broken_sender, mut broken) = mpsc::channel(1);
@@ -69,7 +91,6 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let (stop, stopping) = watch::channel(false);
     let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), config.settings);
     let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), config.settings);
-    let mut signals = Signals::new().map_err(ServeError::Signal)?;
     let mut servers = JoinSet::new();
     let api = server().add_service(ControllerServer::new(api));
     servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
@@ -78,12 +99,14 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         tracing::info!(csi = %address, "CSI is served");
     }
 
-    tracing::info!(store = %config.store.display(), listen = %config.listen, nodes = config.nodes.len(), "ready");
+    tracing::info!(store = %config.store, listen = %config.listen, nodes = config.nodes.len(), "ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     let result = tokio::select! {
         () = worker.run() => Ok(()),
         () = fleet.run() => Ok(()),
         Some(error) = broken.recv() => Err(error.into()),
+        // At once: another one may start to work within seconds.
+        reason = held(leadership.as_mut()) => return Err(ServeError::LeaseLost(reason)),
         Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
@@ -102,7 +125,49 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
             let _ = std::fs::remove_file(path);
         }
     }
+    if let Some(leadership) = leadership {
+        leadership.release().await;
+    }
     result
+}
+
+/// Opens the store; with Kubernetes once this controller leads.
+async fn open(config: &StoreConfig) -> Result<(Arc<dyn Store>, Option<Leadership>), ServeError> {
+    match config {
+        StoreConfig::File(path) => Ok((Arc::new(RedbStore::open(path)?), None)),
+        StoreConfig::Kubernetes(config) => {
+            let (store, leadership) = lead(config).await?;
+            Ok((Arc::new(store), Some(leadership)))
+        }
+    }
+}
+
+async fn lead(config: &KubernetesConfig) -> Result<(KubeStore, Leadership), ServeError> {
+    let client = connect(config).await?;
+    let status = "waiting for the lease".to_owned();
+    // Standing by is all that can be asked of it for now.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status), sd_notify::NotifyState::Ready]);
+    let identity = identity()?;
+    let mut leadership = Leadership::acquire(client.clone(), &config.namespace, &identity).await;
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
+    tokio::select! {
+        store = KubeStore::open(client, &config.namespace) => Ok((store?, leadership)),
+        reason = leadership.hold() => Err(ServeError::LeaseLost(reason)),
+    }
+}
+
+/// A name that no other process has: that of the host or the pod, with a part of its own.
+fn identity() -> Result<String, getrandom::Error> {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    Ok(format!("{}-{:08x}", host.trim(), getrandom::u32()?))
+}
+
+/// Returns why the lease is lost; never where there is none.
+async fn held(leadership: Option<&mut Leadership>) -> String {
+    match leadership {
+        Some(leadership) => leadership.hold().await,
+        None => std::future::pending().await,
+    }
 }
 
 type Serving = std::pin::Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send>>;

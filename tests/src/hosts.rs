@@ -122,6 +122,12 @@ pub struct Hosts {
     dir: PathBuf,
     agents: Vec<Option<Child>>,
     controller: Option<Child>,
+    /// Where the controller keeps the volumes, as flags.
+    store: Vec<String>,
+    /// How many agents it is told of.
+    named: usize,
+    /// Where the controller listens.
+    server: String,
     // Last: with it go all processes on the hosts.
     network: Network,
 }
@@ -132,9 +138,21 @@ impl Hosts {
     /// # Errors
     /// Something does not start.
     pub fn start(dir: &Path, hosts: usize) -> Result<Hosts> {
+        let store = dir.join("store.redb").display().to_string();
+        Hosts::start_with_store(dir, hosts, hosts, vec!["--store".to_owned(), store])
+    }
+
+    /// As [`Hosts::start`], with a controller that keeps its volumes where these flags say, and is told by flags where
+    /// the first `named` agents are only.
+    ///
+    /// # Errors
+    /// Something does not start.
+    pub fn start_with_store(dir: &Path, hosts: usize, named: usize, store: Vec<String>) -> Result<Hosts> {
         let network = Network::create(hosts)?;
         let agents = (0..hosts).map(|_| None).collect();
-        let mut hosts = Hosts { dir: dir.to_owned(), agents, controller: None, network };
+        let server = format!("unix://{}", dir.join("ctl.sock").display());
+        let mut hosts =
+            Hosts { dir: dir.to_owned(), agents, controller: None, store, named, server, network };
         for host in 0..hosts.agents.len() {
             hosts.write_config(host)?;
             hosts.start_agent(host)?;
@@ -201,17 +219,51 @@ impl Hosts {
     /// # Errors
     /// It does not.
     pub fn start_controller(&mut self) -> Result<()> {
+        self.controller = Some(self.controller_command(&self.server)?.spawn()?);
+        self.await_controller()
+    }
+
+    /// Starts the controller again if it has ended, as systemd does.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn keep_controller(&mut self) -> Result<()> {
+        let controller = self.controller.as_mut().context("there is no controller")?;
+        if let Some(status) = controller.try_wait()? {
+            println!("the controller has ended with {status}; it is started again");
+            return self.start_controller();
+        }
+        self.await_controller()
+    }
+
+    /// Takes another controller, which was started as [`Hosts::controller_command`] says, for the one to ask.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn take_controller(&mut self, controller: Child, listen: &str) -> Result<()> {
+        self.controller = Some(controller);
+        listen.clone_into(&mut self.server);
+        self.await_controller()
+    }
+
+    fn await_controller(&self) -> Result<()> {
+        until("controller that answers", LIMIT, || self.try_ctl(&["node", "list"]).map(Some)).map(drop)
+    }
+
+    /// A controller of these hosts that listens there.
+    ///
+    /// # Errors
+    /// The program cannot be built.
+    pub fn controller_command(&self, listen: &str) -> Result<Command> {
         let mut command = Command::new(binary("shorthorn-controller")?);
-        command.arg("serve").arg("--store").arg(self.dir.join("store.redb"));
-        command.args(["--listen", &self.server()]).stdin(Stdio::null());
+        command.arg("serve").args(&self.store);
+        command.args(["--listen", listen]).stdin(Stdio::null());
         // How full the disk of this machine is, is not what these tests are about.
         command.args(["--storage-minimal-available-percentage", "0"]);
-        for host in 0..self.agents.len() {
-            let socket = self.host_dir(host).join("sock");
-            command.args(["--node", &format!("{}=unix://{}", name(host), socket.display())]);
+        for host in 0..self.named {
+            command.args(["--node", &format!("{}={}", name(host), agent_url(&self.dir, host))]);
         }
-        self.controller = Some(command.spawn()?);
-        until("controller that answers", LIMIT, || self.try_ctl(&["node", "list"]).map(Some)).map(drop)
+        Ok(command)
     }
 
     /// kill -9 of the controller.
@@ -222,13 +274,9 @@ impl Hosts {
         kill(self.controller.take().context("the controller does not run")?)
     }
 
-    fn server(&self) -> String {
-        format!("unix://{}", self.dir.join("ctl.sock").display())
-    }
-
     fn try_ctl(&self, arguments: &[&str]) -> Result<String> {
         let output = Command::new(binary("shorthornctl")?)
-            .env("SHORTHORN_SERVER", self.server())
+            .env("SHORTHORN_SERVER", &self.server)
             .args(arguments)
             .stdin(Stdio::null())
             .output()
@@ -437,6 +485,12 @@ impl Drop for HandMadeEngine {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Where the agent of a host answers; `dir` is that of all of them.
+#[must_use]
+pub fn agent_url(dir: &Path, host: usize) -> String {
+    format!("unix://{}", dir.join(name(host)).join("sock").display())
 }
 
 /// The name of a host.

@@ -1,5 +1,6 @@
 //! What the tests of whole processes, the demonstration and the benchmarks share.
 
+pub mod apiserver;
 mod bare_volume;
 #[allow(clippy::cast_precision_loss)] // figures for people
 pub mod bench;

@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, View, VolumeName};
 
@@ -180,7 +181,7 @@ impl AgentCall {
 }
 
 /// Where an engine finds a replica.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ReplicaTarget {
     /// In the order to try.
     pub addresses: Vec<String>,

@@ -2,15 +2,19 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use crate::schema;
 
 /// The longest label: what Kubernetes allows as the value of one.
 pub const MAX_LABEL_BYTES: usize = 63;
 
 /// A tag of a node or a disk, or the name of a zone: a value that a Kubernetes label can have.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
+#[schemars(with = "schema::Label")]
 pub struct Label(String);
 
 /// Tags, or what a selector asks for.

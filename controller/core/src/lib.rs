@@ -3,6 +3,7 @@
 //! - [`objects`]: Volume, Engine, Replica and Node, as they are stored, and the [`World`] of all of them.
 //! - [`observed`]: what the agents of the nodes show right now; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
+//! - [`schema`]: the objects as schemas of custom resources.
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
 //! - [`csi`]: what the calls of CSI mean for the stored objects.
 //! - [`drain`]: what is left on a node that everything is to leave.
@@ -40,6 +41,7 @@ pub mod reconcile;
 pub mod requests;
 pub mod salvage;
 pub mod scheduler;
+pub mod schema;
 pub mod why;
 mod world;
 

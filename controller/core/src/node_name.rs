@@ -2,15 +2,19 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use crate::schema;
 
 /// The longest node name: what Kubernetes allows.
 pub const MAX_NODE_NAME_BYTES: usize = 253;
 
 /// The name of a node: a DNS name, as Kubernetes nodes and most hosts have it.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
+#[schemars(with = "schema::NodeName")]
 pub struct NodeName(String);
 
 /// Why a text is no node name.

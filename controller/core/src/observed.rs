@@ -26,8 +26,10 @@ impl Agents {
 /// What one agent shows.
 #[derive(Clone, Debug)]
 pub struct AgentView {
-    /// Where the agent is reached, from the controller's configuration.
+    /// Where the agent is reached.
     pub address: String,
+    /// Whether its node's object says so; else the controller's configuration does, and the object follows.
+    pub from_object: bool,
     /// Whether the rest is up to date.
     pub link: Link,
     /// Who the agent says it is.
@@ -46,6 +48,7 @@ impl AgentView {
     pub fn new(address: impl Into<String>, now: Timestamp) -> AgentView {
         AgentView {
             address: address.into(),
+            from_object: false,
             link: Link::Down { since: now, reason: "not reached yet".to_owned() },
             info: None,
             disks: BTreeMap::new(),

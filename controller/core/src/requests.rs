@@ -43,6 +43,14 @@ pub enum RequestError {
     /// The number of replicas can never work.
     #[error("a volume cannot have {0} replicas: use 1 to {MAX_MEMBERS}")]
     Replicas(u32),
+    /// The object and its spec have different names.
+    #[error("volume {name} has the volumeName {other}: leave that out")]
+    OtherName {
+        /// Of the object.
+        name: String,
+        /// In its spec.
+        other: String,
+    },
     /// There is no such volume.
     #[error("there is no volume {0}; shorthornctl volume list shows those that are there")]
     NoVolume(String),
@@ -252,6 +260,33 @@ fn check_size(size_bytes: u64) -> Result<(), RequestError> {
     Ok(())
 }
 
+/// Whether a volume that others have written can be worked on.
+///
+/// # Errors
+/// [`RequestError`] says what to change.
+pub fn check_stored(volume: &Volume) -> Result<(), RequestError> {
+    let Volume { metadata, spec, .. } = volume;
+    if *metadata.name != *spec.volume_name.as_str() {
+        return Err(RequestError::OtherName {
+            name: metadata.name.clone(),
+            other: spec.volume_name.to_string(),
+        });
+    }
+    check_size(spec.size)?;
+    if spec.number_of_replicas == 0 || spec.number_of_replicas as usize > MAX_MEMBERS {
+        return Err(RequestError::Replicas(spec.number_of_replicas));
+    }
+    check_share(spec.rebuild)
+}
+
+fn check_share(limits: RebuildLimits) -> Result<(), RequestError> {
+    if (1..=100).contains(&limits.share_percent) {
+        Ok(())
+    } else {
+        Err(RequestError::Share(limits.share_percent))
+    }
+}
+
 fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
     let spec = &volume.spec;
     let name = volume.metadata.name.clone();
@@ -345,9 +380,8 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
         return Ok(Change::AlreadySo(volume.clone()));
     }
     let mut volume = volume.clone();
+    // Nothing else: a store may take a deletion and other changes by calls of their own.
     volume.metadata.deletion_timestamp = Some(now);
-    volume.spec.node_id = None;
-    volume.status.state = VolumeState::Deleting;
     Ok(Change::Store(volume))
 }
 
@@ -413,9 +447,7 @@ pub fn expand_within(
 /// [`RequestError`] says what is in the way.
 pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<Change<Volume>, RequestError> {
     let volume = find_living(world, name)?;
-    if !(1..=100).contains(&limits.share_percent) {
-        return Err(RequestError::Share(limits.share_percent));
-    }
+    check_share(limits)?;
     Ok(with_spec(volume, VolumeSpec { rebuild: limits, ..volume.spec.clone() }))
 }
 

@@ -1,6 +1,7 @@
 //! The connections to the agents, and what the agents show. The only place that connects to them.
 
 pub(crate) mod convert;
+mod follow;
 mod link;
 
 use std::collections::BTreeMap;
@@ -15,7 +16,7 @@ use shorthorn_proto::v1;
 use shorthorn_proto::v1::node_client::NodeClient;
 use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{Mutex, OwnedMutexGuard};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
@@ -40,7 +41,10 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
 #[derive(Debug, Error)]
 pub enum CallError {
     /// No such node in the configuration.
-    #[error("node {0} is not configured: start the controller with --node {0}=URL")]
+    #[error(
+        "nothing says where the agent of node {0} is: start the controller with --node {0}=URL, or set spec.address of \
+         its object"
+    )]
     NotConfigured(NodeName),
     /// Its agent is not in reach.
     #[error("the agent of node {0} is out of reach")]
@@ -75,19 +79,27 @@ impl From<Status> for CallError {
     }
 }
 
-/// The agents of all configured nodes.
+/// The agents of all nodes of which somebody says where they are: the configuration, or the node's object.
 pub struct Fleet {
     store: Arc<dyn Store>,
     queue: Arc<Queue>,
-    channels: BTreeMap<NodeName, Channel>,
-    /// Held while disks are asked for or added, so that an older answer never hides a newer one.
-    asking_for_disks: BTreeMap<NodeName, Mutex<()>>,
+    configured: BTreeMap<NodeName, ServerUrl>,
+    peers: RwLock<BTreeMap<NodeName, Peer>>,
     agents: RwLock<Agents>,
+}
+
+/// The way to an agent.
+#[derive(Clone)]
+struct Peer {
+    url: ServerUrl,
+    channel: Channel,
+    /// Held while disks are asked for or added, so that an older answer never hides a newer one.
+    asking_for_disks: Arc<Mutex<()>>,
 }
 
 impl std::fmt::Debug for Fleet {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Fleet").field("nodes", &self.channels.keys()).finish_non_exhaustive()
+        f.debug_struct("Fleet").field("configured", &self.configured).finish_non_exhaustive()
     }
 }
 
@@ -101,25 +113,37 @@ impl Fleet {
         store: Arc<dyn Store>,
         queue: Arc<Queue>,
     ) -> Result<Arc<Fleet>, AddressError> {
-        let mut channels = BTreeMap::new();
-        let mut agents = Agents::default();
+        let fleet = Fleet {
+            store,
+            queue,
+            configured: nodes.clone(),
+            peers: RwLock::default(),
+            agents: RwLock::default(),
+        };
         for (node, url) in nodes {
-            channels.insert(node.clone(), protected(url.endpoint()?).connect_lazy());
-            agents.by_node.insert(node.clone(), AgentView::new(url.to_string(), Timestamp::now()));
+            fleet.add(node, url, false)?;
         }
-        let asking_for_disks = nodes.keys().map(|node| (node.clone(), Mutex::new(()))).collect();
-        Ok(Arc::new(Fleet { store, queue, channels, asking_for_disks, agents: RwLock::new(agents) }))
+        Ok(Arc::new(fleet))
     }
 
-    /// Follows every agent, until it is dropped.
-    pub async fn run(self: Arc<Fleet>) {
-        let mut links = tokio::task::JoinSet::new();
-        for node in self.channels.keys() {
-            links.spawn(link::follow(Arc::clone(&self), node.clone()));
-        }
-        while links.join_next().await.is_some() {}
-        // Without nodes there is nothing to follow, which is no reason to end the controller.
-        std::future::pending::<()>().await;
+    /// Knows the agent of `node` from now on.
+    fn add(&self, node: &NodeName, url: &ServerUrl, from_object: bool) -> Result<(), AddressError> {
+        let channel = protected(url.endpoint()?).connect_lazy();
+        let peer = Peer { url: url.clone(), channel, asking_for_disks: Arc::default() };
+        let view = AgentView { from_object, ..AgentView::new(url.to_string(), Timestamp::now()) };
+        self.agents_mut().by_node.insert(node.clone(), view);
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), peer);
+        Ok(())
+    }
+
+    /// Does not know the agent of `node` any more.
+    fn remove(&self, node: &NodeName) {
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(node);
+        self.agents_mut().by_node.remove(node);
+    }
+
+    fn peers(&self) -> RwLockReadGuard<'_, BTreeMap<NodeName, Peer>> {
+        self.peers.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What the agents show. Not to be held across an await.
@@ -131,18 +155,20 @@ impl Fleet {
         self.agents.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The keys of the configured nodes, stored or not.
-    pub fn node_keys(&self) -> impl Iterator<Item = Key> + '_ {
-        self.channels.keys().map(|node| Key::new(Kind::Node, node.as_str()))
+    /// The keys of the nodes whose agents are known, stored or not.
+    pub fn node_keys(&self) -> Vec<Key> {
+        self.peers().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
     }
 
     fn client(&self, node: &NodeName) -> Result<NodeClient<Channel>, CallError> {
-        let channel = self.channels.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
-        Ok(NodeClient::new(channel.clone()))
+        let peers = self.peers();
+        let peer = peers.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
+        Ok(NodeClient::new(peer.channel.clone()))
     }
 
-    async fn ask_for_disks(&self, node: &NodeName) -> Option<MutexGuard<'_, ()>> {
-        Some(self.asking_for_disks.get(node)?.lock().await)
+    async fn ask_for_disks(&self, node: &NodeName) -> Option<OwnedMutexGuard<()>> {
+        let asking = Arc::clone(&self.peers().get(node)?.asking_for_disks);
+        Some(asking.lock_owned().await)
     }
 
     /// Has everything on `node` looked at.

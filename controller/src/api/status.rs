@@ -16,6 +16,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::Size(_)
         | RequestError::DiskPath(_)
         | RequestError::Share(_)
+        | RequestError::OtherName { .. }
         | RequestError::NotConfirmed(_)
         | RequestError::Replicas(_) => Code::InvalidArgument,
         RequestError::NoVolume(_)
@@ -39,7 +40,11 @@ pub(super) fn of_request(error: &RequestError) -> Status {
 }
 
 pub(super) fn of_store(error: &StoreError) -> Status {
-    Status::unavailable(error.to_string())
+    let code = match error {
+        StoreError::Refused { .. } => Code::InvalidArgument,
+        _ => Code::Unavailable,
+    };
+    Status::new(code, error.to_string())
 }
 
 pub(super) fn of_call(error: &CallError) -> Status {

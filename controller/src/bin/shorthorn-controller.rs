@@ -1,15 +1,19 @@
 //! `shorthorn-controller`: keeps volumes where they should be.
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 
 use clap::Parser;
-use shorthorn_controller::config::{Cli, Command, Config};
+use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
+use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::serve::serve;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> anyhow::Result<()> {
-    let Command::Serve(args) = Cli::parse().command;
-    let config = Config::load(args)?;
+    let args = match Cli::parse().command {
+        Command::Serve(args) => args,
+        Command::Crds(args) => return print_crds(&args),
+    };
+    let config = Config::load(*args)?;
     let filter = EnvFilter::try_new(&config.log)
         .map_err(|error| anyhow::anyhow!("--log {:?} is no filter: {error}", config.log))?;
     tracing_subscriber::fmt()
@@ -19,5 +23,13 @@ fn main() -> anyhow::Result<()> {
         .init();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(serve(config))?;
+    Ok(())
+}
+
+fn print_crds(args: &CrdsArgs) -> anyhow::Result<()> {
+    let rules = if args.without_rules { Rules::LeftOut } else { Rules::Included };
+    for kind in crds::ORDER {
+        io::stdout().write_all(crds::yaml(kind, rules)?.as_bytes())?;
+    }
     Ok(())
 }

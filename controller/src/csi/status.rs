@@ -42,6 +42,7 @@ impl IntoCsiError for RequestError {
             | RequestError::DiskPath(_)
             | RequestError::Share(_)
             | RequestError::NoDevice(_)
+            | RequestError::OtherName { .. }
             | RequestError::NotConfirmed(_) => CsiError::Invalid(message),
         }
     }

@@ -34,6 +34,14 @@ impl Cache {
         Err(StoreError::Conflict { key: key.clone(), expected, found })
     }
 
+    /// Lets `change` at the objects; it returns the keys of what it has changed.
+    pub(super) fn change(&self, change: impl FnOnce(&mut World) -> Vec<Key>) {
+        let changed = change(&mut self.world.write().unwrap_or_else(PoisonError::into_inner));
+        for key in changed {
+            let _ = self.changes.send(key);
+        }
+    }
+
     pub(super) fn insert(&self, object: Object) {
         let key = object.key();
         self.world.write().unwrap_or_else(PoisonError::into_inner).insert(object);

@@ -2,6 +2,7 @@
 
 mod cache;
 mod change;
+pub mod kubernetes;
 mod memory;
 mod redb;
 
@@ -15,6 +16,7 @@ use thiserror::Error;
 use tokio::sync::broadcast;
 
 pub use self::change::{ChangeError, change};
+pub use self::kubernetes::KubeStore;
 pub use self::memory::MemoryStore;
 pub use self::redb::RedbStore;
 
@@ -52,6 +54,20 @@ pub enum StoreError {
         expected: u64,
         /// The stored version; 0: none.
         found: u64,
+    },
+    /// The store does not answer now; what was to be written may be written all the same. Try again.
+    #[error("the store is out of reach: {message}")]
+    Unavailable {
+        /// What was wanted, and what went wrong.
+        message: String,
+    },
+    /// The store does not take this object, however often it is tried.
+    #[error("{key} cannot be stored: {message}")]
+    Refused {
+        /// What was to be written.
+        key: Key,
+        /// What the store says.
+        message: String,
     },
     /// Another controller has the file.
     #[error("{0} is in use by another controller: stop that one, or give each its own --store")]

@@ -51,6 +51,14 @@ impl Worker {
                 tracing::debug!(%error, "looking again");
                 false
             }
+            Err(error @ StoreError::Unavailable { .. }) => {
+                tracing::warn!(%error, "trying again");
+                false
+            }
+            Err(error @ StoreError::Refused { .. }) => {
+                tracing::error!(%error, "trying again later");
+                false
+            }
             Err(error) => {
                 tracing::error!(%error, "the store fails");
                 // Full: it was told already.

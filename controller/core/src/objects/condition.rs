@@ -1,9 +1,10 @@
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::Timestamp;
+use crate::{Timestamp, schema};
 
 /// What a condition is about. True is always the good side.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum ConditionType {
     /// Of a volume: every replica has a disk.
     Scheduled,
@@ -35,19 +36,24 @@ impl ConditionType {
 }
 
 /// One thing about an object that is so or is not so, and why.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Condition {
     /// What it is about.
     #[serde(rename = "type")]
     pub kind: ConditionType,
     /// Whether it is so.
+    #[serde(with = "super::truth")]
+    #[schemars(with = "schema::Truth")]
     pub status: bool,
     /// One word for programs, like `ReplicaFailed`; empty where all is well.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// A sentence for people: what is in the way, and what to do.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
     /// When `status` last changed.
+    #[schemars(with = "schema::Time")]
     pub last_transition_time: Timestamp,
 }
 
@@ -69,8 +75,9 @@ impl Finding {
 }
 
 /// The conditions of an object, at most one of each type.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(transparent)]
+#[schemars(extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["type"]))]
 pub struct Conditions(Vec<Condition>);
 
 impl Conditions {

@@ -1,10 +1,11 @@
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits};
-use crate::{NodeName, ReplicaTarget};
+use crate::{NodeName, ReplicaTarget, schema};
 
 /// The engine of a volume; it has the volume's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,13 +20,19 @@ pub struct Engine {
 }
 
 /// What the volume's reconciler wants of the engine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
+#[schemars(extend("x-kubernetes-validations" = [
+    { "rule": "self.volumeName == oldSelf.volumeName", "message": "an engine stays with its volume" },
+    { "rule": "self.attach >= oldSelf.attach", "message": "the number of the attachment only ever rises" },
+]))]
 pub struct EngineSpec {
     /// Whose engine it is.
+    #[schemars(with = "schema::VolumeName")]
     pub volume_name: VolumeName,
     /// In bytes.
     #[serde(with = "super::quoted")]
+    #[schemars(with = "schema::Quoted")]
     pub volume_size: u64,
     /// Where it runs, or ran last.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
@@ -38,6 +45,7 @@ pub struct EngineSpec {
     pub frontend: Frontend,
     /// Its replicas and where they are. Replicas that come back or are new are told to the running engine.
     #[serde(default)]
+    #[schemars(with = "BTreeMap<String, ReplicaTarget>")]
     pub replica_address_map: BTreeMap<ReplicaId, ReplicaTarget>,
     /// Raised with every change of that map, so that an older one that comes late is recognised.
     #[serde(default)]
@@ -45,7 +53,7 @@ pub struct EngineSpec {
 }
 
 /// What is known of the engine process.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineStatus {
     /// Whether a process is there.
@@ -74,6 +82,7 @@ pub struct EngineStatus {
     pub endpoint: String,
     /// What each replica is to it.
     #[serde(default)]
+    #[schemars(with = "BTreeMap<String, MemberStatus>")]
     pub replica_mode_map: BTreeMap<ReplicaId, MemberStatus>,
     /// What is wrong.
     #[serde(default)]
@@ -83,9 +92,11 @@ pub struct EngineStatus {
     pub map_revision: u64,
     /// The size that the process was given last; 0: not known.
     #[serde(with = "super::quoted", default)]
+    #[schemars(with = "schema::Quoted")]
     pub volume_size: u64,
     /// The size of the device, as whoever uses it sees it; 0: not known.
     #[serde(with = "super::quoted", default)]
+    #[schemars(with = "schema::Quoted")]
     pub current_size: u64,
     /// What is still to come of an expansion.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -110,7 +121,7 @@ impl EngineStatus {
 }
 
 /// An expansion that the device has not followed yet.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ExpansionStatus {
     /// What it waits for; empty: it is under way.
@@ -122,7 +133,7 @@ pub struct ExpansionStatus {
 }
 
 /// What one replica is to the engine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MemberStatus {
     /// In the view or not.
     pub mode: MemberMode,
@@ -143,7 +154,7 @@ impl MemberStatus {
 }
 
 /// Whether a replica is in the view of the engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum MemberMode {
     /// It has every acknowledged write.

@@ -6,8 +6,10 @@ mod metadata;
 mod node;
 mod quoted;
 mod replica;
+mod truth;
 mod volume;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding};
@@ -22,7 +24,7 @@ pub use volume::{
 };
 
 /// What an instance (an engine or a replica process) should be.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DesireState {
     /// A process serves.
@@ -44,7 +46,7 @@ impl DesireState {
 }
 
 /// What an instance is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CurrentState {
     /// There is no process, and no call that starts one is under way.

@@ -1,11 +1,12 @@
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Conditions, Metadata};
 use crate::observed::DiskView;
 use crate::scheduler::RESERVED_PERCENT;
-use crate::{Label, Labels};
+use crate::{Label, Labels, schema};
 
 /// A machine with an agent, and its disks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,12 +21,15 @@ pub struct Node {
 }
 
 /// What the administrator wants of a node.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeSpec {
-    /// Where its agent answers.
+    /// Where its agent answers: http://HOST:PORT or unix:///PATH; empty: nowhere yet.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(regex(pattern = "^(|http://[^ ]+|unix:///[^ ]+)$"))]
     pub address: String,
     /// Whether new replicas may go there.
+    #[serde(default = "yes")]
     pub allow_scheduling: bool,
     /// Whether everything is to leave it: its replicas are replaced elsewhere, then they go.
     #[serde(default)]
@@ -41,14 +45,20 @@ pub struct NodeSpec {
     pub disks: BTreeMap<String, DiskSpec>,
 }
 
+fn yes() -> bool {
+    true
+}
+
 /// What the administrator wants of a disk.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DiskSpec {
     /// Whether new replicas may go there.
+    #[serde(default = "yes")]
     pub allow_scheduling: bool,
     /// Bytes that replicas leave to others.
     #[serde(with = "super::quoted")]
+    #[schemars(with = "schema::Quoted")]
     pub storage_reserved: u64,
     /// What volumes can ask for.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
@@ -56,7 +66,7 @@ pub struct DiskSpec {
 }
 
 /// What the agent of a node says.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
     /// What holds and what does not, and why.
@@ -80,7 +90,7 @@ pub struct NodeStatus {
 }
 
 /// Whether a node can make devices in one way.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FrontendStatus {
     /// ublk, nbd, socket
     pub name: String,
@@ -92,8 +102,8 @@ pub struct FrontendStatus {
 }
 
 /// What the agent says of a disk, without what changes all the time.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
 pub struct DiskStatus {
     /// The identity that was written on it.
     #[serde(rename = "diskUUID")]
@@ -102,6 +112,7 @@ pub struct DiskStatus {
     pub filesystem_type: String,
     /// Its size in bytes.
     #[serde(with = "super::quoted")]
+    #[schemars(with = "schema::Quoted")]
     pub storage_maximum: u64,
     /// What is wrong and what to do; empty: usable.
     #[serde(default)]

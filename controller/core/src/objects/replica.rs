@@ -1,8 +1,9 @@
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::{CurrentState, DesireState, Metadata};
-use crate::{NodeName, Timestamp};
+use crate::{NodeName, Timestamp, schema};
 
 /// One copy of a volume's data; named `<volume>-<replica id>`, as its directory and its process are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,16 +18,24 @@ pub struct Replica {
 }
 
 /// Where a replica is and whether it should run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
+#[schemars(extend("x-kubernetes-validations" = [{
+    "rule": "self.volumeName == oldSelf.volumeName && self.replicaID == oldSelf.replicaID \
+             && self.nodeID == oldSelf.nodeID && self.diskPath == oldSelf.diskPath",
+    "message": "a replica stays where it is: of its spec only desireState can be changed",
+}]))]
 pub struct ReplicaSpec {
     /// Whose data it holds.
+    #[schemars(with = "schema::VolumeName")]
     pub volume_name: VolumeName,
     /// In bytes.
     #[serde(with = "super::quoted")]
+    #[schemars(with = "schema::Quoted")]
     pub volume_size: u64,
     /// Its identity, never used again.
     #[serde(rename = "replicaID")]
+    #[schemars(with = "schema::ReplicaId")]
     pub replica_id: ReplicaId,
     /// The node that it is on, for good.
     #[serde(rename = "nodeID")]
@@ -41,7 +50,7 @@ pub struct ReplicaSpec {
 }
 
 /// What is known of a replica.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReplicaStatus {
     /// Whether a process is there.
@@ -56,17 +65,20 @@ pub struct ReplicaStatus {
     pub message: String,
     /// When it was last seen to become a member of the engine's view.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Time>")]
     pub healthy_at: Option<Timestamp>,
     /// When it left the view; none while it is, as far as known, in it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Time>")]
     pub failed_at: Option<Timestamp>,
     /// Since when the engine serves without it and does not bring it up either.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Time>")]
     pub lost_since: Option<Timestamp>,
 }
 
 /// Whether a replica has a directory on its disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DataState {
     /// No call that could have made it was ever sent.

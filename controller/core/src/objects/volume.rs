@@ -1,13 +1,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 use shorthorn_views::Arbiter;
 use thiserror::Error;
 
 use super::{Conditions, Metadata, Secret};
-use crate::{Labels, NodeName, Timestamp};
+use crate::requests::DEFAULT_REPLICAS;
+use crate::{Labels, NodeName, Timestamp, schema};
 
 /// A volume: one engine where it is attached, and some replicas.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,17 +24,34 @@ pub struct Volume {
 }
 
 /// What the owner of a volume wants.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
+#[schemars(extend("x-kubernetes-validations" = [
+    { "rule": "self.frontend == oldSelf.frontend", "message": "the frontend of a volume cannot be changed" },
+    { "rule": "int(self.size) >= int(oldSelf.size)", "message": "a volume can grow, not shrink" },
+    {
+        "rule": "self.numberOfReplicas >= oldSelf.numberOfReplicas",
+        "message": "fewer replicas cannot be asked for, only more",
+    },
+]))]
 pub struct VolumeSpec {
-    /// Its name, which is also the name of its engine and of its device.
+    /// Its name, which is also the name of its engine and of its device: that of the object, and for good.
+    #[schemars(with = "Option<schema::VolumeName>")]
     pub volume_name: VolumeName,
-    /// In bytes, a multiple of 4096.
+    /// In bytes, a multiple of 4096, at most 16 TiB.
     #[serde(with = "super::quoted")]
+    #[schemars(extend("x-kubernetes-validations" = [{
+        "rule": "int(self) >= 4096 && int(self) <= 17592186044416 && int(self) % 4096 == 0",
+        "message": "the size must be a multiple of 4096, from 4096 to 17592186044416",
+    }]))]
+    #[schemars(with = "schema::Quoted")]
     pub size: u64,
     /// How many copies of the data there should be.
+    #[serde(default = "default_replicas")]
+    #[schemars(range(min = 1, max = 8))]
     pub number_of_replicas: u32,
     /// How the device is made.
+    #[serde(default)]
     pub frontend: Frontend,
     /// Where it should be attached; none: nowhere.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
@@ -65,6 +84,7 @@ pub struct VolumeSpec {
     #[serde(rename = "preferredNodeID", default, skip_serializing_if = "Option::is_none")]
     pub preferred_node_id: Option<NodeName>,
     /// What its engine and replicas prove to each other.
+    #[schemars(skip)]
     pub secret: Secret,
 }
 
@@ -72,8 +92,12 @@ fn yes() -> bool {
     true
 }
 
+fn default_replicas() -> u32 {
+    DEFAULT_REPLICAS
+}
+
 /// What the reconcilers made of a volume.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeStatus {
     /// Where in its life it is.
@@ -88,6 +112,7 @@ pub struct VolumeStatus {
     pub attach: u64,
     /// When that number was drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Time>")]
     pub attach_started_at: Option<Timestamp>,
     /// The first attachment since which the volume has been on its node without a break: the device of an engine of
     /// this one or a later one may be carried over to the next. 0: not known.
@@ -100,6 +125,7 @@ pub struct VolumeStatus {
     /// What the arbiter has granted. It is part of the volume, so that the compare-and-swap which stores a grant
     /// fails where another attachment was drawn meanwhile.
     #[serde(default)]
+    #[schemars(with = "schema::Opaque")]
     pub arbiter: Arbiter,
     /// The operator's last decision that one replica is the truth, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -108,9 +134,11 @@ pub struct VolumeStatus {
     /// (spec.size). Of a volume that is not attached: the size that it is attached with next, as its replicas grow before
     /// anything is served.
     #[serde(with = "super::quoted", default)]
+    #[schemars(with = "schema::Quoted")]
     pub current_size: u64,
     /// The replicas that the volume was created with, which are the members of its first view.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::ReplicaId>")]
     pub first_members: Vec<ReplicaId>,
     /// What holds and what does not, and why.
     #[serde(default)]
@@ -118,13 +146,15 @@ pub struct VolumeStatus {
 }
 
 /// How much copying may take of a volume's speed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
 pub struct RebuildLimits {
     /// The most that is copied; 0: no limit.
     #[serde(with = "super::quoted")]
+    #[schemars(with = "schema::Quoted")]
     pub bytes_per_s: u64,
     /// The most that copying takes of the bytes that move while the volume is busy, 1 to 100.
+    #[schemars(range(min = 1, max = 100))]
     pub share_percent: u32,
 }
 
@@ -135,15 +165,17 @@ impl Default for RebuildLimits {
 }
 
 /// The decision that what one replica has is the volume, whatever others had.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Salvage {
     /// Which one.
     #[serde(rename = "replicaID")]
+    #[schemars(with = "schema::ReplicaId")]
     pub replica_id: ReplicaId,
     /// The number that was drawn for it: the replica's view gets it.
     pub attach: u64,
     /// When it was decided.
+    #[schemars(with = "schema::Time")]
     pub decided_at: Timestamp,
     /// By whom.
     pub by: String,
@@ -178,7 +210,7 @@ impl VolumeStatus {
 }
 
 /// Where in its life a volume is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VolumeState {
     /// Its replicas are being given disks.
@@ -212,7 +244,7 @@ impl VolumeState {
 }
 
 /// How safe the data of a volume is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Robustness {
     /// Every replica has every acknowledged write.
@@ -240,7 +272,7 @@ impl Robustness {
 }
 
 /// How the device of a volume is made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Frontend {
     /// The best that the node can do.
@@ -255,7 +287,7 @@ pub enum Frontend {
 }
 
 /// Whether a replica should be where the volume is attached.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataLocality {
     /// It does not matter.

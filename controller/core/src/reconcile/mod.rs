@@ -144,7 +144,8 @@ enum Sight<'a> {
 fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
     let Some(view) = context.agents.get(node) else {
         return Sight::Gone(format!(
-            "node {node} is not configured: start the controller with --node {node}=URL"
+            "nothing says where the agent of node {node} is: start the controller with --node {node}=URL, or set \
+             spec.address of its object"
         ));
     };
     match (&view.link, &view.info) {

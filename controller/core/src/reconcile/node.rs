@@ -17,7 +17,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         },
         (None, None) => return decision,
     };
-    if let Some(view) = view {
+    if let Some(view) = view.filter(|view| !view.from_object) {
         node.spec.address.clone_from(&view.address);
     }
     let ready = match sight(context, &node_name) {

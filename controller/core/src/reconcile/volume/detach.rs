@@ -1,8 +1,8 @@
 use super::Run;
 use crate::Action;
 use crate::objects::{
-    CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, ReplicaSpec,
-    Robustness, VolumeState,
+    CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, Robustness,
+    VolumeState,
 };
 
 impl Run<'_> {
@@ -14,7 +14,8 @@ impl Run<'_> {
         self.want_replicas(DesireState::Stopped);
         // A replica whose node is out of reach is stopped when that is back; generations keep it harmless.
         let stopped = |replica: &&Replica| {
-            replica.spec.desire_state == DesireState::Stopped
+            // One that is being deleted is stopped whatever is desired.
+            (replica.metadata.is_deleting() || replica.spec.desire_state == DesireState::Stopped)
                 && matches!(replica.status.current_state, CurrentState::Stopped | CurrentState::Unknown)
         };
         if !self.replicas.iter().all(stopped) {
@@ -83,12 +84,15 @@ impl Run<'_> {
         self.next = self.stored.clone();
     }
 
+    /// Writes nothing else: a store may take a deletion and other changes by calls of their own.
+    pub(super) fn ask_for_deletion(&mut self, replica: &Replica) {
+        let metadata = Metadata { deletion_timestamp: Some(self.context.now), ..replica.metadata.clone() };
+        self.decision.write(Replica { metadata, ..replica.clone() });
+    }
+
     fn delete_replicas(&mut self) {
-        for replica in self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()) {
-            let metadata =
-                Metadata { deletion_timestamp: Some(self.context.now), ..replica.metadata.clone() };
-            let spec = ReplicaSpec { desire_state: DesireState::Stopped, ..replica.spec.clone() };
-            self.decision.write(Replica { metadata, spec, status: replica.status.clone() });
+        for replica in self.live_replicas() {
+            self.ask_for_deletion(replica);
         }
         let message = format!("the data of the replicas is being deleted{}", self.replica_messages());
         self.settle(Finding::wrong("Deleting", message));

@@ -14,10 +14,7 @@ use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::Run;
-use crate::objects::{
-    ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Metadata, Replica, ReplicaSpec,
-    Volume,
-};
+use crate::objects::{ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, Volume};
 use crate::observed::{Detail, InstanceKey};
 use crate::reconcile::{NEW_REPLICA_WAIT, health, remaining, seeks_place};
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
@@ -156,9 +153,7 @@ impl<'a> Run<'a> {
         if !may_go(self.context.world, self.stored, engine, replica) {
             return;
         }
-        let metadata = Metadata { deletion_timestamp: Some(self.context.now), ..replica.metadata.clone() };
-        let spec = ReplicaSpec { desire_state: DesireState::Stopped, ..replica.spec.clone() };
-        self.decision.write(Replica { metadata, spec, status: replica.status.clone() });
+        self.ask_for_deletion(replica);
         let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
         let message = format!("replica {name} on {node} is not needed any more: its data is deleted");
         self.decision.emit(self.key(), false, "ReplicaRetired", message);

@@ -1,0 +1,55 @@
+//! The way to the API server.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use thiserror::Error;
+
+/// The longest that a connection to the API server may take to come about.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// The longest silence on a connection; longer than that of a watch.
+const READ_LIMIT: Duration = Duration::from_secs(180);
+
+/// Which API server, and where in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KubernetesConfig {
+    /// The namespace of all objects.
+    pub namespace: String,
+    /// How to reach the API server; none: as a pod does, else as kubectl does.
+    pub kubeconfig: Option<PathBuf>,
+}
+
+/// Why there is no way to an API server.
+#[derive(Debug, Error)]
+pub enum ConnectError {
+    /// The file is no kubeconfig.
+    #[error("the kubeconfig {0} cannot be used: {1}")]
+    Kubeconfig(PathBuf, kube::config::KubeconfigError),
+    /// Nothing says where it is.
+    #[error("there is no way to an API server: {0}; give --kubeconfig FILE")]
+    Infer(kube::config::InferConfigError),
+    /// The certificates or the like cannot be used.
+    #[error("the way to the API server cannot be used: {0}")]
+    Client(kube::Error),
+}
+
+/// A client; nothing is connected yet.
+///
+/// # Errors
+/// [`ConnectError`].
+pub async fn connect(config: &KubernetesConfig) -> Result<Client, ConnectError> {
+    let mut found = match &config.kubeconfig {
+        Some(path) => {
+            let refused = |error| ConnectError::Kubeconfig(path.clone(), error);
+            let kubeconfig = Kubeconfig::read_from(path).map_err(refused)?;
+            let options = KubeConfigOptions::default();
+            Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(refused)?
+        }
+        None => Config::infer().await.map_err(ConnectError::Infer)?,
+    };
+    found.connect_timeout = Some(CONNECT_LIMIT);
+    found.read_timeout = Some(READ_LIMIT);
+    Client::try_from(found).map_err(ConnectError::Client)
+}

@@ -1,0 +1,192 @@
+//! The custom resource definitions, made from the types of the reconcilers.
+
+use serde_json::{Value, json};
+use shorthorn_controller_core::objects::{
+    EngineSpec, EngineStatus, Kind, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, VolumeSpec,
+    VolumeStatus,
+};
+use shorthorn_controller_core::schema::{Defaults, structural};
+
+use super::{GROUP, VERSION, kind_name, plural};
+
+/// The kinds in the order in which people read of them.
+pub const ORDER: [Kind; 4] = [Kind::Volume, Kind::Engine, Kind::Replica, Kind::Node];
+const RULES: &str = "x-kubernetes-validations";
+
+/// Whether the rules in CEL are part of a definition. API servers know them since 1.25.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rules {
+    /// As they should be.
+    Included,
+    /// For older API servers.
+    LeftOut,
+}
+
+/// The definition of a kind, as JSON.
+#[must_use]
+pub fn definition(kind: Kind, rules: Rules) -> Value {
+    let (mut spec, status) = parts(kind);
+    if let (Kind::Volume, Some(properties)) = (kind, spec.get_mut("properties")) {
+        // What nobody has to write gets its value from the defaults; of the whole table too.
+        properties["rebuild"]["default"] = json!({});
+    }
+    let mut schema = json!({
+        "type": "object",
+        "description": description(kind),
+        "required": ["spec"],
+        "properties": { "spec": spec, "status": status },
+        RULES: name_rules(kind),
+    });
+    if rules == Rules::LeftOut {
+        leave_out_rules(&mut schema);
+    } else if schema[RULES].as_array().is_none_or(Vec::is_empty) {
+        schema.as_object_mut().map(|fields| fields.remove(RULES));
+    }
+    let name = plural(kind);
+    json!({
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": { "name": format!("{name}.{GROUP}") },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind_name(kind),
+                "listKind": format!("{}List", kind_name(kind)),
+                "plural": name,
+                "singular": kind.as_str(),
+                "shortNames": [short_name(kind)],
+                "categories": ["shorthorn"],
+            },
+            "versions": [{
+                "name": VERSION,
+                "served": true,
+                "storage": true,
+                "subresources": { "status": {} },
+                "additionalPrinterColumns": columns(kind),
+                "schema": { "openAPIV3Schema": schema },
+            }],
+        },
+    })
+}
+
+/// The definition as a YAML document.
+///
+/// # Errors
+/// The YAML library cannot write it.
+pub fn yaml(kind: Kind, rules: Rules) -> Result<String, serde_saphyr::ser::Error> {
+    let text = serde_saphyr::to_string(&definition(kind, rules))?;
+    Ok(format!("# Made by shorthorn-controller crds. Do not edit.\n---\n{text}"))
+}
+
+fn parts(kind: Kind) -> (Value, Value) {
+    use Defaults::{Absent, Shown};
+    match kind {
+        Kind::Volume => (structural::<VolumeSpec>(Shown), structural::<VolumeStatus>(Absent)),
+        Kind::Engine => (structural::<EngineSpec>(Absent), structural::<EngineStatus>(Absent)),
+        Kind::Replica => (structural::<ReplicaSpec>(Absent), structural::<ReplicaStatus>(Absent)),
+        Kind::Node => (structural::<NodeSpec>(Shown), structural::<NodeStatus>(Absent)),
+    }
+}
+
+const fn description(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Volume => "A replicated volume. Deleting it deletes its data.",
+        Kind::Engine => "The engine of a volume; made and kept by the controller.",
+        Kind::Replica => "One copy of a volume's data; made and kept by the controller.",
+        Kind::Node => "A machine with an agent, and its disks.",
+    }
+}
+
+const fn short_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Volume => "shv",
+        Kind::Engine => "she",
+        Kind::Replica => "shr",
+        Kind::Node => "shn",
+    }
+}
+
+/// What must hold between the name of an object and its spec.
+fn name_rules(kind: Kind) -> Value {
+    match kind {
+        Kind::Volume => json!([
+            {
+                "rule": "self.metadata.name.matches('^[a-z0-9]([a-z0-9-]*[a-z0-9])?$') \
+                         && size(self.metadata.name) <= 63",
+                "message": "a volume's name has at most 63 lower-case letters, digits and dashes",
+            },
+            {
+                "rule": "!has(self.spec.volumeName) || self.spec.volumeName == self.metadata.name",
+                "message": "volumeName must be the name of the object; leave it out",
+            },
+        ]),
+        Kind::Engine | Kind::Replica | Kind::Node => json!([]),
+    }
+}
+
+fn leave_out_rules(schema: &mut Value) {
+    match schema {
+        Value::Object(fields) => {
+            fields.remove(RULES);
+            fields.values_mut().for_each(leave_out_rules);
+        }
+        Value::Array(items) => items.iter_mut().for_each(leave_out_rules),
+        _ => {}
+    }
+}
+
+/// What kubectl shows; those with a priority only with `-o wide`.
+fn columns(kind: Kind) -> Value {
+    let column = |name: &str, path: &str, priority: u32| {
+        let column = json!({ "name": name, "type": "string", "jsonPath": path });
+        if priority == 0 { column } else { with(column, "priority", priority.into()) }
+    };
+    let condition = |name: &str, kind: &str, priority| {
+        column(name, &format!(".status.conditions[?(@.type==\"{kind}\")].status"), priority)
+    };
+    let age = json!({ "name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp" });
+    match kind {
+        Kind::Volume => json!([
+            column("State", ".status.state", 0),
+            column("Robustness", ".status.robustness", 0),
+            condition("Scheduled", "Scheduled", 1),
+            column("Size", ".spec.size", 0),
+            with(column("Replicas", ".spec.numberOfReplicas", 1), "type", "integer".into()),
+            column("Node", ".status.currentNodeID", 0),
+            age,
+        ]),
+        Kind::Engine => json!([
+            column("State", ".status.currentState", 0),
+            column("Phase", ".status.phase", 0),
+            column("Node", ".spec.nodeID", 0),
+            column("Endpoint", ".status.endpoint", 1),
+            age,
+        ]),
+        Kind::Replica => json!([
+            column("Volume", ".spec.volumeName", 0),
+            column("State", ".status.currentState", 0),
+            column("Data", ".status.data", 1),
+            column("Node", ".spec.nodeID", 0),
+            column("Disk", ".spec.diskPath", 0),
+            age,
+        ]),
+        Kind::Node => json!([
+            condition("Ready", "Ready", 0),
+            with(column("Schedulable", ".spec.allowScheduling", 0), "type", "boolean".into()),
+            with(column("Leaving", ".spec.evictionRequested", 1), "type", "boolean".into()),
+            column("Zone", ".status.zone", 0),
+            column("Address", ".spec.address", 1),
+            column("Version", ".status.version", 0),
+            age,
+        ]),
+    }
+}
+
+fn with(mut column: Value, field: &str, value: Value) -> Value {
+    column[field] = value;
+    column
+}
+
+#[cfg(test)]
+mod tests;

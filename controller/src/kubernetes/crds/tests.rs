@@ -1,0 +1,119 @@
+use std::path::{Path, PathBuf};
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube_cel::Validator;
+
+use super::*;
+
+fn file(kind: Kind) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("crds").join(format!("{}.yaml", plural(kind)))
+}
+
+fn schema(kind: Kind) -> Value {
+    definition(kind, Rules::Included)["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone()
+}
+
+#[test]
+fn the_files_are_what_the_types_say() {
+    for kind in ORDER {
+        let (path, made) = (file(kind), yaml(kind, Rules::Included).unwrap());
+        if std::env::var_os("SHORTHORN_WRITE_CRDS").is_some() {
+            std::fs::write(&path, &made).unwrap();
+        }
+        let found = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            found == made,
+            "{} is old: SHORTHORN_WRITE_CRDS=1 cargo test -p shorthorn-controller crds",
+            path.display()
+        );
+    }
+}
+
+#[test]
+fn definitions_are_structural() {
+    fn check(at: &str, schema: &Value) {
+        let fields = schema.as_object().unwrap_or_else(|| panic!("{at} is no schema: {schema}"));
+        let kind = fields.get("type").unwrap_or_else(|| panic!("{at} has no type: {schema}"));
+        assert!(kind.is_string(), "{at} has the types {kind}");
+        for word in ["oneOf", "anyOf", "allOf", "$ref", "$schema", "const", "nullable", "title"] {
+            assert!(!fields.contains_key(word), "{at} has {word}");
+        }
+        if let Some(format) = fields.get("format").and_then(Value::as_str) {
+            assert!(["int32", "int64", "date-time"].contains(&format), "{at} has the format {format}");
+        }
+        for (name, property) in fields.get("properties").and_then(Value::as_object).into_iter().flatten() {
+            check(&format!("{at}.{name}"), property);
+        }
+        for inner in ["items", "additionalProperties"] {
+            if let Some(inner) = fields.get(inner) {
+                check(&format!("{at}[]"), inner);
+            }
+        }
+    }
+    for kind in ORDER {
+        check(kind.as_str(), &schema(kind));
+        let typed: CustomResourceDefinition =
+            serde_json::from_value(definition(kind, Rules::Included)).unwrap();
+        assert_eq!(typed.spec.names.plural, plural(kind));
+        let without = definition(kind, Rules::LeftOut).to_string();
+        assert!(!without.contains(RULES) && without.contains("openAPIV3Schema"), "{without}");
+    }
+}
+
+#[test]
+fn secrets_have_no_place_in_a_volume() {
+    let text = schema(Kind::Volume).to_string();
+    assert!(!text.contains("secret"), "{text}");
+}
+
+fn volume(name: &str, change: impl FnOnce(&mut Value)) -> Value {
+    let mut spec = json!({ "size": "8192", "numberOfReplicas": 3, "frontend": "auto" });
+    change(&mut spec);
+    json!({ "metadata": { "name": name }, "spec": spec })
+}
+
+/// What the rules in CEL say of a volume that is made, or comes after another; evaluated by kube's own library.
+fn refusals(new: &Value, old: Option<&Value>) -> Vec<String> {
+    match Validator::new().validate(&schema(Kind::Volume), new, old) {
+        Ok(()) => Vec::new(),
+        Err(errors) => errors.into_vec().iter().map(ToString::to_string).collect(),
+    }
+}
+
+#[test]
+fn the_rules_refuse_what_the_api_refuses() {
+    let good = volume("pvc-1", |_| {});
+    assert_eq!(refusals(&good, None), Vec::<String>::new());
+    assert_eq!(refusals(&volume("a", |spec| spec["volumeName"] = "a".into()), None), Vec::<String>::new());
+    for (what, bad) in [
+        ("multiple of 4096", volume("a", |spec| spec["size"] = "4097".into())),
+        ("multiple of 4096", volume("a", |spec| spec["size"] = "0".into())),
+        ("multiple of 4096", volume("a", |spec| spec["size"] = "17592186048512".into())),
+        ("volumeName", volume("a", |spec| spec["volumeName"] = "b".into())),
+        ("lower-case", volume("a.b", |_| {})),
+        ("at most 63", volume(&"a".repeat(64), |_| {})),
+    ] {
+        let refused = refusals(&bad, None);
+        assert!(refused.len() == 1 && refused[0].contains(what), "{bad}: {refused:?}");
+    }
+}
+
+#[test]
+fn the_rules_refuse_changes_that_nothing_follows() {
+    let good = volume("a", |_| {});
+    assert_eq!(
+        refusals(&volume("a", |spec| spec["numberOfReplicas"] = 4.into()), Some(&good)),
+        Vec::<String>::new()
+    );
+    assert_eq!(refusals(&volume("a", |spec| spec["nodeID"] = "n".into()), Some(&good)), Vec::<String>::new());
+    let grown = volume("a", |spec| spec["size"] = "12288".into());
+    assert_eq!(refusals(&grown, Some(&good)), Vec::<String>::new());
+    for (what, bad) in [
+        ("not shrink", volume("a", |spec| spec["size"] = "4096".into())),
+        ("frontend", volume("a", |spec| spec["frontend"] = "nbd".into())),
+        ("fewer replicas", volume("a", |spec| spec["numberOfReplicas"] = 2.into())),
+    ] {
+        let refused = refusals(&bad, Some(&good));
+        assert!(refused.len() == 1 && refused[0].contains(what), "{bad}: {refused:?}");
+    }
+}

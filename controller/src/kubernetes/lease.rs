@@ -1,0 +1,224 @@
+//! Who of several controllers works: the one that holds a Lease.
+//!
+//! The holder renews it; whoever else sees it unchanged for its whole duration, by its own clock, takes it. Clocks of
+//! different machines are never compared. The holder counts from before it asked for the last renewal that worked, and
+//! ends [`HOLD_LIMIT`] after that, well before anybody can have seen the lease unchanged for [`DURATION`]. A process
+//! that was halted and does not know the time yet can still try to write: the stored objects have moved on, and the
+//! write is refused.
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use kube::Client;
+use kube::api::{Api, ObjectMeta, PostParams};
+use shorthorn_controller_core::Timestamp;
+use tokio::time::Instant;
+
+use crate::store::kubernetes::{CallError, bounded, is_code};
+
+/// The name of the Lease.
+pub const LEASE_NAME: &str = "shorthorn-controller";
+/// How long others leave a lease alone that is not renewed.
+pub const DURATION: Duration = Duration::from_secs(15);
+/// How long after the last renewal the holder goes on.
+pub const HOLD_LIMIT: Duration = Duration::from_secs(10);
+/// How often it is renewed.
+const RENEW_EVERY: Duration = Duration::from_secs(4);
+/// The wait before a renewal is tried again, or the lease of another is looked at again.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+/// The lease of a controller that may become, or is, the one that works.
+#[derive(Debug)]
+pub struct Leadership {
+    leases: Api<Lease>,
+    identity: String,
+    /// The lease as it is in our hands, and since when that is sure.
+    held: Lease,
+    renewed: Instant,
+}
+
+/// The last that was seen of somebody else's lease.
+#[derive(Debug)]
+struct Sighting {
+    version: Option<String>,
+    since: Instant,
+}
+
+/// Whether a lease can be taken, seen unchanged for that long.
+fn is_free(lease: &Lease, unchanged: Duration) -> bool {
+    let spec = lease.spec.as_ref();
+    let is_held =
+        spec.and_then(|spec| spec.holder_identity.as_deref()).is_some_and(|holder| !holder.is_empty());
+    let seconds =
+        spec.and_then(|spec| spec.lease_duration_seconds).and_then(|seconds| u64::try_from(seconds).ok());
+    !is_held || unchanged >= seconds.map_or(DURATION, Duration::from_secs)
+}
+
+/// `lease` in our hands.
+fn taken(lease: Lease, identity: &str, now: Timestamp) -> Lease {
+    let old = lease.spec.unwrap_or_default();
+    let spec = LeaseSpec {
+        holder_identity: Some(identity.to_owned()),
+        lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
+        acquire_time: Some(MicroTime(now)),
+        renew_time: Some(MicroTime(now)),
+        lease_transitions: Some(old.lease_transitions.unwrap_or(0).saturating_add(1)),
+        ..old
+    };
+    Lease { spec: Some(spec), ..lease }
+}
+
+fn holder(lease: &Lease) -> &str {
+    lease.spec.as_ref().and_then(|spec| spec.holder_identity.as_deref()).unwrap_or_default()
+}
+
+impl Leadership {
+    /// Waits until this controller holds the lease, however long that takes.
+    pub async fn acquire(client: Client, namespace: &str, identity: &str) -> Leadership {
+        let leases: Api<Lease> = Api::namespaced(client, namespace);
+        let mut seen: Option<Sighting> = None;
+        loop {
+            match Leadership::try_acquire(&leases, identity, &mut seen).await {
+                Ok(Some((held, renewed))) => {
+                    tracing::info!(identity, "leading");
+                    return Leadership { leases, identity: identity.to_owned(), held, renewed };
+                }
+                Ok(None) => {}
+                Err(error) => tracing::warn!(%error, "cannot ask for the lease"),
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+    }
+
+    async fn try_acquire(
+        leases: &Api<Lease>,
+        identity: &str,
+        seen: &mut Option<Sighting>,
+    ) -> Result<Option<(Lease, Instant)>, CallError> {
+        let start = Instant::now();
+        let found = bounded(leases.get_opt(LEASE_NAME)).await?;
+        let Some(found) = found else {
+            let metadata = ObjectMeta { name: Some(LEASE_NAME.to_owned()), ..ObjectMeta::default() };
+            let lease = taken(Lease { metadata, spec: None }, identity, Timestamp::now());
+            return mine(bounded(leases.create(&PostParams::default(), &lease)).await, start);
+        };
+        let version = found.metadata.resource_version.clone();
+        let sighting = match seen.take() {
+            Some(sighting) if sighting.version == version => sighting,
+            _ => {
+                tracing::info!(holder = holder(&found), "standing by");
+                Sighting { version, since: start }
+            }
+        };
+        let unchanged = sighting.since.elapsed();
+        *seen = Some(sighting);
+        if !is_free(&found, unchanged) {
+            return Ok(None);
+        }
+        let start = Instant::now();
+        let lease = taken(found, identity, Timestamp::now());
+        mine(bounded(leases.replace(LEASE_NAME, &PostParams::default(), &lease)).await, start)
+    }
+
+    /// Renews the lease for as long as that works; returns why it does not any more.
+    pub async fn hold(&mut self) -> String {
+        loop {
+            let mut wait = RENEW_EVERY;
+            if self.renewed.elapsed() >= RENEW_EVERY {
+                let left = HOLD_LIMIT.saturating_sub(self.renewed.elapsed());
+                match tokio::time::timeout(left, self.renew()).await {
+                    Ok(Ok(None)) => {}
+                    Ok(Ok(Some(other))) => return format!("{other} has taken it"),
+                    Ok(Err(error)) => {
+                        tracing::warn!(%error, "cannot renew the lease");
+                        wait = LOOK_AGAIN;
+                    }
+                    Err(_) => return format!("it could not be renewed for {} s", HOLD_LIMIT.as_secs()),
+                }
+            }
+            let left = HOLD_LIMIT.saturating_sub(self.renewed.elapsed());
+            tokio::time::sleep(wait.min(left)).await;
+        }
+    }
+
+    /// The one who has it instead, if somebody has.
+    async fn renew(&mut self) -> Result<Option<String>, CallError> {
+        let start = Instant::now();
+        let mut lease = self.held.clone();
+        if let Some(spec) = &mut lease.spec {
+            spec.renew_time = Some(MicroTime(Timestamp::now()));
+        }
+        match bounded(self.leases.replace(LEASE_NAME, &PostParams::default(), &lease)).await {
+            Ok(held) => (self.held, self.renewed) = (held, start),
+            Err(error) if is_code(&error, 409) || is_code(&error, 404) => {
+                // Perhaps an earlier renewal came through of which no answer came.
+                match bounded(self.leases.get_opt(LEASE_NAME)).await? {
+                    Some(found) if holder(&found) == self.identity => self.held = found,
+                    Some(found) => return Ok(Some(holder(&found).to_owned())),
+                    None => return Ok(Some("nobody: it was deleted; somebody".to_owned())),
+                }
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(None)
+    }
+
+    /// Gives it back, so that the next one need not wait.
+    pub async fn release(mut self) {
+        if let Some(spec) = &mut self.held.spec {
+            spec.holder_identity = Some(String::new());
+        }
+        let parameters = PostParams::default();
+        let released = self.leases.replace(LEASE_NAME, &parameters, &self.held);
+        if let Ok(Err(error)) = tokio::time::timeout(LOOK_AGAIN, released).await {
+            tracing::debug!(%error, "the lease is not given back");
+        }
+    }
+}
+
+fn mine(answer: Result<Lease, CallError>, start: Instant) -> Result<Option<(Lease, Instant)>, CallError> {
+    match answer {
+        Ok(held) => Ok(Some((held, start))),
+        // Somebody was first.
+        Err(error) if is_code(&error, 409) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease(holder: &str, seconds: Option<i32>) -> Lease {
+        let spec = LeaseSpec {
+            holder_identity: Some(holder.to_owned()),
+            lease_duration_seconds: seconds,
+            lease_transitions: Some(4),
+            ..LeaseSpec::default()
+        };
+        Lease { metadata: ObjectMeta::default(), spec: Some(spec) }
+    }
+
+    #[test]
+    fn a_lease_is_free_when_nobody_has_it_or_it_was_not_renewed() {
+        let seconds = Duration::from_secs;
+        assert!(is_free(&Lease::default(), seconds(0)));
+        assert!(is_free(&lease("", Some(20)), seconds(0)));
+        assert!(!is_free(&lease("a", Some(20)), seconds(19)));
+        assert!(is_free(&lease("a", Some(20)), seconds(20)));
+        assert!(!is_free(&lease("a", None), DURATION - seconds(1)));
+        assert!(is_free(&lease("a", Some(-1)), DURATION));
+    }
+
+    #[test]
+    fn who_takes_it_is_its_holder() {
+        let now: Timestamp = "2026-01-02T03:04:05Z".parse().unwrap();
+        let lease = taken(lease("a", Some(20)), "b", now);
+        assert_eq!(holder(&lease), "b");
+        let spec = lease.spec.unwrap();
+        assert_eq!((spec.lease_transitions, spec.lease_duration_seconds), (Some(5), Some(15)));
+        // Who holds it ends before others may take it, with time for what is under way.
+        assert!(HOLD_LIMIT + RENEW_EVERY < DURATION && RENEW_EVERY + LOOK_AGAIN < HOLD_LIMIT);
+    }
+}

@@ -1,0 +1,50 @@
+//! What the controller is to Kubernetes: its custom resources and how it reaches the API server.
+
+mod client;
+pub mod crds;
+pub mod lease;
+
+use kube::core::ApiResource;
+use shorthorn_controller_core::objects::Kind;
+
+pub use client::{ConnectError, KubernetesConfig, connect};
+
+/// The API group of the custom resources.
+pub const GROUP: &str = "shorthorn.io";
+/// Their version.
+pub const VERSION: &str = "v1alpha1";
+/// The label of engines and replicas with the name of their volume.
+pub const VOLUME_LABEL: &str = "shorthorn.io/volume";
+/// Who writes, as the API server records it.
+pub const FIELD_MANAGER: &str = "shorthorn-controller";
+/// All kinds, in an order in which what refers to others comes before them.
+pub const KINDS: [Kind; 4] = [Kind::Node, Kind::Replica, Kind::Engine, Kind::Volume];
+
+/// The name of the kind in objects.
+#[must_use]
+pub const fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Volume => "Volume",
+        Kind::Engine => "Engine",
+        Kind::Replica => "Replica",
+        Kind::Node => "Node",
+    }
+}
+
+/// The name of the kind in paths.
+#[must_use]
+pub fn plural(kind: Kind) -> String {
+    format!("{}s", kind.as_str())
+}
+
+/// Where the objects of a kind are.
+#[must_use]
+pub fn resource(kind: Kind) -> ApiResource {
+    ApiResource {
+        group: GROUP.to_owned(),
+        version: VERSION.to_owned(),
+        api_version: format!("{GROUP}/{VERSION}"),
+        kind: kind_name(kind).to_owned(),
+        plural: plural(kind),
+    }
+}

@@ -1,0 +1,59 @@
+//! Calls to the API server: each has a bound, and an error that says whether to try again.
+
+use std::time::Duration;
+
+use shorthorn_controller_core::objects::Key;
+use thiserror::Error;
+
+use crate::store::StoreError;
+
+/// The longest that the API server may take to answer.
+pub const CALL_LIMIT: Duration = Duration::from_secs(15);
+
+/// Why a call to the API server failed.
+#[derive(Debug, Error)]
+pub enum CallError {
+    /// No answer in time. What was asked for may be done all the same.
+    #[error("the API server does not answer within {} s", CALL_LIMIT.as_secs())]
+    TooLate,
+    /// It was not reached, or it refused.
+    #[error("{}", words(.0))]
+    Api(#[from] kube::Error),
+}
+
+/// What went wrong, down to the system's own words.
+fn words(error: &kube::Error) -> String {
+    if let kube::Error::Api(status) = error {
+        return format!("the API server refuses: {} ({})", status.message, status.code);
+    }
+    let mut innermost: &dyn std::error::Error = error;
+    while let Some(source) = innermost.source() {
+        innermost = source;
+    }
+    format!("the API server cannot be reached: {innermost}")
+}
+
+/// Waits for the answer, but not for ever.
+pub async fn bounded<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T, CallError> {
+    match tokio::time::timeout(CALL_LIMIT, call).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(CallError::TooLate),
+    }
+}
+
+/// Whether the API server answered with that status.
+pub fn is_code(error: &CallError, code: u16) -> bool {
+    matches!(error, CallError::Api(kube::Error::Api(status)) if status.code == code)
+}
+
+/// The error of a write of `key`, of which the cache knows version `found`.
+pub fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> StoreError {
+    let is = |code| is_code(error, code);
+    if is(409) || is(404) {
+        return StoreError::Conflict { key: key.clone(), expected, found };
+    }
+    if is(400) || is(422) {
+        return StoreError::Refused { key: key.clone(), message: error.to_string() };
+    }
+    StoreError::Unavailable { message: format!("{key}: {error}") }
+}

@@ -1,0 +1,205 @@
+//! Objects as the API server has them, and as the reconcilers know them.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use kube::api::DynamicObject;
+use kube::core::{ApiResource, TypeMeta};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+use shorthorn_controller_core::objects::{Engine, Kind, Metadata, Node, Object, Replica, Volume};
+use shorthorn_controller_core::requests;
+use thiserror::Error;
+
+use super::keys::VolumeKeys;
+use crate::kubernetes::{VOLUME_LABEL, resource};
+
+/// Keeps an object with data until the reconcilers have deleted that.
+pub const FINALIZER: &str = "shorthorn.io/data";
+
+/// Why an object of the API server cannot be used.
+#[derive(Debug, Error)]
+pub enum ConvertError {
+    /// It lacks what every object has.
+    #[error("it has no {0}")]
+    Lacks(&'static str),
+    /// Versions are compared, so they must be numbers. Kubernetes keeps to that since 1.35 by its word, before by habit.
+    #[error("its resourceVersion {0:?} is no number: this API server cannot be used as a store")]
+    Version(String),
+    /// Its spec or status has something that can never work.
+    #[error("its {0} cannot be used: {1}")]
+    Part(&'static str, String),
+}
+
+/// A resource version as the number that it is.
+pub fn version(text: Option<&str>) -> Result<u64, ConvertError> {
+    let text = text.ok_or(ConvertError::Lacks("resourceVersion"))?;
+    text.parse().ok().filter(|version| *version > 0).ok_or_else(|| ConvertError::Version(text.to_owned()))
+}
+
+/// Whether objects of that kind stand for data, and so have a finalizer.
+pub const fn has_data(kind: Kind) -> bool {
+    matches!(kind, Kind::Volume | Kind::Engine | Kind::Replica)
+}
+
+/// Whether nothing can take the object away before its data is gone.
+pub fn is_held(kind: Kind, metadata: &ObjectMeta) -> bool {
+    !has_data(kind)
+        || metadata
+            .finalizers
+            .as_ref()
+            .is_some_and(|finalizers| finalizers.iter().any(|one| one == FINALIZER))
+}
+
+/// The object that the reconcilers see.
+pub fn object(kind: Kind, stored: &DynamicObject, keys: &VolumeKeys) -> Result<Object, ConvertError> {
+    let metadata = metadata(&stored.metadata)?;
+    let mut spec = stored.data.get("spec").cloned().unwrap_or_else(|| json!({}));
+    let status = stored.data.get("status").cloned().unwrap_or(Value::Null);
+    Ok(match kind {
+        Kind::Volume => {
+            let uid = stored.metadata.uid.as_deref().ok_or(ConvertError::Lacks("uid"))?;
+            complete_volume(&mut spec, &metadata.name, &String::from(keys.secret_of(uid)));
+            let volume = Volume { metadata, spec: spec_of(spec)?, status: status_of(status)? };
+            requests::check_stored(&volume).map_err(|error| ConvertError::Part("spec", error.to_string()))?;
+            volume.into()
+        }
+        Kind::Engine => Engine { metadata, spec: spec_of(spec)?, status: status_of(status)? }.into(),
+        Kind::Replica => Replica { metadata, spec: spec_of(spec)?, status: status_of(status)? }.into(),
+        Kind::Node => Node { metadata, spec: spec_of(spec)?, status: status_of(status)? }.into(),
+    })
+}
+
+fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
+    let time = |time: &Time| time.0;
+    Ok(Metadata {
+        name: stored.name.clone().ok_or(ConvertError::Lacks("name"))?,
+        resource_version: version(stored.resource_version.as_deref())?,
+        creation_timestamp: stored
+            .creation_timestamp
+            .as_ref()
+            .map(time)
+            .ok_or(ConvertError::Lacks("creationTimestamp"))?,
+        deletion_timestamp: stored.deletion_timestamp.as_ref().map(time),
+    })
+}
+
+/// What nobody writes: the name, which the object has anyway, and the secret, which is derived.
+fn complete_volume(spec: &mut Value, name: &str, secret: &str) {
+    if let Value::Object(fields) = spec {
+        fields.entry("volumeName").or_insert_with(|| name.into());
+        fields.insert("secret".to_owned(), secret.into());
+    }
+}
+
+fn spec_of<T: DeserializeOwned>(spec: Value) -> Result<T, ConvertError> {
+    T::deserialize(spec).map_err(|error| ConvertError::Part("spec", error.to_string()))
+}
+
+fn status_of<T: DeserializeOwned + Default>(status: Value) -> Result<T, ConvertError> {
+    if status.as_object().is_none_or(Map::is_empty) {
+        return Ok(T::default());
+    }
+    T::deserialize(status).map_err(|error| ConvertError::Part("status", error.to_string()))
+}
+
+/// Spec and status of an object as the API server gets them.
+#[derive(Debug)]
+pub struct Parts {
+    /// What is wanted.
+    pub spec: Value,
+    /// What is so.
+    pub status: Value,
+}
+
+/// Takes an object apart. The secret of a volume stays here.
+pub fn parts(object: &Object) -> Result<Parts, serde_json::Error> {
+    let (mut spec, mut status) = match object {
+        Object::Volume(volume) => {
+            (serde_json::to_value(&volume.spec)?, serde_json::to_value(&volume.status)?)
+        }
+        Object::Engine(engine) => {
+            (serde_json::to_value(&engine.spec)?, serde_json::to_value(&engine.status)?)
+        }
+        Object::Replica(replica) => {
+            (serde_json::to_value(&replica.spec)?, serde_json::to_value(&replica.status)?)
+        }
+        Object::Node(node) => (serde_json::to_value(&node.spec)?, serde_json::to_value(&node.status)?),
+    };
+    if let (Object::Volume(_), Value::Object(fields)) = (object, &mut spec) {
+        fields.remove("secret");
+    }
+    leave_out_empty(&mut status);
+    Ok(Parts { spec, status })
+}
+
+/// A text that says nothing is left out of a status, as Kubernetes does it: it is read as empty again. An API server
+/// that was built with a newer Go than its own takes an empty text for null, and refuses it.
+fn leave_out_empty(status: &mut Value) {
+    match status {
+        Value::Object(fields) => {
+            fields.retain(|_, value| *value != "");
+            fields.values_mut().for_each(leave_out_empty);
+        }
+        Value::Array(items) => items.iter_mut().for_each(leave_out_empty),
+        _ => {}
+    }
+}
+
+/// A new object: its spec, and what finds and keeps it.
+pub fn new(object: &Object, spec: Value, namespace: &str) -> DynamicObject {
+    let kind = object.kind();
+    let resource: ApiResource = resource(kind);
+    let volume = match object {
+        Object::Engine(engine) => Some(&engine.spec.volume_name),
+        Object::Replica(replica) => Some(&replica.spec.volume_name),
+        Object::Volume(_) | Object::Node(_) => None,
+    };
+    DynamicObject {
+        types: Some(TypeMeta { api_version: resource.api_version, kind: resource.kind }),
+        metadata: ObjectMeta {
+            name: Some(object.metadata().name.clone()),
+            namespace: Some(namespace.to_owned()),
+            finalizers: has_data(kind).then(|| vec![FINALIZER.to_owned()]),
+            labels: volume.map(|volume| [(VOLUME_LABEL.to_owned(), volume.to_string())].into()),
+            ..ObjectMeta::default()
+        },
+        data: json!({ "spec": spec }),
+    }
+}
+
+/// What turns `old` into `new` as a JSON merge patch (RFC 7386); none where they are the same. Nothing of ours has a
+/// null in it.
+pub fn merge_patch(old: &Value, new: &Value) -> Option<Value> {
+    let (Value::Object(before), Value::Object(after)) = (old, new) else {
+        return (old != new).then(|| new.clone());
+    };
+    let mut patch = Map::new();
+    for (name, value) in after {
+        match before.get(name) {
+            None => drop(patch.insert(name.clone(), value.clone())),
+            Some(old) => drop(merge_patch(old, value).map(|change| patch.insert(name.clone(), change))),
+        }
+    }
+    for name in before.keys().filter(|name| !after.contains_key(*name)) {
+        patch.insert(name.clone(), Value::Null);
+    }
+    (!patch.is_empty()).then_some(Value::Object(patch))
+}
+
+/// As [`merge_patch`], with everything of `new` in it: what is stored may lack what is the default, and a status must
+/// not be stored with a part of what it needs.
+pub fn whole_patch(old: &Value, new: &Value) -> Option<Value> {
+    (old != new).then(|| with_removals(old, new))
+}
+
+fn with_removals(old: &Value, new: &Value) -> Value {
+    let (Value::Object(before), Value::Object(after)) = (old, new) else { return new.clone() };
+    let kept = after.iter().map(|(name, value)| {
+        let old = before.get(name).unwrap_or(&Value::Null);
+        (name.clone(), with_removals(old, value))
+    });
+    let removed = before.keys().filter(|name| !after.contains_key(*name));
+    Value::Object(kept.chain(removed.map(|name| (name.clone(), Value::Null))).collect())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,301 @@
+use shorthorn_controller_core::objects::{
+    ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, DiskStatus, EngineSpec,
+    EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode, MemberStatus, NodeSpec, NodeStatus,
+    RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec, VolumeStatus,
+};
+use shorthorn_controller_core::schema::pruned;
+use shorthorn_controller_core::{NodeName, ReplicaTarget, Timestamp, labels, salvage};
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use super::*;
+use crate::kubernetes::crds::{self, Rules};
+
+const UID: &str = "0c3b1f9e-7c53-4a5e-9e0f-0b1b8f0e6d55";
+
+fn keys() -> VolumeKeys {
+    VolumeKeys::new(&[1; 32])
+}
+
+fn meta(name: &str) -> Metadata {
+    Metadata {
+        resource_version: 7,
+        deletion_timestamp: Some("2026-02-03T04:05:06Z".parse().unwrap()),
+        ..Metadata::new(name, "2026-01-02T03:04:05Z".parse().unwrap())
+    }
+}
+
+fn conditions(now: Timestamp) -> Conditions {
+    let mut conditions = Conditions::default();
+    conditions.set(ConditionType::Scheduled, Finding::Well, now);
+    conditions.set(ConditionType::Healthy, Finding::wrong("ReplicaFailed", "one is away"), now);
+    conditions
+}
+
+/// Objects of all kinds in which every field says something.
+fn full() -> Vec<Object> {
+    let now: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
+    let (volume_name, id) = (VolumeName::new("v").unwrap(), ReplicaId::from_random(3));
+    let node = NodeName::new("n1.example").unwrap();
+    let member = MemberStatus { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: 5 };
+    let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
+    let rebuild = RebuildLimits { bytes_per_s: 1 << 60, share_percent: 40 };
+    let tags = labels(["ssd", "fast"]).unwrap();
+    let volume = Volume {
+        metadata: meta("v"),
+        spec: VolumeSpec {
+            volume_name: volume_name.clone(),
+            size: 1 << 40,
+            number_of_replicas: 2,
+            frontend: "nbd".parse().unwrap(),
+            node_id: Some(node.clone()),
+            replica_soft_anti_affinity: true,
+            replica_zone_soft_anti_affinity: false,
+            replica_disk_soft_anti_affinity: false,
+            node_selector: tags.clone(),
+            disk_selector: tags.clone(),
+            data_locality: "best-effort".parse().unwrap(),
+            rebuild,
+            csi_name: Some("a name".to_owned()),
+            preferred_node_id: Some(node.clone()),
+            secret: keys().secret_of(UID),
+        },
+        status: VolumeStatus {
+            current_node_id: Some(node.clone()),
+            attach: u64::from(u32::MAX) + 1,
+            attach_started_at: Some(now),
+            attached_since: 3,
+            fenced_attach: 2,
+            current_size: 1 << 39,
+            arbiter: salvage::arbiter(7, id),
+            salvage: Some(Salvage {
+                replica_id: id,
+                attach: 7,
+                decided_at: now,
+                by: "me".to_owned(),
+                reason: "because".to_owned(),
+                losses: "none".to_owned(),
+                done: true,
+            }),
+            first_members: vec![id],
+            conditions: conditions(now),
+            ..VolumeStatus::default()
+        },
+    };
+    let engine = Engine {
+        metadata: meta("v"),
+        spec: EngineSpec {
+            volume_name: volume_name.clone(),
+            volume_size: 1 << 40,
+            node_id: Some(node.clone()),
+            desire_state: DesireState::Running,
+            attach: 4,
+            frontend: "ublk".parse().unwrap(),
+            replica_address_map: [(id, target)].into(),
+            map_revision: 6,
+        },
+        status: EngineStatus {
+            current_state: CurrentState::Running,
+            seen_attach: 4,
+            lost_attach: 3,
+            phase: "serving".to_owned(),
+            generation: "4.1".to_owned(),
+            view: "4.1/1".to_owned(),
+            frontend: "ublk".to_owned(),
+            endpoint: "/dev/x".to_owned(),
+            replica_mode_map: [(id, member)].into(),
+            message: "m".to_owned(),
+            map_revision: 6,
+            volume_size: 1 << 40,
+            current_size: 1 << 39,
+            expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
+            rebuild: Some(rebuild),
+        },
+    };
+    let replica = Replica {
+        metadata: meta(&format!("v-{id}")),
+        spec: ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 40,
+            replica_id: id,
+            node_id: node,
+            disk_path: "/d".to_owned(),
+            disk_id: "u".to_owned(),
+            desire_state: DesireState::Running,
+        },
+        status: ReplicaStatus {
+            current_state: CurrentState::Running,
+            data: DataState::Present,
+            addresses: vec!["unix:/x".to_owned()],
+            message: "m".to_owned(),
+            healthy_at: Some(now),
+            failed_at: Some(now),
+            lost_since: Some(now),
+        },
+    };
+    let disk = DiskStatus {
+        disk_uuid: "u".to_owned(),
+        filesystem_type: "ext4".to_owned(),
+        storage_maximum: 1 << 41,
+        problem: "p".to_owned(),
+    };
+    let node = Node {
+        metadata: meta("n1"),
+        spec: NodeSpec {
+            address: "http://10.0.0.1:9501".to_owned(),
+            allow_scheduling: false,
+            eviction_requested: true,
+            tags: tags.clone(),
+            zone: Some("z".parse().unwrap()),
+            disks: [("/d".to_owned(), DiskSpec { tags, ..DiskSpec::of_new(1 << 40) })].into(),
+        },
+        status: NodeStatus {
+            conditions: conditions(now),
+            version: "1".to_owned(),
+            data_address: "10.0.0.1".to_owned(),
+            zone: Some("y".parse().unwrap()),
+            frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: "r".to_owned() }],
+            disk_status: [("/d".to_owned(), disk)].into(),
+        },
+    };
+    vec![volume.into(), engine.into(), replica.into(), node.into()]
+}
+
+/// The object as the API server has it.
+fn stored(object: &Object) -> DynamicObject {
+    let Parts { spec, status } = parts(object).unwrap();
+    let mut stored = new(object, spec, "ns");
+    stored.data["status"] = status;
+    let metadata = object.metadata();
+    stored.metadata.uid = Some(UID.to_owned());
+    stored.metadata.resource_version = Some(metadata.resource_version.to_string());
+    stored.metadata.creation_timestamp = Some(Time(metadata.creation_timestamp));
+    stored.metadata.deletion_timestamp = metadata.deletion_timestamp.map(Time);
+    stored
+}
+
+#[test]
+fn objects_come_back_as_they_went() {
+    for whole in full() {
+        assert_eq!(object(whole.kind(), &stored(&whole), &keys()).unwrap(), whole);
+    }
+}
+
+#[test]
+fn no_field_is_dropped_by_an_api_server() {
+    for whole in full() {
+        let definition = crds::definition(whole.kind(), Rules::Included);
+        let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
+        let Parts { spec, status } = parts(&whole).unwrap();
+        assert_eq!(pruned(&schema["spec"], &spec), spec, "{}", whole.key());
+        assert_eq!(pruned(&schema["status"], &status), status, "{}", whole.key());
+    }
+}
+
+#[test]
+fn a_volume_of_kubectl_needs_a_size_only() {
+    let written: DynamicObject = serde_json::from_value(json!({
+        "metadata": { "name": "v", "uid": UID, "resourceVersion": "3", "creationTimestamp": "2026-01-02T03:04:05Z" },
+        "spec": { "size": "8192" },
+    }))
+    .unwrap();
+    let Object::Volume(volume) = object(Kind::Volume, &written, &keys()).unwrap() else { unreachable!() };
+    assert_eq!(volume.spec.volume_name.as_str(), "v");
+    assert_eq!(volume.spec.number_of_replicas, requests::DEFAULT_REPLICAS);
+    assert_eq!(volume.spec.rebuild, RebuildLimits::default());
+    assert!(volume.spec.replica_zone_soft_anti_affinity && volume.spec.replica_disk_soft_anti_affinity);
+    assert_eq!(volume.spec.secret, keys().secret_of(UID));
+    assert_eq!(volume.status, VolumeStatus::default());
+    for (what, spec) in [
+        ("size", json!({ "size": "8193" })),
+        ("size", json!({})),
+        ("replicas", json!({ "size": "8192", "numberOfReplicas": 9 })),
+        ("volumeName", json!({ "size": "8192", "volumeName": "w" })),
+        ("share", json!({ "size": "8192", "rebuild": { "sharePercent": 0 } })),
+    ] {
+        let mut written = written.clone();
+        written.data["spec"] = spec;
+        let error = object(Kind::Volume, &written, &keys()).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    }
+}
+
+#[test]
+fn the_secret_never_leaves() {
+    let whole = full().remove(0);
+    let secret = String::from(keys().secret_of(UID));
+    let text = serde_json::to_string(&stored(&whole)).unwrap();
+    assert!(!text.contains(&secret) && !text.contains("secret"), "{text}");
+}
+
+#[test]
+fn versions_are_numbers_or_refused() {
+    assert_eq!(version(Some("12")).unwrap(), 12);
+    for bad in ["", "0", "a12", "-1", "12.3", "99999999999999999999"] {
+        let error = version(Some(bad)).unwrap_err().to_string();
+        assert!(error.contains("no number"), "{error}");
+    }
+    assert!(matches!(version(None), Err(ConvertError::Lacks(_))));
+}
+
+fn apply(target: &mut Value, patch: &Value) {
+    let Value::Object(fields) = patch else {
+        *target = patch.clone();
+        return;
+    };
+    if !target.is_object() {
+        *target = json!({});
+    }
+    for (name, change) in fields {
+        if change.is_null() {
+            target.as_object_mut().map(|target| target.remove(name));
+        } else {
+            apply(&mut target[name.as_str()], change);
+        }
+    }
+}
+
+mod patches {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn value() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![any::<bool>().prop_map(Value::from), any::<u8>().prop_map(Value::from)];
+        leaf.prop_recursive(3, 20, 4, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..3).prop_map(Value::from),
+                prop::collection::btree_map("[a-c]", inner, 0..4)
+                    .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_patch_makes_the_new_from_the_old(
+            old in prop::collection::btree_map("[a-c]", value(), 0..4),
+            new in prop::collection::btree_map("[a-c]", value(), 0..4),
+        ) {
+            let object = |fields: std::collections::BTreeMap<String, Value>| {
+                Value::Object(fields.into_iter().collect())
+            };
+            let (old, new) = (object(old), object(new));
+            let mut patched = old.clone();
+            if let Some(patch) = merge_patch(&old, &new) {
+                apply(&mut patched, &patch);
+            } else {
+                prop_assert_eq!(&old, &new);
+            }
+            prop_assert_eq!(&patched, &new);
+            // The same from whatever part of the old was stored.
+            let mut patched = old.clone();
+            if let Some(patch) = whole_patch(&old, &new) {
+                apply(&mut patched, &patch);
+                let mut from_nothing = json!({});
+                apply(&mut from_nothing, &patch);
+                prop_assert_eq!(&from_nothing, &new);
+            }
+            prop_assert_eq!(&patched, &new);
+        }
+    }
+}

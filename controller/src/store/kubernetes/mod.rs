@@ -1,0 +1,370 @@
+//! Objects as custom resources of Kubernetes.
+//!
+//! Everything is kept in memory as well, filled by a list and a watch of each kind, and by the answers to our own
+//! writes. A write is a JSON merge patch of what differs, with the resource version that the decision was made from: it
+//! fails with a conflict where anybody wrote in between, and leaves alone what others keep with the object, like labels.
+//! Server-side apply would not do: it cannot take back what somebody else has written too, like `spec.nodeID`.
+//!
+//! Spec and status are two calls. Where both differ the spec goes first. That is safe because no reconciler needs both
+//! at once: who dies in between leaves a spec whose status is found out anew by the next run. What must be durable
+//! before anything else happens (the number of an attachment, a grant, that an engine may run) is in a status alone.
+//! A deletion is a call of its own; reconcilers look at nothing else of what is being deleted.
+
+mod calls;
+mod convert;
+mod follow;
+mod keys;
+mod order;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
+
+use async_trait::async_trait;
+use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
+use kube::Client;
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
+use kube::core::Status;
+use serde_json::{Value, json};
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Kind, Object};
+use thiserror::Error;
+use tokio::sync::broadcast;
+use tokio::task::JoinSet;
+
+use self::calls::store_error;
+pub(crate) use self::calls::{CallError, bounded, is_code};
+use self::convert::{FINALIZER, Parts};
+use self::keys::VolumeKeys;
+use self::order::Order;
+use super::cache::Cache;
+use super::{Store, StoreError};
+use crate::kubernetes::{FIELD_MANAGER, KINDS, resource};
+
+pub use self::convert::ConvertError;
+pub use self::keys::KEY_NAME;
+
+/// Why the store cannot be opened.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// A call failed.
+    #[error("cannot read the objects of Shorthorn: {0}")]
+    Call(#[from] CallError),
+    /// The custom resources are not there.
+    #[error(
+        "the API server does not know {0}: install them with shorthorn-controller crds | kubectl apply -f -"
+    )]
+    NotInstalled(String),
+    /// The list has no version that can be used.
+    #[error("a list of the API server cannot be used: {0}")]
+    List(ConvertError),
+    /// The Secret is there without a key.
+    #[error(
+        "Secret {KEY_NAME} has no field key of 32 bytes: restore it from a backup; without it no engine reaches its \
+         replicas"
+    )]
+    Key,
+    /// The operating system gives no random numbers.
+    #[error("no random numbers for Secret {KEY_NAME}: {0}")]
+    Random(getrandom::Error),
+}
+
+/// The objects of one namespace.
+pub struct KubeStore {
+    inner: Arc<Inner>,
+    /// Ends with this value.
+    _following: JoinSet<()>,
+}
+
+impl std::fmt::Debug for KubeStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KubeStore").field("namespace", &self.inner.namespace).finish_non_exhaustive()
+    }
+}
+
+struct Inner {
+    client: Client,
+    namespace: String,
+    keys: VolumeKeys,
+    cache: Cache,
+    order: Mutex<Order>,
+}
+
+impl KubeStore {
+    /// Reads everything, and follows it from there on.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub async fn open(client: Client, namespace: &str) -> Result<KubeStore, OpenError> {
+        let keys = VolumeKeys::open(&Api::<KubernetesSecret>::namespaced(client.clone(), namespace)).await?;
+        let inner = Arc::new(Inner {
+            client,
+            namespace: namespace.to_owned(),
+            keys,
+            cache: Cache::new(World::default()),
+            order: Mutex::default(),
+        });
+        let mut following = JoinSet::new();
+        for kind in KINDS {
+            let version = follow::list(&inner, kind).await?;
+            following.spawn(follow::follow(Arc::clone(&inner), kind, version));
+        }
+        Ok(KubeStore { inner, _following: following })
+    }
+}
+
+#[async_trait]
+impl Store for KubeStore {
+    fn world(&self) -> RwLockReadGuard<'_, World> {
+        self.inner.cache.world()
+    }
+
+    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+        let inner = Arc::clone(&self.inner);
+        // To its end even if the caller goes away: memory learns what was written.
+        finished(tokio::spawn(async move { inner.put(object).await })).await
+    }
+
+    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+        let (inner, key) = (Arc::clone(&self.inner), key.clone());
+        finished(tokio::spawn(async move { inner.remove(&key, version).await })).await
+    }
+
+    fn changes(&self) -> broadcast::Receiver<Key> {
+        self.inner.cache.changes()
+    }
+}
+
+async fn finished<T>(task: tokio::task::JoinHandle<Result<T, StoreError>>) -> Result<T, StoreError> {
+    match task.await {
+        Ok(result) => result,
+        Err(error) => Err(StoreError::Unavailable { message: error.to_string() }),
+    }
+}
+
+impl Inner {
+    fn api(&self, kind: Kind) -> Api<DynamicObject> {
+        Api::namespaced_with(self.client.clone(), &self.namespace, &resource(kind))
+    }
+
+    fn order(&self) -> MutexGuard<'_, Order> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+        let key = object.key();
+        let expected = object.metadata().resource_version;
+        self.cache.check(&key, expected)?;
+        let stored = self.cache.world().get(&key);
+        let written = match stored {
+            None => self.create(&key, &object).await,
+            Some(stored) if object.metadata().is_deleting() && !stored.metadata().is_deleting() => {
+                self.ask_for_deletion(&key, stored).await
+            }
+            Some(stored) => self.update(&key, stored, &object).await,
+        };
+        match written {
+            Ok(object) => Ok(object),
+            Err(error) => Err(self.failed(&key, expected, &error).await),
+        }
+    }
+
+    /// The spec, then what is known already of the status: an API server takes no status with a new object.
+    async fn create(&self, key: &Key, object: &Object) -> Result<Object, WriteError> {
+        let Parts { spec, status } = convert::parts(object)?;
+        let new = convert::new(object, spec, &self.namespace);
+        let made = bounded(self.api(key.kind).create(&post(), &new)).await?;
+        let made = self.take_in(key, &made)?;
+        let nothing = convert::parts(&made)?.status;
+        match convert::whole_patch(&nothing, &status) {
+            Some(change) => self.patch(key, made.metadata().resource_version, Part::Status(change)).await,
+            None => Ok(made),
+        }
+    }
+
+    async fn update(&self, key: &Key, stored: Object, object: &Object) -> Result<Object, WriteError> {
+        let (old, new) = (convert::parts(&stored)?, convert::parts(object)?);
+        let mut written = stored;
+        if let Some(change) = convert::merge_patch(&old.spec, &new.spec) {
+            written = self.patch(key, written.metadata().resource_version, Part::Spec(change)).await?;
+        }
+        if let Some(change) = convert::whole_patch(&old.status, &new.status) {
+            written = self.patch(key, written.metadata().resource_version, Part::Status(change)).await?;
+        }
+        Ok(written)
+    }
+
+    /// One change of one part of an object that still has this version.
+    async fn patch(&self, key: &Key, version: u64, part: Part) -> Result<Object, WriteError> {
+        let found = self.send(key, version, part).await?;
+        self.take_in(key, &found)
+    }
+
+    async fn send(&self, key: &Key, version: u64, part: Part) -> Result<DynamicObject, CallError> {
+        let (api, parameters) =
+            (self.api(key.kind), PatchParams { field_manager: manager(), ..PatchParams::default() });
+        let metadata = json!({ "resourceVersion": version.to_string() });
+        match part {
+            Part::Spec(change) => {
+                let body = json!({ "metadata": metadata, "spec": change });
+                bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await
+            }
+            Part::Status(change) => {
+                let body = json!({ "metadata": metadata, "status": change });
+                bounded(api.patch_status(&key.name, &parameters, &Patch::Merge(body))).await
+            }
+            Part::Finalizers(finalizers) => {
+                let metadata = json!({ "resourceVersion": version.to_string(), "finalizers": finalizers });
+                let body = json!({ "metadata": metadata });
+                bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await
+            }
+        }
+    }
+
+    /// The finalizer keeps the object until `remove`.
+    async fn ask_for_deletion(&self, key: &Key, stored: Object) -> Result<Object, WriteError> {
+        match self.delete(key, stored.metadata().resource_version).await? {
+            Some(left) => self.take_in(key, &left),
+            // Nothing has held it: somebody took the finalizer away.
+            None => {
+                self.forget(key, stored.metadata().resource_version);
+                Ok(stored)
+            }
+        }
+    }
+
+    /// Deletes the object if it still has this version; returns what is left of it as long as finalizers hold it.
+    async fn delete(&self, key: &Key, version: u64) -> Result<Option<DynamicObject>, CallError> {
+        let precondition = Preconditions { resource_version: Some(version.to_string()), uid: None };
+        let parameters = DeleteParams::background().preconditions(precondition);
+        let left = bounded(self.api(key.kind).delete(&key.name, &parameters)).await?.left();
+        Ok(left.filter(|left| left.metadata.deletion_timestamp.is_some()))
+    }
+
+    async fn remove(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
+        self.cache.check(key, expected)?;
+        match self.take_away(key, expected).await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.failed(key, expected, &error).await),
+        }
+    }
+
+    async fn take_away(&self, key: &Key, expected: u64) -> Result<(), WriteError> {
+        let mut left = bounded(self.api(key.kind).get(&key.name)).await?;
+        let mut version = convert::version(left.metadata.resource_version.as_deref())?;
+        if version != expected {
+            self.take_in(key, &left)?;
+            return Err(WriteError::Changed);
+        }
+        if left.metadata.deletion_timestamp.is_none() {
+            let Some(deleting) = self.delete(key, version).await? else {
+                self.forget(key, version);
+                return Ok(());
+            };
+            left = deleting;
+            version = convert::version(left.metadata.resource_version.as_deref())?;
+        }
+        let others = left.metadata.finalizers.unwrap_or_default();
+        let others: Vec<String> = others.into_iter().filter(|finalizer| finalizer != FINALIZER).collect();
+        let is_last = others.is_empty();
+        let answer = self.send(key, version, Part::Finalizers(others)).await?;
+        if !is_last {
+            version = convert::version(answer.metadata.resource_version.as_deref())?;
+        }
+        // Where others hold it, it is nothing to the reconcilers all the same: it has no data any more.
+        self.forget(key, version);
+        Ok(())
+    }
+
+    fn forget(&self, key: &Key, version: u64) {
+        let mut order = self.order();
+        self.cache.change(|world| {
+            order.remove(world, key, version);
+            vec![key.clone()]
+        });
+    }
+
+    /// What the API server says an object is now.
+    fn take_in(&self, key: &Key, stored: &DynamicObject) -> Result<Object, WriteError> {
+        let object = convert::object(key.kind, stored, &self.keys)?;
+        self.take(object.clone());
+        Ok(object)
+    }
+
+    fn take(&self, object: Object) {
+        let key = object.key();
+        let mut order = self.order();
+        self.cache.change(|world| if order.take(world, object) { vec![key] } else { Vec::new() });
+    }
+
+    /// After a write that failed, memory must not be older than what it failed on: it would fail again.
+    async fn failed(&self, key: &Key, expected: u64, error: &WriteError) -> StoreError {
+        let error = match error {
+            WriteError::Call(error) => error,
+            WriteError::Changed => {
+                return StoreError::Conflict {
+                    key: key.clone(),
+                    expected,
+                    found: self.cache.world().version(key),
+                };
+            }
+            WriteError::Convert(error) => {
+                return StoreError::Refused { key: key.clone(), message: error.to_string() };
+            }
+            WriteError::Json(error) => {
+                return StoreError::Refused { key: key.clone(), message: error.to_string() };
+            }
+        };
+        if is_code(error, 409) || is_code(error, 404) {
+            self.refresh(key, expected).await;
+        }
+        store_error(error, key, expected, self.cache.world().version(key))
+    }
+
+    async fn refresh(&self, key: &Key, expected: u64) {
+        match bounded(self.api(key.kind).get_opt(&key.name)).await {
+            Ok(Some(found)) if convert::is_held(key.kind, &found.metadata) => {
+                if let Err(error) = self.take_in(key, &found) {
+                    tracing::debug!(%key, %error, "not refreshed");
+                }
+            }
+            // The watch brings it once it is held.
+            Ok(Some(_)) => {}
+            Ok(None) => self.forget(key, expected),
+            // The watch brings it later.
+            Err(error) => tracing::debug!(%key, %error, "not refreshed"),
+        }
+    }
+}
+
+/// What is changed of an object.
+#[derive(Debug)]
+enum Part {
+    Spec(Value),
+    Status(Value),
+    Finalizers(Vec<String>),
+}
+
+/// Why a write failed.
+#[derive(Debug, Error)]
+enum WriteError {
+    #[error(transparent)]
+    Call(#[from] CallError),
+    #[error("it was changed meanwhile")]
+    Changed,
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+}
+
+fn manager() -> Option<String> {
+    Some(FIELD_MANAGER.to_owned())
+}
+
+fn post() -> PostParams {
+    PostParams { field_manager: manager(), ..PostParams::default() }
+}
+
+/// Whether a status of a watch says that the version is too old to go on from.
+fn is_expired(status: &Status) -> bool {
+    status.code == 410 || status.reason == "Expired"
+}

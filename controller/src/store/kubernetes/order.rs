@@ -1,0 +1,137 @@
+//! Which of the many things that are heard of objects is the newest. They come from watches, from lists and as the
+//! answers to our own writes, in any order; what the reconcilers see must never go back.
+//!
+//! Resource versions of one kind rise with every change. So an object that is known is replaced by newer versions only.
+//! One that is not known is either new, or was removed and is heard of late: a watch delivers in order, so of versions
+//! up to which it has come, everything was heard already.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Kind, Object};
+
+/// What is needed beside the objects to judge what comes in.
+#[derive(Clone, Debug, Default)]
+pub struct Order {
+    /// Up to where the watch of each kind has come.
+    heard: BTreeMap<Kind, u64>,
+    /// The versions of objects that we removed ourselves, until the watch or a list says so too: a list that was made
+    /// before may still be on its way. As many as removals that were not heard of yet.
+    removed: BTreeMap<Key, u64>,
+}
+
+/// What the API server has of one kind.
+#[derive(Clone, Debug, Default)]
+pub struct List {
+    /// As of this version.
+    pub version: u64,
+    /// What can be used.
+    pub objects: Vec<Object>,
+    /// What is there too.
+    pub unreadable: Vec<Key>,
+}
+
+impl Order {
+    /// An object, from anywhere. True: it is newer than what was known.
+    pub fn take(&mut self, world: &mut World, object: Object) -> bool {
+        let key = object.key();
+        let version = object.metadata().resource_version;
+        let known = match world.version(&key) {
+            0 => self.gone_at(&key),
+            known => known,
+        };
+        if version <= known {
+            return false;
+        }
+        self.removed.remove(&key);
+        world.insert(object);
+        true
+    }
+
+    /// Up to which version the absence of `key` is known.
+    fn gone_at(&self, key: &Key) -> u64 {
+        let heard = self.heard.get(&key.kind).copied().unwrap_or(0);
+        heard.max(self.removed.get(key).copied().unwrap_or(0))
+    }
+
+    /// The watch says that an object went, at that version. True: it was there.
+    pub fn take_gone(&mut self, world: &mut World, key: &Key, version: u64) -> bool {
+        let known = world.version(key);
+        let goes = known != 0 && known <= version;
+        if goes {
+            world.remove(key);
+        }
+        if self.removed.get(key).is_some_and(|removed| *removed <= version) {
+            self.removed.remove(key);
+        }
+        goes
+    }
+
+    /// We removed that version of an object.
+    pub fn remove(&mut self, world: &mut World, key: &Key, version: u64) {
+        // Where it is not known any more, the watch has said so already; or it has come again.
+        if (1..=version).contains(&world.version(key)) {
+            world.remove(key);
+            self.removed.insert(key.clone(), version);
+        }
+    }
+
+    /// The watch of that kind has come to that version.
+    pub fn heard(&mut self, kind: Kind, version: u64) {
+        let heard = self.heard.entry(kind).or_default();
+        *heard = version.max(*heard);
+    }
+
+    /// Everything of a kind, as of that version; returns what has changed. What is there and cannot be read stays as it
+    /// was known last.
+    pub fn relist(&mut self, world: &mut World, kind: Kind, list: List) -> Vec<Key> {
+        let List { version, objects, unreadable } = list;
+        let mut changed = Vec::new();
+        if version < self.heard.get(&kind).copied().unwrap_or(0) {
+            // Only an API server that was set back to a backup says that: what it says now is the truth.
+            self.forget(world, kind, &mut changed);
+        }
+        let listed: BTreeSet<Key> = objects.iter().map(Object::key).chain(unreadable).collect();
+        let gone: Vec<Key> = world
+            .keys()
+            .filter(|key| key.kind == kind && !listed.contains(key) && world.version(key) <= version)
+            .collect();
+        for key in gone {
+            world.remove(&key);
+            changed.push(key);
+        }
+        for object in objects {
+            let key = object.key();
+            if self.take_listed(world, object) {
+                changed.push(key);
+            }
+        }
+        self.removed.retain(|key, removed| key.kind != kind || listed.contains(key) || *removed > version);
+        self.heard(kind, version);
+        changed
+    }
+
+    /// A list is as of one version: what is in it is there then, whatever was heard before.
+    fn take_listed(&mut self, world: &mut World, object: Object) -> bool {
+        let key = object.key();
+        let version = object.metadata().resource_version;
+        let removed = self.removed.get(&key).copied().unwrap_or(0);
+        if version <= world.version(&key).max(removed) {
+            return false;
+        }
+        self.removed.remove(&key);
+        world.insert(object);
+        true
+    }
+
+    fn forget(&mut self, world: &mut World, kind: Kind, changed: &mut Vec<Key>) {
+        let all: Vec<Key> = world.keys().filter(|key| key.kind == kind).collect();
+        all.iter().for_each(|key| world.remove(key));
+        changed.extend(all);
+        self.heard.remove(&kind);
+        self.removed.retain(|key, _| key.kind != kind);
+    }
+}
+
+#[cfg(test)]
+mod tests;

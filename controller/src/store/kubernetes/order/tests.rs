@@ -1,0 +1,195 @@
+use std::collections::{BTreeMap, VecDeque};
+
+use proptest::prelude::*;
+use shorthorn_controller_core::Timestamp;
+use shorthorn_controller_core::objects::{Metadata, Node};
+
+use super::*;
+
+const KIND: Kind = Kind::Node;
+
+fn node(name: u8, version: u64) -> Object {
+    let metadata =
+        Metadata { resource_version: version, ..Metadata::new(format!("n{name}"), Timestamp::UNIX_EPOCH) };
+    Object::Node(Node { metadata, spec: Default::default(), status: Default::default() })
+}
+
+fn key(name: u8) -> Key {
+    Key::new(KIND, format!("n{name}"))
+}
+
+/// What is on its way to us.
+#[derive(Clone, Debug)]
+enum Heard {
+    Is(u8, u64),
+    Gone(u8, u64),
+}
+
+/// An API server, and the memory that hears of it.
+#[derive(Default)]
+struct Model {
+    version: u64,
+    there: BTreeMap<u8, u64>,
+    /// All that ever happened to each object: the version, and whether it is there with it.
+    history: BTreeMap<u8, Vec<(u64, bool)>>,
+    watch: VecDeque<Heard>,
+    /// Answers to our own calls: an object as it is, or that the version which we removed is gone.
+    answers: Vec<Heard>,
+    list: Option<List>,
+    order: Order,
+    world: World,
+    /// How much of the history of each object has been shown.
+    shown: BTreeMap<u8, usize>,
+}
+
+impl Model {
+    fn write(&mut self, name: u8, is_ours: bool) {
+        self.version += 1;
+        self.there.insert(name, self.version);
+        self.happened(name, true, Heard::Is(name, self.version));
+        if is_ours {
+            self.answers.push(Heard::Is(name, self.version));
+        }
+    }
+
+    fn delete(&mut self, name: u8, is_ours: bool) {
+        let Some(last) = self.there.remove(&name) else { return };
+        self.version += 1;
+        self.happened(name, false, Heard::Gone(name, self.version));
+        if is_ours {
+            // We know the version that we have removed, not that of the removal.
+            self.answers.push(Heard::Gone(name, last));
+        }
+    }
+
+    fn happened(&mut self, name: u8, is_there: bool, heard: Heard) {
+        self.history.entry(name).or_default().push((self.version, is_there));
+        self.watch.push_back(heard);
+    }
+
+    /// The watch breaks; the next one goes on from a list.
+    fn list(&mut self) {
+        self.watch.clear();
+        let objects = self.there.iter().map(|(name, version)| node(*name, *version)).collect();
+        self.list = Some(List { version: self.version, objects, unreadable: Vec::new() });
+    }
+
+    fn hear(&mut self) {
+        if let Some(list) = self.list.take() {
+            self.order.relist(&mut self.world, KIND, list);
+            return;
+        }
+        match self.watch.pop_front() {
+            Some(Heard::Is(name, version)) => {
+                self.order.take(&mut self.world, node(name, version));
+                self.order.heard(KIND, version);
+            }
+            Some(Heard::Gone(name, version)) => {
+                self.order.take_gone(&mut self.world, &key(name), version);
+                self.order.heard(KIND, version);
+            }
+            None => {}
+        }
+    }
+
+    fn answer(&mut self, which: usize) {
+        if self.answers.is_empty() {
+            return;
+        }
+        match self.answers.remove(which % self.answers.len()) {
+            Heard::Is(name, version) => drop(self.order.take(&mut self.world, node(name, version))),
+            Heard::Gone(name, version) => self.order.remove(&mut self.world, &key(name), version),
+        }
+    }
+
+    /// What is shown of each object is a later part of its history than what was shown before.
+    fn check(&mut self) {
+        for (name, history) in &self.history {
+            let shown = self.shown.entry(*name).or_default();
+            let now = self.world.version(&key(*name));
+            let at = if now == 0 {
+                history.iter().skip(*shown).position(|(_, is_there)| !is_there).map(|at| at + *shown)
+            } else {
+                history.iter().position(|event| *event == (now, true))
+            };
+            let is_first = now == 0 && *shown == 0;
+            match at {
+                Some(at) if at >= *shown || is_first => *shown = (*shown).max(if is_first { 0 } else { at }),
+                _ => assert!(is_first, "object {name} went back to {now} from {shown} of {history:?}"),
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(u8, bool),
+    Delete(u8, bool),
+    List,
+    Hear,
+    Answer(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0u8..3, any::<bool>()).prop_map(|(name, ours)| Step::Write(name, ours)),
+        3 => (0u8..3, any::<bool>()).prop_map(|(name, ours)| Step::Delete(name, ours)),
+        1 => Just(Step::List),
+        5 => Just(Step::Hear),
+        4 => any::<usize>().prop_map(Step::Answer),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #[test]
+    fn memory_never_goes_back_and_ends_where_the_api_server_is(steps in prop::collection::vec(step(), 0..80)) {
+        let mut model = Model::default();
+        for step in steps {
+            match step {
+                Step::Write(name, ours) => model.write(name, ours),
+                Step::Delete(name, ours) => model.delete(name, ours),
+                Step::List => model.list(),
+                Step::Hear => model.hear(),
+                Step::Answer(which) => model.answer(which),
+            }
+            model.check();
+        }
+        while model.list.is_some() || !model.watch.is_empty() {
+            model.hear();
+            model.check();
+        }
+        while !model.answers.is_empty() {
+            model.answer(0);
+            model.check();
+        }
+        let shown: BTreeMap<u8, u64> =
+            (0..3).map(|name| (name, model.world.version(&key(name)))).filter(|(_, version)| *version > 0).collect();
+        prop_assert_eq!(shown, model.there);
+        prop_assert!(model.order.removed.is_empty(), "{:?}", model.order.removed);
+    }
+}
+
+#[test]
+fn what_cannot_be_read_stays_as_it_was_known() {
+    let (mut order, mut world) = (Order::default(), World::default());
+    order.take(&mut world, node(1, 5));
+    order.take(&mut world, node(2, 6));
+    let list = List { version: 9, objects: Vec::new(), unreadable: vec![key(1)] };
+    assert_eq!(order.relist(&mut world, KIND, list), [key(2)]);
+    assert_eq!((world.version(&key(1)), world.version(&key(2))), (5, 0));
+}
+
+#[test]
+fn an_api_server_that_was_set_back_is_believed() {
+    let (mut order, mut world) = (Order::default(), World::default());
+    order.relist(
+        &mut world,
+        KIND,
+        List { version: 90, objects: vec![node(1, 80), node(2, 85)], unreadable: Vec::new() },
+    );
+    let list = List { version: 50, objects: vec![node(1, 40)], unreadable: Vec::new() };
+    order.relist(&mut world, KIND, list);
+    assert_eq!((world.version(&key(1)), world.version(&key(2))), (40, 0));
+    assert!(order.take(&mut world, node(2, 51)));
+}

@@ -1,0 +1,204 @@
+//! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service account with
+//! the roles of controller/deploy, real agents, engines and replicas.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use shorthorn_tests::apiserver::ApiServer;
+use shorthorn_tests::hosts::{Hosts, agent_url, name};
+use shorthorn_tests::{Guest, GuestOptions, binary, compare_exports, under_load, until, until_whole};
+
+/// Far more than anything takes.
+const LIMIT: Duration = Duration::from_secs(120);
+const VOLUME: &str = "v";
+const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../controller/deploy");
+/// How often a controller is killed.
+const KILLS: u32 = 3;
+
+struct Cluster {
+    // Before the API server: the controller goes first.
+    hosts: Hosts,
+    api: ApiServer,
+    folder: tempfile::TempDir,
+}
+
+impl Cluster {
+    /// Three hosts, and an API server with what an administrator installs.
+    fn start() -> Result<Cluster> {
+        let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+        let api = ApiServer::start(&folder.path().join("api"))?;
+        install(&api)?;
+        let kubeconfig = api.kubeconfig()?.display().to_string();
+        let store = ["--kubernetes", "--kubeconfig", &kubeconfig].map(str::to_owned).to_vec();
+        // Where the last agent is, its Node object says.
+        let node = json!({
+            "apiVersion": "shorthorn.io/v1alpha1",
+            "kind": "Node",
+            "metadata": { "name": name(2) },
+            "spec": { "address": agent_url(folder.path(), 2) },
+        });
+        api.ok("POST", &ApiServer::path("nodes"), Some(&node))?;
+        let hosts = Hosts::start_with_store(folder.path(), 3, 2, store)?;
+        Ok(Cluster { hosts, api, folder })
+    }
+
+    /// As kubectl apply does with what a person has written.
+    fn make_volume(&self) -> Result<()> {
+        let volume = json!({
+            "apiVersion": "shorthorn.io/v1alpha1",
+            "kind": "Volume",
+            "metadata": { "name": VOLUME, "labels": { "team": "a" } },
+            "spec": { "size": "67108864", "frontend": "socket" },
+        });
+        self.api.ok("POST", &ApiServer::path("volumes"), Some(&volume)).map(drop)
+    }
+
+    fn want_on(&self, node: Value) -> Result<()> {
+        let path = ApiServer::path(&format!("volumes/{VOLUME}"));
+        self.api.ok("PATCH", &path, Some(&json!({ "spec": { "nodeID": node } }))).map(drop)
+    }
+
+    fn until_state(&self, state: &str) -> Result<Value> {
+        until(&format!("volume that is {state}"), LIMIT, || {
+            let volume = self.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
+            ensure!(volume["status"]["state"] == state, "{volume:#}");
+            Ok(Some(volume))
+        })
+    }
+
+    fn until_healthy(&self) -> Result<()> {
+        until("volume that is healthy", LIMIT, || {
+            let volume = self.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
+            ensure!(volume["status"]["robustness"] == "healthy", "{volume:#}");
+            Ok(Some(()))
+        })
+    }
+
+    fn until_gone(&self) -> Result<()> {
+        until("end of the volume", LIMIT, || {
+            for kind in ["volumes", "engines", "replicas"] {
+                let left = self.api.names(kind)?;
+                ensure!(left.is_empty(), "{kind}: {left:?}");
+            }
+            Ok(Some(()))
+        })?;
+        let left = self.hosts.directories(VOLUME)?;
+        ensure!(left.is_empty(), "{left:?}");
+        Ok(())
+    }
+
+    fn guest(&self) -> Result<Guest> {
+        let seed = fastrand::u64(..);
+        println!("seed of the load: {seed}");
+        let options = GuestOptions { sectors: 8192, ..GuestOptions::new(seed) };
+        Ok(Guest::new(self.hosts.client(0, VOLUME)?, options))
+    }
+}
+
+/// The definitions without rules in CEL, which this API server does not know, and the files of controller/deploy.
+fn install(api: &ApiServer) -> Result<()> {
+    for file in ["rbac.yaml", "csidriver.yaml"] {
+        let text = std::fs::read_to_string(Path::new(DEPLOY).join(file))?;
+        api.apply(&text).with_context(|| file.to_owned())?;
+    }
+    let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;
+    ensure!(crds.status.success(), "{}", String::from_utf8_lossy(&crds.stderr));
+    api.apply(&String::from_utf8(crds.stdout)?)?;
+    for kind in ["volumes", "engines", "replicas", "nodes"] {
+        let path = format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind}.shorthorn.io");
+        until("definition that is established", LIMIT, || {
+            let definition = api.ok("GET", &path, None)?;
+            let conditions = definition["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            let holds =
+                |wanted: &str| conditions.iter().any(|one| one["type"] == wanted && one["status"] == "True");
+            ensure!(holds("Established") && !holds("NonStructuralSchema"), "{definition:#}");
+            Ok(Some(()))
+        })?;
+    }
+    Ok(())
+}
+
+/// Made, attached, written to, detached and deleted as kubectl does it. While it is attached the API server is killed,
+/// and others write to the objects.
+#[test]
+fn a_volume_lives_in_kubernetes() -> Result<()> {
+    let mut cluster = Cluster::start()?;
+    cluster.make_volume()?;
+    let volume = cluster.until_state("detached")?;
+    ensure!(volume["spec"]["numberOfReplicas"] == 3, "{volume:#}");
+    ensure!(volume["metadata"]["finalizers"] == json!(["shorthorn.io/data"]), "{volume:#}");
+    let before = cluster.api.controller_calls()?.len();
+    let start = Instant::now();
+    cluster.want_on(name(0).into())?;
+    cluster.until_state("attached")?;
+    let took = start.elapsed();
+    until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;
+    cluster.until_healthy()?;
+    let calls = &cluster.api.controller_calls()?[before..];
+    println!("attached after {took:?} with {} calls:\n{}", calls.len(), calls.join("\n"));
+
+    let guest = cluster.guest()?;
+    let ((), guest) = under_load(guest, |load| {
+        cluster.api.kill()?;
+        load.wait_for_answers(500, LIMIT)?;
+        cluster.api.start_server()?;
+        load.wait_for_answers(200, LIMIT).map(drop)
+    })?;
+    // It may have ended: without an API server it cannot know that it leads.
+    cluster.hosts.keep_controller()?;
+    println!("{:?}", guest.counts());
+    drop(guest);
+
+    // Whatever others keep with an object stays there.
+    let path = ApiServer::path(&format!("volumes/{VOLUME}"));
+    let notes = json!({ "metadata": { "annotations": { "note": "mine" } } });
+    cluster.api.ok("PATCH", &path, Some(&notes))?;
+    let directories = cluster.hosts.directories(VOLUME)?;
+    cluster.want_on(Value::Null)?;
+    let volume = cluster.until_state("detached")?;
+    ensure!(volume["metadata"]["annotations"]["note"] == "mine", "{volume:#}");
+    ensure!(volume["metadata"]["labels"]["team"] == "a", "{volume:#}");
+    compare_exports(&directories, cluster.folder.path())?;
+    cluster.api.ok("DELETE", &path, None)?;
+    cluster.until_gone()
+}
+
+/// Several controllers, of which one works: it is killed at some point of an attach or a detach, and the next one takes
+/// over, while others write to the objects.
+#[test]
+fn controllers_take_over_from_each_other() -> Result<()> {
+    let seed = std::env::var("SHORTHORN_SEED").map_or_else(|_| Ok(fastrand::u64(..)), |text| text.parse())?;
+    println!("SHORTHORN_SEED={seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut cluster = Cluster::start()?;
+    cluster.make_volume()?;
+    cluster.until_state("detached")?;
+    for round in 0..KILLS {
+        let listen = format!("unix://{}/ctl{round}.sock", cluster.folder.path().display());
+        let standby = cluster.hosts.controller_command(&listen)?.spawn()?;
+        let is_attach = round % 2 == 0;
+        let calls = cluster.api.controller_calls()?.len() + random.usize(0..20);
+        cluster.want_on(if is_attach { name(0).into() } else { Value::Null })?;
+        until("controller that is at work", LIMIT, || {
+            let notes = json!({ "metadata": { "annotations": { "round": random.u32(..).to_string() } } });
+            cluster.api.ok("PATCH", &ApiServer::path(&format!("volumes/{VOLUME}")), Some(&notes))?;
+            let state =
+                cluster.api.get(&format!("volumes/{VOLUME}"))?.context("gone")?["status"]["state"].clone();
+            let is_done = state == if is_attach { "attached" } else { "detached" };
+            Ok((is_done || cluster.api.controller_calls()?.len() >= calls).then_some(()))
+        })?;
+        cluster.hosts.kill_controller()?;
+        let start = Instant::now();
+        cluster.hosts.take_controller(standby, &listen)?;
+        println!("the next controller answers {:?} after the kill", start.elapsed());
+        cluster.until_state(if is_attach { "attached" } else { "detached" })?;
+        if is_attach {
+            until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;
+        }
+    }
+    cluster.api.ok("DELETE", &ApiServer::path(&format!("volumes/{VOLUME}")), None)?;
+    cluster.until_gone()
+}
