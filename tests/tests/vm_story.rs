@@ -40,6 +40,7 @@ fn story(kernel: Kernel, frontend: &str) -> Result<()> {
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
     host.sh("sha256sum < /dev/longhorn/v1 > /root/after && cmp /root/before /root/after")?;
 
+    grows(&host, frontend)?;
     file_system(&host, "xfs", "mkfs.xfs -q -f")?;
     a_mounted_device_stays(&host)?;
     host.ctl("volume detach v1")?;
@@ -75,6 +76,30 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
     }
     host.finish(load, LOAD_LIMIT).context("fio saw an error")?;
     host.sh("sha256sum --check --quiet /root/sum; umount /mnt/v1").map(drop)
+}
+
+/// A mounted ext4 gets more room: at once where the device can follow, else after the next attach, and that is said.
+fn grows(host: &VmHost, frontend: &str) -> Result<()> {
+    let has =
+        |mib: u32| host.sh(&format!("test $(blockdev --getsize64 /dev/longhorn/v1) = $(({mib} << 20))"));
+    host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
+    let told = host.vm.run("shorthornctl volume expand v1 384MiB --wait")?;
+    if frontend == "nbd" {
+        ensure!(told.status == 0, "{told}");
+    } else {
+        // The driver of this kernel cannot change the size of a device.
+        ensure!(told.status != 0 && told.text().contains("attached again"), "{told}");
+        has(320)?;
+        host.sh("umount /mnt/v1")?;
+        host.ctl("volume detach v1")?;
+        host.ctl(&format!("volume attach v1 --node {NODE}"))?;
+        host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
+    }
+    has(384)?;
+    host.sh(
+        "resize2fs /dev/longhorn/v1 && test $(df --block-size=1M --output=size /mnt/v1 | tail -1) -gt 320",
+    )?;
+    host.sh("sha256sum --check --quiet /root/sum; umount /mnt/v1 && e2fsck -fn /dev/longhorn/v1").map(drop)
 }
 
 fn engine_pid(host: &VmHost) -> Result<String> {

@@ -67,13 +67,13 @@ impl Lost {
         let mut lost = Lost { world: World::default(), agents: Agents::default() };
         lost.world.insert(volume.into());
         lost.world.insert(Engine { metadata, spec, status }.into());
-        for at in 0..replicas {
+        for (at, name) in NODES.iter().enumerate().take(replicas) {
             lost.world.insert(replica(at).into());
             let link = match at {
                 0 => Link::Down { since: Timestamp::UNIX_EPOCH, reason: "no answer".to_owned() },
                 _ => Link::Synced,
             };
-            let info = Some(AgentInfo { name: NODES[at].to_owned(), ..AgentInfo::default() });
+            let info = Some(AgentInfo { name: (*name).to_owned(), ..AgentInfo::default() });
             let agent = AgentView { link, info, ..AgentView::new("http://agent", Timestamp::UNIX_EPOCH) };
             lost.agents.by_node.insert(node(at), agent);
             lost.replica_says(at, OLD, view(OLD, 1, &(0..replicas).collect::<Vec<_>>()));
