@@ -169,6 +169,11 @@ impl Process {
         while !self.open().await {
             self.sleep(RETRY_US).await;
             let mut world = self.sim.borrow_mut();
+            // Whoever was attached before may have been told of a larger size, and so may this one by now.
+            let wanted = if world.controller.up { world.controller.size_bytes } else { 0 };
+            if let Some(engine) = world.engines.get_mut(&self.engine) {
+                engine.size_bytes = engine.size_bytes.max(wanted);
+            }
             // Every attempt that may have left a proposal somewhere has a generation of its own.
             let Some(engine) = world.engines.get(&self.engine) else { return };
             let host = engine.host;
