@@ -88,7 +88,7 @@ fn grows(host: &VmHost, frontend: &str) -> Result<()> {
         ensure!(told.status == 0, "{told}");
     } else {
         // The driver of this kernel cannot change the size of a device.
-        ensure!(told.status != 0 && told.text().contains("attached again"), "{told}");
+        ensure!(told.status != 0 && told.to_string().contains("attached again"), "{told}");
         has(320)?;
         host.sh("umount /mnt/v1")?;
         host.ctl("volume detach v1")?;
