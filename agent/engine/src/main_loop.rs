@@ -18,8 +18,8 @@ use shorthorn_frontend::{
     prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
 };
 use shorthorn_ring::{Arena, Wake};
-use shorthorn_types::Generation;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES};
+use shorthorn_types::{Generation, VolumeName};
 
 use crate::connection::Connection;
 use crate::courier::{Couriers, Desk, Peer};
@@ -43,6 +43,13 @@ const INTENT_KEEP_BYTES: u64 = 1 << 30;
 /// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
 /// does not answer are better off with the next process than with this one.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
+/// How long an engine that is about to end waits for the members to flush: as a rule that takes less, and those who
+/// order an engine to end have more patience.
+const SETTLE_LIMIT: Duration = Duration::from_secs(5);
+/// The same while requests wait for the next process.
+const SETTLE_DRAINED_LIMIT: Duration = Duration::from_millis(50);
+/// What the next process may find to be made equal: eight regions of a small volume.
+const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 
 /// How an engine process has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,6 +213,7 @@ impl Start<'_> {
     ) -> Result<Ended, EngineError> {
         let desk = desk(&self.spec, opened, Arc::clone(shared));
         let may_be_left = self.spec.frontend != FrontendChoice::Socket;
+        let (volume, generation) = (self.spec.volume.clone(), self.state.generation());
         let mut serving = Serving::new(
             &mut self.spec,
             &mut self.state,
@@ -217,17 +225,21 @@ impl Start<'_> {
         let ending = serving.run(&self.news)?;
         notify_systemd(sd_notify::NotifyState::Stopping);
         // While requests go on: the next process finds little to make equal, and nobody waits for that.
-        let (ending, is_settled) = serving.settle(&self.news, ending)?;
+        let (ending, is_settled) = serving.settle(&self.news, ending, SETTLE_LIMIT)?;
         publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         if ending == Ending::Terminate && may_be_left {
-            let sockets = self.drain(shared, threads.len())?;
-            handover::keep(self.state.generation(), sockets);
+            let sockets = drain(&volume, generation, &self.news, shared, threads.len())?;
+            // Much was written since: one more flush takes less time than requests would wait for copies.
+            if is_settled && serving.dirty_bytes() > LEFT_DIRTY_MAX_BYTES {
+                serving.settle(&self.news, ending, SETTLE_DRAINED_LIMIT)?;
+            }
+            handover::keep(generation, sockets);
         } else {
             lock(device).stop()?;
             serving.forget_device()?;
             // Now nothing is modified any more: what was meanwhile can be cleared too.
-            if is_settled && let Err(error) = serving.settle(&self.news, ending) {
-                tracing::warn!(volume = %self.spec.volume, %error, "the members could not flush what was written last");
+            if is_settled && let Err(error) = serving.settle(&self.news, ending, SETTLE_LIMIT) {
+                tracing::warn!(%volume, %error, "the members could not flush what was written last");
             }
         }
         shared.stop();
@@ -236,36 +248,8 @@ impl Start<'_> {
             let _ = thread.join();
         }
         let ended = if ending == Ending::Stop { Ended::Stopped } else { Ended::LeftToNext };
-        tracing::info!(volume = %self.spec.volume, ?ended, "ended");
+        tracing::info!(%volume, ?ended, "ended");
         Ok(ended)
-    }
-
-    /// Has the queues answer what is in flight, as far as it can be answered soon. What is not is given to the next
-    /// process by the kernel, as what comes from now on. Returns the sockets that the next process can go on with.
-    fn drain(&self, shared: &Shared, queues: usize) -> Result<Vec<QueueSocket>, EngineError> {
-        let begin = Instant::now();
-        shared.drain();
-        let mut drained = 0;
-        let mut sockets = Vec::new();
-        while drained < queues {
-            match self.news.recv_timeout(DRAIN_LIMIT.saturating_sub(begin.elapsed())) {
-                Ok(News::Drained { queue, socket }) => {
-                    drained += 1;
-                    sockets.extend(socket.map(|socket| QueueSocket { queue, socket }));
-                }
-                Ok(News::Deposed { holder }) => {
-                    return Err(EngineError::Deposed { generation: self.state.generation(), holder });
-                }
-                Ok(_) => {}
-                Err(_) => {
-                    tracing::warn!(volume = %self.spec.volume, "requests in flight are left to the next process");
-                    return Ok(sockets);
-                }
-            }
-        }
-        let (volume, drained_ms) = (&self.spec.volume, begin.elapsed().as_millis());
-        tracing::info!(%volume, drained_ms, "every request is answered, the device is left to the next process");
-        Ok(sockets)
     }
 
     /// Takes a device away that an earlier process has left, where there will be no other one.
@@ -282,6 +266,40 @@ impl Start<'_> {
         }
         self.state.set_device(None)
     }
+}
+
+/// Has the queues answer what is in flight, as far as it can be answered soon. What is not is given to the next
+/// process by the kernel, as what comes from now on. Returns the sockets that the next process can go on with.
+fn drain(
+    volume: &VolumeName,
+    generation: Generation,
+    news: &Receiver<News>,
+    shared: &Shared,
+    queues: usize,
+) -> Result<Vec<QueueSocket>, EngineError> {
+    let begin = Instant::now();
+    shared.drain();
+    let mut drained = 0;
+    let mut sockets = Vec::new();
+    while drained < queues {
+        match news.recv_timeout(DRAIN_LIMIT.saturating_sub(begin.elapsed())) {
+            Ok(News::Drained { queue, socket }) => {
+                drained += 1;
+                sockets.extend(socket.map(|socket| QueueSocket { queue, socket }));
+            }
+            Ok(News::Deposed { holder }) => {
+                return Err(EngineError::Deposed { generation, holder });
+            }
+            Ok(_) => {}
+            Err(_) => {
+                tracing::warn!(%volume, "requests in flight are left to the next process");
+                return Ok(sockets);
+            }
+        }
+    }
+    let drained_ms = begin.elapsed().as_millis();
+    tracing::info!(%volume, drained_ms, "every request is answered, the device is left to the next process");
+    Ok(sockets)
 }
 
 fn notify_systemd(state: sd_notify::NotifyState<'_>) {

@@ -28,10 +28,6 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How often the progress of a copy is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
-/// How long an engine that is about to end waits for the members to flush: as a rule that takes less, and those who
-/// order an engine to end have more patience.
-const SETTLE_LIMIT: Duration = Duration::from_secs(5);
-
 /// How serving ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
@@ -147,19 +143,24 @@ impl<'a> Serving<'a> {
     }
 
     /// Has everything flushed on every member, and cleared from their write intent where nothing is modified meanwhile,
-    /// while requests go on; for [`SETTLE_LIMIT`] at most. Returns how serving ends now, and whether it is done: another
+    /// while requests go on; for `limit` at most. Returns how serving ends now, and whether it is done: another
     /// order to end that comes meanwhile ends it at once.
     ///
     /// # Errors
     /// Why the engine cannot go on.
-    pub fn settle(&mut self, news: &Receiver<News>, ending: Ending) -> Result<(Ending, bool), EngineError> {
+    pub fn settle(
+        &mut self,
+        news: &Receiver<News>,
+        ending: Ending,
+        limit: Duration,
+    ) -> Result<(Ending, bool), EngineError> {
         if self.asked.is_some() {
             return Ok((ending, false)); // who the members are may stay open for long
         }
         let begin = Instant::now();
         self.shared().tell_core(Event::Settle);
         let is_done = loop {
-            match news.recv_timeout(SETTLE_LIMIT.saturating_sub(begin.elapsed())) {
+            match news.recv_timeout(limit.saturating_sub(begin.elapsed())) {
                 Ok(News::Settled) => break true,
                 Ok(News::AskGrant { .. }) | Err(_) => break false,
                 Ok(item) => match self.take(item)? {
@@ -174,13 +175,18 @@ impl<'a> Serving<'a> {
     }
 
     fn log_settled(&self, is_done: bool, took: Duration) {
-        let dirty_bytes = self.shared().look(|core| core.copy_progress().dirty_bytes);
+        let dirty_bytes = self.dirty_bytes();
         let (volume, settled_ms) = (&self.spec.volume, took.as_millis());
         if is_done {
             tracing::info!(%volume, settled_ms, dirty_bytes, "what was written is flushed on every member");
         } else {
             tracing::warn!(%volume, settled_ms, dirty_bytes, "not every member has flushed in time: the next start makes the members equal where something was written lately");
         }
+    }
+
+    /// In how much of the volume the members may differ, should this process end now.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.shared().look(|core| core.copy_progress().dirty_bytes)
     }
 
     fn is_copying(&self) -> bool {
