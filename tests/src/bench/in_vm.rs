@@ -44,7 +44,7 @@ pub fn measure_in_vm(workloads: &[Workload], replicas: u32) -> Result<Vec<VmFigu
         let fill = "--name=fill --rw=write --bs=1m --iodepth=4 --ioengine=libaio --direct=1";
         host.sh(&format!("fio --filename={} {fill} --output-format=terse", device.display()))?;
         for workload in workloads.iter().filter(|workload| workload.block_size == "4k") {
-            let arguments = workload.arguments(2, "100%").join(" ");
+            let arguments = workload.arguments(1, "100%").join(" ");
             let report = host.sh(&format!(
                 "fio --name=bench --filename={} --ioengine=libaio --direct=1 {arguments} --output-format=json",
                 device.display()

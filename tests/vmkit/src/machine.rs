@@ -185,8 +185,8 @@ pub fn hardware_arguments(hardware: Hardware, image: &Image) -> Vec<OsString> {
         (Accelerator::Tcg, false) => add("-accel", "tcg,thread=multi"),
         (Accelerator::Tcg, true) => {
             add("-accel", "tcg,thread=single");
-            // Four nanoseconds of virtual time per instruction.
-            add("-icount", "shift=2");
+            // A nanosecond of virtual time per instruction, of both processors together.
+            add("-icount", "shift=0");
         }
     }
     // Reseeds the random generator of a clone.
