@@ -1,6 +1,7 @@
 //! How the controller is configured: flags, and a TOML file for what no flag says.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -19,6 +20,8 @@ use crate::kubernetes::KubernetesConfig;
 pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
 /// Where the custom resources are unless something else is said.
 pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
+/// Where agents answer on the nodes of a Kubernetes cluster unless something else is said.
+pub const DEFAULT_AGENT_PORT: u16 = 9501;
 /// What is logged unless something else is said.
 const DEFAULT_LOG: &str = "info";
 
@@ -53,7 +56,7 @@ pub struct CrdsArgs {
 pub struct ServeArgs {
     /// TOML file with any of: store, listen, csi_listen, log, replica_replace_after_s,
     /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and the tables [nodes] of NAME = "URL" and
-    /// [kubernetes] with namespace and kubeconfig. A flag wins over the file; nodes of both are used. Unknown keys
+    /// [kubernetes] with namespace, kubeconfig and agent_port. A flag wins over the file; nodes of both are used. Unknown keys
     /// are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -69,6 +72,10 @@ pub struct ServeArgs {
     /// How to reach the API server; without it as a pod does, else as kubectl does.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
+    /// Port of the agents on the nodes of the cluster: where the driver is registered, a node is found by itself
+    /// [default: 9501]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    pub agent_port: Option<u16>,
     /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
     #[arg(long = "node", value_name = "NAME=URL")]
     pub nodes: Vec<NodeFlag>,
@@ -142,7 +149,7 @@ pub enum ConfigError {
     #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
     TwoStores(PathBuf),
     /// What is for Kubernetes only.
-    #[error("--namespace and --kubeconfig are for --kubernetes only")]
+    #[error("--namespace, --kubeconfig and --agent-port are for --kubernetes only")]
     NotKubernetes,
 }
 
@@ -174,6 +181,7 @@ struct File {
 struct KubernetesTable {
     namespace: Option<String>,
     kubeconfig: Option<PathBuf>,
+    agent_port: Option<NonZeroU16>,
 }
 
 /// Where the volumes are kept.
@@ -279,9 +287,13 @@ fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> 
         return Ok(StoreConfig::Kubernetes(KubernetesConfig {
             namespace: namespace.unwrap_or_else(|| DEFAULT_NAMESPACE.to_owned()),
             kubeconfig: args.kubeconfig.clone().or(table.kubeconfig),
+            agent_port: args
+                .agent_port
+                .or_else(|| table.agent_port.map(NonZeroU16::get))
+                .unwrap_or(DEFAULT_AGENT_PORT),
         }));
     }
-    if args.namespace.is_some() || args.kubeconfig.is_some() {
+    if args.namespace.is_some() || args.kubeconfig.is_some() || args.agent_port.is_some() {
         return Err(ConfigError::NotKubernetes);
     }
     path.map(StoreConfig::File).ok_or(ConfigError::NoStore)
@@ -323,7 +335,11 @@ mod tests {
     fn volumes_are_kept_in_one_place() {
         let kubernetes = |namespace: &str, kubeconfig: Option<&str>| {
             let (namespace, kubeconfig) = (namespace.to_owned(), kubeconfig.map(PathBuf::from));
-            StoreConfig::Kubernetes(KubernetesConfig { namespace, kubeconfig })
+            StoreConfig::Kubernetes(KubernetesConfig {
+                namespace,
+                kubeconfig,
+                agent_port: DEFAULT_AGENT_PORT,
+            })
         };
         assert_eq!(load("", &["--kubernetes"]).unwrap().store, kubernetes("shorthorn-system", None));
         let table = "[kubernetes]\nnamespace = \"a\"\nkubeconfig = \"/k\"\n";
@@ -336,7 +352,17 @@ mod tests {
         );
         let both = load(&format!("store = \"/a\"\n{table}"), &[]).unwrap_err();
         assert!(matches!(both, ConfigError::TwoStores(_)), "{both}");
-        assert!(matches!(load("", &["--store", "/a", "--namespace", "b"]), Err(ConfigError::NotKubernetes)));
+        for flag in ["--namespace=b", "--agent-port=1"] {
+            assert!(matches!(load("", &["--store", "/a", flag]), Err(ConfigError::NotKubernetes)));
+        }
+        let port = |text: &str, flags: &[&str]| match load(text, flags).unwrap().store {
+            StoreConfig::Kubernetes(config) => config.agent_port,
+            StoreConfig::File(_) => unreachable!(),
+        };
+        assert_eq!(port("[kubernetes]\nagent_port = 7\n", &[]), 7);
+        assert_eq!(port("[kubernetes]\nagent_port = 7\n", &["--agent-port", "8"]), 8);
+        let zero = load("[kubernetes]\nagent_port = 0\n", &[]).unwrap_err().to_string();
+        assert!(zero.contains("line 2"), "{zero}");
     }
 
     #[test]

@@ -22,6 +22,8 @@ use crate::agents::Fleet;
 use crate::api::Api;
 use crate::config::{Config, StoreConfig};
 use crate::csi::CsiController;
+use crate::kubernetes::discover::discover;
+use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::lease::Leadership;
 use crate::kubernetes::{ConnectError, KubernetesConfig, connect};
 use crate::store::kubernetes::OpenError;
@@ -77,7 +79,7 @@ pub enum ServeError {
 pub async fn serve(config: Config) -> Result<(), ServeError> {
     let mut signals = Signals::new().map_err(ServeError::Signal)?;
     // First: what ends one controller too many, or has it wait, before it touches anything else.
-    let (store, mut leadership) = tokio::select! {
+    let Opened { store, mut leadership, events, tasks: _tasks } = tokio::select! {
         opened = open(&config.store) => opened?,
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
@@ -87,7 +89,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let queue = Arc::new(Queue::new());
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue))?;
     let (broken_sender, mut broken) = mpsc::channel(1);
-    let worker = Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender, config.settings);
+    let worker =
+        Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender, events, config.settings);
     let (stop, stopping) = watch::channel(false);
     let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), config.settings);
     let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), config.settings);
@@ -131,18 +134,27 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     result
 }
 
+/// The store, and what comes with it in Kubernetes.
+struct Opened {
+    store: Arc<dyn Store>,
+    leadership: Option<Leadership>,
+    events: Option<Events>,
+    /// They end with this value.
+    tasks: JoinSet<()>,
+}
+
 /// Opens the store; with Kubernetes once this controller leads.
-async fn open(config: &StoreConfig) -> Result<(Arc<dyn Store>, Option<Leadership>), ServeError> {
+async fn open(config: &StoreConfig) -> Result<Opened, ServeError> {
     match config {
-        StoreConfig::File(path) => Ok((Arc::new(RedbStore::open(path)?), None)),
-        StoreConfig::Kubernetes(config) => {
-            let (store, leadership) = lead(config).await?;
-            Ok((Arc::new(store), Some(leadership)))
+        StoreConfig::File(path) => {
+            let store = Arc::new(RedbStore::open(path)?);
+            Ok(Opened { store, leadership: None, events: None, tasks: JoinSet::new() })
         }
+        StoreConfig::Kubernetes(config) => lead(config).await,
     }
 }
 
-async fn lead(config: &KubernetesConfig) -> Result<(KubeStore, Leadership), ServeError> {
+async fn lead(config: &KubernetesConfig) -> Result<Opened, ServeError> {
     let client = connect(config).await?;
     let status = "waiting for the lease".to_owned();
     // Standing by is all that can be asked of it for now.
@@ -150,10 +162,15 @@ async fn lead(config: &KubernetesConfig) -> Result<(KubeStore, Leadership), Serv
     let identity = identity()?;
     let mut leadership = Leadership::acquire(client.clone(), &config.namespace, &identity).await;
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
-    tokio::select! {
-        store = KubeStore::open(client, &config.namespace) => Ok((store?, leadership)),
-        reason = leadership.hold() => Err(ServeError::LeaseLost(reason)),
-    }
+    let mut tasks = JoinSet::new();
+    let (events, teller) = events(client.clone(), &config.namespace, &identity);
+    tasks.spawn(teller.run());
+    let store: Arc<dyn Store> = tokio::select! {
+        store = KubeStore::open(client.clone(), &config.namespace, events.clone()) => Arc::new(store?),
+        reason = leadership.hold() => return Err(ServeError::LeaseLost(reason)),
+    };
+    tasks.spawn(discover(client, Arc::clone(&store), config.agent_port));
+    Ok(Opened { store, leadership: Some(leadership), events: Some(events), tasks })
 }
 
 /// A name that no other process has: that of the host or the pod, with a part of its own.

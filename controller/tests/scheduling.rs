@@ -3,7 +3,10 @@
 
 mod support;
 
+use std::sync::Arc;
+
 use serde_json::Value;
+use support::agent::FakeAgent;
 use support::cluster::Cluster;
 
 fn nodes_of(volume: &Value) -> Vec<String> {
@@ -42,6 +45,21 @@ async fn tags_zones_and_cordons_say_where_replicas_go() {
     cluster.until("u", "placed", |volume| nodes_of(volume) == ["b"]).await;
     let (code, text) = cluster.fails(&["node", "set", "b", "--tags", "a b"]).await;
     assert!(code == 1 && text.contains("is no tag or zone"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_added_gets_replicas() {
+    let cluster = Cluster::start(&["a"]).await;
+    let added = FakeAgent::new("b", Arc::clone(&cluster.truth));
+    let serving = added.serve(&cluster.path("b"));
+    let address = format!("unix://{}", cluster.path("b").display());
+    let (code, text) = cluster.fails(&["node", "add", "b", "--address", "https://b:1"]).await;
+    assert!(code == 2 && text.contains("is no address"), "{text}");
+    cluster.ok(&["node", "add", "b", "--address", &address]).await;
+    cluster.retry(&["disk", "add", "b", "/var/lib/longhorn"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    cluster.until("v", "placed", |volume| nodes_of(volume) == ["a", "b"]).await;
+    serving.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]

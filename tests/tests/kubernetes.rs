@@ -1,19 +1,22 @@
 //! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service account with
 //! the roles of controller/deploy, real agents, engines and replicas.
 
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use shorthorn_tests::apiserver::ApiServer;
+use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
 use shorthorn_tests::hosts::{Hosts, agent_url, name};
 use shorthorn_tests::{Guest, GuestOptions, binary, compare_exports, under_load, until, until_whole};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
 const VOLUME: &str = "v";
+/// The most calls to the API server for an attach, without those that tell people of it.
+const CALLS_MAX: usize = 12;
+/// How long an attach may take until its steps are stored, too.
+const QUIET_START: Duration = Duration::from_secs(5);
 const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../controller/deploy");
 /// How often a controller is killed.
 const KILLS: u32 = 3;
@@ -69,6 +72,52 @@ impl Cluster {
         })
     }
 
+    fn events(&self) -> Result<Vec<Value>> {
+        let path = format!("/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events");
+        Ok(self.api.ok("GET", &path, None)?["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    /// Waits until exactly that was told of the volume, in that order.
+    fn until_told(&self, volume: &Value, reasons: &[&str]) -> Result<()> {
+        until("events that tell the story", LIMIT, || {
+            let mut events: Vec<Value> = self
+                .events()?
+                .into_iter()
+                .filter(|event| event["regarding"]["uid"] == volume["metadata"]["uid"])
+                .collect();
+            events.sort_by_key(|event| event["eventTime"].as_str().unwrap_or_default().to_owned());
+            let told: Vec<&str> = events.iter().filter_map(|event| event["reason"].as_str()).collect();
+            ensure!(told == reasons, "{events:#?}");
+            let kinds = events.iter().map(|event| &event["regarding"]["kind"]);
+            ensure!(kinds.into_iter().all(|kind| kind == "Volume"), "{events:#?}");
+            Ok(Some(()))
+        })
+    }
+
+    /// A machine as kubelet makes it, whose agent has registered the driver; or its address has changed.
+    fn register(&self, name: &str, address: &str) -> Result<()> {
+        let machine = json!({ "apiVersion": "v1", "kind": "Node", "metadata": {
+            "name": name, "labels": { "topology.kubernetes.io/zone": "rack-1" } } });
+        if self.api.call("POST", "/api/v1/nodes", Some(&machine))?.code == 201 {
+            let driver = json!({ "name": "csi.shorthorn.io", "nodeID": name, "topologyKeys": [] });
+            let node = json!({ "apiVersion": "storage.k8s.io/v1", "kind": "CSINode",
+                "metadata": { "name": name }, "spec": { "drivers": [driver] } });
+            self.api.ok("POST", "/apis/storage.k8s.io/v1/csinodes", Some(&node))?;
+        }
+        let addresses =
+            json!([{ "type": "Hostname", "address": name }, { "type": "InternalIP", "address": address }]);
+        let status = json!({ "status": { "addresses": addresses } });
+        self.api.ok("PATCH", &format!("/api/v1/nodes/{name}/status"), Some(&status)).map(drop)
+    }
+
+    fn until_node_spec(&self, name: &str, is_so: impl Fn(&Value) -> bool) -> Result<()> {
+        until("node as it should be", LIMIT, || {
+            let node = self.api.get(&format!("nodes/{name}"))?.context("the node is not there")?;
+            ensure!(is_so(&node["spec"]), "{node:#}");
+            Ok(Some(()))
+        })
+    }
+
     fn until_healthy(&self) -> Result<()> {
         until("volume that is healthy", LIMIT, || {
             let volume = self.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
@@ -100,9 +149,12 @@ impl Cluster {
 
 /// The definitions without rules in CEL, which this API server does not know, and the files of controller/deploy.
 fn install(api: &ApiServer) -> Result<()> {
-    for file in ["rbac.yaml", "csidriver.yaml"] {
-        let text = std::fs::read_to_string(Path::new(DEPLOY).join(file))?;
-        api.apply(&text).with_context(|| file.to_owned())?;
+    // The namespace is in the first of them.
+    let mut files: Vec<_> =
+        std::fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
+    files.sort_by_key(|path| (!path.ends_with("rbac.yaml"), path.clone()));
+    for file in files {
+        api.apply(&std::fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
     }
     let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;
     ensure!(crds.status.success(), "{}", String::from_utf8_lossy(&crds.stderr));
@@ -137,8 +189,21 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
     let took = start.elapsed();
     until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;
     cluster.until_healthy()?;
+    let volume = cluster.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
+    let story = ["Scheduled", "Detached", "Attaching", "EngineStarted", "Attached", "Healthy"];
+    cluster.until_told(&volume, &story)?;
     let calls = &cluster.api.controller_calls()?[before..];
-    println!("attached after {took:?} with {} calls:\n{}", calls.len(), calls.join("\n"));
+    let (events, calls): (Vec<&String>, Vec<&String>) =
+        calls.iter().partition(|call| call.split(' ').nth(1) == Some("events"));
+    let lines: Vec<&str> = calls.iter().map(|call| call.as_str()).collect();
+    println!(
+        "attached after {took:?} with {} calls and {} events:\n{}",
+        calls.len(),
+        events.len(),
+        lines.join("\n")
+    );
+    // The steps of a start that takes long are stored, and that is right.
+    ensure!(took >= QUIET_START || calls.len() <= CALLS_MAX, "{} calls: {lines:#?}", calls.len());
 
     let guest = cluster.guest()?;
     let ((), guest) = under_load(guest, |load| {
@@ -201,4 +266,73 @@ fn controllers_take_over_from_each_other() -> Result<()> {
     }
     cluster.api.ok("DELETE", &ApiServer::path(&format!("volumes/{VOLUME}")), None)?;
     cluster.until_gone()
+}
+
+/// Where the driver is registered, a node is found; its address follows the machine until somebody sets it.
+#[test]
+fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
+    let cluster = Cluster::start()?;
+    cluster.register("m1", "192.0.2.1")?;
+    cluster.register("m2", "2001:db8::2")?;
+    cluster.until_node_spec("m1", |spec| spec["address"] == "http://192.0.2.1:9501")?;
+    cluster.until_node_spec("m2", |spec| {
+        spec["address"] == "http://[2001:db8::2]:9501" && spec["discovered"]["zone"] == "rack-1"
+    })?;
+    cluster.register("m1", "192.0.2.3")?;
+    cluster.until_node_spec("m1", |spec| spec["address"] == "http://192.0.2.3:9501")?;
+    let by_hand = json!({ "spec": { "address": "http://192.0.2.9:1" } });
+    cluster.api.ok("PATCH", &ApiServer::path("nodes/m1"), Some(&by_hand))?;
+    cluster.register("m1", "192.0.2.4")?;
+    cluster.until_node_spec("m1", |spec| spec["discovered"]["address"] == "http://192.0.2.4:9501")?;
+    cluster.until_node_spec("m1", |spec| spec["address"] == "http://192.0.2.9:1")?;
+
+    a_volume_that_cannot_be_says_why(&cluster)
+}
+
+/// As an API server takes it that does not know the rules in CEL.
+fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
+    let volume = json!({
+        "apiVersion": "shorthorn.io/v1alpha1",
+        "kind": "Volume",
+        "metadata": { "name": VOLUME },
+        "spec": { "size": "5000", "frontend": "socket" },
+    });
+    cluster.api.ok("POST", &ApiServer::path("volumes"), Some(&volume))?;
+    let accepted = |volume: &Value| {
+        let conditions = volume["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        conditions.into_iter().find(|condition| condition["type"] == "Accepted").unwrap_or_default()
+    };
+    let path = format!("volumes/{VOLUME}");
+    let volume = until("volume that is refused", LIMIT, || {
+        let volume = cluster.api.get(&path)?.context("the volume is not there")?;
+        let message = accepted(&volume)["message"].as_str().unwrap_or_default().to_owned();
+        ensure!(message.contains("multiple of 4096") && accepted(&volume)["status"] == "False", "{volume:#}");
+        Ok(Some(volume))
+    })?;
+    ensure!(volume["metadata"]["finalizers"].is_null(), "{volume:#}");
+    cluster.until_told(&volume, &["InvalidSpec"])?;
+    let corrected = json!({ "spec": { "size": "67108864" } });
+    cluster.api.ok("PATCH", &ApiServer::path(&path), Some(&corrected))?;
+    let volume = cluster.until_state("detached")?;
+    ensure!(accepted(&volume)["status"] == "True", "{volume:#}");
+    cluster.until_told(&volume, &["InvalidSpec", "Scheduled", "Detached"])?;
+    what_repeats_is_counted(cluster)?;
+    cluster.api.ok("DELETE", &ApiServer::path(&path), None)?;
+    cluster.until_gone()
+}
+
+/// Two attachments to one node are one event each of what happens, with a count.
+fn what_repeats_is_counted(cluster: &Cluster) -> Result<()> {
+    for _ in 0..2 {
+        cluster.want_on(name(0).into())?;
+        cluster.until_state("attached")?;
+        cluster.want_on(Value::Null)?;
+        cluster.until_state("detached")?;
+    }
+    until("event that was counted", LIMIT, || {
+        let attached: Vec<Value> =
+            cluster.events()?.into_iter().filter(|event| event["reason"] == "Attached").collect();
+        ensure!(attached.len() == 1 && attached[0]["series"]["count"] == 2, "{attached:#?}");
+        Ok(Some(()))
+    })
 }

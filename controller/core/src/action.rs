@@ -190,7 +190,7 @@ pub struct ReplicaTarget {
 }
 
 /// Something that people should hear of.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Event {
     /// What it happened to.
     pub about: Key,

@@ -6,9 +6,11 @@
 //! - [`schema`]: the objects as schemas of custom resources.
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
 //! - [`csi`]: what the calls of CSI mean for the stored objects.
+//! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`drain`]: what is left on a node that everything is to leave.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
+//! - [`telling`]: which events are told to people, and how often.
 //! - [`why`]: what is wrong with a volume, in sentences.
 //!
 //! Everything is level-triggered: a decision looks only at what is stored and observed now, so the shell
@@ -19,9 +21,10 @@
 //! 1. `volume.status.attach` is raised and stored before any engine is started with that number.
 //! 2. `engine.status.currentState` leaves `stopped` before the first start call, and becomes `stopped`
 //!    only after a stop call was answered: a stored `stopped` is a promise that no start is under way.
-//! 3. `replica.status.data` becomes `requested` before the first call that may make a directory, and
-//!    `present` in the same write that publishes the replica's addresses. An engine gets only published
-//!    addresses, so no directory that an engine has used is ever made anew.
+//! 3. `replica.spec.desireState` is `running` before the first call that may make a directory, and is taken back only once
+//!    the status says that a process and a directory may be there. `replica.status.data` becomes `present` in the same
+//!    write that publishes the replica's addresses. An engine gets only published addresses, so no directory that an
+//!    engine has used is ever made anew.
 //! 4. Data is deleted for a replica whose deletion was asked for: by the deletion of its volume, or because it
 //!    was replaced. The latter is asked for, and done, only while the engine serves with the configured number of
 //!    members and does not know that replica any more.
@@ -32,6 +35,7 @@
 
 mod action;
 pub mod csi;
+pub mod discovery;
 pub mod drain;
 mod label;
 mod node_name;
@@ -42,6 +46,7 @@ pub mod requests;
 pub mod salvage;
 pub mod scheduler;
 pub mod schema;
+pub mod telling;
 pub mod why;
 mod world;
 

@@ -18,7 +18,7 @@ pub const MAX_NODE_NAME_BYTES: usize = 253;
 pub struct NodeName(String);
 
 /// Why a text is no node name.
-#[derive(Debug, Error, PartialEq, Eq)]
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error(
     "node name {0:?} is no DNS name: use up to 253 lower-case letters, digits, '-' and '.', \
      starting and ending with a letter or digit"

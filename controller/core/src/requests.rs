@@ -606,6 +606,8 @@ pub struct SetNode {
     pub tags: Option<Vec<String>>,
     /// Its zone; empty: what its agent says.
     pub zone: Option<String>,
+    /// Where its agent answers. With it, a node that is not known yet is made.
+    pub address: Option<String>,
 }
 
 impl SetNode {
@@ -613,8 +615,16 @@ impl SetNode {
     ///
     /// # Errors
     /// [`RequestError`] says what to change.
-    pub fn apply(&self, world: &World) -> Result<Change<Node>, RequestError> {
-        let mut spec = find_node(world, &self.name)?.spec.clone();
+    pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Node>, RequestError> {
+        let stored = find_node(world, &self.name);
+        let mut node = match (stored, &self.address) {
+            (Err(RequestError::NoNode(_)), Some(_)) => Node::new(&self.name, now),
+            (stored, _) => stored?.clone(),
+        };
+        let spec = &mut node.spec;
+        if let Some(address) = &self.address {
+            spec.address.clone_from(address);
+        }
         if let Some(allow) = self.allow_scheduling {
             spec.allow_scheduling = allow;
             spec.eviction_requested &= !allow;
@@ -629,7 +639,8 @@ impl SetNode {
         if let Some(zone) = &self.zone {
             spec.zone = if zone.is_empty() { None } else { Some(zone.parse()?) };
         }
-        with_node_spec(world, &self.name, spec)
+        let is_so = world.nodes.get(&self.name) == Some(&node);
+        Ok(if is_so { Change::AlreadySo(node) } else { Change::Store(node) })
     }
 }
 

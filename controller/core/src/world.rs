@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::VolumeName;
 
-use crate::objects::{Engine, Key, Kind, Node, Object, Replica, Volume};
+use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, Volume};
 pub use replicas::{Promised, Replicas};
 
 /// All stored objects by name.
@@ -46,13 +46,22 @@ impl World {
     /// The stored resource version of that key; 0 where there is no such object.
     #[must_use]
     pub fn version(&self, key: &Key) -> u64 {
-        let metadata = match key.kind {
+        self.metadata(key).map_or(0, |metadata| metadata.resource_version)
+    }
+
+    /// Which object of that key it is, where the store says that; else empty.
+    #[must_use]
+    pub fn uid(&self, key: &Key) -> String {
+        self.metadata(key).map(|metadata| metadata.uid.clone()).unwrap_or_default()
+    }
+
+    fn metadata(&self, key: &Key) -> Option<&Metadata> {
+        match key.kind {
             Kind::Volume => self.volumes.get(&key.name).map(|object| &object.metadata),
             Kind::Engine => self.engines.get(&key.name).map(|object| &object.metadata),
             Kind::Replica => self.replicas.get(&key.name).map(|object| &object.metadata),
             Kind::Node => self.nodes.get(&key.name).map(|object| &object.metadata),
-        };
-        metadata.map_or(0, |metadata| metadata.resource_version)
+        }
     }
 
     /// Puts `object` in place of the one with its key.

@@ -13,6 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{status, view};
+use crate::address::ServerUrl;
 use crate::agents::Fleet;
 use crate::random::new_secret;
 use crate::store::{self, ChangeError, Store, StoreError};
@@ -237,11 +238,15 @@ impl Controller for Api {
     }
 
     async fn set_node(&self, request: Request<v1::SetNodeRequest>) -> Reply<v1::NodeObject> {
-        let v1::SetNodeRequest { name, allow_scheduling, tags, zone, eviction_requested } =
+        let v1::SetNodeRequest { name, allow_scheduling, tags, zone, eviction_requested, address } =
             request.into_inner();
+        if let Some(address) = &address {
+            let url: Result<ServerUrl, _> = address.parse();
+            url.map_err(|error| Status::invalid_argument(error.to_string()))?;
+        }
         let tags = tags.map(|tags| tags.tags);
-        let wanted = SetNode { name, allow_scheduling, eviction_requested, tags, zone };
-        self.change(|world| wanted.apply(world)).await?;
+        let wanted = SetNode { name, allow_scheduling, eviction_requested, tags, zone, address };
+        self.change(|world| wanted.apply(world, Timestamp::now())).await?;
         self.show_node(&wanted.name).map(Response::new)
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use super::size::Size;
-use crate::address::ServerUrl;
+use crate::address::{AddressError, ServerUrl};
 use crate::config::DEFAULT_SERVER;
 
 /// Creates, attaches, detaches and deletes Shorthorn volumes, and shows what is there.
@@ -250,6 +250,14 @@ pub enum NodeCommand {
     /// Shows the nodes and their disks
     #[command(visible_alias = "ls")]
     List,
+    /// Says where the agent of a node answers; the controller makes the node if it is new
+    Add {
+        /// Name of the node, as its agent is configured
+        name: String,
+        /// HOST:PORT, http://HOST:PORT or unix:///PATH
+        #[arg(long, value_name = "ADDRESS")]
+        address: AgentAddress,
+    },
     /// Has no new replicas made on a node; those that are there stay
     Cordon {
         /// Name of the node
@@ -283,6 +291,18 @@ pub enum NodeCommand {
         #[arg(long)]
         zone: Option<String>,
     },
+}
+
+/// Where an agent answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgentAddress(pub ServerUrl);
+
+impl FromStr for AgentAddress {
+    type Err = AddressError;
+    fn from_str(text: &str) -> Result<AgentAddress, AddressError> {
+        let url = if text.contains("://") { text.parse() } else { format!("http://{text}").parse() };
+        url.map(AgentAddress)
+    }
 }
 
 /// Tags in one word.
@@ -322,4 +342,25 @@ pub enum DiskCommand {
         #[arg(long, value_name = "true|false")]
         scheduling: Option<bool>,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_is_named_in_short_or_in_full() {
+        for (text, url) in [
+            ("10.0.0.1:9501", "http://10.0.0.1:9501"),
+            ("[fd00::1]:9501", "http://[fd00::1]:9501"),
+            ("http://node-a:9501", "http://node-a:9501"),
+            ("unix:///run/agent.sock", "unix:///run/agent.sock"),
+        ] {
+            let AgentAddress(found) = text.parse().unwrap();
+            assert_eq!(found.to_string(), url);
+        }
+        for bad in ["", "https://a:1", "unix://relative"] {
+            assert!(bad.parse::<AgentAddress>().is_err(), "{bad}");
+        }
+    }
 }

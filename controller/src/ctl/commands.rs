@@ -243,6 +243,11 @@ impl Session {
         let request = match command {
             NodeCommand::List => return self.nodes().await,
             NodeCommand::Drain { name, no_wait, timeout } => return self.drain(name, no_wait, timeout).await,
+            NodeCommand::Add { name, address } => v1::SetNodeRequest {
+                name,
+                address: Some(address.0.to_string()),
+                ..v1::SetNodeRequest::default()
+            },
             NodeCommand::Cordon { name } => allow(name, false),
             NodeCommand::Uncordon { name } => allow(name, true),
             NodeCommand::Set { name, tags, zone } => {

@@ -19,6 +19,8 @@ pub struct KubernetesConfig {
     pub namespace: String,
     /// How to reach the API server; none: as a pod does, else as kubectl does.
     pub kubeconfig: Option<PathBuf>,
+    /// Where agents answer on their nodes.
+    pub agent_port: u16,
 }
 
 /// Why there is no way to an API server.

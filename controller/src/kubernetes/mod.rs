@@ -2,7 +2,10 @@
 
 mod client;
 pub mod crds;
+pub mod discover;
+pub mod events;
 pub mod lease;
+mod mirror;
 
 use kube::core::ApiResource;
 use shorthorn_controller_core::objects::Kind;

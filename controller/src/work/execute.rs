@@ -38,9 +38,21 @@ impl Worker {
                 }
             }
             Action::Emit(event) => {
-                tell(&event);
+                self.tell(&event);
                 true
             }
+        }
+    }
+
+    fn tell(&self, event: &Event) {
+        let Event { about, warning, reason, message } = event;
+        if *warning {
+            tracing::warn!(%about, reason, "{message}");
+        } else {
+            tracing::info!(%about, reason, "{message}");
+        }
+        if let Some(events) = &self.events {
+            events.tell(event, &self.store.world().uid(about));
         }
     }
 
@@ -66,14 +78,5 @@ impl Worker {
                 false
             }
         }
-    }
-}
-
-fn tell(event: &Event) {
-    let Event { about, warning, reason, message } = event;
-    if *warning {
-        tracing::warn!(%about, reason, "{message}");
-    } else {
-        tracing::info!(%about, reason, "{message}");
     }
 }

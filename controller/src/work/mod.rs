@@ -14,6 +14,7 @@ use tokio::sync::{Mutex, mpsc};
 use tokio::task::JoinSet;
 
 use crate::agents::Fleet;
+use crate::kubernetes::events::Events;
 use crate::store::{Store, StoreError};
 
 pub(crate) use queue::backoff;
@@ -31,6 +32,8 @@ pub struct Worker {
     placing: Mutex<()>,
     /// Where an error of the store goes that no retry mends.
     broken: mpsc::Sender<StoreError>,
+    /// Where people hear of what happens, beside the log.
+    events: Option<Events>,
     settings: Settings,
 }
 
@@ -48,9 +51,10 @@ impl Worker {
         fleet: Arc<Fleet>,
         queue: Arc<Queue>,
         broken: mpsc::Sender<StoreError>,
+        events: Option<Events>,
         settings: Settings,
     ) -> Arc<Worker> {
-        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, settings })
+        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, events, settings })
     }
 
     /// Works until it is dropped. Whatever is under way then is cut off between two actions, or within a

@@ -204,6 +204,19 @@ mod tests {
     }
 
     #[test]
+    fn the_storage_class_that_is_installed_can_be_used() {
+        let class = include_str!("../../../deploy/storageclass.yaml");
+        let (_, lines) = class.split_once("\nparameters:\n").unwrap();
+        let pairs: Vec<(&str, &str)> = lines
+            .lines()
+            .map(|line| line.trim().split_once(": ").unwrap())
+            .map(|(key, value)| (key, value.trim_matches('"')))
+            .collect();
+        let volume = of(&pairs).unwrap();
+        assert_eq!((volume.number_of_replicas, volume.data_locality.as_str()), (3, "best-effort"));
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (key, value, words) in [
             ("numberOfReplicas", "0", "1 to 8"),

@@ -6,6 +6,8 @@ use crate::{Timestamp, schema};
 /// What a condition is about. True is always the good side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum ConditionType {
+    /// Of a volume: what its owner wants can be.
+    Accepted,
     /// Of a volume: every replica has a disk.
     Scheduled,
     /// Of a volume: every replica has every acknowledged write.
@@ -25,6 +27,7 @@ impl ConditionType {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
+            ConditionType::Accepted => "Accepted",
             ConditionType::Scheduled => "Scheduled",
             ConditionType::Healthy => "Healthy",
             ConditionType::Settled => "Settled",

@@ -65,6 +65,9 @@ pub struct EngineStatus {
     /// higher number may follow it.
     #[serde(default)]
     pub lost_attach: u64,
+    /// The newest attachment whose engine process was seen to serve: its replicas know a view since.
+    #[serde(default)]
+    pub served_attach: u64,
     /// starting, serving, frozen (no quorum) or stopped, as the engine says.
     #[serde(default)]
     pub phase: String,

@@ -59,6 +59,9 @@ impl fmt::Display for Key {
 pub struct Metadata {
     /// Unique within the kind.
     pub name: String,
+    /// Which object of that name it is, where a store says that; else empty.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub uid: String,
     /// Raised by the store at every write, and checked against what is stored; 0: not stored yet.
     pub resource_version: u64,
     /// When it was made.
@@ -72,7 +75,13 @@ impl Metadata {
     /// The metadata of an object that is about to be made.
     #[must_use]
     pub fn new(name: impl Into<String>, now: Timestamp) -> Metadata {
-        Metadata { name: name.into(), resource_version: 0, creation_timestamp: now, deletion_timestamp: None }
+        Metadata {
+            name: name.into(),
+            uid: String::new(),
+            resource_version: 0,
+            creation_timestamp: now,
+            deletion_timestamp: None,
+        }
     }
 
     /// Whether its deletion was asked for.

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 pub use condition::{Condition, ConditionType, Conditions, Finding};
 pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberMode, MemberStatus};
 pub use metadata::{Key, Kind, Metadata};
-pub use node::{DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
+pub use node::{Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
 pub use shorthorn_types::{SECRET_BYTES, Secret};
 pub use volume::{

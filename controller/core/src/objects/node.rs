@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{Conditions, Metadata};
 use crate::observed::DiskView;
 use crate::scheduler::RESERVED_PERCENT;
-use crate::{Label, Labels, schema};
+use crate::{Label, Labels, Timestamp, schema};
 
 /// A machine with an agent, and its disks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,12 +37,27 @@ pub struct NodeSpec {
     /// What volumes can ask for.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub tags: Labels,
-    /// What fails together with it; none: what its agent says.
+    /// What fails together with it; none: what its agent says, else what Kubernetes says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
     /// Its disks by path.
     #[serde(default)]
     pub disks: BTreeMap<String, DiskSpec>,
+    /// What the controller has found out from Kubernetes; nobody else writes it. The address follows it as long as
+    /// both are the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub discovered: Option<Discovered>,
+}
+
+/// What Kubernetes says of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Discovered {
+    /// Where its agent answers: the InternalIP, and the port of all agents.
+    #[serde(default)]
+    pub address: String,
+    /// What fails together with it, as a label says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zone: Option<Label>,
 }
 
 fn yes() -> bool {
@@ -120,10 +135,22 @@ pub struct DiskStatus {
 }
 
 impl Node {
-    /// What fails together with it: what its administrator says, else what its agent is configured with.
+    /// A node of which nothing is known yet but its name.
+    #[must_use]
+    pub fn new(name: impl Into<String>, now: Timestamp) -> Node {
+        Node {
+            metadata: Metadata::new(name, now),
+            spec: NodeSpec { allow_scheduling: true, ..NodeSpec::default() },
+            status: NodeStatus::default(),
+        }
+    }
+
+    /// What fails together with it: what its administrator says, else what its agent is configured with, else what
+    /// Kubernetes says.
     #[must_use]
     pub fn zone(&self) -> Option<&Label> {
-        self.spec.zone.as_ref().or(self.status.zone.as_ref())
+        let discovered = || self.spec.discovered.as_ref().and_then(|discovered| discovered.zone.as_ref());
+        self.spec.zone.as_ref().or(self.status.zone.as_ref()).or_else(discovered)
     }
 }
 

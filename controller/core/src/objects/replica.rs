@@ -63,7 +63,8 @@ pub struct ReplicaStatus {
     /// What is wrong.
     #[serde(default)]
     pub message: String,
-    /// When it was last seen to become a member of the engine's view.
+    /// When it was last seen to become a member of the engine's view. Of one that the volume was created with, noted with
+    /// the next change: such a one counts as a member until it is known to have left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub healthy_at: Option<Timestamp>,
@@ -81,13 +82,23 @@ pub struct ReplicaStatus {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DataState {
-    /// No call that could have made it was ever sent.
+    /// No call that could have made it was ever sent, unless the replica is wanted to run.
     #[default]
     None,
     /// It may be there; no engine has used it.
     Requested,
     /// It was seen. Missing from now on means that data was lost, and it is never made anew.
     Present,
+}
+
+impl Replica {
+    /// Whether no call that starts it was ever sent. One that was wanted may have been started, whatever its status says.
+    #[must_use]
+    pub fn was_never_started(&self) -> bool {
+        self.spec.desire_state == DesireState::Stopped
+            && self.status.current_state == CurrentState::Stopped
+            && self.status.data == DataState::None
+    }
 }
 
 impl ReplicaSpec {

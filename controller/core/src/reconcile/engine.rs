@@ -1,4 +1,4 @@
-use super::{Context, START_CHECK, Sight, sight};
+use super::{Context, START_CHECK, Sight, quiet_left, sight};
 use crate::objects::{CurrentState, DesireState, Engine, EngineStatus, Volume};
 use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
 use crate::{AgentCall, Decision, NodeName};
@@ -127,16 +127,18 @@ fn follow(
 ) {
     let mut status = taken_over(engine, instance, shown);
     let ends = matches!(status.current_state, CurrentState::Stopping | CurrentState::Error);
+    let volume = context.world.volumes.get(engine.spec.volume_name.as_str());
+    let left = quiet_left(context, volume);
+    if is_step(&engine.status, &status) && !left.is_zero() {
+        status = engine.status.clone();
+        decision.again_after(left);
+    }
     if status != engine.status || ends {
         // What it says comes first; the change brings the next run, which tells.
         write_status(decision, engine, status);
         return;
     }
-    let (Some(volume), Some(node)) =
-        (context.world.volumes.get(engine.spec.volume_name.as_str()), &engine.spec.node_id)
-    else {
-        return;
-    };
+    let (Some(volume), Some(node)) = (volume, &engine.spec.node_id) else { return };
     let (name, attach) = (engine.spec.volume_name.clone(), engine.spec.attach);
     if status.map_revision != engine.spec.map_revision {
         let revision = engine.spec.map_revision;
@@ -157,6 +159,15 @@ fn follow(
     write_status(decision, engine, status);
 }
 
+/// Whether this is a start that goes on as it should.
+fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
+    let starts = |state| matches!(state, CurrentState::Starting | CurrentState::Running);
+    stored.current_state == CurrentState::Starting
+        && starts(shown.current_state)
+        && !matches!(shown.phase.as_str(), "serving" | "frozen")
+        && shown.message.is_empty()
+}
+
 fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> EngineStatus {
     EngineStatus {
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
@@ -173,6 +184,7 @@ fn cleared(engine: &Engine) -> EngineStatus {
     EngineStatus {
         seen_attach: engine.status.seen_attach,
         lost_attach: engine.status.lost_attach,
+        served_attach: engine.status.served_attach,
         ..EngineStatus::default()
     }
 }
@@ -192,7 +204,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         let engine = Engine { status: seen, ..engine.clone() };
         return lost(&engine, format!("the engine stopped by itself: {why}"));
     }
-    EngineStatus {
+    let mut status = EngineStatus {
         current_state: match instance.state {
             InstanceState::Starting => CurrentState::Starting,
             InstanceState::Running => CurrentState::Running,
@@ -201,6 +213,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         },
         seen_attach: view.attach,
         lost_attach: engine.status.lost_attach,
+        served_attach: engine.status.served_attach,
         phase: view.phase.clone(),
         generation: view.generation.clone(),
         view: view.view.clone(),
@@ -213,7 +226,11 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         current_size: view.size_bytes,
         expansion: view.expansion.clone(),
         rebuild: engine.status.rebuild,
+    };
+    if status.is_serving() {
+        status.served_attach = view.attach;
     }
+    status
 }
 
 fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, decision: &mut Decision) {

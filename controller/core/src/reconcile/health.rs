@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 
-use crate::objects::{CurrentState, Engine, Finding, MemberMode, Replica, Robustness, Volume};
+use crate::objects::{CurrentState, DesireState, Engine, Finding, MemberMode, Replica, Robustness, Volume};
 use crate::{NodeName, ReplicaTarget};
 
 /// The robustness of an attached volume and what its `Healthy` condition says.
@@ -147,6 +147,9 @@ pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget
         CurrentState::Running => {}
         CurrentState::Unknown => return Err((status.message.clone(), false)),
         state => {
+            let is_starting =
+                state == CurrentState::Stopped && replica.spec.desire_state == DesireState::Running;
+            let state = if is_starting { CurrentState::Starting } else { state };
             let text = if status.message.is_empty() { state.as_str() } else { &status.message };
             return Err((text.to_owned(), true));
         }

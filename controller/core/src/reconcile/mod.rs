@@ -23,6 +23,9 @@ pub const REPLICA_WAIT: Duration = Duration::from_secs(20);
 /// The least time between two attachments that replace a lost engine, so that one that always dies does
 /// not keep the node busy.
 pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
+/// How long a start may take before its single steps are stored. One that goes well is over sooner, and then nobody reads
+/// them; with Kubernetes each would be a call.
+pub const QUIET_START: Duration = Duration::from_secs(5);
 /// When to look again at a start that was asked for and has not shown up on the agent's stream.
 pub const START_CHECK: Duration = Duration::from_secs(10);
 /// When to look again at a grant that an engine was told of and still waits for.
@@ -166,6 +169,13 @@ fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
             }
         }
     }
+}
+
+/// What is left of the time in which the steps of an attachment are not stored; zero: they are.
+fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
+    let attaching = volume.filter(|volume| volume.status.state == VolumeState::Attaching);
+    let start = attaching.and_then(|volume| volume.status.attach_started_at);
+    start.map_or(Duration::ZERO, |start| remaining(start, QUIET_START, context.now))
 }
 
 /// What is left of `limit` since `start`. A clock that was set back counts as no time having passed.

@@ -1,5 +1,5 @@
 use super::{Context, Sight, sight};
-use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Metadata, Node, NodeSpec, NodeStatus};
+use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Node};
 use crate::observed::AgentView;
 use crate::{Decision, Label, NodeName};
 
@@ -10,11 +10,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let stored = context.world.nodes.get(name);
     let mut node = match (stored, view) {
         (Some(node), _) => node.clone(),
-        (None, Some(_)) => Node {
-            metadata: Metadata::new(name, context.now),
-            spec: NodeSpec { allow_scheduling: true, ..NodeSpec::default() },
-            status: NodeStatus::default(),
-        },
+        (None, Some(_)) => Node::new(name, context.now),
         (None, None) => return decision,
     };
     if let Some(view) = view.filter(|view| !view.from_object) {

@@ -1,4 +1,4 @@
-use super::{Context, START_CHECK, Sight, sight, volume};
+use super::{Context, START_CHECK, Sight, quiet_left, sight, volume};
 use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus, Volume,
 };
@@ -37,7 +37,7 @@ fn write_status(decision: &mut Decision, replica: &Replica, status: ReplicaStatu
 
 fn lose_sight(context: &Context<'_>, replica: &Replica, reason: String) -> Decision {
     let mut decision = Decision::nothing();
-    let mut status = with_membership(context, replica);
+    let mut status = wanted_status(context, replica);
     let settled =
         replica.spec.desire_state == DesireState::Stopped && status.current_state == CurrentState::Stopped;
     if !settled {
@@ -52,7 +52,7 @@ fn lose_sight(context: &Context<'_>, replica: &Replica, reason: String) -> Decis
 fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
     let key = instance_of(replica);
     let mut decision = Decision::nothing();
-    let mut status = with_membership(context, replica);
+    let mut status = wanted_status(context, replica);
     let found = view.instances.get(&key).filter(|instance| instance.state != InstanceState::Stopped);
     match found {
         Some(instance) => take_over(&mut status, instance),
@@ -62,18 +62,39 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
             status.current_state = if failed { CurrentState::Error } else { CurrentState::Starting };
             status.message = failure.cloned().unwrap_or_default();
             status.addresses.clear();
-            if status.data == DataState::None {
-                status.data = DataState::Requested;
-            }
         }
     }
     let create = status.data != DataState::Present;
-    // Before the call: from here on, the stored state says that a process and a directory may be there.
-    write_status(&mut decision, replica, status);
+    store_news(context, replica, status, &mut decision);
+    // The wish that it runs is stored: a process and a directory may be there from here on, whatever the status says.
     if found.is_none() {
         start(context, replica, create, &mut decision);
     }
     decision
+}
+
+/// Writes the status of a replica that is wanted, where it says anything new. Two things wait for the next write: that
+/// it is being started, for a while; and that one of those which the volume was created with is in the view, as it counts as
+/// being there until something else is stored.
+fn store_news(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
+    let stored = &replica.status;
+    let volume = context.world.volumes.get(replica.spec.volume_name.as_str());
+    let mut news = status.clone();
+    let left = quiet_left(context, volume);
+    let is_start =
+        stored.current_state == CurrentState::Stopped && status.current_state == CurrentState::Starting;
+    if is_start && !left.is_zero() {
+        (news.current_state, news.data) = (stored.current_state, stored.data);
+        decision.again_after(left);
+    }
+    let is_first =
+        volume.is_some_and(|volume| volume.status.first_members.contains(&replica.spec.replica_id));
+    if is_first && stored.failed_at.is_none() {
+        news.healthy_at = stored.healthy_at;
+    }
+    if news != *stored {
+        decision.write(Replica { status, ..replica.clone() });
+    }
 }
 
 /// What a process that is there says.
@@ -130,6 +151,15 @@ fn stop(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision 
     decision
 }
 
+/// The status with what the engine last said of this replica; where it is wanted, a directory may be there.
+fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
+    let mut status = with_membership(context, replica);
+    if replica.spec.desire_state == DesireState::Running && status.data == DataState::None {
+        status.data = DataState::Requested;
+    }
+    status
+}
+
 /// The status with what the engine last said of this replica.
 fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let mut status = replica.status.clone();
@@ -179,7 +209,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     }
     let remove =
         Action::Remove(Key::new(Kind::Replica, &replica.metadata.name), replica.metadata.resource_version);
-    if replica.status.data == DataState::None && replica.status.current_state == CurrentState::Stopped {
+    if replica.was_never_started() {
         decision.actions.push(remove);
         return decision;
     }

@@ -14,6 +14,8 @@ use crate::observed::{AgentInfo, Detail, DiskView, EngineView, Instance, Instanc
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall};
 
+mod starts;
+
 const ATTACH: u64 = 2;
 
 fn now() -> Timestamp {

@@ -123,16 +123,17 @@ fn nodes_and_disks_are_set_in_part() {
     let name = || "n".to_owned();
     let set =
         SetNode { name: name(), tags: texts(&["fast"]), zone: Some("x".to_owned()), ..SetNode::default() };
-    let change = set.apply(&world);
+    let change = set.apply(&world, now());
     put(&mut world, change);
-    assert!(matches!(set.apply(&world), Ok(Change::AlreadySo(_))));
+    assert!(matches!(set.apply(&world, now()), Ok(Change::AlreadySo(_))));
     let cordon = SetNode { name: name(), allow_scheduling: Some(false), ..SetNode::default() };
-    let change = cordon.apply(&world);
+    let change = cordon.apply(&world, now());
     put(&mut world, change);
     let node = &world.nodes["n"];
     assert!(!node.spec.allow_scheduling && node.spec.tags == labels(["fast"]).unwrap());
     assert_eq!(node.zone().map(|zone| zone.as_str()), Some("x"));
-    let change = SetNode { name: name(), zone: Some(String::new()), ..SetNode::default() }.apply(&world);
+    let change =
+        SetNode { name: name(), zone: Some(String::new()), ..SetNode::default() }.apply(&world, now());
     put(&mut world, change);
     assert_eq!(world.nodes["n"].zone().map(|zone| zone.as_str()), Some("rack"));
 
@@ -141,7 +142,7 @@ fn nodes_and_disks_are_set_in_part() {
     let state =
         |world: &World| (world.nodes["n"].spec.allow_scheduling, world.nodes["n"].spec.eviction_requested);
     for (set, result) in [(&uncordon, (true, false)), (&drained, (false, true)), (&uncordon, (true, false))] {
-        let change = set.apply(&world);
+        let change = set.apply(&world, now());
         put(&mut world, change);
         assert_eq!(state(&world), result);
     }
@@ -157,11 +158,11 @@ fn nodes_and_disks_are_set_in_part() {
     let expected = DiskSpec { allow_scheduling: true, storage_reserved: 7, tags: labels(["ssd"]).unwrap() };
     assert_eq!(*disk, expected);
 
-    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&world);
+    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&world, now());
     assert!(matches!(bad, Err(RequestError::Label(_))));
     let missing = SetDisk { node: name(), path: "/e".to_owned(), ..SetDisk::default() }.apply(&world);
     assert!(matches!(missing, Err(RequestError::NoDisk { .. })));
-    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&world);
+    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&world, now());
     assert_eq!(missing, Err(RequestError::NoNode("m".to_owned())));
 }
 
@@ -307,4 +308,23 @@ fn a_volume_grows_as_far_as_its_disks_can_promise() {
     world.insert(gone.into());
     assert_eq!(ask(&world, 12 * GIB), Err(RequestError::Deleting("v".to_owned())));
     assert_eq!(expand(&world, "w", 12 * GIB), Err(RequestError::NoVolume("w".to_owned())));
+}
+
+#[test]
+fn a_node_is_made_by_its_address() {
+    let mut world = World::default();
+    let at = |address: &str| SetNode {
+        name: "n".to_owned(),
+        address: Some(address.to_owned()),
+        ..SetNode::default()
+    };
+    let Ok(Change::Store(node)) = at("http://10.0.0.1:9501").apply(&world, now()) else { panic!("not made") };
+    assert_eq!((node.spec.address.as_str(), node.spec.allow_scheduling), ("http://10.0.0.1:9501", true));
+    let cordoned = NodeSpec { allow_scheduling: false, ..node.spec.clone() };
+    world.insert(Node { spec: cordoned, ..node }.into());
+    assert!(matches!(at("http://10.0.0.1:9501").apply(&world, now()), Ok(Change::AlreadySo(_))));
+    let Ok(Change::Store(moved)) = at("unix:///a.sock").apply(&world, now()) else { panic!("not moved") };
+    assert_eq!((moved.spec.address.as_str(), moved.spec.allow_scheduling), ("unix:///a.sock", false));
+    let unnamed = SetNode { name: "N".to_owned(), ..at("http://a:1") };
+    assert!(matches!(unnamed.apply(&world, now()), Err(RequestError::NodeName(_))));
 }

@@ -242,7 +242,7 @@ impl Sim {
 
     fn set_node(&mut self, at: usize, wanted: SetNode) {
         let name = self.nodes[at].name.to_string();
-        if let Ok(Change::Store(node)) = (SetNode { name, ..wanted }).apply(&self.store) {
+        if let Ok(Change::Store(node)) = (SetNode { name, ..wanted }).apply(&self.store, self.now) {
             assert!(self.put(node.into()));
         }
     }

@@ -5,8 +5,10 @@ use kube::api::DynamicObject;
 use kube::core::{ApiResource, TypeMeta};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use shorthorn_controller_core::objects::{Engine, Kind, Metadata, Node, Object, Replica, Volume};
-use shorthorn_controller_core::requests;
+use shorthorn_controller_core::objects::{
+    ConditionType, Conditions, Engine, Finding, Kind, Metadata, Node, Object, Replica, Volume, VolumeStatus,
+};
+use shorthorn_controller_core::{Timestamp, requests};
 use thiserror::Error;
 
 use super::keys::VolumeKeys;
@@ -14,6 +16,9 @@ use crate::kubernetes::{VOLUME_LABEL, resource};
 
 /// Keeps an object with data until the reconcilers have deleted that.
 pub const FINALIZER: &str = "shorthorn.io/data";
+
+/// The word for a volume that cannot be.
+pub const INVALID_SPEC: &str = "InvalidSpec";
 
 /// Why an object of the API server cannot be used.
 #[derive(Debug, Error)]
@@ -72,6 +77,7 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
     let time = |time: &Time| time.0;
     Ok(Metadata {
         name: stored.name.clone().ok_or(ConvertError::Lacks("name"))?,
+        uid: stored.uid.clone().unwrap_or_default(),
         resource_version: version(stored.resource_version.as_deref())?,
         creation_timestamp: stored
             .creation_timestamp
@@ -142,6 +148,29 @@ fn leave_out_empty(status: &mut Value) {
         Value::Array(items) => items.iter_mut().for_each(leave_out_empty),
         _ => {}
     }
+}
+
+/// What is noted of a volume that cannot be, as a change of its status; none: it is noted already.
+pub fn refused_status(status: Option<&Value>, why: &str, now: Timestamp) -> Option<Value> {
+    let known = status.and_then(|status| status.get("conditions")).cloned();
+    let known = known.and_then(|conditions| serde_json::from_value::<Conditions>(conditions).ok());
+    let known = known.unwrap_or_default();
+    let mut conditions = known.clone();
+    let message = format!("nothing is done for this volume until its spec is corrected: {why}");
+    conditions.set(ConditionType::Accepted, Finding::wrong(INVALID_SPEC, message), now);
+    if conditions == known {
+        return None;
+    }
+    if status.and_then(Value::as_object).is_none_or(Map::is_empty) {
+        // A status has all that it needs, or is none.
+        let status = VolumeStatus { conditions, ..VolumeStatus::default() };
+        let mut status = serde_json::to_value(status).ok()?;
+        leave_out_empty(&mut status);
+        return Some(status);
+    }
+    let mut change = json!({ "conditions": conditions });
+    leave_out_empty(&mut change);
+    Some(change)
 }
 
 /// A new object: its spec, and what finds and keeps it.

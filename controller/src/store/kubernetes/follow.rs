@@ -5,21 +5,22 @@ use std::time::Duration;
 
 use kube::api::{DynamicObject, ListParams, WatchEvent, WatchParams};
 use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::{Event, Timestamp};
 use thiserror::Error;
 use tokio_stream::StreamExt;
 
 use super::calls::{CallError, bounded, is_code};
 use super::order::List;
-use super::{Inner, OpenError, Part, convert, is_expired};
+use super::{ConvertError, Inner, OpenError, Part, convert, is_expired};
 use crate::kubernetes::plural;
 use crate::work::backoff;
 
 /// How many objects are asked for at once.
-const PAGE_OBJECTS: u32 = 500;
+pub(crate) const PAGE_OBJECTS: u32 = 500;
 /// After which time the API server ends a watch by itself, in seconds.
-const WATCH_LIMIT_S: u32 = 290;
+pub(crate) const WATCH_LIMIT_S: u32 = 290;
 /// The longest silence of a watch: the API server sends a bookmark every minute.
-const SILENCE_LIMIT: Duration = Duration::from_secs(150);
+pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(150);
 
 /// Why a watch does not go on.
 #[derive(Debug, Error)]
@@ -99,12 +100,17 @@ async fn readable(
     key: &Key,
     mut object: DynamicObject,
 ) -> Result<Option<shorthorn_controller_core::objects::Object>, CallError> {
-    let metadata = &object.metadata;
-    if !convert::is_held(key.kind, metadata) {
-        if metadata.deletion_timestamp.is_some() {
-            // Nothing of ours is in it: others hold it.
-            return Ok(None);
-        }
+    let is_held = convert::is_held(key.kind, &object.metadata);
+    if !is_held && object.metadata.deletion_timestamp.is_some() {
+        // Nothing of ours is in it: others hold it.
+        return Ok(None);
+    }
+    // Before it is held: what nothing is made of, whoever made it can take away again.
+    if let Err(error) = convert::object(key.kind, &object, &inner.keys) {
+        refuse(inner, key, &object, &error).await;
+        return Ok(None);
+    }
+    if !is_held {
         match hold(inner, key, &object).await {
             Ok(held) => object = held,
             // Somebody was first: the watch brings what it is now.
@@ -115,10 +121,35 @@ async fn readable(
     match convert::object(key.kind, &object, &inner.keys) {
         Ok(object) => Ok(Some(object)),
         Err(error) => {
-            tracing::warn!(%key, %error, "this object is left alone");
+            refuse(inner, key, &object, &error).await;
             Ok(None)
         }
     }
+}
+
+/// Says with a volume what is wrong with it, once; of other kinds, which nobody writes by hand, in the log.
+async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &ConvertError) {
+    let status = match (key.kind, error) {
+        (Kind::Volume, ConvertError::Part("spec", why)) => {
+            convert::refused_status(object.data.get("status"), why, Timestamp::now())
+        }
+        _ => {
+            tracing::warn!(%key, %error, "this object is left alone");
+            return;
+        }
+    };
+    // None: it says so already.
+    let Some(status) = status else { return };
+    tracing::warn!(%key, %error, "this object is left alone");
+    let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
+    if let Err(error) = inner.send(key, version, Part::Status(status)).await {
+        // Where somebody was first, the watch brings what it is now.
+        tracing::debug!(%key, %error, "what is wrong with it is not noted");
+        return;
+    }
+    let message = format!("nothing is done for this volume: {error}");
+    let event = Event { about: key.clone(), warning: true, reason: convert::INVALID_SPEC, message };
+    inner.events.tell(&event, object.metadata.uid.as_deref().unwrap_or_default());
 }
 
 /// Adds our finalizer.
@@ -159,7 +190,7 @@ async fn take(
     event: WatchEvent<DynamicObject>,
     version: &mut u64,
 ) -> Result<(), WatchError> {
-    let lost = |error: convert::ConvertError| WatchError::Lost(error.to_string());
+    let lost = |error: ConvertError| WatchError::Lost(error.to_string());
     let (object, is_gone) = match event {
         WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
         WatchEvent::Deleted(object) => (object, true),

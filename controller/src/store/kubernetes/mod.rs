@@ -33,10 +33,12 @@ use tokio::task::JoinSet;
 use self::calls::store_error;
 pub(crate) use self::calls::{CallError, bounded, is_code};
 use self::convert::{FINALIZER, Parts};
+pub(crate) use self::follow::{PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S};
 use self::keys::VolumeKeys;
 use self::order::Order;
 use super::cache::Cache;
 use super::{Store, StoreError};
+use crate::kubernetes::events::Events;
 use crate::kubernetes::{FIELD_MANAGER, KINDS, resource};
 
 pub use self::convert::ConvertError;
@@ -86,14 +88,15 @@ struct Inner {
     keys: VolumeKeys,
     cache: Cache,
     order: Mutex<Order>,
+    events: Events,
 }
 
 impl KubeStore {
-    /// Reads everything, and follows it from there on.
+    /// Reads everything, and follows it from there on. What is wrong with an object is told by `events`.
     ///
     /// # Errors
     /// [`OpenError`].
-    pub async fn open(client: Client, namespace: &str) -> Result<KubeStore, OpenError> {
+    pub async fn open(client: Client, namespace: &str, events: Events) -> Result<KubeStore, OpenError> {
         let keys = VolumeKeys::open(&Api::<KubernetesSecret>::namespaced(client.clone(), namespace)).await?;
         let inner = Arc::new(Inner {
             client,
@@ -101,6 +104,7 @@ impl KubeStore {
             keys,
             cache: Cache::new(World::default()),
             order: Mutex::default(),
+            events,
         });
         let mut following = JoinSet::new();
         for kind in KINDS {

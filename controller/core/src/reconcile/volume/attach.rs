@@ -4,7 +4,8 @@ use shorthorn_types::ReplicaId;
 
 use super::{Run, health, remaining};
 use crate::objects::{
-    CurrentState, DesireState, Engine, EngineSpec, Finding, Replica, ReplicaSpec, Robustness, VolumeState,
+    CurrentState, DataState, DesireState, Engine, EngineSpec, Finding, Replica, ReplicaSpec, ReplicaStatus,
+    Robustness, VolumeState,
 };
 use crate::reconcile::{ENGINE_RETRY, REPLICA_WAIT};
 use crate::{NodeName, ReplicaTarget};
@@ -16,7 +17,7 @@ impl Run<'_> {
         self.enter(VolumeState::Attaching);
         self.draw_attach();
         self.next.status.attached_since = self.next.status.attach;
-        self.settle(Finding::wrong("Attaching", "the replicas are being started"));
+        self.settle(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 
     pub(super) fn draw_attach(&mut self) {
@@ -39,6 +40,9 @@ impl Run<'_> {
         // What an older engine said says nothing about this one.
         let current = status.seen_attach == engine.spec.attach;
         if current && status.is_serving() && !status.endpoint.is_empty() {
+            let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
+            let message = format!("the engine serves on node {node}: {}", status.endpoint);
+            self.decision.emit(self.key(), false, "EngineStarted", message);
             self.enter(VolumeState::Attached);
             self.watch_over();
             return;
@@ -57,7 +61,7 @@ impl Run<'_> {
                 CurrentState::Unknown => Finding::wrong("NodeUnreachable", status.message.clone()),
                 _ => Finding::wrong("EngineStarting", "the engine is being started"),
             };
-            self.settle(finding);
+            self.settle_start(finding);
         }
     }
 
@@ -71,11 +75,14 @@ impl Run<'_> {
         match health::readiness(&self.live_replicas(), &self.stored.status.first_members, &node, left) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
-                self.settle(Finding::wrong("EngineStarting", "the engine is being started"));
+                self.settle_start(Finding::wrong("EngineStarting", "the engine is being started"));
             }
             health::Readiness::Wait(left, who) => {
                 self.decision.again_after(left);
-                self.settle(Finding::wrong("WaitingForReplicas", format!("waiting for replicas: {who}")));
+                self.settle_start(Finding::wrong(
+                    "WaitingForReplicas",
+                    format!("waiting for replicas: {who}"),
+                ));
             }
             health::Readiness::TooFew(message) => {
                 let finding = Finding::wrong("TooFewReplicas", message);
@@ -154,9 +161,24 @@ impl Run<'_> {
     }
 
     pub(super) fn want_replica(&mut self, replica: &Replica, desire_state: DesireState) {
-        if replica.spec.desire_state != desire_state {
-            let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
-            self.decision.write(Replica { spec, ..replica.clone() });
+        if replica.spec.desire_state == desire_state {
+            return;
         }
+        let is_unseen = replica.status.current_state == CurrentState::Stopped;
+        // One that is being deleted is stopped whatever is wanted, so its process is no secret; its directory may be.
+        let is_known = replica.metadata.is_deleting() && replica.status.data != DataState::None;
+        if desire_state == DesireState::Stopped && is_unseen && !is_known {
+            // It was wanted, so it may run, though nobody has seen it yet: that must not be forgotten with the wish.
+            let data = match replica.status.data {
+                DataState::None => DataState::Requested,
+                known => known,
+            };
+            let status =
+                ReplicaStatus { current_state: CurrentState::Starting, data, ..replica.status.clone() };
+            self.decision.write(Replica { status, ..replica.clone() });
+            return;
+        }
+        let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
+        self.decision.write(Replica { spec, ..replica.clone() });
     }
 }

@@ -28,6 +28,10 @@ impl Run<'_> {
             self.next.status.first_members =
                 self.replicas.iter().map(|replica| replica.spec.replica_id).collect();
             self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
+            let nodes: Vec<&str> =
+                self.replicas.iter().map(|replica| replica.spec.node_id.as_str()).collect();
+            let message = format!("{} replicas are placed: on {}", nodes.len(), nodes.join(", "));
+            self.decision.emit(self.key(), false, "Scheduled", message);
             self.settle(Finding::Well);
             self.enter(VolumeState::Detached);
         }

@@ -62,7 +62,8 @@ impl Run<'_> {
         else {
             return reports;
         };
-        let was_served = self.replicas.iter().any(|replica| replica.status.healthy_at.is_some());
+        let was_served = self.engine.is_some_and(|engine| engine.status.served_attach > 0)
+            || self.replicas.iter().any(|replica| replica.status.healthy_at.is_some());
         let all_know = was_served || newest.id.generation != Generation::NEVER;
         let is_forgetful = |id: ReplicaId, report: &ReplicaReport| {
             forgets(id, report, newest) || (all_know && knows_no_engine(report))

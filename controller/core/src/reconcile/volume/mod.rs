@@ -11,9 +11,9 @@ mod salvage;
 
 pub(super) use replace::may_go;
 
-use super::{Context, Sight, health, remaining, sight};
+use super::{Context, Sight, health, quiet_left, remaining, sight};
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
-use crate::{AgentCall, Decision, NodeName};
+use crate::{Action, AgentCall, Decision, NodeName};
 
 /// One run over one volume: the stored state, the new one, and what has been decided so far.
 struct Run<'a> {
@@ -39,9 +39,15 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         then: Vec::new(),
     };
     run.step();
+    // Told once it is stored: a run whose write fails is repeated, with all that it tells.
+    let is_event = |action: &Action| matches!(action, Action::Emit(_));
+    let (events, mut actions): (Vec<Action>, Vec<Action>) =
+        std::mem::take(&mut run.decision.actions).into_iter().partition(is_event);
     if run.next != *run.stored {
-        run.decision.write(run.next);
+        actions.push(Action::Write(Box::new(run.next.into())));
     }
+    actions.extend(events);
+    run.decision.actions = actions;
     for (node, call) in run.then {
         run.decision.call(&node, call);
     }
@@ -50,6 +56,10 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 
 impl Run<'_> {
     fn step(&mut self) {
+        if self.stored.status.conditions.get(ConditionType::Accepted).is_some() {
+            // It was refused once; whoever comes here can be read.
+            self.next.status.conditions.set(ConditionType::Accepted, Finding::Well, self.context.now);
+        }
         if !self.stored.metadata.is_deleting() {
             self.arbitrate();
             if self.pass_on_size() {
@@ -97,13 +107,23 @@ impl Run<'_> {
             let node = self.next.status.current_node_id.as_ref();
             let at = node.map(|node| format!(", node {node}")).unwrap_or_default();
             let message = format!("volume is {}{at}", state.as_str());
-            self.decision.emit(self.key(), false, "StateChanged", message);
+            self.decision.emit(self.key(), false, reason(state), message);
         }
     }
 
     /// Notes what is being waited for, or that nothing is.
     fn settle(&mut self, finding: Finding) {
         self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
+    }
+
+    /// As [`Run::settle`], but not for a start that may soon be over.
+    fn settle_start(&mut self, finding: Finding) {
+        let left = quiet_left(self.context, Some(self.stored));
+        if left.is_zero() {
+            self.settle(finding);
+        } else {
+            self.decision.again_after(left);
+        }
     }
 
     fn set_health(&mut self, robustness: Robustness, finding: Finding) {
@@ -114,8 +134,30 @@ impl Run<'_> {
                 Finding::Well => format!("volume is {}", robustness.as_str()),
                 Finding::Wrong(_, message) => format!("volume is {}: {message}", robustness.as_str()),
             };
-            self.decision.emit(self.key(), worse, "RobustnessChanged", message);
+            self.decision.emit(self.key(), worse, health_reason(robustness), message);
         }
         self.next.status.conditions.set(ConditionType::Healthy, finding, self.context.now);
+    }
+}
+
+/// The word for programs of the event that a volume has come to a state.
+const fn reason(state: VolumeState) -> &'static str {
+    match state {
+        VolumeState::Creating => "Creating",
+        VolumeState::Attached => "Attached",
+        VolumeState::Detached => "Detached",
+        VolumeState::Attaching => "Attaching",
+        VolumeState::Detaching => "Detaching",
+        VolumeState::Deleting => "Deleting",
+    }
+}
+
+/// The same of how safe its data is.
+const fn health_reason(robustness: Robustness) -> &'static str {
+    match robustness {
+        Robustness::Healthy => "Healthy",
+        Robustness::Degraded => "Degraded",
+        Robustness::Faulted => "Faulted",
+        Robustness::Unknown => "HealthUnknown",
     }
 }

@@ -2,9 +2,7 @@
 
 use super::Run;
 use crate::AgentCall;
-use crate::objects::{
-    ConditionType, CurrentState, DesireState, Finding, Replica, ReplicaSpec, ReplicaStatus, Salvage,
-};
+use crate::objects::{ConditionType, CurrentState, DesireState, Finding, Replica, ReplicaStatus, Salvage};
 use crate::observed::InstanceKey;
 
 impl Run<'_> {
@@ -23,8 +21,7 @@ impl Run<'_> {
             return;
         };
         if chosen.spec.desire_state != DesireState::Stopped {
-            let spec = ReplicaSpec { desire_state: DesireState::Stopped, ..chosen.spec.clone() };
-            self.decision.write(Replica { spec, ..chosen.clone() });
+            self.want_replica(chosen, DesireState::Stopped);
         } else if chosen.status.current_state == CurrentState::Stopped {
             self.tell_salvaged(chosen, &salvage);
             return;

@@ -132,8 +132,16 @@ impl Sim {
                 let stored = self.store.volumes[volume.as_str()].status.attach;
                 assert!(*attach <= stored, "replicas are told of attachment {attach} before it is stored");
             }
-            AgentCall::StartReplica { .. }
-            | AgentCall::SetRebuildLimits { .. }
+            AgentCall::StartReplica { .. } => {
+                let stored = self.store.replicas.get(&call.instance().name);
+                let is_noted = stored.is_none_or(|replica| !replica.was_never_started());
+                assert!(
+                    is_noted,
+                    "{} is started, and nothing stored says that it may be there",
+                    call.instance()
+                );
+            }
+            AgentCall::SetRebuildLimits { .. }
             | AgentCall::ExpandEngine { .. }
             | AgentCall::StopInstance { .. } => {}
         }

@@ -1,7 +1,7 @@
 use shorthorn_controller_core::objects::{
-    ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, DiskStatus, EngineSpec,
-    EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode, MemberStatus, NodeSpec, NodeStatus,
-    RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec, VolumeStatus,
+    ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
+    EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode, MemberStatus, NodeSpec,
+    NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec, VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
 use shorthorn_controller_core::{NodeName, ReplicaTarget, Timestamp, labels, salvage};
@@ -18,6 +18,7 @@ fn keys() -> VolumeKeys {
 
 fn meta(name: &str) -> Metadata {
     Metadata {
+        uid: UID.to_owned(),
         resource_version: 7,
         deletion_timestamp: Some("2026-02-03T04:05:06Z".parse().unwrap()),
         ..Metadata::new(name, "2026-01-02T03:04:05Z".parse().unwrap())
@@ -97,6 +98,7 @@ fn full() -> Vec<Object> {
             current_state: CurrentState::Running,
             seen_attach: 4,
             lost_attach: 3,
+            served_attach: 4,
             phase: "serving".to_owned(),
             generation: "4.1".to_owned(),
             view: "4.1/1".to_owned(),
@@ -147,6 +149,10 @@ fn full() -> Vec<Object> {
             tags: tags.clone(),
             zone: Some("z".parse().unwrap()),
             disks: [("/d".to_owned(), DiskSpec { tags, ..DiskSpec::of_new(1 << 40) })].into(),
+            discovered: Some(Discovered {
+                address: "http://10.0.0.2:9501".to_owned(),
+                zone: Some("x".parse().unwrap()),
+            }),
         },
         status: NodeStatus {
             conditions: conditions(now),
@@ -217,6 +223,29 @@ fn a_volume_of_kubectl_needs_a_size_only() {
         let error = object(Kind::Volume, &written, &keys()).unwrap_err().to_string();
         assert!(error.contains(what), "{error}");
     }
+}
+
+#[test]
+fn what_is_wrong_with_a_volume_is_noted_once() {
+    let (now, later) = (Timestamp::UNIX_EPOCH, "2026-01-02T03:04:05Z".parse().unwrap());
+    // A status that was never written, as an API server takes it.
+    let mut status = json!({});
+    apply(&mut status, &refused_status(None, "the size", now).unwrap());
+    let read: VolumeStatus = serde_json::from_value(status.clone()).unwrap();
+    let noted = read.conditions.get(ConditionType::Accepted).unwrap();
+    assert!(!noted.status && noted.reason == INVALID_SPEC && noted.message.contains("the size"), "{noted:?}");
+    assert_eq!(refused_status(Some(&status), "the size", later), None);
+    // Everything else stays.
+    let whole = full().remove(0);
+    let before = parts(&whole).unwrap().status;
+    let mut after = before.clone();
+    apply(&mut after, &refused_status(Some(&before), "the share", now).unwrap());
+    let mut read: VolumeStatus = serde_json::from_value(after).unwrap();
+    assert!(!read.conditions.is_true(ConditionType::Accepted));
+    assert!(read.conditions.get(ConditionType::Healthy).is_some());
+    let Object::Volume(volume) = whole else { unreachable!() };
+    read.conditions = volume.status.conditions.clone();
+    assert_eq!(read, volume.status);
 }
 
 #[test]

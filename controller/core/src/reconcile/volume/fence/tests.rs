@@ -196,15 +196,18 @@ fn replicas_that_have_forgotten_what_they_stored_prove_nothing() {
     lost.run();
     assert!(!lost.is_fenced());
     // Nor do several that agree, where an engine has served.
-    for (served, enough) in [(true, false), (false, true)] {
+    for (was_member, served_attach, enough) in [(true, 0, false), (false, OLD, false), (false, 0, true)] {
         let mut lost = Lost::new(3);
         let mut known = replica(0);
-        known.status.healthy_at = served.then_some(Timestamp::UNIX_EPOCH);
+        known.status.healthy_at = was_member.then_some(Timestamp::UNIX_EPOCH);
         lost.world.insert(known.into());
+        let mut engine = lost.world.engines["v"].clone();
+        engine.status.served_attach = served_attach;
+        lost.world.insert(engine.into());
         lost.begin();
         (1..3).for_each(|at| lost.replica_says(at, OLD + 1, first(3)));
         lost.run();
-        assert_eq!(lost.is_fenced(), enough, "served: {served}");
+        assert_eq!(lost.is_fenced(), enough, "{was_member}, {served_attach}");
     }
 }
 

@@ -1,0 +1,237 @@
+//! Which nodes of a Kubernetes cluster have an agent, and where it answers.
+//!
+//! An agent registers the CSI driver with the kubelet of its node, under its own name. So there is one wherever the
+//! driver is registered, it answers at the address of that machine, and the name that the driver has there is that of its
+//! Node object.
+//!
+//! What was found is noted in the object (`spec.discovered`). The address follows it as long as both are the same: an
+//! address that somebody has set otherwise, or emptied, is never touched again. Whether a node gets replicas is its
+//! administrator's alone; a machine that is cordoned in Kubernetes still gets some. A Node object stays when its machine
+//! leaves the cluster: its data may come back, and until then its condition says that the agent is out of reach.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use thiserror::Error;
+
+use crate::objects::{Discovered, Node};
+use crate::requests::Change;
+use crate::{Label, NodeName, NodeNameError, Timestamp, World};
+
+/// The labels of a machine that say what fails together with it; the first one is what its agent has told kubelet.
+const ZONE_LABELS: [&str; 2] = ["topology.shorthorn.io/zone", "topology.kubernetes.io/zone"];
+/// The sort of address that nodes use among themselves.
+const INTERNAL_IP: &str = "InternalIP";
+
+/// What Kubernetes says of a machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// Where other nodes reach it.
+    pub internal_ip: Option<IpAddr>,
+    /// What fails together with it.
+    pub zone: Option<Label>,
+}
+
+impl Machine {
+    /// The machine with these labels and these addresses, each with its sort.
+    pub fn of<'a>(
+        labels: &BTreeMap<String, String>,
+        addresses: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Machine {
+        let mut internal = addresses.into_iter().filter(|(sort, _)| *sort == INTERNAL_IP);
+        let zone = ZONE_LABELS.iter().find_map(|label| labels.get(*label));
+        Machine {
+            internal_ip: internal.find_map(|(_, address)| address.parse().ok()),
+            zone: zone.and_then(|zone| Label::new(zone).ok()),
+        }
+    }
+}
+
+/// What Kubernetes says of all machines, by their names in Kubernetes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cluster {
+    /// Those that are there.
+    pub machines: BTreeMap<String, Machine>,
+    /// The name that the driver has told the kubelet of the machine.
+    pub drivers: BTreeMap<String, String>,
+}
+
+/// Why an agent is not found.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum NotFound {
+    /// The machine has no address yet.
+    #[error(
+        "node {0} of Kubernetes has no InternalIP: set spec.address of the Node {0} of Shorthorn by hand"
+    )]
+    NoAddress(String),
+    /// The driver has a name that can never work.
+    #[error(transparent)]
+    Name(#[from] NodeNameError),
+    /// One would be taken for the other.
+    #[error("the agents on {0} and {1} both say that they are node {2}: give each its own node_name")]
+    Twice(String, String, NodeName),
+}
+
+/// Where the agents are whose machines are known, and what is wrong with others.
+#[must_use]
+pub fn agents(cluster: &Cluster, port: u16) -> (BTreeMap<NodeName, Discovered>, Vec<NotFound>) {
+    let mut owners: BTreeMap<NodeName, Vec<&String>> = BTreeMap::new();
+    let mut not_found = Vec::new();
+    for (machine, driver) in &cluster.drivers {
+        match NodeName::new(driver) {
+            Ok(name) => owners.entry(name).or_default().push(machine),
+            Err(error) => not_found.push(error.into()),
+        }
+    }
+    let mut found = BTreeMap::new();
+    for (name, machines) in owners {
+        let machine = match machines.as_slice() {
+            [machine] => *machine,
+            [one, other, ..] => {
+                not_found.push(NotFound::Twice((*one).clone(), (*other).clone(), name));
+                continue;
+            }
+            [] => continue,
+        };
+        // One that is not there any more, or not yet, has no address to say.
+        let Some(facts) = cluster.machines.get(machine) else { continue };
+        match facts.internal_ip {
+            Some(ip) => {
+                drop(found.insert(name, Discovered { address: url(ip, port), zone: facts.zone.clone() }))
+            }
+            None => not_found.push(NotFound::NoAddress(machine.clone())),
+        }
+    }
+    (found, not_found)
+}
+
+fn url(ip: IpAddr, port: u16) -> String {
+    format!("http://{}", std::net::SocketAddr::new(ip, port))
+}
+
+/// The Node object with what was found.
+#[must_use]
+pub fn noted(world: &World, name: &NodeName, found: &Discovered, now: Timestamp) -> Change<Node> {
+    let stored = world.nodes.get(name.as_str());
+    let mut node = stored.cloned().unwrap_or_else(|| Node::new(name.as_str(), now));
+    if node.metadata.is_deleting() {
+        return Change::AlreadySo(node);
+    }
+    let before = node.spec.discovered.take().unwrap_or_default();
+    if node.spec.address == before.address {
+        node.spec.address.clone_from(&found.address);
+    }
+    node.spec.discovered = Some(found.clone());
+    if stored == Some(&node) { Change::AlreadySo(node) } else { Change::Store(node) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::objects::{Metadata, NodeSpec, NodeStatus};
+
+    const PORT: u16 = 9501;
+
+    fn machine(address: &str) -> Machine {
+        Machine::of(&BTreeMap::new(), [("Hostname", "10.9.9.9"), ("InternalIP", address)])
+    }
+
+    fn cluster(entries: &[(&str, &str, &str)]) -> Cluster {
+        let mut cluster = Cluster::default();
+        for (name, driver, address) in entries {
+            cluster.machines.insert((*name).to_owned(), machine(address));
+            cluster.drivers.insert((*name).to_owned(), (*driver).to_owned());
+        }
+        cluster
+    }
+
+    fn stored(change: Change<Node>) -> Node {
+        match change {
+            Change::Store(node) => node,
+            Change::AlreadySo(node) => panic!("{node:?} is not changed"),
+        }
+    }
+
+    #[test]
+    fn an_agent_is_where_its_driver_is_registered() {
+        let mut all = cluster(&[("a", "a", "10.0.0.1"), ("b", "b", "fd00::2")]);
+        all.machines.insert("no-driver".to_owned(), machine("10.0.0.3"));
+        all.drivers.insert("gone".to_owned(), "gone".to_owned());
+        let (found, not_found) = agents(&all, PORT);
+        let addresses: Vec<_> =
+            found.iter().map(|(name, found)| (name.as_str(), found.address.as_str())).collect();
+        assert_eq!(addresses, [("a", "http://10.0.0.1:9501"), ("b", "http://[fd00::2]:9501")]);
+        assert!(not_found.is_empty(), "{not_found:?}");
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_machine_is_told_and_keeps_no_other_one_out() {
+        let mut all =
+            cluster(&[("a", "same", "10.0.0.1"), ("b", "same", "10.0.0.2"), ("c", "C_", "10.0.0.3")]);
+        all.machines.insert("d".to_owned(), machine("nonsense"));
+        all.drivers.insert("d".to_owned(), "d".to_owned());
+        all.machines.insert("e".to_owned(), machine("10.0.0.5"));
+        all.drivers.insert("e".to_owned(), "e".to_owned());
+        let (found, not_found) = agents(&all, PORT);
+        assert_eq!(found.keys().map(NodeName::as_str).collect::<Vec<_>>(), ["e"]);
+        let words: Vec<String> = not_found.iter().map(ToString::to_string).collect();
+        for expected in ["\"C_\"", "node_name", "InternalIP"] {
+            assert!(words.iter().any(|text| text.contains(expected)), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn the_zone_that_the_agent_has_told_comes_first() {
+        let labels = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+        };
+        let zone = |pairs: &[(&str, &str)]| {
+            Machine::of(&labels(pairs), []).zone.map(|zone| zone.as_str().to_owned())
+        };
+        let both = [("topology.kubernetes.io/zone", "cloud"), ("topology.shorthorn.io/zone", "rack")];
+        assert_eq!(zone(&both).as_deref(), Some("rack"));
+        assert_eq!(zone(&both[..1]).as_deref(), Some("cloud"));
+        assert_eq!(zone(&[]), None);
+    }
+
+    #[test]
+    fn an_address_follows_what_is_found_until_somebody_sets_it() {
+        let name = NodeName::new("a").unwrap();
+        let found = |address: &str| Discovered { address: address.to_owned(), zone: None };
+        let (one, two) = (found("http://10.0.0.1:9501"), found("http://10.0.0.2:9501"));
+        let now = Timestamp::UNIX_EPOCH;
+        let mut world = World::default();
+        let made = stored(noted(&world, &name, &one, now));
+        assert_eq!((made.spec.address.as_str(), made.spec.allow_scheduling), (one.address.as_str(), true));
+        world.insert(made.clone().into());
+        assert!(matches!(noted(&world, &name, &one, now), Change::AlreadySo(_)));
+
+        let moved = stored(noted(&world, &name, &two, now));
+        assert_eq!(moved.spec.address, two.address);
+
+        // By hand, to another one or to none: it stays, and what is found is noted all the same.
+        for by_hand in ["http://proxy:1", ""] {
+            let mut node = made.clone();
+            node.spec.address = by_hand.to_owned();
+            node.spec.allow_scheduling = false;
+            world.insert(node.into());
+            let kept = stored(noted(&world, &name, &two, now));
+            assert_eq!((kept.spec.address.as_str(), kept.spec.allow_scheduling), (by_hand, false));
+            assert_eq!(kept.spec.discovered, Some(two.clone()));
+            world.insert(kept.into());
+            assert!(matches!(noted(&world, &name, &two, now), Change::AlreadySo(_)));
+        }
+    }
+
+    #[test]
+    fn a_node_that_has_no_address_yet_gets_what_is_found() {
+        let name = NodeName::new("a").unwrap();
+        let found = Discovered { address: "http://10.0.0.1:9501".to_owned(), zone: None };
+        let mut world = World::default();
+        let metadata = Metadata::new("a", Timestamp::UNIX_EPOCH);
+        world.insert(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() }.into());
+        let node = stored(noted(&world, &name, &found, Timestamp::UNIX_EPOCH));
+        assert_eq!(node.spec.address, found.address);
+        assert!(!node.spec.allow_scheduling);
+    }
+}

@@ -1,0 +1,164 @@
+//! What is stored of a start, and when.
+
+use super::*;
+use crate::Decision;
+
+const ID: u64 = 1;
+
+/// The volume in that state, whose replica on node a is wanted and was not seen yet.
+fn starting(state: VolumeState) -> World {
+    let mut world = super::world();
+    let mut volume = world.volumes.remove("v").unwrap();
+    volume.status.state = state;
+    volume.status.attach = ATTACH;
+    volume.status.attach_started_at = Some(now());
+    volume.status.first_members = vec![ReplicaId::from_random(ID)];
+    world.insert(volume.into());
+    let mut engine = world.engines.remove("v").unwrap();
+    engine.spec.desire_state = DesireState::Stopped;
+    world.insert(engine.into());
+    let replica = super::replica(ReplicaId::from_random(ID), "a", None);
+    world.insert(Replica { status: ReplicaStatus::default(), ..replica }.into());
+    world
+}
+
+fn name() -> String {
+    ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(ID))
+}
+
+fn decide(world: &World, kind: Kind, name: &str, now: Timestamp) -> Decision {
+    let agents = agents(None);
+    let settings = Settings::default();
+    let context = Context { world, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
+    reconcile(&context, &Key::new(kind, name))
+}
+
+fn written(decision: &Decision) -> Vec<&Replica> {
+    let mut replicas = Vec::new();
+    for action in &decision.actions {
+        if let Action::Write(object) = action
+            && let Object::Replica(replica) = &**object
+        {
+            replicas.push(replica);
+        }
+    }
+    replicas
+}
+
+#[test]
+fn a_wish_is_taken_back_only_once_it_is_stored_that_the_replica_may_run() {
+    let mut world = starting(VolumeState::Detaching);
+    let first = decide(&world, Kind::Volume, "v", now());
+    let [noted] = written(&first)[..] else { panic!("{first:#?}") };
+    assert_eq!(noted.spec.desire_state, DesireState::Running);
+    assert_eq!(
+        (noted.status.current_state, noted.status.data),
+        (CurrentState::Starting, DataState::Requested)
+    );
+    world.insert(noted.clone().into());
+    let second = decide(&world, Kind::Volume, "v", now());
+    let [stopped] = written(&second)[..] else { panic!("{second:#?}") };
+    assert_eq!(stopped.spec.desire_state, DesireState::Stopped);
+    assert_eq!(
+        (stopped.status.current_state, stopped.status.data),
+        (CurrentState::Starting, DataState::Requested)
+    );
+}
+
+#[test]
+fn a_start_that_takes_long_is_stored_and_another_one_is_not() {
+    let world = starting(VolumeState::Attaching);
+    let quiet = decide(&world, Kind::Replica, &name(), now());
+    let [Action::Call(_, AgentCall::StartReplica { create: true, .. })] = quiet.actions.as_slice() else {
+        panic!("{quiet:#?}")
+    };
+    assert_eq!(quiet.look_again, Some(QUIET_START));
+    let slow = decide(&world, Kind::Replica, &name(), now() + QUIET_START);
+    let [replica] = written(&slow)[..] else { panic!("{slow:#?}") };
+    assert_eq!(
+        (replica.status.current_state, replica.status.data),
+        (CurrentState::Starting, DataState::Requested)
+    );
+}
+
+#[test]
+fn a_replica_that_was_wanted_is_deleted_with_its_directory() {
+    let mut world = starting(VolumeState::Deleting);
+    let mut volume = world.volumes.remove("v").unwrap();
+    volume.metadata.deletion_timestamp = Some(now());
+    world.insert(volume.into());
+    let mut replica = world.get(&Key::new(Kind::Replica, name())).unwrap();
+    replica.metadata_mut().deletion_timestamp = Some(now());
+    world.insert(replica);
+    let actions = decide(&world, Kind::Replica, &name(), now()).actions;
+    let deletes = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
+    let removes = |action: &Action| matches!(action, Action::Remove(..));
+    let (deleted, removed) = (actions.iter().position(deletes), actions.iter().position(removes));
+    assert!(deleted.is_some() && deleted < removed, "{actions:#?}");
+}
+
+#[test]
+fn people_hear_of_what_is_stored() {
+    let mut world = starting(VolumeState::Detached);
+    let mut volume = world.volumes.remove("v").unwrap();
+    volume.spec.node_id = Some(NodeName::new("a").unwrap());
+    world.insert(volume.into());
+    let actions = decide(&world, Kind::Volume, "v", now()).actions;
+    let [Action::Write(_), Action::Emit(event)] = actions.as_slice() else { panic!("{actions:#?}") };
+    assert_eq!(event.reason, "Attaching");
+}
+
+#[test]
+fn a_volume_that_was_refused_once_is_accepted_when_it_can_be_read() {
+    let mut world = starting(VolumeState::Detached);
+    let mut volume = world.volumes.remove("v").unwrap();
+    let refused = Finding::wrong("InvalidSpec", "the size");
+    volume.status.conditions.set(ConditionType::Accepted, refused, now());
+    world.insert(volume.into());
+    let decision = decide(&world, Kind::Volume, "v", now());
+    let accepted = decision.actions.iter().any(|action| match action {
+        Action::Write(object) => match &**object {
+            Object::Volume(volume) => volume.status.conditions.is_true(ConditionType::Accepted),
+            _ => false,
+        },
+        _ => false,
+    });
+    assert!(accepted, "{decision:#?}");
+}
+
+/// What is stored of an engine that has just been started and says that it is in that phase.
+fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
+    let mut world = starting(VolumeState::Attaching);
+    let mut engine = world.engines.remove("v").unwrap();
+    engine.spec.desire_state = DesireState::Running;
+    engine.status.current_state = CurrentState::Starting;
+    world.insert(engine.into());
+    let mut agents = agents(None);
+    let shown = EngineView { attach: ATTACH, phase: phase.to_owned(), ..EngineView::default() };
+    let instance = Instance {
+        state: InstanceState::Running,
+        message: String::new(),
+        detail: Detail::Engine(Box::new(shown)),
+    };
+    let view = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
+    view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
+    let settings = Settings::default();
+    let context = Context { world: &world, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
+    let actions = reconcile(&context, &Key::new(Kind::Engine, "v")).actions;
+    actions.into_iter().find_map(|action| match action {
+        Action::Write(object) => match *object {
+            Object::Engine(engine) if engine.status.seen_attach == ATTACH => Some(engine.status),
+            _ => None,
+        },
+        _ => None,
+    })
+}
+
+#[test]
+fn an_engine_that_serves_or_cannot_is_stored_at_once_and_one_that_starts_is_not() {
+    assert!(engine_after("starting", now()).is_none());
+    let slow = engine_after("starting", now() + QUIET_START).unwrap();
+    assert_eq!(slow.served_attach, 0);
+    assert!(engine_after("frozen", now()).is_some());
+    assert_eq!(engine_after("serving", now()).unwrap().served_attach, ATTACH);
+}

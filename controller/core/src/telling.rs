@@ -1,0 +1,185 @@
+//! Which events are told to people, and how often: what repeats is counted, and nobody is flooded.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::objects::Key;
+use crate::{Event, Timestamp};
+
+/// An event that comes again within this time belongs to the same series.
+pub const SERIES_WINDOW: Duration = Duration::from_secs(600);
+/// How many different events of one object are told at once; more come at the rate of [`REFILL`].
+pub const BURST: u32 = 25;
+/// After which time one more different event of an object is told.
+pub const REFILL: Duration = Duration::from_secs(30);
+/// How many events, and how many objects, are remembered.
+pub const KNOWN_MAX: usize = 4096;
+/// How much of an object's name is in the name of an event, in bytes.
+const NAME_BYTES_MAX: usize = 200;
+
+/// What becomes of an event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Telling {
+    /// It is told under this name.
+    New(String),
+    /// It was told under this name, and has happened so often.
+    Again(String, u32),
+    /// It was told; that it came again is told later, if it goes on coming.
+    Counted,
+    /// Too many of this object were told.
+    Withheld,
+}
+
+/// The events of late.
+#[derive(Clone, Debug, Default)]
+pub struct Ledger {
+    series: BTreeMap<Event, Series>,
+    budgets: BTreeMap<Key, Budget>,
+}
+
+#[derive(Clone, Debug)]
+struct Series {
+    name: String,
+    count: u32,
+    last: Timestamp,
+}
+
+/// What may still be told of an object.
+#[derive(Clone, Copy, Debug)]
+struct Budget {
+    left: u32,
+    refilled: Timestamp,
+}
+
+impl Ledger {
+    /// Takes note of an event that happens now.
+    pub fn take(&mut self, event: &Event, now: Timestamp) -> Telling {
+        if let Some(series) = self.series.get_mut(event).filter(|series| !is_over(series, now)) {
+            series.count = series.count.saturating_add(1);
+            series.last = now;
+            // Ever more rarely, so that one that never ends costs next to nothing.
+            return if series.count.is_power_of_two() {
+                Telling::Again(series.name.clone(), series.count)
+            } else {
+                Telling::Counted
+            };
+        }
+        if !self.spend(&event.about, now) {
+            return Telling::Withheld;
+        }
+        self.make_room(now);
+        let name = name(&event.about.name, now);
+        self.series.insert(event.clone(), Series { name: name.clone(), count: 1, last: now });
+        Telling::New(name)
+    }
+
+    fn spend(&mut self, about: &Key, now: Timestamp) -> bool {
+        let budget = self.budgets.entry(about.clone()).or_insert(Budget { left: BURST, refilled: now });
+        *budget = budget.at(now);
+        let may = budget.left > 0;
+        budget.left = budget.left.saturating_sub(1);
+        may
+    }
+
+    /// Forgets what has no meaning any more; where that is too little, everything: then something is told twice.
+    fn make_room(&mut self, now: Timestamp) {
+        if self.series.len() >= KNOWN_MAX {
+            self.series.retain(|_, series| !is_over(series, now));
+            if self.series.len() >= KNOWN_MAX {
+                self.series.clear();
+            }
+        }
+        if self.budgets.len() > KNOWN_MAX {
+            self.budgets.retain(|_, budget| budget.at(now).left < BURST);
+            if self.budgets.len() > KNOWN_MAX {
+                self.budgets.clear();
+            }
+        }
+    }
+}
+
+impl Budget {
+    fn at(self, now: Timestamp) -> Budget {
+        let refills = since(self.refilled, now).as_secs() / REFILL.as_secs();
+        if refills == 0 {
+            return self;
+        }
+        let refills = u32::try_from(refills).unwrap_or(u32::MAX);
+        Budget { left: self.left.saturating_add(refills).min(BURST), refilled: now }
+    }
+}
+
+fn is_over(series: &Series, now: Timestamp) -> bool {
+    since(series.last, now) > SERIES_WINDOW
+}
+
+/// A clock that was set back counts as no time having passed.
+fn since(start: Timestamp, now: Timestamp) -> Duration {
+    let passed_ms = now.as_millisecond().saturating_sub(start.as_millisecond()).max(0);
+    Duration::from_millis(passed_ms.unsigned_abs())
+}
+
+/// A name that no other event has: that of the object, and the time.
+fn name(object: &str, now: Timestamp) -> String {
+    let end =
+        object.char_indices().map(|(at, _)| at).find(|at| *at >= NAME_BYTES_MAX).unwrap_or(object.len());
+    let object = object[..end].trim_end_matches(['.', '-']);
+    format!("{object}.{:x}", now.as_nanosecond())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::objects::Kind;
+
+    fn event(volume: &str, message: &str) -> Event {
+        let about = Key::new(Kind::Volume, volume);
+        Event { about, warning: false, reason: "Attached", message: message.to_owned() }
+    }
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::new(1_000_000 + seconds, 0).unwrap()
+    }
+
+    #[test]
+    fn what_repeats_is_one_event_that_is_told_ever_more_rarely() {
+        let mut ledger = Ledger::default();
+        let Telling::New(name) = ledger.take(&event("v", "a"), at(0)) else { panic!("not told") };
+        assert!(name.starts_with("v."), "{name}");
+        let told: Vec<Telling> = (1..8).map(|second| ledger.take(&event("v", "a"), at(second))).collect();
+        let again = |count| Telling::Again(name.clone(), count);
+        let counted = Telling::Counted;
+        let all = [again(2), counted.clone(), again(4), counted.clone(), counted.clone(), counted, again(8)];
+        assert_eq!(told, all);
+        // Much later it is news again.
+        let later = at(8 + i64::try_from(SERIES_WINDOW.as_secs()).unwrap());
+        assert!(matches!(ledger.take(&event("v", "a"), later), Telling::New(other) if other != name));
+    }
+
+    #[test]
+    fn an_object_with_ever_new_events_does_not_flood() {
+        let mut ledger = Ledger::default();
+        let told = |telling: &Telling| matches!(telling, Telling::New(_));
+        let all = (0..100).map(|number| ledger.take(&event("v", &number.to_string()), at(0)));
+        assert_eq!(all.filter(told).count(), BURST as usize);
+        assert!(told(&ledger.take(&event("w", "a"), at(0))), "others are told");
+        assert_eq!(ledger.take(&event("v", "later"), at(1)), Telling::Withheld);
+        let refill = i64::try_from(REFILL.as_secs()).unwrap();
+        assert!(told(&ledger.take(&event("v", "later"), at(refill + 1))));
+    }
+
+    #[test]
+    fn it_stays_small() {
+        let mut ledger = Ledger::default();
+        for number in 0..3 * KNOWN_MAX {
+            ledger.take(&event(&format!("v{number}"), "a"), at(0));
+        }
+        assert!(ledger.series.len() <= KNOWN_MAX && ledger.budgets.len() <= KNOWN_MAX + 1);
+    }
+
+    #[test]
+    fn names_are_those_of_objects() {
+        let long = name(&format!("{}-{}", "n".repeat(NAME_BYTES_MAX - 1), "x".repeat(50)), at(0));
+        assert!(long.len() < 253 && long.contains("n."), "{long}");
+    }
+}

@@ -1,0 +1,99 @@
+//! Makes Node objects for the machines of a Kubernetes cluster that have an agent, and keeps their addresses right.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Node as Machine;
+use k8s_openapi::api::storage::v1::CSINode;
+use kube::{Api, Client};
+use shorthorn_controller_core::discovery::{self, Cluster, NotFound};
+use shorthorn_controller_core::objects::{Kind, Node};
+use shorthorn_controller_core::{Timestamp, World};
+use shorthorn_driver::DRIVER_NAME;
+use tokio::sync::broadcast::Receiver;
+use tokio::sync::broadcast::error::RecvError;
+
+use super::mirror::Mirror;
+use crate::store::{ChangeError, Store, change};
+use crate::work::backoff;
+
+/// Keeps the Node objects up to date, until it is dropped. Agents answer at `port` of their machines.
+pub async fn discover(client: Client, store: Arc<dyn Store>, port: u16) {
+    let (machines, drivers) = (Mirror::new(), Mirror::new());
+    tokio::join!(
+        machines.follow(Api::all(client.clone()), machine),
+        drivers.follow(Api::all(client), driver),
+        note(&machines, &drivers, store.as_ref(), port),
+    );
+}
+
+fn machine(node: &Machine) -> Option<discovery::Machine> {
+    let labels = node.metadata.labels.clone().unwrap_or_default();
+    let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
+    let pairs = addresses.map(|address| (address.type_.as_str(), address.address.as_str()));
+    Some(discovery::Machine::of(&labels, pairs))
+}
+
+/// The name that our driver has there.
+fn driver(node: &CSINode) -> Option<String> {
+    let ours = node.spec.drivers.iter().find(|driver| driver.name == DRIVER_NAME);
+    ours.map(|driver| driver.node_id.clone())
+}
+
+async fn note(machines: &Mirror<discovery::Machine>, drivers: &Mirror<String>, store: &dyn Store, port: u16) {
+    let mut changes = store.changes();
+    let mut told = Vec::new();
+    let mut failures = 0;
+    loop {
+        if let (Some(machines), Some(drivers)) = (machines.all(), drivers.all()) {
+            failures = match note_all(store, &Cluster { machines, drivers }, port, &mut told).await {
+                Ok(()) => 0,
+                Err(error) => {
+                    tracing::warn!(?error, "a node that was found is not noted");
+                    failures + 1
+                }
+            };
+        }
+        let again = async {
+            match failures {
+                0 => std::future::pending().await,
+                failures => tokio::time::sleep(backoff(failures)).await,
+            }
+        };
+        tokio::select! {
+            () = machines.changed() => {}
+            () = drivers.changed() => {}
+            () = node_changed(&mut changes) => {}
+            () = again => {}
+        }
+    }
+}
+
+/// Waits for a change of one of our own Node objects: one that was deleted comes again.
+async fn node_changed(changes: &mut Receiver<shorthorn_controller_core::objects::Key>) {
+    loop {
+        match changes.recv().await {
+            Ok(key) if key.kind != Kind::Node => {}
+            Ok(_) | Err(RecvError::Lagged(_)) => return,
+            // The store is gone, and with it the controller.
+            Err(RecvError::Closed) => std::future::pending().await,
+        }
+    }
+}
+
+async fn note_all(
+    store: &dyn Store,
+    cluster: &Cluster,
+    port: u16,
+    told: &mut Vec<NotFound>,
+) -> Result<(), ChangeError<std::convert::Infallible>> {
+    let (found, not_found) = discovery::agents(cluster, port);
+    for problem in not_found.iter().filter(|problem| !told.contains(problem)) {
+        tracing::warn!("{problem}");
+    }
+    *told = not_found;
+    for (name, discovered) in found {
+        let noted = |world: &World| Ok(discovery::noted(world, &name, &discovered, Timestamp::now()));
+        change::<Node, _>(store, noted).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,203 @@
+//! Events of Kubernetes: they tell people what happens to a volume, with the volume.
+//!
+//! Nobody waits for them. What is to be told goes through a queue with a bound to one task; where the API server is slower
+//! than what happens, events are dropped and counted.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::events::v1::Event as KubernetesEvent;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::Client;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use serde_json::json;
+use shorthorn_controller_core::telling::{Ledger, Telling};
+use shorthorn_controller_core::{Event, Timestamp};
+use tokio::sync::mpsc;
+
+use super::{FIELD_MANAGER, kind_name, resource};
+use crate::store::kubernetes::bounded;
+
+/// How many events wait to be told.
+const QUEUE_MAX: usize = 256;
+/// The longest text of an event, in bytes; an API server takes no longer one.
+const NOTE_BYTES_MAX: usize = 1024;
+/// Who tells, as events name it.
+const REPORTER: &str = "shorthorn.io/controller";
+/// What was being done: API servers want a word.
+const ACTION: &str = "Reconcile";
+
+/// Where events go.
+#[derive(Clone, Debug)]
+pub struct Events {
+    sender: mpsc::Sender<Told>,
+    dropped: Arc<AtomicU64>,
+}
+
+/// An event, and which object of that name it is about.
+#[derive(Debug)]
+struct Told {
+    event: Event,
+    uid: String,
+}
+
+/// Tells the API server.
+#[derive(Debug)]
+pub struct Teller {
+    api: Api<KubernetesEvent>,
+    namespace: String,
+    instance: String,
+    receiver: mpsc::Receiver<Told>,
+    ledger: Ledger,
+    dropped: Arc<AtomicU64>,
+    dropped_before: u64,
+}
+
+/// Both ends; `instance` is the name of this controller.
+#[must_use]
+pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Teller) {
+    let (sender, receiver) = mpsc::channel(QUEUE_MAX);
+    let dropped = Arc::new(AtomicU64::new(0));
+    let teller = Teller {
+        api: Api::namespaced(client, namespace),
+        namespace: namespace.to_owned(),
+        instance: instance.to_owned(),
+        receiver,
+        ledger: Ledger::default(),
+        dropped: Arc::clone(&dropped),
+        dropped_before: 0,
+    };
+    (Events { sender, dropped }, teller)
+}
+
+impl Events {
+    /// Has the event told soon, about the object with that uid; drops it where too many wait already.
+    pub fn tell(&self, event: &Event, uid: &str) {
+        let told = Told { event: event.clone(), uid: uid.to_owned() };
+        if self.sender.try_send(told).is_err() {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// How many events nobody was told of.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Teller {
+    /// Tells what is to be told, until it is dropped.
+    pub async fn run(mut self) {
+        while let Some(told) = self.receiver.recv().await {
+            self.warn_of_dropped();
+            self.tell(&told).await;
+        }
+        // Nobody can tell anything any more; whoever runs this ends by itself.
+        std::future::pending().await
+    }
+
+    async fn tell(&mut self, Told { event, uid }: &Told) {
+        let now = Timestamp::now();
+        let done = match self.ledger.take(event, now) {
+            Telling::New(name) => {
+                let new = self.new_event(event, uid, name, now);
+                bounded(self.api.create(&PostParams::default(), &new)).await.map(drop)
+            }
+            Telling::Again(name, count) => {
+                let series = json!({ "series": { "count": count, "lastObservedTime": MicroTime(now) } });
+                let parameters =
+                    PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PatchParams::default() };
+                bounded(self.api.patch(&name, &parameters, &Patch::Merge(series))).await.map(drop)
+            }
+            Telling::Counted => return,
+            Telling::Withheld => {
+                self.dropped.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        };
+        if let Err(error) = done {
+            // It is in the log already, and the next one may get through.
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+            tracing::debug!(about = %event.about, reason = event.reason, %error, "an event is not told");
+        }
+    }
+
+    fn new_event(&self, event: &Event, uid: &str, name: String, now: Timestamp) -> KubernetesEvent {
+        KubernetesEvent {
+            metadata: ObjectMeta {
+                name: Some(name),
+                namespace: Some(self.namespace.clone()),
+                ..ObjectMeta::default()
+            },
+            event_time: Some(MicroTime(now)),
+            type_: Some(if event.warning { "Warning" } else { "Normal" }.to_owned()),
+            reason: Some(event.reason.to_owned()),
+            action: Some(ACTION.to_owned()),
+            note: Some(cut(&event.message)),
+            regarding: Some(ObjectReference {
+                api_version: Some(resource(event.about.kind).api_version),
+                kind: Some(kind_name(event.about.kind).to_owned()),
+                namespace: Some(self.namespace.clone()),
+                name: Some(event.about.name.clone()),
+                uid: Some(uid.to_owned()).filter(|uid| !uid.is_empty()),
+                ..ObjectReference::default()
+            }),
+            reporting_controller: Some(REPORTER.to_owned()),
+            reporting_instance: Some(self.instance.clone()),
+            ..KubernetesEvent::default()
+        }
+    }
+
+    fn warn_of_dropped(&mut self) {
+        let dropped = self.dropped.load(Ordering::Relaxed);
+        if dropped > self.dropped_before {
+            let more = dropped - self.dropped_before;
+            tracing::warn!(more, dropped, "events were not told to Kubernetes; the log has them all");
+            self.dropped_before = dropped;
+        }
+    }
+}
+
+/// The text, as long as it may be.
+fn cut(text: &str) -> String {
+    const MORE: &str = "...";
+    if text.len() <= NOTE_BYTES_MAX {
+        return text.to_owned();
+    }
+    let mut end = NOTE_BYTES_MAX - MORE.len();
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!("{}{MORE}", &text[..end])
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_controller_core::objects::{Key, Kind};
+
+    use super::*;
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        assert_eq!(cut("short"), "short");
+        let long = cut(&"é".repeat(NOTE_BYTES_MAX));
+        assert!(long.len() <= NOTE_BYTES_MAX && long.ends_with("é..."), "{}", long.len());
+    }
+
+    #[tokio::test]
+    async fn too_many_events_are_dropped_and_counted() {
+        let client = Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
+        let (events, teller) = events(client, "n", "me");
+        let about = Key::new(Kind::Volume, "v");
+        let event = Event { about, warning: false, reason: "Attached", message: String::new() };
+        for _ in 0..QUEUE_MAX + 3 {
+            events.tell(&event, "uid");
+        }
+        assert_eq!(events.dropped(), 3);
+        drop(teller);
+        events.tell(&event, "uid");
+        assert_eq!(events.dropped(), 4);
+    }
+}

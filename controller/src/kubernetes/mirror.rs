@@ -1,0 +1,172 @@
+//! A part of what the API server has of one kind, kept in memory: a list, then a watch from its version on, and again
+//! where that breaks. For objects of Kubernetes that the controller only reads; its own are in the store.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kube::api::{Api, ListParams, WatchEvent, WatchParams};
+use kube::{Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio::sync::Notify;
+use tokio_stream::StreamExt;
+
+use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
+use crate::work::backoff;
+
+/// What is kept of each object, by its name.
+#[derive(Debug)]
+pub struct Mirror<T> {
+    kept: Mutex<Kept<T>>,
+    changed: Notify,
+}
+
+#[derive(Debug)]
+struct Kept<T> {
+    by_name: BTreeMap<String, T>,
+    /// Whether everything was listed once.
+    is_complete: bool,
+}
+
+/// Why a watch does not go on.
+enum Broken {
+    /// The next one goes on from the last version.
+    Watch(String),
+    /// Everything has to be listed again.
+    Version(String),
+}
+
+impl<T: Clone + PartialEq> Mirror<T> {
+    /// Nothing yet.
+    pub fn new() -> Mirror<T> {
+        let kept = Kept { by_name: BTreeMap::new(), is_complete: false };
+        Mirror { kept: Mutex::new(kept), changed: Notify::new() }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept<T>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Everything, once it was listed.
+    pub fn all(&self) -> Option<BTreeMap<String, T>> {
+        let kept = self.kept();
+        kept.is_complete.then(|| kept.by_name.clone())
+    }
+
+    /// Waits for the next change. For one caller only.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    fn replace(&self, all: BTreeMap<String, T>) {
+        *self.kept() = Kept { by_name: all, is_complete: true };
+        self.changed.notify_one();
+    }
+
+    fn set(&self, name: String, part: Option<T>) {
+        let mut kept = self.kept();
+        if kept.by_name.get(&name) == part.as_ref() {
+            return;
+        }
+        match part {
+            Some(part) => drop(kept.by_name.insert(name, part)),
+            None => drop(kept.by_name.remove(&name)),
+        }
+        drop(kept);
+        self.changed.notify_one();
+    }
+
+    /// Follows everything of a kind, until it is dropped. `part` is what is kept of an object; none: nothing.
+    pub async fn follow<K>(&self, api: Api<K>, part: fn(&K) -> Option<T>)
+    where
+        K: Resource + Clone + Debug + DeserializeOwned,
+    {
+        let mut failures = 0;
+        let mut version: Option<String> = None;
+        loop {
+            let listed = match version.take() {
+                Some(version) => Ok(version),
+                None => self.list(&api, part).await,
+            };
+            match listed {
+                Ok(from) => {
+                    let mut at = from.clone();
+                    match self.watch(&api, part, &mut at).await {
+                        Broken::Watch(reason) => {
+                            tracing::debug!(resource = api.resource_url(), reason, "watching again");
+                            if at != from {
+                                failures = 0;
+                            }
+                            version = Some(at);
+                        }
+                        Broken::Version(reason) => {
+                            tracing::debug!(resource = api.resource_url(), reason, "listing again");
+                        }
+                    }
+                }
+                Err(error) => tracing::warn!(resource = api.resource_url(), %error, "cannot list"),
+            }
+            failures += 1;
+            tokio::time::sleep(backoff(failures)).await;
+        }
+    }
+
+    async fn list<K>(&self, api: &Api<K>, part: fn(&K) -> Option<T>) -> Result<String, CallError>
+    where
+        K: Resource + Clone + Debug + DeserializeOwned,
+    {
+        let mut all = BTreeMap::new();
+        let mut page = ListParams::default().limit(PAGE_OBJECTS);
+        let mut version = None;
+        loop {
+            let found = bounded(api.list(&page)).await?;
+            all.extend(found.items.iter().filter_map(|object| Some((object.name_any(), part(object)?))));
+            let version = version.get_or_insert_with(|| found.metadata.resource_version.unwrap_or_default());
+            match found.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => page.continue_token = Some(token),
+                None => {
+                    self.replace(all);
+                    return Ok(version.clone());
+                }
+            }
+        }
+    }
+
+    /// Takes in what changes; `version` is how far it has come.
+    async fn watch<K>(&self, api: &Api<K>, part: fn(&K) -> Option<T>, version: &mut String) -> Broken
+    where
+        K: Resource + Clone + Debug + DeserializeOwned,
+    {
+        let parameters = WatchParams::default().timeout(WATCH_LIMIT_S);
+        let stream = match bounded(api.watch(&parameters, version)).await {
+            Ok(stream) => stream,
+            Err(error) if is_code(&error, 410) => return Broken::Version(error.to_string()),
+            Err(error) => return Broken::Watch(error.to_string()),
+        };
+        let mut stream = std::pin::pin!(stream);
+        loop {
+            let event = match tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
+                Ok(Some(Ok(event))) => event,
+                Ok(Some(Err(error))) => return Broken::Watch(error.to_string()),
+                Ok(None) => return Broken::Watch("the API server ended it".to_owned()),
+                Err(_) => return Broken::Watch("the API server is silent".to_owned()),
+            };
+            let at = match event {
+                WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+                    self.set(object.name_any(), part(&object));
+                    object.resource_version()
+                }
+                WatchEvent::Deleted(object) => {
+                    self.set(object.name_any(), None);
+                    object.resource_version()
+                }
+                WatchEvent::Bookmark(bookmark) => Some(bookmark.metadata.resource_version),
+                // Mostly that the version is too old; a list helps against all else too.
+                WatchEvent::Error(status) => return Broken::Version(status.message),
+            };
+            if let Some(at) = at {
+                *version = at;
+            }
+        }
+    }
+}
