@@ -23,6 +23,8 @@ use tonic::transport::Channel;
 const INSIDE: &str = "SHORTHORN_TEST_IN_VM";
 const DISK: &str = "/var/lib/longhorn";
 const DEVICE: &str = "/dev/longhorn/v1";
+/// That of an engine on another node.
+const NEXT_ATTACH: u64 = 9;
 
 #[test]
 fn units_of_systemd() -> anyhow::Result<()> {
@@ -82,6 +84,7 @@ async fn inside() {
     let second = kill_the_engine(&first, &mut client).await;
     refuse_while_in_use(&second, &mut client).await;
     give_up_and_go_on(&mut client).await;
+    depose_the_engine(&mut client).await;
     stop_all(&mut client).await;
 }
 
@@ -162,8 +165,22 @@ async fn give_up_and_go_on(client: &mut NodeClient<Channel>) {
     assert_eq!(list(client).await.len(), 3);
 }
 
+/// The volume is wanted elsewhere, and its replicas refuse the engine here: whoever uses the device hears so, as waiting
+/// would never end.
+async fn depose_the_engine(client: &mut NodeClient<Channel>) {
+    sh("mount /dev/longhorn/v1 /mnt && echo data > /mnt/file && sync");
+    for id in REPLICAS {
+        let request =
+            v1::FenceReplicaRequest { volume: "v1".into(), replica_id: id.into(), attach: NEXT_ATTACH };
+        client.fence_replica(request).await.unwrap();
+    }
+    sh("timeout 60 sh -c 'while test -e /dev/longhorn/v1; do sleep 0.2; done'");
+    sh("if echo lost > /mnt/file && sync --data /mnt/file; then exit 1; fi");
+    sh("umount /mnt && ! ls /sys/block | grep ublkb");
+}
+
 async fn stop_all(client: &mut NodeClient<Channel>) {
-    let pids: Vec<u32> = list(client).await.iter().map(pid).collect();
+    let pids: Vec<u32> = list(client).await.iter().map(pid).filter(|pid| *pid != 0).collect();
     client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
     assert!(!Path::new(DEVICE).exists());
     for id in REPLICAS {

@@ -146,19 +146,21 @@ async fn a_node_that_restarts_gets_its_volume_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_data_is_an_error_and_never_made_anew() {
-    let cluster = Cluster::start(&["a", "b"]).await;
-    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    let cluster = Cluster::start(&["a", "b", "c"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "3"]).await;
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     cluster.ok(&["volume", "detach", "v"]).await;
-    let name = cluster.agents[1].directories().pop_first().unwrap();
-    cluster.agents[1].lose_directory(&name);
+    for agent in &cluster.agents[1..] {
+        let name = agent.directories().pop_first().unwrap();
+        agent.lose_directory(&name);
+    }
     cluster.ok(&["volume", "attach", "v", "--node", "a", "--no-wait"]).await;
     let shown = |volume: &serde_json::Value| volume["robustness"] == "faulted";
     let volume = cluster.until("v", "faulted", shown).await;
     let message = condition(&volume, "Healthy")["message"].as_str().unwrap();
-    assert!(message.contains("1 of 2 replicas run and 2 are needed"), "{message}");
+    assert!(message.contains("1 of 3 replicas run and 2 are needed"), "{message}");
     assert!(message.contains("is missing"), "{message}");
-    assert!(cluster.agents[1].directories().is_empty());
+    assert!(cluster.agents[1..].iter().all(|agent| agent.directories().is_empty()));
     cluster.ok(&["volume", "detach", "v"]).await;
     cluster.check();
 }

@@ -1,4 +1,5 @@
-//! A Kubernetes API server with its etcd, on loopback ports, for one test. `tests/apiserver/build` has made the programs.
+//! A Kubernetes API server with its etcd, on loopback ports, for one test, and Kubernetes' own controllers of volumes where a
+//! test wants them. `tests/apiserver/build` has made the programs.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -21,6 +22,14 @@ const CURL_LIMIT_S: &str = "20";
 pub const NAMESPACE: &str = "shorthorn-system";
 /// Who may do everything.
 const ADMIN: &str = "admin";
+/// Those of Kubernetes' own controllers that deal with volumes.
+const VOLUME_CONTROLLERS: [&str; 5] = [
+    "persistentvolume-binder",
+    "attachdetach",
+    "persistentvolume-expander",
+    "pvc-protection",
+    "pv-protection",
+];
 /// The service account of the controller, as the API server names it.
 pub const CONTROLLER: &str = "system:serviceaccount:shorthorn-system:shorthorn-controller";
 
@@ -33,6 +42,7 @@ pub struct ApiServer {
     port: u16,
     etcd: Option<Child>,
     server: Option<Child>,
+    manager: Option<Child>,
 }
 
 /// What a call found.
@@ -53,8 +63,15 @@ impl ApiServer {
         let programs = programs()?;
         fs::create_dir_all(dir)?;
         let (etcd_port, port) = (free_port()?, free_port()?);
-        let mut server =
-            ApiServer { programs, dir: dir.to_owned(), etcd_port, port, etcd: None, server: None };
+        let mut server = ApiServer {
+            programs,
+            dir: dir.to_owned(),
+            etcd_port,
+            port,
+            etcd: None,
+            server: None,
+            manager: None,
+        };
         server.write_files()?;
         server.start_etcd()?;
         server.start_server()?;
@@ -131,6 +148,23 @@ impl ApiServer {
         ready.with_context(|| self.log_tail())
     }
 
+    /// Starts Kubernetes' own controllers of volumes, once the API server is ready: those that bind claims, have volumes
+    /// attached and detached, and keep what is in use from being deleted. No other one runs, so nobody evicts pods or
+    /// judges nodes but the test.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub fn start_controller_manager(&mut self) -> Result<()> {
+        let mut command = Command::new(self.programs.join("kube-controller-manager"));
+        let kubeconfig = self.kubeconfig_of("manager.kubeconfig", ADMIN)?;
+        command.arg("--kubeconfig").arg(kubeconfig);
+        command.arg(format!("--controllers={}", VOLUME_CONTROLLERS.join(",")));
+        // No ports: it listens to nobody. And there is one of it.
+        command.args(["--port=0", "--secure-port=0", "--leader-elect=false"]);
+        self.manager = Some(self.spawn(command, "manager.log")?);
+        Ok(())
+    }
+
     fn ensure_runs(&self) -> Result<()> {
         let pid = self.server.as_ref().map(Child::id).context("it was not started")?;
         let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -167,11 +201,15 @@ impl ApiServer {
     /// # Errors
     /// The file cannot be written.
     pub fn kubeconfig(&self) -> Result<PathBuf> {
-        let path = self.file("kubeconfig");
+        self.kubeconfig_of("kubeconfig", CONTROLLER)
+    }
+
+    fn kubeconfig_of(&self, name: &str, user: &str) -> Result<PathBuf> {
+        let path = self.file(name);
         let text = format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
              clusters:\n- name: test\n  cluster:\n    server: https://127.0.0.1:{}\n    certificate-authority: {}\n\
-             users:\n- name: test\n  user:\n    token: {CONTROLLER}-token\n\
+             users:\n- name: test\n  user:\n    token: {user}-token\n\
              contexts:\n- name: test\n  context:\n    cluster: test\n    user: test\n",
             self.port,
             self.file("certs/apiserver.crt").display()
@@ -241,17 +279,25 @@ impl ApiServer {
         format!("/apis/shorthorn.io/v1alpha1/namespaces/{NAMESPACE}/{what}")
     }
 
+    /// An object of any kind, if it is there.
+    ///
+    /// # Errors
+    /// The API server does not answer, or refuses.
+    pub fn find(&self, path: &str) -> Result<Option<Value>> {
+        let answer = self.call("GET", path, None)?;
+        match answer.code {
+            200 => Ok(Some(answer.body)),
+            404 => Ok(None),
+            code => bail!("GET {path}: {code} {}", answer.body),
+        }
+    }
+
     /// One of our objects, if it is there.
     ///
     /// # Errors
     /// The API server does not answer, or refuses.
     pub fn get(&self, what: &str) -> Result<Option<Value>> {
-        let answer = self.call("GET", &ApiServer::path(what), None)?;
-        match answer.code {
-            200 => Ok(Some(answer.body)),
-            404 => Ok(None),
-            code => bail!("GET {what}: {code} {}", answer.body),
-        }
+        self.find(&ApiServer::path(what))
     }
 
     /// The names of our objects of a kind.
@@ -274,7 +320,8 @@ impl ApiServer {
     /// The audit log cannot be read.
     pub fn controller_calls(&self) -> Result<Vec<String>> {
         let log = fs::read_to_string(self.file("audit.log"))?;
-        let events = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let ours = log.lines().filter(|line| line.contains(CONTROLLER));
+        let events = ours.filter_map(|line| serde_json::from_str::<Value>(line).ok());
         let calls = events.filter_map(|event| {
             let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
             let (verb, object) = (text(&event["verb"]), &event["objectRef"]);
@@ -289,7 +336,7 @@ impl ApiServer {
 
 impl Drop for ApiServer {
     fn drop(&mut self) {
-        for child in [self.server.take(), self.etcd.take()].into_iter().flatten() {
+        for child in [self.manager.take(), self.server.take(), self.etcd.take()].into_iter().flatten() {
             let mut child = child;
             let _ = child.kill();
             let _ = child.wait();
@@ -328,6 +375,9 @@ fn path_of(document: &str) -> Result<String> {
 }
 
 /// A port that nobody listens on now.
-fn free_port() -> Result<u16> {
+///
+/// # Errors
+/// There is none.
+pub fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

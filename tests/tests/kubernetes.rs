@@ -1,14 +1,13 @@
 //! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service account with
 //! the roles of controller/deploy, real agents, engines and replicas.
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
 use shorthorn_tests::hosts::{Hosts, agent_url, name};
-use shorthorn_tests::{Guest, GuestOptions, binary, compare_exports, under_load, until, until_whole};
+use shorthorn_tests::{Guest, GuestOptions, compare_exports, install, under_load, until, until_whole};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -17,7 +16,6 @@ const VOLUME: &str = "v";
 const CALLS_MAX: usize = 12;
 /// How long an attach may take until its steps are stored, too.
 const QUIET_START: Duration = Duration::from_secs(5);
-const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../controller/deploy");
 /// How often a controller is killed.
 const KILLS: u32 = 3;
 
@@ -145,32 +143,6 @@ impl Cluster {
         let options = GuestOptions { sectors: 8192, ..GuestOptions::new(seed) };
         Ok(Guest::new(self.hosts.client(0, VOLUME)?, options))
     }
-}
-
-/// The definitions without rules in CEL, which this API server does not know, and the files of controller/deploy.
-fn install(api: &ApiServer) -> Result<()> {
-    // The namespace is in the first of them.
-    let mut files: Vec<_> =
-        std::fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
-    files.sort_by_key(|path| (!path.ends_with("rbac.yaml"), path.clone()));
-    for file in files {
-        api.apply(&std::fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
-    }
-    let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;
-    ensure!(crds.status.success(), "{}", String::from_utf8_lossy(&crds.stderr));
-    api.apply(&String::from_utf8(crds.stdout)?)?;
-    for kind in ["volumes", "engines", "replicas", "nodes"] {
-        let path = format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind}.shorthorn.io");
-        until("definition that is established", LIMIT, || {
-            let definition = api.ok("GET", &path, None)?;
-            let conditions = definition["status"]["conditions"].as_array().cloned().unwrap_or_default();
-            let holds =
-                |wanted: &str| conditions.iter().any(|one| one["type"] == wanted && one["status"] == "True");
-            ensure!(holds("Established") && !holds("NonStructuralSchema"), "{definition:#}");
-            Ok(Some(()))
-        })?;
-    }
-    Ok(())
 }
 
 /// Made, attached, written to, detached and deleted as kubectl does it. While it is attached the API server is killed,

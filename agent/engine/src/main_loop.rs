@@ -14,8 +14,8 @@ use shorthorn_control::{
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
-    DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, node, prepare_nbd,
-    prepare_socket, prepare_ublk, remove_nbd_leftovers, ublk,
+    DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, discard, prepare_nbd,
+    prepare_socket, prepare_ublk,
 };
 use shorthorn_ring::{Arena, Wake};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES};
@@ -157,7 +157,13 @@ impl Start<'_> {
             news: &self.news,
             expand_to_bytes: None,
         };
-        let mut opened = match opener.run()? {
+        let opening = opener.run();
+        if let Err(EngineError::Deposed { .. }) = &opening
+            && let Err(error) = self.discard_device()
+        {
+            tracing::warn!(volume = %self.spec.volume, %error, "the device of a deposed engine stays");
+        }
+        let mut opened = match opening? {
             Opening::Open(opened) => *opened,
             Opening::Ended { for_good } if for_good || self.spec.frontend == FrontendChoice::Socket => {
                 self.discard_device()?;
@@ -256,13 +262,8 @@ impl Start<'_> {
     fn discard_device(&mut self) -> Result<(), EngineError> {
         let (volume, device_dir) = (&self.spec.volume, &self.spec.device_dir);
         match self.state.device().map(|record| record.kind) {
-            Some(FrontendKind::Ublk) => drop(ublk::remove_leftovers(volume)?),
-            Some(FrontendKind::Nbd) => drop(remove_nbd_leftovers(volume, device_dir)?),
+            Some(FrontendKind::Ublk | FrontendKind::Nbd) => discard(volume, device_dir)?,
             Some(FrontendKind::Socket) | None => return Ok(()),
-        }
-        let dead = |node: &node::DeviceNode| node.volume == *volume && !node.live;
-        for found in node::scan(device_dir)?.into_iter().filter(dead) {
-            node::remove(device_dir, volume, found.device)?;
         }
         self.state.set_device(None)
     }

@@ -5,6 +5,7 @@
 //! thread: it brings the device up while the queues already serve, resizes it and takes it away.
 
 mod device;
+mod leftovers;
 mod nbd;
 pub mod node;
 pub mod probe;
@@ -13,6 +14,7 @@ pub mod ublk;
 mod wait;
 
 pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueSocket};
+pub use leftovers::discard;
 pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
 pub use queue::{Parked, QueueFrontend, QueueIo, SOURCE};
 pub use ublk::prepare_ublk;

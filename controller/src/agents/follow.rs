@@ -57,14 +57,28 @@ impl Fleet {
             if following.contains_key(&node) {
                 continue;
             }
-            let is_known = self.peers().get(&node).is_some_and(|peer| peer.url == url);
-            if !is_known && let Err(error) = self.add(&node, &url, true) {
-                tracing::warn!(%node, %error, "the agent cannot be followed");
+            if !self.know(&node, &url) {
                 continue;
             }
             let task = tokio::spawn(link::follow(Arc::clone(self), node.clone()));
             following.insert(node, Following { url, task });
         }
+    }
+
+    /// Knows all agents that somebody says the address of.
+    pub(super) fn know_stored(&self) {
+        for (node, url) in self.wanted() {
+            self.know(&node, &url);
+        }
+    }
+
+    /// Knows an agent at that address; false where it can never be reached there.
+    fn know(&self, node: &NodeName, url: &ServerUrl) -> bool {
+        if self.peers().get(node).is_some_and(|peer| peer.url == *url) {
+            return true;
+        }
+        let added = self.add(node, url, true);
+        added.inspect_err(|error| tracing::warn!(%node, %error, "the agent cannot be followed")).is_ok()
     }
 
     /// Where agents are: the configuration wins.
@@ -88,5 +102,26 @@ fn address(node: &Node) -> Option<(NodeName, ServerUrl)> {
             tracing::warn!(node = %name, %error, "spec.address cannot be used");
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_controller_core::Timestamp;
+    use shorthorn_controller_core::objects::{Metadata, NodeSpec, NodeStatus};
+
+    use super::*;
+    use crate::store::{MemoryStore, Store};
+    use crate::work::Queue;
+
+    #[tokio::test]
+    async fn a_new_controller_takes_no_node_for_lost_that_it_has_not_looked_for() {
+        let spec = NodeSpec { address: "unix:///run/agent.sock".to_owned(), ..NodeSpec::default() };
+        let metadata = Metadata::new("a", Timestamp::now());
+        let store = MemoryStore::new();
+        store.put(Node { metadata, spec, status: NodeStatus::default() }.into()).await.unwrap();
+        let fleet = Fleet::new(&BTreeMap::new(), Arc::new(store), Arc::new(Queue::new())).unwrap();
+        let node = NodeName::new("a").unwrap();
+        assert!(fleet.agents().get(&node).is_some(), "known before anybody decides anything");
     }
 }

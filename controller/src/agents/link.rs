@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::observed::{Instance, InstanceKey, InstanceKind, Link};
+use shorthorn_controller_core::observed::{Detail, Instance, InstanceKey, InstanceKind, Link};
 use shorthorn_controller_core::{NodeName, Timestamp};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::instance_event::Type;
@@ -153,12 +153,72 @@ fn take(fleet: &Fleet, node: &NodeName, event: v1::InstanceEvent) {
         },
         &key.name,
     );
+    let volume = volume_to_look_at(fleet, node, &key, &instance);
     fleet.change(node, |view| match kind {
         Type::Set => drop(view.instances.insert(key, instance)),
         Type::Gone => drop(view.instances.remove(&key)),
         Type::Synced | Type::Unspecified => {}
     });
-    // The arbiter looks at what the engine says itself, at once.
-    let volume = (object.kind == Kind::Engine).then(|| Key::new(Kind::Volume, &object.name));
     fleet.queue.add([object].into_iter().chain(volume));
+}
+
+/// The volume, where its reconciler looks at what an instance says itself: the arbiter at what an engine asks for, and
+/// whoever takes a volume off a lost node at which engines a replica refuses.
+fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &Instance) -> Option<Key> {
+    let Detail::Replica(now) = &now.detail else { return Some(Key::new(Kind::Volume, &key.name)) };
+    let refuses_the_same = fleet.agents().get(node).is_some_and(|view| {
+        let before = view.instances.get(key).map(|before| &before.detail);
+        matches!(before, Some(Detail::Replica(before)) if before.attach == now.attach)
+    });
+    if refuses_the_same {
+        return None;
+    }
+    let world = fleet.store.world();
+    let volume = world.replicas.get(&key.name)?.spec.volume_name.as_str();
+    Some(Key::new(Kind::Volume, volume))
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_controller_core::objects::{
+        CurrentState, DesireState, Metadata, Replica, ReplicaSpec, ReplicaStatus,
+    };
+    use shorthorn_controller_core::observed::{InstanceState, ReplicaView};
+    use shorthorn_types::{ReplicaId, VolumeName};
+
+    use super::*;
+    use crate::store::{MemoryStore, Store};
+    use crate::work::Queue;
+
+    #[tokio::test]
+    async fn a_volume_is_looked_at_when_a_replica_refuses_other_engines_than_before() {
+        let (volume_name, replica_id) = (VolumeName::new("v").unwrap(), ReplicaId::from_random(1));
+        let key = InstanceKey::replica(&volume_name, replica_id);
+        let node = NodeName::new("a").unwrap();
+        let spec = ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 20,
+            replica_id,
+            node_id: node.clone(),
+            disk_path: "/disk".to_owned(),
+            disk_id: String::new(),
+            desire_state: DesireState::Running,
+        };
+        let status = ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() };
+        let store = MemoryStore::new();
+        let metadata = Metadata::new(&key.name, Timestamp::now());
+        store.put(Replica { metadata, spec, status }.into()).await.unwrap();
+        let known = BTreeMap::from([(node.clone(), "unix:///run/agent.sock".parse().unwrap())]);
+        let fleet = Fleet::new(&known, Arc::new(store), Arc::new(Queue::new())).unwrap();
+        let shown = |attach, allocated_bytes| Instance {
+            state: InstanceState::Running,
+            message: String::new(),
+            detail: Detail::Replica(ReplicaView { attach, allocated_bytes, ..ReplicaView::default() }),
+        };
+        let volume = Some(Key::new(Kind::Volume, "v"));
+        assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 0)), volume);
+        fleet.change(&node, |view| drop(view.instances.insert(key.clone(), shown(1, 0))));
+        assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 4096)), None, "its size is no news");
+        assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(2, 0)), volume);
+    }
 }

@@ -104,7 +104,7 @@ impl std::fmt::Debug for Fleet {
 }
 
 impl Fleet {
-    /// The fleet of these nodes; nothing is connected yet.
+    /// The fleet of these nodes, and of those whose objects say where they are; nothing is connected yet.
     ///
     /// # Errors
     /// [`AddressError`] for a URL that can never work.
@@ -123,6 +123,8 @@ impl Fleet {
         for (node, url) in nodes {
             fleet.add(node, url, false)?;
         }
+        // A node that nobody knows counts as lost: what a new controller decides first has to know of all of them.
+        fleet.know_stored();
         Ok(Arc::new(fleet))
     }
 

@@ -42,4 +42,4 @@ pub use lan::Lan;
 pub use machine::Kernel;
 pub use template::{Template, prepare};
 pub use terminal::{interactive_shell, print as print_output};
-pub use vm::{Vm, VmOptions};
+pub use vm::{HOST_SIDE, Vm, VmOptions};

@@ -90,6 +90,16 @@ impl Qemu {
             .ok_or_else(|| anyhow!("no forwarded port on {CONTROL_NETWORK}: {table}"))
     }
 
+    /// Forwards a port of the host's loopback to one of the guest's.
+    pub fn forward(&mut self, host_port: u16, guest_port: u16) -> Result<()> {
+        let line = format!("hostfwd_add {CONTROL_NETWORK} tcp:127.0.0.1:{host_port}-:{guest_port}");
+        let told = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        match told.as_str().unwrap_or_default().trim() {
+            "" => Ok(()),
+            told => Err(anyhow!("cannot forward port {host_port}: {told}")),
+        }
+    }
+
     /// Writes the machine's state, except its memory, to a file, and ends the process.
     pub fn save(mut self, state: &Path) -> Result<()> {
         self.execute("stop", json!({}))?;

@@ -23,6 +23,9 @@ use crate::template::{BOOT_LIMIT, Template, standard_hardware, wait_booted};
 /// How long a command may run that sets no limit of its own.
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
 
+/// The guest's address on the network that only the harness reaches it by.
+pub const HOST_SIDE: &str = "10.0.2.15";
+
 /// How long a clone may take to answer.
 const CLONE_LIMIT: Duration = Duration::from_secs(60);
 
@@ -220,6 +223,12 @@ impl Vm {
             bail!("cannot read {guest_path} in {}: {}", self.options.name, stderr.trim());
         }
         Ok(output.stdout)
+    }
+
+    /// Has the host's loopback lead to the guest: its `host_port` to the guest's `guest_port` on [`HOST_SIDE`]. It lasts
+    /// until the machine is off.
+    pub fn forward(&self, host_port: u16, guest_port: u16) -> Result<()> {
+        self.with_qemu(|qemu| qemu.forward(host_port, guest_port))
     }
 
     /// Ends the machine as a power cut does: nothing in the guest gets to know, and

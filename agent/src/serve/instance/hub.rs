@@ -9,6 +9,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use shorthorn_frontend::discard;
 use shorthorn_proto::v1;
 use tokio::task::JoinHandle;
 
@@ -200,6 +201,11 @@ impl Hub {
             self.table.set_process(id, Process { phase: Phase::Stopping, ..process });
         }
         self.backend.stop(id).await?;
+        if let Spec::Engine(engine) = spec {
+            // An engine that a newer one has deposed ends without taking its device away.
+            let discarded = blocking(move || Ok(discard(&engine.volume, &engine.device_dir))).await?;
+            discarded.map_err(|error| NodeError::Precondition(error.to_string()))?;
+        }
         self.forget(id).await
     }
 

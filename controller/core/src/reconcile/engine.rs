@@ -19,8 +19,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     decision
 }
 
-/// Stops engines of this volume on other nodes. A start call that came late makes one; it is fenced, but
-/// in the way of the next attachment there.
+/// Stops engines of this volume on other nodes, and has those forgotten that have ended. A start call that came late makes
+/// one, and a node that was lost with the volume has one; it is fenced, but in the way of the next attachment there.
 fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     for (other, view) in context.agents.by_node.iter().filter(|(other, _)| *other != node) {
@@ -32,9 +32,10 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
     }
 }
 
-/// Whether a process is there that was started for this attachment or an earlier one.
+/// Whether it was made for this attachment or an earlier one. Also where no process is there any more: its node keeps its
+/// specification, with the secret of the volume, until it is told to stop it.
 fn is_older(instance: &Instance, attach: u64) -> bool {
-    instance.state != InstanceState::Stopped && view_of(instance).is_some_and(|view| view.attach <= attach)
+    view_of(instance).is_some_and(|view| view.attach <= attach)
 }
 
 /// Writes the status where it differs from the stored one.

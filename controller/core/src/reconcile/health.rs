@@ -112,9 +112,12 @@ pub(super) fn readiness(
             }
         }
     }
-    let needed = needed(replicas, first_members);
-    let enough = targets.len() >= needed;
-    if missing.is_empty() || (enough && (all_settled || left.is_zero())) {
+    let members = members_in_view(replicas, first_members);
+    // With half of them the arbiter has to take the place of the others: they get the time to come.
+    let needed = members.div_ceil(2).max(1);
+    let is_majority = targets.len() > members / 2;
+    let is_enough = is_majority && all_settled || targets.len() >= needed && left.is_zero();
+    if missing.is_empty() || is_enough {
         return Readiness::Ready(targets);
     }
     let message = missing.join("; ");
@@ -129,15 +132,14 @@ pub(super) fn readiness(
     ))
 }
 
-/// How many replicas an engine must find to form a quorum: more than half of those that, as far as the
-/// controller knows, have not left the view. Only the engine knows the view; it refuses to serve where
-/// this guess is too low.
-fn needed(replicas: &[&Replica], first_members: &[ReplicaId]) -> usize {
+/// How many replicas are in the view, as far as the controller knows: those that have not left it. Only the engine knows
+/// the view; it refuses to serve where this guess is too low.
+fn members_in_view(replicas: &[&Replica], first_members: &[ReplicaId]) -> usize {
     let was_member = |replica: &&&Replica| {
         replica.status.failed_at.is_none()
             && (replica.status.healthy_at.is_some() || first_members.contains(&replica.spec.replica_id))
     };
-    replicas.iter().filter(was_member).count() / 2 + 1
+    replicas.iter().filter(was_member).count()
 }
 
 /// Where an engine on `node` finds the replica; else why not, and whether that may change by itself soon.
@@ -168,4 +170,59 @@ pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget
         return Err((reason, false));
     }
     Ok(ReplicaTarget { addresses, local })
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::VolumeName;
+
+    use super::*;
+    use crate::Timestamp;
+    use crate::objects::{DesireState, Metadata, ReplicaSpec, ReplicaStatus};
+    use crate::reconcile::REPLICA_WAIT;
+
+    /// Replicas on nodes of their own, of which the first `running` run and the nodes of the others do not answer.
+    fn readiness_with(running: u64, all: u64, left: Duration) -> Readiness {
+        let replica = |at: u64| {
+            let replica_id = ReplicaId::from_random(at + 1);
+            let status = ReplicaStatus {
+                current_state: if at < running { CurrentState::Running } else { CurrentState::Unknown },
+                healthy_at: Some(Timestamp::UNIX_EPOCH),
+                addresses: vec![format!("tcp:10.0.0.{at}:10000")],
+                ..ReplicaStatus::default()
+            };
+            let spec = ReplicaSpec {
+                volume_name: VolumeName::new("v").unwrap(),
+                volume_size: 1 << 20,
+                replica_id,
+                node_id: NodeName::new(&format!("n{at}")).unwrap(),
+                disk_path: "/disk".to_owned(),
+                disk_id: String::new(),
+                desire_state: DesireState::Running,
+            };
+            Replica {
+                metadata: Metadata::new(format!("v-{replica_id}"), Timestamp::UNIX_EPOCH),
+                spec,
+                status,
+            }
+        };
+        let replicas: Vec<Replica> = (0..all).map(replica).collect();
+        let replicas: Vec<&Replica> = replicas.iter().collect();
+        readiness(&replicas, &[], &NodeName::new("n0").unwrap(), left)
+    }
+
+    #[test]
+    fn most_of_the_replicas_start_at_once_and_half_of_them_when_the_others_had_their_time() {
+        let starts = |running, all, left| matches!(readiness_with(running, all, left), Readiness::Ready(_));
+        for (running, all) in [(2, 3), (3, 4), (3, 5), (1, 1)] {
+            assert!(starts(running, all, REPLICA_WAIT), "{running} of {all}");
+        }
+        for (running, all) in [(1, 2), (2, 4), (3, 6)] {
+            assert!(!starts(running, all, REPLICA_WAIT), "{running} of {all}");
+            assert!(starts(running, all, Duration::ZERO), "{running} of {all}: the arbiter decides");
+        }
+        for (running, all) in [(0, 1), (1, 3), (1, 4), (2, 5), (0, 2)] {
+            assert!(!starts(running, all, Duration::ZERO), "{running} of {all}");
+        }
+    }
 }

@@ -51,7 +51,7 @@ impl Run<'_> {
             // A replica that comes back, perhaps at another address, may be what the engine waits for.
             self.tell_places(engine, &self.replicas.clone());
         }
-        let frozen = current && status.phase == "frozen";
+        let frozen = current && status.phase == "frozen" && !self.is_being_granted();
         if status.current_state == CurrentState::Error || frozen {
             let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
             self.set_health(robustness, finding.clone());

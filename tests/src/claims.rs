@@ -1,0 +1,163 @@
+//! What sidecars and kubelet read of claims and volumes in the API server.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use shorthorn_driver::DRIVER_NAME;
+use shorthorn_proto::csi::v1;
+use shorthorn_proto::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume, access_mode};
+
+use crate::apiserver::ApiServer;
+
+/// What Kubernetes puts before the names of volumes of a driver.
+const UNIQUE_PREFIX: &str = "kubernetes.io/csi/";
+
+/// The path of a claim of a user.
+#[must_use]
+pub fn claim_path(name: &str) -> String {
+    format!("/api/v1/namespaces/default/persistentvolumeclaims/{name}")
+}
+
+/// The path of a PersistentVolume.
+#[must_use]
+pub fn volume_path(name: &str) -> String {
+    format!("/api/v1/persistentvolumes/{name}")
+}
+
+/// The path of a VolumeAttachment.
+#[must_use]
+pub fn attachment_path(name: &str) -> String {
+    format!("/apis/storage.k8s.io/v1/volumeattachments/{name}")
+}
+
+/// The path of what a node says of its drivers.
+#[must_use]
+pub fn csi_node_path(name: &str) -> String {
+    format!("/apis/storage.k8s.io/v1/csinodes/{name}")
+}
+
+/// A PersistentVolume of the driver.
+#[derive(Clone, Debug)]
+pub struct Persistent {
+    /// Its name in Kubernetes.
+    pub name: String,
+    /// Its name in the driver.
+    pub handle: String,
+    fs_type: String,
+    attributes: Value,
+    /// How large it is.
+    pub size_bytes: i64,
+}
+
+impl Persistent {
+    /// The one of that name.
+    ///
+    /// # Errors
+    /// There is none, or not of this driver.
+    pub fn read(api: &ApiServer, name: &str) -> Result<Persistent> {
+        let volume = api.ok("GET", &volume_path(name), None)?;
+        let csi = &volume["spec"]["csi"];
+        anyhow::ensure!(csi["driver"] == DRIVER_NAME, "{volume:#}");
+        Ok(Persistent {
+            name: name.to_owned(),
+            handle: text(&csi["volumeHandle"])?,
+            fs_type: text(&csi["fsType"])?,
+            attributes: csi["volumeAttributes"].clone(),
+            size_bytes: bytes(&volume["spec"]["capacity"]["storage"])?,
+        })
+    }
+
+    /// How it is used: the driver knows the modes of single writers, so ReadWriteOnce is the one with several.
+    #[must_use]
+    pub fn capability(&self) -> v1::VolumeCapability {
+        read_write_once(&self.fs_type)
+    }
+
+    /// What the driver said of it when it was made.
+    #[must_use]
+    pub fn context(&self) -> std::collections::HashMap<String, String> {
+        strings(&self.attributes)
+    }
+
+    /// What nodes call it.
+    #[must_use]
+    pub fn unique_name(&self) -> String {
+        format!("{UNIQUE_PREFIX}{DRIVER_NAME}^{}", self.handle)
+    }
+}
+
+/// A file system for one node.
+#[must_use]
+pub fn read_write_once(fs_type: &str) -> v1::VolumeCapability {
+    let mount = MountVolume { fs_type: fs_type.to_owned(), ..MountVolume::default() };
+    v1::VolumeCapability {
+        access_type: Some(AccessType::Mount(mount)),
+        access_mode: Some(AccessMode { mode: access_mode::Mode::SingleNodeMultiWriter.into() }),
+    }
+}
+
+/// The attachment of a volume to a node, if there is one.
+///
+/// # Errors
+/// The API server does not answer.
+pub fn attachment_of(api: &ApiServer, volume: &str, node: &str) -> Result<Option<Value>> {
+    let list = api.ok("GET", "/apis/storage.k8s.io/v1/volumeattachments", None)?;
+    let attachments = list["items"].as_array().cloned().unwrap_or_default();
+    let is_meant = |one: &Value| {
+        one["spec"]["source"]["persistentVolumeName"] == volume && one["spec"]["nodeName"] == node
+    };
+    Ok(attachments.into_iter().find(is_meant))
+}
+
+/// What the driver calls a node, as kubelet has written it down.
+///
+/// # Errors
+/// It is not registered there.
+pub fn node_id(api: &ApiServer, node: &str) -> Result<String> {
+    let found = api.ok("GET", &csi_node_path(node), None)?;
+    let drivers = found["spec"]["drivers"].as_array().cloned().unwrap_or_default();
+    let ours = drivers.iter().find(|driver| driver["name"] == DRIVER_NAME);
+    text(&ours.with_context(|| format!("the driver is not registered on {node}"))?["nodeID"])
+}
+
+/// Adds a finalizer to an object, or takes it away.
+///
+/// # Errors
+/// The API server refuses it.
+pub fn set_finalizer(api: &ApiServer, path: &str, finalizer: &str, is_there: bool) -> Result<()> {
+    let object = api.ok("GET", path, None)?;
+    let mut all = object["metadata"]["finalizers"].as_array().cloned().unwrap_or_default();
+    if all.iter().any(|one| one == finalizer) == is_there {
+        return Ok(());
+    }
+    all.retain(|one| one != finalizer);
+    if is_there {
+        all.push(finalizer.into());
+    }
+    // With the version that was read: somebody else may have his own there by now.
+    let version = &object["metadata"]["resourceVersion"];
+    let patch = json!({ "metadata": { "finalizers": all, "resourceVersion": version } });
+    api.ok("PATCH", path, Some(&patch)).map(drop)
+}
+
+/// A value that has to be text.
+///
+/// # Errors
+/// It is not.
+pub fn text(value: &Value) -> Result<String> {
+    Ok(value.as_str().with_context(|| format!("{value} is no text"))?.to_owned())
+}
+
+/// A quantity as these tests write it: bytes.
+///
+/// # Errors
+/// It is another one.
+pub fn bytes(value: &Value) -> Result<i64> {
+    text(value)?.parse().with_context(|| format!("{value} is no number of bytes"))
+}
+
+/// The pairs of an object with text alone.
+#[must_use]
+pub fn strings(value: &Value) -> std::collections::HashMap<String, String> {
+    let pairs = value.as_object().into_iter().flatten();
+    pairs.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned()))).collect()
+}

@@ -1,0 +1,41 @@
+//! What an administrator installs in Kubernetes.
+
+use std::fs;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::apiserver::ApiServer;
+use crate::{binary, until};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../controller/deploy");
+
+/// The files of controller/deploy, and the definitions without rules in CEL, which this API server does not know.
+///
+/// # Errors
+/// The API server refuses something.
+pub fn install(api: &ApiServer) -> Result<()> {
+    // The namespace is in the first of them.
+    let mut files: Vec<_> = fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
+    files.sort_by_key(|path| (!path.ends_with("rbac.yaml"), path.clone()));
+    for file in files {
+        api.apply(&fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
+    }
+    let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;
+    ensure!(crds.status.success(), "{}", String::from_utf8_lossy(&crds.stderr));
+    api.apply(&String::from_utf8(crds.stdout)?)?;
+    for kind in ["volumes", "engines", "replicas", "nodes"] {
+        let path = format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind}.shorthorn.io");
+        until("definition that is established", LIMIT, || {
+            let definition = api.ok("GET", &path, None)?;
+            let conditions = definition["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            let holds =
+                |wanted: &str| conditions.iter().any(|one| one["type"] == wanted && one["status"] == "True");
+            ensure!(holds("Established") && !holds("NonStructuralSchema"), "{definition:#}");
+            Ok(Some(()))
+        })?;
+    }
+    Ok(())
+}
