@@ -20,6 +20,7 @@ test: setup lint build images ## every test: units, properties, processes, virtu
 bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	$(SHORTHORN_BIN_DIR)/shorthorn-bench --seconds $(SECONDS)
 	cargo bench --profile $(PROFILE) -p shorthorn-controller-core --bench placements
+	cargo bench --profile $(PROFILE) -p shorthorn-controller --bench idle
 
 soak: build ## the simulation with new seeds, and real processes under kills, each for SECONDS
 	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs $$(nproc)

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shorthorn_control::{FrontendChoice, INTENT_CLEAR_AFTER_MS};
+use shorthorn_metrics::MetricsListen;
 use shorthorn_types::VolumeName;
 
 use crate::logging::{self, LogFormat};
@@ -163,6 +164,9 @@ pub struct ServeArgs {
     /// Replaces `data_address` of the configuration
     #[arg(long, value_name = "IP")]
     pub data_address: Option<IpAddr>,
+    /// Replaces `metrics_listen` of the configuration; or off
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub metrics_listen: Option<MetricsListen>,
 }
 
 #[derive(Debug, Args)]

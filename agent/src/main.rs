@@ -72,6 +72,9 @@ fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     if args.data_address.is_some() {
         config.data_address = args.data_address;
     }
+    if let Some(listen) = args.metrics_listen {
+        config.metrics_listen = listen;
+    }
     if args.check {
         return Ok(());
     }

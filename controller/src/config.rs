@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 use shorthorn_controller_core::reconcile::{REPLICA_REPLACE_AFTER, Settings};
 use shorthorn_controller_core::scheduler::Limits;
 use shorthorn_controller_core::{NodeName, NodeNameError};
+use shorthorn_metrics::{MetricsListen, MetricsListenError};
 use thiserror::Error;
 
 use crate::address::{AddressError, Listen, ServerUrl};
@@ -24,6 +25,8 @@ pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
 pub const DEFAULT_AGENT_PORT: u16 = 9501;
 /// What is logged unless something else is said.
 const DEFAULT_LOG: &str = "info";
+/// Where metrics and health are unless something else is said.
+pub const DEFAULT_METRICS: MetricsListen = MetricsListen::loopback(9510);
 
 /// The Shorthorn controller: keeps volumes where they should be.
 #[derive(Debug, Parser)]
@@ -54,7 +57,7 @@ pub struct CrdsArgs {
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, csi_listen, log, replica_replace_after_s,
+    /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format, replica_replace_after_s,
     /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and the tables [nodes] of NAME = "URL" and
     /// [kubernetes] with namespace, kubeconfig and agent_port. A flag wins over the file; nodes of both are used. Unknown keys
     /// are refused.
@@ -86,6 +89,10 @@ pub struct ServeArgs {
     /// Where the sidecars of CSI find the controller: unix:///PATH, beside them; nowhere unless it is given
     #[arg(long, value_name = "ADDRESS")]
     pub csi_listen: Option<Listen>,
+    /// Where /metrics, /healthz and /readyz are served: ADDRESS:PORT, or off. Whoever can reach it can read them
+    /// [default: 127.0.0.1:9510, where that is free]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub metrics_listen: Option<MetricsListen>,
     /// Seconds that a replica may be away from an attached volume before a new one takes its place
     /// [default: 600]
     #[arg(long, value_name = "SECONDS")]
@@ -101,6 +108,20 @@ pub struct ServeArgs {
     /// (shorthorn_controller=debug,info) [default: info]
     #[arg(long, value_name = "FILTER")]
     pub log: Option<String>,
+    /// How it is logged: text for people, json for programs [default: text]
+    #[arg(long, value_name = "FORMAT")]
+    pub log_format: Option<LogFormat>,
+}
+
+/// How a line of the log looks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Lines for people.
+    #[default]
+    Text,
+    /// One JSON object per line.
+    Json,
 }
 
 /// A node as a flag names it.
@@ -134,6 +155,9 @@ pub enum ConfigError {
     /// A percentage that can never work.
     #[error("{0} = {1}: use {2}")]
     Percentage(&'static str, u32, &'static str),
+    /// Metrics would be served nowhere.
+    #[error("metrics_listen: {0}")]
+    MetricsListen(#[from] MetricsListenError),
     /// CSI is for processes on the same host, and permissions of files are what protects it.
     #[error("csi_listen = {0}: use unix:///path/of/csi.sock")]
     CsiListen(Listen),
@@ -168,7 +192,9 @@ struct File {
     kubernetes: Option<KubernetesTable>,
     listen: Option<Listen>,
     csi_listen: Option<Listen>,
+    metrics_listen: Option<String>,
     log: Option<String>,
+    log_format: Option<LogFormat>,
     replica_replace_after_s: Option<u64>,
     storage_over_provisioning_percentage: Option<u32>,
     storage_minimal_available_percentage: Option<u32>,
@@ -211,8 +237,12 @@ pub struct Config {
     pub listen: Listen,
     /// Where CSI is, a socket in the file system; none: nowhere.
     pub csi_listen: Option<Listen>,
+    /// Where metrics and health are.
+    pub metrics_listen: MetricsListen,
     /// What is logged.
     pub log: String,
+    /// How.
+    pub log_format: LogFormat,
     /// What is set for all volumes.
     pub settings: Settings,
     /// The agents.
@@ -254,6 +284,11 @@ impl Config {
             store,
             csi_listen: check_csi(args.csi_listen.or(file.csi_listen), &listen)?,
             listen,
+            metrics_listen: match (args.metrics_listen, file.metrics_listen) {
+                (Some(given), _) => given,
+                (None, Some(text)) => text.parse()?,
+                (None, None) => DEFAULT_METRICS,
+            },
             settings: Settings {
                 scheduling,
                 replica_replace_after: args
@@ -261,6 +296,7 @@ impl Config {
                     .or(file.replica_replace_after_s)
                     .map_or(REPLICA_REPLACE_AFTER, Duration::from_secs),
             },
+            log_format: args.log_format.or(file.log_format).unwrap_or_default(),
             log: args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()),
             nodes,
         })
@@ -370,7 +406,9 @@ mod tests {
         let text = "store = \"/a\"\nlog = \"debug\"\n[nodes]\na = \"http://127.0.0.1:1\"\n";
         let config = load(text, &["--store", "/b", "--node", "b=unix:///run/b.sock"]).unwrap();
         assert_eq!(config.store, StoreConfig::File("/b".into()));
-        assert_eq!(config.log, "debug");
+        assert_eq!((config.log.as_str(), config.log_format), ("debug", LogFormat::Text));
+        let json = load("store = \"/a\"\nlog_format = \"json\"\n", &[]).unwrap();
+        assert_eq!(json.log_format, LogFormat::Json);
         assert_eq!(config.settings, Settings::default());
         assert_eq!(config.listen.to_string(), DEFAULT_SERVER);
         assert_eq!(config.nodes.keys().map(NodeName::as_str).collect::<Vec<_>>(), ["a", "b"]);
@@ -418,6 +456,21 @@ mod tests {
         assert!(error.contains("unix:///"), "{error}");
         let error = csi(text, &["--listen", "unix:///run/csi.sock"]).unwrap_err().to_string();
         assert!(error.contains("its own"), "{error}");
+    }
+
+    #[test]
+    fn metrics_are_served_where_they_are_configured() {
+        let metrics = |text: &str, flags: &[&str]| {
+            load(&format!("store = \"/a\"\n{text}"), flags).map(|config| config.metrics_listen)
+        };
+        assert_eq!(metrics("", &[]).unwrap(), DEFAULT_METRICS);
+        let at = |text: &str| text.parse().unwrap();
+        assert_eq!(metrics("metrics_listen = \"[::]:1\"\n", &[]).unwrap(), at("[::]:1"));
+        let both = metrics("metrics_listen = \"[::]:1\"\n", &["--metrics-listen", "127.0.0.2:3"]);
+        assert_eq!(both.unwrap(), at("127.0.0.2:3"));
+        assert_eq!(metrics("", &["--metrics-listen", "off"]).unwrap(), MetricsListen::Off);
+        let error = metrics("metrics_listen = \"9510\"\n", &[]).unwrap_err().to_string();
+        assert!(error.contains("metrics_listen") && error.contains("ADDRESS:PORT"), "{error}");
     }
 
     #[test]

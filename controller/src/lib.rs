@@ -6,6 +6,7 @@
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
 //! - [`api`][]: the gRPC interface of the controller.
 //! - [`csi`][]: the Controller service of CSI.
+//! - [`metrics`][]: what it shows to Prometheus and to probes.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
 //! - [`ctl`][]: `shorthornctl`.
 #![forbid(unsafe_code)]
@@ -17,6 +18,7 @@ pub mod config;
 pub mod csi;
 pub mod ctl;
 pub mod kubernetes;
+pub mod metrics;
 mod random;
 pub mod serve;
 pub mod store;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shorthorn_driver::{DRIVER_NAME, Identity};
+use shorthorn_metrics::MetricsError;
 use shorthorn_proto::v1::controller_server::ControllerServer;
 use thiserror::Error;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
@@ -20,13 +21,14 @@ use tonic::transport::server::Router;
 use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
 use crate::api::Api;
-use crate::config::{Config, StoreConfig};
+use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::csi::CsiController;
 use crate::kubernetes::discover::discover;
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::lease::Leadership;
 use crate::kubernetes::{ConnectError, KubernetesConfig, connect};
-use crate::store::kubernetes::OpenError;
+use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
+use crate::store::kubernetes::{CallError, OpenError};
 use crate::store::{KubeStore, RedbStore, Store, StoreError};
 use crate::work::{Queue, Worker};
 
@@ -64,6 +66,9 @@ pub enum ServeError {
     /// Another controller answers there.
     #[error("another controller listens on unix://{0}: stop it, or choose another --listen or --csi-listen")]
     ListenTaken(PathBuf),
+    /// The address of metrics and health cannot be used.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
     /// Signals cannot be handled.
     #[error("cannot handle signals: {0}")]
     Signal(io::Error),
@@ -78,22 +83,36 @@ pub enum ServeError {
 /// [`ServeError`] where it cannot start, or cannot go on.
 pub async fn serve(config: Config) -> Result<(), ServeError> {
     let mut signals = Signals::new().map_err(ServeError::Signal)?;
-    // First: what ends one controller too many, or has it wait, before it touches anything else.
+    let (metrics, readiness) = (Metrics::default(), Arc::<Readiness>::default());
+    let vitals = ControllerVitals::new(metrics.clone(), Arc::clone(&readiness));
+    let shown: Arc<dyn shorthorn_metrics::Vitals> = Arc::<ControllerVitals>::clone(&vitals);
+    let _metrics = shorthorn_metrics::start(config.metrics_listen, DEFAULT_METRICS, shown).await?;
+    // What ends one controller too many, or has it wait, before it touches anything else.
     let Opened { store, mut leadership, events, tasks: _tasks } = tokio::select! {
-        opened = open(&config.store) => opened?,
+        opened = open(&config.store, &readiness) => opened?,
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
             return Ok(());
         }
     };
+    let store: Arc<dyn Store> = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
     let queue = Arc::new(Queue::new());
-    let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue))?;
+    let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone())?;
+    vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
     let (broken_sender, mut broken) = mpsc::channel(1);
-    let worker =
-        Worker::new(Arc::clone(&store), Arc::clone(&fleet), queue, broken_sender, events, config.settings);
+    let settings = config.settings;
+    let worker = Worker::new(
+        Arc::clone(&store),
+        Arc::clone(&fleet),
+        queue,
+        broken_sender,
+        events,
+        settings,
+        metrics.clone(),
+    );
     let (stop, stopping) = watch::channel(false);
-    let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), config.settings);
-    let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), config.settings);
+    let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
+    let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics);
     let mut servers = JoinSet::new();
     let api = server().add_service(ControllerServer::new(api));
     servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
@@ -102,6 +121,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         tracing::info!(csi = %address, "CSI is served");
     }
 
+    readiness.reached(Phase::Leading);
     tracing::info!(store = %config.store, listen = %config.listen, nodes = config.nodes.len(), "ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     let result = tokio::select! {
@@ -144,23 +164,28 @@ struct Opened {
 }
 
 /// Opens the store; with Kubernetes once this controller leads.
-async fn open(config: &StoreConfig) -> Result<Opened, ServeError> {
+async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, ServeError> {
     match config {
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
             Ok(Opened { store, leadership: None, events: None, tasks: JoinSet::new() })
         }
-        StoreConfig::Kubernetes(config) => lead(config).await,
+        StoreConfig::Kubernetes(config) => lead(config, readiness).await,
     }
 }
 
-async fn lead(config: &KubernetesConfig) -> Result<Opened, ServeError> {
+async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened, ServeError> {
     let client = connect(config).await?;
     let status = "waiting for the lease".to_owned();
     // Standing by is all that can be asked of it for now.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status), sd_notify::NotifyState::Ready]);
     let identity = identity()?;
-    let mut leadership = Leadership::acquire(client.clone(), &config.namespace, &identity).await;
+    let told = |error: Option<&CallError>| match error {
+        None => readiness.reached(Phase::StandingBy),
+        Some(error) => readiness.heard(Some(error.to_string())),
+    };
+    let mut leadership = Leadership::acquire(client.clone(), &config.namespace, &identity, told).await;
+    readiness.reached(Phase::Opening);
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
     let mut tasks = JoinSet::new();
     let (events, teller) = events(client.clone(), &config.namespace, &identity);

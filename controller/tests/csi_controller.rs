@@ -10,9 +10,11 @@ use std::time::Duration;
 
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::csi::CsiController;
+use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store};
 use shorthorn_controller::work::Queue;
-use shorthorn_controller_core::objects::{Object, Volume, VolumeState};
+use shorthorn_controller_core::Timestamp;
+use shorthorn_controller_core::objects::{Metadata, Node, NodeSpec, NodeStatus, Object, Volume, VolumeState};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_driver::{DRIVER_NAME, Identity, TOPOLOGY_NODE, TOPOLOGY_ZONE};
 use shorthorn_proto::csi::v1;
@@ -549,9 +551,11 @@ impl Alone {
     fn start() -> Alone {
         let store = Arc::new(MemoryStore::new());
         let shared: Arc<dyn Store> = Arc::<MemoryStore>::clone(&store);
-        let fleet = Fleet::new(&Default::default(), Arc::clone(&shared), Arc::new(Queue::new())).unwrap();
+        let fleet =
+            Fleet::new(&Default::default(), Arc::clone(&shared), Arc::new(Queue::new()), Metrics::default())
+                .unwrap();
         let (stop, stopping) = watch::channel(false);
-        let service = CsiController::new(shared, fleet, stopping, Settings::default());
+        let service = CsiController::new(shared, fleet, stopping, Settings::default(), Metrics::default());
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("csi.sock");
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
@@ -784,4 +788,30 @@ async fn a_call_whose_controller_is_killed_is_repeated_to_the_same_end() {
         assert!(cluster.agents.iter().all(|agent| agent.directories().is_empty()));
         cluster.check();
     }
+}
+
+/// The limit is the one that NodeGetInfo says to kubelet, which counts on its own and can be wrong.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
+    let alone = Alone::start();
+    let status = NodeStatus { max_volumes: 1, ..NodeStatus::default() };
+    let node = Node { metadata: Metadata::new("a", Timestamp::now()), spec: NodeSpec::default(), status };
+    alone.store.put(Object::Node(node)).await.unwrap();
+    alone.volume().await;
+    let volume = alone.until(|_| true).await;
+    let mut other = Volume { metadata: Metadata::new("w", Timestamp::now()), ..volume };
+    other.spec.volume_name = "w".parse().unwrap();
+    other.spec.csi_name = Some("w".to_owned());
+    alone.store.put(Object::Volume(other)).await.unwrap();
+    // Two at once: one of them gets the place, and waits for its reconcilers.
+    let (mut one, mut two) = (alone.csi.clone(), alone.csi.clone());
+    let refused = tokio::select! {
+        answer = async { one.publish(publish("v", "a")).await } => answer,
+        answer = async { two.publish(publish("w", "a")).await } => answer,
+    };
+    let (code, text) = refused.unwrap_err();
+    assert!(code == Code::ResourceExhausted && text.contains("max_volumes"), "{code:?}: {text}");
+    let world = alone.store.world();
+    let wanted = world.volumes.values().filter(|volume| volume.spec.node_id.is_some()).count();
+    assert_eq!(wanted, 1);
 }

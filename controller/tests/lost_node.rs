@@ -3,8 +3,11 @@
 
 mod support;
 
-use support::cluster::Cluster;
+use std::time::Duration;
+
+use support::cluster::{Cluster, LIMIT};
 use support::csi::{Caller, create, publish};
+use tokio::time::{Instant, sleep};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_there() {
@@ -54,4 +57,54 @@ async fn a_pod_comes_back_on_another_node() {
     assert_eq!(csi.published("pvc-1").await, ["b"]);
     assert!(cluster.agents[0].running().contains(&"pvc-1".to_owned()), "the engine still runs there");
     cluster.check();
+}
+
+/// A node that never comes back is given up: its replicas are made anew elsewhere, and nothing is left of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_never_comes_back_is_deleted() {
+    let mut cluster = Cluster::start(&["a", "b", "c", "d"]).await;
+    cluster.ok(&["node", "cordon", "d"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "3"]).await;
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    let volume = cluster.until("v", "healthy", |shown| shown["robustness"] == "healthy").await;
+    let lost =
+        volume["replicas"].as_array().unwrap().iter().find(|replica| replica["nodeID"] == "c").unwrap();
+    let lost = lost["replicaID"].as_str().unwrap().to_owned();
+    cluster.ok(&["node", "uncordon", "d"]).await;
+
+    let delete = ["node", "delete", "c", "--yes"];
+    let (code, text) = cluster.fails(&delete).await;
+    assert!(code == 1 && text.contains("node c answers"), "{text}");
+    let (_, text) = cluster.fails(&["node", "delete", "c"]).await;
+    assert!(text.contains("--yes"), "{text}");
+    cluster.stop_agent(2);
+    cluster.agents[0].fail_member("v", &lost);
+    cluster.retry(&["node", "cordon", "c"]).await;
+    cluster.retry(&delete).await;
+    let has = |shown: &serde_json::Value, node: &str| {
+        shown["replicas"].as_array().unwrap().iter().any(|replica| replica["nodeID"] == node)
+    };
+    cluster.until("v", "on d and not on c", |shown| has(shown, "d") && !has(shown, "c")).await;
+    assert!(cluster.ok(&["node", "list"]).await.contains("given up"));
+    until_nodes(&cluster, "told of its flag", |nodes| nodes.contains("--node c=URL")).await;
+
+    // Nobody names it any more: it goes.
+    cluster.stop_controller().await;
+    cluster.agents.remove(2);
+    cluster.start_controller().await;
+    until_nodes(&cluster, "gone", |nodes| !nodes.contains("\"c\"")).await;
+    cluster.check();
+}
+
+/// Waits until the list of nodes looks like that.
+async fn until_nodes(cluster: &Cluster, what: &str, seen: impl Fn(&str) -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let nodes = cluster.ok(&["node", "list", "-o", "json"]).await;
+        if seen(&nodes) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "never {what}: {nodes}");
+        sleep(Duration::from_millis(20)).await;
+    }
 }

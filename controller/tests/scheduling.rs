@@ -117,3 +117,50 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
     assert!(code == 1 && text.contains("volume v is detached") && text.contains("volume attach v"), "{text}");
     cluster.check();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is_no_other() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    let volume = cluster.until("v", "healthy", |volume| volume["robustness"] == "healthy").await;
+    let old = id_on(&volume, "b").to_owned();
+    let (code, text) = cluster.fails(&["disk", "drain", "b", "/nowhere"]).await;
+    assert!(code == 3 && text.contains("node b has no disk /nowhere"), "{text}");
+    let drain = ["disk", "drain", "b", "/var/lib/longhorn"];
+    let (code, text) = cluster.fails(&drain).await;
+    assert!(code == 1 && text.contains("(held): there is no other place for it"), "{text}");
+    assert!(text.contains("shorthornctl disk uncordon b /var/lib/longhorn gives it up"), "{text}");
+    let why = cluster.ok(&["volume", "why", "v"]).await;
+    assert!(
+        why.contains("is to leave disk /var/lib/longhorn of node b, which is drained, and cannot yet"),
+        "{why}"
+    );
+    assert!(cluster.ok(&["node", "list"]).await.contains("drained disk"));
+
+    cluster.ok(&["disk", "add", "b", "/mnt/new"]).await;
+    let on_new = |volume: &Value| volume.to_string().contains("/mnt/new");
+    let volume = cluster.until("v", "on the new disk", on_new).await;
+    let mut replicas = volume["replicas"].as_array().unwrap().iter();
+    let new = replicas.find(|replica| replica["diskPath"] == "/mnt/new").unwrap();
+    assert_eq!(new["nodeID"], "b");
+    let new = new["replicaID"].as_str().unwrap().to_owned();
+    cluster.until("v", "rebuilding", |volume| volume.to_string().contains("rebuilding")).await;
+    cluster.agents[0].engine("v", |engine| {
+        for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
+            (member.mode, member.copy) = ("member".to_owned(), None);
+        }
+    });
+    let stopped = |volume: &Value| {
+        let mut replicas = volume["replicas"].as_array().unwrap().iter();
+        replicas.any(|replica| replica["replicaID"] == *old && replica["currentState"] == "stopped")
+    };
+    cluster.until("v", "stopped", stopped).await;
+    cluster.agents[0].fail_member("v", &old);
+    let text = cluster.ok(&drain).await;
+    assert!(text.contains("disk /var/lib/longhorn of node b is drained: nothing is left on it"), "{text}");
+    assert_eq!(cluster.inspect("v").await["robustness"], "healthy");
+    cluster.ok(&["disk", "uncordon", "b", "/var/lib/longhorn"]).await;
+    assert!(!cluster.ok(&["node", "list"]).await.contains("drained"));
+    cluster.check();
+}

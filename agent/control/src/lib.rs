@@ -2,7 +2,7 @@
 //! a control socket of the process that carries lines of JSON.
 //!
 //! A client sends one [`Command`] per line. `status` is answered by one [`Status`] line, `watch` by one at
-//! once and one after every change until the client goes. The others have no answer: what becomes of them shows
+//! once and one after every change until the client goes, `io` by one [`IoCounters`] line. The others have no answer: what becomes of them shows
 //! in the status.
 #![forbid(unsafe_code)]
 
@@ -19,6 +19,6 @@ pub use spec::{
     SpecError, load_spec, store_spec,
 };
 pub use status::{
-    Command, CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
-    ReplicaStatus, ScrubOrder, ScrubStatus, Status,
+    Command, CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, IoCounter, IoCounters,
+    MemberMode, MemberStatus, ReplicaStatus, ScrubOrder, ScrubStatus, Status,
 };

@@ -3,11 +3,13 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use std::{fs, thread};
 
-use crate::status::{Command, Status};
+use serde::Serialize;
+
+use crate::status::{Command, IoCounters, Status};
 
 /// The most clients at once; more are turned away.
 const CLIENTS_MAX: usize = 16;
@@ -18,16 +20,25 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Takes what clients ask the process to do.
 type Order = dyn Fn(Command) + Send + Sync;
+/// Knows what was done for whoever uses the device.
+type Count = dyn Fn() -> IoCounters + Send + Sync;
 
 /// Where the process puts its newest status; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Publisher(Arc<Shared>);
 
-#[derive(Debug)]
 struct Shared {
     newest: Mutex<(u64, Status)>,
+    /// Who knows what was done, once somebody does.
+    count: OnceLock<Box<Count>>,
     changed: Condvar,
     clients: AtomicUsize,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("newest", &self.newest).finish_non_exhaustive()
+    }
 }
 
 impl Shared {
@@ -47,6 +58,15 @@ impl Publisher {
             newest.0 += 1;
             self.0.changed.notify_all();
         }
+    }
+
+    /// From now on `count` is asked what was done for whoever uses the device; the first one stays.
+    pub fn count_with(&self, count: impl Fn() -> IoCounters + Send + Sync + 'static) {
+        let _ = self.0.count.set(Box::new(count));
+    }
+
+    fn counters(&self) -> IoCounters {
+        self.0.count.get().map(|count| count()).unwrap_or_default()
     }
 
     /// The newest status.
@@ -79,8 +99,12 @@ impl Server {
         }
         let listener = UnixListener::bind(path)?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-        let shared =
-            Shared { newest: Mutex::new((0, first)), changed: Condvar::new(), clients: AtomicUsize::new(0) };
+        let shared = Shared {
+            newest: Mutex::new((0, first)),
+            count: OnceLock::new(),
+            changed: Condvar::new(),
+            clients: AtomicUsize::new(0),
+        };
         let publisher = Publisher(Arc::new(shared));
         let served = publisher.clone();
         let order: Arc<Order> = Arc::new(order);
@@ -136,6 +160,7 @@ fn serve(client: UnixStream, publisher: &Publisher, order: &Order) -> io::Result
         match serde_json::from_str(&line)? {
             Command::Status => send(&client, &publisher.status())?,
             Command::Watch => return watch(&client, publisher),
+            Command::Io => send(&client, &publisher.counters())?,
             other => order(other),
         }
         line.clear();
@@ -143,8 +168,8 @@ fn serve(client: UnixStream, publisher: &Publisher, order: &Order) -> io::Result
     Ok(())
 }
 
-fn send(mut client: &UnixStream, status: &Status) -> io::Result<()> {
-    let mut line = serde_json::to_vec(status)?;
+fn send(mut client: &UnixStream, answer: &impl Serialize) -> io::Result<()> {
+    let mut line = serde_json::to_vec(answer)?;
     line.push(b'\n');
     client.write_all(&line)
 }
@@ -185,7 +210,7 @@ mod tests {
     use shorthorn_types::{Generation, ReplicaId};
 
     use super::*;
-    use crate::{Client, ReplicaStatus};
+    use crate::{Client, IoCounter, ReplicaStatus};
 
     fn status() -> Status {
         Status::Replica(ReplicaStatus {
@@ -220,6 +245,24 @@ mod tests {
         assert!(matches!(changes.next().unwrap().unwrap(), Status::Replica(replica) if replica.serving));
         drop(server);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn tells_what_was_done() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control");
+        let (_server, publisher) = Server::start(&path, status(), |_| ()).unwrap();
+        let ask = || {
+            let mut stream = UnixStream::connect(&path).unwrap();
+            stream.write_all(b"\"io\"\n").unwrap();
+            let mut line = String::new();
+            BufReader::new(stream).read_line(&mut line).unwrap();
+            serde_json::from_str::<IoCounters>(&line).unwrap()
+        };
+        assert_eq!(ask(), IoCounters::default());
+        let write = IoCounter { operations: 2, bytes: 8192, failed: 0, duration_us: 7 };
+        publisher.count_with(move || IoCounters { write, ..IoCounters::default() });
+        assert_eq!(ask().write, write);
     }
 
     #[test]

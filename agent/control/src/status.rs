@@ -13,6 +13,9 @@ pub enum Command {
     Status,
     /// One status now and one after every change.
     Watch,
+    /// What was done for whoever uses the device: an [`IoCounters`]. A process that is no engine, or does not serve yet, has
+    /// done nothing.
+    Io,
     /// End, and take the device away. What was written is flushed on every replica for some seconds at most.
     Stop,
     /// End and leave the device to the next process, which serves on. Requests in flight are finished first.
@@ -140,6 +143,45 @@ pub enum Status {
     Engine(EngineStatus),
     /// It is a replica.
     Replica(ReplicaStatus),
+}
+
+/// What an engine has done for whoever uses its device, since its process began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IoCounters {
+    /// Reads.
+    pub read: IoCounter,
+    /// Writes.
+    pub write: IoCounter,
+    /// Flushes.
+    pub flush: IoCounter,
+    /// Discards and zeroes.
+    pub discard: IoCounter,
+}
+
+/// What an engine has done of one kind of request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IoCounter {
+    /// Requests that were completed.
+    pub operations: u64,
+    /// Their bytes, of those that went well.
+    pub bytes: u64,
+    /// Those that ended with an error.
+    pub failed: u64,
+    /// How long they took, one after the other, from when the engine had them to when they were completed.
+    pub duration_us: u64,
+}
+
+impl IoCounter {
+    /// Both together.
+    #[must_use]
+    pub const fn plus(self, other: IoCounter) -> IoCounter {
+        IoCounter {
+            operations: self.operations.wrapping_add(other.operations),
+            bytes: self.bytes.wrapping_add(other.bytes),
+            failed: self.failed.wrapping_add(other.failed),
+            duration_us: self.duration_us.wrapping_add(other.duration_us),
+        }
+    }
 }
 
 /// How far an engine is.

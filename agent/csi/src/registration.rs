@@ -1,6 +1,8 @@
 //! What kubelet asks a driver whose socket it has found in its directory of plugins.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use shorthorn_proto::pluginregistration::registration_server::{Registration, RegistrationServer};
 use shorthorn_proto::pluginregistration::{
@@ -17,12 +19,14 @@ const INTERFACE_VERSION: &str = "1.0.0";
 #[derive(Clone, Debug)]
 pub struct RegistrationService {
     info: PluginInfo,
+    /// What kubelet said last.
+    registered: Arc<AtomicBool>,
 }
 
 impl RegistrationService {
-    /// Of the driver called `name`, whose CSI socket is at `endpoint`.
+    /// Of the driver called `name`, whose CSI socket is at `endpoint`; `registered` is set to what kubelet says.
     #[must_use]
-    pub fn new(name: &str, endpoint: &Path) -> RegistrationService {
+    pub fn new(name: &str, endpoint: &Path, registered: Arc<AtomicBool>) -> RegistrationService {
         RegistrationService {
             info: PluginInfo {
                 r#type: PLUGIN_TYPE.to_owned(),
@@ -30,6 +34,7 @@ impl RegistrationService {
                 endpoint: endpoint.display().to_string(),
                 supported_versions: vec![INTERFACE_VERSION.to_owned()],
             },
+            registered,
         }
     }
 
@@ -53,6 +58,7 @@ impl Registration for RegistrationService {
         request: Request<RegistrationStatus>,
     ) -> Result<Response<RegistrationStatusResponse>, Status> {
         let RegistrationStatus { plugin_registered, error } = request.into_inner();
+        self.registered.store(plugin_registered, Ordering::Relaxed);
         if plugin_registered {
             tracing::info!(driver = self.info.name, "kubelet has registered the driver");
         } else {

@@ -8,6 +8,7 @@
 //! ([`expansion`]).
 
 mod connection;
+mod counters;
 mod courier;
 mod error;
 mod expansion;

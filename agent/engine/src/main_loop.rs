@@ -22,6 +22,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_
 use shorthorn_types::{Generation, VolumeName};
 
 use crate::connection::Connection;
+use crate::counters::{self, QueueCounters, RequestMeter};
 use crate::courier::{Couriers, Desk, Peer};
 use crate::error::EngineError;
 use crate::expansion::SharedDevice;
@@ -70,6 +71,8 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let begin = Instant::now();
     let mut spec: EngineSpec = load_spec(spec_file)?;
     check(&spec)?;
+    // What is logged on this thread without the volume as a field of its own has it from here.
+    let _in = tracing::info_span!("engine", volume = %spec.volume).entered();
     let (sender, news) = mpsc::channel();
     watch_signals(sender.clone())?;
     let state = EngineState::open(&spec.state_file, spec.attach)?;
@@ -193,7 +196,10 @@ impl Start<'_> {
         self.state.set_device(Some(device.record()))?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();
-        let (shared, threads) = start_queues(&self.spec, &mut opened, queues, &record, self.sender.clone())?;
+        let counters: Vec<Arc<QueueCounters>> = queues.iter().map(|_| Arc::default()).collect();
+        let (shared, threads) =
+            start_queues(&self.spec, &mut opened, queues, &counters, &record, self.sender.clone())?;
+        self.publisher.count_with(move || counters::sum(&counters));
         let endpoint = device.go_live()?;
         // Some kernels give the device its number only now.
         self.state.set_device(Some(device.record()))?;
@@ -344,6 +350,7 @@ fn start_queues(
     spec: &EngineSpec,
     opened: &mut Opened,
     frontends: Vec<Box<dyn QueueFrontend>>,
+    counters: &[Arc<QueueCounters>],
     record: &DeviceRecord,
     news: Sender<News>,
 ) -> Result<(Arc<Shared>, Threads), EngineError> {
@@ -355,7 +362,7 @@ fn start_queues(
     let mut connections: Vec<_> =
         std::mem::take(&mut opened.connections).into_iter().map(Vec::into_iter).collect();
     let mut threads = Vec::new();
-    for ((frontend, wake), index) in frontends.into_iter().zip(wakes).zip(0u16..) {
+    for (((frontend, wake), counters), index) in frontends.into_iter().zip(wakes).zip(counters).zip(0u16..) {
         let slots = LinkSlots { depth: record.depth, copies: if index == 0 { COPY_SLOTS } else { 0 } };
         let mine = connections.iter_mut().map(Iterator::next).collect();
         let queue = Queue {
@@ -368,9 +375,12 @@ fn start_queues(
                 .map_err(EngineError::system("taking over a connection"))?,
             frontend,
             shared: Arc::clone(&shared),
+            meter: RequestMeter::new(Arc::clone(counters), slots.depth),
         };
         let builder = thread::Builder::new().name(format!("queue-{index}")).stack_size(256 << 10);
-        threads.push(builder.spawn(move || queue.serve()).map_err(EngineError::system("starting a thread"))?);
+        let span = tracing::Span::current();
+        let serve = move || span.in_scope(|| queue.serve());
+        threads.push(builder.spawn(serve).map_err(EngineError::system("starting a thread"))?);
     }
     Ok((shared, threads))
 }

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
 use shorthorn_frontend::{Parked, QueueFrontend, QueueIo};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
 use shorthorn_types::ByteRange;
 
+use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::link::{self, Link, Notice};
 use crate::shared::{Mail, News, Shared};
@@ -34,6 +35,7 @@ pub struct Queue {
     pub links: Vec<Link>,
     pub frontend: Box<dyn QueueFrontend>,
     pub shared: Arc<Shared>,
+    pub meter: RequestMeter,
 }
 
 /// A new connection to a replica.
@@ -249,6 +251,9 @@ impl Running {
     /// Passes events to the core and does what it says, until nothing more follows.
     fn decide(&mut self) {
         loop {
+            if !self.requests.is_empty() {
+                self.queue.meter.begin(&self.requests, Instant::now());
+            }
             let submit = |request| Event::Submit { queue: self.queue.index, request };
             self.events.extend(self.requests.drain(..).map(submit));
             if !self.events.is_empty() {
@@ -281,6 +286,8 @@ impl Running {
     fn perform(&mut self) {
         // The same data goes to every member: its check is computed once.
         let mut checked = None;
+        // When those were completed that are completed in this turn.
+        let mut now = None;
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
             match output {
@@ -289,7 +296,9 @@ impl Running {
                 }
                 Output::Complete { slot, outcome } => {
                     checked = None;
-                    let Queue { arena, frontend, .. } = &mut self.queue;
+                    let now = *now.get_or_insert_with(Instant::now);
+                    let Queue { arena, frontend, meter, .. } = &mut self.queue;
+                    meter.end(slot.slot, outcome.is_ok(), now);
                     let mut io = QueueIo { ring: &mut self.ring, arena, requests: &mut self.requests };
                     frontend.complete(&mut io, slot.slot, outcome);
                 }

@@ -549,7 +549,7 @@ impl Serving<'_> {
             Command::Fence { .. } => self.ignore("fence", "it is for replicas"),
             Command::Expand { size_bytes } => self.expand(size_bytes)?,
             // The server answers these itself.
-            Command::Status | Command::Watch => {}
+            Command::Status | Command::Watch | Command::Io => {}
         }
         Ok(None)
     }

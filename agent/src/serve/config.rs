@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use shorthorn_driver::TOPOLOGY_VALUE_MAX_BYTES;
+use shorthorn_metrics::MetricsListen;
 use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
 use thiserror::Error;
 use toml::Spanned;
@@ -17,6 +18,8 @@ use crate::serve::listen::ListenAddress;
 
 /// Where the configuration is looked for when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
+/// Where metrics and health are unless something else is said.
+pub const DEFAULT_METRICS: MetricsListen = MetricsListen::loopback(9511);
 const SIZE_MAX_BYTES: u64 = 1 << 20;
 /// More devices than a kernel has.
 const MAX_VOLUMES: u32 = 1 << 20;
@@ -56,6 +59,8 @@ pub struct Config {
     pub kubelet_root: Option<PathBuf>,
     /// Volumes that the CSI driver lets be attached; 0: any number.
     pub max_volumes: u32,
+    /// Where metrics and health are served.
+    pub metrics_listen: MetricsListen,
     /// What is logged.
     pub log_level: String,
     /// How.
@@ -133,6 +138,7 @@ struct File {
     csi: CsiChoice,
     kubelet_root: Option<Spanned<String>>,
     max_volumes: Option<Spanned<u32>>,
+    metrics_listen: Option<Spanned<String>>,
     log: LogTable,
 }
 
@@ -214,6 +220,10 @@ fn check(file: File) -> Result<Config, Wrong> {
         csi: file.csi,
         kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
         max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,
+        metrics_listen: match file.metrics_listen {
+            Some(text) => with("metrics_listen", text, |text| text.parse::<MetricsListen>())?,
+            None => DEFAULT_METRICS,
+        },
         log_level: optional("log.level", file.log.level, "info", |level| {
             logging::check_level(&level).map(|()| level)
         })?,
@@ -391,6 +401,7 @@ mod tests {
             ("listen = [\"http://x\"]", "1: listen: \"http://x\""),
             ("kubelet_root = \"var\"", "1: kubelet_root: \"var\" is no absolute path"),
             ("zone = \"a b\"", "1: zone: \"a b\" is no label value"),
+            ("metrics_listen = \"9511\"", "1: metrics_listen: \"9511\""),
             ("csi = \"maybe\"", "1: unknown variant `maybe`"),
             ("instances = \"docker\"", "1: unknown variant `docker`"),
             ("[log]\nlevel = \"loud=,\"", "2: log.level: "),

@@ -15,6 +15,7 @@ mod error;
 mod frontends;
 mod instance;
 mod listen;
+mod metrics;
 mod ports;
 mod salvage;
 mod service;
@@ -36,6 +37,7 @@ use config::{Config, InstancesChoice};
 use disks::Disks;
 use error::NodeError;
 use instance::{Backend, Children, Hub, Places, Systemd, Table};
+use metrics::{AgentVitals, Shown};
 use service::NodeService;
 
 /// Requests that are large are wrong: the largest, for an engine with eight replicas, has a few KiB.
@@ -55,6 +57,9 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
 
 async fn run(config: Config) -> anyhow::Result<()> {
     let inherited = csi::Inherited::take().context("sockets of systemd")?;
+    let vitals = AgentVitals::new();
+    let shown: Arc<dyn shorthorn_metrics::Vitals> = Arc::<AgentVitals>::clone(&vitals);
+    let _metrics = shorthorn_metrics::start(config.metrics_listen, config::DEFAULT_METRICS, shown).await?;
     let places = Places::prepare(&config.state_dir, &config.runtime_dir)?;
     let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
     devices::remove_stale(&config.device_dir);
@@ -66,7 +71,14 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
     let driver = csi::Driver::prepare(&config, hub.table(), inherited)?;
+    let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
+    vitals.show(Shown {
+        table: Arc::clone(hub.table()),
+        disks: Arc::clone(&disks),
+        device_dir: config.device_dir.clone(),
+        driver: driver_state,
+    });
     let service = NodeService { config, hub, disks, frontends: Arc::default(), stopping: stopping.clone() };
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;

@@ -60,6 +60,7 @@ impl Node for NodeService {
             data_address: self.config.data_address.map(|address| address.to_string()).unwrap_or_default(),
             frontends: reports.into_iter().map(frontend).collect(),
             zone: self.config.zone.clone(),
+            max_volumes: self.config.max_volumes,
         }))
     }
 

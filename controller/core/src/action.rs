@@ -162,6 +162,23 @@ impl AgentCall {
         }
     }
 
+    /// Its name in the node API.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            AgentCall::StartReplica { .. } => "StartReplica",
+            AgentCall::StartEngine { .. } => "StartEngine",
+            AgentCall::Grant { .. } => "Grant",
+            AgentCall::UpdateReplicas { .. } => "UpdateReplicas",
+            AgentCall::SetRebuildLimits { .. } => "SetRebuildLimits",
+            AgentCall::FenceReplica { .. } => "FenceReplica",
+            AgentCall::ExpandEngine { .. } => "ExpandEngine",
+            AgentCall::SalvageReplica { .. } => "SalvageReplica",
+            AgentCall::StopInstance { .. } => "StopInstance",
+            AgentCall::DeleteReplica { .. } => "DeleteReplica",
+        }
+    }
+
     /// What it does, in a word.
     #[must_use]
     pub const fn verb(&self) -> &'static str {

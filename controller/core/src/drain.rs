@@ -1,7 +1,7 @@
-//! What is left to do until a drained node has nothing any more: each replica and each engine there, and what it waits
-//! for.
+//! What is left to do until a drained node, or a drained disk, has nothing any more: each replica and each engine there, and
+//! what it waits for.
 //!
-//! Draining is the work of the volumes' reconcilers: a replica on such a node is replaced first, and goes once as many
+//! Draining is the work of the volumes' reconcilers: a replica in such a place is replaced first, and goes once as many
 //! replicas as configured have everything without it. Here is only said how far they are. What no reconciler can go on
 //! with by itself is *held*: somebody has to do something.
 
@@ -9,7 +9,7 @@ use crate::World;
 use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
 
-/// Something that is still on a drained node.
+/// Something that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
     /// The volume.
@@ -22,21 +22,61 @@ pub struct Left {
     pub message: String,
 }
 
-/// Whether everything is to leave the node that the replica is on.
+/// What everything is to leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaves {
+    /// A node.
+    Node,
+    /// A disk; its node stays.
+    Disk,
+}
+
+/// What the replica is to leave, if anything.
+#[must_use]
+pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
+    let node = world.nodes.get(replica.spec.node_id.as_str())?;
+    if node.spec.eviction_requested || node.metadata.is_deleting() {
+        return Some(Leaves::Node);
+    }
+    let disk = node.spec.disks.get(&replica.spec.disk_path)?;
+    disk.eviction_requested.then_some(Leaves::Disk)
+}
+
+/// Whether everything is to leave the node, or the disk, that the replica is on.
 #[must_use]
 pub fn is_evicted(world: &World, replica: &Replica) -> bool {
-    world.nodes.get(replica.spec.node_id.as_str()).is_some_and(|node| node.spec.eviction_requested)
+    leaves(world, replica).is_some()
 }
 
 /// What is left on `node`, by volume.
 #[must_use]
 pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
     let name = node.metadata.name.as_str();
-    let engines = world.volumes.values().filter(|volume| is_attached_to(world, volume, name)).map(of_engine);
-    let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == name);
+    let engines = attached_to(world, name).into_iter().map(of_engine);
+    let here = replicas_on(world, name);
     let mut left: Vec<Left> = engines.chain(here.map(|replica| of_replica(world, agents, replica))).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
+}
+
+/// What is left on one disk of `node`, by volume. Engines are on no disk.
+#[must_use]
+pub fn left_on_disk(world: &World, agents: &Agents, node: &Node, path: &str) -> Vec<Left> {
+    let here = replicas_on(world, &node.metadata.name).filter(|replica| replica.spec.disk_path == path);
+    let mut left: Vec<Left> = here.map(|replica| of_replica(world, agents, replica)).collect();
+    left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
+    left
+}
+
+fn replicas_on<'a>(world: &'a World, node: &str) -> impl Iterator<Item = &'a Replica> {
+    world.replicas.values().filter(move |replica| replica.spec.node_id.as_str() == node)
+}
+
+/// The volumes that have an engine on `node`, or are to have one there.
+#[must_use]
+pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
+    let here = world.volumes.values().filter(|volume| is_attached_to(world, volume, node));
+    here.map(|volume| volume.metadata.name.as_str()).collect()
 }
 
 /// Whether an engine is there, or is to come there.
@@ -48,8 +88,8 @@ fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
     places.into_iter().flatten().any(|place| place.as_str() == node)
 }
 
-fn of_engine(volume: &Volume) -> Left {
-    let name = volume.metadata.name.clone();
+fn of_engine(volume: &str) -> Left {
+    let name = volume.to_owned();
     let message = format!(
         "volume {name} is attached here: move what uses it to another node, or shorthornctl volume detach {name}"
     );
@@ -124,8 +164,9 @@ fn percent_of_copy(agents: &Agents, engine: &Engine, replica: &Replica) -> Optio
     }
 }
 
-/// Whether no other replica, as far as is known, has everything.
-fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
+/// Whether the replica has everything and no other, as far as is known, does.
+#[must_use]
+pub fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
     let has_all = |other: &Replica| {
         let was_first = volume.status.first_members.contains(&other.spec.replica_id);
         let status = &other.status;

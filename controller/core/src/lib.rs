@@ -38,6 +38,7 @@ pub mod csi;
 pub mod discovery;
 pub mod drain;
 mod label;
+pub mod lost_node;
 mod node_name;
 pub mod objects;
 pub mod observed;

@@ -91,6 +91,8 @@ pub struct AgentInfo {
     pub zone: String,
     /// The frontends that it knows.
     pub frontends: Vec<FrontendStatus>,
+    /// The most volumes that CSI lets be attached to its node; 0: any number.
+    pub max_volumes: u32,
 }
 
 /// What an agent says of a disk.

@@ -145,6 +145,47 @@ pub enum RequestError {
     /// No engine has ever opened it.
     #[error("volume {0} was never attached: there is nothing in it to salvage")]
     NeverAttached(String),
+    /// The node is there: it can be drained.
+    #[error(
+        "node {0} answers: shorthornctl node drain {0} has everything leave it; only a node that never comes back is deleted"
+    )]
+    NodeAnswers(String),
+    /// New replicas could still go there.
+    #[error("node {0} is not cordoned: shorthornctl node cordon {0}, so that nothing new goes there")]
+    NodeNotCordoned(String),
+    /// Engines may still run there.
+    #[error(
+        "volumes are attached to node {node}: {volumes}; detach each first (shorthornctl volume detach NAME), which fences its engine"
+    )]
+    NodeHasEngines {
+        /// The node.
+        node: String,
+        /// Which volumes.
+        volumes: String,
+    },
+    /// Data would be lost.
+    #[error(
+        "node {node} has the last replica that has everything of {volumes}; with --force these volumes are lost"
+    )]
+    NodeHasLast {
+        /// The node.
+        node: String,
+        /// Of which volumes.
+        volumes: String,
+    },
+    /// Whoever asks has not confirmed it.
+    #[error("deleting node {0} gives up the replicas on it: confirm it with the name of the node")]
+    NodeNotConfirmed(String),
+    /// The node has as many volumes as it takes.
+    #[error(
+        "node {node} has {max_volumes} volumes attached, which is the most that its agent allows (max_volumes)"
+    )]
+    NodeFull {
+        /// The node.
+        node: String,
+        /// How many it takes.
+        max_volumes: u32,
+    },
     /// Its frontend makes no device.
     #[error("volume {0} has the frontend socket, which makes no device that a node could use")]
     NoDevice(String),
@@ -653,8 +694,10 @@ pub struct SetDisk {
     pub path: String,
     /// All its tags from now on.
     pub tags: Option<Vec<String>>,
-    /// Whether new replicas may go there.
+    /// Whether new replicas may go there. Those that were to leave it stay then, too.
     pub allow_scheduling: Option<bool>,
+    /// Whether everything is to leave it; nothing new comes to it then.
+    pub eviction_requested: Option<bool>,
     /// Bytes that replicas leave to others.
     pub reserved_bytes: Option<u64>,
 }
@@ -671,7 +714,14 @@ impl SetDisk {
         if let Some(tags) = &self.tags {
             disk.tags = labels(tags)?;
         }
-        disk.allow_scheduling = self.allow_scheduling.unwrap_or(disk.allow_scheduling);
+        if let Some(allow) = self.allow_scheduling {
+            disk.allow_scheduling = allow;
+            disk.eviction_requested &= !allow;
+        }
+        if let Some(evict) = self.eviction_requested {
+            disk.eviction_requested = evict;
+            disk.allow_scheduling &= !evict;
+        }
         disk.storage_reserved = self.reserved_bytes.unwrap_or(disk.storage_reserved);
         with_node_spec(world, &self.node, spec)
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use shorthorn_types::{Members, ReplicaId};
 
+use crate::drain::Leaves;
 use crate::objects::{
     Condition, ConditionType, CurrentState, Engine, MemberMode, Replica, Volume, VolumeState,
 };
@@ -118,16 +119,22 @@ impl Teller<'_> {
     /// Replicas that are to leave their nodes, and what that waits for.
     fn tell_drained(&mut self) {
         for replica in self.replicas.clone() {
-            if replica.metadata.is_deleting() || !drain::is_evicted(self.world, replica) {
-                continue;
-            }
+            let leaves = drain::leaves(self.world, replica).filter(|_| !replica.metadata.is_deleting());
+            let Some(leaves) = leaves else { continue };
             let left = drain::of_replica(self.world, self.agents, replica);
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
             let held = if left.held { ", and cannot yet" } else { "" };
             let why = after_colon(&left.message);
-            self.say(format!("Replica {name} is to leave node {node}, which is drained{held}{why}."));
+            let disk = &replica.spec.disk_path;
+            let (place, stay) = match leaves {
+                Leaves::Node => (format!("node {node}"), format!("node uncordon {node}")),
+                Leaves::Disk => {
+                    (format!("disk {disk} of node {node}"), format!("disk uncordon {node} {disk}"))
+                }
+            };
+            self.say(format!("Replica {name} is to leave {place}, which is drained{held}{why}."));
             if left.held {
-                self.hint(format!("To let it stay: shorthornctl node uncordon {node}"));
+                self.hint(format!("To let it stay: shorthornctl {stay}"));
             }
         }
     }

@@ -26,6 +26,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
         data_address: info.data_address,
         zone: info.zone,
         frontends: frontends.collect(),
+        max_volumes: info.max_volumes,
     }
 }
 

@@ -111,6 +111,7 @@ mod tests {
     use shorthorn_controller_core::objects::{Metadata, NodeSpec, NodeStatus};
 
     use super::*;
+    use crate::metrics::Metrics;
     use crate::store::{MemoryStore, Store};
     use crate::work::Queue;
 
@@ -120,7 +121,8 @@ mod tests {
         let metadata = Metadata::new("a", Timestamp::now());
         let store = MemoryStore::new();
         store.put(Node { metadata, spec, status: NodeStatus::default() }.into()).await.unwrap();
-        let fleet = Fleet::new(&BTreeMap::new(), Arc::new(store), Arc::new(Queue::new())).unwrap();
+        let fleet = Fleet::new(&BTreeMap::new(), Arc::new(store), Arc::new(Queue::new()), Metrics::default())
+            .unwrap();
         let node = NodeName::new("a").unwrap();
         assert!(fleet.agents().get(&node).is_some(), "known before anybody decides anything");
     }

@@ -187,6 +187,7 @@ mod tests {
     use shorthorn_types::{ReplicaId, VolumeName};
 
     use super::*;
+    use crate::metrics::Metrics;
     use crate::store::{MemoryStore, Store};
     use crate::work::Queue;
 
@@ -209,7 +210,7 @@ mod tests {
         let metadata = Metadata::new(&key.name, Timestamp::now());
         store.put(Replica { metadata, spec, status }.into()).await.unwrap();
         let known = BTreeMap::from([(node.clone(), "unix:///run/agent.sock".parse().unwrap())]);
-        let fleet = Fleet::new(&known, Arc::new(store), Arc::new(Queue::new())).unwrap();
+        let fleet = Fleet::new(&known, Arc::new(store), Arc::new(Queue::new()), Metrics::default()).unwrap();
         let shown = |attach, allocated_bytes| Instance {
             state: InstanceState::Running,
             message: String::new(),

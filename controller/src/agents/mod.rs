@@ -6,7 +6,7 @@ mod link;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{AgentView, Agents, DiskView};
@@ -22,6 +22,7 @@ use tonic::{Code, Status};
 
 use self::convert::Message;
 use crate::address::{AddressError, ServerUrl};
+use crate::metrics::Metrics;
 use crate::store::Store;
 use crate::work::Queue;
 
@@ -83,6 +84,7 @@ impl From<Status> for CallError {
 pub struct Fleet {
     store: Arc<dyn Store>,
     queue: Arc<Queue>,
+    metrics: Metrics,
     configured: BTreeMap<NodeName, ServerUrl>,
     peers: RwLock<BTreeMap<NodeName, Peer>>,
     agents: RwLock<Agents>,
@@ -112,10 +114,12 @@ impl Fleet {
         nodes: &BTreeMap<NodeName, ServerUrl>,
         store: Arc<dyn Store>,
         queue: Arc<Queue>,
+        metrics: Metrics,
     ) -> Result<Arc<Fleet>, AddressError> {
         let fleet = Fleet {
             store,
             queue,
+            metrics,
             configured: nodes.clone(),
             peers: RwLock::default(),
             agents: RwLock::default(),
@@ -202,7 +206,10 @@ impl Fleet {
         if !self.agents().get(node).is_some_and(AgentView::is_synced) {
             return Err(CallError::OutOfReach(node.clone()));
         }
+        let started = Instant::now();
         let result = self.send(node, call).await;
+        let code = result.as_ref().err().map_or(Code::Ok, CallError::code);
+        self.metrics.called_agent(call.name(), &format!("{code:?}"), started.elapsed());
         self.change(node, |view| {
             match &result {
                 Ok(()) => view.failures.remove(&call.instance()),

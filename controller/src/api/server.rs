@@ -1,6 +1,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
+use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
@@ -250,25 +251,43 @@ impl Controller for Api {
         self.show_node(&wanted.name).map(Response::new)
     }
 
+    async fn delete_node(&self, request: Request<v1::DeleteNodeRequest>) -> Reply<v1::NodeObject> {
+        let v1::DeleteNodeRequest { name, confirm, force } = request.into_inner();
+        // Shown as it was before: it may be gone by the time of the answer.
+        let shown = self.show_node(&name)?;
+        let wanted = DeleteNode { name, confirm, force };
+        tracing::warn!(node = wanted.name, force, "a node is to be given up");
+        self.change(|world| wanted.apply(world, &self.fleet.agents(), Timestamp::now())).await?;
+        Ok(Response::new(v1::NodeObject { deleting: true, ..shown }))
+    }
+
     async fn get_drain(&self, request: Request<v1::GetDrainRequest>) -> Reply<v1::Drain> {
-        let name = request.into_inner().node;
+        let v1::GetDrainRequest { node, disk } = request.into_inner();
         let world = self.store.world();
-        let node = requests::find_node(&world, &name).map_err(|error| status::of_request(&error))?;
-        let left = drain::left(&world, &self.fleet.agents(), node).into_iter();
-        let left = left.map(|left| v1::DrainLeft {
+        let node = requests::find_node(&world, &node).map_err(|error| status::of_request(&error))?;
+        let agents = self.fleet.agents();
+        let (eviction_requested, left) = if disk.is_empty() {
+            (node.spec.eviction_requested, drain::left(&world, &agents, node))
+        } else {
+            let missing = || RequestError::NoDisk { node: node.metadata.name.clone(), path: disk.clone() };
+            let spec = node.spec.disks.get(&disk).ok_or_else(|| status::of_request(&missing()))?;
+            (spec.eviction_requested, drain::left_on_disk(&world, &agents, node, &disk))
+        };
+        let left = left.into_iter().map(|left| v1::DrainLeft {
             volume: left.volume,
             replica: left.replica.unwrap_or_default(),
             held: left.held,
             message: left.message,
         });
         let left = left.collect();
-        Ok(Response::new(v1::Drain { eviction_requested: node.spec.eviction_requested, left }))
+        Ok(Response::new(v1::Drain { eviction_requested, left }))
     }
 
     async fn set_disk(&self, request: Request<v1::SetDiskRequest>) -> Reply<v1::NodeObject> {
-        let v1::SetDiskRequest { node, path, allow_scheduling, tags, reserved_bytes } = request.into_inner();
+        let v1::SetDiskRequest { node, path, allow_scheduling, tags, reserved_bytes, eviction_requested } =
+            request.into_inner();
         let tags = tags.map(|tags| tags.tags);
-        let wanted = SetDisk { node, path, tags, allow_scheduling, reserved_bytes };
+        let wanted = SetDisk { node, path, tags, allow_scheduling, eviction_requested, reserved_bytes };
         self.change(|world| wanted.apply(world)).await?;
         self.show_node(&wanted.node).map(Response::new)
     }

@@ -18,13 +18,14 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::Share(_)
         | RequestError::OtherName { .. }
         | RequestError::NotConfirmed(_)
+        | RequestError::NodeNotConfirmed(_)
         | RequestError::Replicas(_) => Code::InvalidArgument,
         RequestError::NoVolume(_)
         | RequestError::NoNode(_)
         | RequestError::NoReplica { .. }
         | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,
-        RequestError::NoRoom { .. } => Code::ResourceExhausted,
+        RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => Code::ResourceExhausted,
         RequestError::AttachedElsewhere { .. }
         | RequestError::Deleting(_)
         | RequestError::FewerReplicas { .. }
@@ -33,6 +34,10 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::HoldsNothing(_)
         | RequestError::IsAttached(_)
         | RequestError::NoDevice(_)
+        | RequestError::NodeAnswers(_)
+        | RequestError::NodeNotCordoned(_)
+        | RequestError::NodeHasEngines { .. }
+        | RequestError::NodeHasLast { .. }
         | RequestError::NeverAttached(_)
         | RequestError::NotAttached(_) => Code::FailedPrecondition,
     };

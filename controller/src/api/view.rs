@@ -162,6 +162,7 @@ pub(super) fn node(world: &World, agents: &Agents, node: &Node) -> v1::NodeObjec
         tags: texts(&node.spec.tags),
         zone: node.zone().map(ToString::to_string).unwrap_or_default(),
         frontends: usable.map(|frontend| frontend.name.clone()).collect(),
+        deleting: node.metadata.is_deleting(),
     }
 }
 
@@ -188,5 +189,6 @@ fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeD
         tags: spec.map(|spec| texts(&spec.tags)).unwrap_or_default(),
         problem,
         reserved_bytes: spec.map_or(0, |spec| spec.storage_reserved),
+        eviction_requested: spec.is_some_and(|spec| spec.eviction_requested),
     }
 }

@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 
 use clap::Parser;
-use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
+use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs, LogFormat};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::serve::serve;
 use tracing_subscriber::EnvFilter;
@@ -16,11 +16,11 @@ fn main() -> anyhow::Result<()> {
     let config = Config::load(*args)?;
     let filter = EnvFilter::try_new(&config.log)
         .map_err(|error| anyhow::anyhow!("--log {:?} is no filter: {error}", config.log))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(io::stderr().is_terminal())
-        .with_writer(io::stderr)
-        .init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    match config.log_format {
+        LogFormat::Text => log.with_ansi(io::stderr().is_terminal()).init(),
+        LogFormat::Json => log.json().init(),
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(serve(config))?;
     Ok(())

@@ -5,12 +5,15 @@ use std::time::Instant;
 use shorthorn_driver::CsiError;
 use tonic::{Code, Response, Status};
 
+use crate::metrics::Metrics;
+
 /// More of a name is not logged.
 const NAME_MAX_CHARS: usize = 128;
 
 /// A call that is under way; what became of it is logged when this is dropped.
 #[derive(Debug)]
 pub(super) struct Call {
+    metrics: Metrics,
     method: &'static str,
     volume: String,
     node: String,
@@ -21,9 +24,10 @@ pub(super) struct Call {
 
 impl Call {
     /// A call of `method` about a volume and a node, which may be empty.
-    pub(super) fn new(method: &'static str, volume: &str, node: &str) -> Call {
+    pub(super) fn new(metrics: &Metrics, method: &'static str, volume: &str, node: &str) -> Call {
         let short = |name: &str| name.chars().take(NAME_MAX_CHARS).collect();
-        Call { method, volume: short(volume), node: short(node), started: Instant::now(), ended: None }
+        let (metrics, started) = (metrics.clone(), Instant::now());
+        Call { metrics, method, volume: short(volume), node: short(node), started, ended: None }
     }
 
     /// The answer to it.
@@ -42,16 +46,19 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        let Call { method, volume, node, started, ended } = self;
+        let Call { metrics, method, volume, node, started, ended } = self;
         let (volume, node) = (volume.as_str(), node.as_str());
-        let duration_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let (code, error) = match ended {
+        let took = started.elapsed();
+        let code = ended.as_ref().map_or(Code::Cancelled, |(code, _)| *code);
+        metrics.answered_csi(method, &format!("{code:?}"), took);
+        let duration_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        let error = match ended {
             Some((Code::Ok, _)) => {
                 tracing::info!(method, volume, node, code = "Ok", duration_ms, "call");
                 return;
             }
-            Some((code, error)) => (*code, error.as_str()),
-            None => (Code::Cancelled, "the caller has gone"),
+            Some((_, error)) => error.as_str(),
+            None => "the caller has gone",
         };
         tracing::info!(method, volume, node, code = ?code, duration_ms, error, "call");
     }

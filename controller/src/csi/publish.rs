@@ -27,9 +27,14 @@ impl CsiController {
         let volume = arguments::existing_volume_id(&request.volume_id)?;
         let _pass = self.enter(&volume)?;
         let (name, node) = (volume.as_str(), request.node_id.as_str());
-        change(self.store.as_ref(), |world| csi::publish(world, name, node))
-            .await
-            .map_err(IntoCsiError::into_csi_error)?;
+        {
+            // Where volumes are counted, one comes after the other: two never take the last place.
+            let is_limited = csi::max_volumes(&self.store.world(), node).is_some();
+            let _counting = if is_limited { Some(self.counting.lock().await) } else { None };
+            change(self.store.as_ref(), |world| csi::publish(world, name, node))
+                .await
+                .map_err(IntoCsiError::into_csi_error)?;
+        }
         let node = NodeName::new(node).map_err(|error| CsiError::NotFound(error.to_string()))?;
         self.wait(&volume, deadline, |world| has_come(world, &volume, &node)).await??;
         Ok(v1::ControllerPublishVolumeResponse::default())

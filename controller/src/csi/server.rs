@@ -5,13 +5,14 @@ use shorthorn_driver::{CsiError, Gates, Pass, REQUEST_MAX_BYTES};
 use shorthorn_proto::csi::v1;
 use shorthorn_proto::csi::v1::controller_server::{Controller, ControllerServer};
 use shorthorn_types::VolumeName;
-use tokio::sync::watch;
+use tokio::sync::{Mutex, watch};
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::call::Call;
 use super::deadline::wait_limit;
 use crate::agents::Fleet;
+use crate::metrics::Metrics;
 use crate::store::Store;
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -23,9 +24,12 @@ pub struct CsiController {
     pub(super) fleet: Arc<Fleet>,
     /// One call at a time on each volume.
     gates: Gates,
+    /// Held while a volume is counted and given a place on a node that does not take any number.
+    pub(super) counting: Arc<Mutex<()>>,
     /// True once the controller is on its way out: waits end then.
     pub(super) stopping: watch::Receiver<bool>,
     pub(super) settings: Settings,
+    metrics: Metrics,
 }
 
 impl std::fmt::Debug for CsiController {
@@ -42,8 +46,17 @@ impl CsiController {
         fleet: Arc<Fleet>,
         stopping: watch::Receiver<bool>,
         settings: Settings,
+        metrics: Metrics,
     ) -> CsiController {
-        CsiController { store, fleet, gates: Gates::default(), stopping, settings }
+        CsiController {
+            store,
+            fleet,
+            gates: Gates::default(),
+            counting: Arc::default(),
+            stopping,
+            settings,
+            metrics,
+        }
     }
 
     /// As a service of a gRPC server.
@@ -75,7 +88,9 @@ impl Controller for CsiController {
         request: Request<v1::CreateVolumeRequest>,
     ) -> Answer<v1::CreateVolumeResponse> {
         let (request, deadline) = opened(request);
-        Call::new("CreateVolume", &request.name, "").answer(self.create(request, deadline)).await
+        Call::new(&self.metrics, "CreateVolume", &request.name, "")
+            .answer(self.create(request, deadline))
+            .await
     }
 
     async fn delete_volume(
@@ -83,7 +98,9 @@ impl Controller for CsiController {
         request: Request<v1::DeleteVolumeRequest>,
     ) -> Answer<v1::DeleteVolumeResponse> {
         let (request, deadline) = opened(request);
-        Call::new("DeleteVolume", &request.volume_id, "").answer(self.delete(request, deadline)).await
+        Call::new(&self.metrics, "DeleteVolume", &request.volume_id, "")
+            .answer(self.delete(request, deadline))
+            .await
     }
 
     async fn controller_publish_volume(
@@ -91,7 +108,7 @@ impl Controller for CsiController {
         request: Request<v1::ControllerPublishVolumeRequest>,
     ) -> Answer<v1::ControllerPublishVolumeResponse> {
         let (request, deadline) = opened(request);
-        let call = Call::new("ControllerPublishVolume", &request.volume_id, &request.node_id);
+        let call = Call::new(&self.metrics, "ControllerPublishVolume", &request.volume_id, &request.node_id);
         call.answer(self.publish(request, deadline)).await
     }
 
@@ -100,7 +117,8 @@ impl Controller for CsiController {
         request: Request<v1::ControllerUnpublishVolumeRequest>,
     ) -> Answer<v1::ControllerUnpublishVolumeResponse> {
         let (request, deadline) = opened(request);
-        let call = Call::new("ControllerUnpublishVolume", &request.volume_id, &request.node_id);
+        let call =
+            Call::new(&self.metrics, "ControllerUnpublishVolume", &request.volume_id, &request.node_id);
         call.answer(self.unpublish(request, deadline)).await
     }
 
@@ -109,7 +127,7 @@ impl Controller for CsiController {
         request: Request<v1::ValidateVolumeCapabilitiesRequest>,
     ) -> Answer<v1::ValidateVolumeCapabilitiesResponse> {
         let request = request.into_inner();
-        let call = Call::new("ValidateVolumeCapabilities", &request.volume_id, "");
+        let call = Call::new(&self.metrics, "ValidateVolumeCapabilities", &request.volume_id, "");
         call.answer(async { self.validate(request) }).await
     }
 
@@ -117,21 +135,23 @@ impl Controller for CsiController {
         &self,
         request: Request<v1::ListVolumesRequest>,
     ) -> Answer<v1::ListVolumesResponse> {
-        Call::new("ListVolumes", "", "").answer(async { self.list(request.get_ref()) }).await
+        Call::new(&self.metrics, "ListVolumes", "", "").answer(async { self.list(request.get_ref()) }).await
     }
 
     async fn get_capacity(
         &self,
         request: Request<v1::GetCapacityRequest>,
     ) -> Answer<v1::GetCapacityResponse> {
-        Call::new("GetCapacity", "", "").answer(async { self.capacity(request.into_inner()) }).await
+        Call::new(&self.metrics, "GetCapacity", "", "")
+            .answer(async { self.capacity(request.into_inner()) })
+            .await
     }
 
     async fn controller_get_volume(
         &self,
         request: Request<v1::ControllerGetVolumeRequest>,
     ) -> Answer<v1::ControllerGetVolumeResponse> {
-        let call = Call::new("ControllerGetVolume", &request.get_ref().volume_id, "");
+        let call = Call::new(&self.metrics, "ControllerGetVolume", &request.get_ref().volume_id, "");
         call.answer(async { self.get(request.get_ref()) }).await
     }
 
@@ -140,7 +160,7 @@ impl Controller for CsiController {
         request: Request<v1::ControllerExpandVolumeRequest>,
     ) -> Answer<v1::ControllerExpandVolumeResponse> {
         let (request, deadline) = opened(request);
-        let call = Call::new("ControllerExpandVolume", &request.volume_id, "");
+        let call = Call::new(&self.metrics, "ControllerExpandVolume", &request.volume_id, "");
         call.answer(self.expand(request, deadline)).await
     }
 

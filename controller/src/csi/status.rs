@@ -31,9 +31,13 @@ impl IntoCsiError for RequestError {
             | RequestError::HoldsNothing(_)
             | RequestError::IsServed(_)
             | RequestError::IsAttached(_)
+            | RequestError::NodeAnswers(_)
+            | RequestError::NodeNotCordoned(_)
+            | RequestError::NodeHasEngines { .. }
+            | RequestError::NodeHasLast { .. }
             | RequestError::NeverAttached(_)
             | RequestError::NotAttached(_) => CsiError::Precondition(message),
-            RequestError::NoRoom { .. } => CsiError::Exhausted(message),
+            RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => CsiError::Exhausted(message),
             RequestError::Size(_) => CsiError::OutOfRange(message),
             RequestError::Frontend(_)
             | RequestError::Label(_)
@@ -43,6 +47,7 @@ impl IntoCsiError for RequestError {
             | RequestError::Share(_)
             | RequestError::NoDevice(_)
             | RequestError::OtherName { .. }
+            | RequestError::NodeNotConfirmed(_)
             | RequestError::NotConfirmed(_) => CsiError::Invalid(message),
         }
     }

@@ -280,6 +280,19 @@ pub enum NodeCommand {
         /// Name of the node
         name: String,
     },
+    /// Gives up a node that never comes back: its replicas are forgotten as their volumes go on without them. One that
+    /// answers is drained instead
+    #[command(visible_alias = "rm")]
+    Delete {
+        /// Name of the node
+        name: String,
+        /// Does not ask
+        #[arg(long, short)]
+        yes: bool,
+        /// Also where it is not cordoned, or has the last replica of volumes: those are lost
+        #[arg(long)]
+        force: bool,
+    },
     /// Says which tags a node has and what fails together with it
     Set {
         /// Name of the node
@@ -324,6 +337,27 @@ pub enum DiskCommand {
         /// The node
         node: String,
         /// The directory there, on a mounted file system; absolute
+        path: String,
+    },
+    /// Has everything leave a disk, and waits until it is empty: its replicas are replaced on other disks or nodes, then they
+    /// go. Uncordon ends that
+    Drain {
+        /// The node
+        node: String,
+        /// The directory there
+        path: String,
+        /// Returns as soon as the controller knows; it goes on by itself
+        #[arg(long)]
+        no_wait: bool,
+        /// Seconds to wait at most; the controller goes on by itself
+        #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
+        timeout: Duration,
+    },
+    /// Allows new replicas on a disk again; those that were to leave it stay
+    Uncordon {
+        /// The node
+        node: String,
+        /// The directory there
         path: String,
     },
     /// Says which tags a disk has, what replicas leave to others there, and whether it gets new ones

@@ -9,7 +9,7 @@ use super::args::{
     VolumeCommand, WaitArgs,
 };
 use super::error::CtlError;
-use super::wait::{Goal, drained, wait};
+use super::wait::{Drained, Goal, drained, wait};
 use super::{confirm, output};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
@@ -248,6 +248,7 @@ impl Session {
                 address: Some(address.0.to_string()),
                 ..v1::SetNodeRequest::default()
             },
+            NodeCommand::Delete { name, yes, force } => return self.delete_node(name, yes, force).await,
             NodeCommand::Cordon { name } => allow(name, false),
             NodeCommand::Uncordon { name } => allow(name, true),
             NodeCommand::Set { name, tags, zone } => {
@@ -258,6 +259,15 @@ impl Session {
         output::node(self.format, node)
     }
 
+    async fn delete_node(&mut self, name: String, yes: bool, force: bool) -> Result<String, CtlError> {
+        if !yes {
+            confirm::node_deletion(&name, force)?;
+        }
+        let request = v1::DeleteNodeRequest { name: name.clone(), confirm: name, force };
+        let node = self.client.delete_node(limited(request)).await.map_err(self.error())?.into_inner();
+        output::node(self.format, node)
+    }
+
     async fn drain(&mut self, name: String, no_wait: bool, limit: Duration) -> Result<String, CtlError> {
         let request = v1::SetNodeRequest {
             name: name.clone(),
@@ -265,24 +275,54 @@ impl Session {
             ..v1::SetNodeRequest::default()
         };
         self.client.set_node(limited(request)).await.map_err(self.error())?;
-        let drain = if no_wait {
-            let request = limited(v1::GetDrainRequest { node: name.clone() });
-            self.client.get_drain(request).await.map_err(self.error())?.into_inner()
-        } else {
-            drained(&mut self.client, &self.server, &name, limit).await?
+        self.drained(&Drained { node: name, disk: None }, no_wait, limit).await
+    }
+
+    async fn drain_disk(
+        &mut self,
+        node: String,
+        path: String,
+        no_wait: bool,
+        limit: Duration,
+    ) -> Result<String, CtlError> {
+        let request = v1::SetDiskRequest {
+            node: node.clone(),
+            path: path.clone(),
+            eviction_requested: Some(true),
+            ..v1::SetDiskRequest::default()
         };
-        output::drain(self.format, &name, drain)
+        self.client.set_disk(limited(request)).await.map_err(self.error())?;
+        self.drained(&Drained { node, disk: Some(path) }, no_wait, limit).await
+    }
+
+    async fn drained(&mut self, place: &Drained, no_wait: bool, limit: Duration) -> Result<String, CtlError> {
+        let drain = if no_wait {
+            self.client.get_drain(limited(place.request())).await.map_err(self.error())?.into_inner()
+        } else {
+            drained(&mut self.client, &self.server, place, limit).await?
+        };
+        output::drain(self.format, place, drain)
     }
 
     async fn disk(&mut self, command: DiskCommand) -> Result<String, CtlError> {
         let request = match command {
             DiskCommand::Add { node, path } => return self.add_disk(node, path).await,
+            DiskCommand::Drain { node, path, no_wait, timeout } => {
+                return self.drain_disk(node, path, no_wait, timeout).await;
+            }
+            DiskCommand::Uncordon { node, path } => v1::SetDiskRequest {
+                node,
+                path,
+                allow_scheduling: Some(true),
+                ..v1::SetDiskRequest::default()
+            },
             DiskCommand::Set { node, path, tags, reserved, scheduling } => v1::SetDiskRequest {
                 node,
                 path,
                 allow_scheduling: scheduling,
                 tags: tags.map(of_tags),
                 reserved_bytes: reserved.map(|size| size.0),
+                eviction_requested: None,
             },
         };
         let node = self.client.set_disk(limited(request)).await.map_err(self.error())?.into_inner();

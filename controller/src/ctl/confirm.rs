@@ -16,8 +16,16 @@ pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
     typed(volume, &refusal, &format!("Make replica {replica} all that there is of volume {volume}?"))
 }
 
-/// Has the name of the volume typed.
-fn typed(volume: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
+/// Asks on a terminal whether a node never comes back.
+pub(super) fn node_deletion(node: &str, force: bool) -> Result<(), CtlError> {
+    let refusal =
+        format!("deleting node {node} gives up the replicas on it: say --yes where nobody can be asked");
+    let loss = if force { ", and lose the volumes whose last replica it has" } else { "" };
+    typed(node, &refusal, &format!("Give up node {node} for good{loss}?"))
+}
+
+/// Has the name of the volume, or of the node, typed.
+fn typed(name: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
     let (input, mut output) = (std::io::stdin(), std::io::stderr());
     if !input.is_terminal() || !output.is_terminal() {
         return Err(CtlError::NotConfirmed(refusal.to_owned()));
@@ -27,8 +35,8 @@ fn typed(volume: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
     output.flush().map_err(failed)?;
     let mut answer = String::new();
     input.lock().read_line(&mut answer).map_err(failed)?;
-    if answer.trim() == volume {
+    if answer.trim() == name {
         return Ok(());
     }
-    Err(CtlError::NotConfirmed(format!("nothing was done to volume {volume}")))
+    Err(CtlError::NotConfirmed(format!("nothing was done to {name}")))
 }

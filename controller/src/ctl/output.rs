@@ -12,6 +12,7 @@ use super::size::human;
 use super::view::{
     DrainView, ExplanationView, InspectionView, NodeView, ReplicaView, UpgradeView, VolumeView,
 };
+use super::wait::Drained;
 
 /// Writes `text` and ends its last line. A reader that went away (`| head`) has what it wanted.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -294,21 +295,21 @@ pub(super) fn nodes(format: Format, nodes: Vec<v1::NodeObject>) -> Result<String
     Ok(node_table(nodes))
 }
 
-/// What is left on a drained node.
-pub(super) fn drain(format: Format, node: &str, drain: v1::Drain) -> Result<String, CtlError> {
+/// What is left on a drained node or disk.
+pub(super) fn drain(format: Format, place: &Drained, drain: v1::Drain) -> Result<String, CtlError> {
     if format != Format::Table {
         return for_programs(format, &DrainView::from(drain));
     }
     if drain.left.is_empty() {
-        return Ok(format!("node {node} is drained: nothing is left on it"));
+        return Ok(format!("{place} is drained: nothing is left on it"));
     }
-    Ok(drain_left(node, &drain.left))
+    Ok(drain_left(place, &drain.left))
 }
 
 /// The same in words.
-pub(super) fn drain_left(node: &str, left: &[v1::DrainLeft]) -> String {
+pub(super) fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
     let held = left.iter().filter(|left| left.held).count();
-    let mut text = format!("{} left on node {node}, {held} of them held:", left.len());
+    let mut text = format!("{} left on {place}, {held} of them held:", left.len());
     for left in left {
         let what = if left.replica.is_empty() {
             format!("engine of volume {}", left.volume)
@@ -337,7 +338,10 @@ fn node_table(nodes: Vec<v1::NodeObject>) -> String {
         let ready = node.conditions.iter().find(|condition| condition.r#type == "Ready");
         let word = ready.map_or("unknown", |ready| if ready.status { "yes" } else { "no" });
         let mut message = ready.map(|ready| ready.message.clone()).unwrap_or_default();
-        if message.is_empty() && !node.allow_scheduling {
+        if node.deleting {
+            let left = if message.is_empty() { String::new() } else { format!(": {message}") };
+            message = format!("given up{left}");
+        } else if message.is_empty() && !node.allow_scheduling {
             message = if node.eviction_requested { "drained" } else { "cordoned" }.to_owned();
         }
         let first = [node.name.clone(), word.to_owned(), dash(node.frontends.join(" "))];
@@ -352,7 +356,12 @@ fn node_table(nodes: Vec<v1::NodeObject>) -> String {
             continue;
         }
         for disk in node.disks {
-            let said = [message.as_str(), disk.problem.as_str()];
+            let closed = match (disk.eviction_requested, disk.allow_scheduling) {
+                (true, _) => "drained disk",
+                (false, false) => "closed disk",
+                (false, true) => "",
+            };
+            let said = [message.as_str(), closed, disk.problem.as_str()];
             let said: Vec<&str> = said.into_iter().filter(|text| !text.is_empty()).collect();
             let rest = [
                 disk.path,

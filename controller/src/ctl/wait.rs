@@ -1,5 +1,6 @@
 //! Waits until a volume is where it should be.
 
+use std::fmt;
 use std::io::IsTerminal;
 use std::time::Duration;
 
@@ -126,19 +127,52 @@ pub(super) async fn wait(
     }
 }
 
-/// Waits until nothing is left on a drained node. Where all that is left is held for a while, nothing but the operator
+/// What is drained.
+#[derive(Clone, Debug)]
+pub(super) struct Drained {
+    /// The node.
+    pub(super) node: String,
+    /// One disk of it; none: all of it.
+    pub(super) disk: Option<String>,
+}
+
+impl Drained {
+    /// Asks what is left there.
+    pub(super) fn request(&self) -> v1::GetDrainRequest {
+        v1::GetDrainRequest { node: self.node.clone(), disk: self.disk.clone().unwrap_or_default() }
+    }
+
+    /// What ends it.
+    fn uncordon(&self) -> String {
+        match &self.disk {
+            None => format!("shorthornctl node uncordon {}", self.node),
+            Some(path) => format!("shorthornctl disk uncordon {} {path}", self.node),
+        }
+    }
+}
+
+impl fmt::Display for Drained {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.disk {
+            None => write!(f, "node {}", self.node),
+            Some(path) => write!(f, "disk {path} of node {}", self.node),
+        }
+    }
+}
+
+/// Waits until nothing is left on a drained node or disk. Where all that is left is held for a while, nothing but the operator
 /// brings it further.
 pub(super) async fn drained(
     client: &mut ControllerClient<Channel>,
     server: &str,
-    node: &str,
+    place: &Drained,
     limit: Duration,
 ) -> Result<v1::Drain, CtlError> {
     let deadline = Instant::now() + limit;
     let progress = Progress::start();
     let mut held_since = None;
     loop {
-        let mut request = tonic::Request::new(v1::GetDrainRequest { node: node.to_owned() });
+        let mut request = tonic::Request::new(place.request());
         request.set_timeout(DRAIN_CALL_LIMIT);
         let left = match client.get_drain(request).await {
             Ok(drain) => {
@@ -147,12 +181,12 @@ pub(super) async fn drained(
                     return Ok(drain);
                 }
                 if !drain.eviction_requested {
-                    let message = format!("node {node} is no longer drained: somebody has uncordoned it");
+                    let message = format!("{place} is no longer drained: somebody has uncordoned it");
                     return Err(CtlError::Refused(message));
                 }
                 let held = drain.left.iter().all(|left| left.held);
                 held_since = held.then(|| held_since.unwrap_or_else(Instant::now));
-                drain_left(node, &drain.left)
+                drain_left(place, &drain.left)
             }
             // A controller that restarts comes back.
             Err(error) if is_unreachable(&error) && Instant::now() < deadline => error.message().to_owned(),
@@ -161,7 +195,8 @@ pub(super) async fn drained(
         progress.say(left.lines().next().unwrap_or_default());
         if held_since.is_some_and(|since| since.elapsed() >= HELD_LIMIT) {
             return Err(CtlError::Refused(format!(
-                "{left}\nThe controller goes on as soon as that can be; shorthornctl node uncordon {node} gives it up"
+                "{left}\nThe controller goes on as soon as that can be; {} gives it up",
+                place.uncordon()
             )));
         }
         if timeout_at(deadline, sleep(DRAIN_POLL)).await.is_err() {

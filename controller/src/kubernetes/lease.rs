@@ -74,8 +74,13 @@ fn holder(lease: &Lease) -> &str {
 }
 
 impl Leadership {
-    /// Waits until this controller holds the lease, however long that takes.
-    pub async fn acquire(client: Client, namespace: &str, identity: &str) -> Leadership {
+    /// Waits until this controller holds the lease, however long that takes; `told` hears what became of every look.
+    pub async fn acquire(
+        client: Client,
+        namespace: &str,
+        identity: &str,
+        told: impl Fn(Option<&CallError>),
+    ) -> Leadership {
         let leases: Api<Lease> = Api::namespaced(client, namespace);
         let mut seen: Option<Sighting> = None;
         loop {
@@ -84,8 +89,11 @@ impl Leadership {
                     tracing::info!(identity, "leading");
                     return Leadership { leases, identity: identity.to_owned(), held, renewed };
                 }
-                Ok(None) => {}
-                Err(error) => tracing::warn!(%error, "cannot ask for the lease"),
+                Ok(None) => told(None),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot ask for the lease");
+                    told(Some(&error));
+                }
             }
             tokio::time::sleep(LOOK_AGAIN).await;
         }

@@ -4,6 +4,7 @@ mod execute;
 mod queue;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use shorthorn_controller_core::objects::Key;
 use shorthorn_controller_core::reconcile::{Context, Settings, concerned, gives_space_away, reconcile};
@@ -15,10 +16,11 @@ use tokio::task::JoinSet;
 
 use crate::agents::Fleet;
 use crate::kubernetes::events::Events;
+use crate::metrics::Metrics;
 use crate::store::{Store, StoreError};
 
 pub(crate) use queue::backoff;
-pub use queue::{Outcome, Queue};
+pub use queue::{Depth, Outcome, Queue};
 
 /// How many objects are worked on at once. Calls to agents can take long, and one must not hold up all.
 const RUNS_MAX: usize = 64;
@@ -35,6 +37,7 @@ pub struct Worker {
     /// Where people hear of what happens, beside the log.
     events: Option<Events>,
     settings: Settings,
+    metrics: Metrics,
 }
 
 impl std::fmt::Debug for Worker {
@@ -53,8 +56,9 @@ impl Worker {
         broken: mpsc::Sender<StoreError>,
         events: Option<Events>,
         settings: Settings,
+        metrics: Metrics,
     ) -> Arc<Worker> {
-        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, events, settings })
+        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, events, settings, metrics })
     }
 
     /// Works until it is dropped. Whatever is under way then is cut off between two actions, or within a
@@ -89,6 +93,7 @@ impl Worker {
     async fn one(self: Arc<Worker>, key: Key) {
         let gives = gives_space_away(&self.store.world(), &key);
         let placing = if gives { Some(self.placing.lock().await) } else { None };
+        let started = Instant::now();
         let outcome = match self.decide(&key) {
             Ok(decision) => self.carry_out(&key, decision).await,
             Err(error) => {
@@ -97,6 +102,7 @@ impl Worker {
             }
         };
         drop(placing);
+        self.metrics.reconciled(key.kind, outcome != Outcome::Failed, started.elapsed());
         self.queue.done(&key, outcome);
     }
 

@@ -42,6 +42,17 @@ pub enum Outcome {
     Failed,
 }
 
+/// How many objects are in which part of the queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Depth {
+    /// They wait for a worker.
+    pub ready: usize,
+    /// They are being worked on.
+    pub active: usize,
+    /// They are looked at again at a time that is known.
+    pub timed: usize,
+}
+
 impl Queue {
     /// An empty queue.
     #[must_use]
@@ -51,6 +62,12 @@ impl Queue {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many objects are in which part of it.
+    pub fn depth(&self) -> Depth {
+        let state = self.state();
+        Depth { ready: state.ready.len(), active: state.active.len(), timed: state.timers.len() }
     }
 
     /// Has the objects looked at soon.
@@ -171,10 +188,12 @@ mod tests {
     async fn hands_each_object_out_once_at_a_time() {
         let queue = Queue::new();
         queue.add([key("a"), key("a"), key("b")]);
+        assert_eq!(queue.depth(), Depth { ready: 2, active: 0, timed: 0 });
         assert_eq!(queue.next().await, key("a"));
         queue.add([key("a"), key("a")]);
         assert_eq!(queue.next().await, key("b"));
         assert!(tokio::time::timeout(Duration::from_secs(60), queue.next()).await.is_err());
+        assert_eq!(queue.depth(), Depth { ready: 0, active: 2, timed: 0 });
         queue.done(&key("a"), Outcome::Done(None));
         assert_eq!(queue.next().await, key("a"));
         queue.done(&key("a"), Outcome::Done(None));

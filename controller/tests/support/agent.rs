@@ -271,6 +271,7 @@ impl Node for FakeAgent {
             version: "0.0.1".to_owned(),
             data_address: "127.0.0.1".to_owned(),
             zone: String::new(),
+            max_volumes: 0,
             frontends: vec![v1::FrontendInfo {
                 name: "ublk".to_owned(),
                 usable: true,

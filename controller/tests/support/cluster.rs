@@ -1,10 +1,12 @@
 //! The real controller and the real shorthornctl around agents in memory.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use shorthorn_testkit::metrics::own_address;
 use tokio::net::UnixDatagram;
 use tokio::process::{Child, Command};
 use tokio::task::JoinHandle;
@@ -20,6 +22,8 @@ pub struct Cluster {
     pub directory: tempfile::TempDir,
     pub agents: Vec<FakeAgent>,
     pub truth: Arc<Mutex<Truth>>,
+    /// Where the controller serves metrics and health.
+    pub metrics: SocketAddr,
     serving: Vec<JoinHandle<()>>,
     controller: Option<Child>,
     /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
@@ -34,6 +38,7 @@ impl Cluster {
             directory: tempfile::tempdir().unwrap(),
             agents: nodes.iter().map(|name| FakeAgent::new(name, Arc::clone(&truth))).collect(),
             truth,
+            metrics: own_address(),
             serving: Vec::new(),
             controller: None,
             replace_after_s: 600,
@@ -64,6 +69,7 @@ impl Cluster {
             command.args(["--node", &url]);
         }
         command.args(["--csi-listen", &format!("unix://{}", self.path("csi.sock").display())]);
+        command.args(["--metrics-listen", &self.metrics.to_string()]);
         command.args(["--replica-replace-after-s", &self.replace_after_s.to_string()]);
         command.stdin(Stdio::null()).kill_on_drop(true);
         command

@@ -10,7 +10,8 @@ mod volumes;
 mod watch;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -45,6 +46,27 @@ pub struct Driver {
     finder: Finder,
     inherited: Inherited,
     volumes: Arc<Attached>,
+    state: Arc<DriverState>,
+}
+
+/// How the driver stands with kubelet.
+#[derive(Debug, Default)]
+pub struct DriverState {
+    /// Whether kubelet has registered it, as far as kubelet has said.
+    pub registered: Arc<AtomicBool>,
+    /// Why it cannot be served where kubelet is; none: it can, or nobody is there to use it.
+    problem: Mutex<Option<String>>,
+}
+
+impl DriverState {
+    fn is(&self, problem: Option<String>) {
+        *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+
+    /// Why it cannot be served, if so.
+    pub fn problem(&self) -> Option<String> {
+        self.problem.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 /// Where kubelet looks.
@@ -87,7 +109,13 @@ impl Driver {
         }
         let volumes = Arc::new(Attached::new(Arc::clone(table), config.device_dir.clone()));
         let finder = Finder::new(config.kubelet_root.clone());
-        Ok(Some(Driver { config: Arc::clone(config), finder, inherited, volumes }))
+        let state = Arc::default();
+        Ok(Some(Driver { config: Arc::clone(config), finder, inherited, volumes, state }))
+    }
+
+    /// How it stands with kubelet, from now on.
+    pub fn state(&self) -> Arc<DriverState> {
+        Arc::clone(&self.state)
     }
 
     /// Serves wherever kubelet is, until the agent stops and the calls that are under way then are answered.
@@ -105,12 +133,15 @@ impl Driver {
                         tracing::info!("no kubelet on this host yet: the CSI driver waits for it");
                     }
                     waits = true;
+                    self.state.is(None);
+                    self.state.registered.store(false, Ordering::Relaxed);
                     change.comes().await;
                     continue;
                 };
                 waits = false;
                 if let Err(error) = self.serve_in(&root, &stopping).await {
                     tracing::error!(root = %root.display(), "the CSI driver cannot be served; trying again: {error:#}");
+                    self.state.is(Some(format!("{error:#}")));
                     tokio::time::sleep(RETRY).await;
                 }
             }
@@ -142,9 +173,11 @@ impl Driver {
         let registration = registration.map_or_else(|| Socket::bind(&paths.registration), Ok);
         let registration = registration.with_context(|| paths.registration.display().to_string())?;
         let (listener, registration) = registration.split();
-        let service = RegistrationService::new(DRIVER_NAME, &paths.csi).server();
+        let service =
+            RegistrationService::new(DRIVER_NAME, &paths.csi, Arc::clone(&self.state.registered)).server();
         let _registration = Serving::start(server().add_service(service), listener, stopping);
         tracing::info!(csi = %paths.csi.display(), registration = %paths.registration.display(), "CSI is served");
+        self.state.is(None);
         loop {
             let change = Change::of(&[&paths.csi, &paths.registration].map(Clone::clone));
             if !csi.is_there() || !registration.is_there() {

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use shorthorn_control::{Command, Status};
+use shorthorn_control::{Command, IoCounters, Status};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
@@ -28,6 +28,20 @@ pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
         stream.write_all(&line).await
     };
     timeout(ORDER_LIMIT, sent).await.map_err(io::Error::from)?
+}
+
+/// What an engine has done for whoever uses its device. The caller limits how long that may take.
+///
+/// # Errors
+/// Nobody listens there, or it is an engine from before there were counters.
+pub async fn io_counters(control: &Path) -> io::Result<IoCounters> {
+    let mut stream = UnixStream::connect(control).await?;
+    let mut line = serde_json::to_vec(&Command::Io)?;
+    line.push(b'\n');
+    stream.write_all(&line).await?;
+    line.clear();
+    BufReader::new(stream).take(LINE_MAX_BYTES).read_until(b'\n', &mut line).await?;
+    Ok(serde_json::from_slice(&line)?)
 }
 
 /// Gives every status to `take`, and `None` when the process cannot be asked any more; for ever.

@@ -19,6 +19,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 pub use backend::{Backend, BackendError};
 pub use children::Children;
+pub use control_watch::io_counters;
 pub use hub::{Hub, StartOptions};
 pub use places::Places;
 pub use process::{Phase, Process};

@@ -1,11 +1,13 @@
 //! What is known of the instances of this node, and who is told when that changes.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shorthorn_control::Status;
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::instance_event::Type;
+use shorthorn_types::VolumeName;
 use tokio::sync::broadcast;
 use tokio::task::JoinHandle;
 
@@ -86,6 +88,18 @@ impl Table {
     /// An instance as the node API shows it.
     pub fn published(&self, id: &InstanceId) -> Option<v1::Instance> {
         self.lock().entries.get(id).map(|entry| entry.published.clone())
+    }
+
+    /// The engines that have a process, each with its control socket.
+    pub fn engines(&self) -> Vec<(VolumeName, PathBuf)> {
+        let inner = self.lock();
+        let living = inner.entries.values().filter(|entry| entry.process.pid.is_some());
+        living
+            .filter_map(|entry| match &entry.spec {
+                Spec::Engine(spec) => Some((spec.volume.clone(), spec.control_socket.clone())),
+                Spec::Replica(_) => None,
+            })
+            .collect()
     }
 
     /// The ports of all instances but one.

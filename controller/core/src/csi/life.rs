@@ -132,8 +132,34 @@ pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, 
     // It may be on its way from there: until then its engine may write.
     match holder(volume).filter(|holder| holder.as_str() != node && !volume.metadata.is_deleting()) {
         Some(holder) => Err(elsewhere(volume, holder)),
-        None => requests::attach(world, name, node),
+        None => {
+            let change = requests::attach(world, name, node)?;
+            match &change {
+                Change::Store(_) => check_room(world, name, node).map(|()| change),
+                Change::AlreadySo(_) => Ok(change),
+            }
+        }
     }
+}
+
+/// Whether the agent of the node lets one more volume be attached there.
+fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError> {
+    let Some(max_volumes) = max_volumes(world, node) else { return Ok(()) };
+    let others = world.volumes.values().filter(|volume| volume.metadata.name != name);
+    let is_there = |volume: &&Volume| {
+        let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.metadata.is_deleting());
+        wanted.or_else(|| holder(volume)).is_some_and(|place| place.as_str() == node)
+    };
+    if others.filter(is_there).count() < max_volumes as usize {
+        return Ok(());
+    }
+    Err(RequestError::NodeFull { node: node.to_owned(), max_volumes })
+}
+
+/// The most volumes that may be attached to the node; none: any number.
+#[must_use]
+pub fn max_volumes(world: &World, node: &str) -> Option<u32> {
+    world.nodes.get(node).map(|node| node.status.max_volumes).filter(|max_volumes| *max_volumes > 0)
 }
 
 fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {

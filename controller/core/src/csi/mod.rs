@@ -9,7 +9,7 @@ mod parameters;
 mod size;
 
 pub use life::{
-    NewVolume, Placement, SizedError, delete, expand, is_away, is_published, placement, publish,
+    NewVolume, Placement, SizedError, delete, expand, is_away, is_published, max_volumes, placement, publish,
     published_node, undo, unpublish, waits_for,
 };
 pub use name::{CsiNameError, MAX_NAME_BYTES, volume_name};

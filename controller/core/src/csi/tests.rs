@@ -208,6 +208,34 @@ fn a_volume_without_a_device_cannot_be_published() {
 }
 
 #[test]
+fn a_node_takes_as_many_volumes_as_its_agent_says() {
+    let mut world = world();
+    made(&mut world, &wanted("v", 4096, 0));
+    made(&mut world, &wanted("w", 4096, 0));
+    let mut node = world.nodes["a"].clone();
+    node.status.max_volumes = 1;
+    world.insert(node.into());
+    assert_eq!((max_volumes(&world, "a"), max_volumes(&world, "b")), (Some(1), None));
+    let volume = stored(publish(&world, "w", "a").unwrap());
+    world.insert(volume.into());
+    let full = || Err(RequestError::NodeFull { node: "a".to_owned(), max_volumes: 1 });
+    assert_eq!(publish(&world, "v", "a"), full());
+    assert!(publish(&world, "v", "b").is_ok(), "the other node has no limit");
+    assert!(matches!(publish(&world, "w", "a"), Ok(Change::AlreadySo(_))), "it is there already");
+    // One that is leaving, or is being deleted, takes a place until it is gone.
+    let mut leaving = world.volumes["w"].clone();
+    leaving.spec.node_id = None;
+    leaving.status.state = VolumeState::Detaching;
+    leaving.status.current_node_id = Some(node_name("a"));
+    world.insert(leaving.clone().into());
+    assert_eq!(publish(&world, "v", "a"), full());
+    leaving.status.state = VolumeState::Detached;
+    leaving.status.current_node_id = None;
+    world.insert(leaving.into());
+    assert!(publish(&world, "v", "a").is_ok());
+}
+
+#[test]
 fn growing_remembers_what_there_really_is() {
     let mut world = world();
     made(&mut world, &wanted("v", 4096, 0));

@@ -6,8 +6,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    CurrentState, DesireState, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata, NodeSpec,
-    NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    CurrentState, DesireState, DiskSpec, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata,
+    NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{NodeName, Timestamp};
@@ -148,6 +148,33 @@ fn a_detached_volume_holds_and_says_when_nobody_else_has_its_data() {
     world.insert(behind.into());
     world.insert(replica(2, "b").into());
     assert!(!only(&world).1.contains("nobody else"));
+}
+
+#[test]
+fn a_disk_is_drained_without_its_node() {
+    let mut world = world();
+    let mut node = world.nodes["a"].clone();
+    node.spec.eviction_requested = false;
+    let drained = DiskSpec { eviction_requested: true, ..DiskSpec::of_new(1 << 40) };
+    node.spec.disks =
+        [("/disk".to_owned(), drained), ("/other".to_owned(), DiskSpec::of_new(1 << 40))].into();
+    world.insert(node.clone().into());
+    let mut other = replica(3, "a");
+    other.spec.disk_path = "/other".to_owned();
+    world.insert(other.clone().into());
+    assert_eq!(leaves(&world, &replica(1, "a")), Some(Leaves::Disk));
+    assert_eq!(leaves(&world, &other), None);
+    assert_eq!(leaves(&world, &replica(2, "b")), None);
+    let left = |path: &str| left_on_disk(&world, &Agents::default(), &node, path);
+    assert_eq!(left("/disk").len(), 1);
+    assert!(
+        left("/disk")[0].message.contains("v-00000003 on node a is being brought up"),
+        "{:?}",
+        left("/disk")
+    );
+    node.spec.eviction_requested = true;
+    world.insert(node.into());
+    assert_eq!(leaves(&world, &other), Some(Leaves::Node));
 }
 
 #[test]

@@ -71,6 +71,9 @@ pub struct DiskSpec {
     /// Whether new replicas may go there.
     #[serde(default = "yes")]
     pub allow_scheduling: bool,
+    /// Whether everything is to leave it: its replicas are replaced elsewhere, then they go.
+    #[serde(default)]
+    pub eviction_requested: bool,
     /// Bytes that replicas leave to others.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
@@ -93,6 +96,9 @@ pub struct NodeStatus {
     /// Where other nodes reach its replicas; empty: they cannot.
     #[serde(default)]
     pub data_address: String,
+    /// The most volumes that CSI lets be attached to it; 0: any number.
+    #[serde(default)]
+    pub max_volumes: u32,
     /// What fails together with it, as its agent is configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
@@ -159,7 +165,7 @@ impl DiskSpec {
     #[must_use]
     pub fn of_new(total_bytes: u64) -> DiskSpec {
         let storage_reserved = total_bytes / 100 * RESERVED_PERCENT;
-        DiskSpec { allow_scheduling: true, storage_reserved, tags: Labels::new() }
+        DiskSpec { allow_scheduling: true, eviction_requested: false, storage_reserved, tags: Labels::new() }
     }
 }
 

@@ -13,7 +13,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use crate::objects::{Key, Kind, Robustness, Volume, VolumeState};
 use crate::observed::{AgentView, Agents, Link};
 use crate::scheduler::Limits;
-use crate::{Decision, NodeName, Timestamp, World, drain};
+use crate::{Decision, NodeName, Timestamp, World, drain, lost_node};
 
 /// How long an agent may be out of reach before what is on its node counts as unknown. Longer than a
 /// restart of the agent or of the controller takes.
@@ -34,6 +34,8 @@ pub const GRANT_CHECK: Duration = Duration::from_secs(1);
 pub const SPACE_CHECK: Duration = Duration::from_secs(60);
 /// How long a replica may be away before it is replaced, unless something else is configured.
 pub const REPLICA_REPLACE_AFTER: Duration = Duration::from_secs(600);
+/// When to look again whether anything is left on a node that is given up.
+pub const GIVE_UP_CHECK: Duration = Duration::from_secs(10);
 /// How long a new replica may take at least until the engine brings it up.
 pub const NEW_REPLICA_WAIT: Duration = Duration::from_secs(120);
 
@@ -122,7 +124,18 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
             keys.extend(seeking(world));
             // What was to leave it may stay now.
             let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == key.name);
-            keys.extend(here.map(|replica| Key::new(Kind::Volume, replica.spec.volume_name.as_str())));
+            keys.extend(here.flat_map(|replica| {
+                let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
+                // One that is being deleted is let go where its node is given up.
+                let replica =
+                    replica.metadata.is_deleting().then(|| Key::new(Kind::Replica, &replica.metadata.name));
+                std::iter::once(volume).chain(replica)
+            }));
+            let engines = world
+                .engines
+                .values()
+                .filter(|engine| engine.spec.node_id.as_ref().is_some_and(|node| node.as_str() == key.name));
+            keys.extend(engines.map(|engine| Key::new(Kind::Volume, &engine.metadata.name)));
         }
     }
     keys
@@ -176,6 +189,11 @@ fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
     let attaching = volume.filter(|volume| volume.status.state == VolumeState::Attaching);
     let start = attaching.and_then(|volume| volume.status.attach_started_at);
     start.map_or(Duration::ZERO, |start| remaining(start, QUIET_START, context.now))
+}
+
+/// Whether the node does not answer, and somebody has said that it never will.
+fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
+    lost_node::is_given_up(context.world, node) && matches!(sight(context, node), Sight::Gone(_))
 }
 
 /// What is left of `limit` since `start`. A clock that was set back counts as no time having passed.

@@ -1,7 +1,7 @@
-use super::{Context, Sight, sight};
-use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Node};
+use super::{Context, GIVE_UP_CHECK, Sight, sight};
+use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Node};
 use crate::observed::AgentView;
-use crate::{Decision, Label, NodeName};
+use crate::{Action, Decision, Label, NodeName, lost_node};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = Decision::nothing();
@@ -13,6 +13,11 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         (None, Some(_)) => Node::new(name, context.now),
         (None, None) => return decision,
     };
+    if node.metadata.is_deleting()
+        && let Sight::Gone(_) = sight(context, &node_name)
+    {
+        return give_up(context, node);
+    }
     if let Some(view) = view.filter(|view| !view.from_object) {
         node.spec.address.clone_from(&view.address);
     }
@@ -36,11 +41,38 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     decision
 }
 
+/// Removes the object once nothing names the node any more: not what is stored, and not the configuration, which would
+/// only bring it back.
+fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
+    let name = node.metadata.name.clone();
+    let view = NodeName::new(&name).ok().and_then(|name| context.agents.get(&name));
+    let left = if lost_node::is_named(context.world, &name) {
+        "replicas or volumes are still on it, as far as is known: they go as their volumes do without them"
+            .to_owned()
+    } else if view.is_some_and(|view| !view.from_object) {
+        format!("the controller is configured with its agent: start it without --node {name}=URL")
+    } else {
+        let mut decision = Decision::nothing();
+        let key = Key::new(Kind::Node, &name);
+        decision.emit(key.clone(), false, "NodeDeleted", format!("node {name} is given up"));
+        decision.actions.push(Action::Remove(key, node.metadata.resource_version));
+        return decision;
+    };
+    let mut decision = Decision { look_again: Some(GIVE_UP_CHECK), ..Decision::nothing() };
+    let stored = node.status.conditions.clone();
+    node.status.conditions.set(ConditionType::Ready, Finding::wrong("GivenUp", left), context.now);
+    if node.status.conditions != stored {
+        decision.write(node);
+    }
+    decision
+}
+
 /// What the agent says, and the disks that its administrator gave it.
 fn take_over(node: &mut Node, view: &AgentView) {
     if let Some(info) = &view.info {
         node.status.version.clone_from(&info.version);
         node.status.data_address.clone_from(&info.data_address);
+        node.status.max_volumes = info.max_volumes;
         node.status.zone = Label::new(&info.zone).ok();
         node.status.frontends.clone_from(&info.frontends);
     }

@@ -1,4 +1,4 @@
-use super::{Context, START_CHECK, Sight, quiet_left, sight, volume};
+use super::{Context, START_CHECK, Sight, is_given_up, quiet_left, sight, volume};
 use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus, Volume,
 };
@@ -196,7 +196,7 @@ fn away_since(member: &MemberStatus, now: Timestamp) -> Option<Timestamp> {
 /// Whether the volume does without this replica: others have everything, and the engine does not know it any more.
 fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> bool {
     let engine = context.world.engines.get(replica.spec.volume_name.as_str());
-    engine.is_some_and(|engine| volume::may_go(context.world, volume, engine, replica))
+    engine.is_some_and(|engine| volume::may_go(context, volume, engine, replica))
 }
 
 fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
@@ -218,6 +218,15 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
         Sight::Blurred(wait) => {
             decision.again_after(wait);
             return decision;
+        }
+        Sight::Gone(_) if is_given_up(context, &replica.spec.node_id) => {
+            let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
+            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
+            let message =
+                format!("replica {name} is forgotten: node {node}, which has its data, is given up");
+            decision.emit(volume, true, "ReplicaForgotten", message);
+            decision.actions.push(remove);
+            None
         }
         Sight::Gone(reason) => Some(reason),
         Sight::Clear(view) => {

@@ -247,3 +247,114 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
     assert_eq!(decide(&agents, now()), (None, Some(UNREACHABLE_AFTER)));
     assert_eq!(decide(&agents, now() + UNREACHABLE_AFTER).0.as_deref(), Some("b"));
 }
+
+/// As [`degraded_world`], where b, which does not answer, is given up, and its replica has been away for no time at all.
+fn world_without_b() -> (World, Agents) {
+    let mut world = degraded_world();
+    let id = ReplicaId::from_random(2);
+    world.insert(replica(id, "b", None).into());
+    let mut b = world.nodes["b"].clone();
+    b.metadata.deletion_timestamp = Some(now());
+    world.insert(b.into());
+    let mut agents = agents(None);
+    agents.by_node.remove(&NodeName::new("b").unwrap());
+    (world, agents)
+}
+
+fn act(world: &mut World, agents: &Agents, key: &Key) -> Vec<Action> {
+    let context =
+        Context { world, agents, now: now(), random: [7; MAX_MEMBERS], settings: Settings::default() };
+    let actions = reconcile(&context, key).actions;
+    for action in &actions {
+        match action {
+            Action::Write(object) => world.insert(Object::clone(object)),
+            Action::Remove(key, _) => world.remove(key),
+            Action::Call(..) | Action::Emit(_) => {}
+        }
+    }
+    actions
+}
+
+#[test]
+fn a_replica_of_a_node_that_is_given_up_is_forgotten_at_once_and_then_replaced() {
+    let (mut world, agents) = world_without_b();
+    let (volume, node) = (Key::new(Kind::Volume, "v"), Key::new(Kind::Node, "b"));
+    let id = ReplicaId::from_random(2);
+    let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id);
+    let key = Key::new(Kind::Replica, &name);
+    // First the engine forgets it.
+    act(&mut world, &agents, &volume);
+    assert!(!world.replicas.get(&name).unwrap().metadata.is_deleting(), "the engine knows it still");
+    let mut engine = world.engines["v"].clone();
+    assert!(!engine.spec.replica_address_map.contains_key(&id));
+    engine.status.map_revision = engine.spec.map_revision;
+    engine.status.replica_mode_map.remove(&id);
+    world.insert(engine.into());
+    act(&mut world, &agents, &node);
+    assert!(world.nodes.contains_key("b"), "a replica names it");
+    act(&mut world, &agents, &volume);
+    assert!(world.replicas.get(&name).unwrap().metadata.is_deleting());
+    let actions = act(&mut world, &agents, &key);
+    assert!(!actions.iter().any(|action| matches!(action, Action::Call(..))), "{actions:#?}");
+    assert!(world.replicas.get(&name).is_none());
+    act(&mut world, &agents, &node);
+    assert!(!world.nodes.contains_key("b"), "nothing names it any more");
+}
+
+#[test]
+fn a_replica_that_may_be_in_the_view_stays_although_its_node_is_given_up() {
+    let (world, agents) = world_without_b();
+    let id = ReplicaId::from_random(2);
+    for (mode, phase) in [(MemberMode::Member, "serving"), (MemberMode::Failed, "frozen")] {
+        let mut world = world.clone();
+        let mut engine = world.engines["v"].clone();
+        engine.status.replica_mode_map.insert(id, MemberStatus::of(mode));
+        engine.status.phase = phase.to_owned();
+        world.insert(engine.into());
+        for _ in 0..3 {
+            act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
+        }
+        let replica = world.replicas.values().find(|replica| replica.spec.replica_id == id).unwrap();
+        assert!(!replica.metadata.is_deleting(), "{mode:?} {phase}");
+    }
+}
+
+#[test]
+fn what_is_being_deleted_does_not_wait_for_a_node_that_is_given_up() {
+    let (mut world, agents) = world_without_b();
+    let mut volume = world.volumes["v"].clone();
+    volume.metadata.deletion_timestamp = Some(now());
+    world.insert(volume.into());
+    let mut engine = world.engines["v"].clone();
+    engine.spec.node_id = Some(NodeName::new("b").unwrap());
+    engine.spec.desire_state = DesireState::Stopped;
+    engine.status.current_state = CurrentState::Unknown;
+    world.insert(engine.into());
+    for _ in 0..4 {
+        let keys: Vec<Key> = world.keys().filter(|key| key.kind != Kind::Node).collect();
+        for key in keys {
+            act(&mut world, &agents, &key);
+        }
+    }
+    assert!(world.volumes.is_empty() && world.engines.is_empty(), "{world:#?}");
+    assert_eq!(world.replicas.values().count(), 0);
+}
+
+#[test]
+fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
+    let (mut world, mut agents) = world_without_b();
+    let b = NodeName::new("b").unwrap();
+    world.remove(&Key::new(
+        Kind::Replica,
+        ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2)),
+    ));
+    let mut view = AgentView::new("http://agent", now() - UNREACHABLE_AFTER);
+    view.link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
+    agents.by_node.insert(b.clone(), view);
+    act(&mut world, &agents, &Key::new(Kind::Node, "b"));
+    let ready = world.nodes["b"].status.conditions.get(ConditionType::Ready).unwrap();
+    assert!(ready.message.contains("--node b=URL"), "{ready:?}");
+    agents.by_node.get_mut(&b).unwrap().from_object = true;
+    act(&mut world, &agents, &Key::new(Kind::Node, "b"));
+    assert!(!world.nodes.contains_key("b"));
+}

@@ -155,8 +155,27 @@ fn nodes_and_disks_are_set_in_part() {
     let change = disk.apply(&world);
     put(&mut world, change);
     let disk = &world.nodes["n"].spec.disks["/d"];
-    let expected = DiskSpec { allow_scheduling: true, storage_reserved: 7, tags: labels(["ssd"]).unwrap() };
+    let expected = DiskSpec {
+        allow_scheduling: true,
+        eviction_requested: false,
+        storage_reserved: 7,
+        tags: labels(["ssd"]).unwrap(),
+    };
     assert_eq!(*disk, expected);
+    let set = |allow_scheduling, eviction_requested| SetDisk {
+        node: name(),
+        path: path(),
+        allow_scheduling,
+        eviction_requested,
+        ..SetDisk::default()
+    };
+    let drain = set(None, Some(true));
+    for (set, result) in [(&drain, (false, true)), (&set(Some(true), None), (true, false))] {
+        let change = set.apply(&world);
+        put(&mut world, change);
+        let disk = &world.nodes["n"].spec.disks["/d"];
+        assert_eq!((disk.allow_scheduling, disk.eviction_requested), result);
+    }
 
     let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&world, now());
     assert!(matches!(bad, Err(RequestError::Label(_))));

@@ -36,7 +36,9 @@ fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCa
         Some(NodeCandidate {
             zone: node.zone().cloned(),
             tags: node.spec.tags.clone(),
-            cordoned: !node.spec.allow_scheduling || node.spec.eviction_requested,
+            cordoned: !node.spec.allow_scheduling
+                || node.spec.eviction_requested
+                || node.metadata.is_deleting(),
             evicted: node.spec.eviction_requested,
             not_ready: not_ready(node, view),
             disks: node.spec.disks.iter().map(disk).collect(),
@@ -54,7 +56,10 @@ fn disk_candidate(node: &Node, view: Option<&AgentView>, path: &str, spec: &Disk
         path: path.to_owned(),
         uuid: status.map(|status| status.disk_uuid.clone()).unwrap_or_default(),
         tags: spec.tags.clone(),
-        refusal: disk_refusal(spec.allow_scheduling, status.map(|status| status.problem.as_str())),
+        refusal: disk_refusal(
+            spec.allow_scheduling && !spec.eviction_requested,
+            status.map(|status| status.problem.as_str()),
+        ),
         total_bytes: status.map_or(0, |status| status.storage_maximum),
         available_bytes: seen.map_or(0, |seen| seen.available_bytes),
         reserved_bytes: spec.storage_reserved,

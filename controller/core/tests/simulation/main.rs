@@ -35,6 +35,8 @@ fn op() -> impl Strategy<Value = Op> {
         20 => node.clone().prop_map(Op::Progress),
         2 => (node.clone(), which.clone()).prop_map(|(node, which)| Op::ProcessDies(node, which)),
         1 => node.clone().prop_map(Op::NodeRestarts),
+        1 => node.clone().prop_map(Op::NodeLost),
+        2 => any::<bool>().prop_map(Op::GiveUp),
         4 => (node.clone(), which.clone()).prop_map(|(node, which)| Op::MemberFails(node, which)),
         1 => (which.clone(), which.clone()).prop_map(|(volume, replica)| Op::Salvage(volume, replica)),
         1 => (node.clone(), which).prop_map(|(node, which)| Op::DirectoryLost(node, which)),
@@ -67,6 +69,9 @@ proptest! {
         }
         sim.stop_faults();
         sim.open_nodes();
+        sim.settle();
+        // Whatever that costs: what waits for a node that is lost need not wait any more.
+        sim.step(&Op::GiveUp(true));
         sim.settle();
         sim.check_converged();
     }

@@ -4,6 +4,7 @@ mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, Secret, Volume};
 use shorthorn_controller_core::observed::{InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
@@ -44,6 +45,10 @@ pub enum Op {
     Progress(usize),
     ProcessDies(usize, usize),
     NodeRestarts(usize),
+    /// It never comes back; one at most.
+    NodeLost(usize),
+    /// The operator deletes the object of the node that is lost, with force or without.
+    GiveUp(bool),
     MemberFails(usize, usize),
     Salvage(usize, usize),
     DirectoryLost(usize, usize),
@@ -83,6 +88,8 @@ pub struct Sim {
     granted: BTreeMap<String, Vec<View>>,
     /// Replicas whose data was deleted.
     deleted: BTreeSet<String>,
+    /// The node that never comes back.
+    lost: Option<usize>,
 }
 
 impl Sim {
@@ -105,6 +112,7 @@ impl Sim {
             views: Views::default(),
             granted: BTreeMap::new(),
             deleted: BTreeSet::new(),
+            lost: None,
         };
         // The nodes become known: nothing can be asked for before.
         sim.settle();
@@ -155,13 +163,37 @@ impl Sim {
             }
             Op::StreamBreaks(node) => self.controller.close(&self.nodes[node].name, self.now),
             Op::StreamOpens(node) => {
-                if !self.controller.streams.contains_key(&self.nodes[node].name) {
+                if self.lost != Some(node) && !self.controller.streams.contains_key(&self.nodes[node].name) {
                     self.controller.open(&self.nodes[node]);
                 }
             }
+            Op::NodeLost(node) => self.lose_node(node),
+            Op::GiveUp(force) => self.give_up(force),
             Op::TimePasses(seconds) => self.now += std::time::Duration::from_secs(seconds.into()),
             Op::Crash => self.controller = Controller::start(&self.nodes, self.now),
             _ => self.hurt(op),
+        }
+    }
+
+    /// The node burns down.
+    fn lose_node(&mut self, at: usize) {
+        if self.lost.is_some() {
+            return;
+        }
+        self.lost = Some(at);
+        let node = &mut self.nodes[at];
+        node.device_used = false;
+        node.instances.clear();
+        node.strays.clear();
+        self.controller.close(&self.nodes[at].name, self.now);
+    }
+
+    fn give_up(&mut self, force: bool) {
+        let Some(at) = self.lost else { return };
+        let name = self.nodes[at].name.to_string();
+        let wanted = DeleteNode { name: name.clone(), confirm: name, force };
+        if let Ok(Change::Store(node)) = wanted.apply(&self.store, &self.controller.agents, self.now) {
+            assert!(self.put(node.into()));
         }
     }
 
@@ -348,8 +380,11 @@ impl Sim {
             return false;
         }
         if key.kind == Kind::Replica {
-            let holder = self.nodes.iter().find(|node| node.directories.contains(&key.name));
-            assert!(holder.is_none(), "{key} is forgotten with its directory there");
+            let holder = self.nodes.iter().position(|node| node.directories.contains(&key.name));
+            match holder {
+                Some(at) if self.lost == Some(at) => self.check_forgotten(&key.name),
+                _ => assert!(holder.is_none(), "{key} is forgotten with its directory there"),
+            }
         }
         self.store.remove(key);
         true
@@ -405,6 +440,9 @@ impl Sim {
 
     fn arrive(&mut self, node: &NodeName, call: &AgentCall, late: bool) -> Result<(), String> {
         let at = self.nodes.iter().position(|other| other.name == *node).unwrap();
+        if self.lost == Some(at) {
+            return Err("connection reset".to_owned());
+        }
         if let AgentCall::StartReplica { create: true, .. } = call {
             let name = call.instance().name;
             let anew = !self.nodes[at].directories.contains(&name);
@@ -445,6 +483,16 @@ impl Sim {
             self.nodes[at].device_used = false;
             self.controller.close(&self.nodes[at].name, self.now);
         }
+        let Some(lost) = self.lost else { return };
+        let lost = self.nodes[lost].name.clone();
+        let there = |volume: &&Volume| volume.spec.node_id.as_ref() == Some(&lost);
+        let names: Vec<String> =
+            self.store.volumes.values().filter(there).map(|volume| volume.metadata.name.clone()).collect();
+        for name in names {
+            if let Ok(Change::Store(volume)) = requests::detach(&self.store, &name) {
+                assert!(self.put(volume.into()));
+            }
+        }
     }
 
     /// All nodes but one take replicas again, so that each volume finds places for its own; one that is drained stays so.
@@ -453,7 +501,7 @@ impl Sim {
             let node = self.store.nodes.get(self.nodes[*at].name.as_str());
             node.is_some_and(|node| node.spec.eviction_requested)
         };
-        let closed = (0..self.nodes.len()).find(drained);
+        let closed = self.lost.or_else(|| (0..self.nodes.len()).find(drained));
         for at in (0..self.nodes.len()).filter(|at| Some(*at) != closed) {
             self.set_node(at, SetNode { allow_scheduling: Some(true), ..SetNode::default() });
         }

@@ -4,6 +4,7 @@ use crate::objects::{
     CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, Robustness,
     VolumeState,
 };
+use crate::reconcile::is_given_up;
 
 impl Run<'_> {
     /// The engine, then the replicas.
@@ -35,7 +36,10 @@ impl Run<'_> {
         if engine.spec.desire_state != DesireState::Stopped {
             let spec = EngineSpec { desire_state: DesireState::Stopped, ..engine.spec.clone() };
             self.decision.write(Engine { spec, ..engine.clone() });
-        } else if engine.status.current_state == CurrentState::Stopped || self.is_fenced(engine) {
+        } else if engine.status.current_state == CurrentState::Stopped
+            || self.is_fenced(engine)
+            || self.goes_with_its_node(engine)
+        {
             return true;
         }
         let message = &engine.status.message;
@@ -53,6 +57,12 @@ impl Run<'_> {
         false
     }
 
+    /// Whether the engine of a volume that is to be deleted is on a node that never comes back: no other one follows it.
+    fn goes_with_its_node(&self, engine: &Engine) -> bool {
+        self.stored.metadata.is_deleting()
+            && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
+    }
+
     /// Everything stops, then the replicas go with their data, then the objects.
     pub(super) fn tear_down(&mut self) {
         self.enter(VolumeState::Deleting);
@@ -66,6 +76,7 @@ impl Run<'_> {
         // An engine that is only fenced is still a process on its node: somebody has to know of it when that is back.
         if let Some(engine) =
             self.engine.filter(|engine| engine.status.current_state != CurrentState::Stopped)
+            && !self.goes_with_its_node(engine)
         {
             let message = format!(
                 "the data is deleted; the engine is stopped when its node is back: {}",

@@ -14,11 +14,12 @@ use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::Run;
+use crate::ReplicaTarget;
+use crate::drain::{self, Leaves};
 use crate::objects::{ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, Volume};
 use crate::observed::{Detail, InstanceKey};
-use crate::reconcile::{NEW_REPLICA_WAIT, health, remaining, seeks_place};
+use crate::reconcile::{Context, NEW_REPLICA_WAIT, health, is_given_up, remaining, seeks_place};
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
-use crate::{ReplicaTarget, World, drain};
 
 /// Whether the engine of the current attachment serves, and what it says is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
@@ -34,10 +35,10 @@ fn is_whole<'a>(volume: &Volume, engine: &Engine, replicas: impl Iterator<Item =
     replicas.filter(is_member).count() >= volume.spec.number_of_replicas.max(1) as usize
 }
 
-/// Whether the data of a replica may go while its volume stays: it was never a member, or enough others are, and
-/// the engine has forgotten it.
+/// Whether the data of a replica may go while its volume stays: it was never a member, or enough others are, or nobody will
+/// ever see it again, and the engine has forgotten it.
 pub(in crate::reconcile) fn may_go(
-    world: &World,
+    context: &Context<'_>,
     volume: &Volume,
     engine: &Engine,
     replica: &Replica,
@@ -47,7 +48,8 @@ pub(in crate::reconcile) fn may_go(
         && engine.status.map_revision == engine.spec.map_revision
         && !engine.status.replica_mode_map.contains_key(&id);
     let is_needless = was_never_member(volume, replica)
-        || is_whole(volume, engine, world.replicas_of(&volume.spec.volume_name));
+        || is_whole(volume, engine, context.world.replicas_of(&volume.spec.volume_name))
+        || is_given_up(context, &replica.spec.node_id);
     serves(volume, engine) && is_forgotten && is_needless
 }
 
@@ -85,18 +87,27 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Those that nobody needs: while enough are members, all others; else new ones that never got anywhere.
+    /// Those that nobody needs: while enough are members, all others; else new ones that never got anywhere, and those
+    /// whose node is given up.
     fn needless(&self, engine: &Engine, live: &[&'a Replica]) -> Vec<&'a Replica> {
         let wanted = self.stored.spec.number_of_replicas as usize;
+        let is_gone = |replica: &Replica| {
+            let modes = &engine.status.replica_mode_map;
+            let mode = modes.get(&replica.spec.replica_id).map(|member| member.mode);
+            !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding))
+                && is_given_up(self.context, &replica.spec.node_id)
+        };
         if live.len() <= wanted {
-            return Vec::new();
+            return live.iter().copied().filter(|replica| is_gone(replica)).collect();
         }
         // Replicas that are to leave do not make one needless that is to take their place.
         let staying = live.iter().copied().filter(|replica| !self.is_evicted(replica));
         let whole = is_whole(self.stored, engine, staying);
         let needless = |replica: &&&Replica| {
             !engine.status.has_member(replica.spec.replica_id)
-                && (whole || (was_never_member(self.stored, replica) && self.is_lost(engine, replica)))
+                && (whole
+                    || (was_never_member(self.stored, replica) && self.is_lost(engine, replica))
+                    || is_gone(replica))
         };
         live.iter().filter(needless).copied().collect()
     }
@@ -150,7 +161,7 @@ impl<'a> Run<'a> {
 
     /// Asks for the deletion of a replica once the engine has forgotten it.
     fn give_up(&mut self, engine: &Engine, replica: &Replica) {
-        if !may_go(self.context.world, self.stored, engine, replica) {
+        if !may_go(self.context, self.stored, engine, replica) {
             return;
         }
         self.ask_for_deletion(replica);
@@ -252,10 +263,11 @@ impl<'a> Run<'a> {
         self.replicas.iter().filter_map(taken).max().unwrap_or(0)
     }
 
-    /// From here on replicas that are away keep no other away.
+    /// From here on replicas that are away, or are to leave their disk, keep no other away.
     fn excuse_lost(&self, nodes: &mut [NodeCandidate]) {
-        let away =
-            |replica: &&&Replica| replica.metadata.is_deleting() || replica.status.lost_since.is_some();
+        let away = |replica: &&&Replica| {
+            replica.metadata.is_deleting() || replica.status.lost_since.is_some() || self.is_evicted(replica)
+        };
         for replica in self.replicas.iter().filter(away) {
             let node = nodes.iter_mut().find(|node| node.name == replica.spec.node_id);
             let disks = node.map(|node| &mut node.disks).into_iter().flatten();
@@ -267,7 +279,10 @@ impl<'a> Run<'a> {
         let at = |replica: &Replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id);
         let why = match (lost, evicted) {
             (Some(lost), _) => format!("{} is away", at(lost)),
-            (None, Some(evicted)) => format!("{} is to leave its node", at(evicted)),
+            (None, Some(evicted)) => match drain::leaves(self.context.world, evicted) {
+                Some(Leaves::Disk) => format!("{} is to leave its disk", at(evicted)),
+                _ => format!("{} is to leave its node", at(evicted)),
+            },
             (None, None) => "there are fewer than configured".to_owned(),
         };
         let message = format!("a new replica is made on {}: {why}", placement.node);

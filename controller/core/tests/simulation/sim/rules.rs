@@ -1,10 +1,10 @@
 //! What must hold after every step, and what must be so in the end.
 
 use shorthorn_controller_core::objects::{
-    CurrentState, Engine, MemberMode, Object, Robustness, Volume, VolumeState,
+    CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
 };
 use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
-use shorthorn_controller_core::{AgentCall, NodeName, drain};
+use shorthorn_controller_core::{AgentCall, NodeName, drain, lost_node};
 use shorthorn_types::{Generation, Members, View, ViewId};
 
 use super::Sim;
@@ -46,7 +46,10 @@ impl Sim {
         if attach > volume.status.fenced_attach {
             return;
         }
-        let open = newest.members.filter(|id| !self.views.refuses(&format!("{name}-{id}"), attach));
+        // One that has lost its directory, also after it has refused, serves nobody any more.
+        let is_open =
+            |replica: &str| !self.views.refuses(replica, attach) && !self.lost_directories.contains(replica);
+        let open = newest.members.filter(|id| is_open(&format!("{name}-{id}")));
         let is_granted = volume
             .status
             .arbiter
@@ -123,6 +126,7 @@ impl Sim {
                 let engine = &self.store.engines[volume.as_str()];
                 // What was decided about a replaced one may be carried out after its volume is to be deleted.
                 let harmless = engine.status.current_state == CurrentState::Stopped
+                    || engine.spec.node_id.as_ref().is_some_and(|node| self.is_given_up(node))
                     || engine.spec.attach <= stored.status.fenced_attach;
                 if !stored.metadata.is_deleting() || !harmless {
                     self.check_retirement(&call.instance().name, stored);
@@ -145,6 +149,58 @@ impl Sim {
             | AgentCall::ExpandEngine { .. }
             | AgentCall::StopInstance { .. } => {}
         }
+    }
+
+    /// Whether that node is lost, and the operator has said so.
+    fn is_given_up(&self, node: &NodeName) -> bool {
+        self.lost.is_some_and(|at| self.nodes[at].name == *node) && lost_node::is_given_up(&self.store, node)
+    }
+
+    /// A replica is forgotten with its data only where its node is given up, and only if no engine needs it.
+    pub(super) fn check_forgotten(&self, name: &str) {
+        let replica = &self.store.replicas[name];
+        assert!(self.is_given_up(&replica.spec.node_id), "{name} is forgotten with its directory there");
+        let volume = &self.store.volumes[replica.spec.volume_name.as_str()];
+        let newest = self.views.newest.get(&volume.metadata.name);
+        let in_view = newest.is_some_and(|newest| newest.members.contains(replica.spec.replica_id));
+        assert!(volume.metadata.is_deleting() || !in_view, "{name} is forgotten and in view {newest:?}");
+    }
+
+    /// Whether the volume waits for a node that is lost, and that nobody could give up.
+    fn waits_for_lost(&self, volume: &Volume) -> bool {
+        let Some(lost) = self.lost.map(|at| &self.nodes[at].name) else { return false };
+        let engine = self.store.engines.get(&volume.metadata.name);
+        let is_there = engine.is_some_and(|engine| engine.spec.node_id.as_ref() == Some(lost));
+        let mut replicas = self.store.replicas_of(&volume.spec.volume_name);
+        !self.is_given_up(lost) && (is_there || replicas.any(|replica| replica.spec.node_id == *lost))
+    }
+
+    /// Whether a node is lost, and less than half of the newest view is left: nothing goes on without a salvage.
+    fn is_lost(&self, volume: &Volume) -> bool {
+        let living = || self.nodes.iter().enumerate().filter(|(at, _)| self.lost != Some(*at));
+        let holds = |id: &shorthorn_types::ReplicaId| {
+            let name = format!("{}-{id}", volume.metadata.name);
+            living().any(|(_, node)| node.directories.contains(&name))
+        };
+        let newest = self.views.newest.get(&volume.metadata.name);
+        let few = |newest: &View| 2 * newest.members.iter().filter(holds).count() < newest.members.len();
+        self.lost.is_some() && newest.is_some_and(few)
+    }
+
+    /// Whether too few replicas are left to refuse its engine, which was on the node that is lost.
+    fn is_stuck(&self, volume: &Volume) -> bool {
+        let gone = self.lost.map(|at| &self.nodes[at].name);
+        let status = &volume.status;
+        status.state == VolumeState::Detaching && gone.is_some() && status.current_node_id.as_ref() == gone
+    }
+
+    /// Whether no member of the newest view has its data any more: what is left is old, and only an operator may
+    /// choose it.
+    fn has_lost_every_member(&self, volume: &Volume) -> bool {
+        let name = &volume.metadata.name;
+        let is_lost =
+            |id: shorthorn_types::ReplicaId| self.lost_directories.contains(&format!("{name}-{id}"));
+        self.views.newest.get(name.as_str()).is_some_and(|newest| newest.members.iter().all(is_lost))
     }
 
     /// A grant is stored before it is told, is of the attachment that is current when it is told, and comes after
@@ -215,10 +271,15 @@ impl Sim {
 
     pub fn check_converged(&self) {
         for volume in self.store.volumes.values() {
-            assert!(!volume.metadata.is_deleting(), "{} is never deleted", volume.metadata.name);
-            self.check_volume(volume);
+            if volume.metadata.is_deleting() {
+                assert!(self.waits_for_lost(volume), "{} is never deleted", volume.metadata.name);
+                continue;
+            }
+            if !self.is_lost(volume) {
+                self.check_volume(volume);
+            }
         }
-        for node in &self.nodes {
+        for (_, node) in self.nodes.iter().enumerate().filter(|(at, _)| self.lost != Some(*at)) {
             for key in node.instances.keys() {
                 self.check_instance(node, key);
             }
@@ -235,13 +296,21 @@ impl Sim {
     fn check_volume(&self, volume: &Volume) {
         let (spec, status) = (&volume.spec, &volume.status);
         let replicas = self.store.replicas_of(&spec.volume_name);
+        let gone = self.lost.map(|at| &self.nodes[at].name);
+        if self.is_stuck(volume) {
+            return;
+        }
         assert!(!volume.is_expanding() || spec.node_id.is_some(), "{volume:#?} never grows");
-        let lost = replicas.filter(|replica| self.lost_directories.contains(&replica.metadata.name)).count();
+        let is_lost = |replica: &&Replica| {
+            self.lost_directories.contains(&replica.metadata.name) || gone == Some(&replica.spec.node_id)
+        };
+        let lost = replicas.filter(is_lost).count();
         match &spec.node_id {
             None => {
                 assert_eq!(status.state, VolumeState::Detached, "{volume:#?}");
                 assert_eq!(status.current_node_id, None);
             }
+            Some(_) if self.has_lost_every_member(volume) => {}
             Some(_) if lost > 0 && status.state == VolumeState::Attaching => {
                 // It waits for a replica that is lost: before its engine was started, or in it.
                 let engine = &self.store.engines[volume.metadata.name.as_str()];
@@ -266,8 +335,12 @@ impl Sim {
                 assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
                 let members = self.views.newest[volume.metadata.name.as_str()].members;
                 assert!(members.len() >= spec.number_of_replicas as usize, "{members}");
-                let stale =
-                    self.store.replicas_of(&spec.volume_name).find(|r| !members.contains(r.spec.replica_id));
+                // One that is deleted on a node that nobody could give up waits for that.
+                let waits = |r: &Replica| gone == Some(&r.spec.node_id) && !self.is_given_up(&r.spec.node_id);
+                let stale = self
+                    .store
+                    .replicas_of(&spec.volume_name)
+                    .find(|r| !members.contains(r.spec.replica_id) && !waits(r));
                 assert!(stale.is_none(), "{stale:#?} is left over beside {members}");
                 assert_eq!(
                     members.len(),
@@ -277,7 +350,7 @@ impl Sim {
                 let undrained = self
                     .store
                     .replicas_of(&spec.volume_name)
-                    .find(|replica| drain::is_evicted(&self.store, replica));
+                    .find(|replica| drain::is_evicted(&self.store, replica) && !waits(replica));
                 assert!(undrained.is_none(), "{undrained:#?} has not left its node");
             }
         }
@@ -294,7 +367,10 @@ impl Sim {
         let wanted = volume.and_then(|volume| volume.spec.node_id.as_ref());
         match key.kind {
             InstanceKind::Engine => assert_eq!(wanted, Some(&node.name), "{key} is left over"),
-            InstanceKind::Replica => assert!(wanted.is_some(), "{key} is left over"),
+            InstanceKind::Replica => {
+                let is_stuck = volume.is_some_and(|volume| self.is_stuck(volume));
+                assert!(wanted.is_some() || is_stuck, "{key} is left over");
+            }
         }
     }
 }

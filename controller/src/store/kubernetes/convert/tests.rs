@@ -155,6 +155,7 @@ fn full() -> Vec<Object> {
             }),
         },
         status: NodeStatus {
+            max_volumes: 9,
             conditions: conditions(now),
             version: "1".to_owned(),
             data_address: "10.0.0.1".to_owned(),

@@ -1,0 +1,161 @@
+//! What was done for whoever uses the device, counted by each queue for itself.
+//!
+//! Only the thread of a queue writes its counters, so that counting is a load and a store, and each queue has cache lines of
+//! its own. The clock is read once for all requests that a turn begins, and once for all that it completes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use shorthorn_control::{IoCounter, IoCounters};
+use shorthorn_core::{Operation, Request};
+
+/// The kinds of requests that are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    Flush,
+    /// A discard, or zeroes.
+    Discard,
+}
+
+/// Counters of one queue. Two lines, as processors fetch lines in pairs.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct QueueCounters([Counter; 4]);
+
+#[derive(Debug, Default)]
+struct Counter {
+    operations: AtomicU64,
+    bytes: AtomicU64,
+    failed: AtomicU64,
+    duration_ns: AtomicU64,
+}
+
+/// Adds where nobody else does.
+fn add(to: &AtomicU64, more: u64) {
+    to.store(to.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
+}
+
+impl QueueCounters {
+    fn shown(&self, kind: Kind) -> IoCounter {
+        let Counter { operations, bytes, failed, duration_ns } = &self.0[kind as usize];
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        IoCounter {
+            operations: get(operations),
+            bytes: get(bytes),
+            failed: get(failed),
+            duration_us: get(duration_ns) / 1000,
+        }
+    }
+}
+
+/// The counters of all queues as they are now. They are read one by one: requests that are completed meanwhile may be in
+/// one number and not in another.
+pub fn sum(queues: &[Arc<QueueCounters>]) -> IoCounters {
+    let of = |kind| queues.iter().map(|queue| queue.shown(kind)).fold(IoCounter::default(), IoCounter::plus);
+    IoCounters {
+        read: of(Kind::Read),
+        write: of(Kind::Write),
+        flush: of(Kind::Flush),
+        discard: of(Kind::Discard),
+    }
+}
+
+/// Counts the requests of one queue from their beginning to their end.
+#[derive(Debug)]
+pub struct RequestMeter {
+    counters: Arc<QueueCounters>,
+    /// What is in each slot; one that is free has what was in it last.
+    slots: Box<[Begun]>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Begun {
+    kind: Kind,
+    bytes: u64,
+    at: Instant,
+}
+
+impl RequestMeter {
+    /// Of a queue with that many slots.
+    pub fn new(counters: Arc<QueueCounters>, slots: u16) -> RequestMeter {
+        let nothing = Begun { kind: Kind::Read, bytes: 0, at: Instant::now() };
+        RequestMeter { counters, slots: vec![nothing; usize::from(slots)].into() }
+    }
+
+    /// These are submitted.
+    pub fn begin(&mut self, requests: &[Request], now: Instant) {
+        for request in requests {
+            let kind = match request.operation {
+                Operation::Read | Operation::Verify => Kind::Read,
+                Operation::Write { .. } => Kind::Write,
+                Operation::Flush => Kind::Flush,
+                Operation::Discard | Operation::WriteZeroes { .. } => Kind::Discard,
+            };
+            if let Some(slot) = self.slots.get_mut(usize::from(request.slot)) {
+                *slot = Begun { kind, bytes: request.range.length(), at: now };
+            }
+        }
+    }
+
+    /// The request in that slot is completed. Bytes count where it went well.
+    pub fn end(&mut self, slot: u16, is_ok: bool, now: Instant) {
+        let Some(begun) = self.slots.get(usize::from(slot)) else { return };
+        let counter = &self.counters.0[begun.kind as usize];
+        add(&counter.operations, 1);
+        if is_ok {
+            add(&counter.bytes, begun.bytes);
+        } else {
+            add(&counter.failed, 1);
+        }
+        let took_ns = now.saturating_duration_since(begun.at).as_nanos();
+        add(&counter.duration_ns, u64::try_from(took_ns).unwrap_or(u64::MAX));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use shorthorn_types::ByteRange;
+
+    use super::*;
+
+    fn request(slot: u16, operation: Operation, length: u64) -> Request {
+        Request { slot, operation, range: ByteRange::new(0, length).unwrap() }
+    }
+
+    #[test]
+    fn requests_are_counted_with_bytes_and_time() {
+        let queues = [Arc::<QueueCounters>::default(), Arc::default()];
+        let mut meters = queues.each_ref().map(|counters| RequestMeter::new(Arc::clone(counters), 4));
+        let start = Instant::now();
+        let after = |ms| start + Duration::from_millis(ms);
+        for meter in &mut meters {
+            let write = Operation::Write { fua: false };
+            meter.begin(&[request(0, write, 4096), request(1, write, 8192)], start);
+            meter
+                .begin(&[request(2, Operation::Flush, 0), request(3, Operation::Discard, 1 << 20)], after(1));
+            meter.end(1, true, after(2));
+            meter.end(0, false, after(3));
+            meter.end(2, true, after(5));
+            meter.end(3, true, after(1));
+        }
+        // A slot is used again.
+        meters[0].begin(&[request(1, Operation::Read, 512)], after(7));
+        meters[0].end(1, true, after(8));
+        let counter = |operations, bytes, failed, ms: u64| IoCounter {
+            operations,
+            bytes,
+            failed,
+            duration_us: ms * 1000,
+        };
+        let counted = sum(&queues);
+        assert_eq!(counted.write, counter(4, 2 * 8192, 2, 10));
+        assert_eq!(counted.flush, counter(2, 0, 0, 8));
+        assert_eq!(counted.discard, counter(2, 2 << 20, 0, 0));
+        assert_eq!(counted.read, counter(1, 512, 0, 1));
+    }
+}

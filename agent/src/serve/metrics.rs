@@ -1,0 +1,327 @@
+//! What the agent shows at `/metrics` and `/readyz`. docs/metrics.md explains every number.
+//!
+//! Instances are shown as the table has them; engines are asked for their counters, and disks for their space, when
+//! somebody asks, each within a time: a disk or an engine that hangs is left out.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use shorthorn_control::IoCounters;
+use shorthorn_metrics::{Page, Vitals};
+use shorthorn_proto::v1::instance::Detail;
+use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
+use shorthorn_types::VolumeName;
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
+
+use crate::serve::csi::DriverState;
+use crate::serve::devices;
+use crate::serve::disks::Disks;
+use crate::serve::instance::{Table, io_counters};
+
+/// How long an engine may take to say its counters. It does so from memory.
+const ENGINE_LIMIT: Duration = Duration::from_secs(1);
+/// How many are asked at once.
+const ENGINES_AT_ONCE: usize = 32;
+/// How long disks and devices may take. Whoever waits for a page has more patience than that.
+const DISKS_LIMIT: Duration = Duration::from_secs(3);
+
+const STATES: [(InstanceState, &str); 5] = [
+    (InstanceState::Starting, "starting"),
+    (InstanceState::Running, "running"),
+    (InstanceState::Stopping, "stopping"),
+    (InstanceState::Stopped, "stopped"),
+    (InstanceState::Error, "error"),
+];
+/// What a replica can be to its engine.
+const MODES: [&str; 4] = ["member", "rebuilding", "connecting", "failed"];
+
+/// What there is to show once the agent serves.
+pub struct Shown {
+    /// The instances.
+    pub table: Arc<Table>,
+    /// The disks.
+    pub disks: Arc<Disks>,
+    /// Where the device nodes are.
+    pub device_dir: PathBuf,
+    /// The CSI driver; none: it is off.
+    pub driver: Option<Arc<DriverState>>,
+}
+
+/// What the agent knows of itself.
+pub struct AgentVitals {
+    shown: OnceLock<Shown>,
+    /// Held by whoever looks at disks, also when nobody waits for that any more: one that hangs gets no second.
+    looking: Arc<Mutex<()>>,
+}
+
+impl AgentVitals {
+    /// Those of an agent that does not serve yet.
+    pub fn new() -> Arc<AgentVitals> {
+        Arc::new(AgentVitals { shown: OnceLock::new(), looking: Arc::default() })
+    }
+
+    /// It serves from now on.
+    pub fn show(&self, shown: Shown) {
+        // It is called once.
+        let _ = self.shown.set(shown);
+    }
+}
+
+#[async_trait]
+impl Vitals for AgentVitals {
+    fn program(&self) -> (&'static str, &'static str) {
+        ("agent", env!("CARGO_PKG_VERSION"))
+    }
+
+    fn ready(&self) -> Result<(), String> {
+        let shown = self.shown.get().ok_or("the agent is starting")?;
+        let problem = shown.driver.as_ref().and_then(|driver| driver.problem());
+        problem.map_or(Ok(()), |problem| Err(format!("the CSI driver cannot be served: {problem}")))
+    }
+
+    async fn fill(&self, page: &mut Page) {
+        let Some(shown) = self.shown.get() else { return };
+        show_instances(&shown.table.list(), page);
+        show_io(&ask_engines(shown.table.engines()).await, page);
+        if let Some(driver) = &shown.driver {
+            let registered = page.gauges(
+                "shorthorn_agent_csi_registered",
+                "1 where kubelet has said that it has registered the CSI driver, else 0",
+            );
+            registered.set(&[], u64::from(driver.registered.load(Ordering::Relaxed)));
+        }
+        let looked =
+            look(Arc::clone(&self.looking), Arc::clone(&shown.disks), shown.device_dir.clone()).await;
+        let answered = page.gauges(
+            "shorthorn_agent_disks_answer",
+            "0 where a disk hangs: disks and devices are left out then",
+        );
+        answered.set(&[], u64::from(looked.is_some()));
+        if let Some((disks, devices)) = looked {
+            show_disks(&disks, page);
+            show_devices(&devices, page);
+        }
+    }
+}
+
+type Looked = (Vec<v1::Disk>, Vec<v1::Device>);
+
+/// The disks and devices; none where they cannot be looked at in time.
+async fn look(looking: Arc<Mutex<()>>, disks: Arc<Disks>, device_dir: PathBuf) -> Option<Looked> {
+    let alone = looking.try_lock_owned().ok()?;
+    let look = tokio::task::spawn_blocking(move || {
+        let _alone = alone;
+        // Whether an engine is there does not matter: what has none is counted as recovering otherwise.
+        (disks.list(), devices::list(&device_dir, |_| true).unwrap_or_default())
+    });
+    tokio::time::timeout(DISKS_LIMIT, look).await.ok()?.ok()
+}
+
+/// What each engine has done; those that do not say are left out.
+async fn ask_engines(engines: Vec<(VolumeName, PathBuf)>) -> BTreeMap<VolumeName, IoCounters> {
+    let mut answers = BTreeMap::new();
+    let mut asked = JoinSet::new();
+    let mut waiting = engines.into_iter();
+    loop {
+        while asked.len() < ENGINES_AT_ONCE
+            && let Some((volume, control)) = waiting.next()
+        {
+            asked.spawn(async move { (volume, ask(&control).await) });
+        }
+        match asked.join_next().await {
+            Some(Ok((volume, Some(counters)))) => drop(answers.insert(volume, counters)),
+            Some(_) => {}
+            None => return answers,
+        }
+    }
+}
+
+async fn ask(control: &Path) -> Option<IoCounters> {
+    tokio::time::timeout(ENGINE_LIMIT, io_counters(control)).await.ok()?.ok()
+}
+
+fn show_instances(instances: &[v1::Instance], page: &mut Page) {
+    for (kind, name, help) in [
+        (InstanceKind::Engine, "shorthorn_agent_engines", "Engines on this node"),
+        (InstanceKind::Replica, "shorthorn_agent_replicas", "Replicas on this node"),
+    ] {
+        let gauges = page.gauges(name, help);
+        for (state, word) in STATES {
+            let here = instances.iter().filter(|one| one.kind() == kind && one.state() == state).count();
+            gauges.set(&[("state", word)], number(here));
+        }
+    }
+    let engines: Vec<&v1::EngineStatus> = instances
+        .iter()
+        .filter_map(|instance| match &instance.detail {
+            Some(Detail::Engine(engine)) => Some(engine),
+            _ => None,
+        })
+        .collect();
+    show_volumes(&engines, page);
+    show_copies(&engines, page);
+}
+
+fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
+    let sizes =
+        page.gauges("shorthorn_volume_size_bytes", "Size of the device of a volume that has its engine here");
+    let frozen = page.gauges(
+        "shorthorn_volume_frozen",
+        "1 where the requests of a volume wait for replicas or the arbiter, else 0",
+    );
+    let members =
+        page.gauges("shorthorn_volume_replicas", "Replicas of a volume, by what they are to its engine");
+    for engine in engines {
+        let volume = ("volume", engine.volume.as_str());
+        sizes.set(&[volume], engine.size_bytes);
+        frozen.set(&[volume], u64::from(engine.phase == "frozen"));
+        for mode in MODES {
+            let count = engine.members.iter().filter(|member| member.mode == mode).count();
+            members.set(&[volume, ("mode", mode)], number(count));
+        }
+    }
+}
+
+fn show_copies(engines: &[&v1::EngineStatus], page: &mut Page) {
+    let total = page.gauges(
+        "shorthorn_volume_rebuild_total_bytes",
+        "What there was to copy to a replica that is being brought up",
+    );
+    let left = page.gauges("shorthorn_volume_rebuild_left_bytes", "What is left of that");
+    let unequal = page.gauges(
+        "shorthorn_volume_equalise_left_bytes",
+        "What is left to be made equal after an unclean stop",
+    );
+    for engine in engines {
+        let volume = ("volume", engine.volume.as_str());
+        for member in &engine.members {
+            if let Some(copy) = &member.copy {
+                let labels = [volume, ("replica", member.replica_id.as_str())];
+                total.set(&labels, copy.total_bytes);
+                left.set(&labels, copy.left_bytes);
+            }
+        }
+        unequal.set(&[volume], engine.equalising.as_ref().map_or(0, |copy| copy.left_bytes));
+    }
+}
+
+fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut Page) {
+    let operations = page.counters("shorthorn_volume_operations", "Requests that were completed");
+    let bytes = page.counters("shorthorn_volume_bytes", "Bytes of the requests that went well");
+    let failed = page.counters("shorthorn_volume_operation_errors", "Requests that ended with an error");
+    let seconds =
+        page.seconds("shorthorn_volume_operation_seconds", "How long requests took in the engine, added up");
+    for (volume, counters) in answers {
+        let kinds = [
+            ("read", counters.read),
+            ("write", counters.write),
+            ("flush", counters.flush),
+            ("discard", counters.discard),
+        ];
+        for (kind, counter) in kinds {
+            let labels = [("volume", volume.as_str()), ("operation", kind)];
+            operations.add(&labels, counter.operations);
+            bytes.add(&labels, counter.bytes);
+            failed.add(&labels, counter.failed);
+            seconds.add(&labels, Duration::from_micros(counter.duration_us).as_secs_f64());
+        }
+    }
+}
+
+fn show_disks(disks: &[v1::Disk], page: &mut Page) {
+    let sizes = page.gauges("shorthorn_disk_size_bytes", "Size of the file system of a disk");
+    let free = page.gauges("shorthorn_disk_available_bytes", "What is free on it");
+    let usable = page.gauges(
+        "shorthorn_disk_usable",
+        "1 where replicas can be on a disk, 0 where something is wrong with it",
+    );
+    let replicas = page.gauges(
+        "shorthorn_disk_replicas",
+        "Directories of replicas on a disk, whether they are in use or not",
+    );
+    for disk in disks {
+        let path = [("disk", disk.path.as_str())];
+        sizes.set(&path, disk.total_bytes);
+        free.set(&path, disk.available_bytes);
+        usable.set(&path, u64::from(disk.problem.is_empty()));
+        replicas.set(&path, number(disk.replicas.len()));
+    }
+}
+
+fn show_devices(devices: &[v1::Device], page: &mut Page) {
+    let gauges = page
+        .gauges("shorthorn_agent_devices", "Device nodes of volumes on this node; stale ones have no device");
+    for state in ["live", "stale"] {
+        let count = devices.iter().filter(|device| device.state == state).count();
+        gauges.set(&[("state", state)], number(count));
+    }
+}
+
+fn number(count: usize) -> u64 {
+    u64::try_from(count).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_control::IoCounter;
+
+    use super::*;
+
+    #[test]
+    fn volumes_are_shown_with_members_copies_and_what_was_done() {
+        let copy = Some(v1::CopyStatus { total_bytes: 100, left_bytes: 40, bytes_per_s: 1 });
+        let member = |id: &str, mode: &str, copy| v1::EngineMember {
+            replica_id: id.into(),
+            mode: mode.into(),
+            copy,
+            ..v1::EngineMember::default()
+        };
+        let engine = v1::EngineStatus {
+            volume: "v1".into(),
+            phase: "frozen".into(),
+            size_bytes: 4096,
+            members: vec![member("0000000a", "member", None), member("0000000b", "rebuilding", copy)],
+            ..v1::EngineStatus::default()
+        };
+        let instance = v1::Instance {
+            kind: InstanceKind::Engine.into(),
+            name: "v1".into(),
+            state: InstanceState::Running.into(),
+            detail: Some(Detail::Engine(engine)),
+            ..v1::Instance::default()
+        };
+        let mut page = Page::default();
+        show_instances(&[instance], &mut page);
+        let write = IoCounter { operations: 3, bytes: 12288, failed: 1, duration_us: 1500 };
+        let counters = IoCounters { write, ..IoCounters::default() };
+        show_io(&BTreeMap::from([("v1".parse().unwrap(), counters)]), &mut page);
+        let disk =
+            v1::Disk { path: "/d".into(), available_bytes: 7, problem: "full".into(), ..v1::Disk::default() };
+        show_disks(&[disk], &mut page);
+        show_devices(&[v1::Device { state: "live".into(), ..v1::Device::default() }], &mut page);
+        let text = page.text().unwrap();
+        for line in [
+            "shorthorn_agent_engines{state=\"running\"} 1\n",
+            "shorthorn_agent_replicas{state=\"running\"} 0\n",
+            "shorthorn_volume_size_bytes{volume=\"v1\"} 4096\n",
+            "shorthorn_volume_frozen{volume=\"v1\"} 1\n",
+            "shorthorn_volume_replicas{volume=\"v1\",mode=\"member\"} 1\n",
+            "shorthorn_volume_replicas{volume=\"v1\",mode=\"failed\"} 0\n",
+            "shorthorn_volume_rebuild_left_bytes{volume=\"v1\",replica=\"0000000b\"} 40\n",
+            "shorthorn_volume_operations_total{volume=\"v1\",operation=\"write\"} 3\n",
+            "shorthorn_volume_bytes_total{volume=\"v1\",operation=\"write\"} 12288\n",
+            "shorthorn_volume_operation_errors_total{volume=\"v1\",operation=\"write\"} 1\n",
+            "shorthorn_volume_operation_seconds_total{volume=\"v1\",operation=\"write\"} 0.0015\n",
+            "shorthorn_disk_available_bytes{disk=\"/d\"} 7\n",
+            "shorthorn_disk_usable{disk=\"/d\"} 0\n",
+            "shorthorn_agent_devices{state=\"live\"} 1\n",
+        ] {
+            assert!(text.contains(line), "{line:?} is not in {text}");
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Giving up a node that never comes back.
+//!
+//! Somebody has its object deleted; what the node itself would have to do is not waited for any more from there on. Its
+//! replicas go once the engine of their volume serves without them and has forgotten them, or with their volume.
+//! Nothing else is hurried: an engine there is stopped or fenced before another one is started, and a replica that may be
+//! in the view stays. The object stays until nothing is left that names the node.
+
+use crate::objects::{ConditionType, Node, Volume};
+use crate::observed::{AgentView, Agents};
+use crate::requests::{Change, RequestError, find_node};
+use crate::{NodeName, Timestamp, World, drain};
+
+/// Whether somebody has said that the node never comes back: its object is to be deleted, or is gone.
+#[must_use]
+pub fn is_given_up(world: &World, node: &NodeName) -> bool {
+    world.nodes.get(node.as_str()).is_none_or(|node| node.metadata.is_deleting())
+}
+
+/// Whether something that is stored is still on the node, or may be.
+#[must_use]
+pub fn is_named(world: &World, node: &str) -> bool {
+    let on_it = |name: &NodeName| name.as_str() == node;
+    let is_wanted = |volume: &Volume| {
+        let places = [&volume.spec.node_id, &volume.status.current_node_id];
+        places.into_iter().flatten().any(on_it)
+    };
+    world.replicas.values().any(|replica| on_it(&replica.spec.node_id))
+        || world.volumes.values().any(is_wanted)
+}
+
+/// The operator's word that a node never comes back.
+#[derive(Clone, Debug, Default)]
+pub struct DeleteNode {
+    /// The node.
+    pub name: String,
+    /// Its name once more.
+    pub confirm: String,
+    /// Also where it is not cordoned, and where volumes lose the last replica that has everything.
+    pub force: bool,
+}
+
+impl DeleteNode {
+    /// The node as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what is in the way.
+    pub fn apply(
+        &self,
+        world: &World,
+        agents: &Agents,
+        now: Timestamp,
+    ) -> Result<Change<Node>, RequestError> {
+        let name = || self.name.clone();
+        let node = find_node(world, &self.name)?;
+        if node.metadata.is_deleting() {
+            return Ok(Change::AlreadySo(node.clone()));
+        }
+        if self.confirm != self.name {
+            return Err(RequestError::NodeNotConfirmed(name()));
+        }
+        if answers(node, agents) {
+            return Err(RequestError::NodeAnswers(name()));
+        }
+        if node.spec.allow_scheduling && !self.force {
+            return Err(RequestError::NodeNotCordoned(name()));
+        }
+        // No engine follows that of a volume that is to be deleted.
+        let is_kept = |name: &&str| !world.volumes[*name].metadata.is_deleting();
+        let engines: Vec<&str> = drain::attached_to(world, &self.name).into_iter().filter(is_kept).collect();
+        if !engines.is_empty() {
+            return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(engines) });
+        }
+        let last = with_last_replica(world, &self.name);
+        if !last.is_empty() && !self.force {
+            return Err(RequestError::NodeHasLast { node: name(), volumes: listed(last) });
+        }
+        let mut node = node.clone();
+        // Nothing else: a store may take a deletion and other changes by calls of their own.
+        node.metadata.deletion_timestamp = Some(now);
+        Ok(Change::Store(node))
+    }
+}
+
+/// Whether the node is there, as this controller sees it or the last one did.
+fn answers(node: &Node, agents: &Agents) -> bool {
+    let view = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
+    let was_ready = node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status);
+    view.is_some_and(AgentView::is_synced) || was_ready
+}
+
+/// The volumes of which only a replica on that node, as far as is known, has everything.
+fn with_last_replica<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
+    let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == node);
+    let last = here.filter_map(|replica| {
+        let volume = world.volumes.get(replica.spec.volume_name.as_str())?;
+        let is_last = !volume.metadata.is_deleting() && drain::is_last(world, volume, replica);
+        is_last.then_some(volume.metadata.name.as_str())
+    });
+    last.collect()
+}
+
+/// The most names in a message.
+const NAMES_MAX: usize = 10;
+
+fn listed(names: Vec<&str>) -> String {
+    let shown = names.iter().take(NAMES_MAX).copied().collect::<Vec<_>>().join(", ");
+    match names.len().checked_sub(NAMES_MAX) {
+        None | Some(0) => shown,
+        Some(more) => format!("{shown} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

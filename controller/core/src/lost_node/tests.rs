@@ -1,0 +1,154 @@
+//! Volume v has replicas on nodes a and b and is attached to c; a does not answer and is cordoned.
+
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use super::*;
+use crate::objects::{
+    DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, ReplicaStatus,
+    Secret, VolumeState,
+};
+use crate::observed::Link;
+use crate::requests::CreateVolume;
+
+fn now() -> Timestamp {
+    Timestamp::UNIX_EPOCH
+}
+
+fn node(name: &str) -> NodeName {
+    NodeName::new(name).unwrap()
+}
+
+fn replica(n: u64, on: &str) -> Replica {
+    let volume_name = VolumeName::new("v").unwrap();
+    let replica_id = ReplicaId::from_random(n);
+    Replica {
+        metadata: Metadata::new(ReplicaSpec::instance_name(&volume_name, replica_id), now()),
+        spec: ReplicaSpec {
+            volume_name,
+            volume_size: 1 << 30,
+            replica_id,
+            node_id: node(on),
+            disk_path: "/disk".to_owned(),
+            disk_id: "disk".to_owned(),
+            desire_state: DesireState::Running,
+        },
+        status: ReplicaStatus {
+            data: DataState::Present,
+            healthy_at: Some(now()),
+            ..ReplicaStatus::default()
+        },
+    }
+}
+
+struct Cluster {
+    world: World,
+    agents: Agents,
+}
+
+impl Cluster {
+    fn new() -> Cluster {
+        let (mut world, mut agents) = (World::default(), Agents::default());
+        for name in ["a", "b", "c"] {
+            let mut status = NodeStatus::default();
+            let finding =
+                if name == "a" { Finding::wrong("AgentUnreachable", "no answer") } else { Finding::Well };
+            status.conditions.set(ConditionType::Ready, finding, now());
+            let spec = NodeSpec { allow_scheduling: name != "a", ..NodeSpec::default() };
+            world.insert(Node { metadata: Metadata::new(name, now()), spec, status }.into());
+            let mut view = AgentView::new("http://agent", now());
+            if name != "a" {
+                view.link = Link::Synced;
+            }
+            agents.by_node.insert(node(name), view);
+        }
+        let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
+        let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+            panic!("the volume is refused");
+        };
+        volume.spec.node_id = Some(node("c"));
+        volume.status.state = VolumeState::Attached;
+        world.insert(volume.into());
+        world.insert(replica(1, "a").into());
+        world.insert(replica(2, "b").into());
+        Cluster { world, agents }
+    }
+
+    fn change_node(&mut self, change: impl FnOnce(&mut Node)) {
+        let mut node = self.world.nodes["a"].clone();
+        change(&mut node);
+        self.world.insert(node.into());
+    }
+
+    fn change_replica(&mut self, n: u64, change: impl FnOnce(&mut Replica)) {
+        let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(n));
+        let mut replica = self.world.replicas.get(&name).unwrap().clone();
+        change(&mut replica);
+        self.world.insert(replica.into());
+    }
+
+    fn delete(&self, force: bool) -> Result<Change<Node>, RequestError> {
+        let wanted = DeleteNode { name: "a".to_owned(), confirm: "a".to_owned(), force };
+        wanted.apply(&self.world, &self.agents, now())
+    }
+}
+
+#[test]
+fn a_node_that_never_comes_back_is_given_up() {
+    let mut cluster = Cluster::new();
+    assert!(!is_given_up(&cluster.world, &node("a")) && is_given_up(&cluster.world, &node("z")));
+    let Change::Store(deleted) = cluster.delete(false).unwrap() else { panic!("it is so already") };
+    assert_eq!(deleted.spec, cluster.world.nodes["a"].spec, "a deletion changes nothing else");
+    cluster.world.insert(deleted.clone().into());
+    assert!(is_given_up(&cluster.world, &node("a")) && is_named(&cluster.world, "a"));
+    assert_eq!(cluster.delete(false), Ok(Change::AlreadySo(deleted)));
+    let unconfirmed = DeleteNode { name: "b".to_owned(), confirm: "a".to_owned(), force: true };
+    let refused = unconfirmed.apply(&cluster.world, &cluster.agents, now());
+    assert_eq!(refused, Err(RequestError::NodeNotConfirmed("b".to_owned())));
+    let unknown = DeleteNode { name: "z".to_owned(), ..DeleteNode::default() };
+    assert!(matches!(unknown.apply(&cluster.world, &cluster.agents, now()), Err(RequestError::NoNode(_))));
+}
+
+#[test]
+fn a_node_that_answers_is_never_given_up() {
+    let mut cluster = Cluster::new();
+    cluster.agents.by_node.get_mut(&node("a")).unwrap().link = Link::Synced;
+    assert_eq!(cluster.delete(true), Err(RequestError::NodeAnswers("a".to_owned())));
+    // This controller has not heard of it yet, the last one had.
+    let mut cluster = Cluster::new();
+    cluster.change_node(|node| node.status.conditions.set(ConditionType::Ready, Finding::Well, now()));
+    assert_eq!(cluster.delete(true), Err(RequestError::NodeAnswers("a".to_owned())));
+}
+
+#[test]
+fn engines_are_fenced_first_whoever_asks() {
+    let mut cluster = Cluster::new();
+    let mut volume = cluster.world.volumes["v"].clone();
+    volume.spec.node_id = Some(node("a"));
+    cluster.world.insert(volume.into());
+    for force in [false, true] {
+        let error = cluster.delete(force).unwrap_err().to_string();
+        assert!(error.contains("attached to node a: v") && error.contains("volume detach"), "{error}");
+    }
+}
+
+#[test]
+fn only_force_gives_up_a_node_that_is_open_or_has_the_last_data() {
+    let mut cluster = Cluster::new();
+    cluster.change_node(|node| node.spec.allow_scheduling = true);
+    assert_eq!(cluster.delete(false), Err(RequestError::NodeNotCordoned("a".to_owned())));
+    assert!(cluster.delete(true).is_ok());
+    let mut cluster = Cluster::new();
+    cluster.change_replica(2, |replica| replica.status.failed_at = Some(now()));
+    let error = cluster.delete(false).unwrap_err().to_string();
+    assert!(error.contains("has everything of v;"), "{error}");
+    assert!(cluster.delete(true).is_ok());
+    // It has left the view: nothing is lost with it.
+    cluster.change_replica(1, |replica| replica.status.failed_at = Some(now()));
+    assert!(cluster.delete(false).is_ok());
+}
+
+#[test]
+fn many_names_are_cut_off() {
+    assert_eq!(listed(vec!["a", "b"]), "a, b");
+    assert_eq!(listed(vec!["v"; 12]), "v, v, v, v, v, v, v, v, v, v and 2 more");
+}

@@ -1,0 +1,155 @@
+//! What the controller shows at `/metrics` and `/readyz`. docs/metrics.md explains every number.
+//!
+//! What happens is counted when it happens, whatever is there is counted when somebody asks, under the locks that a
+//! decision takes too, and for as long as counting the objects takes.
+
+mod objects;
+mod readiness;
+mod store;
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use shorthorn_controller_core::objects::Kind;
+use shorthorn_metrics::{Counters, Histograms, Page, Vitals};
+
+use crate::agents::Fleet;
+use crate::store::Store;
+use crate::work::Queue;
+
+pub use readiness::{Phase, Readiness};
+pub use store::Metered;
+
+/// What is counted for as long as the controller runs; cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    reconciles: Counters,
+    reconcile_durations: Histograms,
+    store_writes: Counters,
+    store_write_durations: Histograms,
+    agent_calls: Counters,
+    agent_call_durations: Histograms,
+    csi_calls: Counters,
+    csi_call_durations: Histograms,
+}
+
+impl Metrics {
+    /// A run over an object has ended.
+    pub fn reconciled(&self, kind: Kind, is_ok: bool, took: Duration) {
+        self.reconciles.count(&[("kind", kind.as_str()), ("result", if is_ok { "ok" } else { "error" })]);
+        self.reconcile_durations.observe(&[("kind", kind.as_str())], took);
+    }
+
+    /// An agent has answered, or has not.
+    pub fn called_agent(&self, method: &'static str, code: &str, took: Duration) {
+        self.agent_calls.count(&[("method", method), ("code", code)]);
+        self.agent_call_durations.observe(&[("method", method)], took);
+    }
+
+    /// A call over CSI has ended.
+    pub fn answered_csi(&self, method: &'static str, code: &str, took: Duration) {
+        self.csi_calls.count(&[("method", method), ("code", code)]);
+        self.csi_call_durations.observe(&[("method", method)], took);
+    }
+
+    fn wrote(&self, kind: Kind, operation: &'static str, result: &'static str, took: Duration) {
+        let labels = [("kind", kind.as_str()), ("operation", operation), ("result", result)];
+        self.store_writes.count(&labels);
+        self.store_write_durations.observe(&[], took);
+    }
+
+    fn show(&self, page: &mut Page) {
+        let counters = [
+            (
+                "shorthorn_controller_reconciles",
+                "Runs of reconcilers, by what became of them",
+                &self.reconciles,
+            ),
+            (
+                "shorthorn_controller_store_writes",
+                "Writes of objects, by what became of them",
+                &self.store_writes,
+            ),
+            ("shorthorn_controller_agent_calls", "Calls to agents, by code of the answer", &self.agent_calls),
+            ("shorthorn_controller_csi_calls", "Calls over CSI, by code of the answer", &self.csi_calls),
+        ];
+        for (name, help, counters) in counters {
+            page.show_counters(name, help, counters);
+        }
+        let durations = [
+            ("reconcile", "How long a run of a reconciler took", &self.reconcile_durations),
+            ("store_write", "How long a write of an object took", &self.store_write_durations),
+            ("agent_call", "How long a call to an agent took", &self.agent_call_durations),
+            ("csi_call", "How long a call over CSI took", &self.csi_call_durations),
+        ];
+        for (what, help, histograms) in durations {
+            page.show_histograms(&format!("shorthorn_controller_{what}_duration_seconds"), help, histograms);
+        }
+    }
+}
+
+/// What there is to show once the store is open.
+struct Shown {
+    store: Arc<dyn Store>,
+    fleet: Arc<Fleet>,
+    queue: Arc<Queue>,
+}
+
+/// What the controller knows of itself.
+pub struct ControllerVitals {
+    metrics: Metrics,
+    readiness: Arc<Readiness>,
+    shown: OnceLock<Shown>,
+}
+
+impl std::fmt::Debug for ControllerVitals {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ControllerVitals").field("readiness", &self.readiness).finish_non_exhaustive()
+    }
+}
+
+impl ControllerVitals {
+    /// Those of a controller that has not opened its store.
+    #[must_use]
+    pub fn new(metrics: Metrics, readiness: Arc<Readiness>) -> Arc<ControllerVitals> {
+        Arc::new(ControllerVitals { metrics, readiness, shown: OnceLock::new() })
+    }
+
+    /// There are objects, agents and a queue from now on.
+    pub fn show(&self, store: Arc<dyn Store>, fleet: Arc<Fleet>, queue: Arc<Queue>) {
+        // It is called once.
+        let _ = self.shown.set(Shown { store, fleet, queue });
+    }
+}
+
+#[async_trait]
+impl Vitals for ControllerVitals {
+    fn program(&self) -> (&'static str, &'static str) {
+        ("controller", env!("CARGO_PKG_VERSION"))
+    }
+
+    fn ready(&self) -> Result<(), String> {
+        self.readiness.check()
+    }
+
+    async fn fill(&self, page: &mut Page) {
+        let leader = page
+            .gauges("shorthorn_controller_leader", "1 where this controller is the one that works, else 0");
+        leader.set(&[], u64::from(self.readiness.is_leading()));
+        let Some(Shown { store, fleet, queue }) = self.shown.get() else { return };
+        objects::show(&store.world(), page);
+        objects::show_agents(&fleet.agents(), page);
+        let depth = page.gauges(
+            "shorthorn_controller_queue_depth",
+            "Objects that are looked at now, wait for it, or for a time",
+        );
+        let waiting = queue.depth();
+        for (state, number) in
+            [("ready", waiting.ready), ("active", waiting.active), ("timed", waiting.timed)]
+        {
+            depth.set(&[("state", state)], u64::try_from(number).unwrap_or(u64::MAX));
+        }
+        self.metrics.show(page);
+    }
+}

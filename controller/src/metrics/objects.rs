@@ -1,0 +1,113 @@
+//! How many objects are in which state.
+
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{ConditionType, CurrentState, Node, Robustness, VolumeState};
+use shorthorn_controller_core::observed::{AgentView, Agents};
+use shorthorn_metrics::Page;
+
+const VOLUME_STATES: [VolumeState; 6] = [
+    VolumeState::Creating,
+    VolumeState::Attached,
+    VolumeState::Detached,
+    VolumeState::Attaching,
+    VolumeState::Detaching,
+    VolumeState::Deleting,
+];
+const ROBUSTNESSES: [Robustness; 4] =
+    [Robustness::Healthy, Robustness::Degraded, Robustness::Faulted, Robustness::Unknown];
+const CURRENT_STATES: [CurrentState; 6] = [
+    CurrentState::Stopped,
+    CurrentState::Starting,
+    CurrentState::Running,
+    CurrentState::Stopping,
+    CurrentState::Error,
+    CurrentState::Unknown,
+];
+
+fn number(count: usize) -> u64 {
+    u64::try_from(count).unwrap_or(u64::MAX)
+}
+
+/// The objects of `world`; every state is shown, also with none in it.
+pub(super) fn show(world: &World, page: &mut Page) {
+    let mut volumes = [[0; ROBUSTNESSES.len()]; VOLUME_STATES.len()];
+    for volume in world.volumes.values() {
+        volumes[volume.status.state as usize][volume.status.robustness as usize] += 1;
+    }
+    let gauges = page.gauges("shorthorn_volumes", "Volumes");
+    for state in VOLUME_STATES {
+        for robustness in ROBUSTNESSES {
+            let labels = [("state", state.as_str()), ("robustness", robustness.as_str())];
+            gauges.set(&labels, volumes[state as usize][robustness as usize]);
+        }
+    }
+    let engines = world.engines.values().map(|engine| engine.status.current_state);
+    show_processes(page, "shorthorn_engines", "Engines, as the store has them", engines);
+    let replicas = world.replicas.values().map(|replica| replica.status.current_state);
+    show_processes(page, "shorthorn_replicas", "Replicas, as the store has them", replicas);
+    let frozen = world.engines.values().filter(|engine| engine.status.phase == "frozen").count();
+    page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
+        .set(&[], number(frozen));
+    let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are in reach");
+    let ready = world.nodes.values().filter(|node| is_ready(node)).count();
+    nodes.set(&[("ready", "true")], number(ready));
+    nodes.set(&[("ready", "false")], number(world.nodes.len() - ready));
+    let closed = page.gauges(
+        "shorthorn_unschedulable_nodes",
+        "Nodes that take no new replica, as they are cordoned or drained",
+    );
+    closed.set(&[], number(world.nodes.values().filter(|node| !node.spec.allow_scheduling).count()));
+}
+
+fn is_ready(node: &Node) -> bool {
+    node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status)
+}
+
+fn show_processes(page: &mut Page, name: &str, help: &str, all: impl Iterator<Item = CurrentState>) {
+    let mut counts = [0; CURRENT_STATES.len()];
+    for state in all {
+        counts[state as usize] += 1;
+    }
+    let gauges = page.gauges(name, help);
+    for state in CURRENT_STATES {
+        gauges.set(&[("state", state.as_str())], counts[state as usize]);
+    }
+}
+
+/// The agents, as this controller sees them now.
+pub(super) fn show_agents(agents: &Agents, page: &mut Page) {
+    let gauges =
+        page.gauges("shorthorn_controller_agents", "Agents, by whether this controller follows them now");
+    let synced = agents.by_node.values().filter(|view| AgentView::is_synced(view)).count();
+    gauges.set(&[("connected", "true")], number(synced));
+    gauges.set(&[("connected", "false")], number(agents.by_node.len() - synced));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_state_has_its_place() {
+        assert!(VOLUME_STATES.iter().enumerate().all(|(at, state)| *state as usize == at));
+        assert!(ROBUSTNESSES.iter().enumerate().all(|(at, robustness)| *robustness as usize == at));
+        assert!(CURRENT_STATES.iter().enumerate().all(|(at, state)| *state as usize == at));
+    }
+
+    #[test]
+    fn every_state_is_shown() {
+        let mut page = Page::default();
+        show(&World::default(), &mut page);
+        show_agents(&Agents::default(), &mut page);
+        let text = page.text().unwrap();
+        for line in [
+            "shorthorn_volumes{state=\"attached\",robustness=\"faulted\"} 0\n",
+            "shorthorn_engines{state=\"error\"} 0\n",
+            "shorthorn_replicas{state=\"unknown\"} 0\n",
+            "shorthorn_nodes{ready=\"false\"} 0\n",
+            "shorthorn_controller_agents{connected=\"true\"} 0\n",
+        ] {
+            assert!(text.contains(line), "{line:?} is not in {text}");
+        }
+    }
+}

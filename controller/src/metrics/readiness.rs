@@ -1,0 +1,86 @@
+//! Whether the controller can do its work.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// How far it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// It has not seen its store, or the lease, yet.
+    Opening,
+    /// Another one leads. Standing by is all that can be asked of it.
+    StandingBy,
+    /// It works.
+    Leading,
+}
+
+/// What `/readyz` answers.
+#[derive(Debug)]
+pub struct Readiness(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    /// What the store said when it did not answer the last time.
+    away: Option<String>,
+}
+
+impl Default for Readiness {
+    fn default() -> Readiness {
+        Readiness(Mutex::new(State { phase: Phase::Opening, away: None }))
+    }
+}
+
+impl Readiness {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It is that far.
+    pub fn reached(&self, phase: Phase) {
+        *self.state() = State { phase, away: None };
+    }
+
+    /// The store, or the API server, has answered, or it has not.
+    pub fn heard(&self, error: Option<String>) {
+        self.state().away = error;
+    }
+
+    /// Whether it is the one that works.
+    pub fn is_leading(&self) -> bool {
+        self.state().phase == Phase::Leading
+    }
+
+    /// Whether it can work.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check(&self) -> Result<(), String> {
+        let state = self.state();
+        match (state.phase, &state.away) {
+            (_, Some(error)) => Err(format!("the store does not answer: {error}")),
+            (Phase::Opening, None) => Err("the store is not open yet".to_owned()),
+            (Phase::StandingBy | Phase::Leading, None) => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_ready_while_the_store_answers() {
+        let readiness = Readiness::default();
+        assert!(readiness.check().unwrap_err().contains("not open yet"));
+        readiness.heard(Some("no route".to_owned()));
+        assert!(readiness.check().unwrap_err().contains("no route"));
+        readiness.reached(Phase::StandingBy);
+        assert!(readiness.check().is_ok() && !readiness.is_leading());
+        readiness.reached(Phase::Leading);
+        assert!(readiness.check().is_ok() && readiness.is_leading());
+        readiness.heard(Some("gone".to_owned()));
+        assert!(readiness.check().unwrap_err().contains("gone"));
+        readiness.heard(None);
+        assert!(readiness.check().is_ok());
+    }
+}

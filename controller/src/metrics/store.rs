@@ -1,0 +1,131 @@
+//! A store that counts what is written.
+
+use std::sync::{Arc, RwLockReadGuard};
+use std::time::Instant;
+
+use async_trait::async_trait;
+use shorthorn_controller_core::World;
+use shorthorn_controller_core::objects::{Key, Kind, Object};
+use tokio::sync::broadcast;
+
+use super::{Metrics, Readiness};
+use crate::store::{Store, StoreError};
+
+/// The store that it is made of; every write is counted and timed, and tells whether the store answers.
+pub struct Metered {
+    store: Arc<dyn Store>,
+    metrics: Metrics,
+    readiness: Arc<Readiness>,
+}
+
+impl std::fmt::Debug for Metered {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Metered").field("readiness", &self.readiness).finish_non_exhaustive()
+    }
+}
+
+impl Metered {
+    /// `store`, counted.
+    #[must_use]
+    pub fn new(store: Arc<dyn Store>, metrics: Metrics, readiness: Arc<Readiness>) -> Metered {
+        Metered { store, metrics, readiness }
+    }
+
+    fn note<T>(&self, kind: Kind, operation: &'static str, started: Instant, result: &Result<T, StoreError>) {
+        let word = match result {
+            Ok(_) => "ok",
+            Err(StoreError::Conflict { .. }) => "conflict",
+            Err(StoreError::Unavailable { .. }) => "unavailable",
+            Err(StoreError::Refused { .. }) => "refused",
+            Err(_) => "failed",
+        };
+        self.metrics.wrote(kind, operation, word, started.elapsed());
+        self.readiness.heard(match result {
+            Ok(_) | Err(StoreError::Conflict { .. } | StoreError::Refused { .. }) => None,
+            Err(error) => Some(error.to_string()),
+        });
+    }
+}
+
+#[async_trait]
+impl Store for Metered {
+    fn world(&self) -> RwLockReadGuard<'_, World> {
+        self.store.world()
+    }
+
+    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+        let (kind, started) = (object.kind(), Instant::now());
+        let result = self.store.put(object).await;
+        self.note(kind, "put", started, &result);
+        result
+    }
+
+    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+        let started = Instant::now();
+        let result = self.store.remove(key, version).await;
+        self.note(key.kind, "remove", started, &result);
+        result
+    }
+
+    fn changes(&self) -> broadcast::Receiver<Key> {
+        self.store.changes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_controller_core::Timestamp;
+    use shorthorn_controller_core::objects::{Metadata, Node, NodeSpec, NodeStatus};
+
+    use super::*;
+    use crate::metrics::Phase;
+    use crate::store::MemoryStore;
+
+    /// A store that is out of reach.
+    struct Away(MemoryStore);
+
+    #[async_trait]
+    impl Store for Away {
+        fn world(&self) -> RwLockReadGuard<'_, World> {
+            self.0.world()
+        }
+
+        async fn put(&self, _: Object) -> Result<Object, StoreError> {
+            Err(StoreError::Unavailable { message: "no route".to_owned() })
+        }
+
+        async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+            self.0.remove(key, version).await
+        }
+
+        fn changes(&self) -> broadcast::Receiver<Key> {
+            self.0.changes()
+        }
+    }
+
+    fn node() -> Object {
+        let metadata = Metadata::new("a", Timestamp::UNIX_EPOCH);
+        Object::Node(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() })
+    }
+
+    #[tokio::test]
+    async fn writes_are_counted_and_tell_whether_the_store_answers() {
+        let (metrics, readiness) = (Metrics::default(), Arc::<Readiness>::default());
+        readiness.reached(Phase::Leading);
+        let count = |operation, result| {
+            metrics.store_writes.get(&[("kind", "node"), ("operation", operation), ("result", result)])
+        };
+        let store = Metered::new(Arc::new(MemoryStore::new()), metrics.clone(), Arc::clone(&readiness));
+        store.put(node()).await.unwrap();
+        store.put(node()).await.unwrap_err();
+        store.remove(&node().key(), 1).await.unwrap();
+        assert_eq!((count("put", "ok"), count("put", "conflict"), count("remove", "ok")), (1, 1, 1));
+        assert!(readiness.check().is_ok());
+        let away = Metered::new(Arc::new(Away(MemoryStore::new())), metrics.clone(), Arc::clone(&readiness));
+        away.put(node()).await.unwrap_err();
+        assert_eq!(count("put", "unavailable"), 1);
+        assert!(readiness.check().unwrap_err().contains("no route"));
+        store.put(node()).await.unwrap();
+        assert!(readiness.check().is_ok());
+    }
+}

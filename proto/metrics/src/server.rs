@@ -1,0 +1,178 @@
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use thiserror::Error;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Mutex, Semaphore};
+use tokio::task::JoinHandle;
+
+use crate::address::MetricsListen;
+use crate::page::Page;
+use crate::process;
+
+/// More connections wait.
+const CONNECTIONS_MAX: usize = 16;
+/// The longest that one may last. It carries one request.
+const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
+/// The longest that a client may take to ask.
+const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+/// The most that it may ask with.
+const REQUEST_MAX_BYTES: usize = 16 << 10;
+const HEADERS_MAX: usize = 64;
+/// After an error of accept, which is mostly that there are no descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const TEXT: &str = "text/plain; charset=utf-8";
+
+/// What a program knows of itself.
+#[async_trait]
+pub trait Vitals: Send + Sync + 'static {
+    /// Which program it is, and its version.
+    fn program(&self) -> (&'static str, &'static str);
+
+    /// Whether it can do its work.
+    ///
+    /// # Errors
+    /// Why not, in plain words.
+    fn ready(&self) -> Result<(), String>;
+
+    /// Its numbers of this moment. Whatever takes long is bounded: who asks does not wait for more than seconds.
+    async fn fill(&self, page: &mut Page);
+}
+
+/// The address cannot be used.
+#[derive(Debug, Error)]
+#[error("cannot serve metrics on {0}: {1}; choose another metrics_listen, or off")]
+pub struct MetricsError(SocketAddr, io::Error);
+
+/// Metrics and health are served until this is dropped.
+#[derive(Debug)]
+pub struct Serving(JoinHandle<()>);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Serves what `vitals` says at `listen`. Where that is the `default` and is taken, it is no reason not to start: several
+/// programs may run on one host.
+///
+/// # Errors
+/// [`MetricsError`] for an address that somebody has chosen.
+pub async fn start(
+    listen: MetricsListen,
+    default: MetricsListen,
+    vitals: Arc<dyn Vitals>,
+) -> Result<Option<Serving>, MetricsError> {
+    let MetricsListen::At(address) = listen else { return Ok(None) };
+    let bound = TcpListener::bind(address).await.and_then(|listener| Ok((listener.local_addr()?, listener)));
+    match bound {
+        Ok((address, listener)) => {
+            tracing::info!(%address, "metrics and health are served");
+            Ok(Some(Serving(tokio::spawn(serve(listener, vitals)))))
+        }
+        Err(error) if listen != default => Err(MetricsError(address, error)),
+        Err(error) => {
+            tracing::warn!(%address, %error, "metrics and health are not served: give metrics_listen another address");
+            Ok(None)
+        }
+    }
+}
+
+struct Shown {
+    vitals: Arc<dyn Vitals>,
+    /// One page is made at a time.
+    making: Mutex<()>,
+}
+
+async fn serve(listener: TcpListener, vitals: Arc<dyn Vitals>) {
+    let shown = Arc::new(Shown { vitals, making: Mutex::new(()) });
+    let free = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        // It is never closed.
+        let Ok(permit) = Arc::clone(&free).acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let shown = Arc::clone(&shown);
+                tokio::spawn(async move {
+                    answer(stream, shown).await;
+                    drop(permit);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "metrics: accept failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn answer(stream: TcpStream, shown: Arc<Shown>) {
+    let service = service_fn(move |request: Request<Incoming>| {
+        let shown = Arc::clone(&shown);
+        async move {
+            Ok::<_, std::convert::Infallible>(respond(request.method(), request.uri().path(), &shown).await)
+        }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(REQUEST_LIMIT)
+        .max_buf_size(REQUEST_MAX_BYTES)
+        .max_headers(HEADERS_MAX)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), service);
+    // What goes wrong with a client concerns the client.
+    if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_LIMIT, connection).await {
+        tracing::debug!(%error, "metrics: connection");
+    }
+}
+
+async fn respond(method: &Method, path: &str, shown: &Shown) -> Response<Full<Bytes>> {
+    if method != Method::GET && method != Method::HEAD {
+        let mut refused =
+            response(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD are served\n".into());
+        refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        return refused;
+    }
+    match path {
+        "/healthz" => response(StatusCode::OK, TEXT, "ok\n".into()),
+        "/readyz" => match shown.vitals.ready() {
+            Ok(()) => response(StatusCode::OK, TEXT, "ready\n".into()),
+            Err(reason) => response(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("not ready: {reason}\n")),
+        },
+        "/metrics" => {
+            let _making = shown.making.lock().await;
+            let mut page = Page::default();
+            let (program, version) = shown.vitals.program();
+            process::show(&mut page, program, version);
+            shown.vitals.fill(&mut page).await;
+            match page.text() {
+                Ok(text) => response(StatusCode::OK, OPENMETRICS, text),
+                Err(error) => response(StatusCode::INTERNAL_SERVER_ERROR, TEXT, format!("{error}\n")),
+            }
+        }
+        _ => response(StatusCode::NOT_FOUND, TEXT, "there are /metrics, /healthz and /readyz\n".into()),
+    }
+}
+
+fn response(status: StatusCode, content_type: &'static str, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}
+
+#[cfg(test)]
+mod tests;
