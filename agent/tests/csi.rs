@@ -244,6 +244,6 @@ fn off_is_off() {
     let host = Host::new("off");
     fs::create_dir(host.root()).unwrap();
     let agent = host.agent();
-    agent.wait_for_log("ready");
+    agent.wait_for_log(": ready node=");
     assert_eq!(fs::read_dir(host.root()).unwrap().count(), 0);
 }

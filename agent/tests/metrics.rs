@@ -34,7 +34,7 @@ async fn volumes_disks_and_io_are_counted() {
     let disk = dir.path().join("disk");
     fs::create_dir(&disk).unwrap();
     let agent = start(&dir, address, "csi = \"off\"");
-    agent.wait_for_log("ready");
+    agent.wait_for_log(": ready node=");
     assert_eq!(get(address, "/healthz").unwrap(), (200, "ok\n".to_owned()));
     assert_eq!(get(address, "/readyz").unwrap(), (200, "ready\n".to_owned()));
     let mut client = connect(&dir.path().join("sock")).await.unwrap();
@@ -87,7 +87,7 @@ fn an_agent_whose_csi_driver_cannot_be_served_is_not_ready() {
     fs::create_dir(&root).unwrap();
     fs::write(root.join("plugins"), "no directory").unwrap();
     let agent = start(&dir, address, &format!("csi = \"on\"\nkubelet_root = \"{}\"", root.display()));
-    agent.wait_for_log("ready");
+    agent.wait_for_log(": ready node=");
     let deadline = Instant::now() + LIMIT;
     loop {
         let (status, text) = get(address, "/readyz").unwrap();

@@ -56,7 +56,7 @@ impl Node {
     /// An agent that answers, and a client of it.
     async fn start(&self) -> (Running, NodeClient<Channel>) {
         let agent = self.agent();
-        agent.wait_for_log("ready");
+        agent.wait_for_log(": ready node=");
         let client = connect(&self.dir.path().join("sock")).await.unwrap();
         (agent, client)
     }
@@ -323,7 +323,7 @@ async fn an_instance_that_cannot_start_says_why() {
 fn a_second_agent_is_refused() {
     let node = Node::new();
     let first = node.agent();
-    first.wait_for_log("ready");
+    first.wait_for_log(": ready node=");
     let log = node.agent().failed();
     assert!(log.contains(&format!("held by process {}", first.pid())), "{log}");
 }

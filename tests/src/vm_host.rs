@@ -6,8 +6,10 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use shorthorn_vmkit::{DataDisk, FileSystem, Kernel, Output, Running, Vm, VmOptions};
 
-use crate::binary;
+use crate::{binary, until};
 
+/// Far more than anything takes.
+const LIMIT: Duration = Duration::from_secs(60);
 /// The name that the machine has as a node.
 pub const NODE: &str = "node1";
 
@@ -80,7 +82,8 @@ impl VmHost {
         if !started.success() {
             bail!("agent and controller do not start:\n{}\n{}", started.text(), self.journal());
         }
-        self.ctl(&format!("disk add {NODE} /var/lib/longhorn")).map(drop)
+        // The controller is ready before it has heard of the agent.
+        until("disk", LIMIT, || self.ctl(&format!("disk add {NODE} /var/lib/longhorn")).map(Some)).map(drop)
     }
 
     /// Runs shorthornctl; its standard output.

@@ -69,7 +69,6 @@ impl Cluster {
             command.args(["--node", &url]);
         }
         command.args(["--csi-listen", &format!("unix://{}", self.path("csi.sock").display())]);
-        command.args(["--metrics-listen", &self.metrics.to_string()]);
         command.args(["--replica-replace-after-s", &self.replace_after_s.to_string()]);
         command.stdin(Stdio::null()).kill_on_drop(true);
         command
@@ -80,7 +79,9 @@ impl Cluster {
         let notify = self.path("notify.sock");
         let _ = std::fs::remove_file(&notify);
         let socket = UnixDatagram::bind(&notify).unwrap();
-        let child = self.controller_command().env("NOTIFY_SOCKET", &notify).spawn().unwrap();
+        let mut command = self.controller_command();
+        command.args(["--metrics-listen", &self.metrics.to_string()]);
+        let child = command.env("NOTIFY_SOCKET", &notify).spawn().unwrap();
         self.controller = Some(child);
         let mut buffer = [0; 64];
         let length = timeout(LIMIT, socket.recv(&mut buffer)).await.unwrap().unwrap();

@@ -93,12 +93,14 @@ pub(super) enum Readiness {
     TooFew(String),
 }
 
-/// Which replicas an engine on `node` can start with. `left` is what is left of the time that slow ones get.
+/// Which replicas an engine on `node` can start with. `left` is what is left of the time that slow ones get. `node_was_lost`:
+/// it follows an engine that had to be fenced, so those whose nodes do not answer are not waited for.
 pub(super) fn readiness(
     replicas: &[&Replica],
     first_members: &[ReplicaId],
     node: &NodeName,
     left: Duration,
+    node_was_lost: bool,
 ) -> Readiness {
     let mut targets = BTreeMap::new();
     let mut missing = Vec::new();
@@ -113,10 +115,11 @@ pub(super) fn readiness(
         }
     }
     let members = members_in_view(replicas, first_members);
-    // With half of them the arbiter has to take the place of the others: they get the time to come.
+    // With half of them the arbiter has to take the place of the others: as a rule they get the time to come.
     let needed = members.div_ceil(2).max(1);
-    let is_majority = targets.len() > members / 2;
-    let is_enough = is_majority && all_settled || targets.len() >= needed && left.is_zero();
+    let needed_at_once = if node_was_lost { needed } else { members / 2 + 1 };
+    let is_enough =
+        targets.len() >= needed_at_once && all_settled || targets.len() >= needed && left.is_zero();
     if missing.is_empty() || is_enough {
         return Readiness::Ready(targets);
     }
@@ -182,7 +185,7 @@ mod tests {
     use crate::reconcile::REPLICA_WAIT;
 
     /// Replicas on nodes of their own, of which the first `running` run and the nodes of the others do not answer.
-    fn readiness_with(running: u64, all: u64, left: Duration) -> Readiness {
+    fn readiness_with(running: u64, all: u64, left: Duration, node_was_lost: bool) -> Readiness {
         let replica = |at: u64| {
             let replica_id = ReplicaId::from_random(at + 1);
             let status = ReplicaStatus {
@@ -208,21 +211,27 @@ mod tests {
         };
         let replicas: Vec<Replica> = (0..all).map(replica).collect();
         let replicas: Vec<&Replica> = replicas.iter().collect();
-        readiness(&replicas, &[], &NodeName::new("n0").unwrap(), left)
+        readiness(&replicas, &[], &NodeName::new("n0").unwrap(), left, node_was_lost)
     }
 
     #[test]
     fn most_of_the_replicas_start_at_once_and_half_of_them_when_the_others_had_their_time() {
-        let starts = |running, all, left| matches!(readiness_with(running, all, left), Readiness::Ready(_));
+        let starts_after = |lost, running, all, left| {
+            matches!(readiness_with(running, all, left, lost), Readiness::Ready(_))
+        };
+        let starts = |running, all, left| starts_after(false, running, all, left);
         for (running, all) in [(2, 3), (3, 4), (3, 5), (1, 1)] {
             assert!(starts(running, all, REPLICA_WAIT), "{running} of {all}");
         }
         for (running, all) in [(1, 2), (2, 4), (3, 6)] {
             assert!(!starts(running, all, REPLICA_WAIT), "{running} of {all}");
             assert!(starts(running, all, Duration::ZERO), "{running} of {all}: the arbiter decides");
+            assert!(starts_after(true, running, all, REPLICA_WAIT), "{running} of {all}: nobody may come");
         }
         for (running, all) in [(0, 1), (1, 3), (1, 4), (2, 5), (0, 2)] {
-            assert!(!starts(running, all, Duration::ZERO), "{running} of {all}");
+            for lost in [false, true] {
+                assert!(!starts_after(lost, running, all, Duration::ZERO), "{running} of {all}");
+            }
         }
     }
 }

@@ -10,8 +10,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let stored = context.world.nodes.get(name);
     let mut node = match (stored, view) {
         (Some(node), _) => node.clone(),
-        (None, Some(_)) => Node::new(name, context.now),
-        (None, None) => return decision,
+        (None, Some(view)) if !view.from_object => Node::new(name, context.now),
+        // Known by an object that is gone: it is given up, and this controller has not got round to forgetting it.
+        (None, _) => return decision,
     };
     if node.metadata.is_deleting()
         && let Sight::Gone(_) = sight(context, &node_name)

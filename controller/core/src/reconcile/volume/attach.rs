@@ -72,7 +72,10 @@ impl Run<'_> {
             Some(start) => remaining(start, REPLICA_WAIT, self.context.now),
             None => REPLICA_WAIT,
         };
-        match health::readiness(&self.live_replicas(), &self.stored.status.first_members, &node, left) {
+        let first_members = &self.stored.status.first_members;
+        // Of an engine that there never was none had to be fenced.
+        let node_was_lost = engine.spec.attach > 0 && self.is_fenced(engine);
+        match health::readiness(&self.live_replicas(), first_members, &node, left, node_was_lost) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
                 self.settle_start(Finding::wrong("EngineStarting", "the engine is being started"));

@@ -187,11 +187,17 @@ impl Sim {
         self.lost.is_some() && newest.is_some_and(few)
     }
 
-    /// Whether too few replicas are left to refuse its engine, which was on the node that is lost.
+    /// Whether it waits for the node that is lost: too few replicas are left to refuse its engine, which was there, or an
+    /// operator has chosen a replica there and no other one since.
     fn is_stuck(&self, volume: &Volume) -> bool {
-        let gone = self.lost.map(|at| &self.nodes[at].name);
+        let Some(gone) = self.lost.map(|at| &self.nodes[at].name) else { return false };
         let status = &volume.status;
-        status.state == VolumeState::Detaching && gone.is_some() && status.current_node_id.as_ref() == gone
+        let is_chosen = |replica: &Replica| {
+            let chosen = status.pending_salvage().map(|salvage| salvage.replica_id);
+            chosen == Some(replica.spec.replica_id) && replica.spec.node_id == *gone
+        };
+        status.state == VolumeState::Detaching && status.current_node_id.as_ref() == Some(gone)
+            || self.store.replicas_of(&volume.spec.volume_name).any(is_chosen)
     }
 
     /// Whether no member of the newest view has its data any more: what is left is old, and only an operator may
