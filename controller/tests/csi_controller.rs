@@ -14,7 +14,9 @@ use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store};
 use shorthorn_controller::work::Queue;
 use shorthorn_controller_core::Timestamp;
-use shorthorn_controller_core::objects::{Metadata, Node, NodeSpec, NodeStatus, Object, Volume, VolumeState};
+use shorthorn_controller_core::objects::{
+    ConditionType, Finding, Metadata, NEXT_ATTACH, Node, NodeSpec, NodeStatus, Object, Volume, VolumeState,
+};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_driver::{DRIVER_NAME, Identity, TOPOLOGY_NODE, TOPOLOGY_ZONE};
 use shorthorn_proto::csi::v1;
@@ -656,12 +658,41 @@ async fn a_volume_has_grown_once_its_real_size_says_so() {
 }
 
 #[tokio::test]
-async fn one_call_at_a_time_for_each_volume() {
+async fn a_volume_that_cannot_grow_in_use_is_told_of_and_can_be_taken_away() {
     let alone = Alone::start();
     alone.volume().await;
     let growing = alone.expanding(2 * GIB);
     alone.until(|volume| volume.spec.size > 1 << 30).await;
+    // Who waits for a size keeps nobody else out.
     let mut csi = alone.csi.clone();
+    assert_eq!(csi.unpublish("v", "a").await, Ok(()));
+    assert!(!growing.is_finished());
+    alone
+        .change(|volume| {
+            volume.status.state = VolumeState::Attached;
+            let waits = Finding::wrong(NEXT_ATTACH, "when it is attached again");
+            volume.status.conditions.set(ConditionType::Expanded, waits, Timestamp::now());
+        })
+        .await;
+    for answer in [growing.await.unwrap(), csi.expand(expand("v", 2 * GIB)).await] {
+        let (code, text) = answer.unwrap_err();
+        assert!(code == Code::FailedPrecondition && text.contains("attached again"), "{code:?}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn one_call_at_a_time_for_each_volume() {
+    let alone = Alone::start();
+    alone.volume().await;
+    let mut csi = alone.csi.clone();
+    alone.change(|volume| volume.status.state = VolumeState::Creating).await;
+    let creating = tokio::spawn(async move { csi.create(create("v")).await });
+    let mut csi = alone.csi.clone();
+    let deadline = Instant::now() + LIMIT;
+    while code(&csi.unpublish("v", "a").await) != Code::Aborted {
+        assert!(Instant::now() < deadline, "the gate is open");
+        sleep(Duration::from_millis(5)).await;
+    }
     let answers = [
         csi.create(create("v")).await.map(drop),
         csi.expand(expand("v", 2 * GIB)).await.map(drop),
@@ -677,7 +708,8 @@ async fn one_call_at_a_time_for_each_volume() {
     assert_eq!(csi.delete("w").await, Ok(()));
     assert_eq!(csi.ids().await, ["v"]);
     // A caller that goes takes its call along.
-    growing.abort();
+    creating.abort();
+    alone.change(|volume| volume.status.state = VolumeState::Detached).await;
     let deadline = Instant::now() + LIMIT;
     while code(&csi.unpublish("v", "a").await) == Code::Aborted {
         assert!(Instant::now() < deadline, "the gate is kept");

@@ -9,7 +9,7 @@ use shorthorn_types::{Members, ReplicaId};
 
 use crate::drain::Leaves;
 use crate::objects::{
-    Condition, ConditionType, CurrentState, Engine, MemberMode, Replica, Volume, VolumeState,
+    Condition, ConditionType, CurrentState, Engine, MemberMode, NEXT_ATTACH, Replica, Volume, VolumeState,
 };
 use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
@@ -106,7 +106,7 @@ impl Teller<'_> {
         let (has, wants) = (bytes(self.volume.current_size_bytes()), bytes(self.volume.spec.size));
         let trouble = self.trouble(ConditionType::Expanded);
         let waits = trouble.map(|trouble| after_colon(&trouble.message)).unwrap_or_default();
-        let is_next_attach = trouble.is_some_and(|trouble| trouble.reason == "NextAttach");
+        let is_next_attach = trouble.is_some_and(|trouble| trouble.reason == NEXT_ATTACH);
         self.say(format!("Volume {} is being expanded from {has} to {wants}{waits}.", self.name));
         if is_next_attach {
             self.hint(format!(

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use shorthorn_controller_core::csi;
+use shorthorn_controller_core::objects::{ConditionType, NEXT_ATTACH, Volume, VolumeState};
 use shorthorn_driver::{Access, CsiError, size_range};
 use shorthorn_proto::csi::v1;
 use tokio::time::Instant;
@@ -24,7 +25,7 @@ impl CsiController {
         }
         let capability = request.volume_capability.map(|wish| arguments::usable(Some(wish))).transpose()?;
         let volume = arguments::existing_volume_id(&request.volume_id)?;
-        let _pass = self.enter(&volume)?;
+        let pass = self.enter(&volume)?;
         let name = volume.as_str();
         // Of the last decision, which is the one that holds.
         let wanted_bytes = AtomicU64::new(0);
@@ -37,12 +38,14 @@ impl CsiController {
         .await
         .map_err(|error: crate::store::ChangeError<csi::SizedError>| error.into_csi_error())?;
         let wanted_bytes = wanted_bytes.into_inner();
+        // It grows whether somebody waits for that or not: whoever does keeps nobody from taking the volume away.
+        drop(pass);
         let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
-            Some(volume) if volume.current_size_bytes() < wanted_bytes => None,
-            found => Some(found.map(|volume| volume.current_size_bytes())),
+            Some(volume) if volume.current_size_bytes() < wanted_bytes => needs_detach(volume).map(Err),
+            Some(volume) => Some(Ok(volume.current_size_bytes())),
+            None => Some(Err(CsiError::NotFound(format!("volume {name} was deleted meanwhile")))),
         });
-        let gone = || CsiError::NotFound(format!("volume {volume} was deleted meanwhile"));
-        let size_bytes = grown.await?.ok_or_else(gone)?;
+        let size_bytes = grown.await??;
         // The device of a node has its size by now. What is on it is another matter; where it is not said what that
         // is, the node finds out.
         let is_device = capability.is_some_and(|capability| capability.access == Access::Block);
@@ -51,4 +54,11 @@ impl CsiController {
             node_expansion_required: !is_device,
         })
     }
+}
+
+/// Why a volume in use keeps its size until it was detached; the sidecar waits until no pod uses it.
+fn needs_detach(volume: &Volume) -> Option<CsiError> {
+    let expanded = volume.status.conditions.get(ConditionType::Expanded)?;
+    let waits = volume.status.state == VolumeState::Attached && expanded.reason == NEXT_ATTACH;
+    waits.then(|| CsiError::Precondition(expanded.message.clone()))
 }

@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use shorthorn_controller_core::objects::NEXT_ATTACH;
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::controller_client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -72,7 +73,7 @@ impl Goal {
         };
         if let (Goal::Expanded(_), false) = (self, reached)
             && let Some(condition) = condition(volume, "Expanded")
-            && condition.reason == "NextAttach"
+            && condition.reason == NEXT_ATTACH
         {
             return Verdict::Never(condition.message.clone());
         }

@@ -3,6 +3,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Timestamp, schema};
 
+/// The reason of [`ConditionType::Expanded`] where the device of a volume in use cannot change its size.
+pub const NEXT_ATTACH: &str = "NextAttach";
+
 /// What a condition is about. True is always the good side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum ConditionType {

@@ -5,7 +5,9 @@
 //! was away too, so nobody ever sees the old size again.
 
 use super::Run;
-use crate::objects::{ConditionType, Engine, EngineSpec, Finding, Replica, ReplicaSpec, VolumeState};
+use crate::objects::{
+    ConditionType, Engine, EngineSpec, Finding, NEXT_ATTACH, Replica, ReplicaSpec, VolumeState,
+};
 
 impl Run<'_> {
     /// Brings the size to the replicas and the engine as they are stored; true where that was something to do.
@@ -69,7 +71,7 @@ impl Run<'_> {
         let waits = self.engine.and_then(|engine| engine.status.expansion.as_ref());
         match waits {
             Some(waits) if waits.next_attach => Finding::wrong(
-                "NextAttach",
+                NEXT_ATTACH,
                 format!("the device has its new size when the volume is attached again: {}", waits.message),
             ),
             Some(waits) if !waits.message.is_empty() => Finding::wrong("Expanding", waits.message.clone()),
