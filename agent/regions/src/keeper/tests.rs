@@ -1,0 +1,243 @@
+use shorthorn_types::{Generation, ViewId};
+
+use super::*;
+
+const REGION: u64 = 64 << 10;
+
+fn id(n: u64) -> ReplicaId {
+    ReplicaId::from_random(n)
+}
+
+fn keeper(count: u64) -> RegionKeeper {
+    let regions = Regions::of(count * REGION);
+    RegionKeeper::new(regions, 1, &RegionSet::empty(regions.count()))
+}
+
+fn range(first: u64, count: u64) -> ByteRange {
+    ByteRange::new(first * REGION, count * REGION).unwrap()
+}
+
+fn view(number: u32, ids: &[u64]) -> View {
+    let members = Members::new(ids.iter().copied().map(id)).unwrap();
+    View { id: ViewId { generation: Generation::new(1, 0), number }, members }
+}
+
+fn report(committed: View, proposed: &[View]) -> ReplicaReport {
+    ReplicaReport { committed, proposed: proposed.to_vec() }
+}
+
+fn write_all(keeper: &mut RegionKeeper) -> Vec<(SetKey, u32)> {
+    let mut written = Vec::new();
+    while let Some(PageWrite { slot, key, page, .. }) = keeper.begin_write(false) {
+        written.push((key, page));
+        keeper.end_write(slot, true);
+    }
+    written
+}
+
+fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
+    MarkRegions { of, action, runs: runs.to_vec(), size_bytes: 0 }
+}
+
+#[test]
+fn a_modification_waits_for_its_pages_only_once() {
+    let mut keeper = keeper(40_000);
+    assert_eq!(keeper.admit(range(32_255, 2)), Admit::Wait);
+    assert_eq!(keeper.admit(range(32_255, 2)), Admit::Wait);
+    assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0), (SetKey::Intent, 1)]);
+    assert_eq!(keeper.admit(range(32_255, 2)), Admit::Go);
+    assert_eq!(keeper.admit(range(7, 1)), Admit::Wait);
+    // What comes while the page is written, and is in it, needs no other write; what is not, does.
+    let slot = keeper.begin_write(false).unwrap().slot;
+    assert_eq!(keeper.admit(range(7, 1)), Admit::Wait);
+    assert!(keeper.begin_write(false).is_none());
+    assert_eq!(keeper.admit(range(8, 1)), Admit::Wait);
+    assert!(keeper.begin_write(false).is_none(), "one write of a page at a time");
+    keeper.end_write(slot, true);
+    assert_eq!((keeper.admit(range(7, 1)), keeper.admit(range(8, 1))), (Admit::Go, Admit::Wait));
+    assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0)]);
+}
+
+#[test]
+fn a_failed_write_is_due_again() {
+    let mut keeper = keeper(10);
+    keeper.admit(range(0, 1));
+    let slot = keeper.begin_write(false).unwrap().slot;
+    keeper.end_write(slot, false);
+    assert_eq!(keeper.admit(range(0, 1)), Admit::Wait);
+    assert_eq!(write_all(&mut keeper).len(), 1);
+}
+
+#[test]
+fn clears_are_lazy_and_cost_no_wait_before_they_are_written() {
+    let mut keeper = keeper(10);
+    keeper.admit(range(0, 2));
+    write_all(&mut keeper);
+    let clear = mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 2)]);
+    assert!(matches!(keeper.mark(&clear), Ok(Marked::Done)));
+    assert!(keeper.content(SetKey::Intent).unwrap().is_empty());
+    assert!(keeper.begin_write(false).is_none());
+    assert_eq!(keeper.admit(range(0, 1)), Admit::Go, "it is on the disk still");
+    let slot = keeper.begin_write(true).unwrap().slot;
+    assert_eq!(keeper.admit(range(1, 1)), Admit::Wait, "it may be gone from the disk already");
+    keeper.end_write(slot, true);
+    assert_eq!((keeper.admit(range(0, 1)), keeper.admit(range(1, 1))), (Admit::Go, Admit::Wait));
+}
+
+#[test]
+fn a_replica_that_leaves_the_views_begins_to_miss() {
+    let mut keeper = keeper(100);
+    keeper.admit(range(3, 1));
+    let known = report(view(1, &[1, 2, 3]), &[]);
+    let new = keeper.on_propose(id(1), &known, &known, &view(2, &[1, 2])).unwrap();
+    assert_eq!(new.iter().map(NewSet::replica).collect::<Vec<_>>(), [id(3)]);
+    new.into_iter().for_each(|new| keeper.keep(new));
+    let missed = SetKey::Missed(id(3));
+    assert_eq!(keeper.page(missed, 0).unwrap().runs, [(3, 1)]);
+    write_all(&mut keeper);
+    assert_eq!(keeper.admit(range(9, 1)), Admit::Wait);
+    assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0), (missed, 0)]);
+    assert_eq!(keeper.page(missed, 0).unwrap().runs, [(3, 1), (9, 1)]);
+    // Repeated, nothing begins anew; and nobody misses what it keeps itself.
+    assert!(keeper.on_propose(id(1), &known, &known, &view(2, &[1, 2])).unwrap().is_empty());
+    assert!(keeper.on_propose(id(2), &known, &known, &view(3, &[1])).unwrap().is_empty());
+    assert_eq!(keeper.on_propose(id(1), &known, &known, &view(3, &[1])).unwrap().len(), 1);
+    // It ends when no view that may count is without it.
+    assert!(keeper.on_commit(&report(view(2, &[1, 2, 3]), &[view(3, &[1, 2])])).is_empty());
+    assert_eq!(keeper.on_commit(&report(view(4, &[1, 2, 3]), &[])).len(), 1);
+    keeper.forget(id(3));
+    assert_eq!(keeper.page(missed, 0), None);
+}
+
+#[test]
+fn marks_begin_grow_shrink_and_end_a_set() {
+    let mut keeper = keeper(70_000);
+    let of = RegionsOf::Missed(id(5));
+    let Ok(Marked::Begin(new)) = keeper.mark(&mark(of, MarkAction::Add, &[(5, 2)])) else { panic!() };
+    assert_eq!(keeper.tracks(), Members::NONE);
+    keeper.keep(new);
+    assert!(matches!(keeper.mark(&mark(of, MarkAction::Add, &[(6, 1)])), Ok(Marked::Done)));
+    let Ok(Marked::Wait(ticket)) = keeper.mark(&mark(of, MarkAction::Add, &[(32_250, 10)])) else { panic!() };
+    assert!(!keeper.is_durable(&ticket));
+    let slot = keeper.begin_write(false).unwrap().slot;
+    keeper.end_write(slot, true);
+    assert!(!keeper.is_durable(&ticket), "there is another page");
+    write_all(&mut keeper);
+    assert!(keeper.is_durable(&ticket));
+    keeper.mark(&mark(of, MarkAction::Clear, &[(0, 32_255)])).unwrap();
+    let page = RunsPage { runs: vec![(32_255, 5)], next: None };
+    assert_eq!(keeper.page(SetKey::Missed(id(5)), 0), Some(page));
+    assert!(matches!(keeper.mark(&mark(of, MarkAction::Forget, &[])), Ok(Marked::Remove(_))));
+    assert_eq!(keeper.tracks().len(), 1, "until its file is gone");
+}
+
+#[test]
+fn a_mark_of_what_is_just_being_written_is_answered_too() {
+    let mut keeper = keeper(10);
+    keeper.admit(range(1, 1));
+    let slot = keeper.begin_write(false).unwrap().slot;
+    let add = mark(RegionsOf::Intent, MarkAction::Add, &[(1, 1)]);
+    let Ok(Marked::Wait(ticket)) = keeper.mark(&add) else { panic!() };
+    keeper.end_write(slot, true);
+    write_all(&mut keeper);
+    assert!(keeper.is_durable(&ticket));
+}
+
+#[test]
+fn what_cannot_be_marked_is_refused() {
+    let mut keeper = keeper(10);
+    let mut refused = |of, action, runs: &[_]| keeper.mark(&mark(of, action, runs)).unwrap_err();
+    for (of, action) in [(RegionsOf::Intent, MarkAction::Forget), (RegionsOf::Allocated, MarkAction::Add)] {
+        assert_eq!(refused(of, action, &[]), KeepError::Unsupported { of, action });
+    }
+    let runs = KeepError::Runs { first: 9, count: 2, limit: 10 };
+    assert_eq!(refused(RegionsOf::Intent, MarkAction::Add, &[(9, 2)]), runs);
+    let many = vec![(0, 1); RUNS_PER_MARK_MAX + 1];
+    assert_eq!(refused(RegionsOf::Intent, MarkAction::Add, &many), KeepError::TooManyRuns(801));
+    for n in 0..8 {
+        let of = RegionsOf::Missed(id(n));
+        let Ok(Marked::Begin(new)) = keeper.mark(&mark(of, MarkAction::Add, &[])) else { panic!() };
+        keeper.keep(new);
+    }
+    let one_more = mark(RegionsOf::Missed(id(9)), MarkAction::Add, &[]);
+    assert_eq!(keeper.mark(&one_more).unwrap_err(), KeepError::TooManySets(id(9)));
+}
+
+#[test]
+fn long_sets_come_in_pages() {
+    let mut keeper = keeper(5000);
+    for region in (0..5000).step_by(2) {
+        keeper.admit(range(region, 1));
+    }
+    let (mut from, mut found) = (0, Vec::new());
+    loop {
+        let page = keeper.page(SetKey::Intent, from).unwrap();
+        assert!(page.runs.len() <= RUNS_PER_MARK_MAX);
+        found.extend(page.runs);
+        let Some(next) = page.next else { break };
+        from = next;
+    }
+    assert_eq!(found, (0..5000).step_by(2).map(|region| (region, 1)).collect::<Vec<_>>());
+}
+
+#[test]
+fn sets_follow_a_volume_that_grows_to_larger_regions() {
+    let mut keeper = keeper(1000);
+    keeper.admit(range(6, 3));
+    let writing = keeper.begin_write(false).unwrap().slot;
+    let Ok(Marked::Wait(ticket)) = keeper.mark(&mark(RegionsOf::Intent, MarkAction::Add, &[(11, 1)])) else {
+        panic!()
+    };
+    let regions = Regions::of(100 << 30);
+    assert_eq!(regions.region_bytes(), 2 * REGION);
+    let before = keeper.file(SetKey::Intent).unwrap();
+    let grown = keeper.grown(regions);
+    let (key, file) = grown.files().next().unwrap();
+    keeper.grow(grown);
+    assert!(keeper.is_durable(&ticket), "it is in the new file");
+    keeper.end_write(writing, true);
+    assert_eq!(keeper.admit(range(6, 1)), Admit::Go);
+    assert_eq!(keeper.page(key, 0).unwrap().runs, [(3, 3)]);
+    // An engine that does not know of it yet still counts in the regions of the size before.
+    let old = Regions::of(1000 * REGION);
+    assert_eq!(keeper.page_for(key, 0, old).unwrap().runs, [(6, 6)]);
+    let clear = |runs: &[(u32, u32)]| MarkRegions {
+        size_bytes: old.size_bytes(),
+        ..mark(RegionsOf::Intent, MarkAction::Clear, runs)
+    };
+    keeper.mark(&clear(&[(7, 3)])).unwrap();
+    assert_eq!(keeper.page(key, 0).unwrap().runs, [(3, 1), (5, 1)], "what is cleared in part stays");
+    // Whatever file is there when the process ends, it tells the same.
+    for (file, is_outgrown) in [(before, true), (file, false)] {
+        let (loaded, damages) = RegionKeeper::load(regions, 1, &file);
+        assert_eq!((damages.len(), loaded.is_outgrown(key)), (0, is_outgrown));
+        assert_eq!(loaded.page(key, 0).unwrap().runs, [(3, 3)]);
+    }
+}
+
+#[test]
+fn files_of_another_epoch_are_worth_nothing() {
+    let mut old = keeper(10);
+    let add = mark(RegionsOf::Missed(id(1)), MarkAction::Add, &[(1, 1)]);
+    let Ok(Marked::Begin(new)) = old.mark(&add) else { panic!() };
+    let intent = old.file(SetKey::Intent).unwrap();
+    let (mut later, damages) = RegionKeeper::load(old.regions(), 2, &intent);
+    assert_eq!(damages, [PageDamage::Outdated]);
+    assert_eq!(later.content(SetKey::Intent), Some(RegionSet::full(10)));
+    assert_eq!(later.load_missed(id(1), &new.file()), Ok((false, vec![PageDamage::Outdated])));
+    assert!(later.tracks().is_empty());
+}
+
+#[test]
+fn a_lost_cache_is_made_up_for_when_all_that_was_dirty_has_been_cleared() {
+    let mut keeper = keeper(10);
+    keeper.lost_cache();
+    assert!(!keeper.has_lost_cache(), "nothing was dirty");
+    keeper.admit(range(2, 4));
+    keeper.lost_cache();
+    keeper.admit(range(8, 1));
+    keeper.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(2, 3)])).unwrap();
+    assert!(keeper.has_lost_cache());
+    keeper.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 6)])).unwrap();
+    assert!(!keeper.has_lost_cache());
+}
