@@ -1,5 +1,9 @@
 use super::*;
-use crate::objects::{Object, SECRET_BYTES};
+use crate::objects::{
+    DataLocality, DiskSpec, DiskStatus, Frontend, Metadata, Node, NodeSpec, Object, SECRET_BYTES, Secret,
+};
+use crate::scheduler::Limits;
+use crate::{NodeName, Timestamp, labels};
 
 fn now() -> Timestamp {
     Timestamp::UNIX_EPOCH

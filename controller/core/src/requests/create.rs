@@ -1,0 +1,176 @@
+//! New volumes.
+
+use shorthorn_types::VolumeName;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
+
+use super::{Change, RequestError};
+use crate::objects::{
+    DataLocality, Frontend, Metadata, RebuildLimits, Secret, Volume, VolumeSpec, VolumeStatus,
+};
+use crate::{NodeName, Timestamp, World, labels};
+
+/// How many replicas a volume gets where nothing is said.
+pub const DEFAULT_REPLICAS: u32 = 3;
+
+/// The arguments of a call that makes a volume.
+#[derive(Clone, Debug, Default)]
+pub struct CreateVolume {
+    /// Its name.
+    pub name: String,
+    /// In bytes.
+    pub size_bytes: u64,
+    /// 0 takes the default.
+    pub number_of_replicas: u32,
+    /// Empty takes auto.
+    pub frontend: String,
+    /// Whether several replicas may be on one node.
+    pub replica_soft_anti_affinity: bool,
+    /// Whether all replicas are in zones of their own; else they are where that can be.
+    pub replica_zone_hard_anti_affinity: bool,
+    /// Whether all replicas are on disks of their own; else they are where that can be.
+    pub replica_disk_hard_anti_affinity: bool,
+    /// The tags that a node must have.
+    pub node_selector: Vec<String>,
+    /// The tags that a disk must have.
+    pub disk_selector: Vec<String>,
+    /// Empty takes disabled.
+    pub data_locality: String,
+    /// The name that a CSI caller gave it; none: it is made for somebody else.
+    pub csi_name: Option<String>,
+    /// Where it is expected to be attached first.
+    pub preferred_node: Option<NodeName>,
+}
+
+impl CreateVolume {
+    /// The volume to be stored; the same call repeated finds it there.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn apply(
+        self,
+        world: &World,
+        secret: Secret,
+        now: Timestamp,
+    ) -> Result<Change<Volume>, RequestError> {
+        let new = self.sketch(secret, now)?;
+        match world.volumes.get(&new.metadata.name) {
+            Some(volume) => same_as(volume, &new.spec).map(|()| Change::AlreadySo(volume.clone())),
+            None => Ok(Change::Store(new)),
+        }
+    }
+
+    /// The volume as it would be, whatever is there.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn sketch(self, secret: Secret, now: Timestamp) -> Result<Volume, RequestError> {
+        let metadata = Metadata::new(self.name.clone(), now);
+        Ok(Volume { metadata, spec: self.into_spec(secret)?, status: VolumeStatus::default() })
+    }
+
+    fn into_spec(self, secret: Secret) -> Result<VolumeSpec, RequestError> {
+        let volume_name = VolumeName::new(&self.name)?;
+        let frontend: Frontend =
+            if self.frontend.is_empty() { Frontend::Auto } else { self.frontend.parse()? };
+        let data_locality: DataLocality = if self.data_locality.is_empty() {
+            DataLocality::Disabled
+        } else {
+            self.data_locality.parse()?
+        };
+        let number_of_replicas =
+            if self.number_of_replicas == 0 { DEFAULT_REPLICAS } else { self.number_of_replicas };
+        if number_of_replicas as usize > MAX_MEMBERS {
+            return Err(RequestError::Replicas(number_of_replicas));
+        }
+        check_size(self.size_bytes)?;
+        Ok(VolumeSpec {
+            volume_name,
+            size: self.size_bytes,
+            number_of_replicas,
+            frontend,
+            node_id: None,
+            replica_soft_anti_affinity: self.replica_soft_anti_affinity,
+            replica_zone_soft_anti_affinity: !self.replica_zone_hard_anti_affinity,
+            replica_disk_soft_anti_affinity: !self.replica_disk_hard_anti_affinity,
+            node_selector: labels(&self.node_selector)?,
+            disk_selector: labels(&self.disk_selector)?,
+            data_locality,
+            rebuild: RebuildLimits::default(),
+            csi_name: self.csi_name,
+            preferred_node_id: self.preferred_node,
+            secret,
+        })
+    }
+}
+
+pub(super) fn check_size(size_bytes: u64) -> Result<(), RequestError> {
+    if size_bytes == 0 || !size_bytes.is_multiple_of(BLOCK_BYTES) || size_bytes > MAX_VOLUME_BYTES {
+        return Err(RequestError::Size(size_bytes));
+    }
+    Ok(())
+}
+
+/// Whether a volume that others have written can be worked on.
+///
+/// # Errors
+/// [`RequestError`] says what to change.
+pub fn check_stored(volume: &Volume) -> Result<(), RequestError> {
+    let Volume { metadata, spec, .. } = volume;
+    if *metadata.name != *spec.volume_name.as_str() {
+        return Err(RequestError::OtherName {
+            name: metadata.name.clone(),
+            other: spec.volume_name.to_string(),
+        });
+    }
+    check_size(spec.size)?;
+    if spec.number_of_replicas == 0 || spec.number_of_replicas as usize > MAX_MEMBERS {
+        return Err(RequestError::Replicas(spec.number_of_replicas));
+    }
+    check_share(spec.rebuild)
+}
+
+pub(super) fn check_share(limits: RebuildLimits) -> Result<(), RequestError> {
+    if (1..=100).contains(&limits.share_percent) {
+        Ok(())
+    } else {
+        Err(RequestError::Share(limits.share_percent))
+    }
+}
+
+fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
+    let spec = &volume.spec;
+    let name = volume.metadata.name.clone();
+    if volume.metadata.is_deleting() {
+        return Err(RequestError::Deleting(name));
+    }
+    let differs = if !is_of_name(spec, wanted) {
+        "name in CSI"
+    } else if spec.size != wanted.size {
+        "size"
+    } else if spec.number_of_replicas != wanted.number_of_replicas {
+        "number of replicas"
+    } else if spec.frontend != wanted.frontend {
+        "frontend"
+    } else if spec.replica_soft_anti_affinity != wanted.replica_soft_anti_affinity {
+        "anti-affinity"
+    } else if spec.replica_zone_soft_anti_affinity != wanted.replica_zone_soft_anti_affinity {
+        "anti-affinity of zones"
+    } else if spec.replica_disk_soft_anti_affinity != wanted.replica_disk_soft_anti_affinity {
+        "anti-affinity of disks"
+    } else if spec.node_selector != wanted.node_selector {
+        "node selector"
+    } else if spec.disk_selector != wanted.disk_selector {
+        "disk selector"
+    } else if spec.data_locality != wanted.data_locality {
+        "data locality"
+    } else {
+        return Ok(());
+    };
+    Err(RequestError::Exists { name, differs })
+}
+
+/// Whether a volume is the one that a CSI caller means, who may know it by another name. Others know it by its own.
+fn is_of_name(spec: &VolumeSpec, wanted: &VolumeSpec) -> bool {
+    let has = spec.csi_name.as_deref().unwrap_or(spec.volume_name.as_str());
+    wanted.csi_name.as_deref().is_none_or(|wanted| wanted == has)
+}

@@ -1,0 +1,187 @@
+//! Why a call is refused.
+
+use shorthorn_types::NameError;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
+use thiserror::Error;
+
+use crate::objects::{DataLocalityError, FrontendError};
+use crate::scheduler::Refusal;
+use crate::{LabelError, NodeName, NodeNameError};
+
+/// Why a call is refused.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum RequestError {
+    /// The volume's name can never work.
+    #[error(transparent)]
+    VolumeName(#[from] NameError),
+    /// The node's name can never work.
+    #[error(transparent)]
+    NodeName(#[from] NodeNameError),
+    /// There is no such frontend.
+    #[error(transparent)]
+    Frontend(#[from] FrontendError),
+    /// A tag or zone can never work.
+    #[error(transparent)]
+    Label(#[from] LabelError),
+    /// There is no such data locality.
+    #[error(transparent)]
+    DataLocality(#[from] DataLocalityError),
+    /// The size can never work.
+    #[error(
+        "a volume cannot have {0} bytes: the size must be a multiple of {BLOCK_BYTES}, \
+         from {BLOCK_BYTES} to {MAX_VOLUME_BYTES}"
+    )]
+    Size(u64),
+    /// The number of replicas can never work.
+    #[error("a volume cannot have {0} replicas: use 1 to {MAX_MEMBERS}")]
+    Replicas(u32),
+    /// The object and its spec have different names.
+    #[error("volume {name} has the volumeName {other}: leave that out")]
+    OtherName {
+        /// Of the object.
+        name: String,
+        /// In its spec.
+        other: String,
+    },
+    /// There is no such volume.
+    #[error("there is no volume {0}; shorthornctl volume list shows those that are there")]
+    NoVolume(String),
+    /// There is no such node.
+    #[error("there is no node {0}; shorthornctl node list shows those that are there")]
+    NoNode(String),
+    /// The node has no such disk.
+    #[error("node {node} has no disk {path}; shorthornctl node list shows those that are there")]
+    NoDisk {
+        /// The node.
+        node: String,
+        /// What was asked for.
+        path: String,
+    },
+    /// The name is taken by a volume that is something else.
+    #[error("volume {name} is there already, with another {differs}; choose another name")]
+    Exists {
+        /// The name.
+        name: String,
+        /// What is different.
+        differs: &'static str,
+    },
+    /// The volume is wanted somewhere else.
+    #[error("volume {name} is attached to node {node}; detach it there first")]
+    AttachedElsewhere {
+        /// The volume.
+        name: String,
+        /// Where it is.
+        node: NodeName,
+    },
+    /// The path of a disk can never work.
+    #[error("{0:?} is no absolute path of a directory on the node")]
+    DiskPath(String),
+    /// The volume is being deleted.
+    #[error("volume {0} is being deleted; wait until it is gone")]
+    Deleting(String),
+    /// Members cannot be taken out of a view on demand.
+    #[error("volume {name} has {has} replicas, and {wanted} are fewer: only more can be asked for")]
+    FewerReplicas {
+        /// The volume.
+        name: String,
+        /// How many it should have now.
+        has: u32,
+        /// How many were asked for.
+        wanted: u32,
+    },
+    /// Volumes never shrink.
+    #[error("volume {name} has {has} bytes, and {wanted} are fewer: a volume only grows")]
+    Shrinks {
+        /// The volume.
+        name: String,
+        /// The size that it should have now.
+        has: u64,
+        /// What was asked for.
+        wanted: u64,
+    },
+    /// The disks of its replicas have no room for more.
+    #[error("volume {name} cannot have {wanted} bytes: {refusal}")]
+    NoRoom {
+        /// The volume.
+        name: String,
+        /// What was asked for.
+        wanted: u64,
+        /// Which disks, and why.
+        refusal: Box<Refusal>,
+    },
+    /// The share of copying can never work.
+    #[error("a share of {0} percent: use 1 to 100")]
+    Share(u32),
+    /// The volume has no such replica.
+    #[error(
+        "volume {name} has no replica {replica}; shorthornctl volume salvage {name} shows those that it has"
+    )]
+    NoReplica {
+        /// The volume.
+        name: String,
+        /// What was asked for.
+        replica: String,
+    },
+    /// The replica was never seen with data.
+    #[error("replica {0} holds nothing: salvage with another one")]
+    HoldsNothing(String),
+    /// Whoever asks has not confirmed it.
+    #[error("salvaging volume {0} loses acknowledged writes: confirm it with the name of the volume")]
+    NotConfirmed(String),
+    /// The volume can be used as it is.
+    #[error("volume {0} is served: there is nothing to salvage")]
+    IsServed(String),
+    /// An engine may still serve it.
+    #[error("volume {0} is attached: detach it first, so that nothing is written while it is salvaged")]
+    IsAttached(String),
+    /// No engine has ever opened it.
+    #[error("volume {0} was never attached: there is nothing in it to salvage")]
+    NeverAttached(String),
+    /// The node is there: it can be drained.
+    #[error(
+        "node {0} answers: shorthornctl node drain {0} has everything leave it; only a node that never comes back is deleted"
+    )]
+    NodeAnswers(String),
+    /// New replicas could still go there.
+    #[error("node {0} is not cordoned: shorthornctl node cordon {0}, so that nothing new goes there")]
+    NodeNotCordoned(String),
+    /// Engines may still run there.
+    #[error(
+        "volumes are attached to node {node}: {volumes}; detach each first (shorthornctl volume detach NAME), which fences its engine"
+    )]
+    NodeHasEngines {
+        /// The node.
+        node: String,
+        /// Which volumes.
+        volumes: String,
+    },
+    /// Data would be lost.
+    #[error(
+        "node {node} has the last replica that has everything of {volumes}; with --force these volumes are lost"
+    )]
+    NodeHasLast {
+        /// The node.
+        node: String,
+        /// Of which volumes.
+        volumes: String,
+    },
+    /// Whoever asks has not confirmed it.
+    #[error("deleting node {0} gives up the replicas on it: confirm it with the name of the node")]
+    NodeNotConfirmed(String),
+    /// The node has as many volumes as it takes.
+    #[error(
+        "node {node} has {max_volumes} volumes attached, which is the most that its agent allows (max_volumes)"
+    )]
+    NodeFull {
+        /// The node.
+        node: String,
+        /// How many it takes.
+        max_volumes: u32,
+    },
+    /// Its frontend makes no device.
+    #[error("volume {0} has the frontend socket, which makes no device that a node could use")]
+    NoDevice(String),
+    /// The volume is not attached.
+    #[error("volume {0} is not attached; shorthornctl volume attach {0} --node NODE")]
+    NotAttached(String),
+}

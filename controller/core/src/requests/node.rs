@@ -1,0 +1,152 @@
+//! What an administrator wants of a node and its disks.
+
+use super::{Change, RequestError};
+use crate::objects::{DiskSpec, DiskStatus, Node, NodeSpec};
+use crate::observed::DiskView;
+use crate::{NodeName, Timestamp, World, labels};
+
+/// The node that is to get a disk at `path`.
+///
+/// # Errors
+/// [`RequestError`] says what can never work.
+pub fn check_disk(world: &World, node: &str, path: &str) -> Result<NodeName, RequestError> {
+    let name = NodeName::new(node)?;
+    if !world.nodes.contains_key(node) {
+        return Err(RequestError::NoNode(node.to_owned()));
+    }
+    let plain = path.split('/').skip(1).all(|part| !part.is_empty() && part != "." && part != "..");
+    if !path.starts_with('/') || !plain || path.contains('\0') {
+        return Err(RequestError::DiskPath(path.chars().take(200).collect()));
+    }
+    Ok(name)
+}
+
+/// The node with the disk that its agent has prepared.
+///
+/// # Errors
+/// [`RequestError::NoNode`].
+pub fn add_disk(
+    world: &World,
+    node: &NodeName,
+    path: &str,
+    disk: &DiskView,
+) -> Result<Change<Node>, RequestError> {
+    let stored = world.nodes.get(node.as_str());
+    let mut node = stored.ok_or_else(|| RequestError::NoNode(node.to_string()))?.clone();
+    if node.spec.disks.contains_key(path) {
+        return Ok(Change::AlreadySo(node));
+    }
+    node.spec.disks.insert(path.to_owned(), DiskSpec::of_new(disk.total_bytes));
+    node.status.disk_status.insert(path.to_owned(), DiskStatus::of(disk));
+    Ok(Change::Store(node))
+}
+
+/// What an administrator changes of a node; none: it stays as it is.
+#[derive(Clone, Debug, Default)]
+pub struct SetNode {
+    /// Its name.
+    pub name: String,
+    /// Whether new replicas may go there. Those that were to leave it stay then, too.
+    pub allow_scheduling: Option<bool>,
+    /// Whether everything is to leave it; nothing new comes to it then.
+    pub eviction_requested: Option<bool>,
+    /// All its tags from now on.
+    pub tags: Option<Vec<String>>,
+    /// Its zone; empty: what its agent says.
+    pub zone: Option<String>,
+    /// Where its agent answers. With it, a node that is not known yet is made.
+    pub address: Option<String>,
+}
+
+impl SetNode {
+    /// The node as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Node>, RequestError> {
+        let stored = find_node(world, &self.name);
+        let mut node = match (stored, &self.address) {
+            (Err(RequestError::NoNode(_)), Some(_)) => Node::new(&self.name, now),
+            (stored, _) => stored?.clone(),
+        };
+        let spec = &mut node.spec;
+        if let Some(address) = &self.address {
+            spec.address.clone_from(address);
+        }
+        if let Some(allow) = self.allow_scheduling {
+            spec.allow_scheduling = allow;
+            spec.eviction_requested &= !allow;
+        }
+        if let Some(evict) = self.eviction_requested {
+            spec.eviction_requested = evict;
+            spec.allow_scheduling &= !evict;
+        }
+        if let Some(tags) = &self.tags {
+            spec.tags = labels(tags)?;
+        }
+        if let Some(zone) = &self.zone {
+            spec.zone = if zone.is_empty() { None } else { Some(zone.parse()?) };
+        }
+        let is_so = world.nodes.get(&self.name) == Some(&node);
+        Ok(if is_so { Change::AlreadySo(node) } else { Change::Store(node) })
+    }
+}
+
+/// What an administrator changes of a disk; none: it stays as it is.
+#[derive(Clone, Debug, Default)]
+pub struct SetDisk {
+    /// The node.
+    pub node: String,
+    /// The directory there.
+    pub path: String,
+    /// All its tags from now on.
+    pub tags: Option<Vec<String>>,
+    /// Whether new replicas may go there. Those that were to leave it stay then, too.
+    pub allow_scheduling: Option<bool>,
+    /// Whether everything is to leave it; nothing new comes to it then.
+    pub eviction_requested: Option<bool>,
+    /// Bytes that replicas leave to others.
+    pub reserved_bytes: Option<u64>,
+}
+
+impl SetDisk {
+    /// The node as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn apply(&self, world: &World) -> Result<Change<Node>, RequestError> {
+        let mut spec = find_node(world, &self.node)?.spec.clone();
+        let missing = || RequestError::NoDisk { node: self.node.clone(), path: self.path.clone() };
+        let disk = spec.disks.get_mut(&self.path).ok_or_else(missing)?;
+        if let Some(tags) = &self.tags {
+            disk.tags = labels(tags)?;
+        }
+        if let Some(allow) = self.allow_scheduling {
+            disk.allow_scheduling = allow;
+            disk.eviction_requested &= !allow;
+        }
+        if let Some(evict) = self.eviction_requested {
+            disk.eviction_requested = evict;
+            disk.allow_scheduling &= !evict;
+        }
+        disk.storage_reserved = self.reserved_bytes.unwrap_or(disk.storage_reserved);
+        with_node_spec(world, &self.node, spec)
+    }
+}
+
+/// The node of that name.
+///
+/// # Errors
+/// [`RequestError::NoNode`], or that the name can never work.
+pub fn find_node<'a>(world: &'a World, name: &str) -> Result<&'a Node, RequestError> {
+    NodeName::new(name)?;
+    world.nodes.get(name).ok_or_else(|| RequestError::NoNode(name.to_owned()))
+}
+
+fn with_node_spec(world: &World, name: &str, spec: NodeSpec) -> Result<Change<Node>, RequestError> {
+    let node = find_node(world, name)?;
+    if spec == node.spec {
+        return Ok(Change::AlreadySo(node.clone()));
+    }
+    Ok(Change::Store(Node { spec, ..node.clone() }))
+}

@@ -1,0 +1,87 @@
+//! An operator's decision for one replica.
+
+use super::{Change, RequestError, find_living};
+use crate::objects::{DataState, Salvage, Volume, VolumeState};
+use crate::{Timestamp, World, salvage};
+
+/// The operator's decision about one replica, with what was known of the losses when it was made.
+#[derive(Clone, Debug)]
+pub struct SalvageVolume {
+    /// The volume.
+    pub name: String,
+    /// The replica that becomes the volume.
+    pub replica: String,
+    /// The name once more.
+    pub confirm: String,
+    /// Who decides.
+    pub by: String,
+    /// Why.
+    pub reason: String,
+    /// What is known to be lost by it.
+    pub losses: String,
+}
+
+impl SalvageVolume {
+    /// The volume with a new number of attachment, and a grant of the arbiter for that replica alone: an engine that
+    /// does not find it cannot start from any other. Nothing is started before the replica was told.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what is in the way.
+    pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+        let name = || self.name.clone();
+        let volume = find_living(world, &self.name)?;
+        if self.confirm != self.name {
+            return Err(RequestError::NotConfirmed(name()));
+        }
+        let replica = world
+            .replicas_of(&volume.spec.volume_name)
+            .find(|replica| {
+                replica.spec.replica_id.to_string() == self.replica && !replica.metadata.is_deleting()
+            })
+            .ok_or_else(|| RequestError::NoReplica { name: name(), replica: self.replica.clone() })?;
+        if replica.status.data != DataState::Present {
+            return Err(RequestError::HoldsNothing(replica.metadata.name.clone()));
+        }
+        let replica_id = replica.spec.replica_id;
+        let status = &volume.status;
+        if status.pending_salvage().is_some_and(|salvage| salvage.replica_id == replica_id) {
+            return Ok(Change::AlreadySo(volume.clone()));
+        }
+        check_salvageable(world, volume)?;
+        let attach = status.attach + 1;
+        let mut volume = volume.clone();
+        volume.status.attach = attach;
+        volume.status.attach_started_at = Some(now);
+        volume.status.attached_since = attach;
+        volume.status.arbiter = salvage::arbiter(attach, replica_id);
+        volume.status.salvage = Some(Salvage {
+            replica_id,
+            attach,
+            decided_at: now,
+            by: self.by.clone(),
+            reason: self.reason.clone(),
+            losses: self.losses.clone(),
+            done: false,
+        });
+        Ok(Change::Store(volume))
+    }
+}
+
+/// Whether a decision about the data of a volume may be made now: no engine serves it.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn check_salvageable(world: &World, volume: &Volume) -> Result<(), RequestError> {
+    let name = volume.metadata.name.clone();
+    let serving = world.engines.get(&name).is_some_and(|engine| engine.status.is_serving());
+    match volume.status.state {
+        VolumeState::Creating => Err(RequestError::NeverAttached(name)),
+        _ if volume.status.attach == 0 => Err(RequestError::NeverAttached(name)),
+        VolumeState::Detached => Ok(()),
+        VolumeState::Attaching if !serving => Ok(()),
+        VolumeState::Attaching => Err(RequestError::IsServed(name)),
+        VolumeState::Attached if serving => Err(RequestError::IsServed(name)),
+        VolumeState::Attached | VolumeState::Detaching => Err(RequestError::IsAttached(name)),
+        VolumeState::Deleting => Err(RequestError::Deleting(name)),
+    }
+}

@@ -1,0 +1,138 @@
+//! What is wanted of a volume that is there.
+
+use shorthorn_types::limits::MAX_MEMBERS;
+
+use super::create::{check_share, check_size};
+use super::{Change, RequestError, find, find_living, with_spec};
+use crate::objects::{RebuildLimits, Volume, VolumeSpec, VolumeState};
+use crate::scheduler::{self, Limits};
+use crate::{NodeName, Timestamp, World};
+
+/// The volume wanted on `node`.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
+    let node = NodeName::new(node)?;
+    let volume = find(world, name)?;
+    if volume.metadata.is_deleting() {
+        return Err(RequestError::Deleting(name.to_owned()));
+    }
+    if !world.nodes.contains_key(node.as_str()) {
+        return Err(RequestError::NoNode(node.to_string()));
+    }
+    match &volume.spec.node_id {
+        Some(wanted) if *wanted == node => Ok(Change::AlreadySo(volume.clone())),
+        Some(wanted) => Err(RequestError::AttachedElsewhere { name: name.to_owned(), node: wanted.clone() }),
+        None => {
+            let spec = VolumeSpec { node_id: Some(node), ..volume.spec.clone() };
+            Ok(Change::Store(Volume { spec, ..volume.clone() }))
+        }
+    }
+}
+
+/// The volume wanted nowhere.
+///
+/// # Errors
+/// [`RequestError::NoVolume`], or that the name can never work.
+pub fn detach(world: &World, name: &str) -> Result<Change<Volume>, RequestError> {
+    let volume = find(world, name)?;
+    if volume.spec.node_id.is_none() {
+        return Ok(Change::AlreadySo(volume.clone()));
+    }
+    let spec = VolumeSpec { node_id: None, ..volume.spec.clone() };
+    Ok(Change::Store(Volume { spec, ..volume.clone() }))
+}
+
+/// The volume to be deleted, with all its data.
+///
+/// # Errors
+/// [`RequestError::NoVolume`], or that the name can never work.
+pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = find(world, name)?;
+    if volume.metadata.is_deleting() {
+        return Ok(Change::AlreadySo(volume.clone()));
+    }
+    let mut volume = volume.clone();
+    // Nothing else: a store may take a deletion and other changes by calls of their own.
+    volume.metadata.deletion_timestamp = Some(now);
+    Ok(Change::Store(volume))
+}
+
+/// The volume with more replicas. They are made while it is attached.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(world, name)?;
+    let has = volume.spec.number_of_replicas;
+    if wanted == 0 || wanted as usize > MAX_MEMBERS {
+        return Err(RequestError::Replicas(wanted));
+    }
+    if wanted < has {
+        return Err(RequestError::FewerReplicas { name: name.to_owned(), has, wanted });
+    }
+    let spec = VolumeSpec { number_of_replicas: wanted, ..volume.spec.clone() };
+    Ok(with_spec(volume, spec))
+}
+
+/// The volume with more bytes, attached or not, where the disks of its replicas are not to promise more than they
+/// have. `status.current_size` tells when it has them.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
+    expand_within(world, name, size_bytes, Limits::default())
+}
+
+/// The same, where disks may promise as much as `limits` say.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn expand_within(
+    world: &World,
+    name: &str,
+    size_bytes: u64,
+    limits: Limits,
+) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(world, name)?;
+    check_size(size_bytes)?;
+    let has = volume.spec.size;
+    if size_bytes < has {
+        return Err(RequestError::Shrinks { name: name.to_owned(), has, wanted: size_bytes });
+    }
+    if size_bytes == has {
+        return Ok(Change::AlreadySo(volume.clone()));
+    }
+    scheduler::room_to_grow(world, volume, size_bytes, limits).map_err(|refusal| RequestError::NoRoom {
+        name: name.to_owned(),
+        wanted: size_bytes,
+        refusal: Box::new(refusal),
+    })?;
+    let mut volume = volume.clone();
+    volume.status.current_size = volume.current_size_bytes();
+    volume.spec.size = size_bytes;
+    Ok(Change::Store(volume))
+}
+
+/// The volume with other limits for copying.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(world, name)?;
+    check_share(limits)?;
+    Ok(with_spec(volume, VolumeSpec { rebuild: limits, ..volume.spec.clone() }))
+}
+
+/// Where the engine of an attached volume is, and the number of its attachment.
+///
+/// # Errors
+/// [`RequestError::NotAttached`].
+pub fn engine_place(world: &World, name: &str) -> Result<(NodeName, u64), RequestError> {
+    let volume = find(world, name)?;
+    let engine = world.engines.get(name).filter(|_| volume.status.state == VolumeState::Attached);
+    let node = engine.and_then(|engine| engine.spec.node_id.clone());
+    let node = node.ok_or_else(|| RequestError::NotAttached(name.to_owned()))?;
+    Ok((node, volume.status.attach))
+}
