@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shorthorn_control::{FrontendChoice, INTENT_CLEAR_AFTER_MS};
+use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::VolumeName;
 
-use crate::logging::{self, LogFormat};
 use crate::size::VolumeSize;
 
 /// Replicated block storage: everything that runs on a node.
@@ -37,7 +37,7 @@ pub struct LogArgs {
 }
 
 fn log_level(text: &str) -> Result<String, String> {
-    logging::check_level(text).map(|()| text.to_owned())
+    shorthorn_logging::check_level(text).map(|()| text.to_owned())
 }
 
 #[derive(Debug, Subcommand)]

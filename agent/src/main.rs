@@ -2,7 +2,6 @@
 
 mod cli;
 mod descriptor_store;
-mod logging;
 mod pid_file;
 mod roles;
 mod run;
@@ -64,7 +63,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<()> {
 
 fn start_logs(args: &LogArgs) {
     let level = args.log_level.as_deref().unwrap_or(DEFAULT_LOG_LEVEL);
-    logging::start(level, args.log_format.unwrap_or_default());
+    shorthorn_logging::start(level, args.log_format.unwrap_or_default(), &[]);
 }
 
 fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
@@ -79,6 +78,6 @@ fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         return Ok(());
     }
     let level = log.log_level.as_deref().unwrap_or(&config.log_level);
-    logging::start(level, log.log_format.unwrap_or(config.log_format));
+    shorthorn_logging::start(level, log.log_format.unwrap_or(config.log_format), &[]);
     serve::serve(config)
 }

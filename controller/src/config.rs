@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 use shorthorn_controller_core::reconcile::{REPLICA_REPLACE_AFTER, Settings};
 use shorthorn_controller_core::scheduler::Limits;
 use shorthorn_controller_core::{NodeName, NodeNameError};
+use shorthorn_logging::LogFormat;
 use shorthorn_metrics::{MetricsListen, MetricsListenError};
 use thiserror::Error;
 
@@ -106,22 +107,15 @@ pub struct ServeArgs {
     pub storage_minimal_available_percentage: Option<u32>,
     /// What is logged to standard error: error, warn, info, debug or trace, also per module
     /// (shorthorn_controller=debug,info) [default: info]
-    #[arg(long, value_name = "FILTER")]
+    #[arg(long, value_name = "FILTER", value_parser = log_level)]
     pub log: Option<String>,
     /// How it is logged: text for people, json for programs [default: text]
     #[arg(long, value_name = "FORMAT")]
     pub log_format: Option<LogFormat>,
 }
 
-/// How a line of the log looks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum LogFormat {
-    /// Lines for people.
-    #[default]
-    Text,
-    /// One JSON object per line.
-    Json,
+fn log_level(text: &str) -> Result<String, String> {
+    shorthorn_logging::check_level(text).map(|()| text.to_owned())
 }
 
 /// A node as a flag names it.
@@ -155,6 +149,9 @@ pub enum ConfigError {
     /// A percentage that can never work.
     #[error("{0} = {1}: use {2}")]
     Percentage(&'static str, u32, &'static str),
+    /// A log level that there is not.
+    #[error("log: {0}")]
+    Log(String),
     /// Metrics would be served nowhere.
     #[error("metrics_listen: {0}")]
     MetricsListen(#[from] MetricsListenError),
@@ -297,7 +294,8 @@ impl Config {
                     .map_or(REPLICA_REPLACE_AFTER, Duration::from_secs),
             },
             log_format: args.log_format.or(file.log_format).unwrap_or_default(),
-            log: args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()),
+            log: log_level(&args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()))
+                .map_err(ConfigError::Log)?,
             nodes,
         })
     }
@@ -407,6 +405,8 @@ mod tests {
         let config = load(text, &["--store", "/b", "--node", "b=unix:///run/b.sock"]).unwrap();
         assert_eq!(config.store, StoreConfig::File("/b".into()));
         assert_eq!((config.log.as_str(), config.log_format), ("debug", LogFormat::Text));
+        let error = load("store = \"/a\"\nlog = \"loud\"\n", &[]).unwrap_err().to_string();
+        assert!(error.contains("log: \"loud\" is no log level"), "{error}");
         let json = load("store = \"/a\"\nlog_format = \"json\"\n", &[]).unwrap();
         assert_eq!(json.log_format, LogFormat::Json);
         assert_eq!(config.settings, Settings::default());

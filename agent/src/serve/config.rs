@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use shorthorn_driver::TOPOLOGY_VALUE_MAX_BYTES;
+use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
 use thiserror::Error;
 use toml::Spanned;
 
-use crate::logging::{self, LogFormat};
 use crate::serve::listen::ListenAddress;
 
 /// Where the configuration is looked for when nothing else is said.
@@ -225,7 +225,7 @@ fn check(file: File) -> Result<Config, Wrong> {
             None => DEFAULT_METRICS,
         },
         log_level: optional("log.level", file.log.level, "info", |level| {
-            logging::check_level(&level).map(|()| level)
+            shorthorn_logging::check_level(&level).map(|()| level)
         })?,
         log_format: file.log.format,
     })

@@ -1,12 +1,14 @@
 //! `shorthorn-controller`: keeps volumes where they should be.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 
 use clap::Parser;
-use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs, LogFormat};
+use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::serve::serve;
-use tracing_subscriber::EnvFilter;
+
+/// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API server is away.
+const QUIET: &[&str] = &["kube_client=off"];
 
 fn main() -> anyhow::Result<()> {
     let args = match Cli::parse().command {
@@ -14,13 +16,7 @@ fn main() -> anyhow::Result<()> {
         Command::Crds(args) => return print_crds(&args),
     };
     let config = Config::load(*args)?;
-    let filter = EnvFilter::try_new(&config.log)
-        .map_err(|error| anyhow::anyhow!("--log {:?} is no filter: {error}", config.log))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
-    match config.log_format {
-        LogFormat::Text => log.with_ansi(io::stderr().is_terminal()).init(),
-        LogFormat::Json => log.json().init(),
-    }
+    shorthorn_logging::start(&config.log, config.log_format, QUIET);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(serve(config))?;
     Ok(())

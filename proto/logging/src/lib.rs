@@ -1,7 +1,8 @@
 //! Logs: to standard error, as text for people or as JSON for programs.
+#![forbid(unsafe_code)]
 
 use std::fmt;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 
 use clap::ValueEnum;
 use serde::Deserialize;
@@ -43,11 +44,15 @@ pub fn check_level(level: &str) -> Result<(), String> {
     EnvFilter::builder().parse(level).map(|_| ()).map_err(|error| format!("{level:?}: {error}"))
 }
 
-/// Sends the logs of this process to standard error.
-pub fn start(level: &str, format: LogFormat) {
-    let filter = EnvFilter::builder().parse_lossy(level);
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| Unfailing).with_ansi(false);
+/// Sends the logs of this process to standard error. `quiet` are directives for what says nothing that its callers do not
+/// say better; the level may name them again.
+pub fn start(level: &str, format: LogFormat, quiet: &[&str]) {
+    let directives: Vec<&str> = quiet.iter().copied().chain([level]).collect();
+    let filter = EnvFilter::builder().parse_lossy(directives.join(","));
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(|| Unfailing)
+        .with_ansi(io::stderr().is_terminal());
     // The journal has its own time stamps.
     let in_journal = std::env::var_os("JOURNAL_STREAM").is_some();
     match (format, in_journal) {
