@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use serde::{Deserialize, Serialize};
@@ -26,15 +26,19 @@ const REPLICAS: &str = "replicas";
 pub struct Disks {
     /// From the configuration.
     configured: Vec<PathBuf>,
-    /// Which were added, for the next agent.
+    /// What the next agent has to know.
     file: PathBuf,
-    added: Mutex<Vec<PathBuf>>,
+    kept: Mutex<Kept>,
 }
 
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Added {
+struct Kept {
+    /// Which were added to those of the configuration.
     disks: Vec<PathBuf>,
+    /// Disks of the configuration that have had an identity. One that has none any more is most likely not mounted.
+    #[serde(default)]
+    prepared: BTreeSet<PathBuf>,
 }
 
 /// `longhorn-disk.cfg`, with Longhorn's keys. Keys that a later Longhorn adds are not for us.
@@ -58,26 +62,49 @@ impl Disks {
     /// The file of those cannot be read.
     pub fn open(configured: &[PathBuf], state_dir: &Path) -> Result<Disks, NodeError> {
         let file = state_dir.join("disks.json");
-        let added = if file.try_exists().map_err(NodeError::at(&file))? {
-            load_spec::<Added>(&file)?.disks
+        let kept = if file.try_exists().map_err(NodeError::at(&file))? {
+            load_spec::<Kept>(&file)?
         } else {
-            Vec::new()
+            Kept::default()
         };
-        let disks = Disks { configured: configured.to_vec(), file, added: Mutex::new(added) };
+        let disks = Disks { configured: configured.to_vec(), file, kept: Mutex::new(kept) };
         for disk in disks.paths() {
             remove_trash(&disk);
         }
         Ok(disks)
     }
 
-    fn paths(&self) -> BTreeSet<PathBuf> {
-        let added = self.added.lock().unwrap_or_else(PoisonError::into_inner);
-        self.configured.iter().chain(added.iter()).cloned().collect()
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All disks, as they are now.
+    fn paths(&self) -> BTreeSet<PathBuf> {
+        self.configured.iter().chain(self.kept().disks.iter()).cloned().collect()
+    }
+
+    /// All disks, as they are now. One that is new in the configuration is prepared first: whoever has written it there need
+    /// not add it as well.
     pub fn list(&self) -> Vec<v1::Disk> {
+        self.prepare_new();
+        self.look_at_all()
+    }
+
+    fn look_at_all(&self) -> Vec<v1::Disk> {
         self.paths().iter().map(|path| look(path)).collect()
+    }
+
+    /// What fails is tried again at the next look, and until then told as what is wrong with the disk.
+    fn prepare_new(&self) {
+        let new: Vec<&PathBuf> = {
+            let kept = self.kept();
+            self.configured.iter().filter(|path| !kept.prepared.contains(*path)).collect()
+        };
+        for path in new {
+            match self.prepare(path) {
+                Ok(uuid) => tracing::info!("{} is a disk: {uuid}", path.display()),
+                Err(error) => tracing::debug!("{} is no disk yet: {error}", path.display()),
+            }
+        }
     }
 
     /// Whether `path` is one of them.
@@ -101,31 +128,42 @@ impl Disks {
             let message = format!("{} leads to {}: use that path", path.display(), real.display());
             return Err(NodeError::Invalid(message));
         }
-        if let Some(problem) = obstacle(&path) {
+        self.prepare(&path)?;
+        Ok(look(&path))
+    }
+
+    /// Gives the directory what a disk has, and remembers it. Its identity.
+    fn prepare(&self, path: &Path) -> Result<String, NodeError> {
+        if let Some(problem) = obstacle(path) {
             return Err(NodeError::Precondition(format!("{}: {problem}", path.display())));
         }
-        let uuid = identify(&path)?;
-        let twin = self.list().into_iter().find(|disk| disk.uuid == uuid && Path::new(&disk.path) != path);
-        if let Some(twin) = twin {
+        let uuid = identify(path)?;
+        let mut others = self.look_at_all().into_iter().filter(|disk| Path::new(&disk.path) != path);
+        if let Some(twin) = others.find(|disk| disk.uuid == uuid) {
             let message = format!("{} and {} are the same disk, {uuid}", path.display(), twin.path);
             return Err(NodeError::Exists(message));
         }
         let replicas = path.join(REPLICAS);
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&replicas);
         made.map_err(NodeError::at(&replicas))?;
-        self.remember(&path)?;
-        Ok(look(&path))
+        self.remember(path)?;
+        Ok(uuid)
     }
 
     fn remember(&self, path: &Path) -> Result<(), NodeError> {
-        let mut added = self.added.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.configured.iter().chain(added.iter()).any(|known| known == path) {
-            return Ok(());
+        let mut kept = self.kept();
+        let mut next = kept.clone();
+        let is_new = if self.configured.iter().any(|known| known == path) {
+            next.prepared.insert(path.to_owned())
+        } else {
+            let is_new = !next.disks.iter().any(|known| known == path);
+            next.disks.extend(is_new.then(|| path.to_owned()));
+            is_new
+        };
+        if is_new {
+            store_spec(&self.file, &next)?;
+            *kept = next;
         }
-        let mut disks = added.clone();
-        disks.push(path.to_owned());
-        store_spec(&self.file, &Added { disks: disks.clone() })?;
-        *added = disks;
         Ok(())
     }
 }
@@ -200,7 +238,7 @@ fn look(path: &Path) -> v1::Disk {
     }
     match read_identity(path) {
         Ok(Some(identity)) => disk.uuid = identity.disk_uuid,
-        Ok(None) => disk.problem = format!("{IDENTITY_FILE} is missing: add the disk again"),
+        Ok(None) => disk.problem = format!("{IDENTITY_FILE} is missing: mount the disk, or add it again"),
         Err(problem) => disk.problem = problem,
     }
     match statvfs(path) {
@@ -340,6 +378,28 @@ mod tests {
             serde_json::from_slice(&fs::read(disk.join("longhorn-disk.cfg")).unwrap()).unwrap();
         let keys: Vec<&String> = identity.as_object().unwrap().keys().collect();
         assert_eq!(keys, ["diskDriver", "diskName", "diskUUID", "state"]);
+    }
+
+    #[test]
+    fn a_disk_of_the_configuration_needs_not_be_added_and_is_not_made_anew_when_it_is_not_mounted() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk");
+        let configured = [disk.clone()];
+        let disks = Disks::open(&configured, dir.path()).unwrap();
+        assert!(disks.list()[0].problem.contains("no such directory"));
+        fs::create_dir(&disk).unwrap();
+        let found = disks.list().remove(0);
+        assert!(found.problem.is_empty() && found.uuid.len() == 36, "{found:?}");
+        assert!(disk.join("replicas").is_dir());
+        // As it is when the mount is missing after a reboot.
+        fs::rename(&disk, dir.path().join("elsewhere")).unwrap();
+        fs::create_dir(&disk).unwrap();
+        let disks = Disks::open(&configured, dir.path()).unwrap();
+        let found = disks.list().remove(0);
+        assert!(found.uuid.is_empty() && found.problem.contains("mount the disk"), "{found:?}");
+        assert_eq!(fs::read_dir(&disk).unwrap().count(), 0);
+        let added = disks.add(disk.to_str().unwrap()).unwrap();
+        assert!(added.problem.is_empty(), "{added:?}");
     }
 
     #[test]
