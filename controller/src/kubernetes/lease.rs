@@ -134,7 +134,12 @@ impl Leadership {
         loop {
             let mut wait = RENEW_EVERY;
             if self.renewed.elapsed() >= RENEW_EVERY {
+                let over = || format!("it could not be renewed for {} s", HOLD_LIMIT.as_secs());
                 let left = HOLD_LIMIT.saturating_sub(self.renewed.elapsed());
+                if left.is_zero() {
+                    // A call that fails at once would be made once more, and again.
+                    return over();
+                }
                 match tokio::time::timeout(left, self.renew()).await {
                     Ok(Ok(None)) => {}
                     Ok(Ok(Some(other))) => return format!("{other} has taken it"),
@@ -142,7 +147,7 @@ impl Leadership {
                         tracing::warn!(%error, "cannot renew the lease");
                         wait = LOOK_AGAIN;
                     }
-                    Err(_) => return format!("it could not be renewed for {} s", HOLD_LIMIT.as_secs()),
+                    Err(_) => return over(),
                 }
             }
             let left = HOLD_LIMIT.saturating_sub(self.renewed.elapsed());
