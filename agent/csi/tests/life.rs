@@ -182,7 +182,7 @@ async fn grows(fs_type: &str) {
     let total = |answer: shorthorn_proto::csi::v1::NodeGetVolumeStatsResponse| answer.usage[0].total;
     let before = total(client.stats("v1", &target).await.unwrap());
     let (code, message) = client.expand("v1", &target, LARGER).await.unwrap_err();
-    assert_eq!(code, Code::Unavailable, "the device has not grown yet: {message}");
+    assert_eq!(code, Code::FailedPrecondition, "the device has not grown: {message}");
     let device = node.loops_grow("v1", LARGER);
     assert_eq!(device, LARGER);
     for _ in 0..2 {

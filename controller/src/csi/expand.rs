@@ -41,24 +41,28 @@ impl CsiController {
         // It grows whether somebody waits for that or not: whoever does keeps nobody from taking the volume away.
         drop(pass);
         let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
-            Some(volume) if volume.current_size_bytes() < wanted_bytes => needs_detach(volume).map(Err),
-            Some(volume) => Some(Ok(volume.current_size_bytes())),
+            Some(volume) if volume.current_size_bytes() >= wanted_bytes => {
+                Some(Ok((volume.current_size_bytes(), false)))
+            }
+            Some(volume) => grows_later(volume).then_some(Ok((wanted_bytes, true))),
             None => Some(Err(CsiError::NotFound(format!("volume {name} was deleted meanwhile")))),
         });
-        let size_bytes = grown.await??;
-        // The device of a node has its size by now. What is on it is another matter; where it is not said what that
-        // is, the node finds out.
+        let (size_bytes, grows_later) = grown.await??;
+        // The device of a node has its size by now, or when it is made again. What is on it is another matter; where it is
+        // not said what that is, the node finds out.
         let is_device = capability.is_some_and(|capability| capability.access == Access::Block);
         Ok(v1::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(size_bytes).unwrap_or(i64::MAX),
-            node_expansion_required: !is_device,
+            node_expansion_required: grows_later || !is_device,
         })
     }
 }
 
-/// Why a volume in use keeps its size until it was detached; the sidecar waits until no pod uses it.
-fn needs_detach(volume: &Volume) -> Option<CsiError> {
-    let expanded = volume.status.conditions.get(ConditionType::Expanded)?;
-    let waits = volume.status.state == VolumeState::Attached && expanded.reason == NEXT_ATTACH;
-    waits.then(|| CsiError::Precondition(expanded.message.clone()))
+/// Whether the device in use keeps its size until the volume is attached again. No error: the external-resizer would not
+/// ask again for as long as a pod uses the claim, also a later pod, for which the volume has grown. Kubelet asks at each
+/// mount, and hears from the node service while the device has its old size.
+fn grows_later(volume: &Volume) -> bool {
+    let expanded = volume.status.conditions.get(ConditionType::Expanded);
+    volume.status.state == VolumeState::Attached
+        && expanded.is_some_and(|expanded| !expanded.status && expanded.reason == NEXT_ATTACH)
 }

@@ -33,9 +33,13 @@ pub(super) fn expand(
         return Err(elsewhere());
     }
     if device.size_bytes < required_bytes {
-        let message =
-            format!("the device has {} bytes yet, and {required_bytes} are required", device.size_bytes);
-        return Err(CsiError::Unavailable(message));
+        // The controller has answered, so it will not have them before it is attached again. Kubelet takes this code for that
+        // and asks at the next mount.
+        let message = format!(
+            "the device has {} bytes, and {required_bytes} are required: it has its new size when the volume is attached again",
+            device.size_bytes
+        );
+        return Err(CsiError::Precondition(message));
     }
     if let Some(mount) = mount {
         let unknown = || CsiError::Invalid(format!("a file system {} does not grow", mount.fs_type));
