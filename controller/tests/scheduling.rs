@@ -164,3 +164,39 @@ async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is
     assert!(!cluster.ok(&["node", "list"]).await.contains("drained"));
     cluster.check();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
+    let cluster = Cluster::start(&["a", "b", "c"]).await;
+    cluster.ok(&["node", "cordon", "c"]).await;
+    for volume in ["v", "w"] {
+        cluster.ok(&["volume", "create", volume, "--size", "1GiB", "--replicas", "2"]).await;
+        cluster.ok(&["volume", "attach", volume, "--node", "a"]).await;
+        cluster.until(volume, "healthy", |volume| volume["robustness"] == "healthy").await;
+    }
+    cluster.ok(&["volume", "create", "idle", "--size", "1GiB", "--replicas", "2"]).await;
+    cluster.ok(&["node", "uncordon", "c"]).await;
+
+    let text = cluster.ok(&["rebalance", "--dry-run"]).await;
+    assert!(text.contains("0 replicas are on their way, 2 more would be better elsewhere"), "{text}");
+    assert!(text.contains("Not looked at: 1 volumes, not attached"), "{text}");
+    let (code, text) = cluster.fails(&["rebalance", "nowhere"]).await;
+    assert!(code == 3 && text.contains("there is no volume nowhere"), "{text}");
+    assert_eq!(cluster.fails(&["rebalance", "--max-moves", "0"]).await.0, 2);
+
+    let begin = ["--output", "json", "rebalance", "--no-wait", "--max-moves", "1"];
+    let answer: Value = serde_json::from_str(&cluster.ok(&begin).await).unwrap();
+    assert_eq!((&answer["begun"], &answer["moves"][1]["begun"]), (&1.into(), &false.into()), "{answer:#}");
+    let moving = answer["moves"][0]["volume"].as_str().unwrap().to_owned();
+    let three = |volume: &Value| nodes_of(volume) == ["a", "b", "c"];
+    cluster.until(&moving, "three replicas", three).await;
+    let why = cluster.ok(&["volume", "why", &moving]).await;
+    assert!(why.contains("is to leave node") && why.contains("for a better place"), "{why}");
+    let answer: Value = serde_json::from_str(&cluster.ok(&begin).await).unwrap();
+    assert_eq!(answer["begun"], 0, "one is on its way: {answer:#}");
+
+    // One that has no replacement yet stays where it is.
+    cluster.ok(&["rebalance", "--cancel"]).await;
+    cluster.until(&moving, "two replicas", |volume| nodes_of(volume) == ["a", "b"]).await;
+    cluster.check();
+}

@@ -131,6 +131,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     drop(client);
     let directories = hosts.directories(VOLUME)?;
     ensure!(directories.len() == 2, "{directories:?}");
+    hosts.ctl(&["volume", "detach", "w"])?;
     hosts.detach(VOLUME)?;
     compare_exports(&directories, folder.path()).map(drop)
 }
@@ -177,6 +178,45 @@ fn a_node_is_drained_under_load() -> Result<()> {
     ensure!(refusal.contains(&alone.2) && refusal.contains("is detached"), "{refusal}");
     ensure!(hosts.directories("w")?.len() == 1, "the last replica is gone");
     Ok(())
+}
+
+/// A node joins whose disk is empty. Nothing is moved there by itself; asked for, it gets its share while the volumes are
+/// written to, and after that nothing is left to move.
+#[test]
+fn an_empty_node_gets_its_share_under_load() -> Result<()> {
+    let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+    let hosts = Hosts::start(folder.path(), 3)?;
+    hosts.ctl(&["node", "cordon", &name(2)])?;
+    for volume in [VOLUME, "w"] {
+        let words =
+            ["volume", "create", volume, "--size", "64MiB", "--frontend", "socket", "--replicas", "2"];
+        hosts.ctl(&words)?;
+        hosts.ctl(&["volume", "attach", volume, "--node", &name(0)])?;
+        until_whole(&hosts.engine_control(0, volume), LIMIT)?;
+    }
+    hosts.ctl(&["node", "uncordon", &name(2)])?;
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let guest =
+        Guest::new(hosts.client(0, VOLUME)?, GuestOptions { sectors: 8192, ..GuestOptions::new(seed) });
+    let ((), _) = under_load(guest, |load| {
+        load.wait_for_answers(200, LIMIT)?;
+        let told = hosts.ctl(&["rebalance", "--dry-run", VOLUME])?;
+        ensure!(told.contains("1 more would be better elsewhere") && told.contains("more room"), "{told}");
+        ensure!(replicas_of(&hosts, VOLUME)?.iter().all(|replica| replica.0 != name(2)), "moved unasked");
+        let told = hosts.ctl(&["rebalance", VOLUME])?;
+        ensure!(told.contains("1 replica was moved"), "{told}");
+        load.wait_for_answers(200, LIMIT).map(drop)
+    })?;
+    let told = hosts.ctl(&["rebalance"])?;
+    ensure!(told.contains("every replica is where it is best"), "{told}");
+    let moved = replicas_of(&hosts, VOLUME)?;
+    ensure!(moved.len() == 2 && moved.iter().any(|replica| replica.0 == name(2)), "{moved:?}");
+    let directories = hosts.directories(VOLUME)?;
+    ensure!(directories.len() == 2, "{directories:?}");
+    hosts.ctl(&["volume", "detach", "w"])?;
+    hosts.detach(VOLUME)?;
+    compare_exports(&directories, folder.path()).map(drop)
 }
 
 fn replicas_of(hosts: &Hosts, volume: &str) -> Result<Vec<(String, String, String)>> {
@@ -237,6 +277,7 @@ fn a_volume_grows_under_load() -> Result<()> {
     ensure_block(&mut client, LAST_BLOCK + 1, 0)?;
     until_whole(&hosts.engine_control(served, VOLUME), LIMIT)?;
     drop(client);
+    hosts.ctl(&["volume", "detach", "w"])?;
     hosts.detach(VOLUME)?;
     compare_exports(&directories, folder.path()).map(drop)
 }

@@ -15,10 +15,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{
-    ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Metadata, Node, NodeSpec, NodeStatus, Secret,
-    VolumeState,
+    ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Metadata, Node, NodeSpec, NodeStatus,
+    Robustness, Secret, VolumeState,
 };
 use shorthorn_controller_core::observed::{AgentInfo, AgentView, Agents, DiskView, Link};
+use shorthorn_controller_core::rebalance::Survey;
 use shorthorn_controller_core::reconcile::{Context, Settings, reconcile};
 use shorthorn_controller_core::requests::{Change, CreateVolume};
 use shorthorn_controller_core::{Action, NodeName, Timestamp, World};
@@ -74,6 +75,7 @@ fn main() {
     line("least, replicas per node", least.to_string());
     line("most, replicas per node", most.to_string());
     line("volumes not in 3 zones", cluster.badly_zoned().to_string());
+    cluster.plan_moves(line);
 }
 
 impl Cluster {
@@ -132,6 +134,32 @@ impl Cluster {
     fn next_random(&mut self) -> u64 {
         self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         self.random >> 16
+    }
+
+    /// What would be moved, as it is, and with a tenth more nodes that are empty.
+    fn plan_moves(&mut self, line: impl Fn(&str, String)) {
+        let now = Timestamp::UNIX_EPOCH;
+        let names: Vec<String> = self.world.volumes.keys().cloned().collect();
+        for name in names {
+            let mut volume = self.world.volumes[&name].clone();
+            volume.status.state = VolumeState::Attached;
+            volume.status.robustness = Robustness::Healthy;
+            self.world.insert(volume.into());
+        }
+        for what in ["as it is", "with a tenth more nodes"] {
+            let start = Instant::now();
+            let plan =
+                Survey::of(&self.world, &self.agents, Settings::default().scheduling, &[]).unwrap().plan();
+            let took = start.elapsed();
+            line(&format!("moves {what}"), plan.moves.len().to_string());
+            line("  to find them, ms", format!("{:.0}", took.as_secs_f64() * 1e3));
+            let nodes = self.world.nodes.len();
+            for at in nodes..nodes + nodes / 10 {
+                let name = NodeName::new(&format!("node-{at:04}")).unwrap();
+                self.agents.by_node.insert(name.clone(), agent(&name, now));
+                self.world.insert(node(&name, at, now).into());
+            }
+        }
     }
 
     fn spread(&self) -> (usize, usize) {

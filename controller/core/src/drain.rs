@@ -22,27 +22,32 @@ pub struct Left {
     pub message: String,
 }
 
-/// What everything is to leave.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a replica is to leave, the most urgent first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Leaves {
-    /// A node.
+    /// A node, as everything there.
     Node,
-    /// A disk; its node stays.
+    /// A disk, as everything there; the node stays.
     Disk,
+    /// Its place, it alone, for a better one.
+    Place,
 }
 
 /// What the replica is to leave, if anything.
 #[must_use]
 pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
-    let node = world.nodes.get(replica.spec.node_id.as_str())?;
-    if node.spec.eviction_requested || node.metadata.is_deleting() {
+    let node = world.nodes.get(replica.spec.node_id.as_str());
+    if node.is_some_and(|node| node.spec.eviction_requested || node.metadata.is_deleting()) {
         return Some(Leaves::Node);
     }
-    let disk = node.spec.disks.get(&replica.spec.disk_path)?;
-    disk.eviction_requested.then_some(Leaves::Disk)
+    let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
+    if disk.is_some_and(|disk| disk.eviction_requested) {
+        return Some(Leaves::Disk);
+    }
+    replica.spec.eviction_requested.then_some(Leaves::Place)
 }
 
-/// Whether everything is to leave the node, or the disk, that the replica is on.
+/// Whether the replica is to leave its place.
 #[must_use]
 pub fn is_evicted(world: &World, replica: &Replica) -> bool {
     leaves(world, replica).is_some()

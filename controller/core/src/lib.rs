@@ -8,6 +8,7 @@
 //! - [`csi`]: what the calls of CSI mean for the stored objects.
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`drain`]: what is left on a node that everything is to leave.
+//! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
 //! - [`telling`]: which events are told to people, and how often.
@@ -42,6 +43,7 @@ pub mod lost_node;
 mod node_name;
 pub mod objects;
 pub mod observed;
+pub mod rebalance;
 pub mod reconcile;
 pub mod requests;
 pub mod salvage;

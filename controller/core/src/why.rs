@@ -127,12 +127,16 @@ impl Teller<'_> {
             let why = after_colon(&left.message);
             let disk = &replica.spec.disk_path;
             let (place, stay) = match leaves {
-                Leaves::Node => (format!("node {node}"), format!("node uncordon {node}")),
-                Leaves::Disk => {
-                    (format!("disk {disk} of node {node}"), format!("disk uncordon {node} {disk}"))
+                Leaves::Node => (format!("node {node}, which is drained"), format!("node uncordon {node}")),
+                Leaves::Disk => (
+                    format!("disk {disk} of node {node}, which is drained"),
+                    format!("disk uncordon {node} {disk}"),
+                ),
+                Leaves::Place => {
+                    (format!("node {node} for a better place"), format!("rebalance --cancel {}", self.name))
                 }
             };
-            self.say(format!("Replica {name} is to leave {place}, which is drained{held}{why}."));
+            self.say(format!("Replica {name} is to leave {place}{held}{why}."));
             if left.held {
                 self.hint(format!("To let it stay: shorthornctl {stay}"));
             }

@@ -204,6 +204,7 @@ mod tests {
             disk_path: "/disk".to_owned(),
             disk_id: String::new(),
             desire_state: DesireState::Running,
+            eviction_requested: false,
         };
         let status = ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() };
         let store = MemoryStore::new();

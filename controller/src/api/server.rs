@@ -52,7 +52,7 @@ impl Api {
         Api { store, fleet, stopping, settings }
     }
 
-    async fn change<T: Into<Object>>(
+    pub(super) async fn change<T: Into<Object>>(
         &self,
         decide: impl Fn(&World) -> Result<Change<T>, RequestError>,
     ) -> Result<(), Status> {
@@ -273,14 +273,12 @@ impl Controller for Api {
             let spec = node.spec.disks.get(&disk).ok_or_else(|| status::of_request(&missing()))?;
             (spec.eviction_requested, drain::left_on_disk(&world, &agents, node, &disk))
         };
-        let left = left.into_iter().map(|left| v1::DrainLeft {
-            volume: left.volume,
-            replica: left.replica.unwrap_or_default(),
-            held: left.held,
-            message: left.message,
-        });
-        let left = left.collect();
+        let left = left.into_iter().map(drain_left).collect();
         Ok(Response::new(v1::Drain { eviction_requested, left }))
+    }
+
+    async fn rebalance(&self, request: Request<v1::RebalanceRequest>) -> Reply<v1::RebalanceResponse> {
+        self.move_replicas(request.into_inner()).await
     }
 
     async fn set_disk(&self, request: Request<v1::SetDiskRequest>) -> Reply<v1::NodeObject> {
@@ -330,6 +328,15 @@ impl Api {
                 () = sender.closed() => return,
             }
         }
+    }
+}
+
+pub(super) fn drain_left(left: drain::Left) -> v1::DrainLeft {
+    v1::DrainLeft {
+        volume: left.volume,
+        replica: left.replica.unwrap_or_default(),
+        held: left.held,
+        message: left.message,
     }
 }
 

@@ -56,6 +56,9 @@ pub enum Command {
     /// The directories that hold replicas
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Moves replicas of attached volumes to better places, a few at a time, and waits until that is done: apart from each
+    /// other, to the node where their volume is used if it asks for that, to disks with more room
+    Rebalance(RebalanceArgs),
 }
 
 /// What there is to do with volumes.
@@ -327,6 +330,28 @@ impl FromStr for TagList {
     fn from_str(text: &str) -> Result<TagList, Infallible> {
         Ok(TagList(text.split(',').filter(|tag| !tag.is_empty()).map(str::to_owned).collect()))
     }
+}
+
+/// What is moved, and how fast.
+#[derive(Debug, Args)]
+pub struct RebalanceArgs {
+    /// Only replicas of these volumes; none: of all
+    pub volumes: Vec<String>,
+    /// The most replicas that are moved at a time; each is copied as a whole
+    #[arg(long, value_name = "NUMBER", default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_moves: u32,
+    /// Only shows what would be moved
+    #[arg(long, conflicts_with = "cancel")]
+    pub dry_run: bool,
+    /// Lets stay what is on its way
+    #[arg(long)]
+    pub cancel: bool,
+    /// Begins as many moves as may be made at a time, and returns
+    #[arg(long)]
+    pub no_wait: bool,
+    /// Seconds to wait at most; what has begun goes on
+    #[arg(long, value_name = "SECONDS", default_value = "86400", value_parser = seconds)]
+    pub timeout: Duration,
 }
 
 /// What there is to do with disks.

@@ -5,10 +5,11 @@ use shorthorn_proto::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{
-    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, ReplicaCommand, SalvageArgs, TagList,
-    VolumeCommand, WaitArgs,
+    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, RebalanceArgs, ReplicaCommand, SalvageArgs,
+    TagList, VolumeCommand, WaitArgs,
 };
 use super::error::CtlError;
+use super::rebalance::{describe, rebalance};
 use super::wait::{Drained, Goal, drained, wait};
 use super::{confirm, output};
 
@@ -34,6 +35,7 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
         Command::Replica(ReplicaCommand::List { volume }) => session.replicas(volume).await?,
         Command::Node(command) => session.node(command).await?,
         Command::Disk(command) => session.disk(command).await?,
+        Command::Rebalance(args) => session.rebalance(args).await?,
     };
     output::print(&text)
 }
@@ -327,6 +329,20 @@ impl Session {
         };
         let node = self.client.set_disk(limited(request)).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
+    }
+
+    async fn rebalance(&mut self, args: RebalanceArgs) -> Result<String, CtlError> {
+        let is_shown = args.dry_run || args.no_wait || args.cancel;
+        let (answer, begun) = rebalance(&mut self.client, &self.server, args).await?;
+        if self.format != Format::Table {
+            return output::rebalance(self.format, answer, begun);
+        }
+        Ok(match (is_shown, begun) {
+            (true, _) => describe(&answer),
+            (false, 0) => "every replica is where it is best".to_owned(),
+            (false, 1) => "1 replica was moved; now every one is where it is best".to_owned(),
+            (false, begun) => format!("{begun} replicas were moved; now every one is where it is best"),
+        })
     }
 
     async fn nodes(&mut self) -> Result<String, CtlError> {

@@ -5,6 +5,7 @@ mod commands;
 mod confirm;
 mod error;
 mod output;
+mod rebalance;
 mod size;
 mod view;
 mod wait;

@@ -10,7 +10,7 @@ use super::args::Format;
 use super::error::CtlError;
 use super::size::human;
 use super::view::{
-    DrainView, ExplanationView, InspectionView, NodeView, ReplicaView, UpgradeView, VolumeView,
+    DrainView, ExplanationView, InspectionView, NodeView, RebalanceView, ReplicaView, UpgradeView, VolumeView,
 };
 use super::wait::Drained;
 
@@ -320,6 +320,15 @@ pub(super) fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
         text.push_str(&format!("\n- {what}{held}: {}", left.message));
     }
     text
+}
+
+/// What is moved, for programs.
+pub(super) fn rebalance(
+    format: Format,
+    answer: v1::RebalanceResponse,
+    begun: usize,
+) -> Result<String, CtlError> {
+    for_programs(format, &RebalanceView::of(answer, begun))
 }
 
 /// One node in full.

@@ -266,13 +266,65 @@ struct DrainLeftView {
 
 impl From<v1::Drain> for DrainView {
     fn from(drain: v1::Drain) -> DrainView {
-        let left = drain.left.into_iter().map(|left| DrainLeftView {
-            volume: left.volume,
-            replica: left.replica,
-            held: left.held,
-            message: left.message,
+        let left = drain.left.into_iter().map(Into::into).collect();
+        DrainView { eviction_requested: drain.eviction_requested, left }
+    }
+}
+
+impl From<v1::DrainLeft> for DrainLeftView {
+    fn from(left: v1::DrainLeft) -> DrainLeftView {
+        DrainLeftView { volume: left.volume, replica: left.replica, held: left.held, message: left.message }
+    }
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct RebalanceView {
+    begun: usize,
+    moves: Vec<MoveView>,
+    under_way: Vec<DrainLeftView>,
+    left_out: Vec<LeftOutView>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct MoveView {
+    volume: String,
+    replica: String,
+    from_node: String,
+    from_disk: String,
+    to_node: String,
+    to_disk: String,
+    gain: String,
+    begun: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct LeftOutView {
+    volumes: u32,
+    reason: String,
+}
+
+impl RebalanceView {
+    /// `begun`: how many moves have begun since the command was given.
+    pub(super) fn of(answer: v1::RebalanceResponse, begun: usize) -> RebalanceView {
+        let moves = answer.moves.into_iter().map(|found| MoveView {
+            volume: found.volume,
+            replica: found.replica,
+            from_node: found.from_node,
+            from_disk: found.from_disk,
+            to_node: found.to_node,
+            to_disk: found.to_disk,
+            gain: found.gain,
+            begun: found.begun,
         });
-        DrainView { eviction_requested: drain.eviction_requested, left: left.collect() }
+        let left_out = answer.left_out.into_iter();
+        RebalanceView {
+            begun,
+            moves: moves.collect(),
+            under_way: answer.under_way.into_iter().map(Into::into).collect(),
+            left_out: left_out.map(|out| LeftOutView { volumes: out.volumes, reason: out.reason }).collect(),
+        }
     }
 }
 

@@ -23,7 +23,7 @@ const DRAIN_POLL: Duration = Duration::from_millis(500);
 /// The longest that such a question may take.
 const DRAIN_CALL_LIMIT: Duration = Duration::from_secs(30);
 /// How long all that is left of a drain may be held before waiting ends: the controller needs a moment to begin.
-const HELD_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const HELD_LIMIT: Duration = Duration::from_secs(10);
 
 /// What is waited for.
 #[derive(Clone, Debug)]
@@ -265,10 +265,10 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
 }
 
 /// A line on standard error that says what is being waited for; only on a terminal.
-struct Progress(ProgressBar);
+pub(super) struct Progress(ProgressBar);
 
 impl Progress {
-    fn start() -> Progress {
+    pub(super) fn start() -> Progress {
         let target = if std::io::stderr().is_terminal() {
             ProgressDrawTarget::stderr()
         } else {
@@ -282,7 +282,7 @@ impl Progress {
         Progress(bar)
     }
 
-    fn say(&self, text: &str) {
+    pub(super) fn say(&self, text: &str) {
         self.0.set_message(text.to_owned());
     }
 }

@@ -31,6 +31,7 @@ fn replica(n: u64, on: &str) -> Replica {
             disk_path: "/disk".to_owned(),
             disk_id: "disk".to_owned(),
             desire_state: DesireState::Running,
+            eviction_requested: false,
         },
         status: ReplicaStatus {
             data: DataState::Present,

@@ -23,7 +23,7 @@ pub struct Replica {
 #[schemars(extend("x-kubernetes-validations" = [{
     "rule": "self.volumeName == oldSelf.volumeName && self.replicaID == oldSelf.replicaID \
              && self.nodeID == oldSelf.nodeID && self.diskPath == oldSelf.diskPath",
-    "message": "a replica stays where it is: of its spec only desireState can be changed",
+    "message": "a replica stays where it is: of its spec only desireState and evictionRequested can be changed",
 }]))]
 pub struct ReplicaSpec {
     /// Whose data it holds.
@@ -47,6 +47,9 @@ pub struct ReplicaSpec {
     pub disk_id: String,
     /// Whether its process should run.
     pub desire_state: DesireState,
+    /// Whether another one is to take its place where that is better; else the controller takes this back.
+    #[serde(default)]
+    pub eviction_requested: bool,
 }
 
 /// What is known of a replica.

@@ -202,6 +202,7 @@ mod tests {
                 disk_path: "/disk".to_owned(),
                 disk_id: String::new(),
                 desire_state: DesireState::Running,
+                eviction_requested: false,
             };
             Replica {
                 metadata: Metadata::new(format!("v-{replica_id}"), Timestamp::UNIX_EPOCH),

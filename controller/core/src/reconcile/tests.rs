@@ -175,6 +175,7 @@ fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica 
             disk_path: DISK.to_owned(),
             disk_id: String::new(),
             desire_state: DesireState::Running,
+            eviction_requested: false,
         },
         status: ReplicaStatus {
             current_state: CurrentState::Running,

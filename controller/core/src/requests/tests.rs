@@ -260,6 +260,7 @@ fn world_of_disks(volume: Volume) -> World {
                 disk_path: "/d".to_owned(),
                 disk_id: "disk".to_owned(),
                 desire_state: DesireState::Stopped,
+                eviction_requested: false,
             },
             status: ReplicaStatus::default(),
         }));

@@ -2,7 +2,7 @@
 
 use super::{DiskCandidate, NodeCandidate};
 use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
-use crate::observed::{AgentView, Agents};
+use crate::observed::{AgentView, Agents, Detail, InstanceKey};
 use crate::{NodeName, World};
 
 /// The nodes of the world as candidates for replicas of `volume`.
@@ -46,6 +46,20 @@ fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCa
         })
     };
     world.nodes.values().filter_map(candidate).collect()
+}
+
+/// What the copy of a replica will take at once, as far as agents show what there is to copy.
+#[must_use]
+pub fn taken_bytes(agents: &Agents, replicas: &[&Replica]) -> u64 {
+    let taken = |replica: &&Replica| {
+        let view = agents.get(&replica.spec.node_id)?;
+        let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
+        match &view.instances.get(&key)?.detail {
+            Detail::Replica(shown) => Some(shown.allocated_bytes),
+            Detail::Engine(_) => None,
+        }
+    };
+    replicas.iter().filter_map(taken).max().unwrap_or(0)
 }
 
 /// The disk without what replicas make of it.

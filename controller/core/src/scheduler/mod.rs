@@ -4,6 +4,7 @@
 //! each entry of which can say why it removes a node or a disk, then the table of [`scores`], of which the first that
 //! tells two disks apart decides. A new rule is one more line in one of the tables.
 
+mod better;
 mod candidates;
 mod filters;
 mod growth;
@@ -15,11 +16,13 @@ mod zones;
 use crate::objects::{DataLocality, Volume};
 use crate::{Label, Labels, NodeName};
 
-pub use candidates::{candidates, candidates_for_new};
+pub use better::better_place;
+pub use candidates::{candidates, candidates_for_new, taken_bytes};
 pub use filters::Filter;
 pub use growth::room_to_grow;
 pub use refusal::{Refusal, Removal};
 pub use room::{Room, room};
+pub use scores::Gain;
 use zones::Zones;
 
 /// How much of a new disk is left to others, in percent.

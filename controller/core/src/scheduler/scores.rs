@@ -14,14 +14,41 @@ pub(super) struct Choice<'a> {
 
 type Score = fn(&Request, &Choice<'_>) -> u64;
 
-/// Zones first, then nodes in them, then disks, then space; before all of that the place that was asked for.
-const SCORES: &[Score] = &[locality, used_zone, used_node, used_disk, fuller_zone, fuller_disk];
+/// Zones first, then nodes in them, then disks; before all of that the place that was asked for.
+const SPREAD: &[(Gain, Score)] =
+    &[(Gain::Locality, locality), (Gain::Zone, used_zone), (Gain::Node, used_node), (Gain::Disk, used_disk)];
+
+/// Then space.
+const ROOM: &[Score] = &[fuller_zone, fuller_disk];
+
+/// What a place has before another one, the most important first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Gain {
+    /// It is on the node where the volume is used.
+    Locality,
+    /// Its zone has fewer replicas of the volume.
+    Zone,
+    /// Its node has.
+    Node,
+    /// Its disk has.
+    Disk,
+    /// Its disk can promise more.
+    Room,
+}
 
 pub(super) fn compare(request: &Request, one: &Choice<'_>, other: &Choice<'_>) -> Ordering {
-    let mut scores = SCORES.iter().map(|score| score(request, one).cmp(&score(request, other)));
+    let by = |score: &Score| score(request, one).cmp(&score(request, other));
+    let scores = SPREAD.iter().map(|(_, score)| score).chain(ROOM);
     // Names make it definite.
     let names = || (&one.node.name, &one.disk.path).cmp(&(&other.node.name, &other.disk.path));
-    scores.find(|order| order.is_ne()).unwrap_or_else(names)
+    scores.map(by).find(|order| order.is_ne()).unwrap_or_else(names)
+}
+
+/// How well the replicas are spread with `one` instead of `other`, and by what; none: equally.
+pub(super) fn spread(request: &Request, one: &Choice<'_>, other: &Choice<'_>) -> Option<(Ordering, Gain)> {
+    let mut orders =
+        SPREAD.iter().map(|(gain, score)| (score(request, one).cmp(&score(request, other)), *gain));
+    orders.find(|(order, _)| order.is_ne())
 }
 
 /// The node of the attachment, unless it has a replica already.

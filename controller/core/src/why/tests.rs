@@ -48,6 +48,7 @@ fn replica(n: u64) -> Replica {
             disk_path: "/disk".to_owned(),
             disk_id: "disk".to_owned(),
             desire_state: DesireState::Running,
+            eviction_requested: false,
         },
         status: ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() },
     }

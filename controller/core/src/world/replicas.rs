@@ -82,6 +82,7 @@ mod tests {
                 disk_path: format!("/{disk}"),
                 disk_id: String::new(),
                 desire_state: DesireState::Stopped,
+                eviction_requested: false,
             },
             status: ReplicaStatus::default(),
         }

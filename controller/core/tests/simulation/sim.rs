@@ -9,7 +9,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, Secret, Vol
 use shorthorn_controller_core::observed::{InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
-use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World};
+use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World, rebalance};
 
 use shorthorn_types::View;
 
@@ -55,6 +55,8 @@ pub enum Op {
     DeviceUsed(usize, bool),
     Cordon(usize),
     Drain(usize),
+    /// A replica is asked to go to a better place, whether there is one or not, or to stay.
+    Move(usize, bool),
     Uncordon(usize),
     TimePasses(u8),
     Crash,
@@ -141,6 +143,14 @@ impl Sim {
             }
             Op::Drain(node) => {
                 self.set_node(node, SetNode { eviction_requested: Some(true), ..SetNode::default() })
+            }
+            Op::Move(replica, wanted) => {
+                let names: Vec<String> = self.store.replicas.keys().cloned().collect();
+                if let Some(name) = choose(&names, replica)
+                    && let Ok(Change::Store(replica)) = rebalance::ask(&self.store, &name, wanted)
+                {
+                    assert!(self.put(replica.into()));
+                }
             }
             Op::Uncordon(node) => {
                 self.set_node(node, SetNode { allow_scheduling: Some(true), ..SetNode::default() })

@@ -118,6 +118,7 @@ impl Run<'_> {
                 disk_path: placement.disk_path,
                 disk_id: placement.disk_uuid,
                 desire_state,
+                eviction_requested: false,
             },
             status: ReplicaStatus::default(),
         });

@@ -16,8 +16,9 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use super::Run;
 use crate::ReplicaTarget;
 use crate::drain::{self, Leaves};
-use crate::objects::{ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, Volume};
-use crate::observed::{Detail, InstanceKey};
+use crate::objects::{
+    ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
+};
 use crate::reconcile::{Context, NEW_REPLICA_WAIT, health, is_given_up, remaining, seeks_place};
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
 
@@ -130,12 +131,15 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A member that the view has beyond what is configured: first one that is to leave its node, else the newest.
+    /// A member that the view has beyond what is configured: first one that is to leave its place, else the newest.
     fn leaving(&self, engine: &Engine, live: &[&'a Replica]) -> Option<&'a Replica> {
         let members =
             live.iter().copied().filter(|replica| engine.status.has_member(replica.spec.replica_id));
         let members: Vec<&Replica> = members.collect();
-        if members.len() <= self.stored.spec.number_of_replicas.max(1) as usize {
+        let wanted = self.stored.spec.number_of_replicas.max(1) as usize;
+        // Without enough that stay it would be wanted again as soon as it has left.
+        let staying = members.iter().filter(|replica| !self.is_evicted(replica)).count();
+        if staying < wanted || members.len() == wanted {
             return None;
         }
         let rank = |replica: &&&Replica| {
@@ -171,11 +175,12 @@ impl<'a> Run<'a> {
     }
 
     /// Places one more replica where one is missing or lost; one at a time.
-    fn replace(&mut self, engine: &Engine, live: &[&Replica]) {
+    fn replace(&mut self, engine: &Engine, live: &[&'a Replica]) {
         let wanted = self.stored.spec.number_of_replicas as usize;
-        let (lost, hopeful): (Vec<&Replica>, Vec<&Replica>) =
+        let (lost, hopeful): (Vec<&'a Replica>, Vec<&'a Replica>) =
             live.iter().copied().partition(|replica| self.is_lost(engine, replica));
-        let evicted = hopeful.iter().copied().find(|replica| self.is_evicted(replica));
+        let leaves = |replica: &&'a Replica| Some((drain::leaves(self.context.world, replica)?, *replica));
+        let evicted = hopeful.iter().filter_map(leaves).min_by_key(|(leaves, _)| *leaves);
         if hopeful.iter().filter(|replica| !self.is_evicted(replica)).count() >= wanted {
             self.note_enough();
             self.look_when_lost(&hopeful);
@@ -195,12 +200,38 @@ impl<'a> Run<'a> {
             self.note_full();
             return;
         }
+        if let (None, Some((Leaves::Place, replica))) = (lost, evicted)
+            && hopeful.len() >= wanted
+        {
+            self.move_away(replica);
+            return;
+        }
         match self.place_one_more() {
-            Ok(placement) => self.write_replacement(placement, lost, evicted),
+            Ok(placement) => self.write_replacement(placement, lost, evicted.map(|(_, replica)| replica)),
             Err(refusal) => match self.nodes_may_come() {
                 Some(wait) => self.decision.again_after(wait),
                 None => self.note_no_place(&refusal),
             },
+        }
+    }
+
+    /// Makes a replica where it is better than where this one is, or lets this one stay where there is no such place any more.
+    fn move_away(&mut self, replica: &Replica) {
+        let here = (&replica.spec.node_id, replica.spec.disk_path.as_str());
+        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        let better = scheduler::better_place(&self.request(), &mut nodes, here, |_| true);
+        match (better, self.nodes_may_come()) {
+            (Some((_, placement)), _) => self.write_replacement(placement, None, Some(replica)),
+            (None, Some(wait)) => self.decision.again_after(wait),
+            (None, None) => {
+                let spec = ReplicaSpec { eviction_requested: false, ..replica.spec.clone() };
+                self.decision.write(Replica { spec, ..replica.clone() });
+                let message = format!(
+                    "replica {} stays on {}: no place is better",
+                    replica.metadata.name, replica.spec.node_id
+                );
+                self.decision.emit(self.key(), false, "ReplicaStays", message);
+            }
         }
     }
 
@@ -232,10 +263,7 @@ impl<'a> Run<'a> {
 
     /// A place on a node that has none of the replicas; else, once every node was asked, beside one that is lost.
     fn place_one_more(&self) -> Result<Placement, Refusal> {
-        let request = Request {
-            used_bytes: self.taken_bytes(),
-            ..Request::of(self.stored, self.context.settings.scheduling)
-        };
+        let request = self.request();
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
         let placed = self.place_one(&request, &mut nodes);
         if placed.is_err() && self.nodes_may_come().is_none() {
@@ -245,22 +273,16 @@ impl<'a> Run<'a> {
         placed
     }
 
+    fn request(&self) -> Request {
+        Request {
+            used_bytes: scheduler::taken_bytes(self.context.agents, &self.replicas),
+            ..Request::of(self.stored, self.context.settings.scheduling)
+        }
+    }
+
     fn place_one(&self, request: &Request, nodes: &mut [NodeCandidate]) -> Result<Placement, Refusal> {
         let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX - 1);
         scheduler::place_one(request, nodes, present)
-    }
-
-    /// What the copy of a replica will take at once, as far as agents show what there is to copy.
-    fn taken_bytes(&self) -> u64 {
-        let taken = |replica: &&Replica| {
-            let view = self.context.agents.get(&replica.spec.node_id)?;
-            let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
-            match &view.instances.get(&key)?.detail {
-                Detail::Replica(shown) => Some(shown.allocated_bytes),
-                Detail::Engine(_) => None,
-            }
-        };
-        self.replicas.iter().filter_map(taken).max().unwrap_or(0)
     }
 
     /// From here on replicas that are away, or are to leave their disk, keep no other away.
@@ -281,6 +303,7 @@ impl<'a> Run<'a> {
             (Some(lost), _) => format!("{} is away", at(lost)),
             (None, Some(evicted)) => match drain::leaves(self.context.world, evicted) {
                 Some(Leaves::Disk) => format!("{} is to leave its disk", at(evicted)),
+                Some(Leaves::Place) => format!("that is a better place than that of {}", at(evicted)),
                 _ => format!("{} is to leave its node", at(evicted)),
             },
             (None, None) => "there are fewer than configured".to_owned(),

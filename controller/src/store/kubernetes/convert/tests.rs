@@ -123,6 +123,7 @@ fn full() -> Vec<Object> {
             disk_path: "/d".to_owned(),
             disk_id: "u".to_owned(),
             desire_state: DesireState::Running,
+            eviction_requested: false,
         },
         status: ReplicaStatus {
             current_state: CurrentState::Running,

@@ -144,6 +144,7 @@ fn replica(at: usize) -> Replica {
             disk_path: "/var/lib/longhorn".to_owned(),
             disk_id: String::new(),
             desire_state: DesireState::Running,
+            eviction_requested: false,
         },
         status: ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() },
     }

@@ -1,0 +1,266 @@
+//! Which replicas would be better elsewhere, when somebody asks.
+//!
+//! Nothing is moved unless it is asked for, and nothing of it is remembered but `replica.spec.evictionRequested`: such a
+//! replica is replaced as one of a drained disk is. Its volume's reconciler looks for the better place once more when it comes
+//! to it, and takes the request back where there is none any more. So a request does no harm, however old it is.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+
+use crate::drain::{self, Leaves, Left};
+use crate::objects::{Replica, Robustness, Volume, VolumeState};
+use crate::observed::Agents;
+use crate::requests::{self, Change, RequestError};
+use crate::scheduler::{self, DiskCandidate, Gain, Limits, NodeCandidate, Placement, Request};
+use crate::{NodeName, World};
+
+/// A replica that would be better elsewhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Its name.
+    pub replica: String,
+    /// Whose data it holds.
+    pub volume: String,
+    /// The node that it is on.
+    pub from_node: NodeName,
+    /// The disk there.
+    pub from_disk: String,
+    /// Where another one is to take its place.
+    pub to: Placement,
+    /// What that is good for.
+    pub gain: Gain,
+}
+
+/// What there is to move.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// What would be better elsewhere, what brings replicas apart first; one replica of a volume at most.
+    pub moves: Vec<Move>,
+    /// Replicas whose move was asked for, and what each waits for.
+    pub under_way: Vec<Left>,
+    /// How many volumes were not looked at, by reason.
+    pub left_out: BTreeMap<&'static str, u32>,
+}
+
+impl Gain {
+    /// The same for people.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Gain::Locality => "to be on the node where the volume is used",
+            Gain::Zone => "to be in a zone with fewer replicas of the volume",
+            Gain::Node => "to be on a node with fewer replicas of the volume",
+            Gain::Disk => "to be on a disk with fewer replicas of the volume",
+            Gain::Room => "to be on a disk with more room",
+        }
+    }
+}
+
+/// What a plan is made from: enough of the world to let go of it, as planning takes a while.
+#[derive(Debug)]
+pub struct Survey {
+    board: Board,
+    movable: Vec<Movable>,
+    plan: Plan,
+}
+
+/// A volume and its replicas, as far as places matter.
+#[derive(Debug)]
+struct Movable {
+    volume: String,
+    request: Request,
+    places: Vec<Place>,
+}
+
+#[derive(Debug)]
+struct Place {
+    replica: String,
+    node: NodeName,
+    disk: String,
+}
+
+impl Survey {
+    /// Of the volumes in `only`, or of all where that is empty.
+    ///
+    /// # Errors
+    /// [`RequestError::NoVolume`] for one that is not there.
+    pub fn of(
+        world: &World,
+        agents: &Agents,
+        limits: Limits,
+        only: &[String],
+    ) -> Result<Survey, RequestError> {
+        let only: BTreeSet<&str> = only.iter().map(String::as_str).collect();
+        for name in &only {
+            requests::find(world, name)?;
+        }
+        let board = Board::of(world, agents, limits);
+        let mut survey = Survey { board, movable: Vec::new(), plan: Plan::default() };
+        for (name, volume) in &world.volumes {
+            let replicas: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+            let movable = Movable::of(agents, limits, volume, &replicas);
+            let asked = |replica: &&Replica| drain::leaves(world, replica) == Some(Leaves::Place);
+            if let Some(leaving) = replicas.iter().position(asked) {
+                let left = drain::of_replica(world, agents, replicas[leaving]);
+                survey.plan.under_way.push(left);
+                survey.board.finish(&movable, leaving, is_replaced(volume, &replicas));
+            }
+            if only.is_empty() || only.contains(name.as_str()) {
+                match left_out(world, volume, &replicas) {
+                    Some(reason) => *survey.plan.left_out.entry(reason).or_default() += 1,
+                    None => survey.movable.push(movable),
+                }
+            }
+        }
+        Ok(survey)
+    }
+
+    /// What would be better elsewhere. The moves are meant to be made one after the other: each counts on those before it,
+    /// and all on those that are under way.
+    #[must_use]
+    pub fn plan(mut self) -> Plan {
+        self.plan.moves = self.board.moves(&self.movable);
+        self.plan
+    }
+}
+
+impl Movable {
+    fn of(agents: &Agents, limits: Limits, volume: &Volume, replicas: &[&Replica]) -> Movable {
+        let used_bytes = scheduler::taken_bytes(agents, replicas);
+        let place = |replica: &&Replica| Place {
+            replica: replica.metadata.name.clone(),
+            node: replica.spec.node_id.clone(),
+            disk: replica.spec.disk_path.clone(),
+        };
+        Movable {
+            volume: volume.metadata.name.clone(),
+            request: Request { used_bytes, ..Request::of(volume, limits) },
+            places: replicas.iter().map(place).collect(),
+        }
+    }
+}
+
+/// Whether another replica is to be made in place of this one, where that is better.
+///
+/// # Errors
+/// [`RequestError::NoReplica`] where it is gone.
+pub fn ask(world: &World, replica: &str, wanted: bool) -> Result<Change<Replica>, RequestError> {
+    let Some(stored) = world.replicas.get(replica) else {
+        let name = replica.rsplit_once('-').map_or(replica, |(volume, _)| volume).to_owned();
+        return Err(RequestError::NoReplica { name, replica: replica.to_owned() });
+    };
+    let mut next = stored.clone();
+    next.spec.eviction_requested = wanted;
+    Ok(if next == *stored { Change::AlreadySo(next) } else { Change::Store(next) })
+}
+
+/// Why no replica of the volume can be moved now; none: one can.
+fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'static str> {
+    let is_leaving = |replica: &&Replica| replica.metadata.is_deleting() || drain::is_evicted(world, replica);
+    let is_whole = replicas.len() == volume.spec.number_of_replicas as usize;
+    match (volume.status.state, volume.status.robustness) {
+        _ if volume.metadata.is_deleting() => Some("being deleted"),
+        (VolumeState::Attached, _) if replicas.iter().any(is_leaving) => {
+            Some("having a replica that leaves its place already")
+        }
+        (VolumeState::Attached, _) if volume.is_expanding() => Some("being expanded"),
+        (VolumeState::Attached, Robustness::Healthy) if is_whole => None,
+        (VolumeState::Attached, _) => Some("not healthy"),
+        _ => Some("not attached, and replicas are moved only while their volume is"),
+    }
+}
+
+/// Whether the one that is to take the place of another is made already.
+fn is_replaced(volume: &Volume, replicas: &[&Replica]) -> bool {
+    let live = replicas.iter().filter(|replica| !replica.metadata.is_deleting()).count();
+    live > volume.spec.number_of_replicas as usize
+}
+
+/// All nodes, with the replicas of one volume at a time.
+#[derive(Debug)]
+struct Board {
+    nodes: Vec<NodeCandidate>,
+    at: BTreeMap<NodeName, usize>,
+    limits: Limits,
+}
+
+impl Board {
+    fn of(world: &World, agents: &Agents, limits: Limits) -> Board {
+        let nodes = scheduler::candidates_for_new(world, agents);
+        let at = nodes.iter().enumerate().map(|(at, node)| (node.name.clone(), at)).collect();
+        Board { nodes, at, limits }
+    }
+
+    /// First what brings replicas of one volume apart; those on the disk that is fullest then come first.
+    fn moves(&mut self, movable: &[Movable]) -> Vec<Move> {
+        let passes: [fn(Gain) -> bool; 2] = [|gain| gain != Gain::Room, |_| true];
+        let mut moves = Vec::new();
+        let mut moved = BTreeSet::new();
+        for wanted in passes {
+            let all = movable.iter().enumerate();
+            let all = all.flat_map(|(at, volume)| (0..volume.places.len()).map(move |number| (at, number)));
+            let keyed =
+                |(at, number): (usize, usize)| (self.room_bytes(&movable[at].places[number]), at, number);
+            let mut fullest: BinaryHeap<_> = all.map(keyed).map(Reverse).collect();
+            while let Some(Reverse((room_bytes, at, number))) = fullest.pop() {
+                if moved.contains(&at) {
+                    continue;
+                }
+                let room_now_bytes = self.room_bytes(&movable[at].places[number]);
+                if room_now_bytes > room_bytes {
+                    // Others have left its disk meanwhile: it has time.
+                    fullest.push(Reverse((room_now_bytes, at, number)));
+                } else if let Some(found) = self.find(&movable[at], number, wanted) {
+                    moved.insert(at);
+                    moves.push(found);
+                }
+            }
+        }
+        moves
+    }
+
+    fn room_bytes(&self, place: &Place) -> u64 {
+        let node = self.at.get(&place.node).map(|at| &self.nodes[*at]);
+        let disk = node.and_then(|node| node.disks.iter().find(|disk| disk.path == place.disk));
+        disk.map_or(0, |disk| disk.room_bytes(self.limits))
+    }
+
+    fn disk(&mut self, place: &Place) -> Option<&mut DiskCandidate> {
+        let node = &mut self.nodes[*self.at.get(&place.node)?];
+        node.disks.iter_mut().find(|disk| disk.path == place.disk)
+    }
+
+    /// A better place for one of a volume's replicas, which it then has.
+    fn find(&mut self, movable: &Movable, number: usize, wanted: fn(Gain) -> bool) -> Option<Move> {
+        let Movable { volume, request, places } = movable;
+        for other in places {
+            self.disk(other).into_iter().for_each(|disk| disk.same_volume += 1);
+        }
+        let here = &places[number];
+        let better = scheduler::better_place(request, &mut self.nodes, (&here.node, &here.disk), wanted);
+        let disks = self.nodes.iter_mut().flat_map(|node| &mut node.disks);
+        disks.for_each(|disk| disk.same_volume = 0);
+        let (gain, to) = better?;
+        Some(Move {
+            replica: here.replica.clone(),
+            volume: volume.clone(),
+            from_node: here.node.clone(),
+            from_disk: here.disk.clone(),
+            to,
+            gain,
+        })
+    }
+
+    /// Counts on a move that was asked for: as if it were over.
+    fn finish(&mut self, movable: &Movable, leaving: usize, is_replaced: bool) {
+        if !is_replaced {
+            // Where there is no better place any more it stays.
+            let _ = self.find(movable, leaving, |_| true);
+        } else if let Some(disk) = self.disk(&movable.places[leaving]) {
+            disk.scheduled_bytes = disk.scheduled_bytes.saturating_sub(movable.request.size_bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

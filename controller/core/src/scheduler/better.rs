@@ -1,0 +1,79 @@
+//! Whether a replica would be better elsewhere.
+
+use std::cmp::Ordering;
+
+use super::scores::{Choice, Gain, compare, spread};
+use super::zones::Zones;
+use super::{NodeCandidate, Placement, Request};
+use crate::NodeName;
+
+/// How much less a replica may bring two disks together than its own size and is moved all the same. With none, disks whose
+/// sizes differ a little would have replicas moved for nothing.
+const WORTH_DIVISOR: u64 = 2;
+
+/// The best place for a replica that is on the disk `path` of `node` now, and what is gained by it, if that is worth a copy:
+/// the replicas of its volume are spread better there, or as well, and the two disks have more even room afterwards. Only what
+/// is gained by `wanted` counts.
+/// `nodes` has it at its new place when this returns one.
+///
+/// Each move brings the volume's replicas further apart, or makes the sum of the squares of the disks' room smaller. So moves
+/// come to an end, however often this is asked.
+pub fn better_place(
+    request: &Request,
+    nodes: &mut [NodeCandidate],
+    (node, path): (&NodeName, &str),
+    wanted: fn(Gain) -> bool,
+) -> Option<(Gain, Placement)> {
+    let at = nodes.iter().position(|candidate| candidate.name == *node)?;
+    let disk_at = nodes[at].disks.iter().position(|disk| disk.path == path)?;
+    take_out(request, nodes, (at, disk_at));
+    let better = best(request, nodes, (at, disk_at), wanted);
+    let (to, _) = better.unwrap_or(((at, disk_at), Gain::Room));
+    let disk = &mut nodes[to.0].disks[to.1];
+    disk.same_volume += 1;
+    disk.scheduled_bytes = disk.scheduled_bytes.saturating_add(request.size_bytes);
+    let placement = Placement {
+        disk_path: disk.path.clone(),
+        disk_uuid: disk.uuid.clone(),
+        node: nodes[to.0].name.clone(),
+    };
+    better.map(|(_, gain)| (gain, placement))
+}
+
+fn take_out(request: &Request, nodes: &mut [NodeCandidate], (at, disk_at): (usize, usize)) {
+    let disk = &mut nodes[at].disks[disk_at];
+    disk.same_volume = disk.same_volume.saturating_sub(1);
+    disk.scheduled_bytes = disk.scheduled_bytes.saturating_sub(request.size_bytes);
+}
+
+/// The best of the disks that are worth it, for a replica that was taken out of `here`.
+fn best(
+    request: &Request,
+    nodes: &[NodeCandidate],
+    here: (usize, usize),
+    wanted: fn(Gain) -> bool,
+) -> Option<((usize, usize), Gain)> {
+    let mut zones = Zones::of(nodes);
+    let choices = zones.count(request, nodes);
+    let choice = |(at, disk_at): (usize, usize)| {
+        let node = &nodes[at];
+        Choice { node, disk: &node.disks[disk_at], zone: zones.of_node(at) }
+    };
+    let worth = |at: (usize, usize)| Some((at, gain(request, &choice(at), &choice(here))?));
+    let worth = choices.into_iter().filter(|at| *at != here).filter_map(worth);
+    let worth = worth.filter(|(_, gain)| wanted(*gain));
+    worth.min_by(|(one, _), (other, _)| compare(request, &choice(*one), &choice(*other)))
+}
+
+/// What `there` has before `here`, if that is worth a copy.
+fn gain(request: &Request, there: &Choice<'_>, here: &Choice<'_>) -> Option<Gain> {
+    match spread(request, there, here) {
+        Some((Ordering::Less, gain)) => Some(gain),
+        Some(_) => None,
+        None => {
+            let room = |choice: &Choice<'_>| choice.disk.room_bytes(request.limits);
+            let worth = request.size_bytes / WORTH_DIVISOR;
+            (room(there) > room(here).saturating_add(worth)).then_some(Gain::Room)
+        }
+    }
+}
