@@ -16,7 +16,7 @@ use shorthorn_metrics::{MetricsListen, MetricsListenError};
 use thiserror::Error;
 
 use crate::address::{AddressError, Listen, ServerUrl};
-use crate::kubernetes::KubernetesConfig;
+use crate::kubernetes::{KubernetesConfig, PodsOfLostNodes};
 
 /// Where the API is unless something else is said.
 pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
@@ -60,8 +60,8 @@ pub struct CrdsArgs {
 pub struct ServeArgs {
     /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format, replica_replace_after_s,
     /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and the tables [nodes] of NAME = "URL" and
-    /// [kubernetes] with namespace, kubeconfig and agent_port. A flag wins over the file; nodes of both are used. Unknown keys
-    /// are refused.
+    /// [kubernetes] with namespace, kubeconfig, agent_port and pods_of_lost_nodes. A flag wins over the file; nodes of both are
+    /// used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Database file of the volumes; made where it is missing. One controller at a time can have it.
@@ -80,6 +80,11 @@ pub struct ServeArgs {
     /// [default: 9501]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub agent_port: Option<u16>,
+    /// What becomes of pods with volumes of Shorthorn that Kubernetes wants elsewhere while their node is lost: delete ends
+    /// them in the place of their kubelet, so that they come back on other nodes; keep lets them wait for their node or for
+    /// somebody [default: delete]
+    #[arg(long, value_name = "WHAT")]
+    pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
     /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
     #[arg(long = "node", value_name = "NAME=URL")]
     pub nodes: Vec<NodeFlag>,
@@ -170,7 +175,7 @@ pub enum ConfigError {
     #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
     TwoStores(PathBuf),
     /// What is for Kubernetes only.
-    #[error("--namespace, --kubeconfig and --agent-port are for --kubernetes only")]
+    #[error("--namespace, --kubeconfig, --agent-port and --pods-of-lost-nodes are for --kubernetes only")]
     NotKubernetes,
 }
 
@@ -205,6 +210,7 @@ struct KubernetesTable {
     namespace: Option<String>,
     kubeconfig: Option<PathBuf>,
     agent_port: Option<NonZeroU16>,
+    pods_of_lost_nodes: Option<PodsOfLostNodes>,
 }
 
 /// Where the volumes are kept.
@@ -325,9 +331,14 @@ fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> 
                 .agent_port
                 .or_else(|| table.agent_port.map(NonZeroU16::get))
                 .unwrap_or(DEFAULT_AGENT_PORT),
+            pods_of_lost_nodes: args.pods_of_lost_nodes.or(table.pods_of_lost_nodes).unwrap_or_default(),
         }));
     }
-    if args.namespace.is_some() || args.kubeconfig.is_some() || args.agent_port.is_some() {
+    let is_for_kubernetes = args.namespace.is_some()
+        || args.kubeconfig.is_some()
+        || args.agent_port.is_some()
+        || args.pods_of_lost_nodes.is_some();
+    if is_for_kubernetes {
         return Err(ConfigError::NotKubernetes);
     }
     path.map(StoreConfig::File).ok_or(ConfigError::NoStore)
@@ -373,6 +384,7 @@ mod tests {
                 namespace,
                 kubeconfig,
                 agent_port: DEFAULT_AGENT_PORT,
+                pods_of_lost_nodes: PodsOfLostNodes::Delete,
             })
         };
         assert_eq!(load("", &["--kubernetes"]).unwrap().store, kubernetes("shorthorn-system", None));
@@ -386,7 +398,7 @@ mod tests {
         );
         let both = load(&format!("store = \"/a\"\n{table}"), &[]).unwrap_err();
         assert!(matches!(both, ConfigError::TwoStores(_)), "{both}");
-        for flag in ["--namespace=b", "--agent-port=1"] {
+        for flag in ["--namespace=b", "--agent-port=1", "--pods-of-lost-nodes=keep"] {
             assert!(matches!(load("", &["--store", "/a", flag]), Err(ConfigError::NotKubernetes)));
         }
         let port = |text: &str, flags: &[&str]| match load(text, flags).unwrap().store {
@@ -395,6 +407,13 @@ mod tests {
         };
         assert_eq!(port("[kubernetes]\nagent_port = 7\n", &[]), 7);
         assert_eq!(port("[kubernetes]\nagent_port = 7\n", &["--agent-port", "8"]), 8);
+        let pods = |text: &str, flags: &[&str]| match load(text, flags).unwrap().store {
+            StoreConfig::Kubernetes(config) => config.pods_of_lost_nodes,
+            StoreConfig::File(_) => unreachable!(),
+        };
+        let keep = "[kubernetes]\npods_of_lost_nodes = \"keep\"\n";
+        assert_eq!(pods(keep, &[]), PodsOfLostNodes::Keep);
+        assert_eq!(pods(keep, &["--pods-of-lost-nodes", "delete"]), PodsOfLostNodes::Delete);
         let zero = load("[kubernetes]\nagent_port = 0\n", &[]).unwrap_err().to_string();
         assert!(zero.contains("line 2"), "{zero}");
     }

@@ -23,10 +23,11 @@ use crate::agents::Fleet;
 use crate::api::Api;
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::csi::CsiController;
-use crate::kubernetes::discover::discover;
+use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::lease::Leadership;
-use crate::kubernetes::{ConnectError, KubernetesConfig, connect};
+use crate::kubernetes::release::Releaser;
+use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
 use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
 use crate::store::kubernetes::{CallError, OpenError};
 use crate::store::{KubeStore, RedbStore, Store, StoreError};
@@ -88,7 +89,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let shown: Arc<dyn shorthorn_metrics::Vitals> = Arc::<ControllerVitals>::clone(&vitals);
     let _metrics = shorthorn_metrics::start(config.metrics_listen, DEFAULT_METRICS, shown).await?;
     // What ends one controller too many, or has it wait, before it touches anything else.
-    let Opened { store, mut leadership, events, tasks: _tasks } = tokio::select! {
+    let Opened { store, mut leadership, events, pods, mut tasks } = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
@@ -99,6 +100,10 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let queue = Arc::new(Queue::new());
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone())?;
     vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
+    if let (Some(Pods { client, known }), Some(events)) = (pods, events.clone()) {
+        let (store, fleet) = (Arc::clone(&store), Arc::clone(&fleet));
+        tasks.spawn(Releaser::new(client, known, store, fleet, events, metrics.clone()).run());
+    }
     let (broken_sender, mut broken) = mpsc::channel(1);
     let settings = config.settings;
     let worker = Worker::new(
@@ -159,8 +164,16 @@ struct Opened {
     store: Arc<dyn Store>,
     leadership: Option<Leadership>,
     events: Option<Events>,
+    /// None: the pods of lost nodes stay.
+    pods: Option<Pods>,
     /// They end with this value.
     tasks: JoinSet<()>,
+}
+
+/// How the pods of lost nodes are reached.
+struct Pods {
+    client: kube::Client,
+    known: Arc<Machines>,
 }
 
 /// Opens the store; with Kubernetes once this controller leads.
@@ -168,7 +181,7 @@ async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, Ser
     match config {
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
-            Ok(Opened { store, leadership: None, events: None, tasks: JoinSet::new() })
+            Ok(Opened { store, leadership: None, events: None, pods: None, tasks: JoinSet::new() })
         }
         StoreConfig::Kubernetes(config) => lead(config, readiness).await,
     }
@@ -194,8 +207,13 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
         store = KubeStore::open(client.clone(), &config.namespace, events.clone()) => Arc::new(store?),
         reason = leadership.hold() => return Err(ServeError::LeaseLost(reason)),
     };
-    tasks.spawn(discover(client, Arc::clone(&store), config.agent_port));
-    Ok(Opened { store, leadership: Some(leadership), events: Some(events), tasks })
+    let known = Machines::new();
+    tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
+    let pods = match config.pods_of_lost_nodes {
+        PodsOfLostNodes::Delete => Some(Pods { client, known }),
+        PodsOfLostNodes::Keep => None,
+    };
+    Ok(Opened { store, leadership: Some(leadership), events: Some(events), pods, tasks })
 }
 
 /// A name that no other process has: that of the host or the pod, with a part of its own.

@@ -185,10 +185,21 @@ impl Cluster {
         self.api.ok("POST", pods(), Some(&pod))
     }
 
-    /// As kubelet deletes a pod that has ended; or an administrator one whose node is lost.
+    /// As kubelet deletes a pod that has ended.
     fn delete_pod(&self, name: &str) -> Result<()> {
         let now = json!({ "gracePeriodSeconds": 0 });
         self.api.ok("DELETE", &format!("{}/{name}", pods()), Some(&now)).map(drop)
+    }
+
+    /// Tells a pod to go, as Kubernetes does where its node is lost; nobody there hears of it.
+    fn evict_pod(&self, name: &str) -> Result<()> {
+        let soon = json!({ "gracePeriodSeconds": 1 });
+        self.api.ok("DELETE", &format!("{}/{name}", pods()), Some(&soon)).map(drop)
+    }
+
+    fn until_pod_gone(&self, name: &str) -> Result<()> {
+        let path = format!("{}/{name}", pods());
+        until("end of the pod", LIMIT, || Ok(self.api.find(&path)?.is_none().then_some(())))
     }
 
     /// The attachment that the attach-detach controller makes.
@@ -349,13 +360,13 @@ fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
 
     let larger = json!({ "spec": { "resources": { "requests": { "storage": GROWN_BYTES.to_string() } } } });
     cluster.api.ok("PATCH", &claim_path("data"), Some(&larger))?;
-    // The driver of this kernel cannot change the size of a device: the volume grows with the next attach, and until then
-    // the resizer hears why it does not.
-    let refused = cluster.sidecars()?.try_resize("data", Duration::from_secs(3));
+    // The driver of this kernel cannot change the size of a device: the resizer is done, and the node says what it waits for
+    // until the volume is attached again.
+    cluster.sidecars()?.resize("data")?;
+    let refused = cluster.kubelet(0).expand(&mounted, "data");
     let refused = format!("{:?}", refused.err().context("the device has grown while it is in use")?);
     ensure!(refused.contains("attached again"), "{refused}");
     cluster.end_pod("first", &attachment, &mounted, 0)?;
-    cluster.sidecars()?.resize("data")?;
 
     let (_, mounted) = cluster.run_pod("second", "data", volume, 0)?;
     cluster.kubelet(0).expand(&mounted, "data")?;
@@ -395,10 +406,10 @@ fn a_node_is_lost(cluster: &mut Cluster, volume: &str) -> Result<()> {
     let old = cluster.kubelet(0).mounted(&pod, volume)?;
     cluster.nodes[0].lose()?;
     let start = Instant::now();
-    // What an administrator says with a pod that is deleted by force and the taint out-of-service, which this version does
-    // not know yet: that the node does not use the volume any more.
-    cluster.delete_pod("second")?;
-    cluster.kubelet(0).say_in_use(&[])?;
+    cluster.evict_pod("second")?;
+    cluster.until_pod_gone("second")?;
+    println!("the pod is released after {:?}", start.elapsed());
+    // Kubernetes itself leaves the attachment for minutes to a node that may use the volume.
     cluster.sidecars()?.detach(&attachment)?;
     cluster.until_detached(&attachment)?;
     println!("the old engine is fenced after {:?}", start.elapsed());

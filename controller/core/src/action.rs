@@ -208,9 +208,9 @@ pub struct ReplicaTarget {
 
 /// Something that people should hear of.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Event {
+pub struct Event<A = Key> {
     /// What it happened to.
-    pub about: Key,
+    pub about: A,
     /// Whether it is a trouble.
     pub warning: bool,
     /// One word for programs.

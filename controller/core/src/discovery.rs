@@ -30,10 +30,12 @@ pub struct Machine {
     pub internal_ip: Option<IpAddr>,
     /// What fails together with it.
     pub zone: Option<Label>,
+    /// Whether its kubelet is well.
+    pub is_ready: bool,
 }
 
 impl Machine {
-    /// The machine with these labels and these addresses, each with its sort.
+    /// The machine with these labels and these addresses, each with its sort; nothing is said of its kubelet.
     pub fn of<'a>(
         labels: &BTreeMap<String, String>,
         addresses: impl IntoIterator<Item = (&'a str, &'a str)>,
@@ -43,6 +45,7 @@ impl Machine {
         Machine {
             internal_ip: internal.find_map(|(_, address)| address.parse().ok()),
             zone: zone.and_then(|zone| Label::new(zone).ok()),
+            is_ready: false,
         }
     }
 }

@@ -11,6 +11,7 @@
 //! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
+//! - [`stranded`]: which pods of a lost node are to be released.
 //! - [`telling`]: which events are told to people, and how often.
 //! - [`why`]: what is wrong with a volume, in sentences.
 //!
@@ -49,6 +50,7 @@ pub mod requests;
 pub mod salvage;
 pub mod scheduler;
 pub mod schema;
+pub mod stranded;
 pub mod telling;
 pub mod why;
 mod world;

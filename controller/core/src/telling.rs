@@ -30,11 +30,29 @@ pub enum Telling {
     Withheld,
 }
 
+/// What an event can be about.
+pub trait About: Clone + Ord {
+    /// Its name.
+    fn name(&self) -> &str;
+}
+
+impl About for Key {
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
 /// The events of late.
-#[derive(Clone, Debug, Default)]
-pub struct Ledger {
-    series: BTreeMap<Event, Series>,
-    budgets: BTreeMap<Key, Budget>,
+#[derive(Clone, Debug)]
+pub struct Ledger<A = Key> {
+    series: BTreeMap<Event<A>, Series>,
+    budgets: BTreeMap<A, Budget>,
+}
+
+impl<A> Default for Ledger<A> {
+    fn default() -> Ledger<A> {
+        Ledger { series: BTreeMap::new(), budgets: BTreeMap::new() }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -51,9 +69,9 @@ struct Budget {
     refilled: Timestamp,
 }
 
-impl Ledger {
+impl<A: About> Ledger<A> {
     /// Takes note of an event that happens now.
-    pub fn take(&mut self, event: &Event, now: Timestamp) -> Telling {
+    pub fn take(&mut self, event: &Event<A>, now: Timestamp) -> Telling {
         if let Some(series) = self.series.get_mut(event).filter(|series| !is_over(series, now)) {
             series.count = series.count.saturating_add(1);
             series.last = now;
@@ -68,12 +86,12 @@ impl Ledger {
             return Telling::Withheld;
         }
         self.make_room(now);
-        let name = name(&event.about.name, now);
+        let name = name(event.about.name(), now);
         self.series.insert(event.clone(), Series { name: name.clone(), count: 1, last: now });
         Telling::New(name)
     }
 
-    fn spend(&mut self, about: &Key, now: Timestamp) -> bool {
+    fn spend(&mut self, about: &A, now: Timestamp) -> bool {
         let budget = self.budgets.entry(about.clone()).or_insert(Budget { left: BURST, refilled: now });
         *budget = budget.at(now);
         let may = budget.left > 0;

@@ -3,14 +3,27 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use serde::Deserialize;
 use thiserror::Error;
 
 /// The longest that a connection to the API server may take to come about.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// The longest silence on a connection; longer than that of a watch.
 const READ_LIMIT: Duration = Duration::from_secs(180);
+
+/// What becomes of pods that Kubernetes wants elsewhere while their node is lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum PodsOfLostNodes {
+    /// Those whose disks are ours are ended in the place of their kubelet.
+    #[default]
+    Delete,
+    /// They wait until their node is back or somebody ends them.
+    Keep,
+}
 
 /// Which API server, and where in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +34,8 @@ pub struct KubernetesConfig {
     pub kubeconfig: Option<PathBuf>,
     /// Where agents answer on their nodes.
     pub agent_port: u16,
+    /// What becomes of the pods of lost nodes.
+    pub pods_of_lost_nodes: PodsOfLostNodes,
 }
 
 /// Why there is no way to an API server.

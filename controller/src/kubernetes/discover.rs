@@ -11,18 +11,66 @@ use shorthorn_controller_core::{Timestamp, World};
 use shorthorn_driver::DRIVER_NAME;
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::watch;
 
 use super::mirror::Mirror;
 use crate::store::{ChangeError, Store, change};
 use crate::work::backoff;
 
-/// Keeps the Node objects up to date, until it is dropped. Agents answer at `port` of their machines.
-pub async fn discover(client: Client, store: Arc<dyn Store>, port: u16) {
-    let (machines, drivers) = (Mirror::new(), Mirror::new());
+/// What Kubernetes says of its machines, as far as it matters here; kept up to date by [`discover`].
+#[derive(Debug)]
+pub struct Machines {
+    machines: Mirror<discovery::Machine>,
+    drivers: Mirror<String>,
+}
+
+/// Changes of [`Machines`].
+#[derive(Debug)]
+pub struct MachineChanges {
+    machines: watch::Receiver<()>,
+    drivers: watch::Receiver<()>,
+}
+
+impl Machines {
+    /// Nothing is known yet.
+    #[must_use]
+    pub fn new() -> Arc<Machines> {
+        Arc::new(Machines { machines: Mirror::new(), drivers: Mirror::new() })
+    }
+
+    /// All of it, once it is known.
+    #[must_use]
+    pub fn cluster(&self) -> Option<Cluster> {
+        Some(Cluster { machines: self.machines.all()?, drivers: self.drivers.all()? })
+    }
+
+    /// What changes from now on.
+    #[must_use]
+    pub fn changes(&self) -> MachineChanges {
+        MachineChanges { machines: self.machines.changes(), drivers: self.drivers.changes() }
+    }
+}
+
+impl MachineChanges {
+    /// Waits for the next change.
+    pub async fn next(&mut self) {
+        let changed = tokio::select! {
+            changed = self.machines.changed() => changed,
+            changed = self.drivers.changed() => changed,
+        };
+        if changed.is_err() {
+            // What is followed is gone, and with it the controller.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Keeps `known` and the Node objects up to date, until it is dropped. Agents answer at `port` of their machines.
+pub async fn discover(client: Client, known: Arc<Machines>, store: Arc<dyn Store>, port: u16) {
     tokio::join!(
-        machines.follow(Api::all(client.clone()), machine),
-        drivers.follow(Api::all(client), driver),
-        note(&machines, &drivers, store.as_ref(), port),
+        known.machines.follow(Api::all(client.clone()), machine),
+        known.drivers.follow(Api::all(client), driver),
+        note(&known, store.as_ref(), port),
     );
 }
 
@@ -30,7 +78,13 @@ fn machine(node: &Machine) -> Option<discovery::Machine> {
     let labels = node.metadata.labels.clone().unwrap_or_default();
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
     let pairs = addresses.map(|address| (address.type_.as_str(), address.address.as_str()));
-    Some(discovery::Machine::of(&labels, pairs))
+    Some(discovery::Machine { is_ready: is_ready(node), ..discovery::Machine::of(&labels, pairs) })
+}
+
+/// Whether Kubernetes says that the kubelet of the machine is well.
+pub(super) fn is_ready(node: &Machine) -> bool {
+    let mut conditions = node.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 /// The name that our driver has there.
@@ -39,13 +93,13 @@ fn driver(node: &CSINode) -> Option<String> {
     ours.map(|driver| driver.node_id.clone())
 }
 
-async fn note(machines: &Mirror<discovery::Machine>, drivers: &Mirror<String>, store: &dyn Store, port: u16) {
-    let mut changes = store.changes();
+async fn note(known: &Machines, store: &dyn Store, port: u16) {
+    let (mut changes, mut found) = (store.changes(), known.changes());
     let mut told = Vec::new();
     let mut failures = 0;
     loop {
-        if let (Some(machines), Some(drivers)) = (machines.all(), drivers.all()) {
-            failures = match note_all(store, &Cluster { machines, drivers }, port, &mut told).await {
+        if let Some(cluster) = known.cluster() {
+            failures = match note_all(store, &cluster, port, &mut told).await {
                 Ok(()) => 0,
                 Err(error) => {
                     tracing::warn!(?error, "a node that was found is not noted");
@@ -60,8 +114,7 @@ async fn note(machines: &Mirror<discovery::Machine>, drivers: &Mirror<String>, s
             }
         };
         tokio::select! {
-            () = machines.changed() => {}
-            () = drivers.changed() => {}
+            () = found.next() => {}
             () = node_changed(&mut changes) => {}
             () = again => {}
         }

@@ -12,7 +12,9 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::Client;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use serde_json::json;
-use shorthorn_controller_core::telling::{Ledger, Telling};
+use shorthorn_controller_core::objects::Key;
+use shorthorn_controller_core::stranded::Namespaced;
+use shorthorn_controller_core::telling::{About, Ledger, Telling};
 use shorthorn_controller_core::{Event, Timestamp};
 use tokio::sync::mpsc;
 
@@ -37,21 +39,29 @@ pub struct Events {
 
 /// An event, and which object of that name it is about.
 #[derive(Debug)]
-struct Told {
-    event: Event,
-    uid: String,
+enum Told {
+    /// About one of our objects.
+    Object(Event, String),
+    /// About a pod.
+    Pod(Event<Namespaced>, String),
 }
 
 /// Tells the API server.
-#[derive(Debug)]
 pub struct Teller {
-    api: Api<KubernetesEvent>,
+    client: Client,
     namespace: String,
     instance: String,
     receiver: mpsc::Receiver<Told>,
-    ledger: Ledger,
+    objects: Ledger,
+    pods: Ledger<Namespaced>,
     dropped: Arc<AtomicU64>,
     dropped_before: u64,
+}
+
+impl std::fmt::Debug for Teller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Teller").field("instance", &self.instance).finish_non_exhaustive()
+    }
 }
 
 /// Both ends; `instance` is the name of this controller.
@@ -60,11 +70,12 @@ pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Telle
     let (sender, receiver) = mpsc::channel(QUEUE_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
     let teller = Teller {
-        api: Api::namespaced(client, namespace),
+        client,
         namespace: namespace.to_owned(),
         instance: instance.to_owned(),
         receiver,
-        ledger: Ledger::default(),
+        objects: Ledger::default(),
+        pods: Ledger::default(),
         dropped: Arc::clone(&dropped),
         dropped_before: 0,
     };
@@ -74,7 +85,15 @@ pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Telle
 impl Events {
     /// Has the event told soon, about the object with that uid; drops it where too many wait already.
     pub fn tell(&self, event: &Event, uid: &str) {
-        let told = Told { event: event.clone(), uid: uid.to_owned() };
+        self.send(Told::Object(event.clone(), uid.to_owned()));
+    }
+
+    /// As [`Events::tell`], about a pod.
+    pub fn tell_of_pod(&self, event: Event<Namespaced>, uid: &str) {
+        self.send(Told::Pod(event, uid.to_owned()));
+    }
+
+    fn send(&self, told: Told) {
         if self.sender.try_send(told).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
@@ -92,24 +111,47 @@ impl Teller {
     pub async fn run(mut self) {
         while let Some(told) = self.receiver.recv().await {
             self.warn_of_dropped();
-            self.tell(&told).await;
+            self.tell(told).await;
         }
         // Nobody can tell anything any more; whoever runs this ends by itself.
         std::future::pending().await
     }
 
-    async fn tell(&mut self, Told { event, uid }: &Told) {
+    async fn tell(&mut self, told: Told) {
         let now = Timestamp::now();
-        let done = match self.ledger.take(event, now) {
+        match told {
+            Told::Object(event, uid) => {
+                let telling = self.objects.take(&event, now);
+                let about = self.of_object(&event.about, uid);
+                self.carry_out(telling, &event, about, now).await;
+            }
+            Told::Pod(event, uid) => {
+                let telling = self.pods.take(&event, now);
+                let about = of_pod(&event.about, uid);
+                self.carry_out(telling, &event, about, now).await;
+            }
+        }
+    }
+
+    async fn carry_out<A: About>(
+        &self,
+        telling: Telling,
+        event: &Event<A>,
+        about: ObjectReference,
+        now: Timestamp,
+    ) {
+        let namespace = about.namespace.clone().unwrap_or_else(|| self.namespace.clone());
+        let api: Api<KubernetesEvent> = Api::namespaced(self.client.clone(), &namespace);
+        let done = match telling {
             Telling::New(name) => {
-                let new = self.new_event(event, uid, name, now);
-                bounded(self.api.create(&PostParams::default(), &new)).await.map(drop)
+                let new = self.new_event(event, about, name, now);
+                bounded(api.create(&PostParams::default(), &new)).await.map(drop)
             }
             Telling::Again(name, count) => {
                 let series = json!({ "series": { "count": count, "lastObservedTime": MicroTime(now) } });
                 let parameters =
                     PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PatchParams::default() };
-                bounded(self.api.patch(&name, &parameters, &Patch::Merge(series))).await.map(drop)
+                bounded(api.patch(&name, &parameters, &Patch::Merge(series))).await.map(drop)
             }
             Telling::Counted => return,
             Telling::Withheld => {
@@ -120,15 +162,32 @@ impl Teller {
         if let Err(error) = done {
             // It is in the log already, and the next one may get through.
             self.dropped.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(about = %event.about, reason = event.reason, %error, "an event is not told");
+            tracing::debug!(about = event.about.name(), reason = event.reason, %error, "an event is not told");
         }
     }
 
-    fn new_event(&self, event: &Event, uid: &str, name: String, now: Timestamp) -> KubernetesEvent {
+    fn of_object(&self, about: &Key, uid: String) -> ObjectReference {
+        ObjectReference {
+            api_version: Some(resource(about.kind).api_version),
+            kind: Some(kind_name(about.kind).to_owned()),
+            namespace: Some(self.namespace.clone()),
+            name: Some(about.name.clone()),
+            uid: Some(uid).filter(|uid| !uid.is_empty()),
+            ..ObjectReference::default()
+        }
+    }
+
+    fn new_event<A>(
+        &self,
+        event: &Event<A>,
+        about: ObjectReference,
+        name: String,
+        now: Timestamp,
+    ) -> KubernetesEvent {
         KubernetesEvent {
             metadata: ObjectMeta {
                 name: Some(name),
-                namespace: Some(self.namespace.clone()),
+                namespace: about.namespace.clone(),
                 ..ObjectMeta::default()
             },
             event_time: Some(MicroTime(now)),
@@ -136,14 +195,7 @@ impl Teller {
             reason: Some(event.reason.to_owned()),
             action: Some(ACTION.to_owned()),
             note: Some(cut(&event.message)),
-            regarding: Some(ObjectReference {
-                api_version: Some(resource(event.about.kind).api_version),
-                kind: Some(kind_name(event.about.kind).to_owned()),
-                namespace: Some(self.namespace.clone()),
-                name: Some(event.about.name.clone()),
-                uid: Some(uid.to_owned()).filter(|uid| !uid.is_empty()),
-                ..ObjectReference::default()
-            }),
+            regarding: Some(about),
             reporting_controller: Some(REPORTER.to_owned()),
             reporting_instance: Some(self.instance.clone()),
             ..KubernetesEvent::default()
@@ -157,6 +209,17 @@ impl Teller {
             tracing::warn!(more, dropped, "events were not told to Kubernetes; the log has them all");
             self.dropped_before = dropped;
         }
+    }
+}
+
+fn of_pod(about: &Namespaced, uid: String) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        namespace: Some(about.namespace.clone()),
+        name: Some(about.name.clone()),
+        uid: Some(uid),
+        ..ObjectReference::default()
     }
 }
 
@@ -175,7 +238,7 @@ fn cut(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_controller_core::objects::{Key, Kind};
+    use shorthorn_controller_core::objects::Kind;
 
     use super::*;
 

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use kube::api::{Api, ListParams, WatchEvent, WatchParams};
 use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use tokio_stream::StreamExt;
 
 use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
@@ -18,7 +18,7 @@ use crate::work::backoff;
 #[derive(Debug)]
 pub struct Mirror<T> {
     kept: Mutex<Kept<T>>,
-    changed: Notify,
+    changed: watch::Sender<()>,
 }
 
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl<T: Clone + PartialEq> Mirror<T> {
     /// Nothing yet.
     pub fn new() -> Mirror<T> {
         let kept = Kept { by_name: BTreeMap::new(), is_complete: false };
-        Mirror { kept: Mutex::new(kept), changed: Notify::new() }
+        Mirror { kept: Mutex::new(kept), changed: watch::Sender::new(()) }
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept<T>> {
@@ -53,14 +53,14 @@ impl<T: Clone + PartialEq> Mirror<T> {
         kept.is_complete.then(|| kept.by_name.clone())
     }
 
-    /// Waits for the next change. For one caller only.
-    pub async fn changed(&self) {
-        self.changed.notified().await;
+    /// Hears of every change from now on.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
     }
 
     fn replace(&self, all: BTreeMap<String, T>) {
         *self.kept() = Kept { by_name: all, is_complete: true };
-        self.changed.notify_one();
+        self.changed.send_replace(());
     }
 
     fn set(&self, name: String, part: Option<T>) {
@@ -73,7 +73,7 @@ impl<T: Clone + PartialEq> Mirror<T> {
             None => drop(kept.by_name.remove(&name)),
         }
         drop(kept);
-        self.changed.notify_one();
+        self.changed.send_replace(());
     }
 
     /// Follows everything of a kind, until it is dropped. `part` is what is kept of an object; none: nothing.

@@ -6,11 +6,12 @@ pub mod discover;
 pub mod events;
 pub mod lease;
 mod mirror;
+pub mod release;
 
 use kube::core::ApiResource;
 use shorthorn_controller_core::objects::Kind;
 
-pub use client::{ConnectError, KubernetesConfig, connect};
+pub use client::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
 
 /// The API group of the custom resources.
 pub const GROUP: &str = "shorthorn.io";

@@ -31,6 +31,7 @@ pub struct Metrics {
     agent_calls: Counters,
     agent_call_durations: Histograms,
     csi_calls: Counters,
+    releases: Counters,
     csi_call_durations: Histograms,
 }
 
@@ -53,6 +54,11 @@ impl Metrics {
         self.csi_call_durations.observe(&[("method", method)], took);
     }
 
+    /// A pod of a lost node was ended, or an attachment there, or could not be.
+    pub fn released(&self, object: &'static str, is_ok: bool) {
+        self.releases.count(&[("object", object), ("result", if is_ok { "ok" } else { "error" })]);
+    }
+
     fn wrote(&self, kind: Kind, operation: &'static str, result: &'static str, took: Duration) {
         let labels = [("kind", kind.as_str()), ("operation", operation), ("result", result)];
         self.store_writes.count(&labels);
@@ -73,6 +79,11 @@ impl Metrics {
             ),
             ("shorthorn_controller_agent_calls", "Calls to agents, by code of the answer", &self.agent_calls),
             ("shorthorn_controller_csi_calls", "Calls over CSI, by code of the answer", &self.csi_calls),
+            (
+                "shorthorn_controller_lost_node_deletions",
+                "Pods and attachments of lost nodes that were deleted, by what became of it",
+                &self.releases,
+            ),
         ];
         for (name, help, counters) in counters {
             page.show_counters(name, help, counters);

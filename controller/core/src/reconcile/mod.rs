@@ -148,7 +148,7 @@ fn seeking(world: &World) -> impl Iterator<Item = Key> {
 }
 
 /// How well the controller sees a node.
-enum Sight<'a> {
+pub(crate) enum Sight<'a> {
     /// Its agent is in reach and its view is up to date.
     Clear(&'a AgentView),
     /// Out of reach for a short time: nothing is concluded yet. Look again then.
@@ -158,7 +158,11 @@ enum Sight<'a> {
 }
 
 fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
-    let Some(view) = context.agents.get(node) else {
+    sight_of(context.agents, context.now, node)
+}
+
+pub(crate) fn sight_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) -> Sight<'a> {
+    let Some(view) = agents.get(node) else {
         return Sight::Gone(format!(
             "nothing says where the agent of node {node} is: start the controller with --node {node}=URL, or set \
              spec.address of its object"
@@ -171,7 +175,7 @@ fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
         )),
         (Link::Synced, _) => Sight::Clear(view),
         (Link::Down { since, reason }, _) => {
-            let left = remaining(*since, UNREACHABLE_AFTER, context.now);
+            let left = remaining(*since, UNREACHABLE_AFTER, now);
             if left.is_zero() {
                 Sight::Gone(format!(
                     "the agent of node {node} at {} is out of reach ({reason})",

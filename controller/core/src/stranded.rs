@@ -1,0 +1,289 @@
+//! Pods that nobody ends, as the kubelet of their node is gone.
+//!
+//! Kubernetes decides by itself that such pods go elsewhere and marks them as to be deleted, but waits for that kubelet to say
+//! that they have ended. So their objects stay, no new pod comes in their place, and their volumes stay attached. Shorthorn
+//! can say it in the kubelet's place for pods whose disks are its own: whoever detaches such a volume from a node that is lost
+//! fences the engine there first (`reconcile::volume::fence`), and only then may the volume be used elsewhere. So whatever
+//! such a pod still does there, it writes no more.
+//!
+//! Nothing is decided against Kubernetes: a pod is released only after it has been told to go and the time that it was given
+//! has passed, where both Kubernetes and this controller have lost its node. A disk of another driver that the pod has there
+//! may be written on, for all that is known; such a pod stays. Attachments go when no pod of the node uses them any more.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::time::Duration;
+
+use crate::discovery::Cluster;
+use crate::objects::Volume;
+use crate::observed::Agents;
+use crate::reconcile::{Sight, sight_of};
+use crate::telling::About;
+use crate::{NodeName, Timestamp, World};
+
+/// The name of an object in a namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Namespaced {
+    /// The namespace.
+    pub namespace: String,
+    /// The name in it.
+    pub name: String,
+}
+
+impl fmt::Display for Namespaced {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+impl About for Namespaced {
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// What is known of a machine at the moment of a decision.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// Whether Kubernetes says that its kubelet is well.
+    pub is_ready: bool,
+    /// Whether this controller sees its agent, or has lost it only a moment ago.
+    pub is_in_sight: bool,
+    /// Whether Kubernetes has disks attached there that no attachment names: those of the drivers that are part of it.
+    pub has_nameless_disks: bool,
+}
+
+/// A pod of that machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pod {
+    /// Its name.
+    pub name: Namespaced,
+    /// Which one of that name.
+    pub uid: String,
+    /// When it has to be gone, where it was told to go.
+    pub gone_by: Option<Timestamp>,
+    /// Whether somebody has said already that it has ended.
+    pub is_ended_by_force: bool,
+    /// Who wants to see it before it goes.
+    pub finalizers: Vec<String>,
+    /// Whose it is.
+    pub owner: Owner,
+    /// Whether its containers have ended for good: it uses nothing.
+    pub has_ended: bool,
+    /// The claims in its namespace that it uses.
+    pub claims: BTreeSet<String>,
+    /// Whether it names a disk of a driver that is part of Kubernetes, without a claim.
+    pub has_inline_disk: bool,
+}
+
+/// Whose a pod is, as far as it matters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Owner {
+    /// It may come back elsewhere, or is nobody's.
+    #[default]
+    Any,
+    /// It belongs to its node and goes nowhere else.
+    DaemonSet,
+    /// Its kubelet has it from a file, and the object only shows it.
+    Kubelet,
+}
+
+/// A volume that Kubernetes has attached to that machine, or is about to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Attachment {
+    /// The name of the attachment.
+    pub name: String,
+    /// Which one of that name.
+    pub uid: String,
+    /// Whose disk it is.
+    pub driver: String,
+    /// Whether that is Shorthorn.
+    pub is_ours: bool,
+    /// The claim that has the volume; none: nobody knows.
+    pub claim: Option<Namespaced>,
+    /// The name that the driver has for the volume.
+    pub handle: String,
+    /// Whether it is on its way out.
+    pub is_deleting: bool,
+}
+
+impl Attachment {
+    fn is_used_by(&self, pod: &Pod) -> bool {
+        let is_its =
+            |claim: &Namespaced| claim.namespace == pod.name.namespace && pod.claims.contains(&claim.name);
+        self.claim.as_ref().is_some_and(is_its)
+    }
+}
+
+/// Why a pod stays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// Kubernetes has not told it to go.
+    NotTold,
+    /// It has this much time left.
+    Time(Duration),
+    /// It belongs to its node.
+    OfItsNode(Owner),
+    /// No volume of ours that is attached there is one of its.
+    NotOurs,
+    /// A disk of this driver is one of its, and may be written on.
+    OtherDriver(String),
+    /// It was ended already, and these want to see it.
+    Finalizers(Vec<String>),
+}
+
+impl Why {
+    /// What people have to know, as they have to act.
+    #[must_use]
+    pub fn advice(&self) -> Option<String> {
+        match self {
+            Why::OtherDriver(driver) => Some(format!(
+                "it is not ended by force, as it also has a disk of {driver} there, and nobody knows whether that is \
+                 still written on; once the node is surely off: kubectl delete pod --force"
+            )),
+            Why::Finalizers(names) => {
+                Some(format!("it is ended, and its object waits for its finalizers: {}", names.join(", ")))
+            }
+            Why::NotTold | Why::Time(_) | Why::OfItsNode(_) | Why::NotOurs => None,
+        }
+    }
+}
+
+/// What is to be done about the pods of a machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// The objects of these pods are to be deleted at once, with nobody's word that they have ended.
+    pub release: Vec<Pod>,
+    /// These stay.
+    pub keep: Vec<(Pod, Why)>,
+    /// These attachments are to be deleted: no pod uses them.
+    pub detach: Vec<Attachment>,
+    /// Look again after this time even if nothing changes.
+    pub look_again: Option<Duration>,
+}
+
+/// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod is there before its attachment is.
+#[must_use]
+pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> Plan {
+    let mut plan = Plan::default();
+    if machine.is_ready || machine.is_in_sight {
+        return plan;
+    }
+    for pod in pods {
+        match why_not(machine, pod, attachments, now) {
+            None => plan.release.push(pod.clone()),
+            Some(why) => {
+                if let Why::Time(left) = why {
+                    plan.look_again = Some(plan.look_again.map_or(left, |sooner| sooner.min(left)));
+                }
+                plan.keep.push((pod.clone(), why));
+            }
+        }
+    }
+    // A pod that is released now uses its volumes until its object is gone: Kubernetes would attach them again.
+    let is_used = |attachment: &Attachment| {
+        pods.iter().filter(|pod| !pod.has_ended).any(|pod| attachment.is_used_by(pod))
+    };
+    let unused = attachments.iter().filter(|attachment| {
+        attachment.is_ours && !attachment.is_deleting && attachment.claim.is_some() && !is_used(attachment)
+    });
+    plan.detach = unused.cloned().collect();
+    plan
+}
+
+/// The volumes of ours that the pod has there.
+pub fn volumes_of<'a>(pod: &'a Pod, attachments: &'a [Attachment]) -> impl Iterator<Item = &'a Attachment> {
+    attachments.iter().filter(move |attachment| attachment.is_ours && attachment.is_used_by(pod))
+}
+
+/// Why the pod stays; none: it is to be released.
+fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timestamp) -> Option<Why> {
+    if pod.owner != Owner::Any {
+        return Some(Why::OfItsNode(pod.owner));
+    }
+    if volumes_of(pod, attachments).next().is_none() {
+        return Some(Why::NotOurs);
+    }
+    let Some(gone_by) = pod.gone_by else { return Some(Why::NotTold) };
+    let left_ms = gone_by.as_millisecond().saturating_sub(now.as_millisecond());
+    if let Ok(left_ms @ 1..) = u64::try_from(left_ms) {
+        return Some(Why::Time(Duration::from_millis(left_ms)));
+    }
+    if let Some(driver) = other_driver(machine, pod, attachments) {
+        return Some(Why::OtherDriver(driver));
+    }
+    // Nothing more can be said than that it has ended.
+    (pod.is_ended_by_force && !pod.finalizers.is_empty()).then(|| Why::Finalizers(pod.finalizers.clone()))
+}
+
+/// A driver of which the pod has a disk there, or may have.
+fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Option<String> {
+    let others = || attachments.iter().filter(|attachment| !attachment.is_ours);
+    if let Some(other) = others().find(|attachment| attachment.is_used_by(pod)) {
+        return Some(other.driver.clone());
+    }
+    if pod.has_inline_disk {
+        return Some("Kubernetes itself".to_owned());
+    }
+    // A claim without an attachment is none of a disk, unless there are disks of which nobody knows the claims.
+    let attached: BTreeSet<&str> = attachments
+        .iter()
+        .filter(|attachment| attachment.is_used_by(pod))
+        .filter_map(|attachment| Some(attachment.claim.as_ref()?.name.as_str()))
+        .collect();
+    if pod.claims.iter().all(|claim| attached.contains(claim.as_str())) {
+        return None;
+    }
+    let unclaimed = others().find(|attachment| attachment.claim.is_none());
+    let nameless = machine.has_nameless_disks.then(|| "Kubernetes itself".to_owned());
+    unclaimed.map(|attachment| attachment.driver.clone()).or(nameless)
+}
+
+/// The machines whose pods may have to be released.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lost {
+    /// By their names in Kubernetes, with the names of their nodes.
+    pub machines: BTreeMap<String, NodeName>,
+    /// Look again after this time even if nothing changes.
+    pub look_again: Option<Duration>,
+}
+
+/// The machines that both Kubernetes and this controller have lost, and that a volume of ours is on.
+#[must_use]
+pub fn lost(cluster: &Cluster, world: &World, agents: &Agents, now: Timestamp) -> Lost {
+    let mut lost = Lost::default();
+    let unwell = cluster
+        .drivers
+        .iter()
+        .filter(|(name, _)| cluster.machines.get(*name).is_some_and(|machine| !machine.is_ready));
+    let unwell: Vec<(&String, NodeName)> =
+        unwell.filter_map(|(name, driver)| Some((name, NodeName::new(driver).ok()?))).collect();
+    if unwell.is_empty() {
+        return lost;
+    }
+    let with_volumes: BTreeSet<&NodeName> = world.volumes.values().flat_map(places).collect();
+    for (name, node) in unwell.into_iter().filter(|(_, node)| with_volumes.contains(node)) {
+        match sight_of(agents, now, &node) {
+            Sight::Clear(_) => {}
+            Sight::Blurred(left) => {
+                lost.look_again = Some(lost.look_again.map_or(left, |sooner| sooner.min(left)));
+            }
+            Sight::Gone(_) => drop(lost.machines.insert(name.clone(), node)),
+        }
+    }
+    lost
+}
+
+/// Where the volume is, or is to be.
+fn places(volume: &Volume) -> impl Iterator<Item = &NodeName> {
+    [&volume.spec.node_id, &volume.status.current_node_id].into_iter().flatten()
+}
+
+/// Whether this controller sees the agent of that node, or has lost it only a moment ago.
+#[must_use]
+pub fn is_in_sight(agents: &Agents, node: &NodeName, now: Timestamp) -> bool {
+    !matches!(sight_of(agents, now, node), Sight::Gone(_))
+}
+
+#[cfg(test)]
+mod tests;

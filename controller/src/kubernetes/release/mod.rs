@@ -1,0 +1,144 @@
+//! Ends the pods of lost nodes in the place of their kubelets (`controller_core::stranded` decides which).
+//!
+//! There is no watch over all pods. Each machine that is lost, and that a volume is on, has a task for as long as that is so,
+//! which watches the pods of that machine alone. What it hears only wakes it: every decision is made from what the API server
+//! says then, and every deletion names which object it means.
+
+mod machine;
+mod read;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::Client;
+use shorthorn_controller_core::objects::Kind;
+use shorthorn_controller_core::stranded::{self, Lost};
+use shorthorn_controller_core::{NodeName, Timestamp};
+use tokio::sync::Semaphore;
+use tokio::sync::broadcast::Receiver;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::task::{AbortHandle, JoinSet};
+
+use super::discover::Machines;
+use super::events::Events;
+use crate::agents::Fleet;
+use crate::metrics::Metrics;
+use crate::store::Store;
+
+/// How long changes are gathered before they are looked at: many pods go at once.
+const SETTLE: Duration = Duration::from_secs(1);
+/// How many machines are looked after at a time; where more are lost, they wait for each other.
+const MACHINES_MAX: usize = 100;
+/// How many of them ask the API server at once.
+const ROUNDS_MAX: usize = 4;
+
+/// What everything here needs.
+pub struct Releaser {
+    client: Client,
+    known: Arc<Machines>,
+    store: Arc<dyn Store>,
+    fleet: Arc<Fleet>,
+    events: Events,
+    metrics: Metrics,
+    rounds: Semaphore,
+}
+
+impl std::fmt::Debug for Releaser {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Releaser").finish_non_exhaustive()
+    }
+}
+
+impl Releaser {
+    /// One over these.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        known: Arc<Machines>,
+        store: Arc<dyn Store>,
+        fleet: Arc<Fleet>,
+        events: Events,
+        metrics: Metrics,
+    ) -> Arc<Releaser> {
+        let rounds = Semaphore::new(ROUNDS_MAX);
+        Arc::new(Releaser { client, known, store, fleet, events, metrics, rounds })
+    }
+
+    /// Looks after lost machines until it is dropped.
+    pub async fn run(self: Arc<Releaser>) {
+        let (mut changes, mut found) = (self.store.changes(), self.known.changes());
+        let mut tasks = JoinSet::new();
+        let mut cared: BTreeMap<String, AbortHandle> = BTreeMap::new();
+        let mut waiting = 0;
+        loop {
+            let lost = self.lost();
+            self.care(&lost.machines, &mut cared, &mut tasks);
+            let waited = std::mem::replace(&mut waiting, lost.machines.len() - cared.len());
+            if waiting > waited {
+                tracing::warn!(waiting, "more nodes are lost than are looked after at a time");
+            }
+            let again = async {
+                match lost.look_again {
+                    Some(wait) => tokio::time::sleep(wait).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = place_changed(&mut changes) => {}
+                () = found.next() => {}
+                () = again => {}
+                Some(_) = tasks.join_next() => {}
+            }
+            tokio::time::sleep(SETTLE).await;
+        }
+    }
+
+    fn lost(&self) -> Lost {
+        // Nothing is done before Kubernetes has said which machines it has.
+        let Some(cluster) = self.known.cluster() else { return Lost::default() };
+        let world = self.store.world();
+        stranded::lost(&cluster, &world, &self.fleet.agents(), Timestamp::now())
+    }
+
+    /// Has a task for each of these machines, and for no other one.
+    fn care(
+        self: &Arc<Releaser>,
+        lost: &BTreeMap<String, NodeName>,
+        cared: &mut BTreeMap<String, AbortHandle>,
+        tasks: &mut JoinSet<()>,
+    ) {
+        cared.retain(|name, task| {
+            let stays = lost.contains_key(name) && !task.is_finished();
+            if !stays {
+                tracing::info!(node = name, "its pods are not looked after any more");
+                task.abort();
+            }
+            stays
+        });
+        for (name, node) in lost {
+            if cared.len() < MACHINES_MAX && !cared.contains_key(name) {
+                tracing::info!(node = name, "this node is lost: its pods are looked after");
+                let task = tasks.spawn(Arc::clone(self).look_after(name.clone(), node.clone()));
+                cared.insert(name.clone(), task);
+            }
+        }
+    }
+
+    /// Whether this controller sees the agent of that node.
+    fn sees(&self, node: &NodeName) -> bool {
+        stranded::is_in_sight(&self.fleet.agents(), node, Timestamp::now())
+    }
+}
+
+/// Waits for a change of a volume, which may be somewhere else now, or of a node.
+async fn place_changed(changes: &mut Receiver<shorthorn_controller_core::objects::Key>) {
+    loop {
+        match changes.recv().await {
+            Ok(key) if !matches!(key.kind, Kind::Volume | Kind::Node) => {}
+            Ok(_) | Err(RecvError::Lagged(_)) => return,
+            // The store is gone, and with it the controller.
+            Err(RecvError::Closed) => std::future::pending().await,
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! Pods of a lost node, with a real API server, a real controller as its service account, and real engines and replicas.
+//! No kubelet and none of Kubernetes' own controllers runs, so whatever goes, the controller has taken away.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use shorthorn_tests::apiserver::{ApiServer, CONTROLLER, NAMESPACE};
+use shorthorn_tests::claims::{attachment_path, claim_path, set_finalizer, volume_path};
+use shorthorn_tests::hosts::{Hosts, name};
+use shorthorn_tests::{install, until, until_whole};
+
+/// Far more than anything takes.
+const LIMIT: Duration = Duration::from_secs(120);
+/// Longer than it takes to lose sight of an agent, and to decide.
+const QUIET: Duration = Duration::from_secs(16);
+const OURS: &str = "csi.shorthorn.io";
+const OTHERS: &str = "disks.example";
+const ATTACHER_FINALIZER: &str = "external-attacher/csi-shorthorn-io";
+/// What a pod that nobody hurries has to go.
+const LONG_S: u32 = 3600;
+
+struct Cluster {
+    // Before the API server: the controller goes first.
+    hosts: Hosts,
+    api: ApiServer,
+    folder: tempfile::TempDir,
+}
+
+impl Cluster {
+    fn start() -> Result<Cluster> {
+        let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+        let api = ApiServer::start(&folder.path().join("api"))?;
+        install(&api)?;
+        // What the controller does here, it must be able to do without the roles of the sidecars beside it.
+        let sidecars = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/shorthorn-sidecars";
+        api.ok("DELETE", sidecars, None)?;
+        let kubeconfig = api.kubeconfig()?.display().to_string();
+        let store = ["--kubernetes", "--kubeconfig", &kubeconfig].map(str::to_owned).to_vec();
+        let hosts = Hosts::start_with_store(folder.path(), 3, 3, store)?;
+        Ok(Cluster { hosts, api, folder })
+    }
+
+    /// The machine in Kubernetes, whose agent has registered the driver.
+    fn register(&self, node: &str) -> Result<()> {
+        let machine = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": node } });
+        self.api.ok("POST", "/api/v1/nodes", Some(&machine))?;
+        let driver = json!({ "name": OURS, "nodeID": node, "topologyKeys": [] });
+        let drivers = json!({ "apiVersion": "storage.k8s.io/v1", "kind": "CSINode",
+            "metadata": { "name": node }, "spec": { "drivers": [driver] } });
+        self.api.ok("POST", "/apis/storage.k8s.io/v1/csinodes", Some(&drivers)).map(drop)
+    }
+
+    /// What Kubernetes says of the kubelet there: True, False or Unknown.
+    fn say_ready(&self, node: &str, ready: &str) -> Result<()> {
+        let condition = json!({ "type": "Ready", "status": ready });
+        let status = json!({ "status": { "conditions": [condition] } });
+        self.api.ok("PATCH", &format!("/api/v1/nodes/{node}/status"), Some(&status)).map(drop)
+    }
+
+    /// A volume with a device on a node, and whatever Kubernetes makes of it: claim, PersistentVolume, attachment.
+    fn volume(&self, volume: &str, node: &str) -> Result<()> {
+        let object = json!({
+            "apiVersion": "shorthorn.io/v1alpha1",
+            "kind": "Volume",
+            "metadata": { "name": volume },
+            "spec": { "size": "67108864", "frontend": "socket", "nodeID": node },
+        });
+        self.api.ok("POST", &ApiServer::path("volumes"), Some(&object))?;
+        self.claim(volume, OURS, node)
+    }
+
+    fn claim(&self, volume: &str, driver: &str, node: &str) -> Result<()> {
+        let size = json!({ "storage": "67108864" });
+        let claim = json!({ "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": volume },
+            "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": size },
+                "storageClassName": "", "volumeName": volume } });
+        let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
+        let claim = self.api.ok("POST", claims, Some(&claim))?;
+        let persistent = json!({ "apiVersion": "v1", "kind": "PersistentVolume", "metadata": { "name": volume },
+            "spec": { "accessModes": ["ReadWriteOnce"], "capacity": size,
+                "claimRef": { "namespace": "default", "name": volume, "uid": claim["metadata"]["uid"] },
+                "csi": { "driver": driver, "volumeHandle": volume } } });
+        self.api.ok("POST", "/api/v1/persistentvolumes", Some(&persistent))?;
+        self.api.ok("PATCH", &format!("{}/status", claim_path(volume)), Some(&bound()))?;
+        self.api.ok("PATCH", &format!("{}/status", volume_path(volume)), Some(&bound()))?;
+        let attachment = json!({ "apiVersion": "storage.k8s.io/v1", "kind": "VolumeAttachment",
+            "metadata": { "name": attachment_name(volume), "finalizers": [ATTACHER_FINALIZER] },
+            "spec": { "attacher": driver, "nodeName": node, "source": { "persistentVolumeName": volume } } });
+        self.api.ok("POST", "/apis/storage.k8s.io/v1/volumeattachments", Some(&attachment)).map(drop)
+    }
+
+    /// A pod of that node that uses these claims; `metadata` says more of it.
+    fn pod(&self, pod: &str, node: &str, claims: &[&str], metadata: &Value) -> Result<()> {
+        let volumes: Vec<Value> = claims
+            .iter()
+            .map(|claim| json!({ "name": claim, "persistentVolumeClaim": { "claimName": claim } }))
+            .collect();
+        let mut object = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": pod },
+            "spec": { "nodeName": node, "volumes": volumes,
+                "containers": [{ "name": "main", "image": "none" }] } });
+        for (key, value) in metadata.as_object().into_iter().flatten() {
+            object["metadata"][key] = value.clone();
+        }
+        self.api.ok("POST", "/api/v1/namespaces/default/pods", Some(&object)).map(drop)
+    }
+
+    /// Tells a pod to go, as Kubernetes does where its node is lost.
+    fn evict(&self, pod: &str, grace_s: u32) -> Result<()> {
+        let grace = json!({ "gracePeriodSeconds": grace_s });
+        let told = self.api.ok("DELETE", &pod_path(pod), Some(&grace))?;
+        ensure!(told["metadata"]["deletionTimestamp"].is_string(), "{told:#}");
+        Ok(())
+    }
+
+    fn until_gone(&self, path: &str) -> Result<()> {
+        until("end of an object", LIMIT, || {
+            let found = self.api.find(path)?;
+            ensure!(found.is_none(), "{found:#?}");
+            Ok(Some(()))
+        })
+    }
+
+    fn is_deleting(&self, volume: &str) -> Result<bool> {
+        let attachment = self.api.ok("GET", &attachment_path(&attachment_name(volume)), None)?;
+        Ok(attachment["metadata"]["deletionTimestamp"].is_string())
+    }
+
+    /// What the controller has deleted so far of what is not its own.
+    fn deletions(&self) -> Result<Vec<String>> {
+        let calls = self.api.controller_calls()?;
+        let others = |call: &String| call.starts_with("delete pods") || call.starts_with("delete volumeatt");
+        Ok(calls.into_iter().filter(others).collect())
+    }
+
+    /// Waits long enough for a controller that would delete something.
+    fn ensure_quiet(&self, what: &str) -> Result<()> {
+        std::thread::sleep(QUIET);
+        let deleted = self.deletions()?;
+        ensure!(deleted.is_empty(), "{what}: {deleted:?}");
+        println!("nothing is deleted: {what}");
+        Ok(())
+    }
+
+    /// The reasons of the events about an object.
+    fn told(&self, namespace: &str, kind: &str, name: &str) -> Result<Vec<String>> {
+        let path = format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events");
+        let list = self.api.ok("GET", &path, None)?;
+        let events = list["items"].as_array().cloned().unwrap_or_default();
+        let ours = events
+            .iter()
+            .filter(|event| event["regarding"]["kind"] == kind && event["regarding"]["name"] == name);
+        Ok(ours.filter_map(|event| event["reason"].as_str().map(str::to_owned)).collect())
+    }
+
+    fn until_told(&self, namespace: &str, kind: &str, name: &str, reason: &str) -> Result<()> {
+        until("event", LIMIT, || {
+            let told = self.told(namespace, kind, name)?;
+            ensure!(told.iter().any(|one| one == reason), "{told:?}");
+            Ok(Some(()))
+        })
+    }
+
+    /// Another controller in place of the one that runs, with one more flag.
+    fn replace_controller(&mut self, tag: &str, flags: &[&str]) -> Result<()> {
+        self.hosts.kill_controller()?;
+        let listen = format!("unix://{}/{tag}.sock", self.folder.path().display());
+        let controller = self.hosts.controller_command(&listen)?.args(flags).spawn()?;
+        self.hosts.take_controller(controller, &listen)
+    }
+
+    fn until_volume(&self, volume: &str, what: &str, is_so: impl Fn(&Value) -> bool) -> Result<()> {
+        until(what, LIMIT, || {
+            let volume = self.api.get(&format!("volumes/{volume}"))?.context("the volume is not there")?;
+            ensure!(is_so(&volume["status"]), "{volume:#}");
+            Ok(Some(()))
+        })
+    }
+}
+
+fn bound() -> Value {
+    json!({ "status": { "phase": "Bound" } })
+}
+
+fn attachment_name(volume: &str) -> String {
+    format!("csi-{volume}")
+}
+
+fn pod_path(pod: &str) -> String {
+    format!("/api/v1/namespaces/default/pods/{pod}")
+}
+
+/// A pod comes off a lost node, and its volume with it, only where everything says that it may.
+#[test]
+fn pods_of_a_lost_node_are_released() -> Result<()> {
+    let mut cluster = Cluster::start()?;
+    let lost = name(0);
+    for host in 0..3 {
+        cluster.register(&name(host))?;
+        cluster.say_ready(&name(host), "True")?;
+    }
+    for volume in ["one", "two"] {
+        cluster.volume(volume, &lost)?;
+        until_whole(&cluster.hosts.engine_control(0, volume), LIMIT)?;
+        cluster.until_volume(volume, "volume that is attached", |status| status["state"] == "attached")?;
+    }
+    cluster.claim("foreign", OTHERS, &lost)?;
+    pods(&cluster, &lost)?;
+
+    cluster.ensure_quiet("the node is well")?;
+    cluster.say_ready(&lost, "Unknown")?;
+    cluster.ensure_quiet("its agent is in sight")?;
+    cluster.say_ready(&lost, "True")?;
+    cluster.hosts.kill_agent(0)?;
+    cluster.ensure_quiet("its kubelet is well")?;
+    cluster.replace_controller("keep", &["--pods-of-lost-nodes", "keep"])?;
+    cluster.say_ready(&lost, "Unknown")?;
+    cluster.ensure_quiet("the administrator wants to keep them")?;
+
+    cluster.replace_controller("delete", &[])?;
+    cluster.until_gone(&pod_path("released"))?;
+    until("attachment that is being deleted", LIMIT, || Ok(cluster.is_deleting("one")?.then_some(())))?;
+    what_must_stay(&cluster)?;
+    the_last_pods_go(&cluster, &lost)?;
+    the_volume_is_free(&cluster)?;
+    a_role_that_is_missing_breaks_nothing(&cluster, &lost)
+}
+
+/// One that is to be released; and one of each sort that is not, all of them on the volume `two`.
+fn pods(cluster: &Cluster, node: &str) -> Result<()> {
+    let owner =
+        json!({ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "1", "controller": true });
+    let nothing = json!({});
+    let table: [(&str, &[&str], Value, Option<u32>); 6] = [
+        ("released", &["one"], nothing.clone(), Some(1)),
+        ("other-driver", &["two", "foreign"], nothing.clone(), Some(1)),
+        ("daemon", &["two"], json!({ "ownerReferences": [owner] }), Some(1)),
+        ("time-left", &["two"], nothing.clone(), Some(LONG_S)),
+        ("not-told", &["two"], nothing.clone(), None),
+        ("without-volume", &[], nothing, Some(1)),
+    ];
+    for (pod, claims, metadata, grace_s) in table {
+        cluster.pod(pod, node, claims, &metadata)?;
+        if let Some(grace_s) = grace_s {
+            cluster.evict(pod, grace_s)?;
+        }
+    }
+    Ok(())
+}
+
+fn what_must_stay(cluster: &Cluster) -> Result<()> {
+    cluster.until_told("default", "Pod", "released", "PodReleased")?;
+    cluster.until_told(NAMESPACE, "Volume", "one", "PodReleased")?;
+    cluster.until_told(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;
+    cluster.until_told("default", "Pod", "other-driver", "PodNotReleased")?;
+    std::thread::sleep(QUIET);
+    for pod in ["other-driver", "daemon", "time-left", "not-told", "without-volume"] {
+        ensure!(cluster.api.find(&pod_path(pod))?.is_some(), "pod {pod} is gone");
+    }
+    ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
+    ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver goes");
+    let deleted = cluster.deletions()?;
+    ensure!(deleted == ["delete pods released", "delete volumeattachments csi-one"], "{deleted:?}");
+    Ok(())
+}
+
+/// What others do is noticed at once: a pod is told to go, and an administrator ends the rest by force.
+fn the_last_pods_go(cluster: &Cluster, node: &str) -> Result<()> {
+    cluster.evict("not-told", 1)?;
+    cluster.until_gone(&pod_path("not-told"))?;
+    ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
+    for pod in ["other-driver", "daemon", "time-left"] {
+        cluster.api.ok("DELETE", &pod_path(pod), Some(&json!({ "gracePeriodSeconds": 0 })))?;
+    }
+    until("attachment that is being deleted", LIMIT, || Ok(cluster.is_deleting("two")?.then_some(())))?;
+    ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver of {node} goes");
+    Ok(())
+}
+
+/// As external-attacher goes on: the volume is fenced there, and free.
+fn the_volume_is_free(cluster: &Cluster) -> Result<()> {
+    let nowhere = json!({ "spec": { "nodeID": null } });
+    cluster.api.ok("PATCH", &ApiServer::path("volumes/one"), Some(&nowhere))?;
+    cluster.until_volume("one", "volume that is free", |status| {
+        status["state"] == "detached" && status["fencedAttach"].as_u64() > Some(0)
+    })?;
+    let path = attachment_path(&attachment_name("one"));
+    set_finalizer(&cluster.api, &path, ATTACHER_FINALIZER, false)?;
+    cluster.until_gone(&path)
+}
+
+/// Without the right to delete pods they stay, and everything else goes on.
+fn a_role_that_is_missing_breaks_nothing(cluster: &Cluster, node: &str) -> Result<()> {
+    let role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/shorthorn-controller";
+    let mut rules = cluster.api.ok("GET", role, None)?["rules"].clone();
+    for rule in rules.as_array_mut().context("no rules")? {
+        if rule["resources"] == json!(["pods"]) {
+            rule["verbs"] = json!(["list", "watch"]);
+        }
+    }
+    cluster.api.ok("PATCH", role, Some(&json!({ "rules": rules })))?;
+    cluster.pod("forbidden", node, &["two"], &json!({}))?;
+    cluster.evict("forbidden", 1)?;
+    let start = cluster.deletions()?.len();
+    until("deletion that is refused", LIMIT, || Ok((cluster.deletions()?.len() > start).then_some(())))?;
+    ensure!(cluster.api.find(&pod_path("forbidden"))?.is_some(), "{CONTROLLER} may delete pods");
+    cluster.api.ok(
+        "PATCH",
+        &ApiServer::path("volumes/one"),
+        Some(&json!({ "spec": { "nodeID": name(1) } })),
+    )?;
+    cluster.until_volume("one", "volume on another node", |status| {
+        status["state"] == "attached" && status["currentNodeID"] == name(1)
+    })
+}
