@@ -10,6 +10,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use common::go_client;
 use common::kubelet::{Event, Kubelet, register};
 use common::node::{connect, pid, start_volume, stop};
 use common::{LIMIT, Running, agent, lives};
@@ -23,7 +24,7 @@ use tempfile::TempDir;
 use tonic::Code;
 use tonic::transport::Endpoint;
 
-const REGISTRATION: &str = "plugins_registry/csi.shorthorn.io-reg.sock";
+const REGISTRATION: &str = "plugins_registry/shorthorn@csi.shorthorn.io-reg.sock";
 const CSI: &str = "plugins/csi.shorthorn.io/csi.sock";
 
 /// A host: an agent may run on it, and a kubelet.
@@ -141,6 +142,16 @@ fn sockets_that_are_taken_away_are_made_again() {
     agent.wait_for_log("the CSI driver waits for it");
     let kubelet = host.kubelet();
     assert_eq!(kubelet.registers(), "n1");
+}
+
+#[test]
+fn a_registration_by_kubelet_itself_is_answered() {
+    let host = Host::new("on");
+    let agent = host.agent();
+    agent.wait_for_log("CSI is served");
+    let info = go_client::call(&host.at(REGISTRATION), "/pluginregistration.Registration/GetInfo");
+    let info = String::from_utf8_lossy(&info);
+    assert!(info.contains("CSIPlugin") && info.contains("csi.shorthorn.io"), "{info:?}");
 }
 
 /// An agent that gets its sockets as systemd passes them.

@@ -11,7 +11,7 @@ use crate::{Caller, VmHost, until};
 
 /// The sockets that kubelet calls.
 const CSI: &str = "/var/lib/kubelet/plugins/csi.shorthorn.io/csi.sock";
-const REGISTRATION: &str = "/var/lib/kubelet/plugins_registry/csi.shorthorn.io-reg.sock";
+const REGISTRATION: &str = "/var/lib/kubelet/plugins_registry/shorthorn@csi.shorthorn.io-reg.sock";
 const AGENT_PORT: u16 = 9501;
 const CSI_PORT: u16 = 9502;
 const REGISTRATION_PORT: u16 = 9503;

@@ -77,7 +77,7 @@ impl<'a> Kubelet<'a> {
         let found = until("socket of a driver", LIMIT, || {
             self.node.host.vm.sh(&format!("cd {ROOT}/plugins_registry; test -S *; ls")).map(Some)
         })?;
-        ensure!(found == format!("{DRIVER_NAME}-reg.sock"), "{found}");
+        ensure!(found == format!("shorthorn@{DRIVER_NAME}-reg.sock"), "{found}");
         let info = self.node.registration.call(InfoRequest {}, CALL_LIMIT, async |channel, request| {
             RegistrationClient::new(channel).get_info(request).await
         })?;

@@ -1,6 +1,7 @@
 //! The real binary, started by a test and gone when the test is.
 #![allow(dead_code, reason = "every test binary uses a part")]
 
+pub mod go_client;
 pub mod kubelet;
 pub mod node;
 

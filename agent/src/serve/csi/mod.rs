@@ -69,6 +69,13 @@ impl DriverState {
     }
 }
 
+/// Name of the registration socket.
+///
+/// The '@' has to be there. kubelet (v1.36, `pluginmanager/operationexecutor`) dials the bare path, and gRPC for Go sends that
+/// as `:authority`, with `%2F` for each slash. The HTTP library here refuses a '%' in the name of a host and answers with
+/// PROTOCOL_ERROR, but not in what comes before an '@', which would be a user. Go leaves the '@' as it is.
+const REGISTRATION_SOCKET: &str = "shorthorn@csi.shorthorn.io-reg.sock";
+
 /// Where kubelet looks.
 struct Paths {
     csi: PathBuf,
@@ -79,7 +86,7 @@ impl Paths {
     fn in_root(root: &Path) -> Paths {
         Paths {
             csi: root.join("plugins").join(DRIVER_NAME).join("csi.sock"),
-            registration: root.join("plugins_registry").join(format!("{DRIVER_NAME}-reg.sock")),
+            registration: root.join("plugins_registry").join(REGISTRATION_SOCKET),
         }
     }
 }
