@@ -57,6 +57,8 @@ impl VmHost {
         let systemd = Path::new(env!("CARGO_MANIFEST_DIR")).join("../systemd");
         for (folder, target) in [
             ("system", "/usr/lib/systemd/system"),
+            ("system/kubepods.slice.d", "/usr/lib/systemd/system/kubepods.slice.d"),
+            ("system/var-lib-kubelet-pods-.mount.d", "/usr/lib/systemd/system/var-lib-kubelet-pods-.mount.d"),
             ("tmpfiles.d", "/usr/lib/tmpfiles.d"),
             ("modules-load.d", "/usr/lib/modules-load.d"),
             ("modprobe.d", "/usr/lib/modprobe.d"),

@@ -139,6 +139,16 @@ impl Qemu {
         self.qmp.wait_event(&["RESET"], Instant::now() + EXIT_LIMIT).map(drop)
     }
 
+    /// Forgets the resets that there were.
+    pub fn forget_resets(&mut self) {
+        self.qmp.clear_events();
+    }
+
+    /// Waits until the guest has reset the machine by itself.
+    pub fn wait_reset(&mut self, limit: Duration) -> Result<()> {
+        self.qmp.wait_event(&["RESET"], Instant::now() + limit).map(drop)
+    }
+
     /// Ends the process at once.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill().context("cannot kill QEMU")?;

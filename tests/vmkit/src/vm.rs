@@ -259,6 +259,22 @@ impl Vm {
         self.identify()
     }
 
+    /// Has the guest shut down in order and boot again. That it is down after `limit` is part of what is tested.
+    pub fn orderly_reboot(&mut self, limit: Duration) -> Result<()> {
+        self.with_qemu(|qemu| {
+            qemu.forget_resets();
+            Ok(())
+        })?;
+        // The guest's agent ends with the others, perhaps before it has answered.
+        let _ = self.run("systemctl reboot --no-block");
+        self.with_qemu(|qemu| qemu.wait_reset(limit)).with_context(|| {
+            format!("{} does not shut down\n{}", self.options.name, self.console.failure())
+        })?;
+        self.agent.disconnect_all();
+        wait_booted(&self.agent)?;
+        self.identify()
+    }
+
     /// The host name in the guest.
     pub fn name(&self) -> &str {
         &self.options.name
