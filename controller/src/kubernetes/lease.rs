@@ -55,6 +55,11 @@ fn is_free(lease: &Lease, unchanged: Duration) -> bool {
     !is_held || unchanged >= seconds.map_or(DURATION, Duration::from_secs)
 }
 
+/// How long the holder may still go on so long after its last renewal began; None: not at all.
+fn time_left(since_renewal: Duration) -> Option<Duration> {
+    HOLD_LIMIT.checked_sub(since_renewal).filter(|left| !left.is_zero())
+}
+
 /// `lease` in our hands.
 fn taken(lease: Lease, identity: &str, now: Timestamp) -> Lease {
     let old = lease.spec.unwrap_or_default();
@@ -131,15 +136,12 @@ impl Leadership {
 
     /// Renews the lease for as long as that works; returns why it does not any more.
     pub async fn hold(&mut self) -> String {
+        let too_late = || format!("it could not be renewed for {} s", HOLD_LIMIT.as_secs());
         loop {
+            // Nothing is asked when there is no time left: a refusal comes at once, and would be asked for again and again.
+            let Some(left) = time_left(self.renewed.elapsed()) else { return too_late() };
             let mut wait = RENEW_EVERY;
             if self.renewed.elapsed() >= RENEW_EVERY {
-                let over = || format!("it could not be renewed for {} s", HOLD_LIMIT.as_secs());
-                let left = HOLD_LIMIT.saturating_sub(self.renewed.elapsed());
-                if left.is_zero() {
-                    // A call that fails at once would be made once more, and again.
-                    return over();
-                }
                 match tokio::time::timeout(left, self.renew()).await {
                     Ok(Ok(None)) => {}
                     Ok(Ok(Some(other))) => return format!("{other} has taken it"),
@@ -147,11 +149,10 @@ impl Leadership {
                         tracing::warn!(%error, "cannot renew the lease");
                         wait = LOOK_AGAIN;
                     }
-                    Err(_) => return over(),
+                    Err(_) => return too_late(),
                 }
             }
-            let left = HOLD_LIMIT.saturating_sub(self.renewed.elapsed());
-            tokio::time::sleep(wait.min(left)).await;
+            tokio::time::sleep(wait.min(time_left(self.renewed.elapsed()).unwrap_or_default())).await;
         }
     }
 
@@ -222,6 +223,33 @@ mod tests {
         assert!(is_free(&lease("a", Some(20)), seconds(20)));
         assert!(!is_free(&lease("a", None), DURATION - seconds(1)));
         assert!(is_free(&lease("a", Some(-1)), DURATION));
+    }
+
+    #[test]
+    fn the_holder_ends_at_its_limit() {
+        let millis = Duration::from_millis;
+        assert_eq!(time_left(millis(0)), Some(HOLD_LIMIT));
+        assert_eq!(time_left(HOLD_LIMIT - millis(1)), Some(millis(1)));
+        assert_eq!(time_left(HOLD_LIMIT), None);
+        assert_eq!(time_left(HOLD_LIMIT + millis(1)), None);
+    }
+
+    /// An API server that refuses every call at once.
+    #[tokio::test]
+    async fn a_holder_whose_renewals_are_refused_asks_now_and_then_and_ends() {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let config = kube::Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
+        let client = Client::try_from(config).unwrap();
+        let started = Instant::now();
+        let mut leadership = Leadership {
+            leases: Api::namespaced(client, "n"),
+            identity: "a".into(),
+            held: lease("a", Some(15)),
+            renewed: started - (HOLD_LIMIT - Duration::from_millis(500)),
+        };
+        let why = tokio::time::timeout(HOLD_LIMIT, leadership.hold()).await.unwrap();
+        assert!(why.contains("could not be renewed"), "{why}");
+        assert!(started.elapsed() >= Duration::from_millis(500));
     }
 
     #[test]
