@@ -100,6 +100,13 @@ impl Disks {
             self.configured.iter().filter(|path| !kept.prepared.contains(*path)).collect()
         };
         for path in new {
+            if let Some(point) = missing_mount(path) {
+                tracing::debug!(
+                    "{} is no disk yet: {point} is in /etc/fstab and not mounted",
+                    path.display()
+                );
+                continue;
+            }
             match self.prepare(path) {
                 Ok(uuid) => tracing::info!("{} is a disk: {uuid}", path.display()),
                 Err(error) => tracing::debug!("{} is no disk yet: {error}", path.display()),
@@ -296,6 +303,25 @@ fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
     Ok(Some(identity))
 }
 
+/// The mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the directory is another
+/// one then.
+fn missing_mount(path: &Path) -> Option<String> {
+    let fstab = fs::read_to_string("/etc/fstab").unwrap_or_default();
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    missing_mount_in(&fstab, &mounts, path)
+}
+
+/// Both have their fields between spaces, and \040 for a space in one, which is left as it is: nobody has disks there.
+fn missing_mount_in(fstab: &str, mounts: &str, path: &Path) -> Option<String> {
+    let entries = fstab.lines().filter(|line| !line.trim_start().starts_with('#'));
+    let mut points = entries.filter_map(|line| line.split_whitespace().nth(1));
+    let is_mounted = |point: &str| mounts.lines().any(|line| line.split(' ').nth(4) == Some(point));
+    let is_above = |point: &str| point.starts_with('/') && path.starts_with(point);
+    points
+        .find(|point| is_above(point) && !is_mounted(point.trim_end_matches('/')) && *point != "/")
+        .map(str::to_owned)
+}
+
 /// The disk's UUID; a disk that has none gets one.
 fn identify(path: &Path) -> Result<String, NodeError> {
     if let Some(identity) = read_identity(path).map_err(NodeError::Precondition)? {
@@ -400,6 +426,18 @@ mod tests {
         assert_eq!(fs::read_dir(&disk).unwrap().count(), 0);
         let added = disks.add(disk.to_str().unwrap()).unwrap();
         assert!(added.problem.is_empty(), "{added:?}");
+    }
+
+    #[test]
+    fn a_directory_whose_file_system_is_not_mounted_yet_is_not_prepared() {
+        let fstab = "# /dev/sdx /data ext4\nUUID=1 / ext4 defaults 0 1\nUUID=2\t/data/\text4 nofail 0 2\nswap none swap sw\n";
+        let root = "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n";
+        let data = "23 22 8:2 / /data rw shared:2 - ext4 /dev/sdb rw\n";
+        let missing = |mounts: &str, path: &str| missing_mount_in(fstab, mounts, Path::new(path));
+        assert_eq!(missing(root, "/data/longhorn").as_deref(), Some("/data/"));
+        assert_eq!(missing(&format!("{root}{data}"), "/data/longhorn"), None);
+        assert_eq!(missing(root, "/database"), None);
+        assert_eq!(missing(root, "/var/lib/longhorn"), None);
     }
 
     #[test]
