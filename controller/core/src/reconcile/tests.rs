@@ -361,3 +361,43 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
         assert!(!world.nodes.contains_key("b"), "it goes, and does not come again");
     }
 }
+
+/// The volume has members on a and b, which are drained, and on c. It wants two: with one that stays nobody leaves, as he would
+/// be wanted again at once.
+#[test]
+fn nobody_leaves_before_enough_are_there_that_stay() {
+    let mut world = degraded_world();
+    let ids = [1, 2, 3].map(ReplicaId::from_random);
+    for (id, name) in ids.into_iter().zip(["a", "b", "c"]) {
+        world.insert(replica(id, name, None).into());
+        let mut drained = node(name);
+        drained.spec.eviction_requested = name != "c";
+        world.insert(drained.into());
+    }
+    let stopped = |world: &World| {
+        let decided = act(&mut world.clone(), &agents(None), &Key::new(Kind::Volume, "v"));
+        let stopped = decided.iter().filter_map(|action| match action {
+            Action::Write(object) => match &**object {
+                Object::Replica(replica) if replica.spec.desire_state == DesireState::Stopped => {
+                    Some(replica.spec.node_id.to_string())
+                }
+                _ => None,
+            },
+            _ => None,
+        });
+        stopped.collect::<Vec<_>>()
+    };
+    let members = |world: &mut World, ids: &[ReplicaId]| {
+        let mut engine = world.engines["v"].clone();
+        let modes = ids.iter().map(|id| (*id, MemberStatus::of(MemberMode::Member)));
+        engine.status.replica_mode_map = modes.collect();
+        world.insert(engine.into());
+    };
+    members(&mut world, &ids);
+    assert_eq!(stopped(&world), Vec::<String>::new());
+    world.insert(node("d").into());
+    let fourth = ReplicaId::from_random(4);
+    world.insert(replica(fourth, "d", None).into());
+    members(&mut world, &[ids[0], ids[1], ids[2], fourth]);
+    assert_eq!(stopped(&world).len(), 1, "one of the drained nodes is left");
+}

@@ -162,3 +162,44 @@ fn an_engine_that_serves_or_cannot_is_stored_at_once_and_one_that_starts_is_not(
     assert!(engine_after("frozen", now()).is_some());
     assert_eq!(engine_after("serving", now()).unwrap().served_attach, ATTACH);
 }
+
+/// What becomes of a volume whose engine is frozen in its start, after that time; the grant was noted at the start as being
+/// waited for, or as taken, or never.
+fn health_of_frozen(
+    granted: Option<Finding>,
+    now_is: Timestamp,
+) -> (Robustness, Option<std::time::Duration>) {
+    let mut world = starting(VolumeState::Attaching);
+    let mut volume = world.volumes["v"].clone();
+    volume.spec.node_id = Some(NodeName::new("a").unwrap());
+    volume.status.current_node_id = volume.spec.node_id.clone();
+    if let Some(finding) = granted {
+        volume.status.conditions.set(ConditionType::Granted, finding, now());
+    }
+    world.insert(volume.into());
+    let mut engine = world.engines["v"].clone();
+    engine.spec.desire_state = DesireState::Running;
+    engine.spec.attach = ATTACH;
+    engine.status.current_state = CurrentState::Running;
+    engine.status.seen_attach = ATTACH;
+    engine.status.phase = "frozen".to_owned();
+    world.insert(engine.into());
+    let decision = decide(&world, Kind::Volume, "v", now_is);
+    let volume = decision.actions.iter().find_map(|action| match action {
+        Action::Write(object) => match &**object {
+            Object::Volume(volume) => Some(volume.status.robustness),
+            _ => None,
+        },
+        _ => None,
+    });
+    (volume.unwrap_or_else(|| world.volumes["v"].status.robustness), decision.look_again)
+}
+
+#[test]
+fn an_engine_that_goes_on_with_its_grant_is_not_called_faulted_while_it_says_that_it_is_frozen() {
+    let (robustness, again) = health_of_frozen(Some(Finding::Well), now());
+    assert_ne!(robustness, Robustness::Faulted);
+    assert!(again.is_some_and(|again| again <= START_CHECK), "{again:?}");
+    assert_eq!(health_of_frozen(Some(Finding::Well), now() + START_CHECK).0, Robustness::Faulted);
+    assert_eq!(health_of_frozen(None, now()).0, Robustness::Faulted);
+}

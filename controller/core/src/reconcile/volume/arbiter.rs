@@ -50,13 +50,17 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the engine is only just being told of a grant: nobody has to hear of a volume that goes on at once.
-    pub(super) fn is_being_granted(&self) -> bool {
+    /// Whether the engine is only just being told of a grant, or goes on with one: nobody has to hear of a volume that does
+    /// at once. Looked at again when it should have.
+    pub(super) fn is_being_granted(&mut self) -> bool {
         let noted = self.next.status.conditions.get(ConditionType::Granted);
-        noted.is_some_and(|noted| {
-            let left = remaining(noted.last_transition_time, START_CHECK, self.context.now);
-            !noted.status && noted.reason == WAITING && !left.is_zero()
-        })
+        let noted = noted.filter(|noted| noted.status || noted.reason == WAITING);
+        let left = noted.map(|noted| remaining(noted.last_transition_time, START_CHECK, self.context.now));
+        let left = left.filter(|left| !left.is_zero());
+        if let Some(left) = left {
+            self.decision.again_after(left);
+        }
+        left.is_some()
     }
 
     fn tell_grant(&mut self, node: NodeName, view: shorthorn_types::View) {

@@ -125,7 +125,9 @@ impl Run<'_> {
             Some(start) => remaining(start, ENGINE_RETRY, self.context.now),
             None => std::time::Duration::ZERO,
         };
-        self.set_health(Robustness::Faulted, finding.clone());
+        // One that is started again at once is nobody's trouble yet.
+        let robustness = if left.is_zero() { Robustness::Unknown } else { Robustness::Faulted };
+        self.set_health(robustness, finding.clone());
         self.settle(finding);
         self.enter(VolumeState::Attaching);
         if left.is_zero() {
@@ -148,7 +150,7 @@ impl Run<'_> {
         if self.replace_lost_engine(engine) {
             return;
         }
-        if !self.is_being_granted() {
+        if engine.status.phase != "frozen" || !self.is_being_granted() {
             let (robustness, finding) = health::attached(self.stored, engine, &self.live_replicas());
             self.set_health(robustness, finding);
         }
