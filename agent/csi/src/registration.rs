@@ -62,7 +62,7 @@ impl Registration for RegistrationService {
         if plugin_registered {
             tracing::info!(driver = self.info.name, "kubelet has registered the driver");
         } else {
-            tracing::error!(
+            tracing::warn!(
                 driver = self.info.name,
                 "kubelet has refused the driver and tries again: {error}"
             );
