@@ -24,6 +24,9 @@ pub struct RedbStore {
     inner: Arc<Inner>,
 }
 
+/// How much of the file is kept in memory. All objects are there anyway: only writes need its pages.
+const CACHE_BYTES: usize = 16 << 20;
+
 #[derive(Debug)]
 struct Inner {
     path: PathBuf,
@@ -44,10 +47,11 @@ impl RedbStore {
     /// # Errors
     /// [`StoreError::Locked`] where another controller has it; else what is wrong with the file.
     pub fn open(path: &Path) -> Result<RedbStore, StoreError> {
-        let database = Database::create(path).map_err(|error| match error {
-            DatabaseError::DatabaseAlreadyOpen => StoreError::Locked(path.to_owned()),
-            error => StoreError::Open { path: path.to_owned(), message: error.to_string() },
-        })?;
+        let database =
+            Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(|error| match error {
+                DatabaseError::DatabaseAlreadyOpen => StoreError::Locked(path.to_owned()),
+                error => StoreError::Open { path: path.to_owned(), message: error.to_string() },
+            })?;
         // It holds the secrets of the volumes.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
