@@ -180,6 +180,28 @@ fn a_node_is_drained_under_load() -> Result<()> {
     Ok(())
 }
 
+/// Numbers of attachments begin anew with a volume that is made again under its name, on a node where the other one was.
+#[test]
+fn a_volume_is_made_again_under_its_name() -> Result<()> {
+    let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
+    let hosts = Hosts::start(folder.path(), 2)?;
+    for attachments in [3, 1] {
+        let create =
+            ["volume", "create", VOLUME, "--size", "64MiB", "--frontend", "socket", "--replicas", "2"];
+        hosts.ctl(&create)?;
+        for _ in 0..attachments {
+            hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(0)])?;
+            let mut client = hosts.client(0, VOLUME)?;
+            write(&mut client, 0, 1)?;
+            ensure_block(&mut client, 0, 1)?;
+            drop(client);
+            hosts.detach(VOLUME)?;
+        }
+        hosts.ctl(&["volume", "delete", VOLUME, "--yes"])?;
+    }
+    Ok(())
+}
+
 /// A node joins whose disk is empty. Nothing is moved there by itself; asked for, it gets its share while the volumes are
 /// written to, and after that nothing is left to move.
 #[test]

@@ -24,7 +24,7 @@ mod words;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use shorthorn_proto::v1::node_server::NodeServer;
@@ -62,6 +62,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let _metrics = shorthorn_metrics::start(config.metrics_listen, config::DEFAULT_METRICS, shown).await?;
     let places = Places::prepare(&config.state_dir, &config.runtime_dir)?;
     let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
+    places.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
     let table = Table::new();

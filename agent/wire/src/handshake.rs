@@ -76,6 +76,15 @@ pub fn proof(secret: &[u8], nonce: &str, hello: &Hello) -> String {
     mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Tells the volume of that secret from another one that had its name before, and does not tell the secret: 16 hexadecimal
+/// digits of an HMAC-SHA-256.
+#[must_use]
+pub fn fingerprint(secret: &[u8]) -> String {
+    let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(secret) else { return String::new() };
+    mac.update(b"shorthorn-1\nfingerprint\n");
+    mac.finalize().into_bytes().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Compares two proofs in a time that does not tell where they differ.
 #[must_use]
 pub fn proofs_equal(one: &str, other: &str) -> bool {

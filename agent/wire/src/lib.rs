@@ -32,7 +32,8 @@ mod regions;
 mod sums;
 
 pub use handshake::{
-    Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text, proof, proofs_equal,
+    Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text, fingerprint, proof,
+    proofs_equal,
 };
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};

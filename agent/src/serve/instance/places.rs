@@ -1,11 +1,16 @@
 //! Which file of an instance is where.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
+use shorthorn_control::{EngineSpec, load_spec};
 use shorthorn_proto::v1::InstanceKind;
+use shorthorn_types::{Secret, VolumeName};
+use shorthorn_wire::fingerprint;
 
 use crate::pid_file::Holder;
 use crate::serve::error::NodeError;
@@ -13,6 +18,8 @@ use crate::serve::instance::InstanceId;
 
 /// The longest path that `sockaddr_un` takes, which also needs a NUL.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
+/// How long the state of an engine is kept after its last change; far longer than a call to an agent can be on its way.
+const ENGINE_STATE_KEPT: Duration = Duration::from_hours(24);
 
 /// The directories of the agent.
 #[derive(Clone, Debug)]
@@ -28,7 +35,7 @@ impl Places {
     /// Names the directory.
     pub fn prepare(state: &Path, runtime: &Path) -> io::Result<Places> {
         let places = Places { state: state.to_owned(), runtime: runtime.to_owned() };
-        let mut needed = vec![state.join("engines")];
+        let mut needed = vec![places.engine_states()];
         for kind in [InstanceKind::Engine, InstanceKind::Replica] {
             needed.push(places.specs(kind));
             needed.push(runtime.join(folder(kind)));
@@ -50,9 +57,44 @@ impl Places {
         self.specs(id.kind()).join(format!("{}.json", id.name()))
     }
 
-    /// The state file of the engine of an attached volume.
-    pub fn engine_state(&self, id: &InstanceId) -> PathBuf {
-        self.state.join("engines").join(format!("{}.json", id.name()))
+    /// The state file of the engine of an attached volume. A volume that is made again under the name has another one: its
+    /// attachments begin anew, and what was granted to the other one is nothing to it.
+    pub fn engine_state(&self, volume: &VolumeName, secret: &Secret) -> PathBuf {
+        self.engine_states().join(format!("{volume}-{}.json", fingerprint(secret.bytes())))
+    }
+
+    fn engine_states(&self) -> PathBuf {
+        self.state.join("engines")
+    }
+
+    /// Removes the state of engines that have no spec, and had none for so long that no call about one is under way any more.
+    /// Only for a time when nothing is started: nobody may be about to open one.
+    ///
+    /// # Errors
+    /// Names the file.
+    pub fn remove_old_engine_states(&self, now: SystemTime) -> io::Result<()> {
+        let mut wanted = BTreeSet::new();
+        for entry in fs::read_dir(self.specs(InstanceKind::Engine))? {
+            let path = entry?.path();
+            match load_spec::<EngineSpec>(&path) {
+                Ok(spec) => drop(wanted.insert(spec.state_file)),
+                // Whose state that is cannot be said.
+                Err(error) => {
+                    tracing::warn!("{}: {error}; no state of engines is removed", path.display());
+                    return Ok(());
+                }
+            }
+        }
+        for entry in fs::read_dir(self.engine_states())? {
+            let entry = entry?;
+            let path = entry.path();
+            let age = now.duration_since(entry.metadata()?.modified()?).unwrap_or_default();
+            if age >= ENGINE_STATE_KEPT && !wanted.contains(&path.with_extension("json")) {
+                fs::remove_file(&path)
+                    .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+            }
+        }
+        Ok(())
     }
 
     /// What an instance that ended with an error has left. Its unit says the same.
@@ -158,6 +200,40 @@ mod tests {
         for id in ids {
             assert!(places.control(&id).is_ok() && places.data(&id).is_ok(), "{id}");
         }
+    }
+
+    #[test]
+    fn the_state_of_an_engine_goes_a_day_after_its_spec_and_no_other_volume_of_the_name_gets_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let places = Places::prepare(&dir.path().join("state"), &dir.path().join("run")).unwrap();
+        let volume = |name: &str| VolumeName::new(name).unwrap();
+        let state = |name: &str, secret: u8| places.engine_state(&volume(name), &Secret::new([secret; 32]));
+        assert_ne!(state("v", 1), state("v", 2));
+        let (kept, gone) = (state("kept", 1), state("gone", 1));
+        for path in [&kept, &gone] {
+            for extension in ["json", "lock", "tmp"] {
+                fs::write(path.with_extension(extension), "{}").unwrap();
+            }
+        }
+        let count = || fs::read_dir(places.engine_states()).unwrap().count();
+        let id = InstanceId::Engine(volume("kept"));
+        let spec = serde_json::json!({
+            "volume": "kept", "size_bytes": 4096, "attach": 1, "replicas": [], "frontend": "socket",
+            "secret": "01".repeat(32), "state_file": kept, "control_socket": "/c", "frontend_socket": "/f",
+            "device_dir": "/d", "queues": 1, "depth": 1, "replica_timeout_ms": 100
+        });
+        fs::write(places.spec(&id), spec.to_string()).unwrap();
+        load_spec::<EngineSpec>(&places.spec(&id)).unwrap();
+        places.remove_old_engine_states(SystemTime::now()).unwrap();
+        assert_eq!(count(), 6, "too young");
+        let later = SystemTime::now() + ENGINE_STATE_KEPT;
+        places.remove_old_engine_states(later).unwrap();
+        assert_eq!(count(), 3);
+        assert!(kept.exists() && !gone.exists());
+        fs::write(places.specs(InstanceKind::Engine).join("broken.json"), "{").unwrap();
+        fs::remove_file(places.spec(&id)).unwrap();
+        places.remove_old_engine_states(later).unwrap();
+        assert_eq!(count(), 3, "nobody knows whose the state is");
     }
 
     #[test]

@@ -43,14 +43,15 @@ impl Spec {
         if request.attach == 0 {
             return Err(NodeError::Invalid("attach is 0: the first attachment has number 1".into()));
         }
+        let secret = secret(&request.secret)?;
         Ok(Spec::Engine(EngineSpec {
+            state_file: places.engine_state(&volume, &secret),
             volume,
             size_bytes: volume_size(request.size_bytes)?,
             attach: request.attach,
             replicas: endpoints(request.replicas)?,
             frontend: frontend(&request.frontend)?,
-            secret: secret(&request.secret)?,
-            state_file: places.engine_state(&id),
+            secret,
             control_socket: places.control(&id)?,
             frontend_socket: places.data(&id)?,
             device_dir: config.device_dir.clone(),
