@@ -131,7 +131,6 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     drop(client);
     let directories = hosts.directories(VOLUME)?;
     ensure!(directories.len() == 2, "{directories:?}");
-    hosts.ctl(&["volume", "detach", "w"])?;
     hosts.detach(VOLUME)?;
     compare_exports(&directories, folder.path()).map(drop)
 }
@@ -299,7 +298,6 @@ fn a_volume_grows_under_load() -> Result<()> {
     ensure_block(&mut client, LAST_BLOCK + 1, 0)?;
     until_whole(&hosts.engine_control(served, VOLUME), LIMIT)?;
     drop(client);
-    hosts.ctl(&["volume", "detach", "w"])?;
     hosts.detach(VOLUME)?;
     compare_exports(&directories, folder.path()).map(drop)
 }
