@@ -1,7 +1,5 @@
 //! Opening a volume: fence the replicas, find the view, bring the first one through, learn what has to be copied.
 
-mod plan;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -14,7 +12,7 @@ use shorthorn_control::{
 use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{Change, Progress};
+use shorthorn_views::{Change, Combined, Kept, Progress, Witness, combine, plan};
 use shorthorn_wire::{Hello, Welcome};
 
 use crate::connection::{ConnectError, Connection};
@@ -22,7 +20,6 @@ use crate::error::EngineError;
 use crate::shared::News;
 use crate::state::EngineState;
 use crate::status;
-use plan::{Combined, Kept, Witness, combine, plan};
 
 /// How long members that do not answer are waited for when the others are enough: a process that is being
 /// restarted is back by then.
@@ -172,7 +169,7 @@ struct Reached {
     index: usize,
     connection: Connection,
     welcome: Welcome,
-    /// See [`plan::Plan::blank`].
+    /// See [`shorthorn_views::Plan::blank`].
     is_blank: bool,
 }
 

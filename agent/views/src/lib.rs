@@ -3,8 +3,8 @@
 //!
 //! - A replica keeps [`ReplicaViews`]: the generation that it serves, the newest committed view, and every
 //!   proposed view newer than that. The shell makes them durable before it answers.
-//! - An engine that starts computes its [`Basis`] from what the replicas report, and brings its first view
-//!   through as a [`Change`].
+//! - An engine that starts computes its [`Plan`], with its [`Basis`], from what the replicas report, and brings its first
+//!   view through as a [`Change`].
 //! - An engine that loses a member brings the view without it through as a [`Change`].
 //! - The controller keeps an [`Arbiter`], which lets one of two halves go on.
 //!
@@ -30,12 +30,14 @@
 
 mod arbiter;
 mod change;
+mod plan;
 mod quorum;
 mod replica;
 mod start;
 
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
+pub use plan::{Combined, Kept, NoPlan, Plan, Witness, combine, plan, remembers};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
 pub use start::{Basis, CannotStart, basis, forgets, knows_no_engine};

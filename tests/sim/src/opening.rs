@@ -2,14 +2,15 @@
 //! crate, over simulated connections.
 
 use std::cell::RefCell;
+use std::future::Future;
 use std::rc::Rc;
 
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, Event, PeerConfig, PeerState, ScrubConfig};
 use shorthorn_types::{
-    MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
-    ReplicaReport, View, ViewId,
+    MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId, View,
+    ViewId,
 };
-use shorthorn_views::{CannotStart, Change, Progress, basis};
+use shorthorn_views::{CannotStart, Change, Combined, Kept, NoPlan, Progress, Witness, combine, plan};
 use shorthorn_wire::{CONTROL_QUEUE, RegionsQuery};
 
 use crate::engine::{COPY_SLOTS, DEPTH, ID_CALL, REPLICA_TIMEOUT_MS, index};
@@ -229,18 +230,16 @@ impl Process {
     }
 
     async fn open_with(&self, peers: &[ReplicaId], reached: &[Reached]) -> bool {
-        let reports: Vec<(ReplicaId, ReplicaReport)> =
-            reached.iter().map(|one| (peers[one.peer], one.greeting.report.clone())).collect();
         let (generation, granted, patient) = {
             let world = self.sim.borrow();
             let Some(engine) = world.engines.get(&self.engine) else { return false };
             let patient = world.now < engine.begun_us + MISSING_LIMIT_US;
             (engine.generation, world.hosts[engine.host].granted, patient)
         };
-        let found = match basis(&reports, granted) {
-            Ok(found) if found.members != found.holders && patient => return false,
-            Ok(found) => found,
-            Err(cannot) => {
+        let witnesses: Vec<Witness> = reached.iter().map(|one| witness(peers, one)).collect();
+        let plan = match plan(&witnesses, granted) {
+            Ok(plan) => plan,
+            Err(NoPlan { cannot, .. }) => {
                 if let CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) = &cannot {
                     self.sim.borrow_mut().needed = *missing;
                 }
@@ -248,38 +247,26 @@ impl Process {
                 return false;
             }
         };
+        let answers = |id| reached.iter().any(|one| peers[one.peer] == id);
+        if plan.basis.holders.iter().any(|id| !answers(id)) && patient {
+            return false;
+        }
         let size = self.size_bytes();
         let regions = Regions::of(size);
-        // Who may have lost what was not flushed holds everything only when the others have had their say: it joins later.
-        let intact: Vec<ReplicaId> =
-            reached.iter().filter(|one| !one.greeting.lost_cache).map(|one| peers[one.peer]).collect();
-        let whole = found.members.filter(|id| intact.contains(&id));
-        let chosen = if whole.is_empty() { found.members } else { whole };
+        let chosen = plan.members;
         let view = View { id: ViewId { generation, number: 1 }, members: chosen };
-        if !self.bring_through(peers, reached, Change::new(found.honoured.clone(), view)).await {
+        let asked: Vec<&Reached> =
+            reached.iter().filter(|one| !plan.blank.contains(peers[one.peer])).collect();
+        if !self.bring_through(peers, &asked, Change::new(plan.basis.honoured.clone(), view)).await {
             return false;
         }
         let members: Vec<&Reached> = reached.iter().filter(|one| chosen.contains(peers[one.peer])).collect();
-        let mut dirty = RegionSet::empty(regions.count());
+        let mut kept = Vec::new();
         for one in &members {
-            let Some((_, set)) = self.regions(one.conn, RegionsOf::Intent, regions.count()).await else {
-                return false;
-            };
-            dirty.insert_all(&set);
+            let Some(sets) = self.kept(one.conn, peers, &chosen, regions.count()).await else { return false };
+            kept.push(sets);
         }
-        let mut missed = vec![RegionSet::empty(regions.count()); peers.len()];
-        let mut known = vec![false; peers.len()];
-        for (peer, replica) in peers.iter().enumerate().filter(|(_, replica)| !chosen.contains(**replica)) {
-            known[peer] = true;
-            for one in &members {
-                let of = RegionsOf::Missed(*replica);
-                let Some((kept, set)) = self.regions(one.conn, of, regions.count()).await else {
-                    return false;
-                };
-                known[peer] &= kept;
-                missed[peer].insert_all(&set);
-            }
-        }
+        let Combined { dirty, missed, is_complete } = combine(&kept, peers.len(), regions.count());
         for one in reached.iter().filter(|one| !chosen.contains(peers[one.peer])) {
             self.close(one.conn);
         }
@@ -302,8 +289,23 @@ impl Process {
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
         };
-        self.serve(config, &members, known);
+        self.serve(config, &members, is_complete);
         true
+    }
+
+    /// The sets of regions that a member keeps.
+    async fn kept(&self, conn: ConnId, peers: &[ReplicaId], chosen: &Members, count: u32) -> Option<Kept> {
+        let (_, intent) = self.regions(conn, RegionsOf::Intent, count).await?;
+        let mut missed = Vec::new();
+        for replica in peers {
+            missed.push(if chosen.contains(*replica) {
+                None
+            } else {
+                let (is_kept, set) = self.regions(conn, RegionsOf::Missed(*replica), count).await?;
+                is_kept.then_some(set)
+            });
+        }
+        Some(Kept { intent, missed })
     }
 
     /// Where every member has lost power since a write, that write may be gone.
@@ -365,7 +367,7 @@ impl Process {
     ///
     /// Nothing is proposed before it is granted: what one half has stored and may never be granted would stand in the way of
     /// the other half for ever.
-    async fn bring_through(&self, peers: &[ReplicaId], reached: &[Reached], mut change: Change) -> bool {
+    async fn bring_through(&self, peers: &[ReplicaId], reached: &[&Reached], mut change: Change) -> bool {
         let everybody = Members::new(reached.iter().map(|one| peers[one.peer])).unwrap_or_default();
         if change.would_need_grant(&everybody) {
             if !self.await_grant(&change, everybody).await {
@@ -605,4 +607,11 @@ impl Process {
     }
 }
 
-use std::future::Future;
+fn witness(peers: &[ReplicaId], one: &Reached) -> Witness {
+    Witness {
+        replica: peers[one.peer],
+        report: one.greeting.report.clone(),
+        rebuilding: one.greeting.rebuilding,
+        lost_cache: one.greeting.lost_cache,
+    }
+}

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use shorthorn_core::{Event, Output, PeerIndex, PeerState};
 use shorthorn_types::{
-    Generation, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
-    ReplicaReport, View,
+    MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport,
 };
+use shorthorn_views::remembers;
 use shorthorn_wire::{LayerList, Welcome};
 
 use crate::connection::{ConnectError, Connection};
@@ -304,16 +304,6 @@ fn pages(set: &RegionSet) -> impl Iterator<Item = Vec<(u32, u32)>> + '_ {
     })
 }
 
-/// Whether the replica is the one that it was: one that was in a view of ours knows it. One that knows of no engine at
-/// all is new.
-fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
-    let ReplicaReport { committed, proposed } = report;
-    match last {
-        Some(last) => committed.id >= last.id || proposed.iter().any(|view| view.id == last.id),
-        None => committed.id.generation != Generation::NEVER || !proposed.is_empty(),
-    }
-}
-
 /// Whether two replicas have the same snapshots: they differ in their heads at most.
 fn have_same_snapshots(one: &LayerList, other: &LayerList) -> bool {
     fn snapshots(list: &LayerList) -> impl Iterator<Item = (&str, u64)> {
@@ -325,15 +315,9 @@ fn have_same_snapshots(one: &LayerList, other: &LayerList) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_types::{Members, ViewId};
     use shorthorn_wire::WireLayer;
 
     use super::*;
-
-    fn view(attach: u64, number: u32) -> View {
-        let members = Members::new([ReplicaId::from_random(1)]).unwrap();
-        View { id: ViewId { generation: Generation::new(attach, 0), number }, members }
-    }
 
     #[test]
     fn sets_are_cut_into_messages() {
@@ -349,18 +333,6 @@ mod tests {
             [vec![]],
             "a set begins by an empty message"
         );
-    }
-
-    #[test]
-    fn a_replica_with_an_empty_new_directory_does_not_remember() {
-        let report = |committed, proposed: &[View]| ReplicaReport { committed, proposed: proposed.to_vec() };
-        assert!(!remembers(&report(view(0, 0), &[]), None));
-        assert!(remembers(&report(view(0, 0), &[view(1, 1)]), None));
-        assert!(remembers(&report(view(3, 1), &[]), None));
-        let last = Some(view(3, 2));
-        assert!(remembers(&report(view(3, 1), &[view(3, 2)]), last));
-        assert!(remembers(&report(view(3, 4), &[]), last));
-        assert!(!remembers(&report(view(3, 1), &[]), last), "an older copy of its directory");
     }
 
     #[test]

@@ -1,12 +1,15 @@
-//! Who may be a member of the first view, from what the fenced replicas say; without I/O.
+//! Who may be a member of the first view, from what the fenced replicas say, and who is still what it was.
 
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View};
-use shorthorn_views::{Basis, CannotStart, basis, forgets, knows_no_engine};
+
+use crate::start::{Basis, CannotStart, basis, forgets, knows_no_engine};
 
 /// What one fenced replica says of itself.
 #[derive(Clone, Debug)]
 pub struct Witness {
+    /// Its id.
     pub replica: ReplicaId,
+    /// The views that it has stored.
     pub report: ReplicaReport,
     /// It lacks data, whatever its views say.
     pub rebuilding: bool,
@@ -17,6 +20,7 @@ pub struct Witness {
 /// How to start.
 #[derive(Debug)]
 pub struct Plan {
+    /// The views to honour.
     pub basis: Basis,
     /// Members of the first view.
     pub members: Members,
@@ -31,11 +35,16 @@ pub struct Plan {
 /// Why there is no start now.
 #[derive(Debug)]
 pub struct NoPlan {
+    /// Which replicas are missing.
     pub cannot: CannotStart,
+    /// As in [`Plan::unfit`].
     pub unfit: Vec<(ReplicaId, String)>,
 }
 
 /// Decides how to start after `witnesses` were fenced; `granted` is the last view that the arbiter has granted.
+///
+/// # Errors
+/// [`NoPlan`] says which replicas are missing or unfit.
 #[allow(clippy::result_large_err)] // made once per start
 pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan> {
     let newest = witnesses.iter().map(|witness| witness.report.committed).max_by_key(|view| view.id);
@@ -80,9 +89,21 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default() })
 }
 
+/// Whether the replica is the one that it was: one that was in a view of ours knows it. One that knows of no engine at
+/// all is new.
+#[must_use]
+pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
+    let ReplicaReport { committed, proposed } = report;
+    match last {
+        Some(last) => committed.id >= last.id || proposed.iter().any(|view| view.id == last.id),
+        None => committed.id.generation != Generation::NEVER || !proposed.is_empty(),
+    }
+}
+
 /// The sets of regions that one member keeps.
 #[derive(Clone, Debug)]
 pub struct Kept {
+    /// Its write intent.
     pub intent: RegionSet,
     /// For each replica of the spec: what it has missed; none where the member does not know.
     pub missed: Vec<Option<RegionSet>>,
@@ -100,6 +121,7 @@ pub struct Combined {
 }
 
 /// Joins what the members say. What a replica has missed is known where every one of them has counted it.
+#[must_use]
 pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
     let mut all = Combined {
         dirty: RegionSet::empty(regions),
@@ -223,5 +245,21 @@ mod tests {
         assert_eq!(all.missed, [set(&[]), set(&[4, 5]), set(&[6])]);
         assert_eq!(all.is_complete, [false, true, false]);
         assert_eq!(combine(&[], 1, 10).is_complete, [false]);
+    }
+
+    fn numbered(attach: u64, number: u32) -> View {
+        View { id: ViewId { generation: Generation::new(attach, 0), number }, members: ids(&[1]) }
+    }
+
+    #[test]
+    fn a_replica_with_an_empty_new_directory_does_not_remember() {
+        let report = |committed, proposed: &[View]| ReplicaReport { committed, proposed: proposed.to_vec() };
+        assert!(!remembers(&report(numbered(0, 0), &[]), None));
+        assert!(remembers(&report(numbered(0, 0), &[numbered(1, 1)]), None));
+        assert!(remembers(&report(numbered(3, 1), &[]), None));
+        let last = Some(numbered(3, 2));
+        assert!(remembers(&report(numbered(3, 1), &[numbered(3, 2)]), last));
+        assert!(remembers(&report(numbered(3, 4), &[]), last));
+        assert!(!remembers(&report(numbered(3, 1), &[]), last), "an older copy of its directory");
     }
 }
