@@ -138,7 +138,7 @@ impl EngineCore {
         }
         match why {
             Why::Equalise { region } => self.region_is_equal(region),
-            Why::Join { region } => self.region_is_brought(region, targets),
+            Why::Join { region } => self.region_is_brought(region, range, targets),
             Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
         }
         self.free_slot(id, out);

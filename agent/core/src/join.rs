@@ -1,6 +1,8 @@
 //! Replicas outside the view: what they miss is counted, they are brought up, and become members.
 
-use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf, ReplicaId};
+use shorthorn_types::{
+    ByteRange, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf, ReplicaId,
+};
 
 use crate::engine::EngineCore;
 use crate::event::{Output, Outputs};
@@ -153,8 +155,12 @@ impl EngineCore {
         from(absent.cursor).chain(from(0)).find(|region| !self.jobs.has(Why::Join { region: *region }))
     }
 
-    /// A region was copied to those of `targets` that are left.
-    pub(crate) fn region_is_brought(&mut self, region: u32, targets: PeerMask) {
+    /// `range`, which was all of the region when its copy began, was copied to those of `targets` that are left. Where the
+    /// region has grown since, they still miss it: modifications of the new part were not sent to them.
+    pub(crate) fn region_is_brought(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
+        if self.regions.range(region) != range {
+            return;
+        }
         for peer in targets.iter() {
             if let Some(absent) = &mut self.absent[usize::from(peer)] {
                 absent.missed.remove(region);

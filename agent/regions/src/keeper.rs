@@ -400,6 +400,8 @@ impl RegionKeeper {
                 self.check_room(replica, 0)?;
                 let mut set = KeptSet::empty(self.identity(key));
                 runs().for_each(|run| set.add_durable(run));
+                // A modification that is being executed was admitted before the set counts.
+                set.add_all_durable(&self.intent);
                 Ok(Marked::Begin(NewSet { replica, set }))
             }
             (Some(set), _, _) => {

@@ -131,6 +131,21 @@ fn marks_begin_grow_shrink_and_end_a_set() {
     assert_eq!(keeper.tracks().len(), 1, "until its file is gone");
 }
 
+/// The engine counts from its mark on. A modification that the disk was given before that may still be under way, and is
+/// in nothing that the engine reads from this replica meanwhile.
+#[test]
+fn a_set_that_begins_has_what_is_being_modified() {
+    let mut keeper = keeper(40_000);
+    keeper.admit(range(3, 1));
+    write_all(&mut keeper);
+    assert_eq!(keeper.admit(range(3, 1)), Admit::Go);
+    let of = RegionsOf::Missed(id(2));
+    let Ok(Marked::Begin(new)) = keeper.mark(&mark(of, MarkAction::Add, &[(5, 2)])) else { panic!() };
+    keeper.keep(new);
+    let kept = keeper.content(SetKey::Missed(id(2))).map(|set| set.iter().collect::<Vec<_>>());
+    assert_eq!(kept, Some(vec![3, 5, 6]));
+}
+
 #[test]
 fn a_mark_of_what_is_just_being_written_is_answered_too() {
     let mut keeper = keeper(10);

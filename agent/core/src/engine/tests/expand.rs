@@ -84,3 +84,27 @@ fn regions_that_become_larger_wait_for_those_that_are_being_cleared() {
     assert_eq!(expanded(&out), Some(LARGE_BYTES));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
 }
+
+/// Modifications of what is new go to the members only: the joiner misses the region. The copy that is under way ends where
+/// the region ended.
+#[test]
+fn a_last_region_that_grows_while_it_is_copied_is_copied_again() {
+    let mut config = config(3, 2);
+    config.size_bytes = SIZE_BYTES - 32768;
+    config.missed[2] = region_set(&[7]);
+    let mut bench = Bench::with(&config);
+    let first = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    let grown = bench.apply(Event::Expand { size_bytes: SIZE_BYTES });
+    assert_eq!(expanded(&grown), Some(SIZE_BYTES));
+    let written = bench.submit(0, WRITE, 8 * REGION_BLOCKS - 1);
+    assert_eq!(sent_to(&written, 0), [0, 1]);
+    bench.answer(written, &[]);
+    let out = bench.answer(first, &[]);
+    let reaches_end = |output: &Output| {
+        matches!(output, Output::Send { peer: 2, operation: Operation::Write { .. }, range, .. }
+            if range.end() == SIZE_BYTES)
+    };
+    let copied = out.iter().position(reaches_end);
+    let joined = out.iter().position(|output| *output == Output::Joined { peer: 2 });
+    assert!(copied.is_some() && copied < joined, "{out:?}");
+}
