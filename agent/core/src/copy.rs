@@ -12,6 +12,9 @@ use crate::slot::{Phase, Slot, SlotId};
 impl EngineCore {
     /// Gives work to the copy slots that are free, most urgent first.
     pub(crate) fn start_jobs(&mut self, out: &mut Outputs) {
+        if let Some(id) = self.jobs.free_for_resync() {
+            self.start_resync(id, out);
+        }
         while let Some(id) = self.jobs.free() {
             if !self.start_next(id, out) {
                 return;
@@ -84,6 +87,9 @@ impl EngineCore {
         if copy.targets.is_empty() {
             return self.end_copy(id, out);
         }
+        if std::mem::take(&mut copy.starts_over) {
+            copy.step = CopyStep::Read;
+        }
         match (copy.step, copy.next_run()) {
             (CopyStep::Read, _) => self.read_piece(id, out),
             (CopyStep::Write { .. }, Some((run, is_zero))) => {
@@ -126,6 +132,7 @@ impl EngineCore {
             Why::Equalise { .. } => self.membership.nearest(),
             Why::Join { .. } => self.membership.reader(),
             Why::Repair { sources, .. } => sources.and(members).first(),
+            Why::Failed { sources, .. } => self.source_of_resync(sources).first(),
         }
     }
 
@@ -140,6 +147,7 @@ impl EngineCore {
             Why::Equalise { region } => self.region_is_equal(region),
             Why::Join { region } => self.region_is_brought(region, range, targets),
             Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
+            Why::Failed { request, .. } => self.is_resynced(request, out),
         }
         self.free_slot(id, out);
     }
@@ -182,6 +190,12 @@ impl EngineCore {
     /// depends on it for a copy does not become a member.
     pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
         let members = self.membership.answering();
+        if errno == Errno::NO_SPACE && self.becomes_source(peer, id) {
+            if self.answered_by(peer, id) {
+                self.advance(id, out);
+            }
+            return;
+        }
         if !(members.has(peer) && members.is_one()) {
             let reason = match errno {
                 Errno::NO_SPACE => "no space left".to_owned(),
@@ -193,7 +207,7 @@ impl EngineCore {
         if let Some(Job::Copy(copy)) = self.job(id) {
             let (why, piece, targets) = (copy.why, copy.piece, copy.targets);
             copy.targets = PeerMask::NONE;
-            if matches!(why, Why::Join { .. }) {
+            if matches!(why, Why::Join { .. } | Why::Failed { .. }) {
                 for target in targets.iter() {
                     self.lose(target, format!("the last member cannot read {piece}: {errno}"), out);
                 }

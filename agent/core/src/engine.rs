@@ -18,7 +18,8 @@ const PING_INTERVAL_MS: u64 = 1000;
 /// One volume, attached. See the crate's description.
 ///
 /// This file takes events in and handles losses, views and time. What the others add to it: `serve` requests
-/// of the frontend, `copy` and `equalise` what is copied, `clearing` write intent, `join` replicas that are
+/// of the frontend, `copy` and `equalise` what is copied, `failed` what has found no space,
+/// `clearing` write intent, `join` replicas that are
 /// brought up, `scrub` the comparison of the members, `expand` another size.
 #[derive(Debug)]
 pub struct EngineCore {
@@ -33,6 +34,8 @@ pub struct EngineCore {
     /// Empty, for its memory.
     held_spare: Vec<SlotId>,
     ready: Vec<SlotId>,
+    /// Requests that have failed on some replicas, which have to be made equal first.
+    pub(crate) resyncs: Vec<SlotId>,
     /// Something has happened that lets what is held go on.
     pub(crate) wake_held: bool,
     /// There may be something to do beside requests.
@@ -71,7 +74,7 @@ impl EngineCore {
     /// A core that serves `config.view`. Allocates all that requests will ever need.
     #[must_use]
     pub fn new(config: &CoreConfig) -> EngineCore {
-        assert!(config.copy_slots > 0 || config.dirty.is_empty(), "nothing to make the members equal with");
+        assert!(config.copy_slots > 1, "nothing to copy with beside what a failed request needs");
         let regions = Regions::of(config.size_bytes);
         let slots = Slots::new(config.queues, config.depth, config.copy_slots);
         let every = usize::from(config.queues) * usize::from(config.depth) + usize::from(config.copy_slots);
@@ -83,6 +86,7 @@ impl EngineCore {
             held: Vec::with_capacity(every),
             held_spare: Vec::with_capacity(every),
             ready: Vec::with_capacity(every),
+            resyncs: Vec::with_capacity(every),
             wake_held: false,
             wake: true,
             closed: vec![PeerMask::NONE; usize::from(config.queues)],

@@ -27,7 +27,7 @@ pub struct CoreConfig {
     /// For each of `peers`: what it is known to have missed. Of members it is empty.
     pub missed: Vec<RegionSet>,
     /// How many slots queue 0 has beyond `depth`, with a buffer of [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES)
-    /// each, for copies and checks. With none nothing is copied, compared or cleared.
+    /// each, for copies and checks; at least two. The last one is kept for what failed requests wait for.
     pub copy_slots: u16,
     /// How fast regions may be copied.
     pub copy_limits: CopyLimits,

@@ -32,6 +32,13 @@ pub(crate) enum Why {
     Join { region: u32 },
     /// A scrub has found these to differ. The copy has its range in the range table.
     Repair { odd: PeerMask, sources: PeerMask },
+    /// A request has found no space on `sources`. It keeps its range in the range table meanwhile.
+    Failed {
+        request: SlotId,
+        sources: PeerMask,
+        /// Members that had no space for what another one holds, and became the source themselves.
+        tried: PeerMask,
+    },
 }
 
 /// A range is made equal on some replicas, a piece at a time: read from one, written to the others.
@@ -47,6 +54,8 @@ pub(crate) struct Copy {
     pub step: CopyStep,
     /// What need not be sent of the piece.
     pub zeroes: ZeroBlocks,
+    /// The piece is read again, from another source, once everybody has answered.
+    pub starts_over: bool,
 }
 
 /// What comes next for the piece.
@@ -61,7 +70,7 @@ pub(crate) enum CopyStep {
 impl Copy {
     pub fn new(why: Why, range: ByteRange, targets: PeerMask) -> Copy {
         let piece = piece_at(range, range.offset());
-        Copy { why, range, piece, targets, step: CopyStep::Read, zeroes: [0; 4] }
+        Copy { why, range, piece, targets, step: CopyStep::Read, zeroes: [0; 4], starts_over: false }
     }
 
     /// The next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
@@ -125,8 +134,16 @@ impl Jobs {
         &mut self.jobs[index].1
     }
 
+    /// A slot for anything but a resync, which has the last one to itself: copies that wait for the range of a request that
+    /// has failed must not keep it from what it waits for.
     pub fn free(&self) -> Option<SlotId> {
-        self.jobs.iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
+        let others = self.jobs.len().saturating_sub(1);
+        self.jobs[..others].iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
+    }
+
+    /// The slot for resyncs.
+    pub fn free_for_resync(&self) -> Option<SlotId> {
+        self.jobs.last().filter(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
     }
 
     pub fn copies(&self) -> impl Iterator<Item = &Copy> {

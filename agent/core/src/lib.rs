@@ -12,6 +12,7 @@
 //! - A replica that fails leaves by a view change. Until that is through nothing is acknowledged that the
 //!   replica has not answered, and nothing new is sent. Where half of the members are left, that is until the
 //!   arbiter has granted the view; a further loss meanwhile is the end.
+//! - A modification that has found no space on some members fails, after all have been made equal in its range.
 //! - Where the members may differ at the start, nobody reads or writes before the region was copied from one
 //!   of them to all others.
 //! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,
@@ -32,6 +33,7 @@ mod engine;
 mod equalise;
 mod event;
 mod expand;
+mod failed;
 mod intent;
 mod job;
 mod join;

@@ -6,7 +6,7 @@ use crate::engine::EngineCore;
 use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::{Operation, Request};
-use crate::slot::{Phase, Slot, SlotId, Stage};
+use crate::slot::{Phase, Slot, SlotId};
 
 impl EngineCore {
     pub(crate) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
@@ -35,7 +35,7 @@ impl EngineCore {
             _ => self.modifies(range),
         };
         self.slots.at_mut(id).sent = to;
-        self.send_request(id, Stage::Request, operation, to, out);
+        self.send(id, operation, range, 0, to, out);
     }
 
     /// Whether the members may differ in `range`, or are being told that they do not.
@@ -69,19 +69,6 @@ impl EngineCore {
             }
         }
         to
-    }
-
-    fn send_request(
-        &mut self,
-        id: SlotId,
-        stage: Stage,
-        operation: Operation,
-        to: PeerMask,
-        out: &mut Outputs,
-    ) {
-        self.slots.at_mut(id).stage = stage;
-        let range = self.slots.at(id).range;
-        self.send(id, operation, range, 0, to, out);
     }
 
     /// Sends about a part of what the slot is about.
@@ -121,7 +108,7 @@ impl EngineCore {
             Err(Errno::NO_SPACE) if !is_member => {
                 return self.lose(peer, "no space left".to_owned(), out);
             }
-            Err(Errno::NO_SPACE) if slot.operation.modifies() && slot.stage == Stage::Request => {
+            Err(Errno::NO_SPACE) if slot.operation.modifies() => {
                 slot.no_space = slot.no_space.with(PeerMask::one(peer));
             }
             Err(errno) if alone => slot.error = Some(errno),
@@ -138,71 +125,19 @@ impl EngineCore {
 
     /// Nobody has to answer any more, because the last that had to is gone.
     pub(crate) fn released(&mut self, id: SlotId, out: &mut Outputs) {
-        let slot = self.slots.at(id);
-        match (slot.operation, slot.stage) {
-            (Operation::Read, _) => self.issue_request(id, out),
-            (_, Stage::ReadBack) => self.give_back(id, out),
+        match self.slots.at(id).operation {
+            Operation::Read => self.issue_request(id, out),
             _ => self.finish(id, out),
         }
     }
 
     /// Everybody has answered.
     fn finish(&mut self, id: SlotId, out: &mut Outputs) {
-        let slot = *self.slots.at(id);
-        match (slot.stage, slot.error) {
-            (_, Some(errno)) => self.fail(id, errno, out),
-            (Stage::Request, None) if slot.no_space.is_empty() => self.complete(id, Ok(()), out),
-            (Stage::ReadBack, None) => {
-                let had_space = slot.sent.and(self.membership.connected()).without(slot.no_space);
-                let write = Operation::Write { fua: false };
-                self.send_request(id, Stage::WriteBack, write, had_space, out);
-                if had_space.is_empty() {
-                    self.finish(id, out);
-                }
-            }
-            (Stage::WriteBack, None) => self.complete(id, Err(Errno::NO_SPACE), out),
-            (Stage::Request, None) => self.give_back(id, out),
-        }
-    }
-
-    /// Some members had no space for the write. A full disk is the writer's error and not the end of a
-    /// replica; but the replicas that had the space must not keep what the others do not have: they get
-    /// back what one of the others still holds, and then the write has failed on all.
-    fn give_back(&mut self, id: SlotId, out: &mut Outputs) {
-        let slot = *self.slots.at(id);
-        let without_space = slot.no_space;
-        let members = self.membership.answering();
-        let leaving = without_space.and(self.membership.in_view()).without(members);
-        let holders = without_space.and(members);
-        let had_space = slot.sent.and(self.membership.connected()).without(without_space);
-        if had_space.is_empty() {
-            return self.complete(id, Err(Errno::NO_SPACE), out);
-        }
-        if !matches!(slot.operation, Operation::Write { .. }) {
-            return self.part_with(id, without_space, out);
-        }
-        match holders.first() {
-            Some(source) => {
-                self.send_request(id, Stage::ReadBack, Operation::Read, PeerMask::one(source), out);
-            }
-            // Those without space are about to leave. Until they have, a member does not hold the data.
-            None if !leaving.is_empty() => self.slots.at_mut(id).pending = leaving,
-            // They have left: everybody else has the data.
-            None => self.complete(id, Ok(()), out),
-        }
-    }
-
-    /// There is no buffer to carry what was before a discard or zeroes: those that had no space for them
-    /// leave, unless no member had.
-    fn part_with(&mut self, id: SlotId, without_space: PeerMask, out: &mut Outputs) {
-        if self.membership.answering().without(without_space).is_empty() {
-            return self.fail(id, Errno::NO_SPACE, out);
-        }
-        let slot = self.slots.at_mut(id);
-        slot.pending = without_space;
-        slot.no_space = PeerMask::NONE;
-        for peer in without_space.iter() {
-            self.lose(peer, "it has no space left for zeroes, others have".to_owned(), out);
+        let slot = self.slots.at(id);
+        match slot.error {
+            Some(errno) => self.fail(id, errno, out),
+            None if slot.no_space.is_empty() => self.complete(id, Ok(()), out),
+            None => self.found_no_space(id, out),
         }
     }
 
@@ -217,7 +152,7 @@ impl EngineCore {
         self.complete(id, Err(errno), out);
     }
 
-    fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
+    pub(crate) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
         slot.phase = Phase::Free;
         let Slot { operation, range, .. } = *slot;

@@ -23,24 +23,14 @@ pub(crate) enum Phase {
     Held,
     /// It was sent.
     Active,
-}
-
-/// What is being done for a request that was sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// What it asks for.
-    Request,
-    /// A write found no space on some members: what one of them still has is read back.
-    ReadBack,
-    /// What was read back is written to the members that had the space.
-    WriteBack,
+    /// Everybody has answered, some that it has failed there: the replicas are being made equal.
+    Resync,
 }
 
 /// The request in one slot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
     pub phase: Phase,
-    pub stage: Stage,
     pub operation: Operation,
     pub range: ByteRange,
     /// Replicas that it was sent to when its turn came.
@@ -57,7 +47,6 @@ pub(crate) struct Slot {
 impl Slot {
     pub const FREE: Slot = Slot {
         phase: Phase::Free,
-        stage: Stage::Request,
         operation: Operation::Flush,
         range: ByteRange::EMPTY,
         sent: PeerMask::NONE,
@@ -130,10 +119,10 @@ impl Slots {
         self.slots.iter().filter(|slot| slot.phase == Phase::Active)
     }
 
-    /// Those of the frontend among them.
+    /// Those of the frontend that were sent and are not completed.
     pub fn active_requests(&self) -> impl Iterator<Item = &Slot> {
         let requests = usize::from(self.queues) * usize::from(self.depth);
-        self.slots[..requests].iter().filter(|slot| slot.phase == Phase::Active)
+        self.slots[..requests].iter().filter(|slot| matches!(slot.phase, Phase::Active | Phase::Resync))
     }
 }
 

@@ -18,7 +18,7 @@ use shorthorn_types::{ByteRange, Generation, Members, ReplicaId, ReplicaReport, 
 use shorthorn_views::basis;
 
 const DEPTH: u16 = 6;
-const COPY_SLOTS: u16 = 2;
+const COPY_SLOTS: u16 = 3;
 const MAX_WRITE_UNITS: u64 = 60;
 
 /// xorshift64*: a seed is a whole run.

@@ -14,7 +14,7 @@ use crate::world::{Occurrence, World};
 /// Slots of the frontend.
 pub const DEPTH: u16 = 16;
 /// Slots for copies.
-pub const COPY_SLOTS: u16 = 3;
+pub const COPY_SLOTS: u16 = 4;
 /// The largest request of the core: a piece of a copy or of a scrub.
 const BUFFER_SECTORS: usize = 2048;
 /// A replica that is silent for so long has failed.

@@ -9,6 +9,7 @@ use crate::request::{Operation, Request};
 
 mod copies;
 mod expand;
+mod failed;
 mod joins;
 
 const TIMEOUT_MS: u64 = 5000;
@@ -35,7 +36,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
         missed: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
-        copy_slots: 2,
+        copy_slots: 3,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
         intent_keep_bytes: 0,
@@ -324,78 +325,12 @@ fn the_last_replica_passes_its_errors_on() {
     assert!(is_frozen(&bench.lose(0)));
 }
 
-#[test]
-fn no_space_everywhere_is_an_error_to_the_writer() {
-    let mut bench = Bench::new(3);
-    bench.submit(0, WRITE, 0);
-    bench.reply(0, 0, Err(Errno::NO_SPACE));
-    bench.reply(1, 0, Err(Errno::NO_SPACE));
-    let out = bench.reply(2, 0, Err(Errno::NO_SPACE));
-    assert_eq!(completed(&out, 0), Some(Err(Errno::NO_SPACE)));
-    assert_eq!(bench.core.membership().view().members.len(), 3);
-}
-
 fn sent(out: &[Output], slot: u16) -> Vec<(PeerIndex, Operation)> {
     let what = |output: &Output| match output {
         Output::Send { peer, slot: sent, operation, .. } if *sent == id(slot) => Some((*peer, *operation)),
         _ => None,
     };
     out.iter().filter_map(what).collect()
-}
-
-/// A write that has found no space on replica 1 only.
-fn torn_write() -> (Bench, Outputs) {
-    let mut bench = Bench::new(3);
-    bench.submit(0, WRITE, 0);
-    bench.reply(0, 0, Ok(()));
-    bench.reply(1, 0, Err(Errno::NO_SPACE));
-    let out = bench.reply(2, 0, Ok(()));
-    (bench, out)
-}
-
-#[test]
-fn no_space_on_one_fails_the_write_on_all() {
-    let (mut bench, out) = torn_write();
-    assert_eq!(sent(&out, 0), [(1, Operation::Read)], "what it still has is read back");
-    let out = bench.reply(1, 0, Ok(()));
-    assert_eq!(sent(&out, 0), [(0, WRITE), (2, WRITE)], "and given to those that had the space");
-    bench.reply(0, 0, Ok(()));
-    let out = bench.reply(2, 0, Ok(()));
-    assert_eq!(completed(&out, 0), Some(Err(Errno::NO_SPACE)));
-    assert_eq!(bench.core.membership().view().members.len(), 3, "nobody has left");
-}
-
-#[test]
-fn a_write_is_good_when_those_without_space_have_left() {
-    let (mut bench, _) = torn_write();
-    bench.lose(1);
-    bench.view_stored(0, 2);
-    assert_eq!(completed(&bench.view_stored(2, 2), 0), Some(Ok(())));
-}
-
-#[test]
-fn a_write_waits_until_those_without_space_have_left() {
-    let mut bench = Bench::new(3);
-    bench.submit(0, WRITE, 0);
-    bench.reply(0, 0, Ok(()));
-    bench.reply(1, 0, Err(Errno::NO_SPACE));
-    bench.lose(1);
-    let out = bench.reply(2, 0, Ok(()));
-    assert_eq!(completed(&out, 0), None, "replica 1 is still in the view and does not hold the data");
-    bench.view_stored(0, 2);
-    assert_eq!(completed(&bench.view_stored(2, 2), 0), Some(Ok(())));
-}
-
-#[test]
-fn a_replica_that_does_not_take_the_old_data_back_leaves() {
-    let (mut bench, _) = torn_write();
-    bench.reply(1, 0, Ok(()));
-    bench.reply(0, 0, Ok(()));
-    let out = bench.reply(2, 0, Err(Errno::NO_SPACE));
-    assert!(out.iter().any(|output| matches!(output, Output::Drop { peer: 2, .. })));
-    bench.close(2);
-    bench.view_stored(0, 2);
-    assert_eq!(completed(&bench.view_stored(1, 2), 0), Some(Err(Errno::NO_SPACE)));
 }
 
 #[test]

@@ -13,7 +13,7 @@ fn unequal(regions: &[u32]) -> Bench {
     let mut config = config(3, 3);
     config.dirty = region_set(regions);
     config.peers[1].local = true;
-    config.copy_slots = 1;
+    config.copy_slots = 2;
     config.copy_limits.bytes_per_s = 64 << 10;
     Bench::with(&config)
 }

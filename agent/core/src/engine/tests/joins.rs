@@ -11,7 +11,7 @@ const READER: PeerIndex = 0;
 /// Two members and replica 2, which is brought up and lacks `missing`. Copies are answered when the test says so.
 fn joining(missing: &[u32]) -> (Bench, Outputs) {
     let mut config = config(3, 2);
-    config.copy_slots = 1;
+    config.copy_slots = 2;
     let mut bench = Bench::with(&config);
     let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(missing)) });
     (bench, out)
@@ -68,7 +68,7 @@ fn a_write_is_sent_to_it_unless_it_misses_all_of_its_regions() {
 #[test]
 fn a_copy_waits_for_writes_in_flight() {
     let mut config = config(3, 2);
-    config.copy_slots = 1;
+    config.copy_slots = 2;
     let mut bench = Bench::with(&config);
     bench.submit(0, WRITE, 4 * REGION_BLOCKS);
     let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
@@ -140,9 +140,11 @@ fn a_write_that_no_member_has_space_for_is_taken_back_from_the_joiner() {
     bench.reply(2, 0, Ok(()));
     bench.reply(0, 0, Err(Errno::NO_SPACE));
     let out = bench.reply(1, 0, Err(Errno::NO_SPACE));
-    assert_eq!(sent(&out, 0), [(0, Operation::Read)]);
-    assert_eq!(sent(&bench.reply(0, 0, Ok(())), 0), [(2, WRITE)]);
-    assert_eq!(completed(&bench.reply(2, 0, Ok(())), 0), Some(Err(Errno::NO_SPACE)));
+    assert_eq!(sent(&out, COPY + 1), [(0, Operation::Read)]);
+    assert_eq!(sent(&bench.reply(0, COPY + 1, Ok(())), COPY + 1), [(1, WRITE), (2, WRITE)]);
+    bench.reply(1, COPY + 1, Ok(()));
+    let out = bench.reply(2, COPY + 1, Ok(()));
+    assert_eq!(completed(&out, 0), Some(Err(Errno::NO_SPACE)));
 }
 
 #[test]

@@ -1,0 +1,145 @@
+//! Modifications that find no space.
+
+use super::*;
+
+/// The slot for copies that is kept for this.
+const COPY: u16 = 10;
+const ZEROES: Operation = Operation::WriteZeroes { fua: false };
+
+/// A request that has found no space on `without_space` of three members.
+fn torn(operation: Operation, without_space: &[PeerIndex]) -> (Bench, Outputs) {
+    let mut bench = Bench::new(3);
+    bench.submit(0, operation, 0);
+    let mut out = Vec::new();
+    for peer in 0..3 {
+        let outcome = if without_space.contains(&peer) { Err(Errno::NO_SPACE) } else { Ok(()) };
+        out = bench.reply(peer, 0, outcome);
+    }
+    (bench, out)
+}
+
+const NO_SPACE: Option<Result<(), Errno>> = Some(Err(Errno::NO_SPACE));
+
+/// Each may have done a part of it before it ran out of space.
+#[test]
+fn members_without_space_are_made_equal_before_the_request_fails() {
+    for operation in [WRITE, ZEROES, Operation::Discard] {
+        for without_space in [&[1][..], &[1, 2], &[0, 1, 2]] {
+            let (mut bench, out) = torn(operation, without_space);
+            let source = without_space[0];
+            assert_eq!((sent(&out, COPY), completed(&out, 0)), (vec![(source, Operation::Read)], None));
+            assert_eq!(sent_to(&bench.submit(1, Operation::Read, 0), 1), [], "they may differ");
+            let out = bench.reply(source, COPY, Ok(()));
+            let others: Vec<PeerIndex> = (0..3).filter(|peer| *peer != source).collect();
+            assert_eq!(sent_to(&out, COPY), others);
+            bench.reply(others[0], COPY, Ok(()));
+            let out = bench.reply(others[1], COPY, Ok(()));
+            assert_eq!(completed(&out, 0), NO_SPACE, "{operation:?}");
+            assert_eq!(sent_to(&out, 1).len(), 1, "who waited goes on");
+            assert_eq!(bench.core.membership().view().members.len(), 3, "nobody has left");
+            assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
+        }
+    }
+}
+
+#[test]
+fn one_that_is_alone_differs_from_nobody() {
+    let mut bench = Bench::new(1);
+    bench.submit(0, WRITE, 0);
+    assert_eq!(completed(&bench.reply(0, 0, Err(Errno::NO_SPACE)), 0), NO_SPACE);
+}
+
+#[test]
+fn a_write_is_good_when_those_without_space_have_left() {
+    let (mut bench, _) = torn(WRITE, &[1]);
+    bench.lose(1);
+    let out = bench.view_stored(0, 2);
+    assert_eq!(completed(&out, 0), None);
+    let out = bench.view_stored(2, 2);
+    let out = bench.answer(out, &[]);
+    assert_eq!(completed(&out, 0), NO_SPACE, "the copy had begun: from whoever is left");
+}
+
+#[test]
+fn a_write_waits_until_those_without_space_have_left() {
+    let mut bench = Bench::new(3);
+    bench.submit(0, WRITE, 0);
+    bench.reply(0, 0, Ok(()));
+    bench.reply(1, 0, Err(Errno::NO_SPACE));
+    bench.lose(1);
+    let out = bench.reply(2, 0, Ok(()));
+    assert_eq!(completed(&out, 0), None, "replica 1 is still in the view and does not hold the data");
+    bench.view_stored(0, 2);
+    assert_eq!(completed(&bench.view_stored(2, 2), 0), Some(Ok(())));
+}
+
+#[test]
+fn zeroes_are_good_when_those_without_space_have_left_before() {
+    let mut bench = Bench::new(3);
+    bench.submit(0, ZEROES, 0);
+    bench.reply(0, 0, Err(Errno::NO_SPACE));
+    bench.lose(0);
+    bench.view_stored(1, 2);
+    bench.view_stored(2, 2);
+    bench.reply(1, 0, Ok(()));
+    assert_eq!(completed(&bench.reply(2, 0, Ok(())), 0), Some(Ok(())));
+}
+
+#[test]
+fn two_requests_without_space_end() {
+    let mut bench = Bench::new(3);
+    bench.submit(0, ZEROES, 0);
+    bench.submit(1, ZEROES, 100);
+    let mut out = Vec::new();
+    for slot in [0, 1] {
+        bench.reply(0, slot, Err(Errno::NO_SPACE));
+        bench.reply(1, slot, Ok(()));
+        out.extend(bench.reply(2, slot, Ok(())));
+    }
+    let out = bench.answer(out, &[]);
+    assert_eq!((completed(&out, 0), completed(&out, 1)), (NO_SPACE, NO_SPACE));
+    assert_eq!(bench.core.unfinished(), 0);
+}
+
+/// All disks are full, and one had room for a little more than another.
+#[test]
+fn a_member_without_space_for_what_the_source_holds_becomes_the_source() {
+    let (mut bench, _) = torn(WRITE, &[0, 1, 2]);
+    bench.reply(0, COPY, Ok(()));
+    bench.reply(2, COPY, Ok(()));
+    let out = bench.reply(1, COPY, Err(Errno::NO_SPACE));
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(sent_to(&out, COPY), [0, 2]);
+    bench.reply(2, COPY, Ok(()));
+    assert_eq!(completed(&bench.reply(0, COPY, Ok(())), 0), NO_SPACE);
+    assert_eq!(bench.core.membership().view().members.len(), 3);
+}
+
+/// Each lacks the space for what another one holds: there is no telling what all of them can hold.
+#[test]
+fn a_member_that_can_be_made_equal_to_nobody_leaves() {
+    let (mut bench, out) = torn(WRITE, &[0, 1]);
+    let answer = |bench: &mut Bench, first: Outputs| {
+        let (mut outputs, mut at) = (first, 0);
+        while at < outputs.len() {
+            let event = match &outputs[at] {
+                Output::Send { peer, slot, operation: Operation::Write { .. }, .. } if *peer < 2 => {
+                    Some(Event::Reply { peer: *peer, slot: *slot, outcome: Err(Errno::NO_SPACE) })
+                }
+                Output::Drop { peer, .. } => {
+                    outputs.extend(bench.close(*peer));
+                    None
+                }
+                output => answer_to(output).map(|(_, event)| event),
+            };
+            outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+            at += 1;
+        }
+        outputs
+    };
+    let out = answer(&mut bench, out);
+    assert_eq!(drops(&out).len(), 1, "{out:?}");
+    assert_eq!(completed(&out, 0), NO_SPACE);
+    assert_eq!(bench.core.membership().view().members.len(), 2);
+}
