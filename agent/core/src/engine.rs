@@ -12,6 +12,9 @@ use crate::ranges::RangeTable;
 use crate::scrub::Scrub;
 use crate::slot::{Phase, SlotId, Slots};
 
+/// By how much the core's clock goes on with one tick at most: more than that between two ticks is a pause of this process or
+/// of the machine. Answers that have come meanwhile are taken in between the ticks that follow, before anybody is late.
+const TICK_STEP_MS_MAX: u64 = 1000;
 /// A connection that is silent for so long gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
 
@@ -50,7 +53,10 @@ pub struct EngineCore {
     pub(crate) unfinished: usize,
     pub(crate) frozen: bool,
     replica_timeout_ms: u64,
+    /// The core's own clock, which leaves pauses out.
     pub(crate) now_ms: u64,
+    /// The time of the last tick.
+    told_ms: u64,
 
     pub(crate) jobs: Jobs,
     pub(crate) bucket: Bucket,
@@ -97,6 +103,7 @@ impl EngineCore {
             frozen: false,
             replica_timeout_ms: config.replica_timeout_ms,
             now_ms: 0,
+            told_ms: 0,
             jobs: Jobs::new(slots.copies()),
             slots,
             bucket: Bucket::new(config.copy_limits),
@@ -378,7 +385,8 @@ impl EngineCore {
     }
 
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
-        self.now_ms = now_ms.max(self.now_ms);
+        let told_ms = std::mem::replace(&mut self.told_ms, now_ms);
+        self.now_ms += now_ms.saturating_sub(told_ms).min(TICK_STEP_MS_MAX);
         for peer in self.late().iter() {
             self.lose(peer, format!("no answer for {} ms", self.replica_timeout_ms), out);
         }

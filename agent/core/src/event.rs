@@ -171,7 +171,7 @@ pub enum Event {
     },
     /// Time passes; at least four times a second while requests are in flight.
     Tick {
-        /// Milliseconds since any fixed point; never less than before.
+        /// Milliseconds since any fixed point. Of a step of more than a second one second counts: the process was paused.
         now_ms: u64,
     },
 }

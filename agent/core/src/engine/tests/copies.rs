@@ -366,7 +366,7 @@ fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
     for at in 1..4 {
-        let out = bench.tick(at * 100 * INTERVAL_MS);
+        let out = bench.tick(at * INTERVAL_MS);
         assert_eq!(cleared(&bench.answer(out, &[])), []);
     }
     let out = bench.apply(Event::Settle);
