@@ -6,7 +6,7 @@
 //! together: a plan is right only until the next change of the same blocks.
 
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_types::{ByteRange, RangeError};
+use shorthorn_types::{ByteRange, Errno, RangeError};
 use thiserror::Error;
 
 use crate::block_map::BlockMap;
@@ -75,6 +75,30 @@ pub enum ZeroStep {
     Merge(EdgeBlock),
 }
 
+impl ZeroStep {
+    /// The blocks that change.
+    #[must_use]
+    pub fn blocks(self) -> ByteRange {
+        match self {
+            ZeroStep::Punch(blocks) | ZeroStep::WriteZeroes(blocks) => blocks,
+            ZeroStep::Merge(edge) => edge.block,
+        }
+    }
+
+    /// The blocks to write zeroes over because the file system has refused this step with `errno`: it
+    /// makes no holes after all, or has no space for the extent that a hole cuts in two. (Where there
+    /// is data, there is space to write over it.)
+    #[must_use]
+    pub fn written_instead(self, errno: Errno) -> Option<ByteRange> {
+        match self {
+            ZeroStep::Punch(blocks) if matches!(errno, Errno::NOT_SUPPORTED | Errno::NO_SPACE) => {
+                Some(blocks)
+            }
+            _ => None,
+        }
+    }
+}
+
 /// Why nothing was planned.
 #[derive(Debug, Error)]
 pub enum PlanError<E> {
@@ -135,9 +159,11 @@ impl BlockMap {
         })
     }
 
-    /// Appends what a discard of `range` does to `steps`: holes where nothing lies below. A block
-    /// with data below stays as it is, and so does one that is only touched, so that a discard
-    /// never brings older data back.
+    /// Appends what a discard of `range` does to `steps`: every whole block of it reads as zeroes
+    /// then, and a block of which it covers only a part stays as it is. So all members read the same
+    /// after it, whatever their layers hold and whether their file systems can punch.
+    ///
+    /// It may need space: over what lies below, and where holes cannot be made, zeroes are written.
     ///
     /// # Errors
     /// [`PlanError`]; `steps` may then hold a part of the plan.
@@ -147,15 +173,8 @@ impl BlockMap {
         source: &mut S,
         steps: &mut Vec<ZeroStep>,
     ) -> Result<(), PlanError<S::Error>> {
-        let range = range.check(self.size_bytes)?;
-        if !self.can_punch {
-            return Ok(());
-        }
-        self.for_each_parent_run(range.shrunk_to_blocks(), source, |run, has_data| {
-            if !has_data {
-                push(steps, ZeroStep::Punch(run));
-            }
-        })
+        let whole = range.check(self.size_bytes)?.shrunk_to_blocks();
+        self.plan_zero_blocks(whole, source, steps)
     }
 
     /// Appends what makes `range` read as zeroes to `steps`.
@@ -170,30 +189,29 @@ impl BlockMap {
     ) -> Result<(), PlanError<S::Error>> {
         let range = range.check(self.size_bytes)?;
         let (first, whole, last) = split(range);
-        let can_punch = self.can_punch;
         for part in [first, last] {
             let edge = self.edge(part, source).map_err(PlanError::Source)?;
             steps.extend(edge.filter(|edge| edge.source != BlockSource::Zero).map(ZeroStep::Merge));
         }
         let Some(whole) = whole else { return Ok(()) };
-        self.for_each_parent_run(whole, source, |run, has_data| {
-            let step = if can_punch && !has_data { ZeroStep::Punch } else { ZeroStep::WriteZeroes };
-            push(steps, step(run));
-        })
+        self.plan_zero_blocks(whole, source, steps)
     }
 
-    /// Calls `each` for the runs of blocks in `range` with and without data below the head.
-    fn for_each_parent_run<S: ExtentSource>(
+    /// Appends what makes the whole blocks of `blocks` read as zeroes: holes as far as nothing lies
+    /// below and the file system can make them.
+    fn plan_zero_blocks<S: ExtentSource>(
         &mut self,
-        range: ByteRange,
+        blocks: ByteRange,
         source: &mut S,
-        mut each: impl FnMut(ByteRange, bool),
+        steps: &mut Vec<ZeroStep>,
     ) -> Result<(), PlanError<S::Error>> {
-        let mut offset = range.offset();
-        while offset < range.end() {
+        let mut offset = blocks.offset();
+        while offset < blocks.end() {
             let (owner, run_end) = self.parent_at(offset, source).map_err(PlanError::Source)?;
-            let end = run_end.min(range.end());
-            each(span(offset, end), owner.is_some());
+            let end = run_end.min(blocks.end());
+            let punches = self.can_punch && owner.is_none();
+            let step = if punches { ZeroStep::Punch } else { ZeroStep::WriteZeroes };
+            push(steps, step(span(offset, end)));
             offset = end;
         }
         Ok(())

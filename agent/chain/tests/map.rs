@@ -13,6 +13,8 @@ use shorthorn_chain::{
 const BLOCK: u64 = 4096;
 /// Two windows and a half.
 const BLOCKS: u64 = 4096 * 5 / 2;
+/// The value of a block of zeroes that takes space.
+const ZEROES: u32 = u32::MAX;
 
 /// Layers by slot: what each block holds.
 #[derive(Default)]
@@ -195,35 +197,27 @@ impl Run {
     fn discard(&mut self, range: ByteRange) {
         let mut steps = Vec::new();
         self.map.plan_discard(range, &mut self.layers, &mut steps).unwrap();
-        let mut punched = 0;
-        for step in steps {
-            let ZeroStep::Punch(hole) = step else { panic!("{step:?}") };
-            assert_eq!(hole.grown_to_blocks(), hole);
-            for block in hole.offset() / BLOCK..hole.end() / BLOCK {
-                assert!(!self.has_parent(block), "a discard brings block {block} of a parent back");
-            }
-            punched += hole.length();
-            self.set(hole, None);
-            self.map.punched(hole);
-        }
-        let whole = range.shrunk_to_blocks();
-        let free =
-            (whole.offset() / BLOCK..whole.end() / BLOCK).filter(|&block| !self.has_parent(block)).count();
-        assert_eq!(punched, if self.can_punch { free as u64 * BLOCK } else { 0 });
+        assert!(!steps.iter().any(|step| matches!(step, ZeroStep::Merge(_))), "{steps:?}");
+        self.zero(range.shrunk_to_blocks(), steps);
     }
 
     fn write_zeroes(&mut self, range: ByteRange) {
         let mut steps = Vec::new();
         self.map.plan_write_zeroes(range, &mut self.layers, &mut steps).unwrap();
-        const ZEROES: u32 = u32::MAX;
+        self.zero(range, steps);
+    }
+
+    /// Executes `steps`, which make `range` read as zeroes and change nothing else.
+    fn zero(&mut self, range: ByteRange, steps: Vec<ZeroStep>) {
         for step in steps {
             match step {
                 ZeroStep::Punch(hole) => {
-                    assert!(self.can_punch);
+                    assert!(self.can_punch && hole.shrunk_to_blocks() == hole && contains(range, hole));
                     self.set(hole, None);
                     self.map.punched(hole);
                 }
                 ZeroStep::WriteZeroes(blocks) => {
+                    assert!(contains(range, blocks));
                     self.set(blocks, Some(ZEROES));
                     self.map.written(blocks);
                 }
@@ -237,11 +231,24 @@ impl Run {
                 }
             }
         }
-        let whole = range.shrunk_to_blocks();
-        for block in whole.offset() / BLOCK..whole.end() / BLOCK {
+        for block in numbers(range.shrunk_to_blocks()) {
             assert!(matches!(self.truth(block), None | Some((_, ZEROES))), "block {block} is not zero");
+            let is_hole = self.layers.slots[self.chain[0].slot()][block as usize].is_none();
+            let may_be_one = self.can_punch && !self.has_parent(block);
+            assert_eq!(
+                is_hole, may_be_one,
+                "block {block}: a hole takes no space, if it shows nothing older"
+            );
         }
     }
+}
+
+fn contains(range: ByteRange, part: ByteRange) -> bool {
+    range.offset() <= part.offset() && part.end() <= range.end()
+}
+
+fn numbers(blocks: ByteRange) -> std::ops::Range<u64> {
+    blocks.offset() / BLOCK..blocks.end() / BLOCK
 }
 
 proptest! {
@@ -255,6 +262,84 @@ proptest! {
             run.perform(step);
         }
         run.read(ByteRange::new(0, BLOCKS * BLOCK).unwrap());
+    }
+}
+
+/// Blocks whose layout is drawn, half of them in the first window, half in the second.
+const DRAWN: u64 = 48;
+const FIRST_DRAWN: u64 = 4096 - DRAWN / 2;
+
+/// What a block reads as (0 for zeroes), and how each of several members has come to hold that.
+#[derive(Clone, Debug)]
+struct Drawn {
+    value: u32,
+    layouts: [Layout; 4],
+}
+
+#[derive(Clone, Debug)]
+struct Layout {
+    /// Which layer has the block.
+    owner: usize,
+    /// Zeroes were written, or copied as what was written.
+    keeps_zeroes: bool,
+    /// The layers below the owner have something else.
+    hides_older: bool,
+}
+
+impl Layout {
+    /// What the layers hold, the head first, of a block that reads as `value`.
+    fn layers(&self, value: u32, count: usize) -> Vec<Option<u32>> {
+        const OLDER: u32 = 77;
+        let mut held = vec![None; count];
+        if value != 0 || self.keeps_zeroes {
+            let owner = self.owner % count;
+            held[owner] = Some(if value == 0 { ZEROES } else { value });
+            held[owner + 1..].fill(self.hides_older.then_some(OLDER));
+        }
+        held
+    }
+}
+
+/// A member whose blocks are laid out as the `number`th of each of `drawn`.
+fn member(drawn: &[Drawn], number: usize, layers: usize, can_punch: bool) -> Run {
+    let mut run = Run::new(can_punch, usize::MAX);
+    while run.chain.len() < layers {
+        run.perform(Step::Snapshot);
+    }
+    for (block, Drawn { value, layouts }) in (FIRST_DRAWN..).zip(drawn) {
+        for (file, content) in run.chain.iter().zip(layouts[number].layers(*value, layers)) {
+            run.layers.slots[file.slot()][block as usize] = content;
+        }
+    }
+    run
+}
+
+fn drawn() -> impl Strategy<Value = Vec<Drawn>> {
+    let value = prop_oneof![Just(0u32), 1..9u32];
+    let layout = (0..3usize, any::<bool>(), any::<bool>())
+        .prop_map(|(owner, keeps_zeroes, hides_older)| Layout { owner, keeps_zeroes, hides_older });
+    let block = (value, prop::array::uniform4(layout)).prop_map(|(value, layouts)| Drawn { value, layouts });
+    prop::collection::vec(block, DRAWN as usize)
+}
+
+proptest! {
+    /// Members that read the same may hold it differently: zeroes are copied to a new one as holes, and file systems
+    /// that cannot punch are given zeroes to write.
+    #[test]
+    fn a_discard_leaves_all_members_reading_the_same(drawn in drawn(), layers in 1..4usize,
+        (first, count) in (0..DRAWN * 8, 1..DRAWN * 8)) {
+        let count = count.min(DRAWN * 8 - first);
+        let range = ByteRange::new(FIRST_DRAWN * BLOCK + first * 512, count * 512).unwrap();
+        let whole = numbers(range.shrunk_to_blocks());
+        for (number, can_punch) in [(0, true), (1, true), (2, false), (3, false)] {
+            let mut run = member(&drawn, number, layers, can_punch);
+            run.discard(range);
+            for (block, drawn) in (FIRST_DRAWN..).zip(&drawn) {
+                let found = run.truth(block).map_or(0, |(_, value)| if value == ZEROES { 0 } else { value });
+                let expected = if whole.contains(&block) { 0 } else { drawn.value };
+                prop_assert_eq!(found, expected, "block {} of member {}", block, number);
+            }
+        }
     }
 }
 

@@ -3,11 +3,13 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::*;
+use shorthorn_store::{OpenOptions, Store};
 use shorthorn_types::{MarkAction, MarkRegions, Members, RegionsOf, ReplicaId, View, ViewId};
 use shorthorn_wire::{Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
@@ -52,10 +54,10 @@ fn may_mount() -> bool {
     root
 }
 
-/// Writes blocks of 64 KiB until one is refused; how many were not.
-fn fill(client: &mut Client) -> u64 {
+/// Writes blocks of 64 KiB, the first at `start`, until one is refused; how many were not.
+fn fill(client: &mut Client, start: u64) -> u64 {
     for n in 0.. {
-        match client.write(n * (64 << 10), &pattern(n, 64 << 10)) {
+        match client.write(start + n * (64 << 10), &pattern(n, 64 << 10)) {
             Ok(()) => {}
             Err(errno) => {
                 assert_eq!(errno, libc::ENOSPC);
@@ -72,7 +74,7 @@ fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
     spec.directory = directory.join("v1-00000007");
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
-    let written = fill(&mut client);
+    let written = fill(&mut client, 0);
     assert!(written > 10);
     for n in 0..written {
         assert!(client.read(n * (64 << 10), 64 << 10).unwrap() == pattern(n, 64 << 10));
@@ -108,6 +110,61 @@ fn a_full_tmpfs() {
     a_full_disk_refuses_writes_and_goes_on(&disk.0);
 }
 
+/// Over what lies below, a discard needs space for zeroes: without it, it has failed, and nothing else has.
+fn a_full_disk_refuses_discards_above_a_snapshot(directory: &Path) {
+    const BELOW: u64 = 2 * MIB;
+    let base = base();
+    let mut spec = spec(base.path(), 256 * MIB);
+    spec.directory = directory.join("v1-00000007");
+    assert!(Replica::start(&spec).terminate().success());
+    let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();
+    store.write_at(&vec![7; usize::try_from(BELOW).unwrap()], 0, false).unwrap();
+    store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+    store.close().unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    let offset = |n: u64| BELOW + n * (64 << 10);
+    let written = fill(&mut client, BELOW);
+    assert!(written > 40);
+    let discard = |client: &mut Client, offset: u64, bytes: u64| {
+        client.call(Opcode::Discard, Flags::NONE, offset, u32::try_from(bytes).unwrap(), &[])
+    };
+    assert_eq!(discard(&mut client, 512, BELOW), Err(libc::ENOSPC));
+    assert!(replica.status().serving);
+    let found = client.read(0, u32::try_from(MIB).unwrap()).unwrap();
+    assert!(found.chunks(4096).all(|block| block == [7; 4096] || block == [0; 4096]));
+    // Where nothing lies below, it gives space back.
+    discard(&mut client, offset(0), 40 * (64 << 10)).unwrap();
+    discard(&mut client, 512, BELOW - 1024).unwrap();
+    let found = client.read(0, u32::try_from(MIB).unwrap()).unwrap();
+    assert!(found[..4096].iter().all(|byte| *byte == 7) && found[4096..].iter().all(|byte| *byte == 0));
+    let last = client.read(BELOW - 4096, 8192).unwrap();
+    assert!(last[..4096].iter().all(|byte| *byte == 7) && last[4096..].iter().all(|byte| *byte == 0));
+    let kept = offset(written - 1);
+    assert!(client.read(kept, 64 << 10).unwrap() == pattern(written - 1, 64 << 10));
+    assert!(replica.terminate().success());
+}
+
+#[test]
+fn discards_on_a_full_ext4() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 32 * MIB);
+    a_full_disk_refuses_discards_above_a_snapshot(&disk.0);
+}
+
+#[test]
+fn discards_on_a_full_tmpfs() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
+    a_full_disk_refuses_discards_above_a_snapshot(&disk.0);
+}
+
 /// What is written over on a full disk is noted all the same, and a replica can leave the views.
 fn a_full_disk_loses_no_marks(directory: &Path) {
     let base = base();
@@ -115,7 +172,7 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
     spec.directory = directory.join("v1-00000007");
     let mut replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
-    let written = fill(&mut client);
+    let written = fill(&mut client, 0);
     let clear = MarkRegions {
         of: RegionsOf::Intent,
         action: MarkAction::Clear,

@@ -34,7 +34,8 @@ impl Store {
         Ok(self.map.plan_write(range, &mut self.files)?)
     }
 
-    /// Appends what a discard of `range` does to the head. It may be nothing.
+    /// Appends what a discard of `range` does to the head: its whole blocks read as zeroes then, the rest
+    /// stays as it is. It may need space, see [`shorthorn_chain::BlockMap::plan_discard`].
     ///
     /// # Errors
     /// As [`Store::plan_write`].
@@ -59,7 +60,8 @@ impl Store {
         self.map.written(range);
     }
 
-    /// [`ZeroStep::Punch`] is complete: the blocks of `range` are no longer in the head.
+    /// [`ZeroStep::Punch`] is complete: the blocks of `range` are no longer in the head. Where it is refused,
+    /// [`ZeroStep::written_instead`] says what to do.
     pub fn punched(&mut self, range: ByteRange) {
         self.map.punched(range);
     }
@@ -162,10 +164,10 @@ impl Store {
             .map_err(|error| data_error("write", &self.files, head, error))
     }
 
-    /// Discards a range: what it reads as afterwards is either what it was or zeroes, block by block.
+    /// Discards a range: its whole blocks read as zeroes afterwards, and the rest is as it was.
     ///
     /// # Errors
-    /// As [`Store::write_at`].
+    /// As [`Store::write_at`]: also where there is no space for zeroes over what lies below.
     pub fn discard(&mut self, offset_bytes: u64, length_bytes: u64) -> Result<()> {
         let range = ByteRange::new(offset_bytes, length_bytes)?;
         let mut steps = Vec::new();
@@ -187,19 +189,30 @@ impl Store {
 
     fn zero(&mut self, steps: &[ZeroStep]) -> Result<()> {
         for step in steps {
-            let (range, result) = match *step {
-                ZeroStep::Punch(range) => (range, self.punch(range)),
-                ZeroStep::WriteZeroes(range) => (range, self.write_zero_blocks(range)),
-                ZeroStep::Merge(edge) => (edge.block, self.merge(edge, |part| part.fill(0))),
-            };
+            let mut step = *step;
+            let mut result = self.zero_step(step);
+            if let Err(error) = &result
+                && let Some(blocks) = step.written_instead(error.errno())
+            {
+                step = ZeroStep::WriteZeroes(blocks);
+                result = self.zero_step(step);
+            }
             match (&result, step) {
-                (Ok(()), ZeroStep::Punch(_)) => self.punched(range),
-                (Ok(()), _) => self.written(range),
-                (Err(_), _) => self.write_failed(range),
+                (Ok(()), ZeroStep::Punch(blocks)) => self.punched(blocks),
+                (Ok(()), _) => self.written(step.blocks()),
+                (Err(_), _) => self.write_failed(step.blocks()),
             }
             result?;
         }
         Ok(())
+    }
+
+    fn zero_step(&mut self, step: ZeroStep) -> Result<()> {
+        match step {
+            ZeroStep::Punch(blocks) => self.punch(blocks),
+            ZeroStep::WriteZeroes(blocks) => self.write_zero_blocks(blocks),
+            ZeroStep::Merge(edge) => self.merge(edge, |part| part.fill(0)),
+        }
     }
 
     fn punch(&mut self, range: ByteRange) -> Result<()> {

@@ -212,7 +212,7 @@ impl Store {
         self.host.alignment_bytes
     }
 
-    /// Whether holes can be made. Where not, discards do nothing and zeroes are written out.
+    /// Whether holes can be made. Where not, discards and zeroes are written out.
     #[must_use]
     pub fn can_punch(&self) -> bool {
         self.host.can_punch

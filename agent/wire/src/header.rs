@@ -28,7 +28,8 @@ pub enum Opcode {
     Write = 4,
     /// Everything answered so far is made durable.
     Flush = 5,
-    /// The range need not be kept; reading it gives zeroes or what was there, never anything older.
+    /// The range is of no more use: its whole blocks read as zeroes from now on, a block that it covers in part stays
+    /// as it is.
     Discard = 6,
     /// The range reads as zeroes from now on.
     WriteZeroes = 7,

@@ -53,6 +53,14 @@ impl Guest {
     }
 }
 
+/// The sectors that a request is about: of a discard, its whole blocks.
+fn sectors_of(request: &Outstanding) -> std::ops::Range<usize> {
+    match request.operation {
+        Operation::Discard => sectors(request.range.shrunk_to_blocks()),
+        _ => sectors(request.range),
+    }
+}
+
 /// The sectors of a range.
 pub fn sectors(range: ByteRange) -> std::ops::Range<usize> {
     let sector = |bytes: u64| usize::try_from(bytes / 512).unwrap_or(usize::MAX);
@@ -105,7 +113,7 @@ impl World {
             request.operation,
             Operation::Write { .. } | Operation::WriteZeroes { .. } | Operation::Discard
         ) {
-            self.checker.submit(sectors(request.range), request.id, request.submitted);
+            self.checker.submit(sectors_of(&request), request.id, request.submitted);
         }
         self.note(|| format!("  asked: {request:?}"));
         self.guest.slots[slot] = Some(request);
@@ -163,7 +171,7 @@ impl World {
     /// A new engine serves in a new attachment: what the old one had in flight has happened or never will.
     pub fn settle_forgotten(&mut self) {
         for request in std::mem::take(&mut self.guest_forgot) {
-            self.checker.undecided(sectors(request.range), request.id, request.submitted, self.now);
+            self.checker.undecided(sectors_of(&request), request.id, request.submitted, self.now);
         }
     }
 
@@ -177,7 +185,7 @@ impl World {
         };
         self.guest.done += 1;
         self.note(|| format!("  done: {request:?} {outcome:?}"));
-        let (range, now) = (sectors(request.range), self.now);
+        let (range, now) = (sectors_of(&request), self.now);
         match (request.operation, outcome) {
             (Operation::Read, Ok(())) => {
                 let Some(process) = self.engines.get(&engine) else { return };
@@ -191,8 +199,9 @@ impl World {
             (Operation::Write { fua } | Operation::WriteZeroes { fua }, Ok(())) => {
                 self.checker.acknowledged(range, request.id, request.submitted, now, fua);
             }
-            // A discard may have done nothing.
-            (Operation::Discard, _) => self.checker.undecided(range, request.id, request.submitted, now),
+            (Operation::Discard, Ok(())) => {
+                self.checker.acknowledged(range, request.id, request.submitted, now, false);
+            }
             (_, Err(_)) => {
                 self.count("failed requests");
                 self.checker.failed(range, request.id, request.submitted, now);

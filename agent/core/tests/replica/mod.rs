@@ -70,9 +70,13 @@ impl Replica {
                 self.touch(range);
                 self.data[units(range)].copy_from_slice(&buffer[..length]);
             }
-            Operation::WriteZeroes { .. } | Operation::Discard => {
+            Operation::WriteZeroes { .. } => {
                 self.touch(range);
                 self.data[units(range)].fill(0);
+            }
+            Operation::Discard => {
+                self.touch(range);
+                self.data[units(range.shrunk_to_blocks())].fill(0);
             }
             Operation::Verify => {}
         }

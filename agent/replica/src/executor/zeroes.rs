@@ -102,6 +102,12 @@ impl ZeroJob {
         self.plan_next()
     }
 
+    /// Zeroes are written over `blocks` next.
+    pub fn write_out(&mut self, blocks: ByteRange) {
+        debug_assert!(self.writing.is_none(), "a step that was begun is all there is to do");
+        self.writing = Some(blocks);
+    }
+
     /// The first part of a write of zeroes; what is left of it comes next.
     fn write(&mut self, range: ByteRange) -> ZeroStep {
         let (now, later) = cut(range, range.offset() + ZERO_WRITE_BYTES);

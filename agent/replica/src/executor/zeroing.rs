@@ -101,34 +101,22 @@ impl Executor {
             (ZeroStep::Merge(_), Err(errno)) if kind == kind::ZERO_EDGE => {
                 self.end_zeroing(job, Err(errno), ring);
             }
-            (step, Err(errno)) => self.zero_step_failed(job, slot, step, errno, ring),
+            (step, Err(errno)) => self.zero_step_failed(job, step, errno, ring),
             (ZeroStep::Punch(range), Ok(_)) => {
                 self.flushes.changed();
                 self.store.punched(range);
                 self.next_zero_step(job, ring);
             }
-            (ZeroStep::WriteZeroes(range), Ok(count)) => {
-                self.zeroes_written(job, slot, step, range, count, ring)
-            }
-            (ZeroStep::Merge(edge), Ok(count)) => {
-                self.zeroes_written(job, slot, step, edge.block, count, ring)
-            }
+            (ZeroStep::WriteZeroes(range), Ok(count)) => self.zeroes_written(job, step, range, count, ring),
+            (ZeroStep::Merge(edge), Ok(count)) => self.zeroes_written(job, step, edge.block, count, ring),
         }
     }
 
     /// `count` bytes of `range` are written; the rest, if any, is tried again.
-    fn zeroes_written(
-        &mut self,
-        job: u8,
-        slot: u16,
-        step: ZeroStep,
-        range: ByteRange,
-        count: usize,
-        ring: &mut Ring,
-    ) {
+    fn zeroes_written(&mut self, job: u8, step: ZeroStep, range: ByteRange, count: usize, ring: &mut Ring) {
         let done = (count as u64 / BLOCK_BYTES * BLOCK_BYTES).min(range.length());
         if done == 0 {
-            return self.zero_step_failed(job, slot, step, Errno::IO, ring);
+            return self.zero_step_failed(job, step, Errno::IO, ring);
         }
         self.flushes.changed();
         let (now, rest) = cut(range, range.offset() + done);
@@ -139,19 +127,14 @@ impl Executor {
         }
     }
 
-    fn zero_step_failed(&mut self, job: u8, slot: u16, step: ZeroStep, errno: Errno, ring: &mut Ring) {
+    fn zero_step_failed(&mut self, job: u8, step: ZeroStep, errno: Errno, ring: &mut Ring) {
         self.flushes.changed();
-        let range = match step {
-            ZeroStep::Punch(range) | ZeroStep::WriteZeroes(range) => range,
-            ZeroStep::Merge(edge) => edge.block,
-        };
-        let discards = self.header(slot).opcode == Opcode::Discard;
-        if discards && matches!(errno.raw(), libc::ENOSPC | libc::EOPNOTSUPP) {
-            // A discard that frees nothing is still one; what it was about reads as before.
-            self.store.write_failed(range);
-            return self.end_zeroing(job, Ok(()), ring);
+        if let Some(blocks) = step.written_instead(errno) {
+            self.store.write_failed(blocks);
+            self.zero_jobs.job(job).write_out(blocks);
+            return self.next_zero_step(job, ring);
         }
-        let errno = self.write_failed(range, errno);
+        let errno = self.write_failed(step.blocks(), errno);
         self.end_zeroing(job, Err(errno), ring);
     }
 
@@ -175,4 +158,115 @@ impl Executor {
 
 fn zero_token(kind: u8, job: u8) -> Token {
     Token { source: SOURCE_DISK, kind, index: 0, tag: u32::from(job) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    use std::path::Path;
+
+    use shorthorn_ring::Completion;
+    use shorthorn_store::{CreateOptions, OpenOptions, Store};
+    use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
+    use shorthorn_wire::Header;
+
+    use super::*;
+    use crate::executor::Marks;
+
+    const SIZE: u64 = 16 << 20;
+
+    fn replica(directory: &Path) -> Executor {
+        let options = CreateOptions { size_bytes: SIZE, ..CreateOptions::default() };
+        let mut store = Store::create(directory, options).unwrap();
+        store.write_at(&vec![7; 8 << 20], 0, true).unwrap();
+        let id = ViewId { generation: Generation::NEVER, number: 0 };
+        let committed = View { id, members: Members::default() };
+        let report = ReplicaReport { committed, proposed: Vec::new() };
+        let marks = Marks::load(&mut store, &report, false).unwrap();
+        Executor::new(store, marks).unwrap()
+    }
+
+    /// Executes a request to its end; each completion is what `change` makes of it.
+    fn execute(
+        executor: &mut Executor,
+        header: Header,
+        mut change: impl FnMut(Option<ZeroStep>, &mut Completion),
+    ) -> Outcome {
+        let mut ring = Ring::new(16).unwrap();
+        executor.assign(0, header);
+        executor.modify(0, header.range().unwrap(), &mut ring).unwrap();
+        let (mut completions, mut finished) = (Vec::new(), Vec::new());
+        while !executor.take_finished(&mut finished) {
+            ring.wait(None, &mut completions).unwrap();
+            for mut completion in completions.drain(..) {
+                change(executor.zero_jobs.job(0).current, &mut completion);
+                executor.on_completion(completion, &mut ring);
+            }
+        }
+        finished[0].1
+    }
+
+    fn head(directory: &Path) -> File {
+        File::open(directory.join("volume-head-000.img")).unwrap()
+    }
+
+    #[test]
+    fn where_holes_are_refused_zeroes_are_written() {
+        for opcode in [Opcode::Discard, Opcode::WriteZeroes] {
+            for errno in [Errno::NOT_SUPPORTED, Errno::NO_SPACE] {
+                let temp = tempfile::tempdir().unwrap();
+                let path = temp.path().join("replica");
+                let mut executor = replica(&path);
+                // The ends of it are parts of blocks.
+                let header = Header::request(opcode, 1, (1 << 20) + 512, 6 << 20);
+                let (mut refused, mut written) = (0, 0);
+                let outcome = execute(&mut executor, header, |step, completion| match step {
+                    Some(ZeroStep::Punch(_)) => {
+                        (completion.result, refused) = (-errno.raw(), refused + 1);
+                    }
+                    Some(ZeroStep::WriteZeroes(blocks)) => written += blocks.length(),
+                    _ => {}
+                });
+                assert_eq!(
+                    (outcome, refused),
+                    (Ok(()), 2),
+                    "{opcode:?}: one hole for each piece of the plan"
+                );
+                assert_eq!(written, (6 << 20) - 4096, "{opcode:?}");
+                let mut found = vec![0; 8 << 20];
+                let head = head(&path);
+                head.read_exact_at(&mut found, 0).unwrap();
+                let (start, end) = match opcode {
+                    Opcode::Discard => ((1 << 20) + 4096, 7 << 20),
+                    _ => ((1 << 20) + 512, (7 << 20) + 512),
+                };
+                assert!(found[start..end].iter().all(|byte| *byte == 0), "{opcode:?}");
+                assert!(found[..start].iter().chain(&found[end..]).all(|byte| *byte == 7), "{opcode:?}");
+                assert!(head.metadata().unwrap().blocks() * 512 >= 8 << 20, "{opcode:?} has made holes");
+            }
+        }
+    }
+
+    /// What a discard that has found no space has done is a part of what was asked, as with every modification.
+    #[test]
+    fn a_discard_without_space_has_failed() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let mut executor = replica(&path);
+        let header = Header::request(Opcode::Discard, 1, 0, 8 << 20);
+        let full = |step: Option<ZeroStep>, completion: &mut Completion| {
+            if !matches!(step, Some(ZeroStep::Punch(blocks)) if blocks.offset() == 0) {
+                completion.result = -libc::ENOSPC;
+            }
+        };
+        assert_eq!(execute(&mut executor, header, full), Err(Errno::NO_SPACE));
+        assert_eq!(executor.failure(), None);
+        assert_eq!(execute(&mut executor, header, |_, _| {}), Ok(()), "with space again it is done");
+        drop(executor);
+        let mut store = Store::open(&path, OpenOptions::default()).unwrap();
+        let mut found = vec![7; 8 << 20];
+        store.read_at(&mut found, 0).unwrap();
+        assert!(found.iter().all(|byte| *byte == 0));
+    }
 }
