@@ -356,3 +356,114 @@ fn a_newer_engine_waits_for_writes_in_flight() {
     assert!(early.is_err(), "it was welcome while a write was in flight");
     assert!(newer.join().unwrap().read(0, 4096).unwrap() == pattern(1, 4096));
 }
+
+/// A replica whose head alone lies on a disk that breaks down, so that the rest of the directory can be written, and
+/// what it says of itself when it is started again, with a disk that works, in the same boot of the host.
+fn restarted_after(meets_it: impl FnOnce(Replica, Client)) {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 64 * MIB);
+    let mut replica = Replica::start(&spec(base.path(), MIB));
+    let spec = replica.spec.clone();
+    replica.kill();
+    let head = move_head(&spec.directory, &disk);
+    let replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
+    assert!(!welcome.lost_cache);
+    client.write(0, &pattern(1, 4096)).unwrap();
+    break_down(&disk.0);
+    meets_it(replica, client);
+    drop(head);
+    let replica = Replica::start(&spec);
+    let (_, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert!(welcome.lost_cache, "what was written before may be gone");
+}
+
+#[test]
+fn a_failed_flush_is_remembered_by_the_next_process() {
+    restarted_after(|mut replica, mut client| {
+        assert_eq!(client.flush(), Err(libc::EIO));
+        replica.kill();
+    });
+}
+
+#[test]
+fn a_failed_write_is_remembered_by_the_next_process() {
+    restarted_after(|mut replica, mut client| {
+        assert_eq!(client.write(4096, &[1; 4096]), Err(libc::EIO));
+        replica.kill();
+    });
+}
+
+#[test]
+fn a_failed_durable_write_is_remembered_by_the_next_process() {
+    restarted_after(|mut replica, mut client| {
+        assert_eq!(client.call(Opcode::Write, Flags::FUA, 4096, 4096, &[1; 4096]), Err(libc::EIO));
+        replica.kill();
+    });
+}
+
+#[test]
+fn failed_zeroes_are_remembered_by_the_next_process() {
+    restarted_after(|mut replica, mut client| {
+        assert_eq!(client.call(Opcode::WriteZeroes, Flags::NONE, 0, 4096, &[]), Err(libc::EIO));
+        replica.kill();
+    });
+}
+
+#[test]
+fn an_end_that_cannot_make_the_data_durable_is_remembered_by_the_next_process() {
+    restarted_after(|replica, client| {
+        assert!(!replica.terminate().success());
+        drop(client);
+    });
+}
+
+#[test]
+fn a_replica_that_has_failed_is_stopped_and_remembers() {
+    restarted_after(|replica, mut client| {
+        assert_eq!(client.flush(), Err(libc::EIO));
+        replica.terminate();
+        drop(client);
+    });
+}
+
+#[test]
+fn where_nothing_can_be_noted_the_next_process_knows_all_the_same() {
+    restarted_after(|mut replica, mut client| {
+        let note = replica.spec.directory.join("shorthorn.boot.tmp");
+        std::fs::create_dir(&note).unwrap();
+        assert_eq!(client.flush(), Err(libc::EIO));
+        std::fs::remove_dir(&note).unwrap();
+        replica.kill();
+    });
+}
+
+/// It was let in before, and waits for a write that is what fails.
+#[test]
+fn an_engine_that_waits_for_what_fails_is_refused() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 64 * MIB);
+    let mut replica = Replica::start(&spec(base.path(), MIB));
+    let spec = replica.spec.clone();
+    replica.kill();
+    let _head = move_head(&spec.directory, &disk);
+    let replica = Replica::start(&spec);
+    let mut old = replica.open(generation(1));
+    let frozen = Frozen::new(&disk);
+    old.send(Opcode::Write, Flags::NONE, 0, 4096, &pattern(1, 4096));
+    let ping = old.send(Opcode::Ping, Flags::NONE, 0, 0, &[]);
+    assert_eq!(old.receive().unwrap().0.id, ping);
+    let (hello, socket) = (replica.hello(generation(2), 0), replica.connect());
+    let newer = std::thread::spawn(move || Client::open(socket, hello, SECRET).unwrap());
+    assert!(old.closed(), "the older one is closed at once");
+    break_down(&disk.0);
+    drop(frozen);
+    let (status, refusal) = newer.join().unwrap().err().unwrap();
+    assert!(status == libc::EIO && refusal.message.contains("has failed"), "{refusal:?}");
+}

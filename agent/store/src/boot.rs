@@ -1,8 +1,12 @@
-//! Whether data may be gone that was written and never made durable, because the host was restarted.
+//! Whether data may be gone that was written and never made durable: because the host was restarted, or because the
+//! disk has failed.
 //!
 //! `shorthorn.boot` says in which boot of the kernel the directory was last open. A directory that was not closed
 //! cleanly and was open in another boot may have lost what was in the page cache then. That stays so
 //! until whoever knows says that it has been made up for.
+//!
+//! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it is told:
+//! the next process, in the same boot, would hear of nothing.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +21,9 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub(crate) struct Boot {
     boot_id: String,
     lost_cache: bool,
+    /// It was lost in this process: nothing here makes up for it.
+    #[serde(skip)]
+    is_lost_now: bool,
 }
 
 impl Boot {
@@ -42,16 +49,34 @@ impl Boot {
         self.lost_cache
     }
 
-    /// The same, with nothing lost.
+    /// Whether it was lost since the directory was opened.
+    pub fn is_lost_now(&self) -> bool {
+        self.is_lost_now
+    }
+
+    /// The same, with nothing lost but what was since the directory was opened.
     pub fn made_up_for(&self) -> Boot {
-        Boot { boot_id: self.boot_id.clone(), lost_cache: false }
+        Boot { lost_cache: self.is_lost_now, ..self.clone() }
+    }
+
+    /// Data may be gone from now on, whatever becomes of the note. Where it cannot be written, the file is
+    /// removed: an open directory without it counts as one that has lost data too.
+    ///
+    /// # Errors
+    /// Neither is durable: the error of the note.
+    pub fn lose(&mut self, directory: &Directory) -> Result<(), StoreError> {
+        (self.lost_cache, self.is_lost_now) = (true, true);
+        self.save(directory).or_else(|error| {
+            let removed = directory.unlink(BOOT_FILE).and_then(|()| directory.sync());
+            removed.map_err(|_| error)
+        })
     }
 }
 
 fn judge(found: Option<&Boot>, boot_id: String, was_dirty: bool) -> Boot {
     let same_boot = found.is_some_and(|found| found.boot_id == boot_id && !boot_id.is_empty());
     let lost_before = found.is_some_and(|found| found.lost_cache);
-    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot) }
+    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), is_lost_now: false }
 }
 
 #[cfg(test)]
@@ -60,7 +85,8 @@ mod tests {
 
     #[test]
     fn only_a_dirty_directory_of_another_boot_has_lost_something() {
-        let boot = |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache };
+        let boot =
+            |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache, is_lost_now: false };
         let lost =
             |found: Option<Boot>, now: &str, dirty| judge(found.as_ref(), now.to_owned(), dirty).lost_cache;
         assert!(!lost(Some(boot("a", false)), "a", true), "a process that died takes no page cache with it");
@@ -71,5 +97,7 @@ mod tests {
         assert!(lost(Some(boot("", false)), "", true));
         assert!(lost(Some(boot("b", true)), "b", false), "a clean close does not bring it back");
         assert!(!boot("b", true).made_up_for().lost_cache());
+        let now = Boot { is_lost_now: true, ..boot("b", true) };
+        assert!(now.made_up_for().lost_cache(), "not by the process that has lost it");
     }
 }

@@ -268,8 +268,9 @@ impl Store {
         self.check_writable()?;
         let file = self.copy_target(layer).ok_or(StoreError::NoLayer(layer))?;
         let name = self.files.name(file).map_or("a layer", ImageName::as_str);
-        fdatasync(self.files.fd(file).as_fd())
-            .map_err(|errno| StoreError::io("sync", self.directory.path_of(name), errno))?;
+        let synced = fdatasync(self.files.fd(file).as_fd())
+            .map_err(|errno| StoreError::io("sync", self.directory.path_of(name), errno).not_durable());
+        self.noting_loss(synced)?;
         let Some(copy) = &mut self.copy else { return Err(StoreError::NoLayer(layer)) };
         copy.done[layer] = true;
         copy.save(&self.directory)?;

@@ -238,10 +238,12 @@ impl Store {
     /// Makes everything written so far durable. (The layers below the head are durable always.)
     ///
     /// # Errors
-    /// An I/O error: what was written since the last successful flush may be lost.
+    /// [`StoreError::NotDurable`]: what was written since the last successful flush may be lost.
     pub fn flush(&mut self) -> Result<()> {
         let head = self.head();
-        self.files.get(head).sync_data().map_err(|error| data_error("sync", &self.files, head, error))
+        let synced = self.files.get(head).sync_data();
+        let synced = synced.map_err(|error| data_error("sync", &self.files, head, error).not_durable());
+        self.noting_loss(synced)
     }
 
     fn checked(&self, offset_bytes: u64, length: usize) -> std::result::Result<ByteRange, RangeError> {

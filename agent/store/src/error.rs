@@ -22,6 +22,20 @@ pub enum StoreError {
         /// What the system said.
         source: io::Error,
     },
+    /// The data of a layer could not be made durable: what was written to it may be gone, and asking again would be
+    /// answered with a success that means nothing.
+    #[error(
+        "the data of {} could not be made durable: {source}; the replica counts as one that has lost data{}",
+        path.display(), if *noted { "" } else { ", but that could not be noted for its next start" }
+    )]
+    NotDurable {
+        /// The layer.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+        /// Whether the next opening knows.
+        noted: bool,
+    },
     /// The directory makes no sense, or the operation does not.
     #[error("{}: {source}", directory.display())]
     Chain {
@@ -108,7 +122,7 @@ impl StoreError {
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            StoreError::Io { source, .. } => Errno::of(source),
+            StoreError::Io { source, .. } | StoreError::NotDurable { source, .. } => Errno::of(source),
             StoreError::Range(_) => Errno::INVALID,
             StoreError::ReadOnly(_) => Errno::new(nix::libc::EROFS),
             StoreError::Locked { .. } | StoreError::FoldRunning => Errno::new(nix::libc::EBUSY),
@@ -128,6 +142,14 @@ impl StoreError {
         source: impl Into<io::Error>,
     ) -> StoreError {
         StoreError::Io { action, path: path.as_ref().to_owned(), source: source.into() }
+    }
+
+    /// The same of a call that was to make the data of a layer durable. Whoever has the store notes it.
+    pub(crate) fn not_durable(self) -> StoreError {
+        match self {
+            StoreError::Io { path, source, .. } => StoreError::NotDurable { path, source, noted: false },
+            other => other,
+        }
     }
 
     pub(crate) fn chain(directory: &Path, source: ChainError) -> StoreError {

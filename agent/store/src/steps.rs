@@ -62,6 +62,7 @@ impl Executor<'_> {
         let directory = self.directory;
         match step {
             Step::Write { name, bytes } => directory.write(name, bytes),
+            Step::SyncFile { name } if ImageName::parse(name).is_some() => self.sync_data(name),
             Step::SyncFile { name } => directory.sync_file(name),
             Step::Rename { from, to } => directory.rename(from, to),
             Step::Link { from, to } => directory.link(from, to),
@@ -73,6 +74,14 @@ impl Executor<'_> {
             // Only changes of the head come with this step, and they run with a guard.
             Step::Vouch { .. } => Ok(()),
         }
+    }
+
+    /// Makes the data of a layer durable. The hook comes before it too, so that it can fail. A layer that cannot even be
+    /// opened has failed as well: that is all that some file systems say once they have given up.
+    pub fn sync_data(&self, image: &str) -> Result<()> {
+        self.pass(|| format!("about to sync {image}"))
+            .and_then(|()| self.directory.sync_file(image))
+            .map_err(StoreError::not_durable)
     }
 
     /// Copies the data of `from` over that of `into`, hole by hole, whole blocks at a time. Zeroes

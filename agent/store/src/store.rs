@@ -161,15 +161,19 @@ impl Store {
     /// Makes all data durable, marks the directory as cleanly closed and gives it up.
     ///
     /// # Errors
-    /// [`StoreError`]; the directory then counts as dirty.
+    /// [`StoreError`]; the directory then counts as dirty. So it does for good once data may be gone
+    /// ([`Store::has_lost_cache_now`]): that it is dirty may be all that tells of it.
     pub fn close(mut self) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
         self.check_writable()?;
+        if self.boot.is_lost_now() {
+            return Err(StoreError::Broken(self.directory.path().to_owned()));
+        }
         let head = self.layout.head().clone();
         // Not only the data: the time of change, which the guard records, must be durable too.
-        self.directory.sync_file(head.as_str())?;
+        self.run(&[Step::SyncFile { name: head.to_string() }])?;
         self.guard.seal(&self.directory, head.as_str())?;
         self.layout.volume_mut().dirty = false;
         self.run(&self.layout.volume_steps())
@@ -305,6 +309,34 @@ impl Store {
         Ok(())
     }
 
+    /// Data that was written, and is not durable, may be gone: the disk has failed. Durable on return, so that the
+    /// next opening says so, in this boot of the host too; and whatever is returned, it holds for this store, and
+    /// nothing makes up for it here. To be called before anybody hears of the failure.
+    ///
+    /// # Errors
+    /// An I/O error: the next process may not know of it.
+    pub fn note_lost_cache(&mut self) -> Result<()> {
+        if self.read_only {
+            return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
+        }
+        self.boot.lose(&self.directory)
+    }
+
+    /// Whether that was noted since the store was opened, by [`Store::note_lost_cache`] or by an operation that could
+    /// not make data durable ([`StoreError::NotDurable`]).
+    #[must_use]
+    pub fn has_lost_cache_now(&self) -> bool {
+        self.boot.is_lost_now()
+    }
+
+    /// Notes that data may be gone where that is what an operation has met.
+    pub(crate) fn noting_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
+        if let Err(StoreError::NotDurable { noted, .. }) = &mut result {
+            *noted = self.note_lost_cache().is_ok();
+        }
+        result
+    }
+
     /// Forgets what is known about the files of the chain.
     pub(crate) fn forget_map(&mut self) {
         let chain = self.layout.chain().iter().filter_map(|image| self.files.find(image)).collect();
@@ -336,7 +368,7 @@ impl Store {
         };
         let result = executor.run(steps, &mut self.guard);
         self.broken |= matches!(result, Err(StoreError::Stopped));
-        result
+        self.noting_loss(result)
     }
 
     pub(crate) fn chain_error(&self, source: shorthorn_chain::ChainError) -> StoreError {

@@ -138,9 +138,10 @@ impl Marks {
         Ok(store.remove_regions(key)?)
     }
 
-    /// Opens the file of a set that is kept; makes it anew where it is not `whole`.
+    /// Opens the file of a set that is kept; makes it anew where it is not `whole`, or where what was read may be in
+    /// the page cache alone.
     fn open(&mut self, store: &Store, key: SetKey, whole: bool) -> Result<(), StoreError> {
-        let is_current = whole && !self.keeper.is_outgrown(key);
+        let is_current = whole && !self.keeper.is_outgrown(key) && !store.info().lost_cache;
         let file = match self.keeper.file(key) {
             Some(bytes) if !is_current => store.make_regions(key, &bytes)?,
             _ => store.open_regions(key)?,
@@ -158,8 +159,8 @@ impl Marks {
             return store.cache_made_up_for();
         }
         tracing::warn!(
-            "the host was restarted while this replica was open: until all regions that were written lately have \
-             been copied from another replica, or are known to be equal, others are preferred to it"
+            "the host was restarted while this replica was open, or its disk has failed: until all regions that were \
+             written lately have been copied from another replica, or are known to be equal, others are preferred to it"
         );
         Ok(())
     }
@@ -390,7 +391,7 @@ impl Executor {
             return;
         }
         match self.store.cache_made_up_for() {
-            Ok(()) => tracing::info!("what the restart of the host may have taken is made up for"),
+            Ok(()) => tracing::info!("what was lost with the page cache is made up for"),
             // It is tried again with the next mark.
             Err(error) => tracing::warn!(%error, "what was lost and made up for could not be noted"),
         }

@@ -291,6 +291,7 @@ impl Executor {
         if self.store.is_broken() {
             self.fail("becoming a copy of another replica was interrupted");
         }
+        self.look_at_store();
         self.flushes.changed();
         Ok(begun?)
     }
@@ -309,7 +310,9 @@ impl Executor {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
         let grown = self.marks.stage_grown(&self.store, Regions::of(size_bytes))?;
-        if let Err(error) = self.store.expand(size_bytes) {
+        let expanded = self.store.expand(size_bytes);
+        self.look_at_store();
+        if let Err(error) = expanded {
             grown.discard(&self.store);
             if self.store.is_broken() {
                 self.fail(&format!("an expansion was interrupted: {error}"));
@@ -327,7 +330,9 @@ impl Executor {
 
     /// A layer is copied: see [`Store::copy_done`]. Waits for the disk.
     pub fn copy_done(&mut self, layer: usize) -> Result<(), StoreError> {
-        self.store.copy_done(layer)
+        let done = self.store.copy_done(layer);
+        self.look_at_store();
+        done
     }
 
     /// All is copied: see [`Store::end_copy`]. Waits for the disk.
@@ -435,13 +440,36 @@ impl Executor {
         if errno.raw() == libc::EDQUOT { Errno::NO_SPACE } else { errno }
     }
 
-    /// Nothing is served from now on.
-    fn fail(&mut self, message: &str) {
-        if self.failure.is_none() {
-            tracing::error!("{message}; nothing is served until the replica is restarted");
-            self.failure = Some(message.to_owned());
-            self.give_up_waiting(Errno::IO);
+    /// Where an operation of the store could not make data durable, nothing is served any more: asked again, it
+    /// would succeed.
+    fn look_at_store(&mut self) {
+        if self.store.has_lost_cache_now() {
+            self.fail("data could not be made durable");
         }
+    }
+
+    /// Nothing is served from now on. First of all, before anybody hears of it, it is noted that the data here may not be
+    /// what was acknowledged.
+    ///
+    /// So it is after an fdatasync that has failed, and after a write that has: with RWF_DSYNC it is an fdatasync too,
+    /// and without, nobody knows what the head holds there now. But it also goes for what failed beside the data, a page
+    /// of regions or a document: the disk, or the journal of its file system, tells of a loss only once, to whoever
+    /// asks first, and whose data it was nobody knows. To be wrong costs a copy of the regions written lately.
+    fn fail(&mut self, message: &str) {
+        if self.failure.is_some() {
+            return;
+        }
+        let noted = self.store.note_lost_cache();
+        self.failure = Some(message.to_owned());
+        tracing::error!("{message}; nothing is served until the replica is restarted");
+        if let Err(error) = noted {
+            tracing::error!(
+                %error,
+                "that data may be gone could not be noted: if the replica is restarted before the host is, it will count \
+                 as one that lacks nothing; rebuild it"
+            );
+        }
+        self.give_up_waiting(Errno::IO);
     }
 }
 

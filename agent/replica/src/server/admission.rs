@@ -23,8 +23,7 @@ impl Server {
         if self.stopping {
             return self.refuse(candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
         }
-        if let Some(failure) = self.executor.failure() {
-            let message = format!("the replica has failed: {failure}");
+        if let Some(message) = self.failed() {
             return self.refuse(candidate, Errno::IO, message);
         }
         let place = candidate.place;
@@ -73,6 +72,11 @@ impl Server {
         self.publish_views();
     }
 
+    /// Why nobody is let in any more, if that is so.
+    fn failed(&self) -> Option<String> {
+        self.executor.failure().map(|failure| format!("the replica has failed: {failure}"))
+    }
+
     fn fenced(&self, place: Place) -> Refused {
         Refused::Fenced { asked: place.generation, holder: self.state.views().generation() }
     }
@@ -90,7 +94,11 @@ impl Server {
         while let Some(free) = self.connections.iter().position(Option::is_none) {
             let connected = self.connections.iter().flatten().map(|connection| connection.place);
             let Some((place, candidate)) = self.candidates.next_ready(connected) else { return };
-            self.welcome(free, place, candidate);
+            match self.failed() {
+                // What it has waited for may be what has failed.
+                Some(message) => self.refuse(candidate, Errno::IO, message),
+                None => self.welcome(free, place, candidate),
+            }
         }
     }
 

@@ -1,0 +1,111 @@
+//! Data that could not be made durable, and that the next opening hears of it.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use common::scratch;
+use shorthorn_store::{CreateOptions, Fault, FaultHook, OpenOptions, Store, StoreError};
+
+const EIO: i32 = 5;
+const CREATED: &str = "2026-01-01T00:00:00Z";
+
+/// A replica that was closed cleanly.
+fn prepared(base: &Path) -> PathBuf {
+    let path = base.join("replica");
+    let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+    Store::create(&path, options).unwrap().close().unwrap();
+    path
+}
+
+/// A store whose head cannot be made durable.
+fn with_a_failing_disk(path: &Path) -> Store {
+    let fails = |done: &str| done.starts_with("about to sync volume-head");
+    let hook = FaultHook::new(move |done| if fails(done) { Fault::Fail(EIO) } else { Fault::None });
+    Store::open(path, OpenOptions { fault: Some(hook), ..OpenOptions::default() }).unwrap()
+}
+
+fn open(path: &Path) -> Store {
+    Store::open(path, OpenOptions::default()).unwrap()
+}
+
+#[test]
+fn a_close_that_cannot_make_the_data_durable_is_remembered() {
+    let base = scratch();
+    let path = prepared(base.path());
+    let mut store = with_a_failing_disk(&path);
+    store.write_at(&[1; 4096], 0, false).unwrap();
+    let error = store.close().unwrap_err();
+    assert!(matches!(error, StoreError::NotDurable { noted: true, .. }), "{error}");
+    assert!(error.to_string().contains("lost data"), "{error}");
+    assert_eq!(error.errno().raw(), EIO);
+    let store = open(&path);
+    assert!(store.info().was_dirty && store.info().lost_cache, "in the same boot of the host");
+    assert!(!store.has_lost_cache_now(), "it was an earlier process");
+    store.close().unwrap();
+    assert!(open(&path).info().lost_cache, "a clean close does not bring it back");
+}
+
+#[test]
+fn so_is_a_snapshot() {
+    let base = scratch();
+    let path = prepared(base.path());
+    let mut store = with_a_failing_disk(&path);
+    let error = store.snapshot("s", true, BTreeMap::new(), CREATED).unwrap_err();
+    assert!(matches!(error, StoreError::NotDurable { .. }), "{error}");
+    assert!(store.has_lost_cache_now() && store.info().lost_cache);
+    // Asked again the kernel would say that all is well.
+    assert!(matches!(store.close(), Err(StoreError::Broken(_))));
+    assert!(open(&path).info().lost_cache);
+}
+
+#[test]
+fn so_is_an_expansion() {
+    let base = scratch();
+    let path = prepared(base.path());
+    let mut store = with_a_failing_disk(&path);
+    let _ = store.expand(2 << 20);
+    assert!(store.has_lost_cache_now());
+    drop(store);
+    assert!(open(&path).info().lost_cache);
+}
+
+/// Nothing can be written in place of the note.
+fn block_the_note(path: &Path) {
+    std::fs::create_dir(path.join("shorthorn.boot.tmp")).unwrap();
+}
+
+#[test]
+fn where_it_cannot_be_noted_the_directory_counts_as_one_that_nobody_knows() {
+    let base = scratch();
+    let path = prepared(base.path());
+    let mut store = open(&path);
+    block_the_note(&path);
+    store.note_lost_cache().unwrap();
+    assert!(!path.join("shorthorn.boot").exists());
+    assert!(store.info().lost_cache);
+    assert!(matches!(store.close(), Err(StoreError::Broken(_))), "that it is dirty tells of it");
+    std::fs::remove_dir(path.join("shorthorn.boot.tmp")).unwrap();
+    assert!(open(&path).info().lost_cache);
+}
+
+#[test]
+fn where_nothing_can_be_changed_at_least_this_process_knows() {
+    let base = scratch();
+    let path = prepared(base.path());
+    let mut store = open(&path);
+    block_the_note(&path);
+    std::fs::remove_file(path.join("shorthorn.boot")).unwrap();
+    std::fs::create_dir(path.join("shorthorn.boot")).unwrap();
+    let error = store.note_lost_cache().unwrap_err();
+    assert!(error.to_string().contains("shorthorn.boot.tmp"), "{error}");
+    assert!(store.has_lost_cache_now() && store.info().lost_cache);
+    std::fs::remove_dir(path.join("shorthorn.boot")).unwrap();
+    std::fs::remove_dir(path.join("shorthorn.boot.tmp")).unwrap();
+    store.cache_made_up_for().unwrap();
+    assert!(store.info().lost_cache, "nothing in this process makes up for it");
+    drop(store);
+    assert!(open(&path).info().lost_cache);
+}
