@@ -48,6 +48,7 @@ async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
         let view = |number, ids: &[&str]| v1::View {
             attach: 1,
             restart: 2,
+            nonce: 0,
             number,
             members: ids.iter().map(ToString::to_string).collect(),
         };
@@ -129,6 +130,7 @@ async fn an_operator_salvages_what_is_left() {
     let view = |number, ids: &[&String]| v1::View {
         attach: 1,
         restart: 1,
+        nonce: 0,
         number,
         members: ids.iter().map(ToString::to_string).collect(),
     };

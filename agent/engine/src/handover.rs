@@ -43,7 +43,9 @@ struct Name {
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "nbd-{}-{}-{}", self.generation.attach, self.generation.restart, self.queue)
+        let Generation { attach, restart, nonce } = self.generation;
+        write!(f, "nbd-{attach}-{restart}-{}", self.queue)?;
+        if nonce == 0 { Ok(()) } else { write!(f, "-{nonce:x}") }
     }
 }
 
@@ -56,10 +58,11 @@ impl FromStr for Name {
         let attach = next()?.parse().map_err(drop)?;
         let restart = next()?.parse().map_err(drop)?;
         let queue = next()?.parse().map_err(drop)?;
+        let nonce = numbers.next().map_or(Ok(0), |nonce| u64::from_str_radix(nonce, 16)).map_err(drop)?;
         if queue >= MAX_QUEUES {
             return Err(());
         }
-        let name = Name { generation: Generation::new(attach, restart), queue };
+        let name = Name { generation: Generation::new(attach, restart).of_nonce(nonce), queue };
         // One way to write it: a name that is written otherwise is not ours.
         if name.to_string() == text { Ok(name) } else { Err(()) }
     }
@@ -171,8 +174,9 @@ mod tests {
 
     #[test]
     fn takes_the_sockets_of_the_process_before_and_no_other() {
-        let predecessor = Generation::new(3, 7);
-        let names = ["nbd-3-7-0", "nbd-3-6-1", "nbd-2-7-2", "nbd-3-7-2", "nbd-3-7-2", "nbd-3-7-8", "other"];
+        let predecessor = Generation::new(3, 7).of_nonce(10);
+        let names =
+            ["nbd-3-7-0-a", "nbd-3-7-1-b", "nbd-2-7-2-a", "nbd-3-7-2-a", "nbd-3-7-2-a", "nbd-3-7-3", "other"];
         let (passed, mut kernels): (Vec<_>, Vec<_>) = names
             .iter()
             .map(|name| {
@@ -211,13 +215,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn names_say_whose_they_are(attach: u64, restart: u32, queue in 0..MAX_QUEUES) {
-            let name = Name { generation: Generation::new(attach, restart), queue };
+        fn names_say_whose_they_are(attach: u64, restart: u32, nonce: u64, queue in 0..MAX_QUEUES) {
+            let generation = Generation::new(attach, restart).of_nonce(nonce);
+            let name = Name { generation, queue };
             prop_assert_eq!(name.to_string().parse(), Ok(name));
         }
 
         #[test]
-        fn nothing_else_is_a_name(text in "(nbd-)?[-+0-9]{0,12}") {
+        fn nothing_else_is_a_name(text in "(nbd-)?[-+0-9a-fA-F]{0,12}") {
             if let Ok(name) = text.parse::<Name>() {
                 prop_assert_eq!(name.to_string(), text);
             }

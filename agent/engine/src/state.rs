@@ -25,7 +25,7 @@ struct Content {
     granted: Option<View>,
 }
 
-/// The state file, locked: no two processes use one generation.
+/// The state file, locked: no two processes use one generation. Where it is lost, the nonce sees to that.
 #[derive(Debug)]
 pub struct EngineState {
     path: PathBuf,
@@ -60,7 +60,7 @@ impl EngineState {
         let predecessor = Some(content.generation).filter(|last| last.attach == attach);
         let mut state = EngineState { path: path.to_owned(), content, predecessor, _lock: lock };
         if attach > known {
-            state.content.generation = Generation::new(attach, 0);
+            state.content.generation = drawn(Generation::new(attach, 0))?;
             // The volume may have been attached elsewhere since: what an old device still holds back must
             // never be written now.
             state.content.device = None;
@@ -87,7 +87,8 @@ impl EngineState {
     /// # Errors
     /// The file cannot be written.
     pub fn next_generation(&mut self) -> Result<Generation, EngineError> {
-        self.content.generation.restart += 1;
+        let Generation { attach, restart, .. } = self.content.generation;
+        self.content.generation = drawn(Generation::new(attach, restart + 1))?;
         self.store()?;
         Ok(self.content.generation)
     }
@@ -147,6 +148,14 @@ impl EngineState {
     }
 }
 
+/// With a nonce of its own: a process that has lost this file, or was given an attachment that was used before, is
+/// not the one that had the same numbers.
+fn drawn(pair: Generation) -> Result<Generation, EngineError> {
+    let random =
+        getrandom::u64().map_err(|error| EngineError::system("draw a nonce")(io::Error::other(error)))?;
+    Ok(pair.with_nonce(random))
+}
+
 fn lock(path: &Path) -> io::Result<Flock<File>> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())
@@ -162,14 +171,42 @@ mod tests {
     fn every_process_has_a_generation_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = |attach| EngineState::open(&path, attach).map(|state| state.generation());
+        let open = |attach| EngineState::open(&path, attach).map(|state| pair(state.generation()));
         assert_eq!(open(1).unwrap(), Generation::new(1, 0));
         assert_eq!(open(1).unwrap(), Generation::new(1, 1));
         assert_eq!(open(5).unwrap(), Generation::new(5, 0));
         assert!(matches!(open(4), Err(EngineError::Outdated { asked: 4, known: 5 })));
         let held = EngineState::open(&path, 5).unwrap();
-        assert_eq!(held.generation(), Generation::new(5, 1));
+        assert_eq!(pair(held.generation()), Generation::new(5, 1));
         assert!(matches!(open(5), Err(EngineError::Running { .. })));
+    }
+
+    #[test]
+    fn a_process_that_has_lost_its_file_has_a_generation_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = || EngineState::open(&path, 7).unwrap().generation();
+        let before = open();
+        fs::remove_file(&path).unwrap();
+        let after = open();
+        assert_eq!(pair(before), pair(after));
+        assert_ne!(before, after, "it would be taken for the process before");
+        assert_ne!(open().nonce, after.nonce, "drawn anew each time");
+    }
+
+    #[test]
+    fn reads_a_file_from_before_there_was_a_nonce() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        fs::write(&path, r#"{"generation":{"attach":3,"restart":4},"device":null}"#).unwrap();
+        let state = EngineState::open(&path, 3).unwrap();
+        assert_eq!(state.predecessor(), Some(Generation::new(3, 4)));
+        assert_eq!(pair(state.generation()), Generation::new(3, 5));
+    }
+
+    /// Without its nonce.
+    fn pair(generation: Generation) -> Generation {
+        generation.of_nonce(0)
     }
 
     #[test]
@@ -179,10 +216,14 @@ mod tests {
         let open = |attach| EngineState::open(&path, attach).unwrap();
         let mut first = open(3);
         assert_eq!(first.predecessor(), None);
-        first.next_generation().unwrap();
+        let last = first.next_generation().unwrap();
+        assert_eq!(pair(last), Generation::new(3, 1));
         drop(first);
-        assert_eq!(open(3).predecessor(), Some(Generation::new(3, 1)));
-        assert_eq!(open(3).predecessor(), Some(Generation::new(3, 2)), "of the one just before");
+        let second = open(3);
+        assert_eq!(second.predecessor(), Some(last));
+        let last = second.generation();
+        drop(second);
+        assert_eq!(open(3).predecessor(), Some(last), "of the one just before");
         assert_eq!(open(4).predecessor(), None, "the volume may have been elsewhere meanwhile");
     }
 

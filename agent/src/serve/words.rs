@@ -12,7 +12,8 @@ use crate::serve::error::NodeError;
 /// [`NodeError::Invalid`].
 pub fn view(view: v1::View) -> Result<View, NodeError> {
     let members: Vec<ReplicaId> = view.members.iter().map(|id| id.parse()).collect::<Result<_, _>>()?;
-    let id = ViewId { generation: Generation::new(view.attach, view.restart), number: view.number };
+    let generation = Generation::new(view.attach, view.restart).of_nonce(view.nonce);
+    let id = ViewId { generation, number: view.number };
     Ok(View { id, members: Members::new(members)? })
 }
 
@@ -21,6 +22,7 @@ pub fn of_view(view: &View) -> v1::View {
     v1::View {
         attach: view.id.generation.attach,
         restart: view.id.generation.restart,
+        nonce: view.id.generation.nonce,
         number: view.id.number,
         members: view.members.iter().map(|id| id.to_string()).collect(),
     }
@@ -73,7 +75,7 @@ mod tests {
     #[test]
     fn views_and_back() {
         let members = Members::new([1, 2].map(ReplicaId::from_random)).unwrap();
-        let id = ViewId { generation: Generation::new(3, 4), number: 5 };
+        let id = ViewId { generation: Generation::new(3, 4).of_nonce(6), number: 5 };
         let there = View { id, members };
         assert_eq!(view(of_view(&there)).unwrap(), there);
         let bad = v1::View { members: vec!["x".into()], ..v1::View::default() };

@@ -6,28 +6,81 @@ use serde::{Deserialize, Serialize};
 ///
 /// The controller raises `attach` by compare-and-swap at every attach. A restart of the engine on
 /// the same node, which the controller has no part in, raises `restart`; the lock on the engine's
-/// own state file makes sure that at most one process has any one pair. Ordered by attach, then restart.
+/// own state file makes sure that at most one process has any one pair. Where that file is lost, or the
+/// controller's store is older than the volume, a pair is used again: then `nonce`, which every process draws
+/// anew, still tells the two apart. Ordered by attach, then restart, then nonce.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Generation {
     /// The number of the attachment, from 1; 0 is a volume that was never attached.
     pub attach: u64,
     /// The number of the engine process within the attachment.
     pub restart: u32,
+    /// Drawn at random, below 2^53; 0 in what no engine has made, and in what engines made that drew none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub nonce: u64,
 }
 
 impl Generation {
     /// A replica that no engine has opened yet.
-    pub const NEVER: Generation = Generation { attach: 0, restart: 0 };
+    pub const NEVER: Generation = Generation::new(0, 0);
 
-    /// The generation `attach`.`restart`.
+    /// How many bits of a nonce are drawn: as many as a number in JSON has for every reader.
+    const NONCE_BITS: u32 = 53;
+
+    /// The generation `attach`.`restart`, below all that an engine draws for this pair.
     #[must_use]
     pub const fn new(attach: u64, restart: u32) -> Generation {
-        Generation { attach, restart }
+        Generation { attach, restart, nonce: 0 }
     }
+
+    /// The same pair, with the nonce that `random` falls on.
+    #[must_use]
+    pub const fn with_nonce(self, random: u64) -> Generation {
+        Generation { nonce: random >> (u64::BITS - Generation::NONCE_BITS), ..self }
+    }
+
+    /// The same pair, with a nonce that was told.
+    #[must_use]
+    pub const fn of_nonce(self, nonce: u64) -> Generation {
+        Generation { nonce, ..self }
+    }
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde calls it so
+const fn is_zero(nonce: &u64) -> bool {
+    *nonce == 0
 }
 
 impl fmt::Display for Generation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.attach, self.restart)
+        write!(f, "{}.{}", self.attach, self.restart)?;
+        match self.nonce {
+            0 => Ok(()),
+            nonce => write!(f, "#{nonce:x}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pair_that_is_used_twice_makes_two_generations() {
+        let pair = Generation::new(7, 0);
+        let (lower, higher) = (pair.of_nonce(3), pair.of_nonce(0x1f3a));
+        assert!(pair < lower && lower < higher && higher < Generation::new(7, 1));
+        assert_eq!((pair.to_string(), higher.to_string()), ("7.0".into(), "7.0#1f3a".into()));
+        assert_eq!(pair.with_nonce(u64::MAX).nonce, (1 << 53) - 1);
+    }
+
+    #[test]
+    fn is_written_as_it_was_where_no_nonce_was_drawn() {
+        let (old, new) = (Generation::new(7, 1), Generation::new(7, 1).of_nonce(9));
+        let text = r#"{"attach":7,"restart":1}"#;
+        assert_eq!(serde_json::to_string(&old).unwrap(), text);
+        assert_eq!(serde_json::from_str::<Generation>(text).unwrap(), old);
+        let text = serde_json::to_string(&new).unwrap();
+        assert_eq!(serde_json::from_str::<Generation>(&text).unwrap(), new);
     }
 }

@@ -149,6 +149,7 @@ mod tests {
             proof(b"secret", "nonce", &Hello { volume: "v2".parse().unwrap(), ..hello() }),
             proof(b"secret", "nonce", &Hello { replica: ReplicaId::from_random(8), ..hello() }),
             proof(b"secret", "nonce", &Hello { generation: Generation::new(3, 2), ..hello() }),
+            proof(b"secret", "nonce", &Hello { generation: Generation::new(3, 1).of_nonce(4), ..hello() }),
             proof(b"secret", "nonce", &Hello { queue: 1, ..hello() }),
         ];
         for other in others {
@@ -159,7 +160,8 @@ mod tests {
 
     #[test]
     fn the_longest_view_message_fits() {
-        let id = ViewId { generation: Generation::new(u64::MAX, u32::MAX), number: u32::MAX };
+        let generation = Generation::new(u64::MAX, u32::MAX).of_nonce(u64::MAX);
+        let id = ViewId { generation, number: u32::MAX };
         let members = Members::new((0..8).map(|n| ReplicaId::from_random(n * 1_000_003))).unwrap();
         let view = View { id, members };
         let basis = ReplicaReport { committed: view, proposed: vec![view; 16] };

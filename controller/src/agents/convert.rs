@@ -120,7 +120,7 @@ fn replica(status: v1::ReplicaStatus) -> ReplicaView {
     }
 }
 
-/// The attachment in a generation `<attach>.<restart>`; 0 where there is none.
+/// The attachment in a generation `<attach>.<restart>`, whatever follows; 0 where there is none.
 fn attach_of(generation: &str) -> u64 {
     generation.split_once('.').and_then(|(attach, _)| attach.parse().ok()).unwrap_or(0)
 }
@@ -137,7 +137,8 @@ fn copy(copy: &v1::CopyStatus) -> CopyView {
 
 /// None for a view that makes no sense here: it cannot be granted.
 fn view(view: v1::View) -> Option<View> {
-    let id = ViewId { generation: Generation::new(view.attach, view.restart), number: view.number };
+    let generation = Generation::new(view.attach, view.restart).of_nonce(view.nonce);
+    let id = ViewId { generation, number: view.number };
     Some(View { id, members: members(&view.members)? })
 }
 
@@ -157,6 +158,7 @@ fn of_view(view: &View) -> v1::View {
     v1::View {
         attach: view.id.generation.attach,
         restart: view.id.generation.restart,
+        nonce: view.id.generation.nonce,
         number: view.id.number,
         members: view.members.iter().map(|id| id.to_string()).collect(),
     }
@@ -322,7 +324,7 @@ mod tests {
 
     fn said(ids: &[&str]) -> v1::View {
         let members = ids.iter().map(ToString::to_string).collect();
-        v1::View { attach: 1, restart: 2, number: 3, members }
+        v1::View { attach: 1, restart: 2, nonce: 4, number: 3, members }
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::io::Write;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_proto::v1;
+use shorthorn_types::Generation;
 
 use super::args::Format;
 use super::error::CtlError;
@@ -192,7 +193,8 @@ pub(super) fn inspections(
 }
 
 fn view(view: &v1::View) -> String {
-    format!("{}.{}/{} of {{{}}}", view.attach, view.restart, view.number, view.members.join(", "))
+    let generation = Generation::new(view.attach, view.restart).of_nonce(view.nonce);
+    format!("{generation}/{} of {{{}}}", view.number, view.members.join(", "))
 }
 
 fn inspected_state(replica: &v1::InspectedReplica, inspection: &v1::ReplicaInspection) -> String {

@@ -129,14 +129,15 @@ impl From<&v1::UpgradeEngineResponse> for UpgradeView {
 struct MembershipView {
     attach: u64,
     restart: u32,
+    nonce: u64,
     number: u32,
     members: Vec<String>,
 }
 
 impl From<v1::View> for MembershipView {
     fn from(view: v1::View) -> MembershipView {
-        let v1::View { attach, restart, number, members } = view;
-        MembershipView { attach, restart, number, members }
+        let v1::View { attach, restart, nonce, number, members } = view;
+        MembershipView { attach, restart, nonce, number, members }
     }
 }
 

@@ -171,6 +171,7 @@ impl FakeAgent {
             let view = |number, ids: Vec<String>| v1::View {
                 attach: engine.attach,
                 restart: 1,
+                nonce: 0,
                 number,
                 members: ids,
             };
@@ -479,7 +480,7 @@ impl Node for FakeAgent {
         // What every engine of this simulation commits at its start.
         let newest = self.truth.lock().unwrap().attaches.get(&request.volume).cloned();
         let committed =
-            newest.map(|(attach, _, members)| v1::View { attach, restart: 1, number: 1, members });
+            newest.map(|(attach, _, members)| v1::View { attach, restart: 1, nonce: 0, number: 1, members });
         let mut state = self.state();
         let Some(instance) = state.instances.get_mut(&(v1::InstanceKind::Replica.into(), name.clone()))
         else {
