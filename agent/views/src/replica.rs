@@ -40,6 +40,22 @@ pub enum Refused {
         /// Of the engine that holds it.
         holder: Generation,
     },
+    /// What is proposed is not newer than what is committed, and something else.
+    #[error("view {proposed} is not newer than view {committed}, which is committed")]
+    NotNewer {
+        /// What the engine proposes.
+        proposed: View,
+        /// What the replica, or the engine itself, knows as committed.
+        committed: View,
+    },
+    /// Another view was proposed with the same number.
+    #[error("view {proposed} has the number of view {known}, which was proposed before")]
+    SameNumber {
+        /// What the engine proposes.
+        proposed: View,
+        /// What the replica has stored, or the engine honours.
+        known: View,
+    },
     /// More proposed views than a replica keeps.
     #[error("more than {MAX_PROPOSED_VIEWS} proposed views: none of them has been committed")]
     TooManyProposed,
@@ -80,7 +96,8 @@ impl ReplicaViews {
         Ok(fence)
     }
 
-    /// The engine proposes `view`; `basis` is what it had to honour. Repeating it changes nothing.
+    /// The engine proposes `view`; `basis` is what it had to honour. Repeating it changes nothing, be it committed
+    /// meanwhile. Nothing else is answered as stored that is not.
     ///
     /// Of views with the same members the newest is kept: it asks the same of a start, and stays proposed for longer. So
     /// an engine that fails again and again to bring its first view through does not fill the replicas.
@@ -95,8 +112,17 @@ impl ReplicaViews {
     ) -> Result<(), Refused> {
         self.check(generation)?;
         let committed = newer(self.report.committed, basis.committed);
+        if view == committed {
+            return Ok(());
+        }
+        if view.id <= committed.id {
+            return Err(Refused::NotNewer { proposed: view, committed });
+        }
         let mut proposed: Vec<View> = self.report.proposed.clone();
         proposed.extend(&basis.proposed);
+        if let Some(known) = proposed.iter().find(|known| known.id == view.id && **known != view) {
+            return Err(Refused::SameNumber { proposed: view, known: *known });
+        }
         proposed.push(view);
         proposed.retain(|view| view.id > committed.id);
         proposed.sort_unstable_by_key(|view| view.id);
@@ -209,6 +235,35 @@ mod tests {
             views.propose(generation, view(attach, 1, &[1, 2]), &basis).unwrap();
         }
         assert_eq!(views.report().proposed, [view(39, 1, &[1, 2])]);
+    }
+
+    #[test]
+    fn answers_nothing_as_stored_that_is_not() {
+        let mut views = opened(1);
+        let (basis, generation) = (views.report().clone(), Generation::new(1, 0));
+        let committed = view(1, 2, &[1, 2]);
+        views.propose(generation, committed, &basis).unwrap();
+        let known = view(1, 3, &[1]);
+        views.propose(generation, known, &basis).unwrap();
+        views.commit(generation, committed).unwrap();
+        let before = views.clone();
+        assert_eq!(views.propose(generation, committed, &basis), Ok(()), "a proposal that comes again");
+        for (number, members) in [(1, [1, 2].as_slice()), (2, &[1]), (2, &[2, 3])] {
+            let proposed = view(1, number, members);
+            let refused = views.propose(generation, proposed, &basis);
+            assert_eq!(refused, Err(Refused::NotNewer { proposed, committed }));
+        }
+        let proposed = view(1, 3, &[2]);
+        assert_eq!(
+            views.propose(generation, proposed, &basis),
+            Err(Refused::SameNumber { proposed, known }),
+            "one number stands for one view"
+        );
+        let honours = ReplicaReport { committed: view(1, 5, &[1]), proposed: vec![] };
+        let proposed = view(1, 4, &[1]);
+        let refused = views.propose(generation, proposed, &honours);
+        assert_eq!(refused, Err(Refused::NotNewer { proposed, committed: honours.committed }));
+        assert_eq!(views, before);
     }
 
     #[test]
