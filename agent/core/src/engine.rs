@@ -52,6 +52,8 @@ pub struct EngineCore {
     proposed_at_ms: u64,
     pub(crate) unfinished: usize,
     pub(crate) frozen: bool,
+    /// See [`CoreConfig::refuses_requests`].
+    pub(crate) refuses_requests: bool,
     replica_timeout_ms: u64,
     /// The core's own clock, which leaves pauses out.
     pub(crate) now_ms: u64,
@@ -101,6 +103,7 @@ impl EngineCore {
             proposed_at_ms: 0,
             unfinished: 0,
             frozen: false,
+            refuses_requests: config.refuses_requests,
             replica_timeout_ms: config.replica_timeout_ms,
             now_ms: 0,
             told_ms: 0,

@@ -36,6 +36,8 @@ pub struct CoreConfig {
     pub intent_interval_ms: u64,
     /// While no more than that may differ after a crash, what is written now and then stays noted for longer.
     pub intent_keep_bytes: u64,
+    /// Every request of the frontend is answered with [`Errno::IO`] at once: what its user was told is stored may be gone.
+    pub refuses_requests: bool,
 }
 
 /// How much copying may take of the volume's speed. Regions that a request waits for are copied at once.

@@ -23,6 +23,8 @@
 //! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them, end
 //!   nothing but their joining.
 //! - Copies keep to their limits, except where a request waits for one.
+//! - A core that refuses requests answers each with an error at once, whatever else is under way; it makes the members
+//!   equal and brings replicas up as any other.
 #![forbid(unsafe_code)]
 
 mod absent;

@@ -15,6 +15,11 @@ impl EngineCore {
         assert!(is_request, "there is no slot {id:?} for requests");
         let slot = self.slots.at_mut(id);
         assert!(slot.phase == Phase::Free, "slot {id:?} is submitted twice");
+        if self.refuses_requests {
+            // Before anything is counted, ordered or held: so nothing can keep it waiting.
+            out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
+            return;
+        }
         *slot = Slot::of(request);
         let Slot { operation, range, .. } = *slot;
         self.unfinished += 1;

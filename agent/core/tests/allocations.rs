@@ -31,6 +31,7 @@ fn core() -> EngineCore {
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
         intent_interval_ms: 60_000,
         intent_keep_bytes: 0,
+        refuses_requests: false,
     })
 }
 

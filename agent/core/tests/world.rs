@@ -526,6 +526,7 @@ fn config(view: View, missed: Vec<BTreeSet<u32>>) -> CoreConfig {
         copy_limits: CopyLimits { bytes_per_s: 1 << 20, share_percent: 50 },
         intent_interval_ms: 400,
         intent_keep_bytes: 0,
+        refuses_requests: false,
     }
 }
 

@@ -11,6 +11,7 @@ mod copies;
 mod expand;
 mod failed;
 mod joins;
+mod refusals;
 
 const TIMEOUT_MS: u64 = 5000;
 const INTERVAL_MS: u64 = 3000;
@@ -41,6 +42,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
         intent_keep_bytes: 0,
+        refuses_requests: false,
     }
 }
 
