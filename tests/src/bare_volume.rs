@@ -102,6 +102,7 @@ impl BareVolume {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            continues: 0,
         };
         Ok(store_spec(&self.options.dir.join("engine.json"), &spec)?)
     }

@@ -81,6 +81,10 @@ pub struct EngineSpec {
         skip_serializing_if = "is_intent_clear_after_ms_default"
     )]
     pub intent_clear_after_ms: u32,
+    /// The first number of attachment since which nobody has had to let go of the volume: who uses it may have used it since
+    /// then, through engines with other numbers. 0: none before this one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub continues: u64,
 }
 
 /// [`EngineSpec::intent_clear_after_ms`] where nobody says anything else.
@@ -94,6 +98,12 @@ fn intent_clear_after_ms_default() -> u32 {
 #[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
 fn is_intent_clear_after_ms_default(value: &u32) -> bool {
     *value == INTENT_CLEAR_AFTER_MS
+}
+
+/// As above.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
+fn is_zero(value: &u64) -> bool {
+    *value == 0
 }
 
 /// How much copying may take of a volume's speed.
@@ -214,6 +224,7 @@ mod tests {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            continues: 0,
         }
     }
 

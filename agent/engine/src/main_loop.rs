@@ -75,7 +75,9 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let _in = tracing::info_span!("engine", volume = %spec.volume).entered();
     let (sender, news) = mpsc::channel();
     watch_signals(sender.clone())?;
-    let state = EngineState::open(&spec.state_file, spec.attach)?;
+    // A device of the kernel does not go from one attachment to the next; clients of a socket do.
+    let continues = if spec.frontend == FrontendChoice::Socket { spec.continues } else { 0 };
+    let state = EngineState::open(&spec.state_file, spec.attach, continues)?;
     let sockets = handover::take(state.predecessor());
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {
         // A device that is recovered keeps its queues.
@@ -182,7 +184,7 @@ impl Start<'_> {
             engine.generation = opened.view.id.generation;
             engine.view = Some(opened.view);
             engine.members.clone_from(&opened.members);
-            engine.message.clear();
+            status::of_serving(opened.lost_writes).clone_into(&mut engine.message);
         });
         let opened_ms = self.begin.elapsed().as_millis();
         if let Some(size_bytes) = opened.expand_to_bytes {
@@ -190,10 +192,10 @@ impl Start<'_> {
             let _ = self.sender.send(News::Order(Command::Expand { size_bytes }));
         }
         let Prepared { queues, mut device } =
-            prepare_frontend(&self.spec, &self.state, std::mem::take(&mut self.sockets))?;
+            prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
         // What was made is remembered before anything can use it: a process that dies from here on is followed
         // by one that recovers the device.
-        self.state.set_device(Some(device.record()))?;
+        self.state.device_goes_live(device.record())?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();
         let counters: Vec<Arc<QueueCounters>> = queues.iter().map(|_| Arc::default()).collect();
@@ -318,6 +320,7 @@ fn notify_systemd(state: sd_notify::NotifyState<'_>) {
 fn prepare_frontend(
     spec: &EngineSpec,
     state: &EngineState,
+    opened: &Opened,
     sockets: Vec<QueueSocket>,
 ) -> Result<Prepared, EngineError> {
     let previous = state.device().cloned();
@@ -336,6 +339,7 @@ fn prepare_frontend(
         socket_path: spec.frontend_socket.clone(),
         device_dir: spec.device_dir.clone(),
         previous: previous.filter(|record| record.kind == kind),
+        refuses_requests: opened.lost_writes,
     };
     Ok(match kind {
         FrontendKind::Ublk => prepare_ublk(&frontend)?,
@@ -400,6 +404,7 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         copy_limits: copy_limits(spec.rebuild),
         intent_interval_ms: u64::from(spec.intent_clear_after_ms),
         intent_keep_bytes: INTENT_KEEP_BYTES,
+        refuses_requests: opened.lost_writes,
     }
 }
 

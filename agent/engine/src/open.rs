@@ -24,6 +24,8 @@ use crate::status;
 /// How long members that do not answer are waited for when the others are enough: a process that is being
 /// restarted is back by then.
 const MISSING_LIMIT: Duration = Duration::from_secs(5);
+/// The same where the others have lost writes that somebody counts on: one of the missing may have kept them.
+const KEEPER_LIMIT: Duration = Duration::from_secs(30);
 /// Between two attempts to reach the replicas that are missing; the first ones come sooner, as a replica that is
 /// being restarted is back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
@@ -49,6 +51,8 @@ pub struct Opened {
     pub is_missed_complete: Vec<bool>,
     /// A size that was ordered meanwhile.
     pub expand_to_bytes: Option<u64>,
+    /// See [`EngineState::lost_writes`].
+    pub lost_writes: bool,
 }
 
 impl Opened {
@@ -204,7 +208,7 @@ impl Opener<'_> {
         let mut told = String::new();
         loop {
             self.take_size();
-            match self.attempt(begin.elapsed() > MISSING_LIMIT) {
+            match self.attempt(begin.elapsed()) {
                 Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
                 Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
@@ -275,9 +279,9 @@ impl Opener<'_> {
         Ok(None)
     }
 
-    /// One attempt. Unless `without_missing`, a member of the view that does not answer is waited for: who is
-    /// left out has to be brought up again later.
-    fn attempt(&mut self, without_missing: bool) -> Result<Opened, OpenError> {
+    /// One attempt, after the others have taken so long. A member of the view that does not answer is waited for at first:
+    /// who is left out has to be brought up again later.
+    fn attempt(&mut self, waited: Duration) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
         let greeter = Greeter::new(self.spec, generation);
@@ -297,11 +301,11 @@ impl Opener<'_> {
         };
         let answers = |id| reached.iter().any(|one| self.spec.replicas[one.index].replica == id);
         let silent = plan.basis.holders.filter(|id| !answers(id));
-        if !silent.is_empty() && !without_missing {
-            return Err(OpenError::Missing {
-                reason: format!("{silent} of the view do not answer"),
-                members,
-            });
+        let loses = plan.lost_writes && self.state.was_live() && !self.state.lost_writes();
+        if !silent.is_empty() && waited <= if loses { KEEPER_LIMIT } else { MISSING_LIMIT } {
+            let why = if loses { ", and the others have lost what was not flushed" } else { "" };
+            let reason = format!("{silent} of the view do not answer{why}");
+            return Err(OpenError::Missing { reason, members });
         }
         let view = View { id: ViewId { generation, number: 1 }, members: plan.members };
         let mut change = Change::new(plan.basis.honoured, view);
@@ -310,6 +314,10 @@ impl Opener<'_> {
             one.is_blank = plan.blank.contains(self.spec.replicas[one.index].replica);
         }
         self.ask_the_arbiter(&greeter, &mut change, &mut reached, &members)?;
+        if plan.lost_writes {
+            // Before anything is proposed: what follows makes the members look as if nothing had happened.
+            self.note_lost_writes()?;
+        }
         let proposal = self.propose(reached, change);
         if let Some(holder) = proposal.deposed_by {
             return Err(OpenError::Fatal(EngineError::Deposed { generation, holder }));
@@ -324,6 +332,16 @@ impl Opener<'_> {
         let (dirty, members) = (opened.dirty.len(), &opened.view.members);
         tracing::info!(%volume, %generation, %members, dirty, reached_ms, proposed_ms, connected_ms, "opened");
         Ok(opened)
+    }
+
+    fn note_lost_writes(&mut self) -> Result<(), OpenError> {
+        self.state.note_lost_writes()?;
+        let lost_writes = self.state.lost_writes();
+        if lost_writes {
+            tracing::error!(volume = %self.spec.volume, "the hosts of all members were restarted while data was not durable: writes may be gone that the user of the device was told are stored, so every request is refused until the volume is attached anew");
+        }
+        status::publish(self.publisher, |engine| engine.lost_writes = lost_writes);
+        Ok(())
     }
 
     fn granted(&self) -> Option<View> {
@@ -482,6 +500,7 @@ impl Opener<'_> {
             missed,
             is_missed_complete: is_complete,
             expand_to_bytes: self.expand_to_bytes,
+            lost_writes: self.state.lost_writes(),
         })
     }
 }

@@ -250,12 +250,13 @@ impl<'a> Serving<'a> {
         tracing::info!(volume = %self.spec.volume, %view, "the view has changed");
         self.view = view;
         self.asked = None;
+        let message = status::of_serving(self.state.lost_writes());
         self.publish(|engine| {
             engine.view = Some(view);
             engine.grant_wanted = None;
             if engine.phase == EnginePhase::Frozen {
                 engine.phase = EnginePhase::Serving;
-                engine.message.clear();
+                message.clone_into(&mut engine.message);
             }
         });
         self.couriers.hurry();

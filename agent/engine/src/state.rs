@@ -23,7 +23,15 @@ struct Content {
     /// The newest view that the arbiter has granted, as far as this host was told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     granted: Option<View>,
+    /// The boot of this host in which a device of this attachment was live last; noted before it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    live_boot: Option<String>,
+    /// What the user of that device was told is stored may be gone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    lost_writes: bool,
 }
+
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// The state file, locked: no two processes use one generation. Where it is lost, the nonce sees to that.
 #[derive(Debug)]
@@ -32,15 +40,18 @@ pub struct EngineState {
     content: Content,
     /// The last generation of the process before this one, where that was of the same attachment.
     predecessor: Option<Generation>,
+    /// This boot of the host; empty where the kernel does not say.
+    boot: String,
     _lock: Flock<File>,
 }
 
 impl EngineState {
-    /// Locks and reads the state file, and takes the next generation of attachment `attach`.
+    /// Locks and reads the state file, and takes the next generation of attachment `attach`. Whoever has used the volume
+    /// since attachment `continues` may be using it still; 0: nobody has before this one.
     ///
     /// # Errors
     /// The file is in use, or newer than the spec, or cannot be read or written.
-    pub fn open(path: &Path, attach: u64) -> Result<EngineState, EngineError> {
+    pub fn open(path: &Path, attach: u64, continues: u64) -> Result<EngineState, EngineError> {
         let state = |source| EngineError::State { path: path.to_owned(), source };
         let lock = lock(&path.with_extension("lock")).map_err(|source| match source.raw_os_error() {
             Some(raw) if Errno::from_raw(raw) == Errno::EWOULDBLOCK => {
@@ -58,7 +69,13 @@ impl EngineState {
             return Err(EngineError::Outdated { asked: attach, known });
         }
         let predecessor = Some(content.generation).filter(|last| last.attach == attach);
-        let mut state = EngineState { path: path.to_owned(), content, predecessor, _lock: lock };
+        let boot = fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
+        let mut state = EngineState { path: path.to_owned(), content, predecessor, boot, _lock: lock };
+        if !state.has_users(attach, continues) {
+            (state.content.live_boot, state.content.lost_writes) = (None, false);
+        } else if state.content.live_boot.is_none() {
+            state.content.live_boot = Some(String::new()); // an earlier version did not note which
+        }
         if attach > known {
             state.content.generation = drawn(Generation::new(attach, 0))?;
             // The volume may have been attached elsewhere since: what an old device still holds back must
@@ -105,6 +122,49 @@ impl EngineState {
     pub fn set_device(&mut self, device: Option<DeviceRecord>) -> Result<(), EngineError> {
         self.content.device = device;
         self.store()
+    }
+
+    /// Whether somebody may use the volume who has used it before this process was started. No device outlives its host.
+    fn has_users(&self, attach: u64, continues: u64) -> bool {
+        let Content { generation, device, live_boot, .. } = &self.content;
+        let same_users = attach == generation.attach || (1..=generation.attach).contains(&continues);
+        same_users
+            && match live_boot {
+                Some(boot) => boot.is_empty() || self.boot.is_empty() || *boot == self.boot,
+                // Earlier versions have noted devices alone.
+                None => device.is_some(),
+            }
+    }
+
+    /// Remembers the device, and that it may be used from here on.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn device_goes_live(&mut self, device: DeviceRecord) -> Result<(), EngineError> {
+        self.content.live_boot = Some(self.boot.clone());
+        self.set_device(Some(device))
+    }
+
+    /// Whether a device of this attachment has been live since the host was started.
+    pub fn was_live(&self) -> bool {
+        self.content.live_boot.is_some()
+    }
+
+    /// Remembers that what the user of the device was told is stored may be gone. Where nobody has used it, nobody was told.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn note_lost_writes(&mut self) -> Result<(), EngineError> {
+        if !self.was_live() || self.content.lost_writes {
+            return Ok(());
+        }
+        self.content.lost_writes = true;
+        self.store()
+    }
+
+    /// Whether that was remembered in this attachment: its user has to be told, for as long as it lasts.
+    pub fn lost_writes(&self) -> bool {
+        self.content.lost_writes
     }
 
     /// The newest view that the arbiter has granted, as far as this host was told.
@@ -163,6 +223,7 @@ fn lock(path: &Path) -> io::Result<Flock<File>> {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_frontend::FrontendKind;
     use shorthorn_types::{Members, ReplicaId, ViewId};
 
     use super::*;
@@ -171,12 +232,12 @@ mod tests {
     fn every_process_has_a_generation_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = |attach| EngineState::open(&path, attach).map(|state| pair(state.generation()));
+        let open = |attach| EngineState::open(&path, attach, 0).map(|state| pair(state.generation()));
         assert_eq!(open(1).unwrap(), Generation::new(1, 0));
         assert_eq!(open(1).unwrap(), Generation::new(1, 1));
         assert_eq!(open(5).unwrap(), Generation::new(5, 0));
         assert!(matches!(open(4), Err(EngineError::Outdated { asked: 4, known: 5 })));
-        let held = EngineState::open(&path, 5).unwrap();
+        let held = EngineState::open(&path, 5, 0).unwrap();
         assert_eq!(pair(held.generation()), Generation::new(5, 1));
         assert!(matches!(open(5), Err(EngineError::Running { .. })));
     }
@@ -185,7 +246,7 @@ mod tests {
     fn a_process_that_has_lost_its_file_has_a_generation_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = || EngineState::open(&path, 7).unwrap().generation();
+        let open = || EngineState::open(&path, 7, 0).unwrap().generation();
         let before = open();
         fs::remove_file(&path).unwrap();
         let after = open();
@@ -199,7 +260,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         fs::write(&path, r#"{"generation":{"attach":3,"restart":4},"device":null}"#).unwrap();
-        let state = EngineState::open(&path, 3).unwrap();
+        let state = EngineState::open(&path, 3, 0).unwrap();
         assert_eq!(state.predecessor(), Some(Generation::new(3, 4)));
         assert_eq!(pair(state.generation()), Generation::new(3, 5));
     }
@@ -213,7 +274,7 @@ mod tests {
     fn knows_whose_sockets_are_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = |attach| EngineState::open(&path, attach).unwrap();
+        let open = |attach| EngineState::open(&path, attach, 0).unwrap();
         let mut first = open(3);
         assert_eq!(first.predecessor(), None);
         let last = first.next_generation().unwrap();
@@ -235,14 +296,72 @@ mod tests {
             id: ViewId { generation: Generation::new(attach, 0), number },
             members: Members::new([ReplicaId::from_random(1)]).unwrap(),
         };
-        EngineState::open(&path, 1).unwrap().keep_grant(view(1, 2)).unwrap();
-        let mut state = EngineState::open(&path, 2).unwrap();
+        EngineState::open(&path, 1, 0).unwrap().keep_grant(view(1, 2)).unwrap();
+        let mut state = EngineState::open(&path, 2, 0).unwrap();
         assert_eq!(state.granted(), Some(view(1, 2)));
         state.keep_grant(view(1, 1)).unwrap();
         assert_eq!(state.granted(), Some(view(1, 2)));
         state.keep_grant(view(2, 1)).unwrap();
         drop(state);
-        assert_eq!(EngineState::open(&path, 2).unwrap().granted(), Some(view(2, 1)));
+        assert_eq!(EngineState::open(&path, 2, 0).unwrap().granted(), Some(view(2, 1)));
+    }
+
+    fn record() -> DeviceRecord {
+        DeviceRecord { kind: FrontendKind::Socket, kernel_id: None, queues: 1, depth: 16 }
+    }
+
+    /// As a process of this attachment leaves it whose device was live, and which has found that writes are lost.
+    fn lost(path: &Path) -> EngineState {
+        let mut state = EngineState::open(path, 3, 0).unwrap();
+        state.device_goes_live(record()).unwrap();
+        state.note_lost_writes().unwrap();
+        state
+    }
+
+    #[test]
+    fn lost_writes_are_remembered_until_the_volume_is_attached_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();
+        let mut state = lost(&path);
+        assert!(state.lost_writes());
+        // As an engine with a socket does at its orderly end, whose clients come back to the next one.
+        state.set_device(None).unwrap();
+        drop(state);
+        assert!(open(3, 0).lost_writes() && open(3, 0).was_live());
+        assert!(open(4, 2).lost_writes(), "another number, but nobody has let go of the volume");
+        assert!(!open(5, 5).lost_writes() && !open(5, 5).was_live());
+    }
+
+    #[test]
+    fn nobody_is_told_where_nobody_was_using_the_volume() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        state.note_lost_writes().unwrap();
+        assert!(!state.lost_writes(), "no device was live");
+        drop(state);
+        drop(lost(&path));
+        let text = fs::read_to_string(&path).unwrap();
+        let boot = fs::read_to_string(BOOT_ID).unwrap();
+        fs::write(&path, text.replace(boot.trim(), "another boot")).unwrap();
+        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        assert!(!state.lost_writes() && !state.was_live(), "the device has ended with its host");
+        state.device_goes_live(record()).unwrap();
+        assert!(!state.lost_writes());
+        state.note_lost_writes().unwrap();
+        assert!(state.lost_writes(), "this one is another device");
+    }
+
+    #[test]
+    fn a_device_that_an_earlier_version_has_noted_may_be_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let old = r#"{"generation":{"attach":3,"restart":1},"device":{"kind":"ublk","kernel_id":0,"queues":1,"depth":128}}"#;
+        fs::write(&path, old).unwrap();
+        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        state.note_lost_writes().unwrap();
+        assert!(state.lost_writes());
     }
 
     #[test]
@@ -250,6 +369,6 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         fs::write(&path, "{").unwrap();
-        assert!(EngineState::open(&path, 1).unwrap_err().to_string().contains("v1.state"));
+        assert!(EngineState::open(&path, 1, 0).unwrap_err().to_string().contains("v1.state"));
     }
 }

@@ -23,11 +23,21 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         frontend: None,
         endpoint: None,
         size_bytes: spec.size_bytes,
+        lost_writes: state.lost_writes(),
         expansion: None,
         grant_wanted: None,
         equalising: None,
         scrub: None,
     })
+}
+
+/// What an engine that serves says; nothing where all is well.
+pub fn of_serving(lost_writes: bool) -> &'static str {
+    if lost_writes {
+        "every request is answered with an error: all replicas were without power at some time, so that writes may be gone          that were acknowledged and not flushed; stop what uses the device, then detach the volume and attach it again"
+    } else {
+        ""
+    }
 }
 
 /// Changes what is shown.

@@ -114,6 +114,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Anythin
             socket_path: "/tmp/memory.sock".into(),
             device_dir: "/dev/longhorn".into(),
             previous: None,
+            refuses_requests: false,
         },
         fault: Fault::None,
     };

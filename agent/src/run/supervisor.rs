@@ -286,5 +286,6 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         granted: None,
         rebuild: RebuildLimits::default(),
         intent_clear_after_ms: args.intent_clear_after_ms,
+        continues: 0,
     }
 }

@@ -13,7 +13,8 @@ pub struct Witness {
     pub report: ReplicaReport,
     /// It lacks data, whatever its views say.
     pub rebuilding: bool,
-    /// Its host was restarted while data was not durable.
+    /// Its host was restarted while data was not durable. May be said although nothing is gone: regions count as not durable
+    /// for some seconds after they were flushed, and until they are cleared again after a loss that was made up for.
     pub lost_cache: bool,
 }
 
@@ -30,6 +31,9 @@ pub struct Plan {
     /// and nothing is proposed to them: they would learn the views by that, and pass for replicas that hold
     /// everything but what was counted since they left.
     pub blank: Members,
+    /// Nobody who kept everything is among the members: what was acknowledged and not flushed may be gone. Whoever goes on
+    /// using the volume since then has to be told.
+    pub lost_writes: bool,
 }
 
 /// Why there is no start now.
@@ -73,7 +77,8 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     // say: while one of those is left, it joins later.
     let has_lost = |id| witnesses.iter().any(|witness| witness.replica == id && witness.lost_cache);
     let intact = members.filter(|id| !has_lost(id));
-    let members = if intact.is_empty() { members } else { intact };
+    let lost_writes = intact.is_empty();
+    let members = if lost_writes { members } else { intact };
     if members.is_empty() {
         return Err(NoPlan {
             cannot: CannotStart::NoMember(basis.holders.filter(|id| !broken.contains(id))),
@@ -86,7 +91,7 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     };
     let blank = Members::new(witnesses.iter().filter(is_blank).map(|witness| witness.replica));
     // There are no more replicas than a set can have.
-    Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default() })
+    Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
 
 /// Whether the replica is the one that it was: one that was in a view of ours knows it. One that knows of no engine at
@@ -173,6 +178,23 @@ mod tests {
         assert_eq!(found.basis.holders, now.members, "both are waited for");
         let all = plan(&[lost(1), lost(2)], None).unwrap();
         assert_eq!(all.members, now.members, "there is nobody better");
+    }
+
+    #[test]
+    fn writes_are_lost_where_every_member_has_lost_its_cache() {
+        let now = view(3, &[1, 2, 3]);
+        let lost = |n| Witness { lost_cache: true, ..witness(n, now, &[]) };
+        let is_told = |of: &[Witness]| plan(of, None).unwrap().lost_writes;
+        assert!(!is_told(&[witness(1, now, &[]), witness(2, now, &[]), witness(3, now, &[])]));
+        assert!(!is_told(&[lost(1), lost(2), witness(3, now, &[])]), "one has kept everything");
+        assert!(is_told(&[lost(1), lost(2), lost(3)]));
+        assert!(is_told(&[lost(1), lost(2)]), "who is silent does not help");
+        let rebuilding = Witness { rebuilding: true, ..witness(3, now, &[]) };
+        assert!(is_told(&[lost(1), lost(2), rebuilding]), "nor who lacks data");
+        let older = witness(3, view(2, &[1, 2, 3]), &[]);
+        let alone = view(3, &[1]);
+        let last = Witness { lost_cache: true, ..witness(1, alone, &[]) };
+        assert!(is_told(&[last, older]), "nor who had left the view");
     }
 
     #[test]

@@ -157,6 +157,25 @@ impl Nbd {
         self.end_write()
     }
 
+    /// Writes `data`, which need not be durable before the next flush.
+    ///
+    /// # Errors
+    /// The server has gone, or has answered with an error.
+    pub fn write_volatile(&mut self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.ask(command::WRITE, 0, offset, data.len())?;
+        self.stream.write_all(data)?;
+        self.take_reply()
+    }
+
+    /// Has all that was written made durable.
+    ///
+    /// # Errors
+    /// The server has gone, or has answered with an error.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.ask(command::FLUSH, 0, 0, 0)?;
+        self.take_reply()
+    }
+
     /// Announces a write of `length` bytes, which the caller sends on [`Nbd::stream`].
     ///
     /// # Errors

@@ -288,6 +288,7 @@ impl Process {
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
+            refuses_requests: false,
         };
         self.serve(config, &members, is_complete);
         true

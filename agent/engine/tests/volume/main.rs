@@ -4,6 +4,7 @@
 mod ends;
 mod expansions;
 mod load;
+mod lost_writes;
 mod slow_clients;
 mod volume;
 

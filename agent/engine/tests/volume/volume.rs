@@ -1,6 +1,7 @@
 //! A volume whose processes a test starts and kills.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -22,6 +23,8 @@ use crate::LIMIT;
 pub struct Volume {
     dir: tempfile::TempDir,
     pub size_bytes: u64,
+    /// Number of the attachment that the next engine is started for.
+    pub attach: u64,
     engine: Option<Child>,
     replicas: Vec<Option<Child>>,
     first: usize,
@@ -32,7 +35,8 @@ impl Volume {
     pub fn start(replicas: usize, size_bytes: u64) -> Volume {
         // Not /tmp: that may be a file system without O_DIRECT.
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-        let mut volume = Volume { dir, size_bytes, engine: None, replicas: Vec::new(), first: replicas };
+        let (engine, attach) = (None, 1);
+        let mut volume = Volume { dir, size_bytes, attach, engine, replicas: Vec::new(), first: replicas };
         for _ in 0..replicas {
             volume.add_replica();
         }
@@ -105,7 +109,7 @@ impl Volume {
         let spec = EngineSpec {
             volume: "v1".parse().unwrap(),
             size_bytes: self.size_bytes,
-            attach: 1,
+            attach: self.attach,
             replicas: self.endpoints(),
             frontend: FrontendChoice::Socket,
             secret: Secret::new([7; 32]),
@@ -119,6 +123,7 @@ impl Volume {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            continues: 0,
         };
         store_spec(&self.file("engine.json"), &spec).unwrap();
         self.engine = Some(self.spawn("engine", "engine.json"));
@@ -133,6 +138,18 @@ impl Volume {
     /// Of a replica that does not run: as if its disk had been replaced.
     pub fn lose_directory(&self, number: usize) {
         fs::remove_dir_all(self.file(&format!("replica{number}"))).unwrap();
+    }
+
+    /// Of a running replica: as if its host had lost power, and with it the block at `offset`, which was not durable.
+    pub fn lose_power(&mut self, number: usize, offset: u64) {
+        self.kill(number);
+        let directory = self.file(&format!("replica{number}"));
+        let boot = directory.join("shorthorn.boot");
+        let mut content: serde_json::Value = serde_json::from_slice(&fs::read(&boot).unwrap()).unwrap();
+        content["boot_id"] = "another boot".into();
+        fs::write(&boot, content.to_string()).unwrap();
+        let head = fs::File::options().write(true).open(directory.join("volume-head-000.img")).unwrap();
+        head.write_all_at(&[0; 4096], offset).unwrap();
     }
 
     /// A replica that hangs, or goes on.

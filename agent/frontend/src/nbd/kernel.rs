@@ -107,6 +107,7 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
         kernel_ends,
         broken: Some(broken),
         closed,
+        refuses_requests: spec.refuses_requests,
         number: None,
     };
     Ok(Prepared { queues, device: Box::new(device) })
@@ -273,6 +274,8 @@ struct NbdDevice {
     broken: Option<Receiver<OwnedFd>>,
     /// No connection is to be mended any more.
     closed: Arc<AtomicBool>,
+    /// See [`FrontendSpec::refuses_requests`].
+    refuses_requests: bool,
     number: Option<DeviceNumber>,
 }
 
@@ -372,8 +375,10 @@ impl NbdDevice {
         }
         let path = node::publish(&self.device_dir, &self.volume, number)?;
         self.number = Some(number);
-        sysfs::read_once(path.clone(), ALIVE_LIMIT)
-            .map_err(|source| system(format!("read the first sector of {name}"), source))?;
+        if !self.refuses_requests {
+            sysfs::read_once(path.clone(), ALIVE_LIMIT)
+                .map_err(|source| system(format!("read the first sector of {name}"), source))?;
+        }
         Ok(path)
     }
 

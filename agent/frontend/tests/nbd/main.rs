@@ -23,6 +23,7 @@ fn spec(path: &Path, queues: u16, depth: u16) -> FrontendSpec {
         socket_path: path.to_owned(),
         device_dir: PathBuf::from("/nonexistent"),
         previous: None,
+        refuses_requests: false,
     }
 }
 
