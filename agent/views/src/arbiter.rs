@@ -17,6 +17,14 @@ use crate::quorum::{Quorum, quorum};
 #[serde(deny_unknown_fields)]
 pub struct Arbiter {
     granted: Option<View>,
+    /// From which attachment on this record is known to be older than the volume; 0: it is not.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    stale_since: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde calls it so
+const fn is_zero(attach: &u64) -> bool {
+    *attach == 0
 }
 
 /// Why the arbiter does not grant a view. Nothing has changed; the engine can only stop.
@@ -29,6 +37,15 @@ pub enum NotGranted {
         asked: Generation,
         /// The current attachment.
         attach: u64,
+    },
+    /// The record was restored from a backup: what was granted since is not in it.
+    #[error(
+        "what was granted before attachment {since} is not known, as the record was restored from a backup: the volume has \
+         to be started from more than half of its replicas once"
+    )]
+    Stale {
+        /// The first attachment since that was noticed.
+        since: u64,
     },
     /// A later view, or another one of the same number, was granted before.
     #[error("view {target} is not newer than view {granted}, which is granted already")]
@@ -88,6 +105,29 @@ impl Arbiter {
         self.granted
     }
 
+    /// The record turns out to be older than the volume; attachment `since`, which is newer than all that is known of,
+    /// was drawn because of that. Nothing is granted until [`Arbiter::renewed`].
+    #[must_use]
+    pub fn stale(&self, since: u64) -> Arbiter {
+        Arbiter { granted: self.granted, stale_since: since }
+    }
+
+    /// From which attachment on the record is known to be stale, if it is.
+    #[must_use]
+    pub fn stale_since(&self) -> Option<u64> {
+        Some(self.stale_since).filter(|since| *since > 0)
+    }
+
+    /// An engine that was granted nothing has brought `through` through, since the record is known to be stale. So it
+    /// had more than half of every view that anybody may have gone on with. From here on, whoever asks has to have
+    /// honoured that view or something newer; what was granted before does not matter any more.
+    #[must_use]
+    pub fn renewed(&self, through: View) -> Option<Arbiter> {
+        let since = self.stale_since()?;
+        let is_later = through.id.generation.attach >= since && !through.is_first();
+        is_later.then_some(Arbiter { granted: Some(through), stale_since: 0 })
+    }
+
     /// An engine asks for `target`, which honours the views in `honoured`; `stored` have stored it or, where the engine
     /// starts, are fenced and will be proposed to. `attach` is the current attachment. What comes back has to be stored, by the same compare-and-swap that `attach` was
     /// read with, before the engine is answered. Asking again for what is granted changes nothing.
@@ -105,12 +145,15 @@ impl Arbiter {
         if asked.attach != attach {
             return Err(NotGranted::NotAttached { asked, attach });
         }
+        if let Some(since) = self.stale_since() {
+            return Err(NotGranted::Stale { since });
+        }
         if self.granted == Some(target) {
             return Ok(self.clone());
         }
         self.check_order(target, honoured)?;
         check_quorum(target, honoured, stored)?;
-        Ok(Arbiter { granted: Some(target) })
+        Ok(Arbiter { granted: Some(target), stale_since: 0 })
     }
 
     /// The engine has to know of the last grant, or of something committed since.
@@ -164,7 +207,24 @@ mod tests {
         ReplicaReport { committed, proposed: proposed.to_vec() }
     }
 
-    const NEVER_ASKED: Arbiter = Arbiter { granted: None };
+    const NEVER_ASKED: Arbiter = Arbiter { granted: None, stale_since: 0 };
+
+    #[test]
+    fn a_stale_record_grants_nothing_until_a_majority_has_started() {
+        let (old, target) = (view(1, 0, 1, &[1, 2]), view(7, 0, 1, &[2]));
+        // Before: 1 had gone on alone, by a grant that is not in the record.
+        let record = NEVER_ASKED.stale(7);
+        let refused = record.ask(7, target, &honouring(old, &[]), &members(&[2]));
+        assert_eq!(refused, Err(NotGranted::Stale { since: 7 }));
+        assert_eq!(record.renewed(view(6, 0, 1, &[1, 2])), None, "an engine from before");
+        assert_eq!(NEVER_ASKED.renewed(target), None, "nothing is wrong with it");
+        let through = view(7, 1, 1, &[1, 2]);
+        let renewed = record.renewed(through).unwrap();
+        let outdated = renewed.ask(8, view(8, 0, 1, &[2]), &honouring(old, &[]), &members(&[2]));
+        assert_eq!(outdated, Err(NotGranted::NotHonoured { granted: through }));
+        let alone = view(7, 1, 2, &[1]);
+        assert!(renewed.ask(7, alone, &honouring(through, &[]), &members(&[1])).is_ok());
+    }
 
     #[test]
     fn grants_one_of_two_once_and_again() {
@@ -178,7 +238,7 @@ mod tests {
     #[test]
     fn the_other_half_is_told_of_the_first() {
         let (old, granted) = (view(0, 0, 0, &[1, 2]), view(1, 0, 2, &[1]));
-        let arbiter = Arbiter { granted: Some(granted) };
+        let arbiter = Arbiter { granted: Some(granted), ..NEVER_ASKED };
         let other = view(1, 1, 1, &[2]);
         let refused = arbiter.ask(1, other, &honouring(old, &[]), &members(&[2])).unwrap_err();
         assert_eq!(refused, NotGranted::NotHonoured { granted });
@@ -188,7 +248,7 @@ mod tests {
     #[test]
     fn a_grant_follows_from_the_one_before() {
         let (old, granted) = (view(0, 0, 0, &[1, 2]), view(1, 0, 2, &[1]));
-        let arbiter = Arbiter { granted: Some(granted) };
+        let arbiter = Arbiter { granted: Some(granted), ..NEVER_ASKED };
         let again = view(1, 1, 1, &[1]);
         assert!(arbiter.ask(1, again, &honouring(old, &[granted]), &members(&[1])).is_ok());
         // Something newer than the grant was committed since: both are members once more.
@@ -204,7 +264,7 @@ mod tests {
             assert_eq!(refused, Err(NotGranted::NotAttached { asked: Generation::new(2, 3), attach }));
         }
         // Not even what it was granted when it was attached.
-        let arbiter = Arbiter { granted: Some(target) };
+        let arbiter = Arbiter { granted: Some(target), ..NEVER_ASKED };
         assert!(arbiter.ask(3, target, &honouring(old, &[]), &members(&[1])).is_err());
     }
 
@@ -212,7 +272,7 @@ mod tests {
     fn older_and_equal_numbers_are_refused() {
         let old = view(1, 0, 1, &[1, 2]);
         let granted = view(1, 0, 3, &[1]);
-        let arbiter = Arbiter { granted: Some(granted) };
+        let arbiter = Arbiter { granted: Some(granted), ..NEVER_ASKED };
         for target in [view(1, 0, 2, &[1]), view(1, 0, 3, &[2])] {
             let honoured = honouring(old, &[granted]);
             let refused = arbiter.ask(1, target, &honoured, &target.members);

@@ -20,8 +20,9 @@ impl Run<'_> {
         self.settle(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 
+    /// Above all that anybody in reach knows of: the store may be older than the volume.
     pub(super) fn draw_attach(&mut self) {
-        self.next.status.attach += 1;
+        self.next.status.attach = self.next.status.attach.max(self.reported_attach()) + 1;
         self.next.status.attach_started_at = Some(self.context.now);
     }
 

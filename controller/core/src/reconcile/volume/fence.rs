@@ -32,6 +32,12 @@ impl Run<'_> {
         self.want_replicas(DesireState::Running);
         let reports = self.fenced_reports();
         match basis(&reports, self.stored.status.arbiter.granted()) {
+            // Half may have gone on without the others by a grant that nobody remembers.
+            Ok(found) if found.needs_grant && self.stored.status.arbiter.stale_since().is_some() => {
+                self.tell_replicas();
+                self.wait_for_fence(trouble, "more than half of its replicas have to refuse its engine");
+                self.decision.again_after(START_CHECK);
+            }
             Ok(_) => {
                 self.next.status.fenced_attach = engine.spec.attach;
                 let message = format!("{trouble}; {} of its replicas refuse its engine now", reports.len());
@@ -84,7 +90,7 @@ impl Run<'_> {
     }
 
     /// What the process of the replica says, where it runs and its node answers.
-    fn replica_view(&self, replica: &Replica) -> Option<&ReplicaView> {
+    pub(super) fn replica_view(&self, replica: &Replica) -> Option<&ReplicaView> {
         let Sight::Clear(agent) = sight(self.context, &replica.spec.node_id) else { return None };
         let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
         let instance =

@@ -2,6 +2,7 @@
 
 mod arbiter;
 mod attach;
+mod behind;
 mod create;
 mod detach;
 mod expand;
@@ -61,6 +62,10 @@ impl Run<'_> {
             self.next.status.conditions.set(ConditionType::Accepted, Finding::Well, self.context.now);
         }
         if !self.stored.metadata.is_deleting() {
+            if self.catch_up() {
+                return;
+            }
+            self.renew_record();
             self.arbitrate();
             if self.pass_on_size() {
                 return;

@@ -18,6 +18,8 @@ impl Sim {
                 let attach = stored.map_or(0, |stored| stored.status.attach);
                 assert!(volume.status.attach >= attach, "the attach number falls");
                 assert!(volume.status.attach <= attach + 1, "the attach number jumps");
+                let stale = volume.status.arbiter.stale_since();
+                assert_eq!(stale, None, "no store is ever restored from a backup here");
                 if stored.is_some_and(|stored| stored.status.fenced_attach < volume.status.fenced_attach) {
                     self.check_fence(volume);
                 }

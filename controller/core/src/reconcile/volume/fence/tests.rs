@@ -6,7 +6,7 @@ use shorthorn_types::{Members, View, ViewId, VolumeName};
 use super::*;
 use crate::objects::{
     CurrentState, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
-    ReplicaStatus, Secret, Volume, VolumeState,
+    ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
 };
 use crate::observed::{AgentInfo, AgentView, Agents, Instance, Link};
 use crate::reconcile::{Context, Settings, reconcile};
@@ -223,6 +223,89 @@ fn a_replica_that_does_not_tell_its_views_is_not_counted() {
             view.views = None;
         }
     }
+    lost.run();
+    assert!(!lost.is_fenced());
+}
+
+/// A store that was restored from a backup: its volume is attached to node b.
+fn restored(state: VolumeState) -> Lost {
+    let mut lost = Lost::new(2);
+    lost.change(|volume| {
+        volume.status.state = state;
+        volume.status.current_node_id = Some(node(1));
+        volume.spec.node_id = Some(node(1));
+    });
+    lost
+}
+
+fn stale_since(lost: &Lost) -> Option<u64> {
+    lost.volume().status.arbiter.stale_since()
+}
+
+#[test]
+fn a_store_that_is_older_than_its_volume_shows_in_the_replicas() {
+    for state in [VolumeState::Attached, VolumeState::Attaching, VolumeState::Detaching] {
+        let mut lost = restored(state);
+        lost.replica_says(1, OLD + 7, view(OLD + 7, 1, &[0, 1]));
+        lost.run();
+        assert_eq!((lost.volume().status.attach, stale_since(&lost)), (OLD + 8, Some(OLD + 8)), "{state:?}");
+        lost.replica_says(0, OLD + 20, view(OLD + 20, 2, &[0]));
+        lost.run();
+        assert_eq!(lost.volume().status.attach, OLD + 8, "its node is not in reach");
+    }
+}
+
+#[test]
+fn a_number_that_was_used_before_the_backup_was_restored_is_not_used_again() {
+    let mut lost = restored(VolumeState::Attaching);
+    lost.change(|volume| volume.status.attach = OLD + 1);
+    lost.replica_says(1, OLD + 1, view(OLD + 1, 1, &[0, 1]));
+    lost.run();
+    assert_eq!((lost.volume().status.attach, stale_since(&lost)), (OLD + 2, Some(OLD + 2)));
+    let mut launched = restored(VolumeState::Attaching);
+    launched.replica_says(1, OLD, view(OLD, 1, &[0, 1]));
+    launched.run();
+    assert_eq!(stale_since(&launched), None, "that is the engine that was started");
+}
+
+#[test]
+fn the_arbiter_grants_again_once_more_than_half_serve() {
+    let mut lost = restored(VolumeState::Attached);
+    let new = OLD + 8;
+    lost.change(|volume| {
+        volume.status.attach = new;
+        volume.status.arbiter = volume.status.arbiter.stale(new);
+    });
+    let stored = serde_json::to_string(&lost.volume().status).unwrap();
+    assert_eq!(serde_json::from_str::<VolumeStatus>(&stored).unwrap(), lost.volume().status);
+    let through = view(new, 1, &[0, 1]);
+    lost.replica_says(1, new, through);
+    lost.run();
+    assert_eq!(stale_since(&lost), Some(new), "no engine of ours serves in that view");
+    let mut engine = lost.world.engines["v"].clone();
+    engine.spec.attach = new;
+    engine.spec.node_id = Some(node(1));
+    engine.spec.desire_state = DesireState::Running;
+    engine.status = EngineStatus {
+        current_state: CurrentState::Running,
+        phase: "serving".to_owned(),
+        generation: through.id.generation.to_string(),
+        endpoint: "/dev/longhorn/v".to_owned(),
+        seen_attach: new,
+        ..EngineStatus::default()
+    };
+    lost.world.insert(engine.into());
+    lost.run();
+    assert_eq!(stale_since(&lost), None);
+    assert_eq!(lost.volume().status.arbiter.granted(), Some(through));
+}
+
+#[test]
+fn half_is_not_enough_where_grants_are_forgotten() {
+    let mut lost = Lost::new(2);
+    lost.begin();
+    lost.change(|volume| volume.status.arbiter = volume.status.arbiter.stale(OLD + 1));
+    lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1]));
     lost.run();
     assert!(!lost.is_fenced());
 }

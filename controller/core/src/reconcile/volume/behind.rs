@@ -1,0 +1,100 @@
+//! A store that is older than the volume: it was restored from a backup.
+//!
+//! It shows in a replica that refuses engines which this store has not numbered yet. The next number is drawn above that
+//! one. What the arbiter has granted since the backup is lost too, so it grants nothing until an engine has started from
+//! more than half of its replicas, without it ([`shorthorn_views::Arbiter::renewed`]).
+//!
+//! It cannot be seen where every replica in reach was away since the backup. An engine that starts from them alone needs a
+//! grant if they are half; that is the case in which a grant since the backup to the other half is not known here.
+
+use shorthorn_types::View;
+
+use super::Run;
+use crate::objects::{Finding, Replica, VolumeState};
+use crate::observed::{Detail, InstanceKey};
+use crate::reconcile::START_CHECK;
+
+impl Run<'_> {
+    /// The newest attachment that any process of the volume in reach knows of; 0: none.
+    pub(super) fn reported_attach(&self) -> u64 {
+        let key = InstanceKey::engine(&self.stored.spec.volume_name);
+        let agents = self.context.agents.by_node.values().filter(|view| view.is_synced());
+        let engines = agents.filter_map(|view| match &view.instances.get(&key)?.detail {
+            Detail::Engine(engine) => Some(engine.attach),
+            Detail::Replica(_) => None,
+        });
+        engines.chain([self.refused_attach()]).max().unwrap_or_default()
+    }
+
+    /// The newest attachment that has opened a replica in reach. An engine may be of another volume of this name, a
+    /// replica is not.
+    fn refused_attach(&self) -> u64 {
+        let attach = |replica: &&Replica| Some(self.replica_view(replica)?.attach);
+        self.replicas.iter().filter_map(attach).max().unwrap_or_default()
+    }
+
+    /// Draws a number above those that are used already, where the stored one is not. True: that is all for now.
+    pub(super) fn catch_up(&mut self) -> bool {
+        let (attach, refused) = (self.stored.status.attach, self.refused_attach());
+        let is_used = match self.stored.status.state {
+            VolumeState::Attaching => refused > attach || (refused == attach && self.is_unused()),
+            VolumeState::Attached | VolumeState::Detaching => refused > attach,
+            VolumeState::Creating | VolumeState::Detached | VolumeState::Deleting => false,
+        };
+        if !is_used {
+            return false;
+        }
+        self.draw_attach();
+        let status = &mut self.next.status;
+        status.arbiter = status.arbiter.stale(status.attach);
+        let next = status.attach;
+        if self.stored.status.state == VolumeState::Attached {
+            self.enter(VolumeState::Attaching);
+        }
+        let message = format!(
+            "a replica was opened for attachment {refused}, and the store knows of {attach} only: it was restored from a \
+             backup. The next attachment is {next}; nothing is granted until it is served by more than half of the replicas"
+        );
+        self.decision.emit(self.key(), true, "RecordStale", message.clone());
+        self.settle(Finding::wrong("RecordStale", message));
+        true
+    }
+
+    /// Whether nothing that this controller has asked for can have shown the number of the attachment to a replica.
+    fn is_unused(&self) -> bool {
+        let status = &self.stored.status;
+        let is_launched = self.engine.is_some_and(|engine| engine.spec.attach >= status.attach);
+        let is_salvaged = status.salvage.as_ref().is_some_and(|salvage| salvage.attach == status.attach);
+        !is_launched && !is_salvaged
+    }
+
+    /// The arbiter grants again once the engine serves that was started since its record is known to be stale.
+    pub(super) fn renew_record(&mut self) {
+        if self.stored.status.arbiter.stale_since().is_none() {
+            return;
+        }
+        let renewed = self.served_view().and_then(|view| self.stored.status.arbiter.renewed(view));
+        match renewed {
+            Some(arbiter) => {
+                let view = arbiter.granted().map(|view| view.to_string()).unwrap_or_default();
+                self.next.status.arbiter = arbiter;
+                let message = format!("view {view} is served by more than half: the arbiter grants again");
+                self.decision.emit(self.key(), false, "RecordRenewed", message);
+            }
+            None => self.decision.again_after(START_CHECK),
+        }
+    }
+
+    /// The newest view that the engine of this attachment has brought through, as a replica says that stored it.
+    fn served_view(&self) -> Option<View> {
+        let attach = self.stored.status.attach;
+        let engine = self.engine.filter(|engine| {
+            let current = engine.spec.attach == attach && engine.status.seen_attach == attach;
+            current && engine.status.is_serving()
+        })?;
+        let reports = self.replicas.iter().filter_map(|replica| self.replica_view(replica)?.views.as_ref());
+        let committed = reports.map(|report| report.committed);
+        let own = committed.filter(|view| view.id.generation.to_string() == engine.status.generation);
+        own.max_by_key(|view| view.id)
+    }
+}
