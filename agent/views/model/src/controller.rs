@@ -1,26 +1,95 @@
 use std::rc::Rc;
 
 use shorthorn_types::Generation;
+use shorthorn_views::Arbiter;
 
 use crate::bits::Bits;
 use crate::model::Model;
 use crate::network::Message;
-use crate::state::{Engine, Host, State};
+use crate::rules::Rules;
+use crate::state::{Engine, Host, State, place};
 
 impl State {
     /// The controller raises the attachment, and tells the engine what was granted last.
-    pub(crate) fn attach(&mut self) {
+    pub(crate) fn attach(&mut self, rules: Rules, higher: bool) {
         self.attach += 1;
-        self.hosts.push(Host { restart: 0, known: self.arbiter.granted() });
-        self.run(Generation::new(self.attach, 0));
+        let host = Host { restart: 0, known: self.arbiter.granted(), has_lost: false };
+        let place = place(self.attach);
+        // Numbers that were left out, or were drawn before the store was restored, are of hosts that know nothing.
+        while self.hosts.len() <= place {
+            self.hosts.push(Host { restart: 0, known: None, has_lost: true });
+        }
+        self.hosts[place] = host;
+        self.run_again(rules, Generation::new(self.attach, 0), higher);
+    }
+
+    /// What a backup of the controller's store has from now on.
+    pub(crate) fn back_up(&mut self) {
+        self.backup = (self.attach, self.arbiter.clone());
+    }
+
+    /// Whether the controller notices that its store is older than the volume, once that is the backup; or loses
+    /// nothing by it.
+    pub(crate) fn may_restore(&self) -> bool {
+        let (attach, arbiter) = &self.backup;
+        (*attach, arbiter) != (self.attach, &self.arbiter)
+            && (self.opened_attach() > *attach || *arbiter == self.arbiter)
+    }
+
+    /// The store is restored from the backup; the replicas show that it is older than the volume, where it is.
+    pub(crate) fn restore(&mut self, rules: Rules) {
+        self.restores += 1;
+        (self.attach, self.arbiter) = self.backup.clone();
+        self.restored_at = self.engines.len();
+        if self.opened_attach() > self.attach {
+            self.attach = self.opened_attach() + 1;
+            self.arbiter = rules.stale(&self.arbiter, self.attach);
+        }
+    }
+
+    /// The view by which the arbiter grants again: of an engine that was started since.
+    pub(crate) fn renewal(&self) -> Option<Arbiter> {
+        let is_new = |generation: Generation| {
+            let mut since = self.engines.iter().skip(self.restored_at);
+            generation.attach == self.attach && since.any(|engine| engine.generation == generation)
+        };
+        let committed = self.replicas.iter().map(|replica| replica.views.report().committed);
+        let through = committed.filter(|view| is_new(view.id.generation)).max_by_key(|view| view.id)?;
+        self.arbiter.renewed(through)
+    }
+
+    /// The newest attachment that has opened a replica.
+    fn opened_attach(&self) -> u64 {
+        let opened = self.replicas.iter().map(|replica| replica.views.generation().attach);
+        opened.max().unwrap_or_default()
     }
 
     /// A host starts its engine again; the controller has no part in it.
-    pub(crate) fn restart(&mut self, host: u8) {
+    pub(crate) fn restart(&mut self, rules: Rules, host: u8, higher: bool) {
         let known = &mut self.hosts[usize::from(host)];
         known.restart += 1;
-        let generation = Generation::new(u64::from(host) + 1, known.restart);
-        self.run(generation);
+        let pair = Generation::new(u64::from(host) + 1, known.restart);
+        self.run_again(rules, pair, higher);
+    }
+
+    /// A host that has lost its state file starts an engine, as if it were the first one of the attachment. Another
+    /// one may run: what kept a second one from starting may be lost too.
+    pub(crate) fn start_anew(&mut self, rules: Rules, host: u8, higher: bool) {
+        self.losses += 1;
+        self.hosts[usize::from(host)] = Host { restart: 0, known: None, has_lost: true };
+        self.run_again(rules, Generation::new(u64::from(host) + 1, 0), higher);
+    }
+
+    /// Draws a nonce beside those that were drawn for this pair before.
+    fn run_again(&mut self, rules: Rules, pair: Generation, higher: bool) {
+        let used = self.engines.iter().map(|engine| engine.generation);
+        let used = used.filter(|used| (used.attach, used.restart) == (pair.attach, pair.restart));
+        let next = if higher {
+            used.map(|used| used.nonce + 1).max()
+        } else {
+            used.map(|used| used.nonce.saturating_sub(1)).min()
+        };
+        self.run(rules.nonce(pair, next));
     }
 
     fn run(&mut self, generation: Generation) {

@@ -2,6 +2,8 @@ use std::hash::{DefaultHasher, Hasher};
 
 use shorthorn_types::{Generation, ReplicaReport, View};
 
+use shorthorn_views::Arbiter;
+
 use crate::bits::{Bits, bits};
 use crate::network::Message;
 use crate::state::{Engine, State};
@@ -39,11 +41,16 @@ struct Writer {
 impl Writer {
     fn state(&mut self, state: &State) {
         self.number(state.attach);
-        self.option(state.arbiter.granted());
-        self.bytes.extend([state.writes, self.permuted(state.unjoined)]);
+        self.arbiter(&state.arbiter);
+        self.number(state.backup.0);
+        self.arbiter(&state.backup.1);
+        self.bytes.push(state.restores);
+        self.number(state.restored_at as u64);
+        self.bytes.extend([state.writes, state.losses, self.permuted(state.unjoined)]);
         for host in &state.hosts {
             self.number(u64::from(host.restart));
             self.option(host.known);
+            self.bytes.push(u8::from(host.has_lost));
         }
         for replica in self.places(state.replicas.len()) {
             let replica = &state.replicas[replica];
@@ -112,6 +119,7 @@ impl Writer {
     fn generation(&mut self, generation: Generation) {
         self.number(generation.attach);
         self.number(u64::from(generation.restart));
+        self.number(generation.nonce);
     }
 
     fn view(&mut self, view: View) {
@@ -125,6 +133,11 @@ impl Writer {
             Some(view) => self.view(view),
             None => self.bytes.push(u8::MAX),
         }
+    }
+
+    fn arbiter(&mut self, arbiter: &Arbiter) {
+        self.option(arbiter.granted());
+        self.number(arbiter.stale_since().unwrap_or_default());
     }
 
     fn report(&mut self, report: &ReplicaReport) {

@@ -38,7 +38,7 @@ pub(crate) fn starts_again(rules: Rules, state: &State) -> Result<(), String> {
     let all = Bits::below(u8::try_from(views.len()).unwrap_or(u8::MAX));
     let (attach, known) = (state.attach + 1, state.arbiter.granted());
     let new = Start { rules, state, attach, restart: 0, known, reached: all, views };
-    if let Some(host) = state.hosts.last() {
+    if let Some(host) = state.hosts.last().filter(|host| !host.has_lost) {
         let (attach, restart, known) = (state.attach, host.restart + 1, host.known);
         Start { attach, restart, known, ..new.clone() }.run()?;
     }

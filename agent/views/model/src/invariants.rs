@@ -20,7 +20,7 @@
 //! 5. **Generations only rise**, on every replica; and on every replica the committed view does.
 //! 6. **It can start again.** Once all replicas and the arbiter are reached and no older engine is left, an engine of a
 //!    new attachment starts, and so does one that its host starts again, with as old a record of the grants as the
-//!    host may have. What is left of all the engines before stands in nobody's way.
+//!    host may have; unless the host has lost what it remembered: then it takes a new attachment. What is left of all the engines before stands in nobody's way.
 
 use std::fmt;
 
@@ -170,6 +170,8 @@ mod tests {
             replica_crashes: false,
             giving_up: false,
             keeps_grants: false,
+            restores: 0,
+            losses: 0,
             healing,
         };
         Model::new(limits, None)

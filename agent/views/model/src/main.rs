@@ -30,6 +30,12 @@ struct Options {
     /// The engine's host keeps the grants that it was given
     #[arg(long)]
     keeps_grants: bool,
+    /// How often the controller's store may be restored from a backup; what heals is not checked then
+    #[arg(long, default_value_t = 0)]
+    restores: u8,
+    /// How often hosts may lose what they remember
+    #[arg(long, default_value_t = 0)]
+    losses: u8,
     /// Do not check that a healed volume can be started; with --giving-up that is not checked anyway
     #[arg(long)]
     safety_only: bool,
@@ -63,7 +69,9 @@ fn main() -> ExitCode {
         replica_crashes: options.search.is_none(),
         giving_up: options.giving_up,
         keeps_grants: options.keeps_grants,
-        healing: !options.safety_only && !options.giving_up,
+        restores: options.restores,
+        losses: options.losses,
+        healing: !options.safety_only && !options.giving_up && options.restores == 0,
     };
     let model = Model::new(limits, options.mutation);
     match (options.search, options.walk_seed) {

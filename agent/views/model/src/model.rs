@@ -23,6 +23,10 @@ pub struct Limits {
     /// Whether a host keeps the grants that its engine was given, for the engine's next start. Without, it knows what
     /// the controller said when it attached, and what a refusal said.
     pub keeps_grants: bool,
+    /// How often the controller's store may be restored from a backup; `healing` has to be left out then.
+    pub restores: u8,
+    /// How often hosts may lose what they remember.
+    pub losses: u8,
     /// Whether rule 6 is checked: that a volume can be started once everything has healed. It does not hold with
     /// `giving_up`: an engine that proposes, goes on in its old view, and then proposes a view that has nothing in
     /// common with the first leaves two of which nobody knows that it has given up one.
@@ -54,11 +58,13 @@ impl Model {
     pub fn steps(&self, state: &State) -> Vec<Step> {
         let mut steps = Vec::new();
         if state.engines.len() < usize::from(self.limits.engines) {
-            steps.push(Step::Attach);
+            steps.push(Step::Attach { higher: true });
             let stopped = |host: &u8| !self.runs(state, *host);
             let hosts = (0..8).take(state.hosts.len()).filter(stopped);
-            steps.extend(hosts.map(|host| Step::Restart { host }));
+            steps.extend(hosts.map(|host| Step::Restart { host, higher: true }));
+            self.loss_steps(state, &mut steps);
         }
+        self.restore_steps(state, &mut steps);
         if self.limits.replica_crashes {
             steps.extend(state.all().map(|replica| Step::ReplicaCrash { replica }));
         }
@@ -78,8 +84,12 @@ impl Model {
     pub fn apply(&self, state: &State, step: Step) -> State {
         let mut next = state.clone();
         match step {
-            Step::Attach => next.attach(),
-            Step::Restart { host } => next.restart(host),
+            Step::Attach { higher } => next.attach(self.rules, higher),
+            Step::BackUp => next.back_up(),
+            Step::Restore => next.restore(self.rules),
+            Step::Renew => next.arbiter = next.renewal().unwrap_or(next.arbiter),
+            Step::Restart { host, higher } => next.restart(self.rules, host, higher),
+            Step::StartAnew { host, higher } => next.start_anew(self.rules, host, higher),
             Step::Crash { engine } => next.engine_mut(engine).die(),
             Step::ReplicaCrash { replica } => next.crash_replica(replica),
             Step::Deliver(message) => self.deliver(&mut next, message),
@@ -115,6 +125,36 @@ impl Model {
             | Message::Applied { .. }
             | Message::Granted { .. }
             | Message::Refused { .. } => self.at_engine(state, message),
+        }
+    }
+
+    /// The controller's store is restored from a backup.
+    fn restore_steps(&self, state: &State, steps: &mut Vec<Step>) {
+        if state.restores < self.limits.restores {
+            steps.push(Step::BackUp);
+            if state.may_restore() {
+                steps.push(Step::Restore);
+            }
+        }
+        if state.restores > 0 {
+            if state.engines.len() < usize::from(self.limits.engines) {
+                steps.push(Step::Attach { higher: false });
+            }
+            if state.renewal().is_some() {
+                steps.push(Step::Renew);
+            }
+        }
+    }
+
+    /// Hosts lose what they remember. From then on numbers are used again, and either nonce may be the greater one.
+    fn loss_steps(&self, state: &State, steps: &mut Vec<Step>) {
+        for (host, known) in (0..8).zip(&state.hosts) {
+            if known.has_lost && !self.runs(state, host) {
+                steps.push(Step::Restart { host, higher: false });
+            }
+            if state.losses < self.limits.losses {
+                steps.extend([true, false].map(|higher| Step::StartAnew { host, higher }));
+            }
         }
     }
 

@@ -19,7 +19,7 @@ pub enum Mutation {
     GiveUpGranted,
     /// Writes in flight are not sent again to a replica that joins.
     ForgetInFlight,
-    /// Views have a number but no generation.
+    /// Views have a number but no generation, and a replica answers what it refuses for its number as stored.
     NoGeneration,
     /// A replica reports before it refuses the engine before.
     ServeBeforeFence,
@@ -43,4 +43,10 @@ pub enum Mutation {
     DropOlder,
     /// A proposed view is dead if those who were not reached have to have stored it.
     DropUnseen,
+    /// The arbiter goes on with a record that was restored from a backup. Found only where that happens.
+    TrustRestored,
+    /// Engines draw no nonce. Found only where hosts lose their state.
+    NoNonce,
+    /// The same, and a replica answers what it refuses for its number as stored. Found only where hosts lose their state.
+    UsedTwice,
 }

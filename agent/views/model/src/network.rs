@@ -94,7 +94,14 @@ impl Message {
         let at = |engine: u8| state.engine(engine);
         let holder = |replica: u8| state.replica(replica).views.generation();
         match self {
-            Message::Open { engine, replica } => holder(replica) < at(engine).generation,
+            Message::Open { engine, replica } => {
+                let (holder, generation) = (holder(replica), at(engine).generation);
+                // Another engine may have the same one, if it draws no nonce.
+                let is_shared =
+                    || state.engines.iter().filter(|one| one.generation == generation).count() > 1;
+                let is_new = at(engine).welcomes[usize::from(replica)].is_none();
+                holder < generation || (holder == generation && is_new && is_shared())
+            }
             Message::Opened { engine, replica } => at(engine).alive && !at(engine).reached.has(replica),
             Message::Propose { engine, replica, .. } | Message::Commit { engine, replica, .. } => {
                 holder(replica) <= at(engine).generation

@@ -1,5 +1,7 @@
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{Arbiter, Basis, Change, NotGranted, Progress, Quorum, ReplicaViews, basis, quorum};
+use shorthorn_views::{
+    Arbiter, Basis, Change, NotGranted, Progress, Quorum, Refused, ReplicaViews, basis, quorum,
+};
 
 use crate::bits::{Bits, id, members};
 use crate::mutation::Mutation;
@@ -31,12 +33,29 @@ impl Rules {
         Some(report)
     }
 
+    /// The generation of an engine process; `next` is the nonce that it draws where others have had this pair.
+    pub fn nonce(self, pair: Generation, next: Option<u64>) -> Generation {
+        let is_drawn = !self.is(Mutation::NoNonce) && !self.is(Mutation::UsedTwice);
+        if is_drawn { pair.of_nonce(next.unwrap_or(FIRST_NONCE)) } else { pair }
+    }
+
+    /// The arbiter's record, once it is known to be older than the volume.
+    pub fn stale(self, arbiter: &Arbiter, since: u64) -> Arbiter {
+        if self.is(Mutation::TrustRestored) { arbiter.clone() } else { arbiter.stale(since) }
+    }
+
     /// A view is proposed to a replica. Whether it has stored it.
     pub fn propose(self, views: &mut ReplicaViews, generation: Generation, proposal: &Proposal) -> bool {
         if self.is(Mutation::ServeBeforeFence) && views.fence(generation).is_err() {
             return false;
         }
-        views.propose(generation, proposal.target, &proposal.honoured).is_ok()
+        match views.propose(generation, proposal.target, &proposal.honoured) {
+            // The replica has not stored it, and says that it has.
+            Err(Refused::NotNewer { .. } | Refused::SameNumber { .. }) => {
+                self.is(Mutation::UsedTwice) || self.is(Mutation::NoGeneration)
+            }
+            answer => answer.is_ok(),
+        }
     }
 
     /// Whether an engine may touch the data of a replica before its first view is through.
@@ -160,6 +179,9 @@ impl Rules {
         !self.is(Mutation::ForgetInFlight)
     }
 }
+
+/// The nonce of the first process of a pair: there is room for others above it and below it.
+const FIRST_NONCE: u64 = 16;
 
 /// What the start has of one replica.
 pub(crate) type Reported = (ReplicaId, ReplicaReport);

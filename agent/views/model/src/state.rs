@@ -23,6 +23,14 @@ pub struct State {
     pub messages: Vec<Message>,
     /// How many writes have been submitted.
     pub writes: u8,
+    /// The controller's: what a backup of its store has.
+    pub backup: (u64, Arbiter),
+    /// How often that was restored.
+    pub restores: u8,
+    /// How many engines there were then.
+    pub restored_at: usize,
+    /// How often a host has lost what it remembered.
+    pub losses: u8,
     /// For the invariants only: replicas whose data was replaced to make them members, which they are not yet.
     pub unjoined: Bits,
 }
@@ -34,6 +42,8 @@ pub struct Host {
     pub restart: u32,
     /// The last grant that it knows: what the controller said when it attached, or what was heard since.
     pub known: Option<View>,
+    /// Whether it has lost what it remembered: its engines may be refused until the volume is attached again.
+    pub has_lost: bool,
 }
 
 /// One replica. All of it is durable.
@@ -130,6 +140,10 @@ impl State {
             engines: Vec::new(),
             messages: Vec::new(),
             writes: 0,
+            backup: (0, Arbiter::default()),
+            restores: 0,
+            restored_at: 0,
+            losses: 0,
             unjoined: Bits::NONE,
         }
     }
@@ -173,11 +187,11 @@ impl State {
 
     /// What remembers for `generation`.
     pub(crate) fn host(&self, generation: Generation) -> &Host {
-        &self.hosts[place(generation)]
+        &self.hosts[place(generation.attach)]
     }
 
     pub(crate) fn host_mut(&mut self, generation: Generation) -> &mut Host {
-        &mut self.hosts[place(generation)]
+        &mut self.hosts[place(generation.attach)]
     }
 
     /// Whether `engine` holds all of `replicas`.
@@ -187,8 +201,9 @@ impl State {
     }
 }
 
-fn place(generation: Generation) -> usize {
-    usize::try_from(generation.attach).map_or(usize::MAX, |attach| attach - 1)
+/// Of the host of an attachment.
+pub(crate) fn place(attach: u64) -> usize {
+    usize::try_from(attach).map_or(usize::MAX, |attach| attach - 1)
 }
 
 impl Engine {

@@ -5,11 +5,29 @@ use crate::network::Message;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The controller attaches the volume to another host, where an engine starts.
-    Attach,
+    Attach {
+        /// Whether its nonce is above those of others with the same numbers, or below.
+        higher: bool,
+    },
+    /// A backup of the controller's store is made, in place of the last one.
+    BackUp,
+    /// It is restored.
+    Restore,
+    /// The controller sees that an engine serves that was started since.
+    Renew,
     /// The host of an attachment, not necessarily of the current one, starts its engine again.
     Restart {
         /// Which attachment, from 0.
         host: u8,
+        /// Whether its nonce is above those of others with the same numbers, or below.
+        higher: bool,
+    },
+    /// The host of an attachment loses what it remembered, and starts an engine: its numbers were used before.
+    StartAnew {
+        /// Which attachment, from 0.
+        host: u8,
+        /// Whether its nonce is above those of others with the same numbers, or below.
+        higher: bool,
     },
     /// An engine process ends.
     Crash {

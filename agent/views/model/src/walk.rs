@@ -99,8 +99,8 @@ const USUAL: [(u32, [u32; 4]); KINDS] = [
 
 fn kind(step: Step) -> usize {
     match step {
-        Step::Attach => 0,
-        Step::Restart { .. } => 1,
+        Step::Attach { .. } | Step::BackUp | Step::Restore => 0,
+        Step::Restart { .. } | Step::StartAnew { .. } => 1,
         Step::Crash { .. } => 2,
         Step::ReplicaCrash { .. } => 3,
         Step::Leave { .. } | Step::LeaveToo { .. } => 4,
@@ -113,7 +113,7 @@ fn kind(step: Step) -> usize {
         Step::Deliver(Message::Granted { .. } | Message::Refused { .. }) => 11,
         Step::Choose { .. } | Step::Begin { .. } => 12,
         Step::Copy { .. } | Step::Join { .. } => 13,
-        Step::Ask { .. } => 14,
+        Step::Ask { .. } | Step::Renew => 14,
         Step::Write { .. } => 15,
         Step::Acknowledge { .. } => 16,
     }

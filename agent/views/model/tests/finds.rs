@@ -12,10 +12,18 @@ const THREE: Limits = Limits {
     replica_crashes: true,
     giving_up: true,
     keeps_grants: false,
+    restores: 0,
+    losses: 0,
     healing: false,
 };
 
 const TWO: Limits = Limits { replicas: 2, ..THREE };
+
+/// Hosts lose what they remember.
+const LOSING: Limits = Limits { losses: 2, giving_up: false, ..TWO };
+
+/// The controller's store is restored from a backup.
+const RESTORING: Limits = Limits { restores: 1, giving_up: false, ..TWO };
 
 /// A smaller world, where some are found sooner.
 const NO_GIVING_UP: Limits = Limits { engines: 3, writes: 2, giving_up: false, ..THREE };
@@ -29,14 +37,30 @@ const SEEDS: RangeInclusive<u64> = 1..=10_000;
 /// Walks until something is wrong, and says at which seed, and after how many steps of that walk and of all,
 /// that was.
 fn find(mutation: Mutation, limits: Limits, seeds: RangeInclusive<u64>) {
+    find_broken(mutation, limits, seeds, |rule| {
+        assert_eq!(rule == 6, limits.healing, "rule {rule}");
+        true
+    });
+}
+
+/// The same for a write that is lost, whatever else is wrong before.
+fn find_loss(mutation: Mutation, limits: Limits, seeds: RangeInclusive<u64>) {
+    find_broken(mutation, limits, seeds, |rule| rule == 1);
+}
+
+fn find_broken(
+    mutation: Mutation,
+    limits: Limits,
+    seeds: RangeInclusive<u64>,
+    is_looked_for: impl Fn(u8) -> bool,
+) {
     let model = Model::new(limits, Some(mutation));
     let mut steps = 0;
     for seed in seeds.clone() {
         let found = walk(&model, seed, 150);
         steps += found.steps.len();
-        if let Some(violation) = found.violation {
+        if let Some(violation) = found.violation.filter(|violation| is_looked_for(violation.rule)) {
             let last = found.steps.len();
-            assert_eq!(violation.rule == 6, limits.healing, "{violation}");
             println!("{mutation:?}: seed {seed}, {last} of {steps} steps, {violation}");
             return;
         }
@@ -87,6 +111,21 @@ fn views_without_the_generation() {
 #[test]
 fn serving_before_fencing() {
     find(Mutation::ServeBeforeFence, THREE, SEEDS);
+}
+
+#[test]
+fn a_generation_used_twice() {
+    find_loss(Mutation::UsedTwice, LOSING, SEEDS);
+}
+
+#[test]
+fn a_restored_record_that_is_trusted() {
+    find_loss(Mutation::TrustRestored, RESTORING, SEEDS);
+}
+
+#[test]
+fn a_generation_without_a_nonce() {
+    find_loss(Mutation::NoNonce, LOSING, SEEDS);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The real rules hold, as far as a short search sees.
 
+use std::ops::RangeInclusive;
+
 use shorthorn_views_model::{Limits, Model, search, walk};
 
 const LIMITS: Limits = Limits {
@@ -10,6 +12,8 @@ const LIMITS: Limits = Limits {
     replica_crashes: true,
     giving_up: true,
     keeps_grants: false,
+    restores: 0,
+    losses: 0,
     healing: false,
 };
 
@@ -38,13 +42,31 @@ fn two_replicas_and_three_in_the_states_nearest_to_the_start() {
 fn random_walks() {
     for (replicas, keeps_grants) in [(2, false), (3, false), (2, true), (3, true)] {
         for limits in [LIMITS, HEALING] {
-            walks(&Model::new(Limits { replicas, keeps_grants, ..limits }, None), replicas);
+            walks(&Model::new(Limits { replicas, keeps_grants, ..limits }, None), replicas, 1..=500);
         }
     }
 }
 
-fn walks(model: &Model, replicas: u8) {
-    for seed in 1..=500 {
+/// Numbers of generations are used again, by engines that draw their nonces.
+#[test]
+fn random_walks_where_hosts_lose_what_they_remember() {
+    for replicas in [2, 3] {
+        let limits = Limits { replicas, keeps_grants: true, losses: 2, ..HEALING };
+        walks(&Model::new(limits, None), replicas, 1..=500);
+    }
+}
+
+/// The controller draws numbers again and has forgotten grants.
+#[test]
+fn random_walks_where_the_store_is_restored_from_a_backup() {
+    for replicas in [2, 3] {
+        let limits = Limits { replicas, restores: 2, losses: 1, giving_up: false, ..LIMITS };
+        walks(&Model::new(limits, None), replicas, 1..=500);
+    }
+}
+
+fn walks(model: &Model, replicas: u8, seeds: RangeInclusive<u64>) {
+    for seed in seeds {
         let walk = walk(model, seed, 150);
         assert_eq!(walk.violation, None, "{replicas} replicas, seed {seed}");
     }
