@@ -69,7 +69,8 @@ fn keeps_its_data_from_run_to_run() {
         }
         assert!(!ready.socket().exists(), "the socket was left behind");
         // Each run is an attachment of its own.
-        assert_eq!(ready.0["generation"], format!("{}.0", turn + 1));
+        let generation = ready.0["generation"].as_str().unwrap();
+        assert!(generation.starts_with(&format!("{}.0#", turn + 1)), "{generation}");
     }
     let replicas = fs::read_dir(dir.path().join("replicas")).unwrap().count();
     assert_eq!(replicas, 3);
@@ -126,6 +127,31 @@ fn leaves_nothing_behind_when_it_is_killed() {
     }
     let again = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
     assert_eq!(Nbd::connect(&Ready::of(&again).socket(), "v1").unwrap().read(4096, 4096).unwrap(), [7; 4096]);
+}
+
+#[test]
+fn goes_on_where_its_own_files_are_lost_or_older_than_the_replicas() {
+    let dir = tempfile::tempdir().unwrap();
+    let once = |block: u8| {
+        let mut running = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
+        let ready = Ready::of(&running);
+        let mut nbd = Nbd::connect(&ready.socket(), "v1").unwrap();
+        for earlier in 0..block {
+            assert_eq!(nbd.read(u64::from(earlier) * 4096, 4096).unwrap(), [earlier + 1; 4096]);
+        }
+        nbd.write(u64::from(block) * 4096, &[block + 1; 4096]).unwrap();
+        running.signal(Signal::TERM);
+        assert!(running.ended().success(), "{}", running.log_so_far());
+        ready.0["generation"].as_str().unwrap().to_owned()
+    };
+    once(0);
+    let old = fs::read(dir.path().join("volume.json")).unwrap();
+    once(1);
+    once(2);
+    fs::write(dir.path().join("volume.json"), old).unwrap();
+    fs::remove_file(dir.path().join("engine.json")).unwrap();
+    let generation = once(3);
+    assert!(generation.starts_with("4.0#"), "above what the replicas know: {generation}");
 }
 
 #[test]

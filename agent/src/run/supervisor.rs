@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use nix::sys::signalfd::SignalFd;
 use shorthorn_control::{
     Command as Order, EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status,
-    store_spec,
+    load_spec, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -147,6 +147,18 @@ impl Supervisor {
         }
         if !replicas.iter().any(Process::serves) {
             return Err(RunError::NoReplica(troubles(replicas)));
+        }
+        let opened_for = replicas.iter().filter_map(|replica| match &replica.status {
+            Some(Status::Replica(status)) => Some(status.generation.attach),
+            _ => None,
+        });
+        if self.volume.raise_attach_above(opened_for.max().unwrap_or_default())? {
+            let attach = self.volume.file().attach;
+            tracing::warn!(
+                attach,
+                "volume.json is older than the replicas: the next attachment is above theirs"
+            );
+            store_spec(&engine.files.spec, &EngineSpec { attach, ..load_spec(&engine.files.spec)? })?;
         }
         engine.start(&self.sender)
     }

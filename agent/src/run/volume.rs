@@ -88,6 +88,20 @@ impl VolumeDir {
         self.store()
     }
 
+    /// The same, above `used`, which a replica was opened for. True: it was not above that before, as this file is
+    /// older than the replicas.
+    ///
+    /// # Errors
+    /// [`RunError::Spec`].
+    pub fn raise_attach_above(&mut self, used: u64) -> Result<bool, RunError> {
+        if self.file.attach > used {
+            return Ok(false);
+        }
+        self.file.attach = used + 1;
+        self.store()?;
+        Ok(true)
+    }
+
     /// Remembers, durably, that the volume was ready once.
     ///
     /// # Errors
@@ -178,10 +192,14 @@ mod tests {
         let mut first = VolumeDir::open(&args).unwrap();
         first.raise_attach().unwrap();
         first.set_initialised().unwrap();
+        assert!(!first.raise_attach_above(0).unwrap());
         let written = first.file().clone();
         assert_eq!((written.attach, written.initialised, written.replicas.len()), (1, true, 3));
         drop(first);
-        assert_eq!(VolumeDir::open(&args).unwrap().file(), &written);
+        let mut second = VolumeDir::open(&args).unwrap();
+        assert_eq!(second.file(), &written);
+        assert!(second.raise_attach_above(1).unwrap() && !second.raise_attach_above(1).unwrap());
+        assert_eq!(second.file().attach, 2);
     }
 
     #[test]
