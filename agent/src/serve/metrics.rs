@@ -174,12 +174,17 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
         "shorthorn_volume_frozen",
         "1 where the requests of a volume wait for replicas or the arbiter, else 0",
     );
+    let lost = page.gauges(
+        "shorthorn_volume_lost_writes",
+        "1 where writes that were not flushed may be gone, so that every request is refused, else 0",
+    );
     let members =
         page.gauges("shorthorn_volume_replicas", "Replicas of a volume, by what they are to its engine");
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
         sizes.set(&[volume], engine.size_bytes);
         frozen.set(&[volume], u64::from(engine.phase == "frozen"));
+        lost.set(&[volume], u64::from(engine.lost_writes));
         for mode in MODES {
             let count = engine.members.iter().filter(|member| member.mode == mode).count();
             members.set(&[volume, ("mode", mode)], number(count));
@@ -284,6 +289,7 @@ mod tests {
         let engine = v1::EngineStatus {
             volume: "v1".into(),
             phase: "frozen".into(),
+            lost_writes: true,
             size_bytes: 4096,
             members: vec![member("0000000a", "member", None), member("0000000b", "rebuilding", copy)],
             ..v1::EngineStatus::default()
@@ -310,6 +316,7 @@ mod tests {
             "shorthorn_agent_replicas{state=\"running\"} 0\n",
             "shorthorn_volume_size_bytes{volume=\"v1\"} 4096\n",
             "shorthorn_volume_frozen{volume=\"v1\"} 1\n",
+            "shorthorn_volume_lost_writes{volume=\"v1\"} 1\n",
             "shorthorn_volume_replicas{volume=\"v1\",mode=\"member\"} 1\n",
             "shorthorn_volume_replicas{volume=\"v1\",mode=\"failed\"} 0\n",
             "shorthorn_volume_rebuild_left_bytes{volume=\"v1\",replica=\"0000000b\"} 40\n",

@@ -211,6 +211,8 @@ pub struct EngineView {
     pub endpoint: String,
     /// The size of the device, as whoever uses it sees it; 0: not known.
     pub size_bytes: u64,
+    /// Whether writes may be gone that the user of the device was told are stored, so that it refuses every request.
+    pub lost_writes: bool,
     /// What is still to come of an expansion.
     pub expansion: Option<ExpansionStatus>,
     /// What each replica is to it.

@@ -218,6 +218,10 @@ impl Teller<'_> {
         let modes = engine.status.replica_mode_map.values();
         let members = modes.filter(|member| member.mode == MemberMode::Member).count();
         let node = engine.spec.node_id.as_ref().map_or("?", NodeName::as_str);
+        if engine.status.lost_writes {
+            self.tell_lost_writes(node);
+            return;
+        }
         self.told.healthy = members >= wanted;
         let word = if self.told.healthy { "healthy" } else { "degraded" };
         self.say(format!(
@@ -229,6 +233,20 @@ impl Teller<'_> {
             self.say(format!("There is no place for a replacement: {message}."));
             self.hint_disk();
         }
+    }
+
+    /// The user of the device is told that it cannot be trusted.
+    fn tell_lost_writes(&mut self, node: &str) {
+        let name = self.name;
+        self.say(format!(
+            "Volume {name} may have lost writes: all its replicas were without power at some time while it was in use on node \
+             {node}, and what was written and not flushed by then may be gone. What was flushed is there. Every request is \
+             answered with an error, so that nobody goes on with data that is not what he wrote."
+        ));
+        self.hint(format!(
+            "Stop what uses the device and unmount it (in Kubernetes: scale the workload to 0), then: shorthornctl volume detach \
+             {name}, and attach it again. Check the file system before it is used."
+        ));
     }
 
     /// An engine that lets nothing through, and whom it waits for.

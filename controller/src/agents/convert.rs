@@ -90,6 +90,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         frontend: status.frontend,
         endpoint: status.endpoint,
         size_bytes: status.size_bytes,
+        lost_writes: status.lost_writes,
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
             next_attach: expansion.next_attach,

@@ -64,6 +64,9 @@ fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> Condition {
     if engine.phase == "frozen" {
         return Condition::Frozen(because("too few replicas can be reached"));
     }
+    if engine.lost_writes {
+        return Condition::Frozen(because("writes may be lost"));
+    }
     let (members, all) =
         (engine.members.iter().filter(|one| one.mode == "member").count(), engine.members.len());
     if members == all {
@@ -111,6 +114,13 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_volume_that_has_lost_writes_is_not_healthy() {
+        let instance = v1::Instance { state: InstanceState::Running.into(), ..v1::Instance::default() };
+        let engine = v1::EngineStatus { lost_writes: true, ..engine("serving", &["member"]) };
+        assert_eq!(condition(&instance, &engine), Condition::Frozen("writes may be lost".to_owned()));
     }
 
     #[test]

@@ -101,6 +101,10 @@ pub struct EngineStatus {
     #[serde(with = "super::quoted", default)]
     #[schemars(with = "schema::Quoted")]
     pub current_size: u64,
+    /// Whether writes may be gone that the user of the device was told are stored: every request is answered with an error,
+    /// until the volume is detached.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lost_writes: bool,
     /// What is still to come of an expansion.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expansion: Option<ExpansionStatus>,

@@ -225,6 +225,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         map_revision: engine.status.map_revision,
         volume_size: engine.status.volume_size,
         current_size: view.size_bytes,
+        lost_writes: view.lost_writes,
         expansion: view.expansion.clone(),
         rebuild: engine.status.rebuild,
     };

@@ -5,8 +5,18 @@ use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 
-use crate::objects::{CurrentState, DesireState, Engine, Finding, MemberMode, Replica, Robustness, Volume};
+use crate::objects::{ConditionType, CurrentState, DesireState, Engine, Finding, MemberMode, Replica, Robustness, Volume};
 use crate::{NodeName, ReplicaTarget};
+
+/// The word for programs of what [`lost_writes`] says, and of the event that tells it.
+pub(super) const LOST_WRITES: &str = "LostWrites";
+
+/// Whether the engine is seen to have lost writes, and nobody was told yet.
+pub(super) fn is_new_loss(volume: &Volume, engine: &Engine) -> bool {
+    let told = volume.status.conditions.get(ConditionType::Healthy);
+    let is_told = told.is_some_and(|told| !told.status && told.reason == LOST_WRITES);
+    engine.status.is_serving() && engine.status.lost_writes && !is_told
+}
 
 /// The robustness of an attached volume and what its `Healthy` condition says.
 pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) -> (Robustness, Finding) {
@@ -19,6 +29,7 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
         _ => {}
     }
     match status.phase.as_str() {
+        "serving" if status.lost_writes => (Robustness::Faulted, lost_writes(engine)),
         "serving" => members(volume, engine, replicas),
         "frozen" => {
             let message = format!(
@@ -43,6 +54,17 @@ pub(super) fn engine_trouble(engine: &Engine) -> Finding {
         said(&engine.status.message)
     );
     Finding::wrong("EngineFailed", message)
+}
+
+/// Whoever uses the device gets an error for every request, until he lets go of it.
+fn lost_writes(engine: &Engine) -> Finding {
+    let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
+    let message = format!(
+        "every request to the device on node {node} is answered with an error: all replicas were without power while it was in \
+         use, and writes that were acknowledged and not flushed may be gone; stop what uses it, detach and attach the volume, \
+         and check the file system"
+    );
+    Finding::wrong(LOST_WRITES, message)
 }
 
 fn members(volume: &Volume, engine: &Engine, replicas: &[&Replica]) -> (Robustness, Finding) {

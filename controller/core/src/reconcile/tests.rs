@@ -14,6 +14,7 @@ use crate::observed::{AgentInfo, Detail, DiskView, EngineView, Instance, Instanc
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall};
 
+mod losses;
 mod starts;
 
 const ATTACH: u64 = 2;

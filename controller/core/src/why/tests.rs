@@ -228,6 +228,10 @@ fn volumes_that_serve() {
     check("scrub", &case, false, &["found 3 places", "volume scrub v --repair"]);
 
     let mut case = Case::healthy();
+    case.engine().status.lost_writes = true;
+    check("lost writes", &case, false, &["may have lost writes", "on node a", "volume detach v", "file system"]);
+
+    let mut case = Case::healthy();
     case.away(MemberMode::Failed, "I/O error");
     case.condition(ConditionType::Scheduled, "NoPlace", "3 of 4 replicas have a place; b: full");
     check("no place", &case, false, &["no place for a replacement", "b: full", "I/O error", "disk add"]);

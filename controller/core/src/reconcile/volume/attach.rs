@@ -153,6 +153,11 @@ impl Run<'_> {
         }
         if engine.status.phase != "frozen" || !self.is_being_granted() {
             let (robustness, finding) = health::attached(self.stored, engine, &self.live_replicas());
+            if let (true, Finding::Wrong(reason, message)) =
+                (health::is_new_loss(self.stored, engine), &finding)
+            {
+                self.decision.emit(self.key(), true, *reason, message.clone());
+            }
             self.set_health(robustness, finding);
         }
         self.settle(Finding::Well);

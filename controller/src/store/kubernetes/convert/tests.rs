@@ -109,6 +109,7 @@ fn full() -> Vec<Object> {
             map_revision: 6,
             volume_size: 1 << 40,
             current_size: 1 << 39,
+            lost_writes: true,
             expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
             rebuild: Some(rebuild),
         },

@@ -1,0 +1,57 @@
+//! An engine that refuses every request because writes may be lost.
+
+use super::*;
+use crate::objects::{Robustness, Volume, VolumeState};
+
+/// The volume is attached to node a and served there.
+fn serving(lost_writes: bool) -> World {
+    let mut world = world();
+    let mut volume = world.volumes["v"].clone();
+    volume.spec.node_id = Some(NodeName::new("a").unwrap());
+    volume.status.current_node_id = volume.spec.node_id.clone();
+    volume.status.state = VolumeState::Attached;
+    volume.status.robustness = Robustness::Healthy;
+    volume.status.attach = ATTACH;
+    world.insert(volume.into());
+    let mut engine = world.engines["v"].clone();
+    engine.status.current_state = CurrentState::Running;
+    engine.status.seen_attach = ATTACH;
+    engine.status.phase = "serving".to_owned();
+    engine.status.lost_writes = lost_writes;
+    world.insert(engine.into());
+    world
+}
+
+/// The volume as it is stored then, and the warnings that are told with it.
+fn watch(world: &World) -> (Option<Volume>, Vec<&'static str>) {
+    let agents = agents(None);
+    let context =
+        Context { world, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+    let (mut volume, mut told) = (None, Vec::new());
+    for action in reconcile(&context, &Key::new(Kind::Volume, "v")).actions {
+        match action {
+            Action::Emit(event) if event.warning => told.push(event.reason),
+            Action::Write(object) => match *object {
+                Object::Volume(written) => volume = Some(written),
+                _ => {}
+            },
+            _ => {}
+        }
+    }
+    (volume, told)
+}
+
+#[test]
+fn a_loss_of_writes_is_told_once_and_shown_as_long_as_it_lasts() {
+    let mut world = serving(true);
+    let (volume, told) = watch(&world);
+    let volume = volume.unwrap();
+    assert!(told.contains(&"LostWrites"), "{told:?}");
+    assert_eq!(volume.status.robustness, Robustness::Faulted);
+    let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
+    assert_eq!((healthy.status, healthy.reason.as_str()), (false, "LostWrites"));
+    assert!(healthy.message.contains("detach and attach"), "{}", healthy.message);
+    world.insert(volume.into());
+    assert_eq!(watch(&world).1, [""; 0]);
+    assert!(!watch(&serving(false)).1.contains(&"LostWrites"));
+}
