@@ -1,5 +1,7 @@
 //! The requests of clients while they are served, and which slot belongs to which.
 
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_ZERO_BYTES};
+
 use super::protocol::{CommandKind, NbdError};
 
 /// No slot: ends a chain.
@@ -39,6 +41,17 @@ impl Command {
             first_slot: NONE,
             last_slot: NONE,
         }
+    }
+
+    /// How long the next part is. Parts of a TRIM end with a block: one that is in two parts would be covered whole by
+    /// neither, and keep its data.
+    pub(super) fn next_part_bytes(&self) -> u32 {
+        let in_block = u32::try_from(self.offset_bytes % BLOCK_BYTES).unwrap_or(0);
+        let longest = match self.kind {
+            CommandKind::Trim | CommandKind::WriteZeroes => MAX_ZERO_BYTES - in_block,
+            _ => MAX_IO_BYTES,
+        };
+        self.rest_bytes.min(longest)
     }
 
     /// Whether all parts are made and done.
@@ -150,6 +163,19 @@ mod tests {
         assert_eq!(take(first), [7, 3, 5]);
         assert_eq!(take(second), [0, 1]);
         assert!(take(first).is_empty());
+    }
+
+    #[test]
+    fn parts_of_a_trim_end_with_a_block() {
+        let (offset_bytes, rest_bytes) = (4096 + 512, 3 * MAX_ZERO_BYTES);
+        for kind in [CommandKind::Trim, CommandKind::WriteZeroes] {
+            let command = Command { offset_bytes, rest_bytes, ..Command::new(0, kind, false, 1) };
+            assert_eq!(command.next_part_bytes(), MAX_ZERO_BYTES - 512);
+            assert_eq!(Command { offset_bytes: 8192, ..command }.next_part_bytes(), MAX_ZERO_BYTES);
+            assert_eq!(Command { rest_bytes: 1024, ..command }.next_part_bytes(), 1024);
+        }
+        let write = Command { offset_bytes, rest_bytes, ..Command::new(0, CommandKind::Write, false, 1) };
+        assert_eq!(write.next_part_bytes(), MAX_IO_BYTES);
     }
 
     #[test]

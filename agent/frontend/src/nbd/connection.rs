@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
-use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
+use shorthorn_types::limits::MAX_IO_BYTES;
 use shorthorn_types::{ByteRange, VolumeName};
 
 use super::command::{Command, Commands, Part};
@@ -367,11 +367,7 @@ impl Connection {
     fn make_part(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
         let slot = shared.share.take();
         let command = shared.commands.get(id);
-        let longest = match command.kind {
-            CommandKind::Trim | CommandKind::WriteZeroes => MAX_ZERO_BYTES,
-            _ => MAX_IO_BYTES,
-        };
-        let part = Part::new(id, command.offset_bytes, command.rest_bytes.min(longest));
+        let part = Part::new(id, command.offset_bytes, command.next_part_bytes());
         command.offset_bytes += u64::from(part.length_bytes);
         command.rest_bytes -= part.length_bytes;
         command.parts += 1;
