@@ -199,6 +199,6 @@ fn qemu_sees_zeroes_after_discard_and_write_zeroes() -> Result<()> {
     };
     io(&["write -P 5 0 8M", "write -z 1M 2M", "read -P 0 1M 2M", "read -P 5 0 1M", "read -P 5 3M 5M"])?;
     io(&["write -P 6 4100k 8k", "write -z 4101k 2k", "read -P 6 4100k 1k", "read -P 0 4101k 2k", "flush"])?;
-    io(&["discard 4M 1M", "read -P 5 0 1M"])?;
+    io(&["discard 4M 1M", "read -P 5 0 1M", "read -P 0 4M 1M", "read -P 5 5M 3M"])?;
     volume.stop()
 }
