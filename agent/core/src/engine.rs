@@ -51,6 +51,8 @@ pub struct EngineCore {
     /// When the change of the view that is under way was proposed.
     proposed_at_ms: u64,
     pub(crate) unfinished: usize,
+    /// Of discards and writes of zeroes that were sent and are not completed.
+    pub(crate) zeroing_bytes: u64,
     pub(crate) frozen: bool,
     /// See [`CoreConfig::refuses_requests`].
     pub(crate) refuses_requests: bool,
@@ -102,6 +104,7 @@ impl EngineCore {
             last_ping_ms: 0,
             proposed_at_ms: 0,
             unfinished: 0,
+            zeroing_bytes: 0,
             frozen: false,
             refuses_requests: config.refuses_requests,
             replica_timeout_ms: config.replica_timeout_ms,

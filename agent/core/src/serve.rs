@@ -8,6 +8,13 @@ use crate::membership::{PeerIndex, PeerMask};
 use crate::request::{Operation, Request};
 use crate::slot::{Phase, Slot, SlotId};
 
+/// As many bytes are discarded or made zeroes at a time, or one request.
+const ZEROING_BYTES_MAX: u64 = 64 << 20;
+
+fn writes_zeroes(operation: Operation) -> bool {
+    matches!(operation, Operation::Discard | Operation::WriteZeroes { .. })
+}
+
 impl EngineCore {
     pub(crate) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
         let id = SlotId { queue, slot: request.slot };
@@ -31,8 +38,11 @@ impl EngineCore {
     /// Sends a request whose turn has come, or holds it while it may not be sent.
     pub(crate) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
         let Slot { operation, range, .. } = *self.slots.at(id);
-        if self.is_paused() || self.has_to_wait(operation, range) {
+        if self.is_paused() || self.has_to_wait(operation, range) || self.is_flooded(operation, range) {
             return self.hold(id);
+        }
+        if writes_zeroes(operation) {
+            self.zeroing_bytes += range.length();
         }
         let to = match operation {
             Operation::Read => self.membership.reader().map_or(PeerMask::NONE, PeerMask::one),
@@ -41,6 +51,13 @@ impl EngineCore {
         };
         self.slots.at_mut(id).sent = to;
         self.send(id, operation, range, 0, to, out);
+    }
+
+    /// Whether replicas have as many bytes to make zeroes as they can be expected to in time: that takes them as long as
+    /// writing where nothing can be punched, but costs the frontend no data.
+    fn is_flooded(&self, operation: Operation, range: ByteRange) -> bool {
+        let bytes = self.zeroing_bytes;
+        writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX
     }
 
     /// Whether the members may differ in `range`, or are being told that they do not.
@@ -165,6 +182,10 @@ impl EngineCore {
         out.push(Output::Complete { slot: id, outcome });
         if operation == Operation::Flush {
             return;
+        }
+        if writes_zeroes(operation) {
+            self.zeroing_bytes -= range.length();
+            (self.wake_held, self.wake) = (true, true);
         }
         if matches!(operation, Operation::Read | Operation::Write { .. }) {
             self.bucket.moved(range.length());

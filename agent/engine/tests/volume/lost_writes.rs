@@ -58,7 +58,11 @@ fn a_flush_does_not_succeed_after_all_members_have_lost_power() {
     volume.attach = 2;
     assert!(!next_engine(&mut volume).lost_writes);
     let mut client = client(&volume);
-    assert_eq!(client.read(OFFSET, 4096).unwrap(), [0; 4096], "it is gone, and whoever attached the volume knows");
+    assert_eq!(
+        client.read(OFFSET, 4096).unwrap(),
+        [0; 4096],
+        "it is gone, and whoever attached the volume knows"
+    );
     client.write(0, &DATA).unwrap();
     client.flush().unwrap();
     drop(client);

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 
-use crate::objects::{ConditionType, CurrentState, DesireState, Engine, Finding, MemberMode, Replica, Robustness, Volume};
+use crate::objects::{
+    ConditionType, CurrentState, DesireState, Engine, Finding, MemberMode, Replica, Robustness, Volume,
+};
 use crate::{NodeName, ReplicaTarget};
 
 /// The word for programs of what [`lost_writes`] says, and of the event that tells it.

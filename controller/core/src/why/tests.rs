@@ -229,7 +229,12 @@ fn volumes_that_serve() {
 
     let mut case = Case::healthy();
     case.engine().status.lost_writes = true;
-    check("lost writes", &case, false, &["may have lost writes", "on node a", "volume detach v", "file system"]);
+    check(
+        "lost writes",
+        &case,
+        false,
+        &["may have lost writes", "on node a", "volume detach v", "file system"],
+    );
 
     let mut case = Case::healthy();
     case.away(MemberMode::Failed, "I/O error");

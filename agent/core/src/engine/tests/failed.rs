@@ -143,3 +143,25 @@ fn a_member_that_can_be_made_equal_to_nobody_leaves() {
     assert_eq!(completed(&out, 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 2);
 }
+
+/// 32 MiB each: replicas that cannot punch write all of it, and have their time for that.
+#[test]
+fn a_flood_of_zeroes_is_sent_bit_by_bit() {
+    let mut config = config(2, 2);
+    config.size_bytes = 1 << 30;
+    let regions = Regions::of(config.size_bytes).count();
+    (config.dirty, config.missed) = (RegionSet::empty(regions), vec![RegionSet::empty(regions); 2]);
+    let mut bench = Bench::with(&config);
+    let zero = |bench: &mut Bench, slot: u16, operation| {
+        let range = ByteRange::new(u64::from(slot) << 25, 32 << 20).unwrap();
+        bench.apply(Event::Submit { queue: 0, request: Request { slot, operation, range } })
+    };
+    assert_eq!(sent_to(&zero(&mut bench, 0, ZEROES), 0), [0, 1]);
+    assert_eq!(sent_to(&zero(&mut bench, 1, Operation::Discard), 1), [0, 1]);
+    assert_eq!(sent_to(&zero(&mut bench, 2, Operation::Discard), 2), []);
+    assert_eq!(sent_to(&bench.submit(5, WRITE, 200_000), 5), [0, 1], "others do not wait");
+    bench.reply(0, 0, Ok(()));
+    let out = bench.reply(1, 0, Ok(()));
+    assert_eq!(sent_to(&out, 2), [0, 1]);
+    assert_eq!(bench.core.zeroing_bytes, 64 << 20);
+}

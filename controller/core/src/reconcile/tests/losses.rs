@@ -25,8 +25,13 @@ fn serving(lost_writes: bool) -> World {
 /// The volume as it is stored then, and the warnings that are told with it.
 fn watch(world: &World) -> (Option<Volume>, Vec<&'static str>) {
     let agents = agents(None);
-    let context =
-        Context { world, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+    let context = Context {
+        world,
+        agents: &agents,
+        now: now(),
+        random: [0; MAX_MEMBERS],
+        settings: Settings::default(),
+    };
     let (mut volume, mut told) = (None, Vec::new());
     for action in reconcile(&context, &Key::new(Kind::Volume, "v")).actions {
         match action {
