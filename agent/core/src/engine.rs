@@ -75,6 +75,8 @@ pub struct EngineCore {
     pub(crate) absent: Vec<Option<Absent>>,
     /// Which of them there are.
     pub(crate) counted: PeerMask,
+    /// Those of them of which all that they miss is counted, and not only what they miss since some time.
+    pub(crate) trusted: PeerMask,
     pub(crate) joins: Joins,
     pub(crate) scrub: Option<Scrub>,
     next_mark: u32,
@@ -121,6 +123,7 @@ impl EngineCore {
             clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes),
             absent: config.peers.iter().map(|_| None).collect(),
             counted: PeerMask::NONE,
+            trusted: PeerMask::NONE,
             joins: Joins::default(),
             scrub: None,
             next_mark: 0,
@@ -447,6 +450,19 @@ impl EngineCore {
         absent.missed.insert_all(&self.equalise);
         self.intent.add_dirty_to(&mut absent.missed);
         self.counted = self.counted.with(PeerMask::one(peer));
+        self.trusted = self.trusted.with(PeerMask::one(peer));
+    }
+
+    /// What `peer`, which is not in the view, misses as far as that is counted.
+    #[must_use]
+    pub fn missed(&self, peer: PeerIndex) -> Option<&RegionSet> {
+        self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.missed)
+    }
+
+    /// What is counted of what `peer` misses is not all, as the members do not know more, or because it has lost
+    /// more: whoever joins keeps no account of it, until it joins itself and says what it lacks.
+    pub fn distrust(&mut self, peer: PeerIndex) {
+        self.trusted = self.trusted.without(PeerMask::one(peer));
     }
 
     pub(crate) fn next_mark(&mut self) -> u32 {

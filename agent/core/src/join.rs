@@ -59,6 +59,7 @@ impl EngineCore {
         self.pings.resize(self.pings.len().max(usize::from(peer) + 1), None);
         self.stop_counting(peer);
         self.count(peer);
+        self.distrust(peer);
         self.joins.start_over();
         self.wake = true;
     }
@@ -82,6 +83,7 @@ impl EngineCore {
             absent.disconnected();
             absent.missed.insert_all(missing);
         }
+        self.trusted = self.trusted.with(PeerMask::one(peer));
         for closed in &mut self.closed {
             *closed = closed.without(PeerMask::one(peer));
         }
@@ -210,7 +212,8 @@ impl EngineCore {
             size_bytes: self.regions.size_bytes(),
         };
         let mut from = from;
-        for absent in self.counted.without(PeerMask::one(peer)).iter().filter(|other| *other >= absent) {
+        let told_of = self.counted.and(self.trusted).without(PeerMask::one(peer));
+        for absent in told_of.iter().filter(|other| *other >= absent) {
             let (Some(replica), Some(kept)) =
                 (self.membership.replica(absent), &self.absent[usize::from(absent)])
             else {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use shorthorn_control::ReplicaEndpoint;
 use shorthorn_core::PeerIndex;
 use shorthorn_types::limits::MAX_MEMBERS;
-use shorthorn_types::{MarkAction, MarkRegions, RegionsOf, ReplicaId, View};
+use shorthorn_types::{ReplicaId, ReplicaReport, View};
 
 use crate::connection::ConnectError;
 use crate::error::EngineError;
@@ -205,12 +205,14 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), Engin
     builder.spawn(body).map(drop).map_err(EngineError::system("starting a thread"))
 }
 
-/// Has the members keep no account of a replica any more that is given up. Where that fails they keep it in vain.
+/// Has the members keep no account of a replica any more that is given up: by greeting each of them, after it was told the
+/// view without the replica. Where that fails they keep it in vain until they are greeted again.
 fn forget(desk: &Desk, replica: ReplicaId) {
-    let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
-    let change = MarkRegions { of, action: MarkAction::Forget, runs, size_bytes: 0 };
+    let view = desk.shared.look(|core| core.membership().view());
+    let known = ReplicaReport { committed: view, proposed: Vec::new() };
     for member in desk.members() {
-        if let Err(error) = desk.with_line(member, |line| line.mark(&change)) {
+        let told = desk.with_line(member, |line| line.commit(view, &known));
+        if let Err(error) = told.and_then(|()| desk.open_line(member)) {
             tracing::warn!(volume = %desk.greeter.volume, %replica, member, %error, "a member still counts what a replica misses that was given up");
         }
     }

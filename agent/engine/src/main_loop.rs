@@ -358,7 +358,9 @@ fn start_queues(
     record: &DeviceRecord,
     news: Sender<News>,
 ) -> Result<(Arc<Shared>, Threads), EngineError> {
-    let core = EngineCore::new(&core_config(spec, opened, record));
+    let mut core = EngineCore::new(&core_config(spec, opened, record));
+    let unknown = (0..).zip(&opened.is_missed_complete).filter(|(_, is_complete)| !**is_complete);
+    unknown.for_each(|(peer, _)| core.distrust(peer));
     let pairs = frontends.iter().map(|_| Wake::new()).collect::<Result<Vec<_>, _>>();
     let (wakes, wakers): (Vec<Wake>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();

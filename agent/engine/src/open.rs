@@ -12,9 +12,10 @@ use shorthorn_control::{
 use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{Change, Combined, Kept, Progress, Witness, combine, plan};
+use shorthorn_views::{Change, Combined, Kept, Progress, Witness, accounts_to_forget, combine, plan};
 use shorthorn_wire::{Hello, Welcome};
 
+use crate::accounts;
 use crate::connection::{ConnectError, Connection};
 use crate::error::EngineError;
 use crate::shared::News;
@@ -602,6 +603,9 @@ fn propose_to(
     view: View,
     honoured: &ReplicaReport,
 ) -> Result<Option<Kept>, ConnectError> {
+    let me = spec.replicas[one.index].replica;
+    let wanted = accounts::wanted(spec);
+    accounts::make_room(&mut one.connection, (me, &one.welcome), &wanted, &view, honoured)?;
     one.connection.propose(view, honoured)?;
     if !view.members.contains(spec.replicas[one.index].replica) {
         return Ok(None);
@@ -630,8 +634,14 @@ fn connect_queues(
     honoured: &ReplicaReport,
 ) -> Result<(usize, Vec<Connection>), String> {
     let endpoint = &spec.replicas[one.index];
-    // A mark that gets lost only leaves more to honour at the next start.
-    let _ = one.connection.commit(view, honoured);
+    // A mark that gets lost only leaves more to honour at the next start, and accounts that are kept in vain until then.
+    if one.connection.commit(view, honoured).is_ok() {
+        // It knows no other view now.
+        let gone = accounts_to_forget(&one.welcome.tracks, &accounts::wanted(spec), [&view]);
+        if let Err(error) = accounts::forget(&mut one.connection, endpoint.replica, &gone) {
+            tracing::warn!(volume = %spec.volume, replica = %endpoint.replica, %gone, %error, "a replica still counts what replicas miss that are gone");
+        }
+    }
     if !view.members.contains(endpoint.replica) {
         return Ok((one.index, Vec::new()));
     }

@@ -491,7 +491,7 @@ impl RegionKeeper {
         Some(RunsPage { runs, next })
     }
 
-    /// The host was restarted while data was not durable: until every region that is in the intent set now has been
+    /// The host was restarted, or the disk has failed, while data was not durable: until every region that is in the intent set now has been
     /// cleared from it, [`RegionKeeper::has_lost_cache`].
     pub fn lost_cache(&mut self) {
         self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());

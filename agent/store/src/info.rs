@@ -28,7 +28,7 @@ pub struct StoreInfo {
     pub was_dirty: bool,
     /// Whether the replica is being rebuilt.
     pub rebuilding: bool,
-    /// Whether the host was restarted while data was not durable, and nobody has made up for it.
+    /// Whether the host was restarted or the disk has failed while data was not durable, and nobody has made up for it.
     pub lost_cache: bool,
     /// Who had the directory last.
     pub provenance: Provenance,

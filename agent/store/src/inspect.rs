@@ -89,7 +89,7 @@ pub struct OwnState {
     pub epoch: u64,
     /// How it was noticed that somebody else may have had the directory.
     pub foreign: Option<String>,
-    /// Whether data may be gone that was written and not flushed, because the host was restarted: as the next open
+    /// Whether data may be gone that was written and not flushed, because the host was restarted or the disk has failed: as the next open
     /// would find it.
     pub lost_cache: bool,
     /// What was saved; nothing where that is damaged.
@@ -231,12 +231,12 @@ fn own_state(
         None => false,
     };
     if lost_cache {
-        problems.push(problem(Severity::Note, "the host was restarted while the replica was open: what was written last and not flushed may be gone"));
+        problems.push(problem(Severity::Note, "the host was restarted while the replica was open, or its disk has failed: what was written last and not flushed may be gone"));
     }
     Ok(OwnState { status, length_bytes, epoch, foreign, lost_cache, saved })
 }
 
-/// Whether something may be gone that was in the page cache when the host was restarted. Nothing is where no region
+/// Whether something may be gone that was in the page cache when the host was restarted, or the disk has failed. Nothing is where no region
 /// was written since everything was flushed.
 fn lost_cache(directory: &Directory, volume: &VolumeMeta, epoch: u64) -> Result<bool, StoreError> {
     if !Boot::judge(directory, volume.dirty)?.lost_cache() {

@@ -297,7 +297,7 @@ impl Store {
         self.run(&self.layout.volume_steps())
     }
 
-    /// Whatever was lost when the host was restarted has been made up for, from another replica.
+    /// Whatever was lost before the store was opened has been made up for, from another replica.
     ///
     /// # Errors
     /// An I/O error; it then counts as lost still.

@@ -28,6 +28,7 @@
 //! - An engine that has asked goes on with that view or stops. What may come through later must not be gone back on.
 #![forbid(unsafe_code)]
 
+mod accounts;
 mod arbiter;
 mod change;
 mod plan;
@@ -35,6 +36,7 @@ mod quorum;
 mod replica;
 mod start;
 
+pub use accounts::{accounts_to_forget, lacks_room};
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
 pub use plan::{Combined, Kept, NoPlan, Plan, Witness, combine, plan, remembers};

@@ -13,8 +13,9 @@ pub struct Witness {
     pub report: ReplicaReport,
     /// It lacks data, whatever its views say.
     pub rebuilding: bool,
-    /// Its host was restarted while data was not durable. May be said although nothing is gone: regions count as not durable
-    /// for some seconds after they were flushed, and until they are cleared again after a loss that was made up for.
+    /// Its host was restarted, or its disk has failed, while data was not durable. May be said although nothing is gone:
+    /// regions count as not durable for some seconds after they were flushed, and until they are cleared again after a loss
+    /// that was made up for.
     pub lost_cache: bool,
 }
 

@@ -35,8 +35,8 @@ pub struct Welcome {
     pub size_bytes: u64,
     /// The views that it knows.
     pub report: ReplicaReport,
-    /// Whether the host has been restarted since the replica last had everything durable: what was written
-    /// and not flushed then may be gone. Such a replica is the last choice as the source of a copy.
+    /// Whether the host has been restarted, or the disk has failed, since the replica last had everything durable: what was
+    /// written and not flushed then may be gone. Such a replica is the last choice as the source of a copy.
     #[serde(default)]
     pub lost_cache: bool,
     /// Whether it is being rebuilt: it lacks data, whatever its views say.

@@ -16,7 +16,7 @@ pub struct Inspection {
     pub dirty: bool,
     /// Being rebuilt.
     pub rebuilding: bool,
-    /// Its host was restarted since everything was durable.
+    /// Its host was restarted, or its disk has failed, since everything was durable.
     pub lost_cache: bool,
 }
 
@@ -89,7 +89,7 @@ impl Known {
         }
         if found.lost_cache {
             losses.push(
-                "its host was restarted without a clean stop: what was written and not flushed may be gone"
+                "its host was restarted without a clean stop, or its disk has failed: what was written and not flushed may be gone"
                     .to_owned(),
             );
         } else if found.dirty {

@@ -206,7 +206,7 @@ fn inspected_state(replica: &v1::InspectedReplica, inspection: &v1::ReplicaInspe
         (inspection.running, "running"),
         (inspection.rebuilding, "rebuilding"),
         (inspection.dirty, "not closed cleanly"),
-        (inspection.lost_cache, "host restarted"),
+        (inspection.lost_cache, "cache lost"),
     ];
     let words = words.into_iter().filter(|(so, _)| *so).map(|(_, word)| word.to_owned());
     let words: Vec<String> = words.chain(inspection.problems.iter().cloned()).collect();

@@ -324,7 +324,9 @@ impl Process {
         let (now_ms, engine) = (world.now / 1000, self.engine);
         let (view, dirty) = (config.view, config.dirty.len());
         world.note(|| format!("engine {engine} serves {view}; {dirty} regions are dirty"));
-        let core = EngineCore::new(&config);
+        let mut core = EngineCore::new(&config);
+        let unknown = (0..).zip(&known).filter(|(_, known)| !**known);
+        unknown.for_each(|(peer, _)| core.distrust(peer));
         let Some(process) = world.engines.get_mut(&engine) else { return };
         process.core = Some(core);
         process.known = known;
@@ -508,16 +510,13 @@ impl Process {
         let missing = if known && !greeting.rebuilding {
             self.regions(conn, RegionsOf::Intent, count).await?.1
         } else {
-            self.make_fresh(conn, peer, replica, count).await?
+            self.make_fresh(conn, replica, count).await?
         };
-        for other in self.absent_but(replica) {
-            let begin = MarkRegions {
-                of: RegionsOf::Missed(other),
-                action: MarkAction::Add,
-                runs: Vec::new(),
-                size_bytes: 0,
-            };
-            self.done(conn, Ask::Mark(begin)).await.then_some(())?;
+        for (other, known) in self.absent_but(replica) {
+            let action = if known { MarkAction::Add } else { MarkAction::Forget };
+            let of = RegionsOf::Missed(other);
+            let mark = MarkRegions { of, action, runs: Vec::new(), size_bytes: 0 };
+            self.done(conn, Ask::Mark(mark)).await.then_some(())?;
         }
         let (link, _) = self.greet(replica, 0).await?;
         if self.size_bytes() != size_bytes {
@@ -531,6 +530,7 @@ impl Process {
         let missing = missing.converted(Regions::of(size_bytes), regions);
         world.note(|| format!("engine {}: {replica} joins, {} regions", self.engine, missing.len()));
         world.apply(self.engine, Event::Join { peer: index(peer), missing: Box::new(missing) });
+        world.engines.get_mut(&self.engine)?.known[peer] = true;
         Some(())
     }
 
@@ -543,23 +543,19 @@ impl Process {
         }
     }
 
-    fn absent_but(&self, replica: ReplicaId) -> Vec<ReplicaId> {
+    /// The others that are away, and whether all is known that they miss.
+    fn absent_but(&self, replica: ReplicaId) -> Vec<(ReplicaId, bool)> {
         let world = self.sim.borrow();
         let Some(process) = world.engines.get(&self.engine) else { return Vec::new() };
         let Some(core) = &process.core else { return Vec::new() };
         let members: Members = core.membership().view().members;
-        let tracked = process.peers.iter().zip(&process.tracked).filter(|(_, tracked)| **tracked);
-        tracked.map(|(id, _)| *id).filter(|id| *id != replica && !members.contains(*id)).collect()
+        let others = (0..process.peers.len()).filter(|at| process.tracked[*at]);
+        let others = others.map(|at| (process.peers[at], process.known[at]));
+        others.filter(|(id, _)| *id != replica && !members.contains(*id)).collect()
     }
 
     /// Makes an empty copy of the replica, and finds out what there is to copy.
-    async fn make_fresh(
-        &self,
-        conn: ConnId,
-        peer: usize,
-        replica: ReplicaId,
-        count: u32,
-    ) -> Option<RegionSet> {
+    async fn make_fresh(&self, conn: ConnId, replica: ReplicaId, count: u32) -> Option<RegionSet> {
         self.done(conn, Ask::CopyBegin).await.then_some(())?;
         let members: Vec<(usize, ReplicaId)> = {
             let world = self.sim.borrow();
@@ -580,7 +576,6 @@ impl Process {
         self.done(conn, Ask::CopyEnd).await.then_some(())?;
         let mut world = self.sim.borrow_mut();
         world.count("full copies");
-        world.engines.get_mut(&self.engine)?.known[peer] = true;
         Some(missing)
     }
 

@@ -10,6 +10,7 @@ use shorthorn_types::{
 use shorthorn_views::remembers;
 use shorthorn_wire::{LayerList, Welcome};
 
+use crate::accounts::{order_to_forget, views};
 use crate::connection::{ConnectError, Connection};
 use crate::courier::{Courier, Desk, Peer, Told, Trouble};
 
@@ -23,8 +24,8 @@ struct Lack {
     missing: RegionSet,
     /// What it counts in: the volume may grow meanwhile.
     regions: Regions,
-    /// Where it was made anew: who keeps durably what it misses.
-    accountants: Option<Vec<PeerIndex>>,
+    /// It was made anew.
+    is_copy: bool,
 }
 
 impl Courier {
@@ -44,7 +45,7 @@ impl Courier {
             return Err(Trouble::NotYet("the view is being changed"));
         }
         let lack = self.find_lack(&peer, &welcome, remembers)?;
-        self.keep_accounts()?;
+        self.keep_accounts(&welcome)?;
         let size_bytes = self.connect_queues(&peer)?;
         self.hand_to_core(lack, size_bytes)
     }
@@ -81,8 +82,8 @@ impl Courier {
             return Err(Trouble::Ended);
         };
         self.desk.update(self.peer, |peer| peer.is_complete = false);
-        let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
-        let forget = MarkRegions { of, action: MarkAction::Forget, runs, size_bytes: 0 };
+        self.desk.shared.decide(|core, _| core.distrust(self.peer));
+        let forget = order_to_forget(replica);
         for keeper in self.desk.accountants(self.peer) {
             self.desk
                 .with_line(keeper, |line| line.mark(&forget))
@@ -103,21 +104,20 @@ impl Courier {
         let is_what_it_was =
             peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
         let regions = desk.regions();
-        let (mut missing, accountants) = if is_what_it_was {
-            (RegionSet::empty(regions.count()), None)
+        let mut missing = if is_what_it_was {
+            RegionSet::empty(regions.count())
         } else {
-            let (missing, accountants) = self.make_copy(source, &theirs, remembers, regions)?;
-            (missing, Some(accountants))
+            self.make_copy(source, &theirs, remembers, regions)?
         };
         // What it had not made durable may be gone, and what it alone was sent is in no member.
         let intent = desk.with_line(me, |line| line.regions(RegionsOf::Intent, regions));
         let intent = intent.map_err(Trouble::while_doing("asking for its write intents"))?;
         missing.insert_all(&intent.unwrap_or_else(|| RegionSet::full(regions.count())));
-        Ok(Lack { missing, regions, accountants })
+        Ok(Lack { missing, regions, is_copy: !is_what_it_was })
     }
 
     /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns where the source has data
-    /// beside, and the replicas that keep durably what this one misses.
+    /// beside.
     ///
     /// Until [`Courier::hand_to_core`] has ended the copy, it counts as being rebuilt: so nobody takes an account that
     /// is not yet whole for all that it lacks.
@@ -127,7 +127,7 @@ impl Courier {
         layers: &LayerList,
         remembers: bool,
         regions: Regions,
-    ) -> Result<(RegionSet, Vec<PeerIndex>), Trouble> {
+    ) -> Result<RegionSet, Trouble> {
         let (desk, me) = (std::sync::Arc::clone(&self.desk), self.peer);
         let begin = || desk.with_line(me, |line| line.copy_begin(layers));
         let state = match begin() {
@@ -149,17 +149,30 @@ impl Courier {
         desk.keep_missed(&accountants, replica, &RegionSet::empty(regions.count()), regions)?;
         let missing = self.find_data(source, layers, regions)?;
         desk.keep_missed(&accountants, replica, &missing, regions)?;
-        Ok((missing, accountants))
+        Ok(missing)
     }
 
-    /// From now on it counts what the other absent ones miss, as the members do.
-    fn keep_accounts(&self) -> Result<(), Trouble> {
-        let regions = self.desk.regions();
+    /// From now on it counts what the other absent ones miss, as the members do; where they do not know all of that, it
+    /// keeps no account. One that it has kept from before it was away lacks what was missed meanwhile: if it alone
+    /// is left at the next start, that would pass for all.
+    fn keep_accounts(&self, welcome: &Welcome) -> Result<(), Trouble> {
+        let (desk, regions) = (&self.desk, self.desk.regions());
         let nothing = RegionSet::empty(regions.count());
-        let members = self.desk.members();
-        for (index, other) in self.desk.peers() {
-            if index != self.peer && other.is_complete && !members.contains(&index) {
-                self.desk.keep_missed(&[self.peer], other.endpoint.replica, &nothing, regions)?;
+        let view = desk.shared.look(|core| core.membership().view());
+        let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
+        // It may have begun these by storing a view in this attempt.
+        others.extend(views(&welcome.report).flat_map(|view| view.members.iter()));
+        others.extend(desk.peers().into_iter().map(|(_, peer)| peer.endpoint.replica));
+        others.sort_unstable();
+        others.dedup();
+        let me = desk.peer(self.peer).map(|peer| peer.endpoint.replica);
+        for other in others.into_iter().filter(|id| Some(*id) != me && !view.members.contains(*id)) {
+            let known = desk.index_of(other).and_then(|index| desk.peer(index));
+            if known.is_some_and(|peer| peer.is_complete) {
+                desk.keep_missed(&[self.peer], other, &nothing, regions)?;
+            } else {
+                desk.with_line(self.peer, |line| line.mark(&order_to_forget(other)))
+                    .map_err(Trouble::while_doing("having it forget what others have missed"))?;
             }
         }
         Ok(())
@@ -197,7 +210,7 @@ impl Courier {
         let Some(replica) = desk.peer(me).map(|peer| peer.endpoint.replica) else {
             return Err(Trouble::Ended);
         };
-        let is_copy = lack.accountants.is_some();
+        let is_copy = lack.is_copy;
         // Whoever counts by now, or is about to, is asked under the same lock: later ones learn from the core.
         let count_now = desk.shared.decide(|core, outputs| {
             if size_bytes < desk.greeter.size_bytes() {
@@ -216,10 +229,10 @@ impl Courier {
         let Some(count_now) = count_now else {
             return Err(Trouble::NotYet("the volume is being expanded"));
         };
-        let Some(accountants) = lack.accountants else { return Ok(()) };
-        let late: Vec<PeerIndex> =
-            count_now.into_iter().filter(|index| !accountants.contains(index)).collect();
-        let kept = desk.keep_missed(&late, replica, &lack.missing, lack.regions);
+        if !is_copy {
+            return Ok(());
+        }
+        let kept = self.complete_accounts(&count_now, replica);
         let ended = kept.and_then(|()| self.end_copy());
         match &ended {
             // From here on its absence costs what it misses, no longer a copy.
@@ -230,6 +243,16 @@ impl Courier {
             }
         }
         ended
+    }
+
+    /// Has `keepers` keep all that this one misses, which the core knows by now. Some of them may have begun to count later
+    /// than the source was looked at, or anew: so first they count, then the core is asked.
+    fn complete_accounts(&self, keepers: &[PeerIndex], replica: ReplicaId) -> Result<(), Trouble> {
+        let (desk, regions) = (&self.desk, self.desk.regions());
+        desk.keep_missed(keepers, replica, &RegionSet::empty(regions.count()), regions)?;
+        let (missed, regions) = desk.shared.look(|core| (core.missed(self.peer).cloned(), core.regions()));
+        // Where it has none any more, it is a member, or given up.
+        missed.map_or(Ok(()), |missed| desk.keep_missed(keepers, replica, &missed, regions))
     }
 
     /// It has what the members have, apart from what they count as missed. Until it knows that it is no member

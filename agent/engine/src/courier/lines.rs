@@ -5,8 +5,11 @@ use std::time::{Duration, Instant};
 
 use shorthorn_core::PeerIndex;
 use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{Members, ReplicaId};
+use shorthorn_views::accounts_to_forget;
 use shorthorn_wire::{CONTROL_QUEUE, Welcome};
 
+use crate::accounts;
 use crate::connection::{ConnectError, Connection};
 use crate::courier::Desk;
 use crate::shared::lock;
@@ -73,9 +76,37 @@ impl Desk {
 
     fn make_line(&self, peer: PeerIndex) -> Result<(Line, Welcome), ConnectError> {
         let peer = self.peer(peer).ok_or_else(|| ConnectError::Address(String::new()))?;
-        let (connection, welcome) = self.greeter.greet(&peer.endpoint, CONTROL_QUEUE)?;
+        let (mut connection, welcome) = self.greeter.greet(&peer.endpoint, CONTROL_QUEUE)?;
         set_limit(&connection, ANSWER_LIMIT)?;
+        self.reconcile(&mut connection, peer.endpoint.replica, &welcome)?;
         Ok((Line { connection, used: Instant::now() }, welcome))
+    }
+
+    /// Has a replica that was greeted forget the accounts that it keeps in vain. Nobody begins one on it meanwhile: that
+    /// goes over its line, whose place is locked, or comes with a view, and then the replica is in a view.
+    fn reconcile(
+        &self,
+        connection: &mut Connection,
+        me: ReplicaId,
+        welcome: &Welcome,
+    ) -> Result<(), ConnectError> {
+        if welcome.tracks.is_empty() {
+            return Ok(());
+        }
+        let wanted = Members::new(self.peers().iter().map(|(_, peer)| peer.endpoint.replica));
+        let (view, pending) = (self.shared.look(|core| core.membership().view()), self.shared.pending_view());
+        let honoured = pending.iter().flat_map(|pending| accounts::views(&pending.honoured));
+        let proposed = pending.iter().map(|pending| &pending.view);
+        let views = accounts::views(&welcome.report).chain([&view]).chain(honoured).chain(proposed);
+        let gone = accounts_to_forget(&welcome.tracks, &wanted.unwrap_or_default(), views);
+        match accounts::forget(connection, me, &gone) {
+            // The connection is as good as before; it is tried again at the next greeting.
+            Err(ConnectError::Refused { message, .. }) => {
+                tracing::warn!(volume = %self.greeter.volume, replica = %me, %gone, message, "a replica still counts what replicas miss that are gone");
+                Ok(())
+            }
+            forgotten => forgotten,
+        }
     }
 }
 

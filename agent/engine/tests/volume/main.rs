@@ -1,6 +1,7 @@
 //! Whole volumes: an engine and replicas as processes, which are killed, started again, added and taken away.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod accounts;
 mod ends;
 mod expansions;
 mod load;

@@ -14,9 +14,9 @@ use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
     RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
 };
-use shorthorn_regions::{RegionKeeper, SetKey};
+use shorthorn_regions::{Marked, RegionKeeper, SetKey};
 use shorthorn_store::{OpenOptions, Store};
-use shorthorn_types::{Members, Regions, ReplicaId};
+use shorthorn_types::{MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId};
 
 use crate::LIMIT;
 
@@ -265,6 +265,29 @@ impl Volume {
         let (keeper, damages) = RegionKeeper::load(regions, store.info().epoch, &bytes);
         assert!(damages.is_empty(), "{damages:?}");
         keeper.content(SetKey::Intent).unwrap().len()
+    }
+
+    /// After the stop: of how many replicas, and which, a replica counts what they miss.
+    pub fn accounts(&self, number: usize) -> Vec<ReplicaId> {
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        Store::open(self.file(&format!("replica{number}")), options).unwrap().missed_files().unwrap()
+    }
+
+    /// After the stop: has a replica count what `count` replicas miss that the volume does not have.
+    pub fn keep_accounts_in_vain(&self, number: usize, count: u64) {
+        let directory = self.file(&format!("replica{number}"));
+        let store = Store::open(directory, OpenOptions::default()).unwrap();
+        let regions = Regions::of(self.size_bytes);
+        let nothing = RegionSet::empty(regions.count());
+        let mut keeper = RegionKeeper::new(regions, store.info().epoch, &nothing);
+        for gone in 0..count {
+            let replica = ReplicaId::from_random(1000 + gone);
+            let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
+            let mark = MarkRegions { of, action: MarkAction::Add, runs, size_bytes: 0 };
+            let Marked::Begin(new) = keeper.mark(&mark).unwrap() else { panic!("it begins") };
+            store.make_regions(SetKey::Missed(replica), &new.file()).unwrap();
+        }
+        store.close().unwrap();
     }
 
     /// After the stop: all replicas have the same content.

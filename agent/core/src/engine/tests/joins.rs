@@ -192,6 +192,37 @@ fn a_joiner_is_told_what_the_others_have_missed() {
     assert!(has_joined(&out));
 }
 
+/// The set would pass for all that the other one has missed, if the joiner alone is left at the next start.
+#[test]
+fn a_joiner_keeps_no_account_of_a_replica_of_which_not_all_is_known() {
+    let mut config = config(5, 2);
+    config.missed[3] = region_set(&[2]);
+    let mut bench = Bench::with(&config);
+    bench.core.distrust(3);
+    bench.apply(Event::Track {
+        peer: 5,
+        config: PeerConfig { replica: ReplicaId::from_random(9), local: false },
+    });
+    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    let out = bench.answer(out, &[]);
+    let told: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.of).collect();
+    assert_eq!(told, [RegionsOf::Missed(ReplicaId::from_random(4))], "not of 3, nor of the new one");
+    assert!(has_joined(&out));
+}
+
+#[test]
+fn once_a_replica_has_said_what_it_lacks_all_of_it_is_known() {
+    let mut bench = Bench::with(&config(4, 2));
+    bench.core.distrust(3);
+    bench.apply(Event::Join { peer: 3, missing: Box::new(region_set(&[4])) });
+    bench.apply(Event::Lost { peer: 3, reason: String::new() });
+    assert_eq!(bench.core.missed(3), Some(&region_set(&[4])));
+    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    let out = bench.answer(out, &[]);
+    let told: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.runs).collect();
+    assert_eq!(told, [vec![], vec![(4, 1)]]);
+}
+
 #[test]
 fn what_was_copied_is_cleared_from_what_the_members_keep() {
     let (mut bench, _) = joining(&[2, 3]);

@@ -1,0 +1,76 @@
+//! Replicas that are replaced: what the others have counted for them does not pile up.
+
+use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode};
+use shorthorn_testkit::nbd::Nbd;
+
+use crate::volume::Volume;
+
+const SIZE_BYTES: u64 = 16 << 20;
+/// More than a replica keeps accounts.
+const REPLACED: usize = 9;
+
+fn members(count: usize) -> impl Fn(&EngineStatus) -> bool + Send + 'static {
+    move |engine| {
+        engine.phase == EnginePhase::Serving
+            && engine.view.is_some_and(|view| view.members.len() == count)
+            && engine.members.iter().filter(|member| member.mode == MemberMode::Member).count() == count
+    }
+}
+
+/// One of those that stay is away whenever one is given up, and hears of it only when it is back.
+#[test]
+fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
+    let mut volume = Volume::start(3, SIZE_BYTES);
+    let staying = volume.endpoints();
+    let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
+    for number in 3..3 + REPLACED {
+        volume.add_replica();
+        let new = volume.endpoints().pop().unwrap();
+        let replicas = [staying.clone(), vec![new]].concat();
+        volume.order(&Command::Replicas { replicas });
+        volume.wait("the new one is a member", members(4));
+        nbd.write(number as u64 * 4096, &[number as u8; 4096]).unwrap();
+        volume.kill(number);
+        volume.wait("the new one has left", members(3));
+        volume.kill(1);
+        volume.wait("another one is away", members(2));
+        volume.order(&Command::Replicas { replicas: staying.clone() });
+        volume.wait("the new one is given up", |engine| engine.members.len() == 3);
+        volume.start_replica(1);
+        volume.wait("the other one is back", members(3));
+    }
+    for number in 3..3 + REPLACED {
+        assert_eq!(nbd.read(number as u64 * 4096, 4096).unwrap(), [number as u8; 4096]);
+    }
+    volume.kill(0);
+    volume.wait("the accounts of the others have room", members(2));
+    volume.start_replica(0);
+    volume.wait("all are back", members(3));
+    drop(nbd);
+    volume.stop();
+    for number in 0..3 {
+        assert!(volume.accounts(number).is_empty(), "replica {number}: {:?}", volume.accounts(number));
+    }
+}
+
+/// As an engine of an earlier version may have left them.
+#[test]
+fn a_volume_opens_whose_replicas_have_room_for_no_account() {
+    let mut volume = Volume::start(3, SIZE_BYTES);
+    volume.stop();
+    for number in 0..3 {
+        volume.keep_accounts_in_vain(number, 8);
+        assert_eq!(volume.accounts(number).len(), 8);
+    }
+    // One is away: the others have to begin an account of it to store the first view.
+    volume.start_replica(0);
+    volume.start_replica(1);
+    volume.start_engine();
+    volume.wait("it serves without the third", members(2));
+    volume.start_replica(2);
+    volume.wait("all are back", members(3));
+    volume.stop();
+    for number in 0..3 {
+        assert!(volume.accounts(number).is_empty(), "replica {number}: {:?}", volume.accounts(number));
+    }
+}

@@ -1,0 +1,104 @@
+//! Which accounts of missed regions are kept in vain.
+
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{Members, ReplicaId, View};
+
+/// Which accounts a replica keeps in vain that keeps those of `tracks`: those of replicas that the volume does not
+/// have any more. It has the `wanted` ones, and those of `views`, which have to be all that the replica knows and
+/// all that its engine honours.
+///
+/// Nothing is lost by that, whoever is wrong: where one member of a first view has no account of a replica, that replica
+/// becomes a copy ([`combine`](crate::combine)). That holds as long as no account is begun again that looks like a
+/// whole one. A replica begins one, from its write intent, for everybody in the views that it knows or is told of who
+/// is not in the next one: so an account of a replica in such a view stays.
+#[must_use]
+pub fn accounts_to_forget<'a>(
+    tracks: &Members,
+    wanted: &Members,
+    views: impl IntoIterator<Item = &'a View>,
+) -> Members {
+    let in_views: Vec<ReplicaId> = views.into_iter().flat_map(|view| view.members.iter()).collect();
+    tracks.filter(|id| !wanted.contains(id) && !in_views.contains(&id))
+}
+
+/// Whether the replica `me`, which keeps `tracks`, may have no room for the accounts that it has to begin to store
+/// `target`: of everybody in `views` who is not in it.
+#[must_use]
+pub fn lacks_room<'a>(
+    me: ReplicaId,
+    tracks: &Members,
+    target: &View,
+    views: impl IntoIterator<Item = &'a View>,
+) -> bool {
+    let mut kept: Vec<ReplicaId> = tracks.iter().collect();
+    for id in views.into_iter().flat_map(|view| view.members.iter()) {
+        if id != me && !target.members.contains(id) && !kept.contains(&id) {
+            kept.push(id);
+        }
+    }
+    kept.len() > MAX_MEMBERS
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Generation, ViewId};
+
+    use super::*;
+
+    fn ids(of: &[u64]) -> Members {
+        Members::new(of.iter().copied().map(ReplicaId::from_random)).unwrap()
+    }
+
+    fn view(attach: u64, of: &[u64]) -> View {
+        View { id: ViewId { generation: Generation::new(attach, 0), number: 1 }, members: ids(of) }
+    }
+
+    #[test]
+    fn accounts_of_replicas_that_are_gone_go() {
+        let now = view(5, &[1, 2]);
+        assert_eq!(accounts_to_forget(&ids(&[3, 8, 9]), &ids(&[1, 2, 3]), [&now]), ids(&[8, 9]));
+        assert_eq!(accounts_to_forget(&ids(&[3]), &ids(&[1, 2, 3]), [&now]), ids(&[]), "it may come back");
+    }
+
+    #[test]
+    fn who_is_in_any_view_is_not_gone() {
+        let (old, now, next) = (view(3, &[1, 2, 7]), view(5, &[1, 2]), view(6, &[1, 2, 8]));
+        let forget =
+            |views: &[&View]| accounts_to_forget(&ids(&[7, 8, 9]), &ids(&[1, 2]), views.iter().copied());
+        assert_eq!(forget(&[&now]), ids(&[7, 8, 9]));
+        assert_eq!(forget(&[&now, &next]), ids(&[7, 9]), "it may be a member already");
+        assert_eq!(
+            forget(&[&old, &now, &next]),
+            ids(&[9]),
+            "an account would be begun again that is not whole"
+        );
+    }
+
+    #[test]
+    fn a_list_that_is_older_than_the_account_costs_only_a_copy() {
+        use shorthorn_types::RegionSet;
+
+        use crate::{Kept, combine};
+
+        // Replica 3 is not in the list of an engine that has greeted one of two members.
+        let (now, list) = (view(5, &[1, 2]), ids(&[1, 2]));
+        assert_eq!(accounts_to_forget(&ids(&[3]), &list, [&now]), ids(&[3]));
+        // The next one has it again.
+        let empty = || RegionSet::empty(4);
+        let kept = |missed| Kept { intent: empty(), missed: vec![None, None, missed] };
+        let all = combine(&[kept(None), kept(Some(empty()))], 3, 4);
+        assert!(!all.is_complete[2], "the other one has its account still, and it does not count as whole");
+    }
+
+    #[test]
+    fn room_is_needed_for_everybody_who_is_left_out() {
+        let me = ReplicaId::from_random(1);
+        let (old, now) = (view(3, &[1, 2, 3]), view(5, &[1, 2]));
+        let eight = ids(&[11, 12, 13, 14, 15, 16, 17, 18]);
+        assert!(lacks_room(me, &eight, &now, [&old, &now]));
+        assert!(!lacks_room(me, &eight, &now, [&now]), "nobody is left out");
+        assert!(!lacks_room(me, &ids(&[3, 12, 13, 14, 15, 16, 17, 18]), &now, [&old]), "it has that one");
+        assert!(!lacks_room(me, &ids(&[12, 13, 14, 15, 16, 17, 18]), &now, [&old]), "there is room for one");
+        assert!(!lacks_room(ReplicaId::from_random(3), &eight, &now, [&old]), "it keeps none of itself");
+    }
+}
