@@ -23,7 +23,7 @@ bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	cargo bench --profile $(PROFILE) -p shorthorn-controller --bench idle
 
 soak: build ## the simulation with new seeds, and real processes under kills, each for SECONDS
-	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs $$(nproc)
+	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
 	SHORTHORN_CHAOS_SECONDS=$(SECONDS) cargo test -p shorthorn-tests --test chaos -- --nocapture
 
 lint: setup ## format, and clippy with warnings denied

@@ -29,41 +29,68 @@ struct Write {
     gone: bool,
 }
 
+impl Write {
+    /// There from the beginning.
+    fn first(id: Id) -> Write {
+        let done = Some(0);
+        Write { id, submitted: 0, ended: done, effective: done, durable: true, dead: None, gone: false }
+    }
+}
+
 /// All sectors of a volume.
 #[derive(Debug)]
 pub struct Checker {
     sectors: Vec<Vec<Write>>,
     horizon: Micros,
+    /// Those that have more than one durable write, in any order.
+    unsettled: Vec<u32>,
+    is_unsettled: Vec<bool>,
+    /// By id: the sectors that the write was about.
+    written: Vec<std::ops::Range<usize>>,
 }
 
 impl Checker {
     /// A volume whose sectors show `initial`.
     pub fn new(initial: &[Id]) -> Checker {
-        let first = |id: &Id| {
-            let done = Some(0);
-            vec![Write {
-                id: *id,
-                submitted: 0,
-                ended: done,
-                effective: done,
-                durable: true,
-                dead: None,
-                gone: false,
-            }]
+        let mut checker = Checker {
+            sectors: initial.iter().map(|id| vec![Write::first(*id)]).collect(),
+            horizon: 0,
+            unsettled: Vec::new(),
+            is_unsettled: vec![false; initial.len()],
+            written: Vec::new(),
         };
-        Checker { sectors: initial.iter().map(first).collect(), horizon: 0 }
+        for (sector, id) in initial.iter().enumerate() {
+            let first = checker.written.get(*id as usize).map_or(sector, |range| range.start.min(sector));
+            checker.remember(*id, first..sector + 1);
+        }
+        checker
+    }
+
+    fn remember(&mut self, id: Id, sectors: std::ops::Range<usize>) {
+        let at = id as usize;
+        if self.written.len() <= at {
+            self.written.resize(at + 1, usize::MAX..0);
+        }
+        self.written[at] = sectors;
     }
 
     /// The volume has grown to so many sectors; what is new shows zeroes.
     pub fn grow(&mut self, sectors: usize) {
-        let new = Checker::new(&vec![0; sectors.saturating_sub(self.sectors.len())]);
-        self.sectors.extend(new.sectors);
+        let sectors = sectors.max(self.sectors.len());
+        self.sectors.resize_with(sectors, || vec![Write::first(0)]);
+        self.is_unsettled.resize(sectors, false);
+    }
+
+    /// How many there are.
+    pub fn sectors(&self) -> usize {
+        self.sectors.len()
     }
 
     /// A write, discard or write of zeroes is given to the device.
     pub fn submit(&mut self, sectors: std::ops::Range<usize>, id: Id, now: Micros) {
-        for sector in &mut self.sectors[sectors] {
-            sector.push(Write {
+        self.remember(id, sectors.clone());
+        for at in sectors {
+            self.sectors[at].push(Write {
                 id,
                 submitted: now,
                 ended: None,
@@ -72,6 +99,9 @@ impl Checker {
                 dead: None,
                 gone: false,
             });
+            if !std::mem::replace(&mut self.is_unsettled[at], true) {
+                self.unsettled.push(u32::try_from(at).unwrap_or(u32::MAX));
+            }
         }
     }
 
@@ -132,21 +162,28 @@ impl Checker {
 
     /// A flush that was given to the device at `submitted` was acknowledged.
     pub fn flushed(&mut self, submitted: Micros) {
-        for sector in &mut self.sectors {
+        let horizon = self.horizon;
+        let (sectors, is_unsettled) = (&mut self.sectors, &mut self.is_unsettled);
+        self.unsettled.retain(|at| {
+            let sector = &mut sectors[*at as usize];
             let mut news = false;
             for write in sector.iter_mut().filter(|write| !write.durable && write.effective.is_some()) {
                 write.durable = write.ended.is_some_and(|ended| ended <= submitted);
                 news |= write.durable;
             }
             if news {
-                settle(sector, self.horizon);
+                settle(sector, horizon);
             }
-        }
+            let stays = sector.len() > 1 || !sector.iter().all(|write| write.durable);
+            is_unsettled[*at as usize] = stays;
+            stays
+        });
     }
 
     /// What no flush covers may be gone, all of it or a part.
     pub fn power_lost(&mut self, now: Micros) {
-        for sector in &mut self.sectors {
+        for at in &self.unsettled {
+            let sector = &mut self.sectors[*at as usize];
             for write in sector.iter_mut().filter(|write| !write.durable) {
                 write.effective = None;
                 // One that is not done yet may still be done.
@@ -157,6 +194,25 @@ impl Checker {
             }
             settle(sector, self.horizon);
         }
+    }
+
+    /// The operator has made one replica the volume that may lack anything: from now on it is what that one holds.
+    ///
+    /// # Errors
+    /// It holds what was never written there.
+    pub fn salvaged(&mut self, content: &[Id]) -> Result<(), String> {
+        for (at, id) in content.iter().enumerate() {
+            let was_written = self.written.get(*id as usize).is_some_and(|range| range.contains(&at));
+            if *id != 0 && !was_written {
+                return Err(format!("sector {at} shows write {id}, which was never about it"));
+            }
+            if let Some(sector) = self.sectors.get_mut(at) {
+                *sector = vec![Write::first(*id)];
+            }
+        }
+        self.unsettled.clear();
+        self.is_unsettled.fill(false);
+        Ok(())
     }
 
     /// A read that was given to the device at `start` showed `ids`.
@@ -241,6 +297,16 @@ mod tests {
         assert!(checker.read(0, &[1], 40, 41).is_ok());
         assert!(checker.read(0, &[2], 50, 51).is_ok());
         assert!(checker.read(0, &[1], 60, 61).is_err());
+    }
+
+    #[test]
+    fn a_salvaged_volume_is_what_its_replica_holds() {
+        let mut checker = written();
+        checker.flushed(25);
+        checker.salvaged(&[0, 1, 0, 0]).unwrap();
+        assert!(checker.read(0, &[0, 1], 50, 51).is_ok());
+        assert!(checker.read(0, &[1], 50, 51).is_err(), "it is gone");
+        assert!(written().salvaged(&[0, 0, 1, 0]).unwrap_err().contains("never about it"));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
 use crate::checker::Id;
+use crate::script::Layout;
 
 /// Sectors of a block.
 pub const BLOCK_SECTORS: usize = (BLOCK_BYTES / SECTOR_BYTES) as usize;
@@ -18,58 +19,97 @@ pub type Block = [Id; BLOCK_SECTORS];
 /// One sparse file.
 #[derive(Clone, Debug, Default)]
 pub struct SparseFile {
-    /// As the process reads it; a missing block is a hole.
-    now: BTreeMap<u64, Block>,
+    /// As the process reads it.
+    now: Blocks,
     /// As it is after the power was lost, but for `unsynced`.
-    durable: BTreeMap<u64, Block>,
+    durable: Blocks,
     /// Changes since the last sync, in order.
     unsynced: Vec<(u64, Option<Block>)>,
+    /// How many changes there were before.
+    synced: usize,
+}
+
+/// Stands for the block of a change that is durable before those that came earlier.
+const PASSED_OVER: u64 = u64::MAX;
+
+/// What is in a file, block by block; a missing one is a hole.
+#[derive(Clone, Debug, Default)]
+struct Blocks(Vec<Option<Block>>);
+
+impl Blocks {
+    fn get(&self, block: u64) -> Option<Block> {
+        self.0.get(index(block)).copied().flatten()
+    }
+
+    fn set(&mut self, block: u64, content: Option<Block>) {
+        let at = index(block);
+        if self.0.len() <= at {
+            self.0.resize(at + 1, None);
+        }
+        self.0[at] = content;
+    }
+}
+
+fn index(block: u64) -> usize {
+    usize::try_from(block).unwrap_or(usize::MAX)
 }
 
 impl SparseFile {
     /// The block, unless there is a hole.
     pub fn get(&self, block: u64) -> Option<Block> {
-        self.now.get(&block).copied()
+        self.now.get(block)
+    }
+
+    /// Whether there are holes only.
+    pub fn is_empty(&self) -> bool {
+        self.now.0.iter().all(Option::is_none)
     }
 
     /// Writes a block, or makes a hole.
     pub fn set(&mut self, block: u64, content: Option<Block>) {
-        apply(&mut self.now, block, content);
+        self.now.set(block, content);
         self.unsynced.push((block, content));
     }
 
-    /// How many changes there are that a sync that begins now covers.
+    /// How many changes there ever were: those that a sync that begins now covers.
     pub fn mark(&self) -> usize {
-        self.unsynced.len()
+        self.synced + self.unsynced.len()
     }
 
-    /// The first `count` changes are durable.
-    pub fn sync(&mut self, count: usize) {
-        for (block, content) in self.unsynced.drain(..count.min(self.unsynced.len())) {
-            apply(&mut self.durable, block, content);
+    /// All changes up to `mark` are durable.
+    pub fn sync(&mut self, mark: usize) {
+        let count = mark.saturating_sub(self.synced).min(self.unsynced.len());
+        self.synced += count;
+        for (block, content) in self.unsynced.drain(..count) {
+            if block != PASSED_OVER {
+                self.durable.set(block, content);
+            }
+        }
+    }
+
+    /// All changes of these blocks are durable, and no others.
+    pub fn sync_blocks(&mut self, blocks: &[u64]) {
+        for (block, content) in self.unsynced.iter_mut().filter(|(block, _)| blocks.contains(block)) {
+            self.durable.set(*block, *content);
+            *block = PASSED_OVER;
         }
     }
 
     /// The power is gone: of the unsynced changes some are there, in any order of blocks.
     pub fn lose_power(&mut self, rng: &mut Rng) {
         let mut lost: BTreeMap<u64, bool> = BTreeMap::new();
-        for (block, content) in std::mem::take(&mut self.unsynced) {
+        let unsynced = std::mem::take(&mut self.unsynced);
+        self.synced += unsynced.len();
+        for (block, content) in unsynced.into_iter().filter(|(block, _)| *block != PASSED_OVER) {
             // Of one block the changes come in order: once one is lost, those after it are.
             let lost = lost.entry(block).or_insert(false);
             *lost |= rng.bool();
             if !*lost {
-                apply(&mut self.durable, block, content);
+                self.durable.set(block, content);
             }
         }
         self.now = self.durable.clone();
     }
-}
-
-fn apply(blocks: &mut BTreeMap<u64, Block>, block: u64, content: Option<Block>) {
-    match content {
-        Some(content) => blocks.insert(block, content),
-        None => blocks.remove(&block),
-    };
 }
 
 /// The files of a replica's chain: the head, and a snapshot below it.
@@ -86,6 +126,23 @@ impl Files {
     pub const HEAD: u8 = 0;
     /// The snapshot.
     pub const SNAPSHOT: u8 = 1;
+
+    /// The same, held in another way.
+    pub fn laid_out(mut self, layout: Layout, blocks: u64) -> Files {
+        for block in 0..blocks {
+            let below = self.snapshot.get(block);
+            if layout.is_flat && below.is_some() {
+                self.head.set(block, below);
+            } else if layout.has_zeroes && below.is_none() && block % 3 == 0 {
+                self.head.set(block, Some(Block::default()));
+            }
+        }
+        if layout.is_flat {
+            self.snapshot = SparseFile::default();
+        }
+        self.head.sync(usize::MAX);
+        self
+    }
 
     /// The file of an index.
     pub fn file(&self, index: FileIndex) -> &SparseFile {
@@ -110,7 +167,7 @@ impl ExtentSource for Files {
         found: &mut dyn FnMut(ByteRange),
     ) -> Result<(), Self::Error> {
         let blocks = range.offset() / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES);
-        for (block, _) in self.file(file).now.range(blocks) {
+        for block in blocks.filter(|block| self.file(file).get(*block).is_some()) {
             if let Ok(extent) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) {
                 found(extent);
             }

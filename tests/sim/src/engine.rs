@@ -1,11 +1,16 @@
 //! An engine process: the real core, and a shell around it as the engine crate has one.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use shorthorn_core::{EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, SlotId, ZeroBlocks};
+use fastrand::Rng;
+use shorthorn_core::{
+    EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, PeerState, SlotId, ZeroBlocks,
+};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 
+use crate::Sabotage;
 use crate::checker::Id;
 use crate::disk::BLOCK_SECTORS;
 use crate::net::{Answer, Ask, ConnId, Message};
@@ -17,6 +22,8 @@ pub const DEPTH: u16 = 16;
 pub const COPY_SLOTS: u16 = 4;
 /// The largest request of the core: a piece of a copy or of a scrub.
 const BUFFER_SECTORS: usize = 2048;
+/// The largest request of the guest.
+const REQUEST_SECTORS: usize = 128;
 /// A replica that is silent for so long has failed.
 pub const REPLICA_TIMEOUT_MS: u64 = 1000;
 const TICK_US: u64 = 100_000;
@@ -32,12 +39,47 @@ pub const ID_CALL: u64 = 1 << 40;
 /// What a host keeps from one engine process to the next.
 #[derive(Debug, Default)]
 pub struct Host {
-    /// The generation that was used last.
+    /// The generation that was used last: of the state file.
     pub generation: Generation,
-    /// The newest grant that was received.
+    /// The newest grant that was received: of the state file.
     pub granted: Option<View>,
+    /// The newest grant when the volume was attached here: of the spec.
+    pub granted_before: Option<View>,
     /// The process that runs.
     pub engine: Option<u64>,
+    /// By how much its clock has leapt ahead.
+    pub clock_ms: u64,
+}
+
+/// What an engine process knows of a replica.
+#[derive(Clone, Copy, Debug)]
+pub struct Peer {
+    pub replica: ReplicaId,
+    /// Whether members and core know all that it has missed.
+    pub is_complete: bool,
+    /// The last view of this engine that it was in.
+    pub last_view: Option<View>,
+    /// The volume is not to have it any more.
+    pub is_given_up: bool,
+}
+
+/// The control connection to a replica.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Line {
+    pub conn: Option<ConnId>,
+    /// Somebody uses it.
+    pub is_busy: bool,
+}
+
+/// What a sabotaged shell remembers of a request that it has told the core lies about.
+#[derive(Debug, Default)]
+struct Lie {
+    /// Who has not really answered yet.
+    waits_for: Vec<PeerIndex>,
+    /// What the core has said.
+    outcome: Option<Result<(), Errno>>,
+    /// What a replica has really answered.
+    error: Option<Errno>,
 }
 
 /// One engine process.
@@ -50,16 +92,17 @@ pub struct EngineProc {
     /// Once it serves.
     pub core: Option<EngineCore>,
     /// Every replica that it was given, by the index that the core knows.
-    pub peers: Vec<ReplicaId>,
-    /// The connection of each for requests.
-    pub links: Vec<Option<ConnId>>,
+    pub peers: Vec<Peer>,
+    /// The connection of each for requests, by queue.
+    pub links: Vec<Vec<Option<ConnId>>>,
     /// The connection of each for the courier.
-    pub control: Vec<Option<ConnId>>,
-    /// Whether what a replica has missed is known, by replica.
-    pub known: Vec<bool>,
-    /// Which are tracked by the core.
-    pub tracked: Vec<bool>,
-    pub buffers: Vec<Vec<Id>>,
+    pub lines: Vec<Line>,
+    /// Of the slots of all queues.
+    requests: Vec<Vec<Id>>,
+    /// Of the slots for copies.
+    copies: Vec<Vec<Id>>,
+    /// The newest view that is through, as far as its main thread knows.
+    pub view: Option<View>,
     /// The view that is proposed and not through.
     pub pending: Option<(View, ReplicaReport)>,
     /// The view that waits for a grant.
@@ -67,6 +110,58 @@ pub struct EngineProc {
     /// A grant that was received while the volume was being opened.
     pub was_granted: Option<View>,
     pub begun_us: u64,
+    /// It is stopped: what happens to it happens later.
+    pub paused: bool,
+    pub backlog: Vec<Occurrence>,
+    /// How long after its end the next one starts; 0: some time.
+    pub restarts_after: u64,
+    lies: BTreeMap<(u16, u16), Lie>,
+}
+
+impl EngineProc {
+    /// The buffer of a slot.
+    pub fn buffer(&mut self, id: SlotId) -> &mut Vec<Id> {
+        match id.slot.checked_sub(DEPTH) {
+            Some(copy) => &mut self.copies[usize::from(copy)],
+            None => &mut self.requests[usize::from(id.queue) * usize::from(DEPTH) + usize::from(id.slot)],
+        }
+    }
+
+    /// Index of a replica that was not given up.
+    pub fn index_of(&self, replica: ReplicaId) -> Option<usize> {
+        self.peers.iter().position(|peer| peer.replica == replica && !peer.is_given_up)
+    }
+
+    /// Adds a replica, at an index that is free.
+    pub fn add(&mut self, replica: ReplicaId) -> Option<usize> {
+        let peer = Peer { replica, is_complete: false, last_view: None, is_given_up: false };
+        let is_free = |at: &usize| self.peers[*at].is_given_up && self.is_disconnected(*at);
+        if let Some(at) = (0..self.peers.len()).find(is_free) {
+            self.peers[at] = peer;
+            return Some(at);
+        }
+        if self.peers.len() >= shorthorn_types::limits::MAX_MEMBERS {
+            return None;
+        }
+        let queues = self.requests.len() / usize::from(DEPTH);
+        self.peers.push(peer);
+        self.links.push(vec![None; queues]);
+        self.lines.push(Line::default());
+        Some(self.peers.len() - 1)
+    }
+
+    /// Whether no queue has a connection to the replica.
+    pub fn is_disconnected(&self, peer: usize) -> bool {
+        self.links[peer].iter().all(Option::is_none)
+    }
+
+    /// Which replica and which queue a connection serves.
+    fn link_of(&self, conn: ConnId) -> Option<(usize, u16)> {
+        self.links.iter().enumerate().find_map(|(peer, links)| {
+            let queue = links.iter().position(|link| *link == Some(conn))?;
+            Some((peer, u16::try_from(queue).unwrap_or(u16::MAX)))
+        })
+    }
 }
 
 impl World {
@@ -76,43 +171,66 @@ impl World {
             return;
         }
         let known = self.hosts[host].generation;
+        if self.controller.attach < known.attach {
+            return; // its spec is older than what this host knows
+        }
         let generation = if self.controller.attach > known.attach {
             // What the controller knows is passed with the attachment.
-            self.hosts[host].granted = self.controller.arbiter.granted();
+            self.hosts[host].granted_before = self.controller.arbiter.granted();
             Generation::new(self.controller.attach, 0)
         } else {
             Generation::new(known.attach, known.restart + 1)
         };
         self.hosts[host].generation = generation;
         let id = self.fresh();
-        let peers: Vec<ReplicaId> = self.guest.replicas.clone();
-        let count = peers.len();
         let begun_us = self.now;
-        let process = EngineProc {
+        let slots = usize::from(self.queues) * usize::from(DEPTH);
+        let mut process = EngineProc {
             host,
             generation,
             size_bytes: self.controller.size_bytes,
             core: None,
-            links: vec![None; count],
-            control: vec![None; count],
-            known: vec![false; count],
-            tracked: vec![true; count],
-            peers,
-            buffers: vec![vec![0; BUFFER_SECTORS]; usize::from(DEPTH + COPY_SLOTS)],
+            peers: Vec::new(),
+            links: Vec::new(),
+            lines: Vec::new(),
+            requests: vec![vec![0; REQUEST_SECTORS]; slots],
+            copies: vec![vec![0; BUFFER_SECTORS]; usize::from(COPY_SLOTS)],
+            view: None,
             pending: None,
             wants: None,
             was_granted: None,
             begun_us,
+            paused: false,
+            backlog: Vec::new(),
+            restarts_after: 0,
+            lies: BTreeMap::new(),
         };
+        for replica in &self.guest.replicas {
+            process.add(*replica);
+        }
         self.note(|| format!("engine {id} starts on host {host} as {generation}"));
         self.engines.insert(id, process);
         self.hosts[host].engine = Some(id);
         self.new_engines.push(id);
+        self.wake(id);
         self.count("engine starts");
     }
 
-    /// The process is gone, and another one starts in its place after a moment.
-    pub fn kill_engine(&mut self, host: usize) {
+    /// The engine process that is attached is killed.
+    pub fn kill_attached(&mut self, lingers_us: u64, for_us: u64, rng: &mut Rng) -> bool {
+        let host = self.controller.host;
+        let Some(engine) = self.hosts[host].engine else { return false };
+        if lingers_us > 0 {
+            let cut = self.hold_messages_of(engine);
+            self.after(lingers_us, Occurrence::Mend(crate::faults::Mend::Cut(cut)));
+        }
+        self.kill_engine(host, for_us, rng);
+        true
+    }
+
+    /// The process is gone, and another one starts in its place after `for_us`; 0: some time. Of what it has sent a part
+    /// may be lost.
+    pub fn kill_engine(&mut self, host: usize, for_us: u64, rng: &mut Rng) {
         let Some(id) = self.hosts[host].engine.take() else { return };
         self.note(|| format!("engine {id} is gone"));
         let conns: Vec<ConnId> = self
@@ -122,11 +240,14 @@ impl World {
             .map(|(at, _)| *at)
             .collect();
         for conn in conns {
+            if rng.bool() {
+                self.lose_suffix(conn, rng);
+            }
             self.send(conn, true, Message::Close);
             self.engine_end_is_closed(conn);
         }
         self.engines.remove(&id);
-        let delay = self.rng.u64(5_000..300_000);
+        let delay = if for_us > 0 { for_us } else { self.rng.u64(5_000..300_000) };
         self.after(delay, Occurrence::StartEngine { host });
     }
 
@@ -138,8 +259,10 @@ impl World {
 
     /// The process ends, unless it has already.
     pub fn end_engine(&mut self, engine: u64) {
-        if let Some(host) = self.engines.get(&engine).map(|process| process.host) {
-            self.kill_engine(host);
+        if let Some(process) = self.engines.get(&engine) {
+            let (host, for_us) = (process.host, process.restarts_after);
+            let mut rng = self.rng.fork();
+            self.kill_engine(host, for_us, &mut rng);
         }
     }
 
@@ -147,12 +270,13 @@ impl World {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.engine_open = false;
         }
+        self.forget_if_over(id);
     }
 
     /// The controller attaches the volume to another host. The old engine is told nothing.
-    pub fn attach_elsewhere(&mut self) {
+    pub fn attach_elsewhere(&mut self, rng: &mut Rng) -> bool {
         if !self.controller.up {
-            return;
+            return false;
         }
         self.controller.attach += 1;
         self.controller.host = (self.controller.host + 1) % self.hosts.len();
@@ -160,8 +284,9 @@ impl World {
         self.note(|| format!("attachment {attach} on host {host}"));
         self.guest_moves();
         // An engine of an earlier attachment on that host is stopped before.
-        self.kill_engine(host);
+        self.kill_engine(host, 0, rng);
         self.after(1000, Occurrence::StartEngine { host });
+        true
     }
 
     /// The engine's side of a connection sees that it is over.
@@ -169,45 +294,156 @@ impl World {
         let Some(conn) = self.conns.get_mut(&id).filter(|conn| conn.engine_open) else { return };
         conn.engine_open = false;
         let engine = conn.engine;
+        self.wake(engine);
         let Some(process) = self.engines.get_mut(&engine) else { return };
-        for control in process.control.iter_mut().filter(|control| **control == Some(id)) {
-            *control = None;
+        for line in process.lines.iter_mut().filter(|line| line.conn == Some(id)) {
+            line.conn = None;
         }
-        if let Some(peer) = process.links.iter().position(|link| *link == Some(id)) {
+        if let Some((peer, _)) = process.link_of(id) {
             let peer = index(peer);
             self.apply(engine, Event::Lost { peer, reason: reason.to_owned() });
             // Where the core did not know it as a member or a joiner, nobody else closes it.
-            self.close_link(engine, peer);
+            self.close_queue(engine, id);
         }
     }
 
-    fn close_link(&mut self, engine: u64, peer: PeerIndex) {
+    /// The replica has failed: every queue closes its connection to it, in its time.
+    pub fn close_links(&mut self, engine: u64, peer: PeerIndex) {
+        let Some(process) = self.engines.get(&engine) else { return };
+        let links: Vec<ConnId> = process.links[usize::from(peer)].iter().flatten().copied().collect();
+        for (queue, conn) in links.into_iter().enumerate() {
+            if queue == 0 {
+                self.close_queue(engine, conn);
+            } else {
+                let delay = self.rng.u64(1..2_000);
+                self.after(delay, Occurrence::CloseQueue { engine, conn });
+            }
+        }
+    }
+
+    /// A queue closes its connection to a replica, unless it has.
+    pub fn close_queue(&mut self, engine: u64, conn: ConnId) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
-        let Some(link) = process.links[usize::from(peer)].take() else { return };
-        self.send(link, true, Message::Close);
-        self.engine_end_is_closed(link);
-        self.apply(engine, Event::Closed { peer, queue: 0 });
+        let Some((peer, queue)) = process.link_of(conn) else { return };
+        process.links[peer][usize::from(queue)] = None;
+        self.send(conn, true, Message::Close);
+        self.engine_end_is_closed(conn);
+        let peer = index(peer);
+        self.nobody_waits_for(engine, peer, queue);
+        self.apply(engine, Event::Closed { peer, queue });
+        self.wake(engine);
     }
 
     /// Gives the core an event, and does what it says.
     pub fn apply(&mut self, engine: u64, event: Event) {
-        let mut outputs = Vec::new();
+        let mut outputs = std::mem::take(&mut self.outputs);
         let Some(core) = self.engines.get_mut(&engine).and_then(|process| process.core.as_mut()) else {
             return;
         };
         core.apply(event, &mut outputs);
-        for output in outputs {
+        for output in outputs.drain(..) {
             self.perform(engine, output);
         }
+        self.outputs = outputs;
+    }
+
+    fn is_sabotaged(&self, by: Sabotage) -> bool {
+        self.options.sabotage == Some(by)
+    }
+
+    /// Sends a request, or does with it what the sabotage wants.
+    fn send_request(&mut self, engine: u64, peer: PeerIndex, slot: SlotId, operation: Operation, ask: Ask) {
+        if slot.slot >= DEPTH
+            && operation == Operation::Flush
+            && self.is_sabotaged(Sabotage::ClearWithoutFlush)
+        {
+            return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
+        }
+        let modifies =
+            !matches!(operation, Operation::Read | Operation::Flush | Operation::Verify) && slot.slot < DEPTH;
+        if modifies && self.is_sabotaged(Sabotage::JoinerNotTold) && self.is_joining(engine, peer) {
+            return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
+        }
+        self.ask(engine, peer, slot.queue, ID_REQUEST | u64::from(slot.slot), ask);
+        if modifies && self.is_sabotaged(Sabotage::NoRangeTable) {
+            // The core takes it for done, and sends what overlaps it; the guest is told when it really is.
+            if let Some(process) = self.engines.get_mut(&engine) {
+                process.lies.entry(key(slot)).or_default().waits_for.push(peer);
+            }
+            self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
+        }
+    }
+
+    fn is_joining(&self, engine: u64, peer: PeerIndex) -> bool {
+        let core = self.engines.get(&engine).and_then(|process| process.core.as_ref());
+        core.is_some_and(|core| core.membership().state(peer) == PeerState::Joining)
+    }
+
+    /// A request is done as far as the core knows.
+    fn complete(&mut self, engine: u64, slot: SlotId, outcome: Result<(), Errno>) {
+        if let Some(process) = self.engines.get_mut(&engine)
+            && let Some(lie) = process.lies.get_mut(&key(slot))
+        {
+            lie.outcome = Some(outcome);
+            return self.own_up(engine, slot);
+        }
+        self.completed(engine, slot, outcome);
+    }
+
+    /// Tells the guest what was kept from it, once everybody has really answered.
+    fn own_up(&mut self, engine: u64, slot: SlotId) {
+        let Some(process) = self.engines.get_mut(&engine) else { return };
+        let Some(lie) = process.lies.get(&key(slot)) else { return };
+        let Some(outcome) = lie.outcome.filter(|_| lie.waits_for.is_empty()) else { return };
+        let outcome = lie.error.map_or(outcome, Err);
+        process.lies.remove(&key(slot));
+        self.completed(engine, slot, outcome);
+    }
+
+    fn nobody_waits_for(&mut self, engine: u64, peer: PeerIndex, queue: u16) {
+        let Some(process) = self.engines.get_mut(&engine) else { return };
+        let slots: Vec<u16> =
+            process.lies.keys().filter(|(of, _)| *of == queue).map(|(_, slot)| *slot).collect();
+        for slot in slots {
+            let slot = SlotId { queue, slot };
+            if let Some(lie) =
+                self.engines.get_mut(&engine).and_then(|process| process.lies.get_mut(&key(slot)))
+            {
+                lie.waits_for.retain(|other| *other != peer);
+            }
+            self.own_up(engine, slot);
+        }
+    }
+
+    /// Whether the core must not hear of an answer that it was lied to about.
+    fn is_lied_about(
+        &mut self,
+        engine: u64,
+        peer: PeerIndex,
+        slot: SlotId,
+        outcome: &mut Result<(), Errno>,
+    ) -> bool {
+        let no_give_back = self.is_sabotaged(Sabotage::NoGiveBack);
+        let Some(process) = self.engines.get_mut(&engine) else { return false };
+        if no_give_back && slot.slot < DEPTH && *outcome == Err(Errno::NO_SPACE) {
+            process.lies.entry(key(slot)).or_default().error = Some(Errno::NO_SPACE);
+            *outcome = Ok(());
+        }
+        let Some(lie) = process.lies.get_mut(&key(slot)) else { return false };
+        let Some(at) = lie.waits_for.iter().position(|other| *other == peer) else { return false };
+        lie.waits_for.swap_remove(at);
+        lie.error = lie.error.or(outcome.err());
+        self.own_up(engine, slot);
+        true
     }
 
     fn perform(&mut self, engine: u64, output: Output) {
         match output {
             Output::Send { peer, slot, operation, range, buffer_offset } => {
-                let Some(process) = self.engines.get(&engine) else { return };
+                let Some(process) = self.engines.get_mut(&engine) else { return };
                 let at = buffer_offset as usize / 512;
                 let sectors = usize::try_from(range.length() / 512).unwrap_or(0);
-                let data = || Rc::from(&process.buffers[usize::from(slot.slot)][at..at + sectors]);
+                let mut data = || Rc::from(&process.buffer(slot)[at..at + sectors]);
                 let ask = match operation {
                     Operation::Read => Ask::Read(range),
                     Operation::Write { fua } => Ask::Write(range, data(), fua),
@@ -216,42 +452,51 @@ impl World {
                     Operation::WriteZeroes { fua } => Ask::WriteZeroes(range, fua),
                     Operation::Verify => Ask::Verify(range),
                 };
-                self.ask(engine, peer, ID_REQUEST | u64::from(slot.slot), ask);
+                self.send_request(engine, peer, slot, operation, ask);
             }
-            Output::Complete { slot, outcome } => self.completed(engine, slot.slot, outcome),
-            Output::Ping { peer } => self.ask(engine, peer, ID_PING, Ask::Ping),
+            Output::Complete { slot, outcome } => self.complete(engine, slot, outcome),
+            Output::Ping { peer } => {
+                for queue in 0..self.queues {
+                    self.ask(engine, peer, queue, ID_PING, Ask::Ping);
+                }
+            }
             Output::Propose { peer, view, honoured } => {
                 if let Some(process) = self.engines.get_mut(&engine) {
                     process.pending = Some((*view, (*honoured).clone()));
                 }
-                self.ask(
-                    engine,
-                    peer,
-                    ID_PROPOSE | u64::from(view.id.number),
-                    Ask::Propose(*view, *honoured),
-                );
+                let number = ID_PROPOSE | u64::from(view.id.number);
+                self.ask(engine, peer, 0, number, Ask::Propose(*view, *honoured));
+                if self.is_sabotaged(Sabotage::NotHeld) {
+                    self.apply(engine, Event::ViewStored { peer, view: view.id });
+                }
             }
             Output::Commit { peer, view } => {
-                self.ask(engine, peer, ID_COMMIT | u64::from(view.id.number), Ask::Commit(*view));
+                self.ask(engine, peer, 0, ID_COMMIT | u64::from(view.id.number), Ask::Commit(*view));
             }
             Output::AskGrant { view, honoured, stored } => {
                 self.count("grants asked");
                 if let Some(process) = self.engines.get_mut(&engine) {
-                    process.wants = Some((*view, *honoured, *stored));
+                    process.wants = Some((*view, (*honoured).clone(), *stored));
                 }
                 self.after(500, Occurrence::AskArbiter { engine });
+                if self.is_sabotaged(Sabotage::NotHeld) {
+                    self.apply(engine, Event::Granted { view: view.id });
+                }
             }
             Output::Mark { peer, mark, change } => {
-                self.ask(engine, peer, ID_MARK | u64::from(mark), Ask::Mark(change))
+                self.ask(engine, peer, 0, ID_MARK | u64::from(mark), Ask::Mark(change));
             }
             Output::Drop { peer, reason } => {
                 self.note(|| format!("engine {engine} drops {peer}: {reason}"));
                 self.count("drops");
-                self.close_link(engine, peer);
+                self.note_dropped(engine, peer);
+                self.close_links(engine, peer);
             }
             Output::ViewChanged { view } => {
                 self.note(|| format!("engine {engine}: view {view}"));
+                self.count("view changes");
                 if let Some(process) = self.engines.get_mut(&engine) {
+                    process.view = Some(*view);
                     process.pending = None;
                     process.wants = None;
                 }
@@ -272,27 +517,43 @@ impl World {
             Output::Frozen { reason } => {
                 self.note(|| format!("engine {engine} is frozen: {reason}"));
                 self.count("frozen");
-                if let Some(host) = self.engines.get(&engine).map(|process| process.host) {
-                    self.kill_engine(host);
-                }
+                self.end_engine(engine);
             }
+        }
+    }
+
+    /// Members and core count all that a member misses from when it fails on.
+    fn note_dropped(&mut self, engine: u64, peer: PeerIndex) {
+        let Some(process) = self.engines.get_mut(&engine) else { return };
+        let Some(view) = process.view else { return };
+        let peer = &mut process.peers[usize::from(peer)];
+        if view.members.contains(peer.replica) {
+            (peer.is_complete, peer.last_view) = (true, Some(view));
         }
     }
 
     /// Members that differ must not be, but a disk that cannot be read may.
     fn scrub_found(&mut self, engine: u64, range: ByteRange, odd: &[PeerIndex]) {
         let Some(process) = self.engines.get(&engine) else { return };
-        let mut found =
-            odd.iter().filter_map(|peer| self.replica_index(*process.peers.get(usize::from(*peer))?));
-        if found.all(|at| !self.replicas[at].failed) {
+        let found: Vec<usize> = odd
+            .iter()
+            .filter_map(|peer| self.replica_index(process.peers.get(usize::from(*peer))?.replica))
+            .collect();
+        if found.iter().all(|at| !self.replicas[*at].failed && !self.replicas[*at].could_not_verify) {
             self.violate(format!("scrub: {odd:?} differ at {range}"));
         }
+        found.into_iter().for_each(|at| self.replicas[at].could_not_verify = false);
     }
 
-    fn ask(&mut self, engine: u64, peer: PeerIndex, number: u64, ask: Ask) {
-        let link = self.engines.get(&engine).and_then(|process| process.links[usize::from(peer)]);
-        if let Some(link) = link {
-            self.send(link, true, Message::Ask(number, ask));
+    fn ask(&mut self, engine: u64, peer: PeerIndex, queue: u16, number: u64, ask: Ask) {
+        let Some(process) = self.engines.get(&engine) else { return };
+        match process.links[usize::from(peer)][usize::from(queue)] {
+            Some(link) => self.send(link, true, Message::Ask(number, Box::new(ask))),
+            // It broke between its opening and its first use: the core has to learn that, or it would wait.
+            None if number & ID_KIND == ID_REQUEST => {
+                self.apply(engine, Event::Lost { peer, reason: "there is no connection to it".to_owned() });
+            }
+            None => {}
         }
     }
 
@@ -300,11 +561,15 @@ impl World {
     pub fn answered(&mut self, id: ConnId, number: u64, answer: Answer) {
         if let Some(call) = self.calls.get_mut(&(id, number)) {
             *call = Some(answer);
+            if let Some(engine) = self.conns.get(&id).map(|conn| conn.engine) {
+                self.wake(engine);
+            }
             return;
         }
         let Some(engine) = self.conns.get(&id).map(|conn| conn.engine) else { return };
         let Some(process) = self.engines.get(&engine) else { return };
-        let Some(peer) = process.links.iter().position(|link| *link == Some(id)).map(index) else { return };
+        let Some((peer, queue)) = process.link_of(id) else { return };
+        let peer = index(peer);
         if let Answer::Deposed(holder) = answer {
             return self.depose(engine, holder);
         }
@@ -325,7 +590,10 @@ impl World {
                 Ok(()) => self.apply(engine, Event::Marked { peer, mark: low(number) }),
                 Err(errno) => self.close_at_engine(id, &format!("mark refused: {errno}")),
             },
-            ID_REQUEST => self.request_answered(engine, peer, low(number), answer, outcome),
+            ID_REQUEST => {
+                let slot = SlotId { queue, slot: u16::try_from(low(number)).unwrap_or(u16::MAX) };
+                self.request_answered(engine, peer, slot, answer, outcome);
+            }
             _ => {}
         }
     }
@@ -334,15 +602,17 @@ impl World {
         &mut self,
         engine: u64,
         peer: PeerIndex,
-        slot: u32,
+        slot: SlotId,
         answer: Answer,
-        outcome: Result<(), Errno>,
+        mut outcome: Result<(), Errno>,
     ) {
-        let slot = SlotId { queue: 0, slot: u16::try_from(slot).unwrap_or(u16::MAX) };
+        if self.is_lied_about(engine, peer, slot, &mut outcome) {
+            return;
+        }
         let event = match answer {
             Answer::Data(data) => {
                 let Some(process) = self.engines.get_mut(&engine) else { return };
-                process.buffers[usize::from(slot.slot)][..data.len()].copy_from_slice(&data);
+                process.buffer(slot)[..data.len()].copy_from_slice(&data);
                 if slot.slot >= DEPTH {
                     Event::CopyRead { peer, slot, zeroes: zero_blocks(&data) }
                 } else {
@@ -357,11 +627,27 @@ impl World {
 
     /// A newer engine holds the volume: this one ends for good.
     pub fn depose(&mut self, engine: u64, holder: Generation) {
-        let Some(process) = self.engines.get(&engine) else { return };
-        let host = process.host;
-        self.note(|| format!("engine {engine} is deposed by {holder}"));
-        self.count("deposed");
-        self.kill_engine(host);
+        if self.engines.contains_key(&engine) {
+            self.note(|| format!("engine {engine} is deposed by {holder}"));
+            self.count("deposed");
+            self.end_engine(engine);
+            self.controller_learns(holder);
+        }
+    }
+
+    /// The controller's store may be older than what the replicas know: the next attachment is above all that they hold.
+    fn controller_learns(&mut self, holder: Generation) {
+        if self.controller.up && self.controller.attach < holder.attach && self.saved_controller.is_some() {
+            self.controller.attach = holder.attach;
+            let mut rng = self.rng.fork();
+            self.attach_elsewhere(&mut rng);
+        }
+    }
+
+    /// The clock of an engine.
+    pub fn clock_ms(&self, engine: u64) -> u64 {
+        let host = self.engines.get(&engine).map_or(0, |process| process.host);
+        self.now / 1000 + self.hosts[host].clock_ms
     }
 
     /// An engine is told the time.
@@ -369,7 +655,7 @@ impl World {
         if !self.engines.contains_key(&engine) {
             return;
         }
-        let now_ms = self.now / 1000;
+        let now_ms = self.clock_ms(engine);
         self.apply(engine, Event::Tick { now_ms });
         self.after(TICK_US, Occurrence::Tick { engine });
     }
@@ -391,7 +677,15 @@ impl World {
                     let delay = self.rng.u64(100..5_000);
                     self.after(delay, Occurrence::Granted { engine, view });
                 }
-                Err(refused) => self.note(|| format!("not granted to {engine}: {refused}")),
+                Err(refused) => {
+                    self.note(|| format!("not granted to {engine}: {refused}"));
+                    if let Some(view) = refused.granted() {
+                        // It has to honour that: when it starts again.
+                        self.count("told of an earlier grant");
+                        let delay = self.rng.u64(100..5_000);
+                        self.after(delay, Occurrence::Granted { engine, view });
+                    }
+                }
             }
         }
         let delay = self.rng.u64(50_000..300_000);
@@ -403,14 +697,17 @@ impl World {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         process.was_granted = Some(view);
         let host = process.host;
-        self.hosts[host].granted = Some(view);
+        self.wake(engine);
+        // Never what is older than what is known.
+        let known = self.hosts[host].granted;
+        self.hosts[host].granted = known.filter(|known| known.id >= view.id).or(Some(view));
         self.apply(engine, Event::Granted { view: view.id });
     }
 
     /// How a replica is known to the core.
     pub fn peer_config(&self, engine: u64, peer: usize) -> Option<PeerConfig> {
         let process = self.engines.get(&engine)?;
-        Some(PeerConfig { replica: process.peers[peer], local: peer == 0 })
+        Some(PeerConfig { replica: process.peers[peer].replica, local: peer == 0 })
     }
 }
 
@@ -423,6 +720,10 @@ fn zero_blocks(data: &[Id]) -> ZeroBlocks {
         }
     }
     zeroes
+}
+
+fn key(slot: SlotId) -> (u16, u16) {
+    (slot.queue, slot.slot)
 }
 
 fn low(number: u64) -> u32 {

@@ -1,202 +1,456 @@
 //! Trouble, and its end.
 
+use fastrand::Rng;
+use serde::{Deserialize, Serialize};
 use shorthorn_types::limits::BLOCK_BYTES;
 
+use crate::net::{ConnId, Cut, Whom};
+use crate::script::Strike;
 use crate::world::{Occurrence, World};
 
 /// The volume is not made larger than that.
 const EXPANDED_BYTES_MAX: u64 = 4 << 20;
+/// The engine that hands over settles for so long at most.
+const SETTLE_LIMIT_US: u64 = 100_000;
 
-/// Something that goes wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Something that goes wrong, with all of its choices. A `victim` is the number of a replica, modulo how many there are by
+/// then; a `pick` likewise of the open connections.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "fault", rename_all = "kebab-case")]
+#[allow(missing_docs)] // of the fields: the lines above each variant name them
 pub enum Fault {
-    /// A replica process is killed; its kernel lives.
-    KillReplica,
-    /// The host of a replica loses power.
-    CutPowerOfReplica,
-    /// The engine process is killed.
-    KillEngine,
+    /// A replica process is killed, and with `power` its kernel too.
+    KillReplica { victim: usize, power: bool, for_us: u64 },
+    /// The engine process is killed. What it has sent arrives up to `lingers_us` later.
+    KillEngine { lingers_us: u64, for_us: u64 },
     /// The engine process is asked to leave the device to the next one: it settles before it ends.
-    HandOver,
+    HandOver { for_us: u64 },
     /// The volume is attached to another host; nobody tells the old one.
     AttachElsewhere,
-    /// A host and a replica do not reach each other for a while.
-    Partition,
-    /// A connection breaks.
-    BreakConnection,
+    /// A host and a replica do not reach each other for a while, in one direction or both.
+    Partition { host: usize, victim: usize, to_replica: bool, to_engine: bool, for_us: u64 },
+    /// Messages of a connection vanish, and nobody is told. The replica finds out after a while.
+    HalfOpen { pick: u64, for_us: u64 },
+    /// A connection breaks; of what is under way a part is lost.
+    BreakConnection { pick: u64 },
     /// The controller is away for a while.
-    StopController,
+    StopController { for_us: u64 },
     /// Everything loses power at once.
     CutPowerOfAll,
-    /// The disk of a replica is full for a while.
-    FillDisk,
-    /// A disk reports an error for a write.
-    DiskError,
-    /// A disk is slow for a while.
-    SlowDisk,
-    /// A replica is gone for good, and a new one takes its place.
-    Replace,
+    /// The disk of a replica is full for a while; with `pages` also for the sets of regions.
+    FillDisk { victim: usize, partial: bool, pages: bool, for_us: u64 },
+    /// A disk reports errors; with `partial` some blocks of a modification have changed all the same. A replica that ends by
+    /// that is started again after `for_us`.
+    BreakDisk { victim: usize, what: Broken, times: u32, partial: bool, for_us: u64 },
+    /// A disk takes up to `by_us` longer for a while; its process answers as ever.
+    SlowDisk { victim: usize, by_us: u64, for_us: u64 },
+    /// The engine process is stopped, and then has everything to do at once.
+    PauseEngine { tick_first: bool, for_us: u64 },
+    /// A replica process is stopped, and then has everything to do at once.
+    PauseReplica { victim: usize, for_us: u64 },
+    /// The clock of a host leaps ahead.
+    ClockJump { host: usize, by_ms: u64 },
+    /// A replica is given up while all is well, and a new one takes its place.
+    Replace { victim: usize },
+    /// A replica is gone for good, at the worst of times.
+    Destroy { victim: usize },
     /// The volume is to be larger: no fault, but it meets them all.
+    Expand { blocks: u64 },
+    /// A replica process is killed, and its sets of regions are damaged.
+    RotSets { victim: usize, for_us: u64 },
+    /// A host loses its engine's state file.
+    LoseState { host: usize },
+    /// The controller's store is copied.
+    SaveController,
+    /// The controller's store is the copy again.
+    RestoreController,
+    /// A replica's disk is copied.
+    SaveDisk { victim: usize },
+    /// A replica's disk is the copy again.
+    RestoreDisk { victim: usize, for_us: u64 },
+}
+
+/// What a disk cannot do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Broken {
+    /// Writes, discards and zeroes.
+    Write,
+    /// Flushes.
+    Flush,
+    /// Reads.
+    Read,
+    /// Checks.
+    Verify,
+    /// What the replica knows of views.
+    State,
+    /// Pages of sets of regions.
+    Page,
+}
+
+impl Broken {
+    /// Under which name an error is counted.
+    pub fn name(self) -> &'static str {
+        match self {
+            Broken::Write => "error: write",
+            Broken::Flush => "error: flush",
+            Broken::Read => "error: read",
+            Broken::Verify => "error: verify",
+            Broken::State => "error: state",
+            Broken::Page => "error: page",
+        }
+    }
+}
+
+/// What may be chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Kind {
+    KillReplica,
+    CutPower,
+    KillEngine,
+    HandOver,
+    AttachElsewhere,
+    Partition,
+    OneWay,
+    HalfOpen,
+    BreakConnection,
+    StopController,
+    CutPowerOfAll,
+    FillDisk,
+    BreakWrite,
+    BreakFlush,
+    BreakRead,
+    BreakVerify,
+    BreakState,
+    BreakPage,
+    SlowDisk,
+    PauseEngine,
+    PauseReplica,
+    ClockJump,
+    Replace,
+    Destroy,
     Expand,
-    /// Something that was cut, full, slow or stopped is well again.
-    Mend(Mend),
+    RotSets,
+    LoseState,
+    RestoreController,
+    RestoreDisk,
 }
 
 /// What is well again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mend {
-    /// This host and this replica reach each other.
-    Cut(usize, usize),
+    /// This cut.
+    Cut(u64),
+    /// Both ends of this connection find out that it is over.
+    HalfOpen(ConnId),
     /// The controller runs.
     Controller,
     /// The disk has space.
     Disk(usize),
     /// The disk is fast.
     Speed(usize),
+    /// The replica process that has failed is started again.
+    Failed(usize, u64),
+    /// The engine process goes on.
+    Engine(u64, bool),
+    /// The replica process goes on, if it is still this one.
+    Replica(usize, u64),
 }
 
-const KINDS: [(Fault, u32); 14] = [
-    (Fault::KillReplica, 10),
-    (Fault::CutPowerOfReplica, 6),
-    (Fault::KillEngine, 10),
-    (Fault::AttachElsewhere, 3),
-    (Fault::Partition, 8),
-    (Fault::BreakConnection, 8),
-    (Fault::StopController, 4),
-    (Fault::CutPowerOfAll, 1),
-    (Fault::FillDisk, 3),
-    (Fault::DiskError, 3),
-    (Fault::SlowDisk, 4),
-    (Fault::Replace, 2),
-    (Fault::HandOver, 6),
-    (Fault::Expand, 5),
-];
-
-/// The engine that hands over settles for so long at most.
-const SETTLE_LIMIT_US: u64 = 100_000;
+impl Fault {
+    /// Under which name it is counted.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Fault::KillReplica { power: false, .. } => "fault: kill replica",
+            Fault::KillReplica { .. } => "fault: cut power of replica",
+            Fault::KillEngine { lingers_us: 0, .. } => "fault: kill engine",
+            Fault::KillEngine { .. } => "fault: kill engine, messages linger",
+            Fault::HandOver { .. } => "fault: hand over",
+            Fault::AttachElsewhere => "fault: attach elsewhere",
+            Fault::Partition { to_replica: true, to_engine: true, .. } => "fault: partition",
+            Fault::Partition { .. } => "fault: one-way partition",
+            Fault::HalfOpen { .. } => "fault: half-open connection",
+            Fault::BreakConnection { .. } => "fault: break connection",
+            Fault::StopController { .. } => "fault: stop controller",
+            Fault::CutPowerOfAll => "fault: cut power of all",
+            Fault::FillDisk { .. } => "fault: fill disk",
+            Fault::BreakDisk { .. } => "fault: break disk",
+            Fault::SlowDisk { .. } => "fault: slow disk",
+            Fault::PauseEngine { .. } => "fault: pause engine",
+            Fault::PauseReplica { .. } => "fault: pause replica",
+            Fault::ClockJump { .. } => "fault: clock jumps",
+            Fault::Replace { .. } => "fault: replace replica",
+            Fault::Destroy { .. } => "fault: destroy replica",
+            Fault::Expand { .. } => "fault: expand",
+            Fault::RotSets { .. } => "fault: rot sets",
+            Fault::LoseState { .. } => "fault: lose state file",
+            Fault::SaveController => "fault: save controller",
+            Fault::RestoreController => "fault: restore controller",
+            Fault::SaveDisk { .. } => "fault: save disk",
+            Fault::RestoreDisk { .. } => "fault: restore disk",
+        }
+    }
+}
 
 impl World {
-    /// Some trouble, and when the next comes.
-    pub fn trouble(&mut self, fault: Fault) {
-        if let Fault::Mend(mend) = fault {
-            return self.mend(mend);
-        }
+    /// Some trouble.
+    pub fn trouble(&mut self, strike: Strike) {
         if self.calm {
             return;
         }
+        let Strike { salt, fault, .. } = strike;
         self.note(|| format!("fault: {fault:?}"));
-        self.count("faults");
-        self.strike(fault);
-        self.schedule_fault();
-    }
-
-    /// The next trouble comes some time.
-    pub fn schedule_fault(&mut self) {
-        let total: u32 = KINDS.iter().map(|(_, weight)| weight).sum();
-        let mut pick = self.rng.u32(0..total);
-        let mut chosen = Fault::KillEngine;
-        for (fault, weight) in KINDS {
-            if pick < weight {
-                chosen = fault;
-                break;
-            }
-            pick -= weight;
+        if self.strike(&fault, &mut Rng::with_seed(salt)) {
+            self.count_fault(&fault);
         }
-        let delay = self.rng.u64(10_000..1_500_000);
-        self.after(delay, Occurrence::Fault(chosen));
     }
 
-    fn strike(&mut self, fault: Fault) {
-        let victim = self.rng.usize(0..self.replicas.len());
-        let while_us = self.rng.u64(50_000..4_000_000);
-        match fault {
-            Fault::KillReplica => self.kill_replica(victim, false),
-            Fault::CutPowerOfReplica => self.kill_replica(victim, true),
-            Fault::KillEngine => self.kill_engine(self.controller.host),
-            Fault::HandOver => self.hand_over(),
-            Fault::AttachElsewhere => self.attach_elsewhere(),
-            Fault::Partition => {
-                let host = self.rng.usize(0..self.hosts.len());
-                self.cut.insert((host, victim));
-                self.after(while_us, Occurrence::Fault(Fault::Mend(Mend::Cut(host, victim))));
+    /// Whether there was anything to strike.
+    fn strike(&mut self, fault: &Fault, rng: &mut Rng) -> bool {
+        match *fault {
+            Fault::KillReplica { victim, power, for_us } => {
+                let victim = self.victim(victim);
+                self.kill_replica(victim, power, for_us, rng)
             }
-            Fault::BreakConnection => {
-                let open: Vec<_> = self.conns.keys().copied().collect();
-                if !open.is_empty() {
-                    let conn = open[self.rng.usize(0..open.len())];
-                    self.break_connection(conn);
+            Fault::KillEngine { lingers_us, for_us } => self.kill_attached(lingers_us, for_us, rng),
+            Fault::HandOver { for_us } => self.hand_over(for_us),
+            Fault::AttachElsewhere => self.attach_elsewhere(rng),
+            Fault::StopController { for_us } => {
+                self.controller.up = false;
+                self.after(for_us, Occurrence::Mend(Mend::Controller));
+                true
+            }
+            Fault::CutPowerOfAll => {
+                self.cut_power_of_all(rng);
+                true
+            }
+            Fault::PauseEngine { tick_first, for_us } => self.pause_engine(tick_first, for_us),
+            Fault::ClockJump { host, by_ms } => {
+                self.hosts[host].clock_ms += by_ms;
+                self.hosts[host].engine.is_some()
+            }
+            Fault::Replace { victim } => self.replace_replica(victim),
+            Fault::Destroy { victim } => self.destroy_replica(victim, rng),
+            Fault::Expand { blocks } => self.expand_volume(blocks),
+            Fault::LoseState { host } => self.lose_state(host),
+            Fault::SaveController => {
+                self.saved_controller = Some(self.controller.clone());
+                true
+            }
+            Fault::RestoreController => self.restore_controller(rng),
+            _ => self.strike_network(fault, rng) || self.strike_disk(fault, rng),
+        }
+    }
+
+    fn strike_network(&mut self, fault: &Fault, rng: &mut Rng) -> bool {
+        match *fault {
+            Fault::Partition { host, victim, to_replica, to_engine, for_us } => {
+                let (id, replica) = (self.fresh(), self.victim(victim));
+                self.cuts.push(Cut { id, whom: Whom::Pair(host, replica), to_replica, to_engine });
+                self.after(for_us, Occurrence::Mend(Mend::Cut(id)));
+                true
+            }
+            Fault::HalfOpen { pick, for_us } => {
+                let Some(conn) = self.pick_connection(pick) else { return false };
+                self.half_open(conn);
+                self.after(for_us, Occurrence::Mend(Mend::HalfOpen(conn)));
+                true
+            }
+            Fault::BreakConnection { pick } => {
+                let Some(conn) = self.pick_connection(pick) else { return false };
+                self.break_connection(conn, rng);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn strike_disk(&mut self, fault: &Fault, rng: &mut Rng) -> bool {
+        match *fault {
+            Fault::FillDisk { victim, partial, pages, for_us } => {
+                let victim = self.victim(victim);
+                let replica = &mut self.replicas[victim];
+                (replica.full, replica.is_partial, replica.full_for_pages) = (true, partial, pages);
+                self.after(for_us, Occurrence::Mend(Mend::Disk(victim)));
+                true
+            }
+            Fault::BreakDisk { victim, what, times, partial, for_us } => {
+                let victim = self.victim(victim);
+                let replica = &mut self.replicas[victim];
+                replica.broken.insert(what, times);
+                (replica.is_partial, replica.restarts_after) = (partial, for_us);
+                true
+            }
+            Fault::SlowDisk { victim, by_us, for_us } => {
+                let victim = self.victim(victim);
+                self.replicas[victim].slow_by_us = by_us;
+                self.after(for_us, Occurrence::Mend(Mend::Speed(victim)));
+                true
+            }
+            Fault::PauseReplica { victim, for_us } => {
+                let victim = self.victim(victim);
+                let replica = &mut self.replicas[victim];
+                if !replica.up || replica.paused {
+                    return false;
+                }
+                replica.paused = true;
+                let boot = replica.boot;
+                self.after(for_us, Occurrence::Mend(Mend::Replica(victim, boot)));
+                true
+            }
+            Fault::RotSets { victim, for_us } => {
+                let victim = self.victim(victim);
+                let killed = self.kill_replica(victim, false, for_us, rng);
+                killed && self.replicas[victim].rot_sets(rng)
+            }
+            Fault::SaveDisk { victim } => {
+                let victim = self.victim(victim);
+                self.replicas[victim].save_disk();
+                true
+            }
+            Fault::RestoreDisk { victim, for_us } => {
+                let victim = self.victim(victim);
+                let has_copy = self.replicas[victim].has_saved_disk();
+                has_copy && self.kill_replica(victim, true, for_us, rng) && {
+                    self.replicas[victim].restore_disk(rng);
+                    true
                 }
             }
-            Fault::StopController => {
-                self.controller.up = false;
-                self.after(while_us, Occurrence::Fault(Fault::Mend(Mend::Controller)));
-            }
-            Fault::CutPowerOfAll => self.cut_power_of_all(),
-            Fault::FillDisk => {
-                self.replicas[victim].full = true;
-                self.after(while_us, Occurrence::Fault(Fault::Mend(Mend::Disk(victim))));
-            }
-            Fault::DiskError => self.replicas[victim].errors_to_come += 1,
-            Fault::SlowDisk => {
-                self.replicas[victim].slow = true;
-                self.after(while_us, Occurrence::Fault(Fault::Mend(Mend::Speed(victim))));
-            }
-            Fault::Replace => self.replace_replica(),
-            Fault::Expand => self.expand_volume(),
-            Fault::Mend(_) => {}
+            _ => false,
         }
+    }
+
+    /// The replica that is meant by a number.
+    pub fn victim(&self, number: usize) -> usize {
+        number % self.replicas.len()
+    }
+
+    fn pick_connection(&self, pick: u64) -> Option<ConnId> {
+        let is_open = |conn: &&crate::net::Conn| conn.engine_open && conn.replica_open && !conn.is_dead;
+        let open: Vec<ConnId> =
+            self.conns.iter().filter(|(_, conn)| is_open(conn)).map(|(id, _)| *id).collect();
+        let at = usize::try_from(pick).unwrap_or(0).checked_rem(open.len())?;
+        Some(open[at])
     }
 
     /// The controller has recorded it when the first engine hears of it.
-    fn expand_volume(&mut self) {
-        if self.controller.up && self.controller.size_bytes < EXPANDED_BYTES_MAX {
-            self.controller.size_bytes += BLOCK_BYTES * self.rng.u64(1..40);
+    fn expand_volume(&mut self, blocks: u64) -> bool {
+        let may = self.controller.up && self.controller.size_bytes < EXPANDED_BYTES_MAX;
+        if may {
+            self.controller.size_bytes += BLOCK_BYTES * blocks;
+        }
+        may
+    }
+
+    fn hand_over(&mut self, for_us: u64) -> bool {
+        let Some(engine) = self.hosts[self.controller.host].engine else { return false };
+        let Some(process) = self.engines.get_mut(&engine).filter(|process| !process.paused) else {
+            return false;
+        };
+        process.restarts_after = for_us;
+        self.after(SETTLE_LIMIT_US, Occurrence::EndEngine { engine });
+        self.apply(engine, shorthorn_core::Event::Settle);
+        true
+    }
+
+    fn pause_engine(&mut self, tick_first: bool, for_us: u64) -> bool {
+        let Some(engine) = self.hosts[self.controller.host].engine else { return false };
+        let Some(process) = self.engines.get_mut(&engine).filter(|process| !process.paused) else {
+            return false;
+        };
+        process.paused = true;
+        self.after(for_us, Occurrence::Mend(Mend::Engine(engine, tick_first)));
+        true
+    }
+
+    fn lose_state(&mut self, host: usize) -> bool {
+        let has_state = self.hosts[host].generation != shorthorn_types::Generation::NEVER;
+        self.hosts[host].generation = shorthorn_types::Generation::NEVER;
+        self.hosts[host].granted = None;
+        has_state
+    }
+
+    /// What the controller has recorded since the copy is lost, but the size: whoever restores it is told that by the replicas.
+    fn restore_controller(&mut self, rng: &mut Rng) -> bool {
+        let Some(saved) = self.saved_controller.clone() else { return false };
+        let before = self.controller.attach;
+        self.controller =
+            crate::world::Controller { up: true, size_bytes: self.controller.size_bytes, ..saved };
+        self.note(|| format!("the controller knows attachment {} of {before} again", saved.attach));
+        self.attach_elsewhere(rng);
+        true
+    }
+
+    pub fn mend(&mut self, mend: Mend) {
+        match mend {
+            Mend::Cut(id) => {
+                self.cuts.retain(|cut| cut.id != id);
+                self.release_held();
+            }
+            Mend::HalfOpen(conn) => self.end_half_open(conn),
+            Mend::Controller => self.controller.up = true,
+            Mend::Disk(replica) => self.replicas[replica].has_space(),
+            Mend::Speed(replica) => self.replicas[replica].slow_by_us = 0,
+            Mend::Failed(replica, boot) => {
+                if self.replicas[replica].boot == boot && self.replicas[replica].failed {
+                    let mut rng = self.rng.fork();
+                    self.kill_replica(replica, false, 1000, &mut rng);
+                }
+            }
+            Mend::Engine(engine, tick_first) => self.resume_engine(engine, tick_first),
+            Mend::Replica(replica, boot) => self.resume_replica(replica, boot),
         }
     }
 
-    fn hand_over(&mut self) {
-        let Some(engine) = self.hosts[self.controller.host].engine else { return };
-        self.after(SETTLE_LIMIT_US, Occurrence::EndEngine { engine });
-        self.apply(engine, shorthorn_core::Event::Settle);
+    fn resume_engine(&mut self, engine: u64, tick_first: bool) {
+        let Some(process) = self.engines.get_mut(&engine).filter(|process| process.paused) else { return };
+        process.paused = false;
+        let mut backlog = std::mem::take(&mut process.backlog);
+        // A stable sort: everything else stays in order.
+        backlog.sort_by_key(|what| matches!(what, Occurrence::Tick { .. }) != tick_first);
+        self.wake(engine);
+        for what in backlog {
+            self.happen(what);
+        }
     }
 
-    fn mend(&mut self, mend: Mend) {
-        match mend {
-            Mend::Cut(host, replica) => {
-                self.cut.remove(&(host, replica));
-                self.release_held();
-            }
-            Mend::Controller => self.controller.up = true,
-            Mend::Disk(replica) => self.replicas[replica].full = false,
-            Mend::Speed(replica) => self.replicas[replica].slow = false,
+    fn resume_replica(&mut self, at: usize, boot: u64) {
+        let replica = &mut self.replicas[at];
+        if !replica.paused || replica.boot != boot {
+            return;
+        }
+        replica.paused = false;
+        for what in std::mem::take(&mut replica.backlog) {
+            self.happen(what);
         }
     }
 
     /// No more trouble: whatever is broken is repaired.
     pub fn calm_down(&mut self) {
         self.calm = true;
-        self.options.slow_network = false;
+        self.slow_network = false;
         self.guest.budget = self.guest.budget.min(500);
-        self.cut.clear();
+        self.cuts.clear();
         self.release_held();
         self.controller.up = true;
-        for replica in &mut self.replicas {
-            replica.full = false;
-            replica.slow = false;
-            replica.errors_to_come = 0;
-        }
         self.note(|| "calm".to_owned());
-        // A replica that has seen an error of its disk serves nothing until somebody starts it again.
+        let dead: Vec<ConnId> =
+            self.conns.iter().filter(|(_, conn)| conn.is_dead).map(|(id, _)| *id).collect();
+        dead.into_iter().for_each(|conn| self.end_half_open(conn));
+        let paused: Vec<u64> = self.engines.keys().copied().collect();
+        paused.into_iter().for_each(|engine| self.resume_engine(engine, false));
         for at in 0..self.replicas.len() {
-            if self.replicas[at].failed {
-                self.kill_replica(at, false);
+            self.resume_replica(at, self.replicas[at].boot);
+            let replica = &mut self.replicas[at];
+            replica.has_space();
+            replica.slow_by_us = 0;
+            replica.broken.clear();
+            // A replica that has seen an error of its disk serves nothing until somebody starts it again.
+            if replica.failed {
+                let mut rng = self.rng.fork();
+                self.kill_replica(at, false, 1000, &mut rng);
             }
         }
-    }
-
-    /// Both ends of a connection see its end, each in its time.
-    pub fn break_connection(&mut self, conn: u64) {
-        self.send(conn, true, crate::net::Message::Close);
-        self.send(conn, false, crate::net::Message::Close);
     }
 }

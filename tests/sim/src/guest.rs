@@ -1,6 +1,7 @@
 //! The guest: a file system's worth of requests on the device, and what it remembers of them.
 
-use shorthorn_core::{Event, Operation, Request};
+use fastrand::Rng;
+use shorthorn_core::{Event, Operation, Request, SlotId};
 use shorthorn_types::{ByteRange, Errno, ReplicaId};
 
 use crate::checker::{Id, Micros};
@@ -34,12 +35,18 @@ pub struct Guest {
     pub resting: bool,
     /// Requests to make at most.
     pub budget: u64,
+    rng: Rng,
 }
 
 impl Guest {
-    /// A guest of a volume.
-    pub fn new(replicas: Vec<ReplicaId>, size_bytes: u64, first_id: Id, budget: u64) -> Guest {
-        let slots = vec![None; usize::from(DEPTH)];
+    /// A guest of a volume, whose engines have so many queues.
+    pub fn new(
+        replicas: Vec<ReplicaId>,
+        size_bytes: u64,
+        first_id: Id,
+        script: &crate::script::Script,
+    ) -> Guest {
+        let slots = vec![None; usize::from(DEPTH) * usize::from(script.queues.max(1))];
         Guest {
             replicas,
             size_bytes,
@@ -48,7 +55,8 @@ impl Guest {
             next_id: first_id,
             done: 0,
             resting: false,
-            budget,
+            budget: script.requests,
+            rng: Rng::with_seed(script.seed ^ 0x0067_7565_7374),
         }
     }
 }
@@ -70,11 +78,16 @@ pub fn sectors(range: ByteRange) -> std::ops::Range<usize> {
 impl World {
     /// The guest may ask for something.
     pub fn guest_turn(&mut self) {
-        let delay = if self.rng.u8(..) < 10 { self.rng.u64(1_000..400_000) } else { self.rng.u64(50..4_000) };
+        let rng = &mut self.guest.rng;
+        let delay = if rng.u8(..) < 10 { rng.u64(1_000..400_000) } else { rng.u64(50..4_000) };
         self.after(delay, Occurrence::Guest);
         let oldest = self.guest.slots.iter().flatten().map(|request| request.submitted).min();
         self.checker.forget_before(oldest.unwrap_or(self.now));
-        let free = self.guest.slots.iter().position(Option::is_none);
+        // Any queue, and there the first slot that is free.
+        let depth = usize::from(DEPTH);
+        let queue = self.guest.rng.usize(0..self.guest.slots.len() / depth);
+        let of_queue = &self.guest.slots[queue * depth..(queue + 1) * depth];
+        let free = of_queue.iter().position(Option::is_none).map(|slot| queue * depth + slot);
         let Some(slot) = free.filter(|_| !self.guest.resting && self.guest.budget > 0) else { return };
         self.guest.budget -= 1;
         let request = self.make_request();
@@ -84,18 +97,19 @@ impl World {
     fn make_request(&mut self) -> Outstanding {
         let blocks = self.guest.size_bytes / 4096;
         // Half of the requests are to one small area.
-        let first = if self.rng.bool() { self.rng.u64(0..blocks.min(12)) } else { self.rng.u64(0..blocks) };
-        let sector = first * 8 + if self.rng.u8(..) < 128 { self.rng.u64(0..8) } else { 0 };
-        let count = match self.rng.u8(..) {
+        let rng = &mut self.guest.rng;
+        let first = if rng.bool() { rng.u64(0..blocks.min(12)) } else { rng.u64(0..blocks) };
+        let sector = first * 8 + if rng.u8(..) < 128 { rng.u64(0..8) } else { 0 };
+        let count = match rng.u8(..) {
             0..100 => 8,
-            100..180 => self.rng.u64(1..17),
-            180..240 => self.rng.u64(1..65),
-            _ => self.rng.u64(1..129),
+            100..180 => rng.u64(1..17),
+            180..240 => rng.u64(1..65),
+            _ => rng.u64(1..129),
         };
         let count = count.min(blocks * 8 - sector);
         let range = ByteRange::new(sector * 512, count * 512).unwrap_or(ByteRange::EMPTY);
-        let fua = self.rng.u8(..) < 20;
-        let operation = match self.rng.u8(..) {
+        let fua = rng.u8(..) < 20;
+        let operation = match rng.u8(..) {
             0..90 => Operation::Read,
             90..210 => Operation::Write { fua },
             210..225 => Operation::Flush,
@@ -123,15 +137,25 @@ impl World {
     /// The engine gets the request, if there is one that serves.
     fn pass_on(&mut self, slot: usize) {
         let Some(engine) = self.guest.engine else { return };
-        let Some(request) = self.guest.slots[slot].clone() else { return };
+        if let Some(what) = self.is_postponed(Occurrence::Submit { engine, slot }) {
+            self.happen(what);
+        }
+    }
+
+    /// An engine takes the request in a slot.
+    pub fn engine_takes(&mut self, engine: u64, at: usize) {
+        if self.guest.engine != Some(engine) {
+            return;
+        }
+        let Some(request) = self.guest.slots[at].clone() else { return };
         let Some(process) = self.engines.get_mut(&engine) else { return };
+        let id = slot_id(at);
         if let Operation::Write { .. } = request.operation {
             let sectors = sectors(request.range).len();
-            process.buffers[slot][..sectors].fill(request.id);
+            process.buffer(id)[..sectors].fill(request.id);
         }
-        let slot = u16::try_from(slot).unwrap_or(u16::MAX);
-        let request = Request { slot, operation: request.operation, range: request.range };
-        self.apply(engine, Event::Submit { queue: 0, request });
+        let taken = Request { slot: id.slot, operation: request.operation, range: request.range };
+        self.apply(engine, Event::Submit { queue: id.queue, request: taken });
     }
 
     /// An engine serves the device: it is given every request that is not done, as after a recovery.
@@ -176,21 +200,21 @@ impl World {
     }
 
     /// A request is done.
-    pub fn completed(&mut self, engine: u64, slot: u16, outcome: Result<(), Errno>) {
+    pub fn completed(&mut self, engine: u64, id: SlotId, outcome: Result<(), Errno>) {
         if self.guest.engine != Some(engine) {
             return; // nobody uses that device any more
         }
-        let Some(request) = self.guest.slots[usize::from(slot)].take() else {
-            return self.violate(format!("slot {slot} is completed twice"));
+        let Some(request) = self.guest.slots[place(id)].take() else {
+            return self.violate(format!("slot {id:?} is completed twice"));
         };
         self.guest.done += 1;
         self.note(|| format!("  done: {request:?} {outcome:?}"));
         let (range, now) = (sectors_of(&request), self.now);
         match (request.operation, outcome) {
             (Operation::Read, Ok(())) => {
-                let Some(process) = self.engines.get(&engine) else { return };
-                let data = process.buffers[usize::from(slot)][..range.len()].to_vec();
-                if let Err(wrong) = self.checker.read(range.start, &data, request.submitted, now) {
+                let Some(process) = self.engines.get_mut(&engine) else { return };
+                let data = &process.buffer(id)[..range.len()];
+                if let Err(wrong) = self.checker.read(range.start, data, request.submitted, now) {
                     self.violate(wrong);
                 }
             }
@@ -208,6 +232,17 @@ impl World {
             }
         }
     }
+}
+
+/// The slot of an engine's queue for a slot of the guest.
+fn slot_id(at: usize) -> SlotId {
+    let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
+    SlotId { queue: number(at / usize::from(DEPTH)), slot: number(at % usize::from(DEPTH)) }
+}
+
+/// And back.
+fn place(id: SlotId) -> usize {
+    usize::from(id.queue) * usize::from(DEPTH) + usize::from(id.slot)
 }
 
 fn changes(operation: Operation) -> bool {

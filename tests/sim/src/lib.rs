@@ -1,9 +1,10 @@
 //! A deterministic simulation of one volume: the real engine core, view rules, region keeping and layer plans, over simulated
 //! disks, connections, hosts, a controller and a guest.
 //!
-//! A run follows from its seed alone. For a while there is trouble: processes are killed, hosts lose power, connections break
-//! or stall, disks are full, slow or report errors, the volume is attached elsewhere, replicas are replaced. Then the
-//! trouble ends, and the volume has to come back by itself.
+//! A run follows from its [`Script`] alone, and a script from a seed. For a while there is trouble: processes are killed or
+//! stopped, hosts lose power, connections break, stall or fall silent, disks are full, slow or report errors, the volume is
+//! attached elsewhere, replicas are replaced or lost. Then the trouble ends, and the volume has to come back by itself; where
+//! the last holder of something is gone for good, after a salvage.
 //!
 //! What must hold ([`run`] says which did not):
 //! - a read returns the last acknowledged write of each sector or a concurrent one ([`checker`]), also after the device
@@ -21,6 +22,8 @@ mod guest;
 mod net;
 mod opening;
 mod replica;
+mod script;
+mod shrink;
 mod tasks;
 mod world;
 
@@ -30,13 +33,16 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_core::PeerState;
-use shorthorn_types::{Generation, Members, Regions, ReplicaId, View, ViewId};
-use shorthorn_views::ReplicaViews;
+use shorthorn_types::{Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_views::{Arbiter, ReplicaViews};
 
 use crate::checker::{Checker, Id};
 use crate::disk::{BLOCK_SECTORS, Files};
+pub use crate::faults::Fault;
 use crate::guest::Guest;
 use crate::replica::Replica;
+pub use crate::script::{Layout, Script, Strike, Withheld};
+pub use crate::shrink::{Shrunk, shrink};
 use crate::tasks::Tasks;
 use crate::world::{Occurrence, World};
 
@@ -49,27 +55,29 @@ pub enum Sabotage {
     LyingFlush,
     /// A new engine is let in while requests of an older one are still in the hands of the disk.
     ServeBeforeFenced,
+    /// After an unclean stop the members are taken for equal.
+    NoResync,
+    /// Requests go on while a view is being changed.
+    NotHeld,
+    /// A replica that is brought up is not sent what is written meanwhile.
+    JoinerNotTold,
+    /// Write intent is cleared without a flush.
+    ClearWithoutFlush,
+    /// Requests that overlap are in flight together.
+    NoRangeTable,
+    /// Where only some members had space, nobody makes them equal again.
+    NoGiveBack,
+    /// Replicas answer a proposal that they do not store as one that they have stored.
+    OldProposals,
 }
 
-/// What to simulate.
-#[derive(Clone, Copy, Debug)]
+/// How to run a script.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Everything follows from it.
-    pub seed: u64,
     /// Whether to write a log.
     pub trace: bool,
     /// What to leave out.
     pub sabotage: Option<Sabotage>,
-    /// Whether messages are now and then very late. Chosen from the seed by [`Options::of`].
-    pub slow_network: bool,
-}
-
-impl Options {
-    /// The run of `seed`.
-    #[must_use]
-    pub fn of(seed: u64) -> Options {
-        Options { seed, trace: false, sabotage: None, slow_network: seed.is_multiple_of(3) }
-    }
 }
 
 /// What became of a run.
@@ -83,35 +91,90 @@ pub struct Outcome {
     pub log: Vec<String>,
 }
 
-/// How long there is trouble.
-const TROUBLE_US: u64 = 15_000_000;
+/// What has to happen in a thousand runs, beside every kind of fault: else the simulation says less than it seems to.
+pub const COVERED: &[&str] = &[
+    "full copies",
+    "joins",
+    "view changes",
+    "granted",
+    "grants asked",
+    "resyncs after an unclean stop",
+    "starts from lost caches",
+    "salvages needed",
+    "salvages run",
+    "salvages that may lose",
+    "settled",
+    "expansions",
+    "expansions cut off",
+    "scrubs",
+    "deposed",
+    "frozen",
+    "late accountants",
+    "replicas replaced after their loss",
+    "failed requests",
+    "messages lost",
+    "error: write",
+    "error: flush",
+    "error: read",
+    "error: verify",
+    "error: state",
+    "error: page",
+    "error: no space",
+    "error: no space for a page",
+    "fault: kill replica",
+    "fault: cut power of replica",
+    "fault: kill engine",
+    "fault: kill engine, messages linger",
+    "fault: hand over",
+    "fault: attach elsewhere",
+    "fault: partition",
+    "fault: one-way partition",
+    "fault: half-open connection",
+    "fault: break connection",
+    "fault: stop controller",
+    "fault: cut power of all",
+    "fault: fill disk",
+    "fault: slow disk",
+    "fault: pause engine",
+    "fault: pause replica",
+    "fault: clock jumps",
+    "fault: replace replica",
+    "fault: destroy replica",
+    "fault: expand",
+    "fault: rot sets",
+];
+
 /// How long the volume may take to come back.
 const RECOVERY_US: u64 = 60_000_000;
 const REGIONS: u64 = 10;
+/// How often the controller looks for replicas that are lost.
+const CONTROL_US: u64 = 400_000;
+/// Whoever is back by himself is back by then.
+const PATIENCE_US: u64 = 8_000_000;
 
-/// Runs the simulation of a seed.
+/// Runs a script.
 #[must_use]
-pub fn run(options: Options) -> Outcome {
-    let world = Rc::new(RefCell::new(make_world(options)));
+pub fn run(script: &Script, options: Options) -> Outcome {
+    let world = Rc::new(RefCell::new(make_world(script, options)));
     let mut tasks = Tasks::default();
-    {
-        let mut world = world.borrow_mut();
-        world.after(10, Occurrence::StartEngine { host: 0 });
-        world.after(20, Occurrence::Guest);
-        world.schedule_fault();
-    }
-    advance(&world, &mut tasks, TROUBLE_US, |_| false);
+    world.borrow_mut().schedule(script);
+    advance(&world, &mut tasks, script.trouble_us, |_| false);
     world.borrow_mut().calm_down();
-    let recovered = advance(&world, &mut tasks, TROUBLE_US + RECOVERY_US, is_recovered);
+    let mut end = script.trouble_us + RECOVERY_US;
+    // While somebody who is gone for good is needed, only the operator can help.
+    let is_stuck = |world: &World| is_recovered(world) || needs_what_is_gone(world);
+    let mut recovered = advance(&world, &mut tasks, end, is_stuck);
+    if recovered && !is_recovered(&world.borrow()) {
+        world.borrow_mut().salvage();
+        end = world.borrow().now + RECOVERY_US;
+        recovered = advance(&world, &mut tasks, end, is_recovered);
+    }
     let mut world = world.borrow_mut();
-    if !recovered && world.violation.is_none() && needs_what_is_gone(&world) {
-        // The last holder of something was lost for good before anybody else had it: only the operator can help.
-        world.count("salvage needed");
-    } else if !recovered && world.violation.is_none() {
+    if !recovered && world.violation.is_none() {
         let state = describe(&world);
         world.violate(format!("the volume has not come back: {state}"));
     }
-    if world.violation.is_none() && !needs_what_is_gone(&world) {
+    if world.violation.is_none() {
         compare_replicas(&mut world);
     }
     let done = world.guest.done;
@@ -123,11 +186,10 @@ pub fn run(options: Options) -> Outcome {
     }
 }
 
-fn make_world(options: Options) -> World {
-    let mut rng = Rng::with_seed(options.seed);
-    let count = [2, 3, 3, 3, 1, 2][rng.usize(0..6)];
-    let size_bytes = Regions::of(1 << 20).region_bytes() * REGIONS + 4096 * rng.u64(0..3);
-    let ids: Vec<ReplicaId> = (1..=count).map(|n| ReplicaId::from_random(n * 7)).collect();
+fn make_world(script: &Script, options: Options) -> World {
+    let mut rng = Rng::with_seed(script.seed ^ 0x0064_6174_61);
+    let size_bytes = Regions::of(1 << 20).region_bytes() * REGIONS + 4096 * script.odd_blocks;
+    let ids: Vec<ReplicaId> = (1..=script.replicas.max(1)).map(|n| ReplicaId::from_random(n * 7)).collect();
     let members = Members::new(ids.iter().copied()).unwrap_or_default();
     let view = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
     let mut files = Files::default();
@@ -140,11 +202,16 @@ fn make_world(options: Options) -> World {
     }
     files.snapshot.sync(usize::MAX);
     let initial: Vec<Id> = files.content(size_bytes / 4096).into_iter().flatten().collect();
-    let replicas =
-        ids.iter().map(|id| Replica::new(*id, size_bytes, ReplicaViews::new(view), files.clone())).collect();
-    let budget = rng.u64(200..6_000);
-    let guest = Guest::new(ids, size_bytes, next_id, budget);
-    World::new(options, replicas, 3, guest, Checker::new(&initial), rng)
+    let replica = |(at, id): (usize, &ReplicaId)| {
+        let layout = script.layouts.get(at).copied().unwrap_or_default();
+        let seed = script.seed ^ (at as u64 + 1) << 32;
+        Replica::new(*id, size_bytes, ReplicaViews::new(view), files.clone(), layout, seed)
+    };
+    let replicas = ids.iter().enumerate().map(replica).collect();
+    let guest = Guest::new(ids, size_bytes, next_id, script);
+    let mut world = World::new(options, script, replicas, guest, Checker::new(&initial));
+    world.layouts.clone_from(&script.layouts);
+    world
 }
 
 /// Lets things happen until `until` holds, or the time is over.
@@ -156,34 +223,66 @@ fn advance(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64, until: impl 
                 return false;
             }
             let Some(what) = world.next() else { return false };
-            happen(&mut world, what);
-            if until(&world) {
+            let may_be_over = matches!(what, Occurrence::Guest | Occurrence::Control);
+            if let Some(what) = world.is_postponed(what) {
+                world.happen(what);
+            }
+            if may_be_over && until(&world) {
                 return true;
             }
         }
-        let new = std::mem::take(&mut world.borrow_mut().new_engines);
-        for engine in new {
-            tasks.spawn(engine, opening::live(Rc::clone(world), engine));
-        }
-        let alive: Vec<u64> = world.borrow().engines.keys().copied().collect();
-        tasks.poll(|engine| alive.contains(&engine));
+        run_tasks(world, tasks);
     }
 }
 
-fn happen(world: &mut World, what: Occurrence) {
-    match what {
-        Occurrence::Deliver { conn, to_replica, message } => world.deliver(conn, to_replica, message),
-        Occurrence::DiskDone { replica, boot, op } => world.disk_done(replica, boot, op),
-        Occurrence::PageDone { replica, boot, write } => world.page_done(replica, boot, write),
-        Occurrence::Tick { engine } => world.tick(engine),
-        Occurrence::Fault(fault) => world.trouble(fault),
-        Occurrence::StartReplica { replica, boot } => world.start_replica(replica, boot),
-        Occurrence::StartEngine { host } => world.start_engine(host),
-        Occurrence::EndEngine { engine } => world.end_engine(engine),
-        Occurrence::AskArbiter { engine } => world.ask_arbiter(engine),
-        Occurrence::Granted { engine, view } => world.granted(engine, view),
-        Occurrence::Guest => world.guest_turn(),
-        Occurrence::Wake => {}
+/// Gives the tasks of the processes that were woken their turns.
+fn run_tasks(world: &Rc<RefCell<World>>, tasks: &mut Tasks) {
+    loop {
+        let (new, woken) = {
+            let mut world = world.borrow_mut();
+            if world.woken.is_empty() {
+                return;
+            }
+            (std::mem::take(&mut world.new_engines), std::mem::take(&mut world.woken))
+        };
+        for engine in new {
+            tasks.spawn(engine, opening::live(Rc::clone(world), engine));
+        }
+        for engine in woken {
+            let runs = world.borrow().engines.get(&engine).map(|process| !process.paused);
+            match runs {
+                Some(true) => tasks.poll(engine),
+                Some(false) => {}
+                None => tasks.drop_those_of(engine),
+            }
+        }
+    }
+}
+
+impl World {
+    /// Something happens.
+    pub fn happen(&mut self, what: Occurrence) {
+        match what {
+            Occurrence::Deliver { conn, to_replica, number, message } => {
+                self.deliver(conn, to_replica, number, message);
+            }
+            Occurrence::Take { conn, to_replica, message } => self.take(conn, to_replica, message),
+            Occurrence::DiskDone { replica, boot, op } => self.disk_done(replica, boot, op),
+            Occurrence::PageDone { replica, boot, write } => self.page_done(replica, boot, write),
+            Occurrence::Tick { engine } => self.tick(engine),
+            Occurrence::Fault(strike) => self.trouble(strike),
+            Occurrence::Mend(mend) => self.mend(mend),
+            Occurrence::StartReplica { replica, boot } => self.start_replica(replica, boot),
+            Occurrence::StartEngine { host } => self.start_engine(host),
+            Occurrence::EndEngine { engine } => self.end_engine(engine),
+            Occurrence::CloseQueue { engine, conn } => self.close_queue(engine, conn),
+            Occurrence::Submit { engine, slot } => self.engine_takes(engine, slot),
+            Occurrence::AskArbiter { engine } => self.ask_arbiter(engine),
+            Occurrence::Granted { engine, view } => self.granted(engine, view),
+            Occurrence::Control => self.control_turn(),
+            Occurrence::Guest => self.guest_turn(),
+            Occurrence::Wake { engine } => self.wake(engine),
+        }
     }
 }
 
@@ -201,9 +300,12 @@ fn is_recovered(world: &World) -> bool {
         && world.guest.replicas.iter().all(|replica| members.contains(*replica))
 }
 
+/// Whether no engine serves, and the one that is attached cannot start without a replica that is gone.
 fn needs_what_is_gone(world: &World) -> bool {
     let is_gone = |id| world.replica_index(id).is_some_and(|at| world.replicas[at].gone);
-    world.guest.engine.is_none_or(|engine| !world.engines.contains_key(&engine))
+    let engine = world.hosts[world.controller.host].engine.and_then(|engine| world.engines.get(&engine));
+    world.calm
+        && engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + PATIENCE_US < world.now)
         && world.needed.iter().any(is_gone)
 }
 
@@ -248,35 +350,160 @@ fn compare_replicas(world: &mut World) {
 }
 
 impl World {
-    /// A replica is gone for good, and a new one takes its place: as the controller does it, only while the others are members.
-    fn replace_replica(&mut self) {
-        if self.replicas.len() >= 6 || self.guest.replicas.len() < 2 || !self.controller.up {
-            return;
+    /// A replica is given up, and a new one takes its place: as the controller does it, only while all others are members.
+    fn replace_replica(&mut self, victim: usize) -> bool {
+        if !self.has_room() || self.guest.replicas.len() < 2 || !self.controller.up || !self.all_are_members()
+        {
+            return false;
         }
-        let Some(engine) = self.guest.engine.and_then(|engine| self.engines.get(&engine)) else { return };
-        let Some(core) = &engine.core else { return };
-        let members = core.membership().view().members;
-        let all_members = self.guest.replicas.iter().all(|replica| members.contains(*replica));
-        if !all_members || core.membership().is_changing() {
-            return;
+        let place = victim % self.guest.replicas.len();
+        let Some(at) = self.replica_index(self.guest.replicas[place]) else { return false };
+        self.note(|| format!("replica {at} is given up"));
+        let mut rng = self.rng.fork();
+        self.lose_replica(at, &mut rng);
+        self.put_in_place(place);
+        true
+    }
+
+    /// A replica is gone for good, whatever the others are doing. One with data is always left.
+    fn destroy_replica(&mut self, victim: usize, rng: &mut Rng) -> bool {
+        let at = self.victim(victim);
+        let others = (0..self.replicas.len()).filter(|other| *other != at);
+        let is_left = others.filter(|other| self.knows_an_engine(*other)).count() > 0;
+        if self.replicas[at].gone || !is_left || !self.has_room() {
+            return false;
         }
-        let place = self.rng.usize(0..self.guest.replicas.len());
-        let lost = self.guest.replicas[place];
-        let Some(at) = self.replica_index(lost) else { return };
-        let id = ReplicaId::from_random(1000 + self.rng.u64(0..1 << 20));
-        self.note(|| format!("replica {at} ({lost}) is lost, {id} takes its place"));
-        self.count("replacements");
+        self.lose_replica(at, rng);
+        true
+    }
+
+    fn has_room(&self) -> bool {
+        self.replicas.len() < crate::script::REPLICAS_MAX
+    }
+
+    fn knows_an_engine(&self, at: usize) -> bool {
+        let (_, _, report) = self.replicas[at].judgement();
+        !self.replicas[at].gone && shorthorn_views::remembers(&report, None)
+    }
+
+    fn lose_replica(&mut self, at: usize, rng: &mut Rng) {
+        self.note(|| format!("replica {at} is lost"));
         self.replicas[at].gone = true;
-        self.kill_replica(at, true);
+        self.kill_replica(at, true, 0, rng);
+    }
+
+    /// A new replica, of which nothing is known yet.
+    fn put_in_place(&mut self, place: usize) {
+        let lost = self.guest.replicas[place];
+        let number = self.replicas.len() as u64;
+        let id = ReplicaId::from_random(1000 + number);
+        self.note(|| format!("{id} takes the place of {lost}"));
         let first = View {
             id: ViewId { generation: Generation::NEVER, number: 0 },
             members: Members::new([lost]).unwrap_or_default(),
         };
-        let mut files = Files::default();
-        // The snapshot is copied before anything else; that part is not simulated.
-        files.snapshot = self.replicas[at].files.snapshot.clone();
-        let size = self.controller.size_bytes;
-        self.replicas.push(Replica::new(id, size, ReplicaViews::new(first), files));
+        let layout = Layout { is_flat: true, has_zeroes: false, ..self.layout(self.replicas.len()) };
+        let (size, seed) = (self.controller.size_bytes, self.rng.u64(..));
+        let views = ReplicaViews::new(first);
+        self.replicas.push(Replica::new(id, size, views, Files::default(), layout, seed));
         self.guest.replicas[place] = id;
     }
+
+    fn layout(&self, at: usize) -> Layout {
+        self.layouts.get(at).copied().unwrap_or_default()
+    }
+
+    fn all_are_members(&self) -> bool {
+        let Some(engine) = self.guest.engine.and_then(|engine| self.engines.get(&engine)) else {
+            return false;
+        };
+        let Some(core) = &engine.core else { return false };
+        let members = core.membership().view().members;
+        self.guest.replicas.iter().all(|replica| members.contains(*replica))
+            && !core.membership().is_changing()
+    }
+
+    /// The controller puts new replicas in the place of those that are gone, once an engine serves without them.
+    fn control_turn(&mut self) {
+        self.after(CONTROL_US, Occurrence::Control);
+        let Some(engine) = self.guest.engine.and_then(|engine| self.engines.get(&engine)) else { return };
+        let Some(core) = engine.core.as_ref().filter(|core| !core.membership().is_changing()) else { return };
+        let members = core.membership().view().members;
+        let is_lost = |id: &ReplicaId| {
+            !members.contains(*id) && self.replica_index(*id).is_some_and(|at| self.replicas[at].gone)
+        };
+        let place = self.guest.replicas.iter().position(is_lost);
+        if let Some(place) = place.filter(|_| self.controller.up) {
+            self.count("replicas replaced after their loss");
+            self.put_in_place(place);
+        }
+    }
+
+    /// The operator makes a replica the volume: the best there is. Unless it is a member of every view that may have counted, it
+    /// may lack anything, but holds nothing that was never written.
+    fn salvage(&mut self) {
+        self.count("salvages needed");
+        let mut rng = self.rng.fork();
+        for host in 0..self.hosts.len() {
+            self.kill_engine(host, 0, &mut rng);
+        }
+        self.guest_moves();
+        self.settle_forgotten();
+        let Some((at, lacks_nothing)) = self.best_choice() else {
+            return self.violate("nobody is left to be the volume".to_owned());
+        };
+        self.count(if lacks_nothing { "salvages that lose nothing" } else { "salvages that may lose" });
+        let id = self.replicas[at].id;
+        self.controller.attach += 1;
+        let attach = self.controller.attach;
+        self.note(|| format!("replica {at} ({id}) is salvaged as attachment {attach}"));
+        self.kill_replica(at, false, 1000, &mut rng);
+        self.replicas[at].salvage(attach);
+        self.controller.arbiter = salvaged_arbiter(attach, id);
+        // It may have grown when the device has not yet.
+        let known = self.checker.sectors();
+        let content: Vec<Id> = self.replicas[at].content().into_iter().flatten().take(known).collect();
+        let now = self.now;
+        let judged = if lacks_nothing {
+            self.checker.read(0, &content, now, now)
+        } else {
+            self.checker.salvaged(&content)
+        };
+        if let Err(wrong) = judged {
+            return self.violate(format!("after a salvage: {wrong}"));
+        }
+        self.attach_elsewhere(&mut rng);
+        self.count("salvages run");
+    }
+
+    /// The replica that lacks the least, and whether that is surely nothing: it is a member of every view that anybody has ever
+    /// stored and that may count, those who are gone included.
+    fn best_choice(&self) -> Option<(usize, bool)> {
+        let all: Vec<(bool, bool, ReplicaReport)> = self.replicas.iter().map(Replica::judgement).collect();
+        let newest = all.iter().map(|(.., report)| report.committed).max_by_key(|view| view.id)?;
+        let proposed = all.iter().flat_map(|(.., report)| report.proposed.clone());
+        let may_count: Vec<View> = proposed
+            .chain(self.controller.arbiter.granted())
+            .filter(|view| view.id > newest.id)
+            .chain([newest])
+            .collect();
+        let judge = |at: usize| {
+            let (rebuilding, lost_cache, report) = &all[at];
+            let lacks = may_count.iter().filter(|view| !view.members.contains(self.replicas[at].id)).count();
+            let is_sure = lacks == 0 && !rebuilding && !lost_cache;
+            (at, is_sure, (*rebuilding, lacks, *lost_cache, std::cmp::Reverse(report.committed.id)))
+        };
+        let known = (0..self.replicas.len()).filter(|at| self.knows_an_engine(*at));
+        let best = known.map(judge).min_by_key(|(.., judged)| *judged)?;
+        Some((best.0, best.1))
+    }
+}
+
+/// As the controller makes it: the salvaged view is the last grant, so that no engine starts from others.
+fn salvaged_arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
+    let members = Members::new([replica]).unwrap_or_default();
+    let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
+    let salvaged = View { id: ViewId { generation: Generation::new(attach, 0), number: 0 }, members };
+    let honoured = ReplicaReport { committed: first, proposed: Vec::new() };
+    Arbiter::default().ask(attach, salvaged, &honoured, &members).unwrap_or_default()
 }

@@ -1,16 +1,19 @@
-//! Runs seeds of the simulation: one, a range, or as many as fit a time.
+//! Runs scripts of the simulation: that of a seed, of a range of seeds, of as many as fit a time, or a stored one.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use clap::Parser;
-use shorthorn_sim::{Options, Sabotage, run};
+use shorthorn_sim::{COVERED, Options, Outcome, Sabotage, Script, Withheld, run, shrink};
 
-/// Simulates a volume under faults. A failing seed is printed, and replays the same way.
-#[derive(Clone, Copy, Debug, Parser)]
+/// Simulates a volume under faults. What fails is shrunk and printed as a script, which replays the same way.
+#[derive(Clone, Debug, Parser)]
 struct Args {
     /// The first seed.
     #[arg(long, default_value_t = 0)]
@@ -21,18 +24,33 @@ struct Args {
     /// Go on with new seeds for this many seconds, however many those are.
     #[arg(long)]
     seconds: Option<u64>,
-    /// Runs at once.
+    /// Run these stored scripts and no seed.
+    #[arg(long, num_args = 1..)]
+    script: Vec<PathBuf>,
+    /// Print the script of the seed, and run nothing.
+    #[arg(long)]
+    print: bool,
+    /// Runs at once; 0: as many as there are processors.
     #[arg(long, default_value_t = 1)]
     jobs: u64,
     /// End after so many failures.
     #[arg(long, default_value_t = 5)]
     failures: u64,
+    /// How many runs it may take to shrink a script that fails; 0: it is not shrunk.
+    #[arg(long, default_value_t = 200)]
+    shrink_runs: u32,
     /// Print what happens in every run.
     #[arg(long)]
     trace: bool,
     /// Leave a part of the rules out.
     #[arg(long)]
     sabotage: Option<Sabotage>,
+    /// Choose these faults too.
+    #[arg(long, value_delimiter = ',')]
+    with: Vec<Withheld>,
+    /// Fail where anything that is to be covered has not happened in any run.
+    #[arg(long)]
+    assert_coverage: bool,
 }
 
 /// What all runs share.
@@ -42,6 +60,8 @@ struct Progress {
     next: AtomicU64,
     failures: AtomicU64,
 }
+
+type Counts = BTreeMap<&'static str, u64>;
 
 impl Progress {
     fn next_seed(&self) -> Option<u64> {
@@ -55,40 +75,82 @@ impl Progress {
     }
 
     /// Runs seeds until there is none left; how often what happened.
-    fn work(&self) -> BTreeMap<&'static str, u64> {
+    fn work(&self) -> Counts {
         let mut counts = BTreeMap::new();
         while let Some(seed) = self.next_seed() {
-            let outcome =
-                run(Options { trace: self.args.trace, sabotage: self.args.sabotage, ..Options::of(seed) });
-            outcome.log.iter().for_each(|line| println!("{line}"));
-            for (what, count) in outcome.counts {
-                *counts.entry(what).or_insert(0) += count;
-            }
-            *counts.entry("seeds").or_insert(0) += 1;
-            if let Some(violation) = outcome.violation {
-                self.failures.fetch_add(1, Ordering::Relaxed);
-                println!("seed {seed}: {violation}");
-            }
+            let script = Script::of(seed, &self.args.with);
+            self.judge(&format!("seed {seed}"), &script, &mut counts);
         }
         counts
     }
+
+    /// Runs a script; prints what is wrong.
+    fn judge(&self, name: &str, script: &Script, counts: &mut Counts) {
+        let options = Options { trace: self.args.trace, sabotage: self.args.sabotage };
+        let Outcome { violation, counts: new, log } = run(script, options);
+        log.iter().for_each(|line| println!("{line}"));
+        for (what, count) in new {
+            *counts.entry(what).or_insert(0) += count;
+        }
+        *counts.entry("runs").or_insert(0) += 1;
+        let Some(violation) = violation else { return };
+        self.failures.fetch_add(1, Ordering::Relaxed);
+        println!("{name}: {violation}");
+        if self.args.shrink_runs > 0 {
+            let shrunk = shrink(script, violation, options, self.args.shrink_runs);
+            let text = serde_json::to_string(&shrunk.script).unwrap_or_default();
+            let runs = shrunk.runs;
+            println!("{name}, shrunk in {runs} runs: {}\n{text}", shrunk.violation);
+            println!("replay: store that line as FILE; shorthorn-sim --script FILE --trace");
+        }
+    }
+
+    fn run_seeds(&self) -> Counts {
+        let jobs = match self.args.jobs {
+            0 => thread::available_parallelism().map_or(1, |count| count.get() as u64),
+            jobs => jobs,
+        };
+        let mut counts: Counts = BTreeMap::new();
+        thread::scope(|scope| {
+            let workers: Vec<_> = (0..jobs).map(|_| scope.spawn(|| self.work())).collect();
+            for worker in workers {
+                // A worker that panics has ended the process: panics abort.
+                for (what, count) in worker.join().unwrap_or_default() {
+                    *counts.entry(what).or_insert(0) += count;
+                }
+            }
+        });
+        counts
+    }
+
+    fn run_scripts(&self) -> anyhow::Result<Counts> {
+        let mut counts = BTreeMap::new();
+        for path in &self.args.script {
+            let name = path.display().to_string();
+            let text = fs::read_to_string(path).with_context(|| name.clone())?;
+            let script: Script = serde_json::from_str(&text).with_context(|| name.clone())?;
+            self.judge(&name, &script, &mut counts);
+        }
+        Ok(counts)
+    }
 }
 
-fn main() -> ExitCode {
+fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
+    if args.print {
+        println!("{}", serde_json::to_string(&Script::of(args.seed, &args.with))?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let next = AtomicU64::new(args.seed);
     let progress = Progress { args, begun: Instant::now(), next, failures: AtomicU64::new(0) };
-    let mut counts: BTreeMap<&'static str, u64> = BTreeMap::new();
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..args.jobs.max(1)).map(|_| scope.spawn(|| progress.work())).collect();
-        for worker in workers {
-            // A worker that panics has ended the process: panics abort.
-            for (what, count) in worker.join().unwrap_or_default() {
-                *counts.entry(what).or_insert(0) += count;
-            }
-        }
-    });
+    let counts =
+        if progress.args.script.is_empty() { progress.run_seeds() } else { progress.run_scripts()? };
     let failures = progress.failures.load(Ordering::Relaxed);
     println!("{failures} failed, {:.1} s; {counts:?}", progress.begun.elapsed().as_secs_f64());
-    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let missing: Vec<&&str> = COVERED.iter().filter(|what| !counts.contains_key(**what)).collect();
+    if progress.args.assert_coverage && !missing.is_empty() {
+        println!("never happened: {missing:?}");
+        return Ok(ExitCode::FAILURE);
+    }
+    Ok(if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

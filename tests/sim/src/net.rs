@@ -1,11 +1,13 @@
 //! Connections between engine processes and replica processes.
 
+use std::collections::VecDeque;
 use std::rc::Rc;
 
-use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, View};
+use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, Members, ReplicaReport, View};
 use shorthorn_wire::{RegionsPage, RegionsQuery};
 
 use crate::checker::Id;
+use crate::disk::SparseFile;
 
 /// Which connection; never used again.
 pub type ConnId = u64;
@@ -37,8 +39,12 @@ pub enum Ask {
     Regions(RegionsQuery),
     /// Change a set of regions.
     Mark(MarkRegions),
-    /// Become a copy: an empty head over the snapshot that all replicas of the volume have.
-    CopyBegin,
+    /// Which layers are there?
+    Layers,
+    /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
+    CopyBegin { has_snapshot: bool },
+    /// The snapshot, as the other one has it.
+    CopySnapshot(Rc<SparseFile>),
     /// The copy is whole.
     CopyEnd,
     /// The volume has grown to this size.
@@ -56,6 +62,8 @@ pub struct Greeting {
     pub rebuilding: bool,
     /// The size that it has.
     pub size_bytes: u64,
+    /// Of whom it keeps what they miss.
+    pub tracks: Members,
 }
 
 /// What a replica answers.
@@ -71,6 +79,8 @@ pub enum Answer {
     Check(u32),
     /// To a question for regions.
     Page(RegionsPage),
+    /// To a question for layers: whether there is a snapshot below the head, and that.
+    Layers(bool, Rc<SparseFile>),
     /// Something went wrong.
     Error(Errno),
     /// A newer engine holds the replica.
@@ -81,11 +91,26 @@ pub enum Answer {
 #[derive(Clone, Debug)]
 pub enum Message {
     /// To the replica: number of the request, and what it is.
-    Ask(u64, Ask),
+    Ask(u64, Box<Ask>),
     /// To the engine: number of the request, and the answer.
-    Answer(u64, Answer),
+    Answer(u64, Box<Answer>),
     /// The other end has closed.
     Close,
+}
+
+/// What is under way from one end of a connection to the other.
+#[derive(Debug, Default)]
+pub struct Direction {
+    /// When the last message arrives: later ones arrive later.
+    pub last_us: u64,
+    /// How many were sent.
+    pub sent: u64,
+    /// How many of those have arrived, or are held back.
+    pub arrived: u64,
+    /// From this one on they are lost.
+    pub lost_from: Option<u64>,
+    /// What is held back, in order.
+    pub held: VecDeque<Message>,
 }
 
 /// One connection: in order, each direction for itself.
@@ -93,6 +118,8 @@ pub enum Message {
 pub struct Conn {
     /// The engine process.
     pub engine: u64,
+    /// The host of that process.
+    pub host: usize,
     /// Index of the replica in the world.
     pub replica: usize,
     /// Start of the replica process that took it.
@@ -101,10 +128,58 @@ pub struct Conn {
     pub engine_open: bool,
     /// Whether the replica's end is open.
     pub replica_open: bool,
-    /// When the last message to the replica arrives: later ones arrive later.
-    pub last_to_replica: u64,
-    /// When the last message to the engine arrives.
-    pub last_to_engine: u64,
+    /// Nothing arrives any more, at either end.
+    pub is_dead: bool,
+    /// From the engine.
+    pub to_replica: Direction,
+    /// To the engine.
+    pub to_engine: Direction,
     /// Which engine and queue, once the replica has taken it.
     pub place: Option<(Generation, u16)>,
+}
+
+impl Conn {
+    /// One of the two directions.
+    pub fn direction(&mut self, to_replica: bool) -> &mut Direction {
+        if to_replica { &mut self.to_replica } else { &mut self.to_engine }
+    }
+
+    /// Whether anything is held back.
+    pub fn holds_any(&self) -> bool {
+        !self.to_replica.held.is_empty() || !self.to_engine.held.is_empty()
+    }
+}
+
+/// Whose messages a cut holds back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whom {
+    /// Those between a host and a replica.
+    Pair(usize, usize),
+    /// Those of one engine process.
+    Engine(u64),
+}
+
+/// Messages are held back until it is mended.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    /// To mend this one and no other.
+    pub id: u64,
+    /// Whose.
+    pub whom: Whom,
+    /// Those to the replica.
+    pub to_replica: bool,
+    /// Those to the engine.
+    pub to_engine: bool,
+}
+
+impl Cut {
+    /// Whether it holds back messages of `conn` in this direction.
+    pub fn holds(&self, conn: &Conn, to_replica: bool) -> bool {
+        let is_direction = if to_replica { self.to_replica } else { self.to_engine };
+        is_direction
+            && match self.whom {
+                Whom::Pair(host, replica) => (host, replica) == (conn.host, conn.replica),
+                Whom::Engine(engine) => engine == conn.engine,
+            }
+    }
 }

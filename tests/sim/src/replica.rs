@@ -1,19 +1,24 @@
 //! A replica process: the real rules of views, regions and layers, over a simulated disk.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
 
+use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
 use shorthorn_regions::{Admit, Marked, NewSet, PAGE_BYTES, RegionKeeper, SetKey, Ticket};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
-    ByteRange, Errno, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport,
+    ByteRange, Errno, Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId,
+    ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{Fence, Refused, ReplicaViews};
 use shorthorn_wire::{RegionsPage, RegionsQuery};
 
 use crate::checker::{Id, Micros};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
+use crate::faults::{Broken, Mend};
 use crate::net::{Answer, Ask, ConnId, Greeting, Message};
+use crate::script::Layout;
 use crate::world::{Occurrence, World};
 
 /// What is on the disk of a replica beside its data.
@@ -23,6 +28,8 @@ struct Durable {
     /// The files of its sets of regions.
     sets: BTreeMap<SetKey, Vec<u8>>,
     rebuilding: bool,
+    /// There is a snapshot below the head.
+    has_snapshot: bool,
     /// The host was off while data was not durable, and not all of that has been made equal since.
     power_was_lost: bool,
 }
@@ -47,13 +54,30 @@ pub struct Replica {
     pub up: bool,
     /// Which process this is.
     pub boot: u64,
+    /// It is stopped: what happens to it happens later.
+    pub paused: bool,
+    pub backlog: Vec<Occurrence>,
     /// The disk has no space for blocks that are not there yet.
     pub full: bool,
-    pub slow: bool,
-    /// Writes that fail.
-    pub errors_to_come: u32,
+    /// Nor for the sets of regions.
+    pub full_for_pages: bool,
+    /// Requests that fail have changed some blocks.
+    pub is_partial: bool,
+    /// How much longer the disk may take.
+    pub slow_by_us: Micros,
+    /// Errors to come.
+    pub broken: BTreeMap<Broken, u32>,
+    /// When it is started again after it has failed.
+    pub restarts_after: Micros,
     /// After an error of the disk: nothing is served until the process is restarted.
     pub failed: bool,
+    /// It has answered a check with an error.
+    pub could_not_verify: bool,
+    /// Of delays, and of what errors leave behind.
+    rng: Rng,
+    can_punch: bool,
+    /// An earlier copy of the disk.
+    saved: Option<(Files, Durable, u64)>,
     keeper: RegionKeeper,
     map: BlockMap,
     /// In the hands of the disk.
@@ -70,19 +94,29 @@ pub struct Replica {
     pub gone: bool,
 }
 
-fn chain_map(size_bytes: u64) -> BlockMap {
-    let files = [Files::HEAD, Files::SNAPSHOT].into_iter().filter_map(FileIndex::new).collect();
-    BlockMap::new(size_bytes, files, true)
+fn chain_map(size_bytes: u64, has_snapshot: bool, can_punch: bool) -> BlockMap {
+    let below = [Files::SNAPSHOT].into_iter().filter(|_| has_snapshot);
+    let files = [Files::HEAD].into_iter().chain(below).filter_map(FileIndex::new).collect();
+    BlockMap::new(size_bytes, files, can_punch)
 }
 
 impl Replica {
     /// A replica of a new volume, or one that is to be brought up.
-    pub fn new(id: ReplicaId, size_bytes: u64, views: ReplicaViews, files: Files) -> Replica {
+    pub fn new(
+        id: ReplicaId,
+        size_bytes: u64,
+        views: ReplicaViews,
+        files: Files,
+        layout: Layout,
+        seed: u64,
+    ) -> Replica {
         let regions = Regions::of(size_bytes);
         let keeper = RegionKeeper::new(regions, 1, &RegionSet::empty(regions.count()));
         let mut sets = BTreeMap::new();
         sets.extend(keeper.file(SetKey::Intent).map(|file| (SetKey::Intent, file)));
-        let durable = Durable { views, sets, rebuilding: false, power_was_lost: false };
+        let (has_snapshot, can_punch) = (!layout.is_flat, !layout.cannot_punch);
+        let durable = Durable { views, sets, rebuilding: false, has_snapshot, power_was_lost: false };
+        let files = files.laid_out(layout, size_bytes / BLOCK_BYTES);
         Replica {
             id,
             files,
@@ -90,12 +124,21 @@ impl Replica {
             size_bytes,
             up: true,
             boot: 0,
+            paused: false,
+            backlog: Vec::new(),
             full: false,
-            slow: false,
-            errors_to_come: 0,
+            full_for_pages: false,
+            is_partial: false,
+            slow_by_us: 0,
+            broken: BTreeMap::new(),
+            restarts_after: 0,
             failed: false,
+            could_not_verify: false,
+            rng: Rng::with_seed(seed),
+            can_punch,
+            saved: None,
             keeper,
-            map: chain_map(size_bytes),
+            map: chain_map(size_bytes, has_snapshot, can_punch),
             ops: BTreeMap::new(),
             waiting: VecDeque::new(),
             marks: Vec::new(),
@@ -106,6 +149,71 @@ impl Replica {
         }
     }
 
+    /// The disk has space again.
+    pub fn has_space(&mut self) {
+        (self.full, self.full_for_pages) = (false, false);
+    }
+
+    /// Whether the disk fails at this, this time.
+    fn takes_error(&mut self, what: Broken) -> bool {
+        let Some(left) = self.broken.get_mut(&what).filter(|left| **left > 0) else { return false };
+        *left -= 1;
+        true
+    }
+
+    /// What is on the disk of sets of regions is damaged, or gone. False where there is nothing.
+    pub fn rot_sets(&mut self, rng: &mut Rng) -> bool {
+        let keys: Vec<SetKey> = self.durable.sets.keys().copied().collect();
+        if keys.is_empty() {
+            return false;
+        }
+        let key = keys[rng.usize(0..keys.len())];
+        if rng.u8(0..4) == 0 {
+            self.durable.sets.remove(&key);
+            return true;
+        }
+        if let Some(file) = self.durable.sets.get_mut(&key).filter(|file| !file.is_empty()) {
+            let at = rng.usize(0..file.len());
+            let count = rng.usize(1..64).min(file.len() - at);
+            file[at..at + count].iter_mut().for_each(|byte| *byte ^= rng.u8(1..));
+        }
+        true
+    }
+
+    /// Copies the disk as it is now.
+    pub fn save_disk(&mut self) {
+        self.saved = Some((self.files.clone(), self.durable.clone(), self.size_bytes));
+    }
+
+    pub fn has_saved_disk(&self) -> bool {
+        self.saved.is_some()
+    }
+
+    /// The disk is the copy again: as after a loss of power at that time.
+    pub fn restore_disk(&mut self, rng: &mut Rng) {
+        let Some((mut files, mut durable, size_bytes)) = self.saved.clone() else { return };
+        files.head.lose_power(rng);
+        durable.power_was_lost = true;
+        (self.files, self.durable, self.size_bytes) = (files, durable, size_bytes);
+    }
+
+    /// What its views say, and whether it lacks data, or may.
+    pub fn judgement(&self) -> (bool, bool, ReplicaReport) {
+        (self.durable.rebuilding, self.durable.power_was_lost, self.durable.views.report().clone())
+    }
+
+    /// The operator makes it the volume. It does not run.
+    pub fn salvage(&mut self, attach: u64) {
+        let generation = Generation::new(attach, 0);
+        let members = Members::new([self.id]).unwrap_or_default();
+        let mut views = ReplicaViews::new(View { id: ViewId { generation, number: 0 }, members });
+        // Nobody has held these.
+        let _ = views.fence(generation);
+        self.durable.views = views;
+        self.durable.sets.clear();
+        self.durable.rebuilding = false;
+    }
+
     /// What the volume reads as here.
     pub fn content(&self) -> Vec<Block> {
         self.files.content(self.size_bytes / BLOCK_BYTES)
@@ -113,26 +221,50 @@ impl Replica {
 
     fn restart(&mut self, boot: u64) {
         let regions = Regions::of(self.size_bytes);
-        let intent = self.durable.sets.get(&SetKey::Intent).cloned().unwrap_or_default();
-        (self.keeper, _) = RegionKeeper::load(regions, 1, &intent);
+        let mut renewed = Vec::new();
+        self.keeper = match self.durable.sets.get(&SetKey::Intent) {
+            Some(file) => {
+                let (keeper, damages) = RegionKeeper::load(regions, 1, file);
+                renewed.extend((!damages.is_empty()).then_some(SetKey::Intent));
+                keeper
+            }
+            // Nobody knows what was written lately.
+            None => {
+                renewed.push(SetKey::Intent);
+                RegionKeeper::new(regions, 1, &RegionSet::full(regions.count()))
+            }
+        };
+        let mut worthless = Vec::new();
         for (key, file) in &self.durable.sets {
             if let SetKey::Missed(replica) = key {
-                // There are never more than fit: they were kept before.
-                let _ = self.keeper.load_missed(*replica, file);
+                match self.keeper.load_missed(*replica, file) {
+                    Ok((true, damages)) if damages.is_empty() => {}
+                    Ok((true, _)) => renewed.push(*key),
+                    // There are never more than fit: they were kept before.
+                    Ok((false, _)) | Err(_) => worthless.push(*key),
+                }
             }
         }
+        worthless.iter().for_each(|key| drop(self.durable.sets.remove(key)));
+        let ended = self.keeper.on_commit(self.durable.views.report());
+        self.end_sets(ended);
         if self.durable.power_was_lost {
             self.keeper.lost_cache();
+            self.durable.power_was_lost = self.keeper.has_lost_cache();
         }
-        for (key, file) in &mut self.durable.sets {
-            if self.keeper.is_outgrown(*key) {
-                *file = self.keeper.file(*key).unwrap_or_default();
-            }
+        let outgrown = self.durable.sets.keys().copied().filter(|key| self.keeper.is_outgrown(*key));
+        renewed.extend(outgrown.collect::<Vec<_>>());
+        for key in renewed {
+            self.durable.sets.extend(self.keeper.file(key).map(|file| (key, file)));
         }
-        self.map = chain_map(self.size_bytes);
+        self.remap();
         self.boot = boot;
         self.up = true;
         self.failed = false;
+    }
+
+    fn remap(&mut self) {
+        self.map = chain_map(self.size_bytes, self.durable.has_snapshot, self.can_punch);
     }
 
     fn write_page(&mut self, key: SetKey, page: u32, bytes: &[u8]) {
@@ -160,6 +292,7 @@ impl Replica {
             lost_cache: self.keeper.has_lost_cache(),
             rebuilding: self.durable.rebuilding,
             size_bytes: self.size_bytes,
+            tracks: self.keeper.tracks(),
         }
     }
 
@@ -281,13 +414,14 @@ fn describe(ask: &Ask, range: ByteRange) -> String {
 
 impl World {
     fn disk_delay(&mut self, replica: usize) -> Micros {
-        let base = self.rng.u64(30..600);
-        if self.replicas[replica].slow { base + self.rng.u64(0..1_500_000) } else { base }
+        let replica = &mut self.replicas[replica];
+        let base = replica.rng.u64(30..600);
+        if replica.slow_by_us > 0 { base + replica.rng.u64(0..replica.slow_by_us) } else { base }
     }
 
     fn answer(&mut self, conn: ConnId, number: u64, answer: Answer) {
         if self.conns.get(&conn).is_some_and(|conn| conn.replica_open) {
-            self.send(conn, false, Message::Answer(number, answer));
+            self.send(conn, false, Message::Answer(number, Box::new(answer)));
         }
     }
 
@@ -309,12 +443,13 @@ impl World {
             return self.end_at_replica(id);
         }
         if replica.failed {
+            self.replicas[at].could_not_verify |= matches!(ask, Ask::Verify(_));
             return self.answer(id, number, Answer::Error(Errno::IO));
         }
         self.execute(at, Op { conn: id, number, ask, mark: 0 });
     }
 
-    fn end_at_replica(&mut self, id: ConnId) {
+    pub fn end_at_replica(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let at = conn.replica;
         if std::mem::replace(&mut conn.replica_open, false) {
@@ -327,7 +462,9 @@ impl World {
 
     /// The engine has closed its end.
     pub fn engine_has_closed(&mut self, id: ConnId) {
-        let Some(at) = self.conns.get(&id).map(|conn| conn.replica) else { return };
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        conn.replica_open = false;
+        let at = conn.replica;
         self.replicas[at].conns.retain(|other| *other != id);
         self.replicas[at].candidates.retain(|(other, _)| *other != id);
         self.welcome_ready(at);
@@ -394,12 +531,15 @@ impl World {
             Ask::Propose(..)
             | Ask::Commit(_)
             | Ask::Mark(_)
-            | Ask::CopyBegin
+            | Ask::Layers
+            | Ask::CopyBegin { .. }
+            | Ask::CopySnapshot(_)
             | Ask::CopyEnd
             | Ask::Expand(_)
             | Ask::Regions(_) => {
                 self.control(at, op);
             }
+            Ask::Ping => self.answer(op.conn, op.number, Answer::Done),
             _ => self.give_to_disk(at, op),
         }
     }
@@ -421,20 +561,12 @@ impl World {
             return;
         }
         let Some(op) = replica.ops.remove(&number) else { return };
-        let answer = match &op.ask {
-            Ask::Read(range) => Answer::Data(replica.read(*range)),
-            Ask::Verify(range) => Answer::Check(check(&replica.read(*range))),
-            Ask::Flush => {
-                if !lies {
-                    replica.files.head.sync(op.mark);
-                }
-                Answer::Done
-            }
-            _ => match replica.modify(&op.ask) {
-                Ok(()) => Answer::Done,
-                Err(errno) => Answer::Error(errno),
-            },
-        };
+        let (mut answer, error) = replica.done(&op, lies);
+        if replica.failed {
+            // The kernel has done it all the same.
+            answer = Answer::Error(Errno::IO);
+            replica.could_not_verify |= matches!(op.ask, Ask::Verify(_));
+        }
         if let Some(range) = modified(&op.ask) {
             let (engine, boot) = self.conns.get(&op.conn).map_or((0, 0), |conn| (conn.engine, conn.boot));
             self.note(|| {
@@ -444,15 +576,55 @@ impl World {
                 )
             });
         }
+        if matches!(answer, Answer::Error(Errno::NO_SPACE)) {
+            self.count("error: no space");
+        }
         self.answer(op.conn, op.number, answer);
+        self.go_on_after(at, error);
         self.welcome_ready(at);
+    }
+
+    /// Counts an error; where it is one that nothing can be trusted after, nothing is served any more.
+    fn go_on_after(&mut self, at: usize, error: Option<Broken>) {
+        let Some(error) = error else { return };
+        self.count(error.name());
+        if matches!(error, Broken::Read | Broken::Verify) || self.replicas[at].failed {
+            return;
+        }
+        let replica = &mut self.replicas[at];
+        replica.failed = true;
+        let (boot, restarts_after) = (replica.boot, replica.restarts_after.max(1));
+        self.give_up_waiting(at, Errno::IO);
+        self.after(restarts_after, Occurrence::Mend(Mend::Failed(at, boot)));
+    }
+
+    /// Answers everything that waits for a page with an error.
+    fn give_up_waiting(&mut self, at: usize, errno: Errno) {
+        let replica = &mut self.replicas[at];
+        let marks = std::mem::take(&mut replica.marks);
+        let waiting = std::mem::take(&mut replica.waiting);
+        let marks = marks.into_iter().map(|(conn, number, _)| (conn, number));
+        for (conn, number) in marks.chain(waiting.into_iter().map(|op| (op.conn, op.number))) {
+            self.answer(conn, number, Answer::Error(errno));
+        }
     }
 
     fn control(&mut self, at: usize, op: Op) {
         let Some((generation, _)) = self.conns.get(&op.conn).and_then(|conn| conn.place) else { return };
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::OldProposals);
         let replica = &mut self.replicas[at];
+        let writes_state =
+            matches!(op.ask, Ask::Propose(..) | Ask::Commit(_) | Ask::CopyBegin { .. } | Ask::CopyEnd);
+        let breaks = writes_state && replica.takes_error(Broken::State);
+        if breaks && replica.rng.bool() {
+            self.answer(op.conn, op.number, Answer::Error(Errno::IO));
+            return self.go_on_after(at, Some(Broken::State));
+        }
         let answer = match &op.ask {
-            Ask::Propose(view, basis) => replica.propose(generation, *view, basis),
+            Ask::Propose(view, basis) => match replica.propose(generation, *view, basis) {
+                Err(Errno::NOT_PERMITTED) if sabotaged => Ok(()),
+                answer => answer,
+            },
             Ask::Commit(view) => replica.commit(generation, *view),
             Ask::Mark(mark) => match replica.mark(mark) {
                 Ok(None) => Ok(()),
@@ -462,7 +634,16 @@ impl World {
                 }
                 Err(errno) => Err(errno),
             },
-            Ask::CopyBegin => replica.copy_begin(),
+            Ask::Layers => {
+                let (has, file) = (replica.durable.has_snapshot, Rc::new(replica.files.snapshot.clone()));
+                return self.answer(op.conn, op.number, Answer::Layers(has, file));
+            }
+            Ask::CopyBegin { has_snapshot } => replica.copy_begin(*has_snapshot),
+            Ask::CopySnapshot(file) => {
+                replica.files.snapshot = (**file).clone();
+                replica.remap();
+                Ok(())
+            }
             Ask::CopyEnd => {
                 replica.durable.rebuilding = false;
                 Ok(())
@@ -474,11 +655,17 @@ impl World {
             }
             _ => Ok(()),
         };
+        // It is stored, and yet the last step of that has failed.
+        let answer = if breaks { Err(Errno::IO) } else { answer };
         self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
+        self.go_on_after(at, Some(Broken::State).filter(|_| breaks));
     }
 
     fn write_pages(&mut self, at: usize) {
-        let lazy = self.rng.bool();
+        if self.replicas[at].failed {
+            return;
+        }
+        let lazy = self.replicas[at].rng.bool();
         loop {
             let number = self.fresh();
             let replica = &mut self.replicas[at];
@@ -498,10 +685,20 @@ impl World {
             return;
         }
         let Some((slot, key, page, bytes)) = replica.pages.remove(&number) else { return };
-        if let Some(key) = key {
-            replica.write_page(key, page, &bytes);
+        let breaks = key.is_some() && replica.takes_error(Broken::Page);
+        let has_no_space = key.is_some() && replica.full_for_pages;
+        if let Some(key) = key.filter(|_| !has_no_space) {
+            let written = if breaks { replica.rng.usize(0..PAGE_BYTES / 512) * 512 } else { bytes.len() };
+            replica.write_page(key, page, &bytes[..written]);
         }
-        replica.keeper.end_write(slot, true);
+        replica.keeper.end_write(slot, !breaks && !has_no_space);
+        if breaks {
+            return self.go_on_after(at, Some(Broken::Page));
+        }
+        if has_no_space {
+            self.count("error: no space for a page");
+            return self.give_up_waiting(at, Errno::NO_SPACE);
+        }
         self.go_on_waiting(at);
     }
 
@@ -524,9 +721,13 @@ impl World {
 
     /// The volume grows here: the directory first, then the files of the sets, one by one. The process may die in between.
     fn expand_replica(&mut self, at: usize, op: &Op, size_bytes: u64) {
-        let is_cut_off = !self.calm && self.rng.u8(..) < 20;
-        let left = self.rng.usize(0..3);
+        let is_calm = self.calm;
         let replica = &mut self.replicas[at];
+        let is_cut_off = !is_calm && replica.rng.u8(..) < 20;
+        let left = replica.rng.usize(0..3);
+        if size_bytes > replica.size_bytes && replica.full_for_pages {
+            return self.answer(op.conn, op.number, Answer::Error(Errno::NO_SPACE));
+        }
         if size_bytes > replica.size_bytes {
             replica.size_bytes = size_bytes;
             let grown = replica.keeper.grown(Regions::of(size_bytes));
@@ -538,7 +739,9 @@ impl World {
             }
             if is_cut_off {
                 self.count("expansions cut off");
-                return self.kill_replica(at, false);
+                let mut rng = self.rng.fork();
+                self.kill_replica(at, false, 0, &mut rng);
+                return;
             }
             replica.keeper.grow(grown);
             replica.map.grow(size_bytes);
@@ -552,15 +755,17 @@ impl World {
         self.go_on_waiting(at);
     }
 
-    /// The process is killed; with `power`, its host is off.
-    pub fn kill_replica(&mut self, at: usize, power: bool) {
+    /// The process is killed; with `power`, its host is off. It is back after `for_us`; 0: some time. False where there is
+    /// none.
+    pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
         if !self.replicas[at].up {
-            return;
+            return false;
         }
         self.note(|| format!("replica {at} is killed{}", if power { ", its host has no power" } else { "" }));
-        let mut rng = self.rng.fork();
         let replica = &mut self.replicas[at];
         replica.up = false;
+        replica.paused = false;
+        replica.backlog.clear();
         // What the kernel has already been given may happen, or a part of it.
         for op in std::mem::take(&mut replica.ops).into_values() {
             for (block, content) in replica.changes(&op.ask) {
@@ -581,17 +786,21 @@ impl World {
         replica.marks.clear();
         replica.candidates.clear();
         if power {
-            replica.files.head.lose_power(&mut rng);
+            replica.files.head.lose_power(rng);
             replica.durable.power_was_lost = true;
         }
         for conn in std::mem::take(&mut replica.conns) {
+            if rng.bool() {
+                self.lose_suffix(conn, rng);
+            }
             self.end_at_replica(conn);
         }
         if !self.replicas[at].gone {
-            let delay = self.rng.u64(5_000..2_500_000);
+            let delay = if for_us > 0 { for_us } else { rng.u64(5_000..2_500_000) };
             let boot = self.fresh();
             self.after(delay, Occurrence::StartReplica { replica: at, boot });
         }
+        true
     }
 
     /// A replica process starts.
@@ -603,13 +812,12 @@ impl World {
     }
 
     /// Everything loses power at once.
-    pub fn cut_power_of_all(&mut self) {
-        self.count("power cuts of all");
+    pub fn cut_power_of_all(&mut self, rng: &mut Rng) {
         for host in 0..self.hosts.len() {
-            self.kill_engine(host);
+            self.kill_engine(host, 0, rng);
         }
         for at in 0..self.replicas.len() {
-            self.kill_replica(at, true);
+            self.kill_replica(at, true, 0, rng);
         }
         // The guest was on one of the hosts.
         let now = self.now;
@@ -625,39 +833,83 @@ fn check(sectors: &[Id]) -> u32 {
 }
 
 impl Replica {
-    fn modify(&mut self, ask: &Ask) -> Result<(), Errno> {
+    /// What the disk has done, and the error that it has reported, if any.
+    fn done(&mut self, op: &Op, lies: bool) -> (Answer, Option<Broken>) {
+        let error = match &op.ask {
+            Ask::Read(_) => Broken::Read,
+            Ask::Verify(_) => Broken::Verify,
+            Ask::Flush => Broken::Flush,
+            _ => Broken::Write,
+        };
+        let breaks = self.takes_error(error);
+        let answer = match &op.ask {
+            Ask::Read(range) if !breaks => Answer::Data(self.read(*range)),
+            Ask::Verify(range) if !breaks => Answer::Check(check(&self.read(*range))),
+            Ask::Read(_) | Ask::Verify(_) => {
+                self.could_not_verify |= error == Broken::Verify;
+                Answer::Error(Errno::IO)
+            }
+            Ask::Flush if breaks => {
+                // What was not durable may be gone, and the kernel tells that only once.
+                let mut rng = self.rng.fork();
+                self.files.head.lose_power(&mut rng);
+                self.remap();
+                self.durable.power_was_lost = true;
+                Answer::Error(Errno::IO)
+            }
+            Ask::Flush => {
+                if !lies {
+                    self.files.head.sync(op.mark);
+                }
+                Answer::Done
+            }
+            _ => match self.modify(&op.ask, breaks) {
+                Ok(()) => Answer::Done,
+                Err(errno) => Answer::Error(errno),
+            },
+        };
+        (answer, Some(error).filter(|_| breaks))
+    }
+
+    fn modify(&mut self, ask: &Ask, breaks: bool) -> Result<(), Errno> {
         let changes = self.changes(ask);
-        if self.errors_to_come > 0 {
-            self.errors_to_come -= 1;
-            self.failed = true;
-            return Err(Errno::IO);
+        let head = &self.files.head;
+        let has_room =
+            |(block, content): &(u64, Option<Block>)| content.is_none() || head.get(*block).is_some();
+        let fills = self.full && !changes.iter().all(has_room);
+        if breaks || fills {
+            if self.is_partial {
+                let possible: Vec<_> =
+                    changes.into_iter().filter(|change| breaks || has_room(change)).collect();
+                for (block, content) in possible {
+                    if self.rng.bool() {
+                        self.put(block, content);
+                    }
+                }
+                self.remap(); // nobody knows any more where there is what
+            }
+            return Err(if breaks { Errno::IO } else { Errno::NO_SPACE });
         }
-        if self.full
-            && changes
-                .iter()
-                .any(|(block, content)| content.is_some() && self.files.head.get(*block).is_none())
-        {
-            return Err(Errno::NO_SPACE);
-        }
+        let blocks: Vec<u64> = changes.iter().map(|(block, _)| *block).collect();
         for (block, content) in changes {
             self.put(block, content);
         }
-        if matches!(ask, Ask::Write(_, _, true) | Ask::WriteZeroes(_, true)) {
-            self.files.head.sync(usize::MAX);
+        match ask {
+            Ask::Write(_, _, true) => self.files.head.sync_blocks(&blocks),
+            Ask::WriteZeroes(_, true) => self.files.head.sync(usize::MAX),
+            _ => {}
         }
         Ok(())
     }
 
-    fn propose(
-        &mut self,
-        generation: shorthorn_types::Generation,
-        view: shorthorn_types::View,
-        basis: &ReplicaReport,
-    ) -> Result<(), Errno> {
+    fn propose(&mut self, generation: Generation, view: View, basis: &ReplicaReport) -> Result<(), Errno> {
         let mut views = self.durable.views.clone();
         views.propose(generation, view, basis).map_err(|_| Errno::NOT_PERMITTED)?;
         let known = self.durable.views.report().clone();
         let new = self.keeper.on_propose(self.id, &known, basis, &view).map_err(|_| Errno::IO)?;
+        if !new.is_empty() && self.full_for_pages {
+            return Err(Errno::NO_SPACE);
+        }
         for set in new {
             self.begin_set(set);
         }
@@ -665,11 +917,7 @@ impl Replica {
         Ok(())
     }
 
-    fn commit(
-        &mut self,
-        generation: shorthorn_types::Generation,
-        view: shorthorn_types::View,
-    ) -> Result<(), Errno> {
+    fn commit(&mut self, generation: Generation, view: View) -> Result<(), Errno> {
         self.durable.views.commit(generation, view).map_err(|_| Errno::NOT_PERMITTED)?;
         let ended = self.keeper.on_commit(self.durable.views.report());
         self.end_sets(ended);
@@ -683,6 +931,7 @@ impl Replica {
                 Ok(None)
             }
             Marked::Wait(ticket) => Ok(Some(ticket)),
+            Marked::Begin(_) if self.full_for_pages => Err(Errno::NO_SPACE),
             Marked::Begin(new) => {
                 self.begin_set(new);
                 Ok(None)
@@ -694,42 +943,54 @@ impl Replica {
         }
     }
 
-    fn copy_begin(&mut self) -> Result<(), Errno> {
-        self.durable.rebuilding = true;
-        let blocks: Vec<u64> =
-            (0..self.size_bytes / BLOCK_BYTES).filter(|at| self.files.head.get(*at).is_some()).collect();
-        for block in blocks {
-            self.put(block, None);
+    /// What it holds may be thrown away only where no view that may count has it as a member, or there is nothing to lose.
+    fn copy_begin(&mut self, has_snapshot: bool) -> Result<(), Errno> {
+        let report = self.durable.views.report();
+        let is_member = std::iter::once(&report.committed)
+            .chain(&report.proposed)
+            .any(|view| view.members.contains(self.id));
+        let holds_data = !self.files.head.is_empty() || !self.files.snapshot.is_empty();
+        if !self.durable.rebuilding && holds_data && is_member {
+            return Err(Errno::NOT_PERMITTED);
         }
-        self.files.head.sync(usize::MAX);
+        if !self.ops.is_empty() {
+            return Err(Errno::new(16)); // busy
+        }
+        self.durable.rebuilding = true;
+        self.durable.has_snapshot = has_snapshot;
+        self.files = Files::default();
+        self.remap();
         Ok(())
     }
 
     fn regions(&self, query: &RegionsQuery) -> RegionsPage {
-        let regions = Regions::of(self.size_bytes);
-        let (kept, set) = match query.of {
-            RegionsOf::Intent => (true, self.keeper.content(SetKey::Intent)),
-            RegionsOf::Missed(replica) => {
-                let set = self.keeper.content(SetKey::Missed(replica));
-                (set.is_some(), set)
-            }
+        let regions = match query.size_bytes {
+            0 => self.keeper.regions(),
+            size_bytes => Regions::of(size_bytes),
+        };
+        let kept = |key| {
+            let page = self.keeper.page_for(key, query.from, regions);
+            page.map_or(RegionsPage { kept: false, runs: Vec::new(), next: None }, |page| RegionsPage {
+                kept: true,
+                runs: page.runs,
+                next: page.next,
+            })
+        };
+        match query.of {
+            RegionsOf::Intent => kept(SetKey::Intent),
+            RegionsOf::Missed(replica) => kept(SetKey::Missed(replica)),
             RegionsOf::Allocated => {
                 let mut set = RegionSet::empty(regions.count());
                 for (block, content) in (0u64..).zip(self.content()) {
-                    if content != [0; BLOCK_SECTORS] || self.files.head.get(block).is_some() {
-                        let range =
-                            ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
+                    let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
+                    let is_held = content != [0; BLOCK_SECTORS] || self.files.head.get(block).is_some();
+                    if is_held && range.end() <= regions.size_bytes() {
                         set.insert_run(regions.touched(range));
                     }
                 }
-                (true, Some(set))
+                let runs = set.runs(query.from).map(|run| (run.start, run.end - run.start)).collect();
+                RegionsPage { kept: true, runs, next: None }
             }
-        };
-        let set = set.unwrap_or_else(|| RegionSet::empty(regions.count()));
-        RegionsPage {
-            kept,
-            runs: set.runs(query.from).map(|run| (run.start, run.end - run.start)).collect(),
-            next: None,
         }
     }
 }

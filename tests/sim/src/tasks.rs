@@ -1,20 +1,17 @@
 //! What a process does step by step (opening a volume, bringing a replica up) is written as async functions. They are polled
-//! after every event; there is no other reason for them to go on.
+//! when their process was woken; there is no other reason for them to go on.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// A task, and the engine process that it dies with.
-struct Task {
-    owner: u64,
-    future: Pin<Box<dyn Future<Output = ()>>>,
-}
+/// Something that is under way.
+pub type Running = Pin<Box<dyn Future<Output = ()>>>;
 
-/// The tasks that are not done.
+/// The tasks of the engine processes that there are.
 #[derive(Default)]
 pub struct Tasks {
-    running: Vec<Task>,
+    running: Vec<(u64, Running)>,
 }
 
 impl std::fmt::Debug for Tasks {
@@ -26,19 +23,32 @@ impl std::fmt::Debug for Tasks {
 impl Tasks {
     /// Adds a task of the engine process `owner`.
     pub fn spawn(&mut self, owner: u64, future: impl Future<Output = ()> + 'static) {
-        self.running.push(Task { owner, future: Box::pin(future) });
+        self.running.push((owner, Box::pin(future)));
     }
 
-    /// Gives every task a turn; those of processes that are not alive any more are dropped.
-    pub fn poll(&mut self, is_alive: impl Fn(u64) -> bool) {
+    /// Gives the tasks of `owner` a turn.
+    pub fn poll(&mut self, owner: u64) {
         let mut context = Context::from_waker(Waker::noop());
-        self.running.retain_mut(|task| {
-            is_alive(task.owner) && task.future.as_mut().poll(&mut context) == Poll::Pending
-        });
+        self.running
+            .retain_mut(|(of, task)| *of != owner || task.as_mut().poll(&mut context) == Poll::Pending);
+    }
+
+    /// Drops the tasks of a process that is gone.
+    pub fn drop_those_of(&mut self, owner: u64) {
+        self.running.retain(|(of, _)| *of != owner);
     }
 }
 
 /// Waits until `ready` gives something.
 pub async fn until<T>(mut ready: impl FnMut() -> Option<T>) -> T {
     std::future::poll_fn(move |_| ready().map_or(Poll::Pending, Poll::Ready)).await
+}
+
+/// Runs all of them side by side until every one has ended.
+pub async fn together(mut all: Vec<Pin<Box<dyn Future<Output = ()> + '_>>>) {
+    std::future::poll_fn(move |context| {
+        all.retain_mut(|one| one.as_mut().poll(context) == Poll::Pending);
+        if all.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
 }

@@ -1,6 +1,7 @@
 //! Everything that there is, and what happens next.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
 
 use fastrand::Rng;
 use shorthorn_types::{Members, ReplicaId, View};
@@ -9,16 +10,19 @@ use shorthorn_views::Arbiter;
 use crate::Options;
 use crate::checker::{Checker, Micros};
 use crate::engine::{EngineProc, Host};
-use crate::faults::Fault;
+use crate::faults::{Fault, Mend};
 use crate::guest::Guest;
-use crate::net::{Answer, Conn, ConnId, Message};
+use crate::net::{Answer, Conn, ConnId, Cut, Direction, Message, Whom};
 use crate::replica::Replica;
+use crate::script::{HOSTS, Script, Strike};
 
 /// Something that happens at a point in time.
 #[derive(Debug)]
 pub enum Occurrence {
-    /// A message arrives.
-    Deliver { conn: ConnId, to_replica: bool, message: Message },
+    /// A message arrives at a host; `number` counts those of its connection and direction.
+    Deliver { conn: ConnId, to_replica: bool, number: u64, message: Message },
+    /// A process takes a message.
+    Take { conn: ConnId, to_replica: bool, message: Message },
     /// A disk has done what a request asked for.
     DiskDone { replica: usize, boot: u64, op: u64 },
     /// A disk has written a page of a set of regions.
@@ -26,25 +30,33 @@ pub enum Occurrence {
     /// An engine is told the time.
     Tick { engine: u64 },
     /// Trouble.
-    Fault(Fault),
+    Fault(Strike),
+    /// Something that was cut, full, slow or stopped is well again.
+    Mend(Mend),
     /// A replica process starts.
     StartReplica { replica: usize, boot: u64 },
     /// An engine process starts on a host, unless there is one.
     StartEngine { host: usize },
     /// An engine process that hands over ends, whether it has settled or not.
     EndEngine { engine: u64 },
+    /// A queue of an engine closes its connection to a replica.
+    CloseQueue { engine: u64, conn: ConnId },
+    /// An engine takes the guest's request in a slot.
+    Submit { engine: u64, slot: usize },
     /// An engine asks for a grant, if it still wants one.
     AskArbiter { engine: u64 },
     /// The arbiter's answer arrives.
     Granted { engine: u64, view: View },
+    /// The controller looks for replicas that are lost.
+    Control,
     /// The guest may ask for something.
     Guest,
-    /// Tasks look at the clock.
-    Wake,
+    /// Tasks of an engine look at the clock.
+    Wake { engine: u64 },
 }
 
 /// The controller: what it has recorded for the volume.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Controller {
     /// Whether it runs.
     pub up: bool,
@@ -62,27 +74,38 @@ pub struct Controller {
 #[derive(Debug)]
 pub struct World {
     pub options: Options,
+    pub queues: u16,
+    pub slow_network: bool,
     pub now: Micros,
     pub rng: Rng,
     sequence: u64,
-    queue: BTreeMap<(Micros, u64), Occurrence>,
+    queue: BinaryHeap<Reverse<(Micros, u64, usize)>>,
+    /// What is in the queue, by its place.
+    occurrences: Vec<Option<Occurrence>>,
+    free: Vec<usize>,
     pub replicas: Vec<Replica>,
+    /// How replicas hold what they hold.
+    pub layouts: Vec<crate::script::Layout>,
     pub hosts: Vec<Host>,
     pub engines: BTreeMap<u64, EngineProc>,
     pub conns: BTreeMap<ConnId, Conn>,
-    /// Messages that a partition holds back, in order.
-    held: VecDeque<(ConnId, bool, Message)>,
     pub controller: Controller,
+    /// An earlier copy of the controller's store.
+    pub saved_controller: Option<Controller>,
     pub guest: Guest,
     /// What the guest had in flight when it moved: it may happen until the next engine serves.
     pub guest_forgot: Vec<crate::guest::Outstanding>,
     pub checker: Checker,
-    /// Hosts and replicas that do not reach each other.
-    pub cut: BTreeSet<(usize, usize)>,
+    /// Who does not reach whom.
+    pub cuts: Vec<Cut>,
     /// Answers that tasks wait for.
     pub calls: BTreeMap<(ConnId, u64), Option<Answer>>,
     /// Engine processes whose courier has to be started.
     pub new_engines: Vec<u64>,
+    /// Empty, for its memory.
+    pub outputs: Vec<shorthorn_core::Output>,
+    /// Engine processes whose tasks have something to look at.
+    pub woken: Vec<u64>,
     /// The first thing that must not be.
     pub violation: Option<String>,
     /// Whom an engine last could not start without.
@@ -97,23 +120,26 @@ impl World {
     /// A world in which nothing runs yet.
     pub fn new(
         options: Options,
+        script: &Script,
         replicas: Vec<Replica>,
-        hosts: usize,
         guest: Guest,
         checker: Checker,
-        rng: Rng,
     ) -> World {
         World {
             options,
+            queues: script.queues.max(1),
+            slow_network: script.slow_network,
             now: 0,
-            rng,
+            rng: Rng::with_seed(script.seed),
             sequence: 0,
-            queue: BTreeMap::new(),
+            queue: BinaryHeap::new(),
+            occurrences: Vec::new(),
+            free: Vec::new(),
             replicas,
-            hosts: (0..hosts).map(|_| Host::default()).collect(),
+            layouts: Vec::new(),
+            hosts: (0..HOSTS).map(|_| Host::default()).collect(),
             engines: BTreeMap::new(),
             conns: BTreeMap::new(),
-            held: VecDeque::new(),
             controller: Controller {
                 up: true,
                 attach: 1,
@@ -121,12 +147,15 @@ impl World {
                 arbiter: Arbiter::default(),
                 size_bytes: guest.size_bytes,
             },
+            saved_controller: None,
             guest,
             guest_forgot: Vec::new(),
             checker,
-            cut: BTreeSet::new(),
+            cuts: Vec::new(),
             calls: BTreeMap::new(),
             new_engines: Vec::new(),
+            outputs: Vec::new(),
+            woken: Vec::new(),
             violation: None,
             needed: Members::NONE,
             calm: false,
@@ -138,7 +167,12 @@ impl World {
     /// `what` happens after `delay`.
     pub fn after(&mut self, delay: Micros, what: Occurrence) {
         self.sequence += 1;
-        self.queue.insert((self.now + delay, self.sequence), what);
+        let place = self.free.pop().unwrap_or(self.occurrences.len());
+        if place == self.occurrences.len() {
+            self.occurrences.push(None);
+        }
+        self.occurrences[place] = Some(what);
+        self.queue.push(Reverse((self.now + delay, self.sequence, place)));
     }
 
     /// A number that was never used before.
@@ -149,9 +183,10 @@ impl World {
 
     /// Goes on to the next occurrence.
     pub fn next(&mut self) -> Option<Occurrence> {
-        let ((at, _), what) = self.queue.pop_first()?;
+        let Reverse((at, _, place)) = self.queue.pop()?;
         self.now = at;
-        Some(what)
+        self.free.push(place);
+        self.occurrences[place].take()
     }
 
     /// Counts something, for the summary.
@@ -178,22 +213,32 @@ impl World {
         self.replicas.iter().position(|replica| replica.id == id)
     }
 
+    /// The tasks of an engine have something to look at.
+    pub fn wake(&mut self, engine: u64) {
+        if !self.woken.contains(&engine) {
+            self.woken.push(engine);
+        }
+    }
+
     /// Opens a connection from an engine to a replica. It may turn out that nobody is there.
     pub fn connect(&mut self, engine: u64, replica: usize) -> ConnId {
         let id = self.fresh();
-        let boot = self.replicas[replica].boot;
+        let host = self.engines.get(&engine).map_or(0, |engine| engine.host);
+        let is_up = self.replicas[replica].up;
         let conn = Conn {
             engine,
+            host,
             replica,
-            boot,
+            boot: self.replicas[replica].boot,
             engine_open: true,
-            replica_open: self.replicas[replica].up,
-            last_to_replica: 0,
-            last_to_engine: 0,
+            replica_open: is_up,
+            is_dead: false,
+            to_replica: Direction::default(),
+            to_engine: Direction::default(),
             place: None,
         };
         self.conns.insert(id, conn);
-        if !self.replicas[replica].up {
+        if !is_up {
             self.send(id, false, Message::Close);
         }
         id
@@ -201,55 +246,167 @@ impl World {
 
     /// Sends a message; those of one direction of a connection arrive in order.
     pub fn send(&mut self, id: ConnId, to_replica: bool, message: Message) {
-        let slow = self.options.slow_network && self.rng.u8(..) < 8;
+        let slow = self.slow_network && self.rng.u8(..) < 8;
         let delay = if slow { self.rng.u64(1_000..400_000) } else { self.rng.u64(20..300) };
         let now = self.now;
         let Some(conn) = self.conns.get_mut(&id) else { return };
-        let last = if to_replica { &mut conn.last_to_replica } else { &mut conn.last_to_engine };
-        let at = (now + delay).max(*last);
-        *last = at;
-        self.after(at - now, Occurrence::Deliver { conn: id, to_replica, message });
+        let direction = conn.direction(to_replica);
+        let at = (now + delay).max(direction.last_us);
+        direction.last_us = at;
+        let number = direction.sent;
+        direction.sent += 1;
+        self.after(at - now, Occurrence::Deliver { conn: id, to_replica, number, message });
     }
 
-    /// A message has arrived, unless something holds it back.
-    pub fn deliver(&mut self, id: ConnId, to_replica: bool, message: Message) {
-        let Some(conn) = self.conns.get(&id) else { return };
-        let host = self.engines.get(&conn.engine).map_or(0, |engine| engine.host);
-        let blocked = self.cut.contains(&(host, conn.replica));
-        let behind = self.held.iter().any(|(other, direction, _)| (*other, *direction) == (id, to_replica));
-        if blocked || behind {
-            self.held.push_back((id, to_replica, message));
+    /// A message has arrived, unless something holds it back or it is lost.
+    pub fn deliver(&mut self, id: ConnId, to_replica: bool, number: u64, message: Message) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let is_cut = self.cuts.iter().any(|cut| cut.holds(conn, to_replica));
+        let is_dead = conn.is_dead;
+        let direction = conn.direction(to_replica);
+        direction.arrived = number + 1;
+        let is_lost = direction.lost_from.is_some_and(|from| number >= from);
+        if is_dead || (is_lost && !matches!(message, Message::Close)) {
+            return self.count("messages lost");
+        }
+        if is_cut || !direction.held.is_empty() {
+            direction.held.push_back(message);
             return;
         }
-        self.arrive(id, to_replica, message);
+        self.take(id, to_replica, message);
     }
 
     /// Whatever is not held back any more arrives.
     pub fn release_held(&mut self) {
-        for (conn, to_replica, message) in std::mem::take(&mut self.held) {
-            self.deliver(conn, to_replica, message);
-        }
-    }
-
-    fn arrive(&mut self, id: ConnId, to_replica: bool, message: Message) {
-        let Some(conn) = self.conns.get_mut(&id) else { return };
-        match (to_replica, message) {
-            (true, Message::Close) => {
-                conn.replica_open = false;
-                self.engine_has_closed(id);
-            }
-            (true, Message::Ask(number, ask)) => self.asked(id, number, ask),
-            (true, Message::Answer(..)) | (false, Message::Ask(..)) => {}
-            (false, Message::Close) => self.close_at_engine(id, "it has closed the connection"),
-            (false, Message::Answer(number, answer)) => {
-                if conn.engine_open {
-                    self.answered(id, number, answer);
+        let waiting: Vec<ConnId> =
+            self.conns.iter().filter(|(_, conn)| conn.holds_any()).map(|(id, _)| *id).collect();
+        for id in waiting {
+            for to_replica in [true, false] {
+                let Some(conn) = self.conns.get_mut(&id) else { continue };
+                if self.cuts.iter().any(|cut| cut.holds(conn, to_replica)) {
+                    continue;
+                }
+                for message in std::mem::take(&mut conn.direction(to_replica).held) {
+                    self.take(id, to_replica, message);
                 }
             }
         }
-        let gone = self.conns.get(&id).is_some_and(|conn| !conn.engine_open && !conn.replica_open);
-        if gone {
+    }
+
+    /// A process takes a message, as soon as it runs.
+    pub fn take(&mut self, id: ConnId, to_replica: bool, message: Message) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let (engine, replica, engine_open) = (conn.engine, conn.replica, conn.engine_open);
+        if to_replica && self.replicas[replica].paused && self.replicas[replica].boot == conn.boot {
+            return self.replicas[replica].backlog.push(Occurrence::Take { conn: id, to_replica, message });
+        }
+        if let Some(process) = self.engines.get_mut(&engine).filter(|process| !to_replica && process.paused) {
+            return process.backlog.push(Occurrence::Take { conn: id, to_replica, message });
+        }
+        match (to_replica, message) {
+            (true, Message::Close) => self.engine_has_closed(id),
+            (true, Message::Ask(number, ask)) => self.asked(id, number, *ask),
+            (true, Message::Answer(..)) | (false, Message::Ask(..)) => {}
+            (false, Message::Close) => self.close_at_engine(id, "it has closed the connection"),
+            (false, Message::Answer(number, answer)) => {
+                if engine_open {
+                    self.answered(id, number, *answer);
+                }
+            }
+        }
+        self.forget_if_over(id);
+    }
+
+    /// Both ends of a connection see its end, each in its time. Of what is under way a part may be lost.
+    pub fn break_connection(&mut self, id: ConnId, rng: &mut Rng) {
+        self.lose_suffix(id, rng);
+        self.send(id, true, Message::Close);
+        self.send(id, false, Message::Close);
+    }
+
+    /// The last of the messages that are under way in each direction never arrive.
+    pub fn lose_suffix(&mut self, id: ConnId, rng: &mut Rng) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        for to_replica in [true, false] {
+            let direction = conn.direction(to_replica);
+            if direction.lost_from.is_none() {
+                direction.lost_from = Some(rng.u64(direction.arrived..=direction.sent));
+            }
+        }
+    }
+
+    /// From now on nothing that is sent arrives, and nobody is told.
+    pub fn half_open(&mut self, id: ConnId) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.is_dead = true;
+            conn.to_replica.held.clear();
+            conn.to_engine.held.clear();
+        }
+    }
+
+    /// Both ends of a half-open connection find out.
+    pub fn end_half_open(&mut self, id: ConnId) {
+        self.close_at_engine(id, "it is silent");
+        self.end_at_replica(id);
+        self.forget_if_over(id);
+    }
+
+    /// What a dead engine has sent arrives only when `until` has mended it.
+    pub fn hold_messages_of(&mut self, engine: u64) -> u64 {
+        let id = self.fresh();
+        self.cuts.push(Cut { id, whom: Whom::Engine(engine), to_replica: true, to_engine: false });
+        id
+    }
+
+    pub fn forget_if_over(&mut self, id: ConnId) {
+        let is_over = self.conns.get(&id).is_some_and(|conn| {
+            let nothing_comes = conn.is_dead || !conn.holds_any();
+            !conn.engine_open && !conn.replica_open && nothing_comes
+        });
+        if is_over {
             self.conns.remove(&id);
         }
+    }
+
+    /// Whether what happens is for a process that is stopped: it takes it when it runs again.
+    pub fn is_postponed(&mut self, what: Occurrence) -> Option<Occurrence> {
+        let engine = match &what {
+            Occurrence::Tick { engine }
+            | Occurrence::CloseQueue { engine, .. }
+            | Occurrence::Submit { engine, .. }
+            | Occurrence::AskArbiter { engine }
+            | Occurrence::Granted { engine, .. } => Some(*engine),
+            _ => None,
+        };
+        if let Some(process) = engine.and_then(|engine| self.engines.get_mut(&engine))
+            && process.paused
+        {
+            process.backlog.push(what);
+            return None;
+        }
+        if let Occurrence::DiskDone { replica, boot, .. } | Occurrence::PageDone { replica, boot, .. } = &what
+        {
+            let replica = &mut self.replicas[*replica];
+            if replica.paused && replica.boot == *boot {
+                replica.backlog.push(what);
+                return None;
+            }
+        }
+        Some(what)
+    }
+
+    /// Everything that a world of this script meets.
+    pub fn schedule(&mut self, script: &Script) {
+        self.after(10, Occurrence::StartEngine { host: 0 });
+        self.after(20, Occurrence::Guest);
+        self.after(50_000, Occurrence::Control);
+        for strike in &script.faults {
+            self.after(strike.at_us, Occurrence::Fault(strike.clone()));
+        }
+    }
+
+    /// A fault that has struck is counted by its name.
+    pub fn count_fault(&mut self, fault: &Fault) {
+        self.count(fault.name());
     }
 }

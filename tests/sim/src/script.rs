@@ -1,0 +1,271 @@
+//! A run as data: its parameters, and every fault with its time and all of its choices.
+//!
+//! A script is made from a seed with a generator of its own, and can be stored, changed and run again. What it does not say
+//! (how long a message or a disk takes) comes from its seed while it runs; what the guest asks for comes from there too, by a
+//! generator of its own. So a stored script survives a change of the generator of scripts, and mostly one of the simulation.
+
+use fastrand::Rng;
+use serde::{Deserialize, Serialize};
+
+use crate::faults::{Broken, Fault, Kind};
+
+/// The most replicas that a run ever has: those that take the place of others included.
+pub const REPLICAS_MAX: usize = 7;
+/// Hosts on which an engine may run.
+pub const HOSTS: usize = 3;
+
+/// What to run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Script {
+    /// Of delays, and of what the guest asks for.
+    pub seed: u64,
+    /// How many replicas the volume has.
+    pub replicas: u64,
+    /// Blocks beyond whole regions.
+    #[serde(default)]
+    pub odd_blocks: u64,
+    /// The most requests that the guest makes.
+    pub requests: u64,
+    /// How long there may be trouble.
+    pub trouble_us: u64,
+    /// Whether messages are now and then very late.
+    #[serde(default)]
+    pub slow_network: bool,
+    /// How many queues the engine has.
+    #[serde(default = "one")]
+    pub queues: u16,
+    /// How each replica holds what the volume begins with; those that are not named have a plain one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layouts: Vec<Layout>,
+    /// In the order of their times.
+    pub faults: Vec<Strike>,
+}
+
+/// A fault and its time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Strike {
+    /// When it strikes.
+    pub at_us: u64,
+    /// What else is chosen follows from this: which blocks are lost, how long a process is away.
+    #[serde(default)]
+    pub salt: u64,
+    /// What it is.
+    #[serde(flatten)]
+    pub fault: Fault,
+}
+
+/// How a replica holds what it holds: it reads the same with any of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Layout {
+    /// Zeroes where others have holes.
+    pub has_zeroes: bool,
+    /// There is no snapshot below the head, which holds all.
+    pub is_flat: bool,
+    /// The file system cannot make holes.
+    pub cannot_punch: bool,
+}
+
+fn one() -> u16 {
+    1
+}
+
+/// Trouble goes on for so long.
+const TROUBLE_US: u64 = 15_000_000;
+
+/// How often each kind of fault is chosen.
+const WEIGHTS: [(Kind, u32); 29] = [
+    (Kind::KillReplica, 12),
+    (Kind::CutPower, 7),
+    (Kind::KillEngine, 11),
+    (Kind::AttachElsewhere, 4),
+    (Kind::Partition, 6),
+    (Kind::OneWay, 4),
+    (Kind::HalfOpen, 4),
+    (Kind::BreakConnection, 8),
+    (Kind::StopController, 5),
+    (Kind::CutPowerOfAll, 1),
+    (Kind::FillDisk, 4),
+    (Kind::BreakWrite, 4),
+    (Kind::BreakFlush, 3),
+    (Kind::BreakRead, 2),
+    (Kind::BreakVerify, 1),
+    (Kind::BreakState, 3),
+    (Kind::BreakPage, 2),
+    (Kind::SlowDisk, 4),
+    (Kind::PauseEngine, 3),
+    (Kind::PauseReplica, 4),
+    (Kind::ClockJump, 2),
+    (Kind::Replace, 2),
+    (Kind::Destroy, 1),
+    (Kind::HandOver, 6),
+    (Kind::Expand, 6),
+    (Kind::RotSets, 2),
+    (Kind::LoseState, 2),
+    (Kind::RestoreController, 2),
+    (Kind::RestoreDisk, 2),
+];
+
+/// What the rules do not survive yet: only chosen on demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Withheld {
+    /// An engine's host loses its state file.
+    LostState,
+    /// The controller's store is an earlier copy.
+    RolledBackController,
+    /// A replica's disk is an earlier copy.
+    RolledBackDisk,
+    /// Requests that fail have changed some blocks.
+    PartialErrors,
+    /// Replicas hold the same in different ways.
+    Layouts,
+}
+
+impl Script {
+    /// The script of `seed`. `wanted`: what may be chosen of that which is withheld else.
+    #[must_use]
+    pub fn of(seed: u64, wanted: &[Withheld]) -> Script {
+        // The seed itself is for the delays.
+        let mut rng = Rng::with_seed(seed ^ 0x5eed_0f5c_1197);
+        let replicas = [2, 3, 3, 3, 1, 2][rng.usize(0..6)];
+        let mut script = Script {
+            seed,
+            replicas,
+            odd_blocks: rng.u64(0..3),
+            requests: rng.u64(200..6_000),
+            trouble_us: TROUBLE_US,
+            slow_network: rng.u8(0..3) == 0,
+            queues: [1, 1, 2, 3][rng.usize(0..4)],
+            layouts: Vec::new(),
+            faults: Vec::new(),
+        };
+        if wanted.contains(&Withheld::Layouts) && rng.bool() {
+            let layout = |_| Layout {
+                has_zeroes: rng.bool(),
+                is_flat: rng.u8(0..4) == 0,
+                cannot_punch: rng.u8(0..4) == 0,
+            };
+            script.layouts = (0..REPLICAS_MAX).map(layout).collect();
+        }
+        script.choose_faults(&mut rng, wanted);
+        script
+    }
+
+    fn choose_faults(&mut self, rng: &mut Rng, wanted: &[Withheld]) {
+        let mut at_us = 0;
+        loop {
+            // Some come together.
+            at_us += if rng.u8(0..4) == 0 { rng.u64(0..30_000) } else { rng.u64(10_000..1_700_000) };
+            if at_us >= self.trouble_us {
+                return;
+            }
+            let mut pick = rng.u32(0..WEIGHTS.iter().map(|(_, weight)| weight).sum());
+            let chosen = WEIGHTS.iter().find(|(_, weight)| {
+                let is_it = pick < *weight;
+                pick = pick.saturating_sub(*weight);
+                is_it
+            });
+            let Some((kind, _)) = chosen else { return };
+            let salt = rng.u64(0..1 << 48);
+            for (offset_us, fault) in choose(*kind, rng, wanted) {
+                self.faults.push(Strike { at_us: at_us + offset_us, salt, fault });
+            }
+            self.faults.sort_by_key(|strike| strike.at_us);
+        }
+    }
+}
+
+/// All choices of a fault, and how much later than the first its parts strike; nothing where it is withheld.
+fn choose(kind: Kind, rng: &mut Rng, wanted: &[Withheld]) -> Vec<(u64, Fault)> {
+    let victim = rng.usize(0..REPLICAS_MAX);
+    let host = rng.usize(0..HOSTS);
+    let for_us = rng.u64(50_000..4_000_000);
+    let partial = rng.bool() && wanted.contains(&Withheld::PartialErrors);
+    let later_us = rng.u64(100_000..6_000_000);
+    let wants = |withheld: Withheld| wanted.contains(&withheld);
+    let broken = |what: Broken, rng: &mut Rng| Fault::BreakDisk {
+        victim,
+        what,
+        times: [1, 1, 1, 3][rng.usize(0..4)],
+        partial,
+        for_us,
+    };
+    let fault = match kind {
+        Kind::KillReplica => Fault::KillReplica { victim, power: false, for_us: rng.u64(5_000..2_500_000) },
+        Kind::CutPower => Fault::KillReplica { victim, power: true, for_us: rng.u64(5_000..2_500_000) },
+        Kind::KillEngine => {
+            // What the dead one has sent may still be under way when the next one has started.
+            let lingers_us = if rng.u8(0..3) == 0 { rng.u64(1_000..800_000) } else { 0 };
+            Fault::KillEngine { lingers_us, for_us: rng.u64(5_000..300_000) }
+        }
+        Kind::HandOver => Fault::HandOver { for_us: rng.u64(5_000..300_000) },
+        Kind::AttachElsewhere => Fault::AttachElsewhere,
+        Kind::Partition => Fault::Partition { host, victim, to_replica: true, to_engine: true, for_us },
+        Kind::OneWay => {
+            let to_replica = rng.bool();
+            Fault::Partition { host, victim, to_replica, to_engine: !to_replica, for_us }
+        }
+        Kind::HalfOpen => Fault::HalfOpen { pick: rng.u64(0..1 << 16), for_us: rng.u64(100_000..12_000_000) },
+        Kind::BreakConnection => Fault::BreakConnection { pick: rng.u64(0..1 << 16) },
+        Kind::StopController => Fault::StopController { for_us },
+        Kind::CutPowerOfAll => Fault::CutPowerOfAll,
+        Kind::FillDisk => Fault::FillDisk { victim, partial, pages: rng.bool(), for_us },
+        Kind::BreakWrite => broken(Broken::Write, rng),
+        Kind::BreakFlush => broken(Broken::Flush, rng),
+        Kind::BreakRead => broken(Broken::Read, rng),
+        Kind::BreakVerify => broken(Broken::Verify, rng),
+        Kind::BreakState => broken(Broken::State, rng),
+        Kind::BreakPage => broken(Broken::Page, rng),
+        Kind::SlowDisk => Fault::SlowDisk { victim, by_us: rng.u64(10_000..4_000_000), for_us },
+        Kind::PauseEngine => {
+            let for_us = if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) };
+            Fault::PauseEngine { tick_first: rng.bool(), for_us }
+        }
+        Kind::PauseReplica => {
+            let for_us = if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) };
+            Fault::PauseReplica { victim, for_us }
+        }
+        Kind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },
+        Kind::Replace => Fault::Replace { victim },
+        Kind::Destroy => Fault::Destroy { victim },
+        Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
+        Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
+        Kind::LoseState if wants(Withheld::LostState) => Fault::LoseState { host },
+        Kind::RestoreController if wants(Withheld::RolledBackController) => {
+            return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];
+        }
+        Kind::RestoreDisk if wants(Withheld::RolledBackDisk) => {
+            let restore = Fault::RestoreDisk { victim, for_us: rng.u64(5_000..500_000) };
+            return vec![(0, Fault::SaveDisk { victim }), (later_us, restore)];
+        }
+        _ => return Vec::new(),
+    };
+    vec![(0, fault)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_script_is_stored_and_read_again() {
+        let everything = [
+            Withheld::LostState,
+            Withheld::RolledBackController,
+            Withheld::RolledBackDisk,
+            Withheld::Layouts,
+        ];
+        for seed in 0..50 {
+            let script = Script::of(seed, &everything);
+            let text = serde_json::to_string(&script).unwrap();
+            assert_eq!(serde_json::from_str::<Script>(&text).unwrap(), script, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_seed_has_one_script() {
+        assert_eq!(Script::of(7, &[]), Script::of(7, &[]));
+        assert_ne!(Script::of(7, &[]).faults, Script::of(8, &[]).faults);
+    }
+}
