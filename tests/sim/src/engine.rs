@@ -47,6 +47,10 @@ pub struct Host {
     pub granted_before: Option<View>,
     /// The process that runs.
     pub engine: Option<u64>,
+    /// Whether the guest has used a device of this attachment here.
+    pub was_live: bool,
+    /// Whether writes of that guest may be gone: it is told by an error for every request.
+    pub lost_writes: bool,
     /// By how much its clock has leapt ahead.
     pub clock_ms: u64,
 }
@@ -177,10 +181,12 @@ impl World {
         let generation = if self.controller.attach > known.attach {
             // What the controller knows is passed with the attachment.
             self.hosts[host].granted_before = self.controller.arbiter.granted();
+            (self.hosts[host].was_live, self.hosts[host].lost_writes) = (false, false);
             Generation::new(self.controller.attach, 0)
         } else {
             Generation::new(known.attach, known.restart + 1)
         };
+        let generation = generation.with_nonce(self.rng.u64(..));
         self.hosts[host].generation = generation;
         let id = self.fresh();
         let begun_us = self.now;
@@ -287,6 +293,17 @@ impl World {
         self.kill_engine(host, 0, rng);
         self.after(1000, Occurrence::StartEngine { host });
         true
+    }
+
+    /// The guest of that attachment has been told that its writes may be gone: it begins anew.
+    pub fn attach_anew(&mut self, attach: u64) {
+        if self.controller.attach == attach {
+            let mut rng = self.rng.fork();
+            self.attach_elsewhere(&mut rng);
+        }
+        if self.controller.attach == attach {
+            self.after(100_000, Occurrence::AttachAnew { attach }); // the controller is away
+        }
     }
 
     /// The engine's side of a connection sees that it is over.

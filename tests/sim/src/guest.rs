@@ -208,6 +208,10 @@ impl World {
             return self.violate(format!("slot {id:?} is completed twice"));
         };
         self.guest.done += 1;
+        let host = self.engines.get(&engine).map(|process| process.host);
+        if outcome.is_ok() && host.is_some_and(|host| self.hosts[host].lost_writes) {
+            return self.violate(format!("writes may be gone, and the guest is not told: {request:?}"));
+        }
         self.note(|| format!("  done: {request:?} {outcome:?}"));
         let (range, now) = (sectors_of(&request), self.now);
         match (request.operation, outcome) {

@@ -280,6 +280,7 @@ impl World {
             Occurrence::AskArbiter { engine } => self.ask_arbiter(engine),
             Occurrence::Granted { engine, view } => self.granted(engine, view),
             Occurrence::Control => self.control_turn(),
+            Occurrence::AttachAnew { attach } => self.attach_anew(attach),
             Occurrence::Guest => self.guest_turn(),
             Occurrence::Wake { engine } => self.wake(engine),
         }
@@ -292,6 +293,7 @@ fn is_recovered(world: &World) -> bool {
     let Some(core) = &engine.core else { return false };
     let members = core.membership().view().members;
     world.calm
+        && !world.hosts[engine.host].lost_writes
         && world.guest.budget == 0
         && world.guest.size_bytes == world.controller.size_bytes
         && world.guest.slots.iter().all(Option::is_none)

@@ -7,8 +7,8 @@ use std::rc::Rc;
 
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, Event, PeerConfig, PeerState, ScrubConfig};
 use shorthorn_types::{
-    MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId, View,
-    ViewId,
+    Generation, MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf,
+    ReplicaId, View, ViewId,
 };
 use shorthorn_views::{
     CannotStart, Change, Combined, Kept, NoPlan, Progress, Witness, combine, plan, remembers,
@@ -198,8 +198,9 @@ impl Process {
             // Every attempt that may have left a proposal somewhere has a generation of its own.
             let Some(engine) = world.engines.get(&self.engine) else { return };
             let host = engine.host;
-            world.hosts[host].generation.restart += 1;
-            let generation = world.hosts[host].generation;
+            let Generation { attach, restart, .. } = world.hosts[host].generation;
+            let generation = Generation::new(attach, restart + 1).with_nonce(world.rng.u64(..));
+            world.hosts[host].generation = generation;
             if let Some(engine) = world.engines.get_mut(&self.engine) {
                 engine.generation = generation;
                 engine.wants = None;
@@ -286,7 +287,8 @@ impl Process {
         let view = View { id: ViewId { generation, number: 1 }, members: chosen };
         let asked: Vec<&Reached> =
             reached.iter().filter(|one| !plan.blank.contains(peers[one.peer])).collect();
-        if !self.bring_through(peers, &asked, Change::new(plan.basis.honoured.clone(), view)).await {
+        let change = Change::new(plan.basis.honoured.clone(), view);
+        if !self.bring_through(peers, &asked, change, plan.lost_writes).await {
             return false;
         }
         let members: Vec<&Reached> = reached.iter().filter(|one| chosen.contains(peers[one.peer])).collect();
@@ -303,7 +305,11 @@ impl Process {
             self.close(one.conn);
         }
         let Some(links) = self.connect_members(peers, &members).await else { return false };
-        self.note_losses(&members);
+        let refuses_requests = {
+            let world = self.sim.borrow();
+            let host = world.engines.get(&self.engine).map(|process| process.host);
+            host.is_some_and(|host| world.hosts[host].lost_writes)
+        };
         let config = CoreConfig {
             queues: self.sim.borrow().queues,
             depth: DEPTH,
@@ -321,9 +327,9 @@ impl Process {
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
-            refuses_requests: false,
+            refuses_requests,
         };
-        self.serve(config, links, &plan.basis.honoured.committed, &is_complete);
+        self.serve(config, links, &plan.basis.honoured.committed, &is_complete, plan.lost_writes);
         true
     }
 
@@ -360,14 +366,13 @@ impl Process {
         Some(Kept { intent, missed })
     }
 
-    /// Where every member has lost power since a write, that write may be gone.
-    fn note_losses(&self, members: &[&Reached]) {
+    /// Every member has lost power since a write: whoever has used the device since is told.
+    fn note_losses(&self) {
         let mut world = self.sim.borrow_mut();
-        if members.iter().all(|one| one.greeting.lost_cache) {
-            let now = world.now;
-            world.count("starts from lost caches");
-            world.checker.power_lost(now);
-        }
+        world.count("starts from lost caches");
+        let Some(host) = world.engines.get(&self.engine).map(|process| process.host) else { return };
+        let host = &mut world.hosts[host];
+        host.lost_writes |= host.was_live;
     }
 
     fn serve(
@@ -376,6 +381,7 @@ impl Process {
         links: Vec<(usize, Vec<ConnId>)>,
         last_view: &View,
         is_complete: &[bool],
+        lost_writes: bool,
     ) {
         let mut world = self.sim.borrow_mut();
         let engine = self.engine;
@@ -413,8 +419,21 @@ impl Process {
             world.apply(engine, Event::Lost { peer: index(peer), reason });
             world.close_links(engine, index(peer));
         }
-        if attach == world.controller.attach && host == world.controller.host {
+        let is_current = attach == world.controller.attach && host == world.controller.host;
+        let refuses = config.refuses_requests;
+        // Once a guest has begun with a newer engine, this one has changed nothing that it does not know.
+        world.lost_untold |= (lost_writes || refuses) && (is_current || world.guest.engine.is_none());
+        if is_current {
             world.settle_forgotten();
+            world.hosts[host].was_live = true;
+            if refuses {
+                world.count("guests told of lost writes");
+                let delay = world.rng.u64(100_000..1_000_000);
+                world.after(delay, Occurrence::AttachAnew { attach });
+            } else if std::mem::take(&mut world.lost_untold) {
+                let now = world.now;
+                world.checker.power_lost(now);
+            }
             world.device_is_served(engine);
         }
         world.after(1000, Occurrence::Tick { engine });
@@ -444,13 +463,22 @@ impl Process {
     ///
     /// Nothing is proposed before it is granted: what one half has stored and may never be granted would stand in the way of
     /// the other half for ever.
-    async fn bring_through(&self, peers: &[ReplicaId], reached: &[&Reached], mut change: Change) -> bool {
+    async fn bring_through(
+        &self,
+        peers: &[ReplicaId],
+        reached: &[&Reached],
+        mut change: Change,
+        lost_writes: bool,
+    ) -> bool {
         let everybody = Members::new(reached.iter().map(|one| peers[one.peer])).unwrap_or_default();
         if change.would_need_grant(&everybody) {
             if !self.await_grant(&change, everybody).await {
                 return false;
             }
             change.granted();
+        }
+        if lost_writes {
+            self.note_losses();
         }
         for one in reached {
             if self.done(one.conn, Ask::Propose(change.target, change.honoured.clone())).await {

@@ -819,6 +819,9 @@ impl World {
         for at in 0..self.replicas.len() {
             self.kill_replica(at, true, 0, rng);
         }
+        for host in &mut self.hosts {
+            (host.was_live, host.lost_writes) = (false, false);
+        }
         // The guest was on one of the hosts.
         let now = self.now;
         self.guest_moves();

@@ -47,6 +47,8 @@ pub enum Occurrence {
     AskArbiter { engine: u64 },
     /// The arbiter's answer arrives.
     Granted { engine: u64, view: View },
+    /// The volume is attached anew, unless that was done since this attachment.
+    AttachAnew { attach: u64 },
     /// The controller looks for replicas that are lost.
     Control,
     /// The guest may ask for something.
@@ -96,6 +98,8 @@ pub struct World {
     /// What the guest had in flight when it moved: it may happen until the next engine serves.
     pub guest_forgot: Vec<crate::guest::Outstanding>,
     pub checker: Checker,
+    /// An engine has started from members that had all lost power, and no guest has begun anew since.
+    pub lost_untold: bool,
     /// Who does not reach whom.
     pub cuts: Vec<Cut>,
     /// Answers that tasks wait for.
@@ -151,6 +155,7 @@ impl World {
             guest,
             guest_forgot: Vec::new(),
             checker,
+            lost_untold: false,
             cuts: Vec::new(),
             calls: BTreeMap::new(),
             new_engines: Vec::new(),
