@@ -2,6 +2,7 @@
 
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View};
 
+use crate::replica::stands_for;
 use crate::start::{Basis, CannotStart, basis, forgets, knows_no_engine};
 
 /// What one fenced replica says of itself.
@@ -101,7 +102,10 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
 pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
     let ReplicaReport { committed, proposed } = report;
     match last {
-        Some(last) => committed.id >= last.id || proposed.iter().any(|view| view.id == last.id),
+        Some(last) => {
+            let has = |view: &View| view.id == last.id || stands_for(view, &last);
+            committed.id >= last.id || proposed.iter().any(has)
+        }
         None => committed.id.generation != Generation::NEVER || !proposed.is_empty(),
     }
 }
@@ -229,6 +233,16 @@ mod tests {
         // Nor does it count for the quorum.
         let alone = plan(&[witness(1, now, &[]), empty], None).unwrap_err();
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }));
+    }
+
+    /// Of proposals with the same members a replica keeps the newest only.
+    #[test]
+    fn a_replica_that_has_a_newer_proposal_of_the_same_members_has_not_forgotten() {
+        let (old, now, again) = (view(4, &[1, 2, 3]), view(5, &[1, 2]), view(6, &[1, 2]));
+        let holder = witness(1, old, &[again]);
+        assert!(remembers(&holder.report, Some(now)));
+        let found = plan(&[holder, witness(2, now, &[again])], None).unwrap();
+        assert_eq!((found.members, found.blank), (now.members, ids(&[])));
     }
 
     #[test]

@@ -129,12 +129,16 @@ fn may_be_through(view: &View, older: &[View], reports: &[Reported], granted: Op
     view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
 }
 
-/// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed.
+/// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed. One with
+/// the same members may have taken its place.
 #[must_use]
 pub fn forgets(replica: ReplicaId, report: &ReplicaReport, newest_committed: View) -> bool {
     newest_committed.members.contains(replica)
         && report.committed.id < newest_committed.id
-        && !report.proposed.iter().any(|view| view.id == newest_committed.id)
+        && !report
+            .proposed
+            .iter()
+            .any(|view| view.id == newest_committed.id || stands_for(view, &newest_committed))
 }
 
 /// Whether no engine has ever had the replica store a view.

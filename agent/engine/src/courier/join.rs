@@ -46,7 +46,7 @@ impl Courier {
         }
         let lack = self.find_lack(&peer, &welcome, remembers)?;
         self.keep_accounts(&welcome)?;
-        let size_bytes = self.connect_queues(&peer)?;
+        let size_bytes = self.connect_queues(&peer).inspect_err(|_| self.drop_queues())?;
         self.hand_to_core(lack, size_bytes)
     }
 
@@ -201,6 +201,12 @@ impl Courier {
                 .map_err(|_| Trouble::NotYet("a queue does not take its connection"))?;
         }
         Ok(size_bytes)
+    }
+
+    /// Not every queue has its connection: those that have one give it up, else the next attempt would wait for their end.
+    fn drop_queues(&self) {
+        let (peer, reason) = (self.peer, "not every queue is connected to it".to_owned());
+        self.desk.shared.decide(|_, outputs| outputs.push(Output::Drop { peer, reason }));
     }
 
     /// The core takes over, if the replica, which has `size_bytes`, has followed every expansion that the core may be
