@@ -395,7 +395,7 @@ impl EngineCore {
 
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
         let told_ms = std::mem::replace(&mut self.told_ms, now_ms);
-        self.now_ms += now_ms.saturating_sub(told_ms).min(TICK_STEP_MS_MAX);
+        self.now_ms += now_ms.saturating_sub(told_ms).min(TICK_STEP_MS_MAX).min(self.replica_timeout_ms / 2);
         for peer in self.late().iter() {
             self.lose(peer, format!("no answer for {} ms", self.replica_timeout_ms), out);
         }

@@ -194,6 +194,8 @@ impl EngineCore {
                 let number = self.next_mark();
                 self.joins.marks.send(number, PeerMask::one(peer), &change, self.now_ms, out);
             }
+            // A repair that follows from a check is something that it would miss.
+            None if self.jobs.is_checking() => {}
             None => self.propose_join(peer, out),
         }
     }

@@ -133,7 +133,7 @@ impl EngineCore {
             Err(Errno::NO_SPACE) if slot.operation.modifies() => {
                 slot.no_space = slot.no_space.with(PeerMask::one(peer));
             }
-            Err(errno) if alone => slot.error = Some(errno),
+            Err(errno) if alone => (slot.error, slot.erred) = (Some(errno), PeerMask::one(peer)),
             Err(errno) => {
                 // Its answer stays pending: the request goes on when the replica has left.
                 let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
@@ -157,9 +157,29 @@ impl EngineCore {
     fn finish(&mut self, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at(id);
         match slot.error {
-            Some(errno) => self.fail(id, errno, out),
+            Some(errno) => self.failed_alone(id, errno, out),
             None if slot.no_space.is_empty() => self.complete(id, Ok(()), out),
             None => self.found_no_space(id, out),
+        }
+    }
+
+    /// The last member could not do it. Where a replica that was brought up has done it and has become a member since, that one
+    /// is not the last any more and leaves.
+    fn failed_alone(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
+        let in_view = self.membership.in_view();
+        let members = self.membership.answering();
+        let slot = self.slots.at_mut(id);
+        if slot.sent.and(members).without(slot.erred).is_empty() {
+            return self.fail(id, errno, out);
+        }
+        let erred = slot.erred.and(in_view);
+        (slot.error, slot.pending) = (None, erred);
+        if erred.is_empty() {
+            return self.finish(id, out);
+        }
+        let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
+        for peer in erred.iter() {
+            self.lose(peer, what.clone(), out);
         }
     }
 

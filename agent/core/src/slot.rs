@@ -41,6 +41,8 @@ pub(crate) struct Slot {
     pub no_space: PeerMask,
     /// What the last member answered, where that was an error.
     pub error: Option<Errno>,
+    /// Who answered that.
+    pub erred: PeerMask,
     pub sent_at_ms: u64,
 }
 
@@ -53,6 +55,7 @@ impl Slot {
         pending: PeerMask::NONE,
         no_space: PeerMask::NONE,
         error: None,
+        erred: PeerMask::NONE,
         sent_at_ms: 0,
     };
 

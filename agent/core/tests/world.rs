@@ -12,9 +12,9 @@ use proptest::prelude::*;
 use replica::{BLOCK_UNITS, REGIONS, REPLICAS, Replica, SIZE_BYTES, UNIT_BYTES, UNITS, region_set, units};
 use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, PeerState, Request,
-    SlotId,
+    ScrubConfig, SlotId,
 };
-use shorthorn_types::{ByteRange, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::basis;
 
 const DEPTH: u16 = 6;
@@ -73,6 +73,13 @@ struct World {
     now_ms: u64,
     is_frozen: bool,
     joined: u64,
+    /// Which replicas have full disks, and which bad ones.
+    is_full: [bool; REPLICAS],
+    is_bad: [bool; REPLICAS],
+    /// Given up: it is not known any more what they miss.
+    is_forgotten: [bool; REPLICAS],
+    /// How many requests have failed.
+    failed: u64,
 }
 
 impl World {
@@ -94,6 +101,10 @@ impl World {
             now_ms: 0,
             is_frozen: false,
             joined: 0,
+            is_full: [false; REPLICAS],
+            is_bad: [false; REPLICAS],
+            is_forgotten: [false; REPLICAS],
+            failed: 0,
         };
         world.start();
         world
@@ -155,6 +166,7 @@ impl World {
         config.dirty = region_set(&dirty.collect());
         self.core = EngineCore::new(&config);
         (self.granting, self.is_frozen) = (None, false);
+        self.is_forgotten = [false; REPLICAS];
         if config.dirty.is_empty() {
             self.forgive();
         }
@@ -246,11 +258,8 @@ impl World {
                 self.joined += 1;
                 return self.check_equal();
             }
-            Output::ViewChanged { .. }
-            | Output::ScrubFound { .. }
-            | Output::ScrubDone
-            | Output::Settled
-            | Output::Expanded { .. } => {
+            Output::ScrubFound { range, odd, .. } => panic!("{odd:?} differ in {range}"),
+            Output::ViewChanged { .. } | Output::ScrubDone | Output::Settled | Output::Expanded { .. } => {
                 return;
             }
         };
@@ -259,11 +268,19 @@ impl World {
 
     /// The replica does what it was told; its answer.
     fn execute(&mut self, peer: usize, told: &Told) -> Option<Event> {
-        let replica = &mut self.replicas[peer];
         let generation = Generation::new(self.attach, 0);
         let index = u8::try_from(peer).unwrap();
         match told.clone() {
+            Told::Do { slot, operation, range, .. } if self.fails(peer, operation) => {
+                Some(self.fail(peer, slot, operation, range, told))
+            }
+            Told::Do { slot, operation: Operation::Verify, range, .. } => {
+                let sum = |sum: u32, unit: &u32| sum.wrapping_mul(31).wrapping_add(*unit);
+                let sum = self.replicas[peer].data[units(range)].iter().fold(0, sum);
+                Some(Event::Verified { peer: index, slot, outcome: Ok(sum) })
+            }
             Told::Do { slot, operation, range, at } => {
+                let replica = &mut self.replicas[peer];
                 let buffer = &mut self.buffers[usize::from(slot.slot)];
                 replica.execute(operation, range, &mut buffer[at..]);
                 if operation == Operation::Read && slot.slot >= DEPTH {
@@ -273,36 +290,93 @@ impl World {
                 Some(Event::Reply { peer: index, slot, outcome: Ok(()) })
             }
             Told::Propose { view, honoured } => {
-                replica.propose(generation, view, &honoured);
+                self.replicas[peer].propose(generation, view, &honoured);
                 Some(Event::ViewStored { peer: index, view: view.id })
             }
             Told::Commit { view } => {
-                replica.commit(generation, view);
+                self.replicas[peer].commit(generation, view);
                 None
             }
             Told::Mark { mark, change } => {
-                replica.mark(&change);
+                self.replicas[peer].mark(&change);
                 Some(Event::Marked { peer: index, mark })
             }
         }
     }
 
+    /// Whether `peer` cannot do it. It may be lost for that: never where another member has lost its cache.
+    fn fails(&mut self, peer: usize, operation: Operation) -> bool {
+        let modifies = !matches!(operation, Operation::Read | Operation::Flush | Operation::Verify);
+        let may = (self.is_full[peer] && modifies && self.dice.one_in(2))
+            || (self.is_bad[peer] && operation != Operation::Verify && self.dice.one_in(20));
+        let members = self.peers_in(PeerState::Member);
+        may && !members.iter().any(|other| *other != peer && self.replicas[*other].lost_cache)
+    }
+
+    /// The replica does it to some of the blocks.
+    fn fail(
+        &mut self,
+        peer: usize,
+        slot: SlotId,
+        operation: Operation,
+        range: ByteRange,
+        told: &Told,
+    ) -> Event {
+        let &Told::Do { at, .. } = told else { panic!("{told:?}") };
+        let is_full = self.is_full[peer] && !matches!(operation, Operation::Read | Operation::Flush);
+        if is_full || !matches!(operation, Operation::Read | Operation::Flush) {
+            let per_block = self.dice.one_in(2);
+            let stop = self.dice.below(units(range).len() as u64 + 1);
+            let buffer = &self.buffers[usize::from(slot.slot)][at..];
+            let first = units(range).start;
+            let mut is_done = false;
+            let mut last_block = usize::MAX;
+            let mut done = Vec::new();
+            for unit in units(range) {
+                if unit / BLOCK_UNITS != last_block {
+                    last_block = unit / BLOCK_UNITS;
+                    is_done = if per_block { self.dice.one_in(2) } else { ((unit - first) as u64) < stop };
+                }
+                if is_done {
+                    let value =
+                        if matches!(operation, Operation::Write { .. }) { buffer[unit - first] } else { 0 };
+                    done.push((unit, value));
+                }
+            }
+            self.replicas[peer].execute_some(range, &done);
+        }
+        let outcome = Err(if is_full { Errno::NO_SPACE } else { Errno::IO });
+        Event::Reply { peer: index(peer), slot, outcome }
+    }
+
     fn submit(&mut self, slot: u16) {
-        let length = 1 + self.dice.below(if self.dice.0.is_multiple_of(4) { MAX_WRITE_UNITS } else { 4 });
-        let start = self.dice.below(UNITS as u64 - length);
-        let range = ByteRange::new(start * UNIT_BYTES, length * UNIT_BYTES).unwrap();
-        let (operation, range) = match self.dice.below(10) {
-            0 => (Operation::Flush, ByteRange::EMPTY),
-            1 => (Operation::WriteZeroes { fua: false }, range),
-            2..=5 => (Operation::Read, range),
-            _ => (Operation::Write { fua: false }, range),
+        let operation = match self.dice.below(10) {
+            0 => Operation::Flush,
+            1 => Operation::WriteZeroes { fua: false },
+            2 => Operation::Discard,
+            3..=5 => Operation::Read,
+            _ => Operation::Write { fua: false },
         };
+        let has_data = matches!(operation, Operation::Read | Operation::Write { .. });
+        let most = match self.dice.below(4) {
+            0 if has_data => MAX_WRITE_UNITS,
+            // More than fits the buffer of a copy.
+            0 => UNITS as u64 - 1,
+            _ => 4,
+        };
+        let length = 1 + self.dice.below(most);
+        let start = self.dice.below(UNITS as u64 - length);
+        let range = match operation {
+            Operation::Flush => ByteRange::EMPTY,
+            _ => ByteRange::new(start * UNIT_BYTES, length * UNIT_BYTES).unwrap(),
+        };
+        // Blocks that a discard covers in part stay as they are.
+        let range = if operation == Operation::Discard { range.grown_to_blocks() } else { range };
         let value = if matches!(operation, Operation::Write { .. }) { self.next_value } else { 0 };
         self.next_value += 1;
         let mut asked =
             Asked { operation, range, value, allowed: BTreeMap::new(), is_disturbed: BTreeSet::new() };
-        let modifies =
-            |operation| matches!(operation, Operation::Write { .. } | Operation::WriteZeroes { .. });
+        let modifies = |operation| !matches!(operation, Operation::Read | Operation::Flush);
         for unit in units(range) {
             let mut allowed = self.truth[unit].clone();
             for other in self.asked.iter_mut().flatten().filter(|other| units(other.range).contains(&unit)) {
@@ -323,8 +397,10 @@ impl World {
     }
 
     fn completed(&mut self, slot: SlotId, outcome: Result<(), shorthorn_types::Errno>) {
-        assert_eq!(outcome, Ok(()));
         let asked = self.asked[usize::from(slot.slot)].take().expect("a request");
+        if outcome.is_err() {
+            return self.request_failed(&asked);
+        }
         let buffer = &self.buffers[usize::from(slot.slot)];
         for (at, unit) in units(asked.range).enumerate() {
             if asked.operation == Operation::Read {
@@ -342,6 +418,23 @@ impl World {
         }
         // Nobody may look at the buffer any more.
         self.buffers[usize::from(slot.slot)].fill(u32::MAX);
+    }
+
+    /// It may be done in part: equally on all members.
+    fn request_failed(&mut self, asked: &Asked) {
+        self.failed += 1;
+        if matches!(asked.operation, Operation::Read | Operation::Flush) {
+            return;
+        }
+        for unit in units(asked.range) {
+            self.truth[unit].insert(asked.value);
+        }
+        let members = self.peers_in(PeerState::Member);
+        for unit in units(asked.range.grown_to_blocks()) {
+            let values: BTreeSet<u32> = members.iter().map(|peer| self.replicas[*peer].data[unit]).collect();
+            assert!(values.len() <= 1, "unit {unit} of {members:?} after a failure: {values:?}");
+            assert!(values.is_subset(&self.truth[unit]), "unit {unit}: {values:?}");
+        }
     }
 
     /// All members have the same wherever nothing is in flight.
@@ -372,7 +465,10 @@ impl World {
         if self.replicas[peer].views.fence(Generation::new(self.attach, 0)).is_err() {
             return;
         }
-        let missing = self.replicas[peer].intent.clone();
+        let mut missing = self.replicas[peer].intent.clone();
+        if std::mem::take(&mut self.is_forgotten[peer]) {
+            missing.extend(0..REGIONS);
+        }
         let members = self.peers_in(PeerState::Member);
         let counted: Vec<usize> =
             (0..REPLICAS).filter(|other| *other != peer && !members.contains(other)).collect();
@@ -407,6 +503,26 @@ impl World {
                 }
             }
             17..=18 => self.settle(),
+            19 => {
+                let (peer, is_so) = (self.pick(), self.dice.one_in(3));
+                match self.dice.below(3) {
+                    0 => self.is_bad[peer] = is_so,
+                    _ => self.is_full[peer] = is_so,
+                }
+            }
+            20 if self.dice.one_in(5) => {
+                let config = ScrubConfig { bytes_per_s: 0, repair: self.dice.one_in(2) };
+                self.apply(Event::Scrub(Some(config)));
+            }
+            21 if self.dice.one_in(10) => {
+                let peer = self.pick();
+                let is_member = self.peers_in(PeerState::Member).contains(&peer);
+                let in_view = self.core.membership().view().members.contains(id(peer));
+                if !is_member && !in_view {
+                    self.is_forgotten[peer] = true;
+                    self.apply(Event::Forget { peer: index(peer) });
+                }
+            }
             _ => {
                 let peer = self.pick();
                 self.answer(peer);
@@ -476,6 +592,7 @@ impl World {
 
     /// Without faults everything comes to its end.
     fn rest(&mut self) {
+        (self.is_full, self.is_bad) = ([false; REPLICAS], [false; REPLICAS]);
         for _ in 0..20_000 {
             self.settle();
             self.tick();

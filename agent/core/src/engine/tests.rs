@@ -8,6 +8,7 @@ use crate::membership::PeerConfig;
 use crate::request::{Operation, Request};
 
 mod copies;
+mod corners;
 mod expand;
 mod failed;
 mod joins;
