@@ -60,7 +60,8 @@ impl Checker {
             written: Vec::new(),
         };
         for (sector, id) in initial.iter().enumerate() {
-            let first = checker.written.get(*id as usize).map_or(sector, |range| range.start.min(sector));
+            let first = checker.written.get(*id as usize).filter(|range| !range.is_empty());
+            let first = first.map_or(sector, |range| range.start.min(sector));
             checker.remember(*id, first..sector + 1);
         }
         checker
@@ -69,7 +70,7 @@ impl Checker {
     fn remember(&mut self, id: Id, sectors: std::ops::Range<usize>) {
         let at = id as usize;
         if self.written.len() <= at {
-            self.written.resize(at + 1, usize::MAX..0);
+            self.written.resize(at + 1, 0..0);
         }
         self.written[at] = sectors;
     }

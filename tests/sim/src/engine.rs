@@ -449,7 +449,7 @@ impl World {
         let Some(lie) = process.lies.get_mut(&key(slot)) else { return false };
         let Some(at) = lie.waits_for.iter().position(|other| *other == peer) else { return false };
         lie.waits_for.swap_remove(at);
-        lie.error = lie.error.or(outcome.err());
+        lie.error = lie.error.or_else(|| outcome.err());
         self.own_up(engine, slot);
         true
     }

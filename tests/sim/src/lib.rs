@@ -187,7 +187,7 @@ pub fn run(script: &Script, options: Options) -> Outcome {
 }
 
 fn make_world(script: &Script, options: Options) -> World {
-    let mut rng = Rng::with_seed(script.seed ^ 0x0064_6174_61);
+    let mut rng = Rng::with_seed(script.seed ^ 0x6461_7461);
     let size_bytes = Regions::of(1 << 20).region_bytes() * REGIONS + 4096 * script.odd_blocks;
     let ids: Vec<ReplicaId> = (1..=script.replicas.max(1)).map(|n| ReplicaId::from_random(n * 7)).collect();
     let members = Members::new(ids.iter().copied()).unwrap_or_default();
