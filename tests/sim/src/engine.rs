@@ -186,7 +186,7 @@ impl World {
         } else {
             Generation::new(known.attach, known.restart + 1)
         };
-        let generation = generation.with_nonce(self.rng.u64(..));
+        let generation = self.drawn(generation);
         self.hosts[host].generation = generation;
         let id = self.fresh();
         let begun_us = self.now;
@@ -277,6 +277,12 @@ impl World {
             conn.engine_open = false;
         }
         self.forget_if_over(id);
+    }
+
+    /// With a nonce of its own.
+    pub fn drawn(&mut self, pair: Generation) -> Generation {
+        let drawn = pair.with_nonce(self.rng.u64(..));
+        if self.options.sabotage == Some(Sabotage::OldProposals) { pair } else { drawn }
     }
 
     /// The controller attaches the volume to another host. The old engine is told nothing.
@@ -656,6 +662,7 @@ impl World {
     fn controller_learns(&mut self, holder: Generation) {
         if self.controller.up && self.controller.attach < holder.attach && self.saved_controller.is_some() {
             self.controller.attach = holder.attach;
+            self.controller.arbiter = self.controller.arbiter.stale(holder.attach + 1);
             let mut rng = self.rng.fork();
             self.attach_elsewhere(&mut rng);
         }

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::net::{ConnId, Cut, Whom};
+use crate::replica::Replica;
 use crate::script::Strike;
 use crate::world::{Occurrence, World};
 
@@ -375,11 +376,17 @@ impl World {
     fn restore_controller(&mut self, rng: &mut Rng) -> bool {
         let Some(saved) = self.saved_controller.clone() else { return false };
         let before = self.controller.attach;
-        self.controller =
-            crate::world::Controller { up: true, size_bytes: self.controller.size_bytes, ..saved };
+        // It shows in a replica that was opened since. A store whose loss nothing shows is restored by nobody.
+        let shown = self.replicas.iter().filter(|replica| replica.up && !replica.gone);
+        let shown = shown.map(Replica::attach).max().unwrap_or_default();
+        if shown <= saved.attach {
+            return false;
+        }
         self.note(|| format!("the controller knows attachment {} of {before} again", saved.attach));
-        self.attach_elsewhere(rng);
-        true
+        let arbiter = saved.arbiter.stale(shown + 1);
+        let size_bytes = self.controller.size_bytes;
+        self.controller = crate::world::Controller { up: true, size_bytes, attach: shown, arbiter, ..saved };
+        self.attach_elsewhere(rng)
     }
 
     pub fn mend(&mut self, mend: Mend) {

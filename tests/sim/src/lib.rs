@@ -67,7 +67,7 @@ pub enum Sabotage {
     NoRangeTable,
     /// Where only some members had space, nobody makes them equal again.
     NoGiveBack,
-    /// Replicas answer a proposal that they do not store as one that they have stored.
+    /// Engines draw no nonce, and replicas answer a proposal that they do not store as one that they have stored.
     OldProposals,
 }
 
@@ -97,6 +97,8 @@ pub const COVERED: &[&str] = &[
     "joins",
     "view changes",
     "granted",
+    "records renewed",
+    "guests told of lost writes",
     "grants asked",
     "resyncs after an unclean stop",
     "starts from lost caches",
@@ -109,7 +111,6 @@ pub const COVERED: &[&str] = &[
     "scrubs",
     "deposed",
     "frozen",
-    "late accountants",
     "replicas replaced after their loss",
     "failed requests",
     "messages lost",
@@ -142,6 +143,8 @@ pub const COVERED: &[&str] = &[
     "fault: destroy replica",
     "fault: expand",
     "fault: rot sets",
+    "fault: lose state file",
+    "fault: restore controller",
 ];
 
 /// How long the volume may take to come back.
@@ -428,6 +431,7 @@ impl World {
     /// The controller puts new replicas in the place of those that are gone, once an engine serves without them.
     fn control_turn(&mut self) {
         self.after(CONTROL_US, Occurrence::Control);
+        self.renew_record();
         let Some(engine) = self.guest.engine.and_then(|engine| self.engines.get(&engine)) else { return };
         let Some(core) = engine.core.as_ref().filter(|core| !core.membership().is_changing()) else { return };
         let members = core.membership().view().members;
@@ -438,6 +442,22 @@ impl World {
         if let Some(place) = place.filter(|_| self.controller.up) {
             self.count("replicas replaced after their loss");
             self.put_in_place(place);
+        }
+    }
+
+    /// The arbiter of a restored store grants again once an engine that was started since serves without it.
+    fn renew_record(&mut self) {
+        let Some(process) = self.hosts[self.controller.host].engine.and_then(|id| self.engines.get(&id))
+        else {
+            return;
+        };
+        let Some(core) = process.core.as_ref().filter(|_| self.controller.up) else { return };
+        let view = core.membership().view();
+        let renewed = self.controller.arbiter.renewed(view);
+        if let Some(arbiter) = renewed.filter(|_| view.id.generation.attach == self.controller.attach) {
+            self.note(|| format!("the arbiter grants again, from {view} on"));
+            self.count("records renewed");
+            self.controller.arbiter = arbiter;
         }
     }
 

@@ -199,7 +199,7 @@ impl Process {
             let Some(engine) = world.engines.get(&self.engine) else { return };
             let host = engine.host;
             let Generation { attach, restart, .. } = world.hosts[host].generation;
-            let generation = Generation::new(attach, restart + 1).with_nonce(world.rng.u64(..));
+            let generation = world.drawn(Generation::new(attach, restart + 1));
             world.hosts[host].generation = generation;
             if let Some(engine) = world.engines.get_mut(&self.engine) {
                 engine.generation = generation;

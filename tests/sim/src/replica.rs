@@ -214,6 +214,11 @@ impl Replica {
         self.durable.rebuilding = false;
     }
 
+    /// The attachment that it was opened for last.
+    pub fn attach(&self) -> u64 {
+        self.durable.views.generation().attach
+    }
+
     /// What the volume reads as here.
     pub fn content(&self) -> Vec<Block> {
         self.files.content(self.size_bytes / BLOCK_BYTES)

@@ -110,16 +110,8 @@ const WEIGHTS: [(Kind, u32); 29] = [
 /// What the rules do not survive yet: only chosen on demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Withheld {
-    /// An engine's host loses its state file.
-    LostState,
-    /// The controller's store is an earlier copy.
-    RolledBackController,
     /// A replica's disk is an earlier copy.
     RolledBackDisk,
-    /// Requests that fail have changed some blocks.
-    PartialErrors,
-    /// Replicas hold the same in different ways.
-    Layouts,
 }
 
 impl Script {
@@ -140,7 +132,7 @@ impl Script {
             layouts: Vec::new(),
             faults: Vec::new(),
         };
-        if wanted.contains(&Withheld::Layouts) && rng.bool() {
+        if rng.bool() {
             let layout = |_| Layout {
                 has_zeroes: rng.bool(),
                 is_flat: rng.u8(0..4) == 0,
@@ -181,7 +173,7 @@ fn choose(kind: Kind, rng: &mut Rng, wanted: &[Withheld]) -> Vec<(u64, Fault)> {
     let victim = rng.usize(0..REPLICAS_MAX);
     let host = rng.usize(0..HOSTS);
     let for_us = rng.u64(50_000..4_000_000);
-    let partial = rng.bool() && wanted.contains(&Withheld::PartialErrors);
+    let partial = rng.bool();
     let later_us = rng.u64(100_000..6_000_000);
     let wants = |withheld: Withheld| wanted.contains(&withheld);
     let broken = |what: Broken, rng: &mut Rng| Fault::BreakDisk {
@@ -231,8 +223,8 @@ fn choose(kind: Kind, rng: &mut Rng, wanted: &[Withheld]) -> Vec<(u64, Fault)> {
         Kind::Destroy => Fault::Destroy { victim },
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
-        Kind::LoseState if wants(Withheld::LostState) => Fault::LoseState { host },
-        Kind::RestoreController if wants(Withheld::RolledBackController) => {
+        Kind::LoseState => Fault::LoseState { host },
+        Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];
         }
         Kind::RestoreDisk if wants(Withheld::RolledBackDisk) => {
@@ -250,12 +242,7 @@ mod tests {
 
     #[test]
     fn a_script_is_stored_and_read_again() {
-        let everything = [
-            Withheld::LostState,
-            Withheld::RolledBackController,
-            Withheld::RolledBackDisk,
-            Withheld::Layouts,
-        ];
+        let everything = [Withheld::RolledBackDisk];
         for seed in 0..50 {
             let script = Script::of(seed, &everything);
             let text = serde_json::to_string(&script).unwrap();

@@ -9,9 +9,8 @@ const SEEDS: u64 = 1000;
 /// How long seeds are run that nobody has run before.
 const FRESH_SECONDS: u64 = 60;
 
-/// Each has to be noticed within as many seeds. That proposals are answered that are not stored cannot be noticed while the
-/// real rules do just that.
-const SABOTAGES: [&str; 9] = [
+/// Each has to be noticed within as many seeds.
+const SABOTAGES: [&str; 10] = [
     "no-intent",
     "lying-flush",
     "serve-before-fenced",
@@ -21,6 +20,7 @@ const SABOTAGES: [&str; 9] = [
     "clear-without-flush",
     "no-range-table",
     "no-give-back",
+    "old-proposals",
 ];
 
 fn simulate(arguments: &[&str]) -> Output {
