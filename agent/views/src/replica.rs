@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 use shorthorn_types::limits::MAX_PROPOSED_VIEWS;
-use shorthorn_types::{Generation, ReplicaReport, View};
+use shorthorn_types::{Generation, ReplicaReport, View, ViewId};
 use thiserror::Error;
 
 /// What one replica keeps of the views of its volume. The shell stores it durably before it answers.
@@ -44,17 +44,15 @@ pub enum Refused {
     #[error("view {proposed} is not newer than view {committed}, which is committed")]
     NotNewer {
         /// What the engine proposes.
-        proposed: View,
+        proposed: ViewId,
         /// What the replica, or the engine itself, knows as committed.
-        committed: View,
+        committed: ViewId,
     },
     /// Another view was proposed with the same number.
-    #[error("view {proposed} has the number of view {known}, which was proposed before")]
+    #[error("view {proposed} has other members than the view of that number that was proposed before")]
     SameNumber {
-        /// What the engine proposes.
-        proposed: View,
-        /// What the replica has stored, or the engine honours.
-        known: View,
+        /// The number of both.
+        proposed: ViewId,
     },
     /// More proposed views than a replica keeps.
     #[error("more than {MAX_PROPOSED_VIEWS} proposed views: none of them has been committed")]
@@ -116,12 +114,12 @@ impl ReplicaViews {
             return Ok(());
         }
         if view.id <= committed.id {
-            return Err(Refused::NotNewer { proposed: view, committed });
+            return Err(Refused::NotNewer { proposed: view.id, committed: committed.id });
         }
         let mut proposed: Vec<View> = self.report.proposed.clone();
         proposed.extend(&basis.proposed);
-        if let Some(known) = proposed.iter().find(|known| known.id == view.id && **known != view) {
-            return Err(Refused::SameNumber { proposed: view, known: *known });
+        if proposed.iter().any(|known| known.id == view.id && *known != view) {
+            return Err(Refused::SameNumber { proposed: view.id });
         }
         proposed.push(view);
         proposed.retain(|view| view.id > committed.id);
@@ -169,7 +167,7 @@ pub(crate) fn newer(one: View, other: View) -> View {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_types::{Members, ReplicaId, ViewId};
+    use shorthorn_types::{Members, ReplicaId};
 
     use super::*;
 
@@ -251,18 +249,20 @@ mod tests {
         for (number, members) in [(1, [1, 2].as_slice()), (2, &[1]), (2, &[2, 3])] {
             let proposed = view(1, number, members);
             let refused = views.propose(generation, proposed, &basis);
+            let (proposed, committed) = (proposed.id, committed.id);
             assert_eq!(refused, Err(Refused::NotNewer { proposed, committed }));
         }
         let proposed = view(1, 3, &[2]);
         assert_eq!(
             views.propose(generation, proposed, &basis),
-            Err(Refused::SameNumber { proposed, known }),
+            Err(Refused::SameNumber { proposed: known.id }),
             "one number stands for one view"
         );
         let honours = ReplicaReport { committed: view(1, 5, &[1]), proposed: vec![] };
         let proposed = view(1, 4, &[1]);
         let refused = views.propose(generation, proposed, &honours);
-        assert_eq!(refused, Err(Refused::NotNewer { proposed, committed: honours.committed }));
+        let committed = honours.committed.id;
+        assert_eq!(refused, Err(Refused::NotNewer { proposed: proposed.id, committed }));
         assert_eq!(views, before);
     }
 
