@@ -28,17 +28,26 @@ pub(crate) struct Executor<'a> {
 impl Executor<'_> {
     /// Executes `steps`, which may replace `volume.meta`.
     pub fn run(&self, steps: &[Step], guard: &mut Guard) -> Result<()> {
+        let mut made = None;
         for step in steps {
             match step {
                 Step::Vouch { name } => guard.vouch(self.directory, name)?,
+                // One that was just made has nothing to lose.
+                Step::SyncFile { name } if ImageName::parse(name).is_some() && made != Some(name) => {
+                    self.sync_data(name)?;
+                }
                 step => self.execute(step, &mut |_| {})?,
+            }
+            if let Step::CreateSparse { name, .. } = step {
+                made = Some(name);
             }
             self.pass(|| format!("{step:?}"))?;
         }
         Ok(())
     }
 
-    /// Executes the steps that copy for a fold. `progress` hears how many bytes more are copied.
+    /// Executes the steps that copy for a fold: what cannot be made durable of that is still in the layer above, and is
+    /// copied again. `progress` hears how many bytes more are copied.
     pub fn copy(&self, steps: &[Step], progress: &mut dyn FnMut(u64)) -> Result<()> {
         for step in steps {
             self.execute(step, progress)?;
@@ -62,7 +71,6 @@ impl Executor<'_> {
         let directory = self.directory;
         match step {
             Step::Write { name, bytes } => directory.write(name, bytes),
-            Step::SyncFile { name } if ImageName::parse(name).is_some() => self.sync_data(name),
             Step::SyncFile { name } => directory.sync_file(name),
             Step::Rename { from, to } => directory.rename(from, to),
             Step::Link { from, to } => directory.link(from, to),

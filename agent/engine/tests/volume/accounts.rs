@@ -17,6 +17,15 @@ fn members(count: usize) -> impl Fn(&EngineStatus) -> bool + Send + 'static {
     }
 }
 
+/// Where something is written while replica `number` is a member.
+fn place(number: usize) -> u64 {
+    number as u64 * 4096
+}
+
+fn content(number: usize) -> [u8; 4096] {
+    [u8::try_from(number).unwrap(); 4096]
+}
+
 /// One of those that stay is away whenever one is given up, and hears of it only when it is back.
 #[test]
 fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
@@ -29,7 +38,7 @@ fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
         let replicas = [staying.clone(), vec![new]].concat();
         volume.order(&Command::Replicas { replicas });
         volume.wait("the new one is a member", members(4));
-        nbd.write(number as u64 * 4096, &[number as u8; 4096]).unwrap();
+        nbd.write(place(number), &content(number)).unwrap();
         volume.kill(number);
         volume.wait("the new one has left", members(3));
         volume.kill(1);
@@ -40,7 +49,7 @@ fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
         volume.wait("the other one is back", members(3));
     }
     for number in 3..3 + REPLACED {
-        assert_eq!(nbd.read(number as u64 * 4096, 4096).unwrap(), [number as u8; 4096]);
+        assert_eq!(nbd.read(place(number), 4096).unwrap(), content(number));
     }
     volume.kill(0);
     volume.wait("the accounts of the others have room", members(2));
