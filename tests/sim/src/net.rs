@@ -72,7 +72,7 @@ pub enum Answer {
     /// Done.
     Done,
     /// To a hello.
-    Welcome(Greeting),
+    Welcome(Box<Greeting>),
     /// To a read.
     Data(Vec<Id>),
     /// To a verify.

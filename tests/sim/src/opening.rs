@@ -122,7 +122,7 @@ impl Process {
         };
         match self.call(conn, Ask::Hello(generation, queue)).await {
             Some(Answer::Welcome(greeting)) if self.has_grown(conn, &greeting).await => {
-                Some((conn, greeting))
+                Some((conn, *greeting))
             }
             _ => {
                 self.close(conn);

@@ -517,7 +517,7 @@ impl World {
             if quiet {
                 let greeting = replica.greeting();
                 self.replicas[at].conns.push(id);
-                self.answer(id, number, Answer::Welcome(greeting));
+                self.answer(id, number, Answer::Welcome(Box::new(greeting)));
             } else {
                 self.replicas[at].candidates.push((id, number));
             }

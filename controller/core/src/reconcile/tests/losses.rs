@@ -36,10 +36,11 @@ fn watch(world: &World) -> (Option<Volume>, Vec<&'static str>) {
     for action in reconcile(&context, &Key::new(Kind::Volume, "v")).actions {
         match action {
             Action::Emit(event) if event.warning => told.push(event.reason),
-            Action::Write(object) => match *object {
-                Object::Volume(written) => volume = Some(written),
-                _ => {}
-            },
+            Action::Write(object) => {
+                if let Object::Volume(written) = *object {
+                    volume = Some(written);
+                }
+            }
             _ => {}
         }
     }

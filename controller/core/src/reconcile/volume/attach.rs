@@ -156,7 +156,7 @@ impl Run<'_> {
             if let (true, Finding::Wrong(reason, message)) =
                 (health::is_new_loss(self.stored, engine), &finding)
             {
-                self.decision.emit(self.key(), true, *reason, message.clone());
+                self.decision.emit(self.key(), true, reason, message.clone());
             }
             self.set_health(robustness, finding);
         }
