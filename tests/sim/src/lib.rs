@@ -311,7 +311,13 @@ fn needs_what_is_gone(world: &World) -> bool {
     let engine = world.hosts[world.controller.host].engine.and_then(|engine| world.engines.get(&engine));
     world.calm
         && engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + PATIENCE_US < world.now)
-        && world.needed.iter().any(is_gone)
+        && (world.needed.iter().any(is_gone) || waits_in_vain(world))
+}
+
+/// Whether half of the volume is left, and the arbiter of a restored store cannot grant that it goes on: it does not know
+/// whether the replicas that are gone had gone on alone.
+fn waits_in_vain(world: &World) -> bool {
+    world.controller.arbiter.stale_since().is_some() && world.replicas.iter().any(|replica| replica.gone)
 }
 
 fn describe(world: &World) -> String {

@@ -1,13 +1,10 @@
 //! The simulation over many seeds, in the programs that are built optimised; and that it notices what is left out of the rules.
 
 use std::fs;
-use std::hash::{DefaultHasher, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 const SEEDS: u64 = 1000;
-/// How long seeds are run that nobody has run before.
-const FRESH_SECONDS: u64 = 60;
 
 /// Each has to be noticed within as many seeds.
 const SABOTAGES: [&str; 10] = [
@@ -39,49 +36,12 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// A number that is another one for every commit; without git, for other sources.
-fn base_of_this_commit() -> u64 {
-    let head =
-        Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
-    let hash = head.ok().filter(|head| head.status.success()).and_then(|head| {
-        let digits: String = text(&head).chars().take(11).collect();
-        u64::from_str_radix(&digits, 16).ok()
-    });
-    hash.unwrap_or_else(|| {
-        let mut hasher = DefaultHasher::new();
-        let sources = ["../../agent", "src"].map(|folder| Path::new(env!("CARGO_MANIFEST_DIR")).join(folder));
-        sources.iter().for_each(|folder| hash_sources(folder, &mut hasher));
-        hasher.finish() >> 20
-    })
-}
-
-fn hash_sources(folder: &Path, hasher: &mut DefaultHasher) {
-    let mut entries: Vec<PathBuf> =
-        fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    entries.sort();
-    for path in entries {
-        if path.is_dir() {
-            hash_sources(&path, hasher);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            hasher.write(&fs::read(&path).unwrap_or_default());
-        }
-    }
-}
-
 #[test]
 fn nothing_is_lost_whatever_breaks() {
     let count = SEEDS.to_string();
     let output = simulate(&["--count", &count, "--jobs", "0", "--assert-coverage"]);
     println!("{}", text(&output));
     assert!(output.status.success(), "{}", text(&output));
-}
-
-#[test]
-fn nothing_is_lost_in_seeds_that_are_new() {
-    let (base, seconds) = (base_of_this_commit().to_string(), FRESH_SECONDS.to_string());
-    let output = simulate(&["--seed", &base, "--seconds", &seconds, "--jobs", "0"]);
-    println!("from seed {base} on: {}", text(&output));
-    assert!(output.status.success(), "from seed {base} on: {}", text(&output));
 }
 
 #[test]
