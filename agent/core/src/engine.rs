@@ -78,6 +78,8 @@ pub struct EngineCore {
     /// Those of them of which all that they miss is counted, and not only what they miss since some time.
     pub(crate) trusted: PeerMask,
     pub(crate) joins: Joins,
+    /// Joiners that count as being rebuilt until [`Event::CopyEnded`]: nobody could start from them.
+    pub(crate) in_copy: PeerMask,
     pub(crate) scrub: Option<Scrub>,
     next_mark: u32,
 }
@@ -125,6 +127,7 @@ impl EngineCore {
             counted: PeerMask::NONE,
             trusted: PeerMask::NONE,
             joins: Joins::default(),
+            in_copy: PeerMask::NONE,
             scrub: None,
             next_mark: 0,
         };
@@ -209,6 +212,10 @@ impl EngineCore {
             }
             Event::Track { peer, config } => self.track(peer, config),
             Event::Join { peer, missing } => self.join(peer, &missing, out),
+            Event::CopyEnded { peer } => {
+                self.in_copy = self.in_copy.without(PeerMask::one(peer));
+                self.wake = true;
+            }
             Event::Forget { peer } => self.forget(peer, out),
             Event::Lost { peer, reason } => self.lose(peer, reason, out),
             Event::Closed { peer, queue } => {
@@ -316,6 +323,7 @@ impl EngineCore {
         if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
             *ping = None;
         }
+        self.in_copy = self.in_copy.without(PeerMask::one(peer));
         let step = self.membership.lose(peer);
         self.count(peer);
         self.jobs.forget(PeerMask::one(peer));
@@ -457,6 +465,11 @@ impl EngineCore {
     #[must_use]
     pub fn missed(&self, peer: PeerIndex) -> Option<&RegionSet> {
         self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.missed)
+    }
+
+    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`].
+    pub fn is_in_copy(&mut self, peer: PeerIndex) {
+        self.in_copy = self.in_copy.with(PeerMask::one(peer));
     }
 
     /// What is counted of what `peer` misses is not all, as the members do not know more, or because it has lost

@@ -113,6 +113,11 @@ pub enum Event {
         /// What it lacks beside what was counted.
         missing: Box<RegionSet>,
     },
+    /// A replica that joins does not count as being rebuilt any more: see [`crate::EngineCore::is_in_copy`].
+    CopyEnded {
+        /// Which replica.
+        peer: PeerIndex,
+    },
     /// A replica that is not in the view is given up: it counts no more. Connections to it are dropped.
     Forget {
         /// Which replica.

@@ -180,8 +180,13 @@ impl EngineCore {
             let is_up = |peer: &PeerIndex| {
                 self.absent[usize::from(*peer)].as_ref().is_some_and(|absent| absent.missed.is_empty())
             };
-            self.joins.next =
-                self.membership.joining().iter().find(is_up).map(|peer| (peer, Step::WantsFlush));
+            self.joins.next = self
+                .membership
+                .joining()
+                .without(self.in_copy)
+                .iter()
+                .find(is_up)
+                .map(|peer| (peer, Step::WantsFlush));
             return;
         };
         let Step::Telling { absent, from } = step else { return };

@@ -789,6 +789,10 @@ impl Process {
             }
             let missing = lack.missing.converted(lack.regions, process.core.as_ref()?.regions());
             world.note(|| format!("engine {}: {replica} joins, {} regions", self.engine, missing.len()));
+            let core = world.engines.get_mut(&self.engine)?.core.as_mut()?;
+            if lack.is_copy {
+                core.is_in_copy(index(me));
+            }
             world.apply(self.engine, Event::Join { peer: index(me), missing: Box::new(missing) });
             drop(world);
             self.accountants(me)
@@ -799,7 +803,10 @@ impl Process {
         let kept = self.complete_accounts(&count_now, me, replica).await;
         let ended = if kept.is_some() { self.told(me, Ask::CopyEnd).await } else { None };
         match ended {
-            Some(()) => self.set_complete(me, true),
+            Some(()) => {
+                self.set_complete(me, true);
+                self.sim.borrow_mut().apply(self.engine, Event::CopyEnded { peer: index(me) });
+            }
             // A member that counts as being rebuilt would be none at the next start.
             None => {
                 let reason = "its copy could not be ended".to_owned();

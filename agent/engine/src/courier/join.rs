@@ -225,6 +225,9 @@ impl Courier {
                 return None;
             }
             let missing = Box::new(lack.missing.converted(lack.regions, core.regions()));
+            if is_copy {
+                core.is_in_copy(me);
+            }
             core.apply(Event::Join { peer: me, missing }, outputs);
             // With what was counted while it was away. Told here, it is told before the end of even the shortest copy.
             let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == me);
@@ -242,7 +245,10 @@ impl Courier {
         let ended = kept.and_then(|()| self.end_copy());
         match &ended {
             // From here on its absence costs what it misses, no longer a copy.
-            Ok(()) => desk.update(me, |peer| peer.is_complete = true),
+            Ok(()) => {
+                desk.update(me, |peer| peer.is_complete = true);
+                desk.shared.tell_core(Event::CopyEnded { peer: me });
+            }
             // A member that counts as being rebuilt would be none at the next start.
             Err(trouble) => {
                 desk.shared.tell_core(Event::Lost { peer: me, reason: format!("{trouble:?}") });
