@@ -367,3 +367,15 @@ fn a_replica_does_not_join_before_its_last_connections_are_closed() {
     bench.close(2);
     assert_eq!(drops(&bench.apply(join())), []);
 }
+
+/// It counts as being rebuilt until then: if it alone were left, nobody could start from it.
+#[test]
+fn a_joiner_whose_copy_has_not_ended_is_no_member() {
+    let mut bench = Bench::with(&config(3, 2));
+    bench.core.is_in_copy(2);
+    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[1])) });
+    let out = bench.answer(out, &[]);
+    assert!(!has_joined(&out), "{out:?}");
+    let out = bench.apply(Event::CopyEnded { peer: 2 });
+    assert!(has_joined(&bench.answer(out, &[])));
+}
