@@ -369,6 +369,9 @@ impl World {
         }
         let place = victim % self.guest.replicas.len();
         let Some(at) = self.replica_index(self.guest.replicas[place]) else { return false };
+        if !self.is_one_left_without(at) {
+            return false;
+        }
         self.note(|| format!("replica {at} is given up"));
         let mut rng = self.rng.fork();
         self.lose_replica(at, &mut rng);
@@ -379,9 +382,7 @@ impl World {
     /// A replica is gone for good, whatever the others are doing. One with data is always left.
     fn destroy_replica(&mut self, victim: usize, rng: &mut Rng) -> bool {
         let at = self.victim(victim);
-        let others = (0..self.replicas.len()).filter(|other| *other != at);
-        let is_left = others.filter(|other| self.knows_an_engine(*other)).count() > 0;
-        if self.replicas[at].gone || !is_left || !self.has_room() {
+        if self.replicas[at].gone || !self.is_one_left_without(at) || !self.has_room() {
             return false;
         }
         self.lose_replica(at, rng);
@@ -390,6 +391,11 @@ impl World {
 
     fn has_room(&self) -> bool {
         self.replicas.len() < crate::script::REPLICAS_MAX
+    }
+
+    /// Whether another replica has data.
+    fn is_one_left_without(&self, at: usize) -> bool {
+        (0..self.replicas.len()).any(|other| other != at && self.knows_an_engine(other))
     }
 
     fn knows_an_engine(&self, at: usize) -> bool {
