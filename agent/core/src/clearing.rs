@@ -141,7 +141,7 @@ impl EngineCore {
         }
         let runs = self.intent.clear_some(RUNS_PER_MARK_MAX);
         if !runs.is_empty() {
-            let to = self.clearing.flushed.and(self.membership.connected());
+            let to = self.clearing.flushed.and(self.who_lacks_none(&runs));
             self.clearing.of = None;
             return self.send_clear(RegionsOf::Intent, runs, to, out);
         }
@@ -157,6 +157,20 @@ impl EngineCore {
             }
         }
         self.clearing.phase = Phase::Resting;
+    }
+
+    /// The members, and those joiners that miss none of the regions. That a joiner may differ there, nobody but itself has
+    /// noted durably: it keeps that until the region is copied to it, which makes the region hot again.
+    fn who_lacks_none(&self, runs: &[(u32, u32)]) -> PeerMask {
+        let misses = |peer: PeerIndex| {
+            let absent = self.absent[usize::from(peer)].as_ref();
+            let misses_any = |(start, count): &(u32, u32)| {
+                absent.is_some_and(|absent| absent.missed.contains_any(*start..start + count))
+            };
+            runs.iter().any(misses_any)
+        };
+        let joiners = self.membership.joining().iter().filter(|peer| !misses(*peer)).map(PeerMask::one);
+        joiners.fold(self.membership.answering(), PeerMask::with)
     }
 
     /// The turn that clears all it can has led to its end, or could not.

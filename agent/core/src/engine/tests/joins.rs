@@ -379,3 +379,28 @@ fn a_joiner_whose_copy_has_not_ended_is_no_member() {
     let out = bench.apply(Event::CopyEnded { peer: 2 });
     assert!(has_joined(&bench.answer(out, &[])));
 }
+
+/// It has done a write there that no member has, and no member has noted that.
+#[test]
+fn a_joiner_keeps_its_intent_where_it_misses_a_region() {
+    let mut config = config(3, 2);
+    config.copy_slots = 2;
+    let mut bench = Bench::with(&config);
+    let written = bench.submit(0, WRITE, 4 * REGION_BLOCKS);
+    bench.answer(written, &[]);
+    let mut out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[2, 4])) });
+    // The flush for clearing comes next, before the copy of the other region.
+    out.extend(bench.apply(Event::Settle));
+    let is_of_4 = |range: &ByteRange| range.offset() == 4 << 16 && range.length() == 1 << 16;
+    let mut at = 0;
+    while at < out.len() {
+        let waits =
+            matches!(&out[at], Output::Send { operation: Operation::Read, range, .. } if is_of_4(range));
+        let event = answer_to(&out[at]).filter(|_| !waits);
+        out.extend(event.map(|(_, event)| bench.apply(event)).unwrap_or_default());
+        at += 1;
+    }
+    let cleared = marks(&out).into_iter().filter(|(_, change)| change.of == RegionsOf::Intent);
+    let cleared: Vec<_> = cleared.map(|(peer, change)| (peer, change.runs)).collect();
+    assert_eq!(cleared, [(0, vec![(4, 1)]), (1, vec![(4, 1)])]);
+}
