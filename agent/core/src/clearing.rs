@@ -2,7 +2,7 @@
 //! cleared what was copied to it: both after a flush of everybody. Before its end the engine settles: it clears
 //! once what it can, without waiting for regions to be left alone.
 
-use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf};
+use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf};
 
 use crate::engine::EngineCore;
 use crate::event::{Output, Outputs};
@@ -139,9 +139,9 @@ impl EngineCore {
         if !is_ready || self.is_changing_regions() {
             return;
         }
-        let runs = self.intent.clear_some(RUNS_PER_MARK_MAX);
+        let (runs, to) = self.clear_intent();
         if !runs.is_empty() {
-            let to = self.clearing.flushed.and(self.who_lacks_none(&runs));
+            let to = self.clearing.flushed.and(to);
             self.clearing.of = None;
             return self.send_clear(RegionsOf::Intent, runs, to, out);
         }
@@ -159,18 +159,27 @@ impl EngineCore {
         self.clearing.phase = Phase::Resting;
     }
 
-    /// The members, and those joiners that miss none of the regions. That a joiner may differ there, nobody but itself has
-    /// noted durably: it keeps that until the region is copied to it, which makes the region hot again.
-    fn who_lacks_none(&self, runs: &[(u32, u32)]) -> PeerMask {
-        let misses = |peer: PeerIndex| {
-            let absent = self.absent[usize::from(peer)].as_ref();
-            let misses_any = |(start, count): &(u32, u32)| {
-                absent.is_some_and(|absent| absent.missed.contains_any(*start..start + count))
-            };
-            runs.iter().any(misses_any)
+    /// Some regions that can be cleared, and who clears them: the members, and those joiners that do not miss them. That a joiner
+    /// may differ where it misses a region, nobody but itself has noted durably: it keeps that until the region is copied to
+    /// it, which makes the region hot again.
+    fn clear_intent(&mut self) -> (Vec<(u32, u32)>, PeerMask) {
+        let mut to = self.membership.answering();
+        let joining = self.membership.joining();
+        let Some(first) = self.intent.first_covered().filter(|_| !joining.is_empty()) else {
+            return (self.intent.clear_some(RUNS_PER_MARK_MAX), to.with(joining));
         };
-        let joiners = self.membership.joining().iter().filter(|peer| !misses(*peer)).map(PeerMask::one);
-        joiners.fold(self.membership.answering(), PeerMask::with)
+        let mut alike = RegionSet::empty(self.regions.count());
+        alike.insert_run(0..self.regions.count());
+        for peer in joining.iter() {
+            let Some(absent) = &self.absent[usize::from(peer)] else { continue };
+            if absent.missed.contains(first) {
+                alike.keep_all(&absent.missed);
+            } else {
+                alike.remove_all(&absent.missed);
+                to = to.with(PeerMask::one(peer));
+            }
+        }
+        (self.intent.clear_some_within(&alike, RUNS_PER_MARK_MAX), to)
     }
 
     /// The turn that clears all it can has led to its end, or could not.

@@ -94,6 +94,21 @@ impl Intent {
         take_runs(&mut self.covered, &mut self.clearing, runs_max)
     }
 
+    /// The first region that can be cleared of the intent.
+    pub fn first_covered(&mut self) -> Option<u32> {
+        self.covered.remove_all(&self.hot);
+        self.covered.next(0)
+    }
+
+    /// As [`Intent::clear_some`], of the regions in `among` only.
+    pub fn clear_some_within(&mut self, among: &RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
+        let mut part = self.covered.clone();
+        part.keep_all(among);
+        let runs = take_runs(&mut part, &mut self.clearing, runs_max);
+        self.covered.remove_all(&self.clearing);
+        runs
+    }
+
     /// Likewise for the regions in `set`, which the flush has covered too.
     pub fn clear_some_of(&mut self, set: &mut RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
         set.remove_all(&self.hot);
