@@ -383,9 +383,11 @@ impl World {
             return false;
         }
         self.note(|| format!("the controller knows attachment {} of {before} again", saved.attach));
-        let arbiter = saved.arbiter.stale(shown + 1);
+        // Numbers are drawn above those that agents report of engines too.
+        let used = self.hosts.iter().map(|host| host.generation.attach).fold(shown, u64::max);
+        let arbiter = saved.arbiter.stale(used + 1);
         let size_bytes = self.controller.size_bytes;
-        self.controller = crate::world::Controller { up: true, size_bytes, attach: shown, arbiter, ..saved };
+        self.controller = crate::world::Controller { up: true, size_bytes, attach: used, arbiter, ..saved };
         self.attach_elsewhere(rng)
     }
 

@@ -494,6 +494,11 @@ impl World {
         self.kill_replica(at, false, 1000, &mut rng);
         self.replicas[at].salvage(attach);
         self.controller.arbiter = salvaged_arbiter(attach, id);
+        if std::mem::take(&mut self.lost_untold) {
+            // Its guest was told by errors, and the next one begins anew.
+            let now = self.now;
+            self.checker.power_lost(now);
+        }
         // It may have grown when the device has not yet.
         let known = self.checker.sectors();
         let content: Vec<Id> = self.replicas[at].content().into_iter().flatten().take(known).collect();
