@@ -54,6 +54,22 @@ fn may_mount() -> bool {
     root
 }
 
+/// Runs a test in a new ext4 of this size, if this user may mount one.
+fn on_ext4(bytes: u64, test: impl FnOnce(&Path)) {
+    if may_mount() {
+        let base = base();
+        test(&Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), bytes).0);
+    }
+}
+
+/// The same in a tmpfs.
+fn on_tmpfs(bytes: u64, test: impl FnOnce(&Path)) {
+    if may_mount() {
+        let base = base();
+        test(&Mounted::tmpfs(&base.path().join("disk"), bytes).0);
+    }
+}
+
 /// Writes blocks of 64 KiB, the first at `start`, until one is refused; how many were not.
 fn fill(client: &mut Client, start: u64) -> u64 {
     for n in 0.. {
@@ -92,22 +108,12 @@ fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
 
 #[test]
 fn a_full_ext4() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 32 * MIB);
-    a_full_disk_refuses_writes_and_goes_on(&disk.0);
+    on_ext4(32 * MIB, a_full_disk_refuses_writes_and_goes_on);
 }
 
 #[test]
 fn a_full_tmpfs() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
-    a_full_disk_refuses_writes_and_goes_on(&disk.0);
+    on_tmpfs(8 * MIB, a_full_disk_refuses_writes_and_goes_on);
 }
 
 /// Over what lies below, a discard needs space for zeroes: without it, it has failed, and nothing else has.
@@ -147,22 +153,12 @@ fn a_full_disk_refuses_discards_above_a_snapshot(directory: &Path) {
 
 #[test]
 fn discards_on_a_full_ext4() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 32 * MIB);
-    a_full_disk_refuses_discards_above_a_snapshot(&disk.0);
+    on_ext4(32 * MIB, a_full_disk_refuses_discards_above_a_snapshot);
 }
 
 #[test]
 fn discards_on_a_full_tmpfs() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
-    a_full_disk_refuses_discards_above_a_snapshot(&disk.0);
+    on_tmpfs(8 * MIB, a_full_disk_refuses_discards_above_a_snapshot);
 }
 
 /// What is written over on a full disk is noted all the same, and a replica can leave the views.
@@ -204,22 +200,12 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
 
 #[test]
 fn marks_on_a_full_ext4() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 32 * MIB);
-    a_full_disk_loses_no_marks(&disk.0);
+    on_ext4(32 * MIB, a_full_disk_loses_no_marks);
 }
 
 #[test]
 fn marks_on_a_full_tmpfs() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::tmpfs(&base.path().join("disk"), 8 * MIB);
-    a_full_disk_loses_no_marks(&disk.0);
+    on_tmpfs(8 * MIB, a_full_disk_loses_no_marks);
 }
 
 nix::ioctl_read!(
