@@ -13,11 +13,6 @@ pub fn order_to_forget(replica: ReplicaId) -> MarkRegions {
     MarkRegions { of, action: MarkAction::Forget, runs: Vec::new(), size_bytes: 0 }
 }
 
-/// All views of a report.
-pub fn views(report: &ReplicaReport) -> impl Iterator<Item = &View> {
-    std::iter::once(&report.committed).chain(&report.proposed)
-}
-
 /// The replicas of a volume, as its engine was told.
 pub fn wanted(spec: &EngineSpec) -> Members {
     // There are no more replicas than a set can have: that was checked when the list came.
@@ -36,7 +31,7 @@ pub fn make_room(
     target: &View,
     honoured: &ReplicaReport,
 ) -> Result<(), ConnectError> {
-    let known = || views(&welcome.report).chain(views(honoured));
+    let known = || welcome.report.views().chain(honoured.views());
     if !lacks_room(me, &welcome.tracks, target, known()) {
         return Ok(());
     }

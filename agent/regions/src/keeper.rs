@@ -431,7 +431,7 @@ impl RegionKeeper {
         target: &View,
     ) -> Result<Vec<NewSet>, KeepError> {
         let mut new: Vec<NewSet> = Vec::new();
-        for replica in views(known).chain(views(basis)).flat_map(|view| view.members.iter()) {
+        for replica in known.views().chain(basis.views()).flat_map(|view| view.members.iter()) {
             let kept =
                 self.find(SetKey::Missed(replica)).is_some() || new.iter().any(|new| new.replica == replica);
             if kept || replica == me || target.members.contains(replica) {
@@ -450,7 +450,7 @@ impl RegionKeeper {
     /// after the views are stored; their files first.
     #[must_use]
     pub fn on_commit(&self, report: &ReplicaReport) -> Members {
-        self.tracks().filter(|replica| views(report).all(|view| view.members.contains(replica)))
+        self.tracks().filter(|replica| report.views().all(|view| view.members.contains(replica)))
     }
 
     /// Keeps a set, whose file is there.
@@ -537,10 +537,6 @@ impl fmt::Display for SetKey {
 
 fn identity(regions: Regions, epoch: u64, key: SetKey) -> Identity {
     Identity { name: key.name(), regions, epoch }
-}
-
-fn views(report: &ReplicaReport) -> impl Iterator<Item = &View> {
-    std::iter::once(&report.committed).chain(&report.proposed)
 }
 
 fn check_runs(runs: &[(u32, u32)], limit: u32) -> Result<(), KeepError> {

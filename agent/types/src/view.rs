@@ -53,6 +53,13 @@ pub struct ReplicaReport {
     pub proposed: Vec<View>,
 }
 
+impl ReplicaReport {
+    /// All views in it, the committed one first.
+    pub fn views(&self) -> impl Iterator<Item = &View> {
+        std::iter::once(&self.committed).chain(&self.proposed)
+    }
+}
+
 /// A set of at most [`MAX_MEMBERS`] replicas, kept in order, without allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<ReplicaId>", into = "Vec<ReplicaId>")]

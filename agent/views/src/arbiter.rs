@@ -175,7 +175,7 @@ fn check_quorum(target: View, honoured: &ReplicaReport, stored: &Members) -> Res
         let missing = target.members.filter(|id| !stored.contains(id));
         return Err(NotGranted::NotStored { target, missing });
     }
-    for honoured in std::iter::once(&honoured.committed).chain(&honoured.proposed) {
+    for honoured in honoured.views() {
         let honoured = *honoured;
         let is_part = target.members.is_subset_of(&honoured.members) && !target.members.is_empty();
         if !is_part || target.id <= honoured.id {

@@ -57,7 +57,7 @@ impl Change {
     /// Whether it needs the arbiter where nobody but `reached` can store it. A start asks before it proposes anything.
     #[must_use]
     pub fn would_need_grant(&self, reached: &Members) -> bool {
-        let honoured = std::iter::once(&self.honoured.committed).chain(&self.honoured.proposed);
+        let honoured = self.honoured.views();
         honoured.map(|view| quorum(&view.members, reached)).min() == Some(Quorum::Half)
     }
 
@@ -67,7 +67,7 @@ impl Change {
         if !self.target.members.is_subset_of(&self.stored) || self.target.members.is_empty() {
             return Progress::Storing;
         }
-        let honoured = std::iter::once(&self.honoured.committed).chain(&self.honoured.proposed);
+        let honoured = self.honoured.views();
         match honoured.map(|view| quorum(&view.members, &self.stored)).min() {
             Some(Quorum::Less) | None => Progress::NoQuorum,
             Some(Quorum::Half) if !self.granted => Progress::NeedsGrant,

@@ -538,9 +538,7 @@ impl Replica {
     /// What it holds may be thrown away only where no view that may count has it as a member, or there is nothing to lose.
     fn copy_begin(&mut self, has_snapshot: bool) -> Result<(), Errno> {
         let report = self.durable.views.report();
-        let is_member = std::iter::once(&report.committed)
-            .chain(&report.proposed)
-            .any(|view| view.members.contains(self.id));
+        let is_member = report.views().any(|view| view.members.contains(self.id));
         let holds_data = !self.files.head.is_empty() || !self.files.snapshot.is_empty();
         if !self.durable.rebuilding && holds_data && is_member {
             return Err(Errno::NOT_PERMITTED);

@@ -10,7 +10,7 @@ use shorthorn_types::{
 use shorthorn_views::remembers;
 use shorthorn_wire::{LayerList, Welcome};
 
-use crate::accounts::{order_to_forget, views};
+use crate::accounts::order_to_forget;
 use crate::connection::{ConnectError, Connection};
 use crate::courier::{Courier, Desk, Peer, Told, Trouble};
 
@@ -161,7 +161,7 @@ impl Courier {
         let view = desk.shared.look(|core| core.membership().view());
         let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
         // It may have begun these by storing a view in this attempt.
-        others.extend(views(&welcome.report).flat_map(|view| view.members.iter()));
+        others.extend(welcome.report.views().flat_map(|view| view.members.iter()));
         others.extend(desk.peers().into_iter().map(|(_, peer)| peer.endpoint.replica));
         others.sort_unstable();
         others.dedup();

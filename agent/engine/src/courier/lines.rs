@@ -95,9 +95,9 @@ impl Desk {
         }
         let wanted = Members::new(self.peers().iter().map(|(_, peer)| peer.endpoint.replica));
         let (view, pending) = (self.shared.look(|core| core.membership().view()), self.shared.pending_view());
-        let honoured = pending.iter().flat_map(|pending| accounts::views(&pending.honoured));
+        let honoured = pending.iter().flat_map(|pending| pending.honoured.views());
         let proposed = pending.iter().map(|pending| &pending.view);
-        let views = accounts::views(&welcome.report).chain([&view]).chain(honoured).chain(proposed);
+        let views = welcome.report.views().chain([&view]).chain(honoured).chain(proposed);
         let gone = accounts_to_forget(&welcome.tracks, &wanted.unwrap_or_default(), views);
         match accounts::forget(connection, me, &gone) {
             // The connection is as good as before; it is tried again at the next greeting.

@@ -88,7 +88,7 @@ impl Server {
 /// Whether what the replica `me` holds may be thrown away: only where no view that may count has it as a member, or
 /// nothing is there to lose. What is being rebuilt lacks data, and is asked to be a member only afterwards.
 fn may_be_made_anew(report: &ReplicaReport, me: ReplicaId, is_rebuilding: bool, holds_data: bool) -> bool {
-    let views = || std::iter::once(&report.committed).chain(&report.proposed);
+    let views = || report.views();
     is_rebuilding || !holds_data || !views().any(|view| view.members.contains(me))
 }
 

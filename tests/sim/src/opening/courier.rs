@@ -172,7 +172,7 @@ impl Process {
         let view = self.view()?;
         let world = self.sim.borrow();
         let process = world.engines.get(&self.engine)?;
-        let views = std::iter::once(&greeting.report.committed).chain(&greeting.report.proposed);
+        let views = greeting.report.views();
         let mut others: Vec<ReplicaId> = greeting.tracks.iter().collect();
         others.extend(views.flat_map(|view| view.members.iter()));
         others.extend(process.peers.iter().filter(|peer| !peer.is_given_up).map(|peer| peer.replica));
