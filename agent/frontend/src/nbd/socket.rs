@@ -3,14 +3,15 @@
 
 use std::fs::{self, Permissions};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno as Error;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, bind, connect, listen, shutdown, socket,
 };
@@ -30,6 +31,8 @@ const CLIENTS_MAX: u16 = 16;
 const SLOTS_PER_CLIENT: u16 = 4;
 /// Clients that wait to be accepted.
 const BACKLOG: i32 = 128;
+/// How long a new server waits for the kernel to close the socket of a dead one.
+const DEAD_LIMIT: Duration = Duration::from_secs(2);
 /// How long [`Device::stop`] waits for the answers to requests in progress.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
@@ -357,12 +360,30 @@ fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
         }
         Ok(_) => {}
     }
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let probe = socket(AddressFamily::Unix, SockType::Stream, flags, None)
-        .and_then(|fd| connect(fd.as_raw_fd(), &UnixAddr::new(path)?));
-    match probe {
-        Err(Error::ECONNREFUSED | Error::ENOENT) => Ok(()),
-        Ok(()) | Err(Error::EAGAIN) => taken("another process serves it; stop that one first"),
-        Err(error) => Err(system(format!("connecting to {}", path.display()), error.into())),
+    let deadline = Instant::now() + DEAD_LIMIT;
+    loop {
+        match connect_to(path).and_then(|client| is_served(&client, deadline)) {
+            Ok(false) => {}
+            Ok(true) | Err(Error::EAGAIN) => return taken("another process serves it; stop that one first"),
+            Err(Error::ECONNREFUSED | Error::ENOENT) => return Ok(()),
+            Err(error) => return Err(system(format!("connecting to {}", path.display()), error.into())),
+        }
     }
+}
+
+fn connect_to(path: &Path) -> Result<OwnedFd, Error> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(client.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(client)
+}
+
+/// Whether the server of `client` lives. A server that was killed still listens while the kernel ends its ring: it
+/// sends no greeting, and the kernel soon closes the connection. A server that does neither until `deadline` counts as alive.
+fn is_served(client: &OwnedFd, deadline: Instant) -> Result<bool, Error> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let mut asked = [PollFd::new(client.as_fd(), PollFlags::POLLIN)];
+    poll(&mut asked, PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO))?;
+    let is_closed = asked[0].revents().is_some_and(|found| found.contains(PollFlags::POLLHUP));
+    Ok(!is_closed || left.is_zero())
 }

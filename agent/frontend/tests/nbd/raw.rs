@@ -461,6 +461,18 @@ fn the_path_is_taken_only_from_the_dead() {
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
 }
 
+/// The kernel ends the ring of a killed process later than the process: until then its socket listens.
+#[test]
+fn a_socket_that_the_kernel_closes_soon_is_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("sock");
+    let dying = UnixListener::bind(&path).unwrap();
+    let ending = std::thread::spawn(move || drop(dying.accept().unwrap()));
+    // The first connection is closed without a greeting; by the second one nobody listens.
+    prepare_socket(&spec(&path, 1, 8)).unwrap();
+    ending.join().unwrap();
+}
+
 #[test]
 fn a_larger_volume_shows_to_new_clients() {
     let mut server = Server::new(1, 8);
