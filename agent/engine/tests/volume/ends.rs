@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use shorthorn_control::EnginePhase;
 
 use crate::load::Load;
@@ -70,13 +69,13 @@ fn a_stop_does_not_wait_long_for_a_replica_that_hangs() {
     let load = Load::start(&volume, 23);
     load.wait_for_writes(100);
     load.stop_and_verify(&volume);
-    volume.signal(2, Signal::SIGSTOP);
+    volume.pause(2);
     let begin = Instant::now();
     volume.stop_engine();
     assert!(begin.elapsed() < END_LIMIT, "{:?}", begin.elapsed());
     println!("stopped after {:?}", begin.elapsed());
     assert!(volume.log_of_engine().contains(NOT_SETTLED), "{}", volume.log_of_engine());
-    volume.signal(2, Signal::SIGCONT);
+    volume.resume(2);
     volume.start_engine();
     volume.wait("all are members and equal", |engine| {
         engine.phase == EnginePhase::Serving

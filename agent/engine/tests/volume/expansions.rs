@@ -1,6 +1,5 @@
 //! Volumes that grow while they are used.
 
-use nix::sys::signal::Signal;
 use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode};
 use shorthorn_testkit::nbd::Nbd;
 
@@ -88,12 +87,12 @@ fn the_next_engine_ends_an_expansion_that_was_cut_off() {
     let mut volume = Volume::start(3, SIZE);
     let load = Load::start(&volume, 34);
     load.wait_for_writes(100);
-    volume.signal(1, Signal::SIGSTOP);
+    volume.pause(1);
     volume.expand(LARGER);
     volume.wait_for_growth(0);
     volume.kill_engine();
     load.abandon();
-    volume.signal(1, Signal::SIGCONT);
+    volume.resume(1);
     assert!(!volume.log_of_replica(2).contains("the volume has grown"), "it came before the one that hangs");
     volume.start_engine();
     volume.wait("it serves", |engine| has(engine, LARGER) && engine.equalising.is_none());
@@ -109,11 +108,11 @@ fn a_replica_that_hangs_does_not_stop_an_expansion() {
     let mut volume = Volume::start(3, SIZE);
     let load = Load::start(&volume, 36);
     load.wait_for_writes(50);
-    volume.signal(2, Signal::SIGSTOP);
+    volume.pause(2);
     volume.expand(LARGER);
     volume.wait("it has grown", |engine| has(engine, LARGER));
     use_what_is_new(&volume, SIZE);
-    volume.signal(2, Signal::SIGCONT);
+    volume.resume(2);
     volume.wait("all are members", |engine| engine.view.unwrap().members.len() == 3);
     load.stop_and_verify(&volume);
     volume.stop();

@@ -66,6 +66,7 @@ fn a_flush_does_not_succeed_after_all_members_have_lost_power() {
     client.write(0, &DATA).unwrap();
     client.flush().unwrap();
     drop(client);
+    volume.wait("both are members", |engine| engine.view.unwrap().members.len() == 2);
     volume.stop();
     volume.assert_equal();
 }

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
@@ -152,10 +153,23 @@ impl Volume {
         head.write_all_at(&[0; 4096], offset).unwrap();
     }
 
-    /// A replica that hangs, or goes on.
-    pub fn signal(&self, number: usize, signal: Signal) {
+    /// A replica that hangs. `kill` returns before the threads of a process have stopped, so this waits for that.
+    pub fn pause(&self, number: usize) {
+        let pid = self.pid(number);
+        kill(pid, Signal::SIGSTOP).unwrap();
+        let flags = WaitPidFlag::WSTOPPED | WaitPidFlag::WNOWAIT;
+        let status = waitid(Id::Pid(pid), flags).unwrap();
+        assert_eq!(status, WaitStatus::Stopped(pid, Signal::SIGSTOP));
+    }
+
+    /// The replica goes on.
+    pub fn resume(&self, number: usize) {
+        kill(self.pid(number), Signal::SIGCONT).unwrap();
+    }
+
+    fn pid(&self, number: usize) -> Pid {
         let child = self.replicas[number].as_ref().unwrap();
-        kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), signal).unwrap();
+        Pid::from_raw(i32::try_from(child.id()).unwrap())
     }
 
     /// Asks the engine to leave its device to the next one; the frontend of the tests has none.
