@@ -12,8 +12,9 @@ use shorthorn_wire::{Flags, Header, Opcode};
 
 const SIZE: u64 = 64 * MIB;
 /// Data in flight that the replica takes with one more request. Of a client that waits until more is taken, and reads no
-/// answer meanwhile, it would take no more.
-const DATA_BYTES_MAX: usize = 3 << 20;
+/// answer meanwhile, it would take no more. It takes 4 MiB, and has answers in its hands until all that it sends with them are
+/// sent: they may be as many again.
+const DATA_BYTES_MAX: usize = 1 << 20;
 
 /// A sequence of numbers that a seed determines.
 struct Random(u64);
