@@ -11,13 +11,15 @@ pub(crate) struct Absent {
     pub covered: RegionSet,
     /// Where the search for the next region to copy goes on.
     pub cursor: u32,
+    /// The newest stamp that it was sent. Unless its disk has kept that, it lacks more than what is counted.
+    pub stamp: u32,
 }
 
 impl Absent {
-    pub fn new(missed: RegionSet) -> Absent {
+    pub fn new(missed: RegionSet, stamp: u32) -> Absent {
         let regions = missed.limit();
         let empty = || RegionSet::empty(regions);
-        Absent { missed, copied: empty(), covered: empty(), cursor: 0 }
+        Absent { missed, copied: empty(), covered: empty(), cursor: 0, stamp }
     }
 
     /// The volume has grown. Where its regions become larger, one may be copied in part: it does not count as copied.

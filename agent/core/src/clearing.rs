@@ -1,6 +1,9 @@
 //! Write intent is cleared where nothing was written for a while, and of what a replica has missed is
 //! cleared what was copied to it: both after a flush of everybody. Before its end the engine settles: it clears
 //! once what it can, without waiting for regions to be left alone.
+//!
+//! Between the flush and the clearing everybody stores two stamps: see [`shorthorn_types::is_current`]. So a replica whose disk is
+//! restored to a state before the flush is recognised, which may lack what nobody has noted any more.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf};
 
@@ -27,13 +30,22 @@ pub(crate) struct Clearing {
     pub marks: Marks,
     /// Of which set the outstanding mark clears.
     of: Option<PeerIndex>,
+    /// The newest stamp that was sent to anybody.
+    stamp: u32,
+    /// All members have stored it.
+    is_level: bool,
 }
+
+/// How many new stamps follow a flush.
+const STAMPS_PER_TURN: u32 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Resting,
     WantsFlush,
     Flushing,
+    /// So many new stamps are left to be sent.
+    Stamping(u32),
     Marking,
 }
 
@@ -47,7 +59,7 @@ enum Settling {
 }
 
 impl Clearing {
-    pub fn new(interval_ms: u64, keep_bytes: u64) -> Clearing {
+    pub fn new(interval_ms: u64, keep_bytes: u64, stamp: u32) -> Clearing {
         Clearing {
             phase: Phase::Resting,
             settling: Settling::No,
@@ -57,7 +69,13 @@ impl Clearing {
             flushed: PeerMask::NONE,
             marks: Marks::default(),
             of: None,
+            stamp,
+            is_level: false,
         }
+    }
+
+    pub fn stamp(&self) -> u32 {
+        self.stamp
     }
 
     /// Whether a flush has to be sent; it counts as sent then.
@@ -70,7 +88,7 @@ impl Clearing {
     }
 
     pub fn flush_answered(&mut self, is_durable: bool) {
-        self.phase = if is_durable { Phase::Marking } else { Phase::Resting };
+        self.phase = if is_durable { Phase::Stamping(STAMPS_PER_TURN) } else { Phase::Resting };
     }
 
     /// Whether it is time for a turn.
@@ -81,9 +99,17 @@ impl Clearing {
         self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
     }
 
-    /// `peer` has failed: what it flushes when it comes back is another matter.
-    pub fn forget(&mut self, peer: PeerIndex) {
+    /// `peer` has failed: what it flushes when it comes back is another matter. No stamp follows one that a member of the view
+    /// may not have stored.
+    pub fn forget(&mut self, peer: PeerIndex, is_member: bool) {
         self.flushed = self.flushed.without(PeerMask::one(peer));
+        if is_member {
+            self.is_level = false;
+            if matches!(self.phase, Phase::Stamping(_)) {
+                self.marks.abandon();
+                self.phase = Phase::Resting;
+            }
+        }
     }
 }
 
@@ -116,7 +142,9 @@ impl EngineCore {
         let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
         let in_flight =
             modifications.map(|slot| regions.touched(slot.range)).chain(self.jobs.touched(regions));
-        let mut is_worth_it = self.intent.turn(in_flight);
+        // Stamps go on where nothing can be cleared.
+        let is_in_use = self.intent.is_in_use();
+        let mut is_worth_it = self.intent.turn(in_flight) || is_in_use;
         for peer in self.membership.joining().iter() {
             let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
             absent.covered.clear();
@@ -131,6 +159,38 @@ impl EngineCore {
             self.clearing.phase = Phase::WantsFlush;
             self.wake = true;
         }
+    }
+
+    /// Sends the next stamp when everybody has stored the one before.
+    pub(crate) fn stamp_next(&mut self, out: &mut Outputs) {
+        let Phase::Stamping(left) = self.clearing.phase else { return };
+        if self.clearing.marks.is_outstanding() {
+            return;
+        }
+        let to = self.membership.answering().with(self.membership.joining());
+        self.clearing.phase = match left {
+            _ if to.is_empty() => Phase::Resting,
+            0 => Phase::Marking,
+            left if self.clearing.is_level => {
+                self.clearing.stamp = self.clearing.stamp.saturating_add(1);
+                Phase::Stamping(left - 1)
+            }
+            left => {
+                self.clearing.is_level = true;
+                Phase::Stamping(left)
+            }
+        };
+        if matches!(self.clearing.phase, Phase::Stamping(_)) {
+            let (number, change) = (self.next_mark(), self.stamp_mark());
+            self.clearing.marks.send(number, to, &change, self.now_ms, out);
+        }
+    }
+
+    /// Has whoever gets it store the newest stamp.
+    pub(crate) fn stamp_mark(&self) -> MarkRegions {
+        let (stamp, size_bytes) = (self.clearing.stamp, self.regions.size_bytes());
+        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
+        MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes }
     }
 
     /// Sends the next mark when the one before is answered.
@@ -152,6 +212,7 @@ impl EngineCore {
             let runs = self.intent.clear_some_of(&mut absent.covered, RUNS_PER_MARK_MAX);
             if !runs.is_empty() {
                 let to = self.clearing.flushed.and(self.membership.answering());
+                absent.stamp = absent.stamp.max(self.clearing.stamp);
                 self.clearing.of = Some(peer);
                 return self.send_clear(RegionsOf::Missed(replica), runs, to, out);
             }
@@ -200,12 +261,17 @@ impl EngineCore {
         }
         let number = self.next_mark();
         let size_bytes = self.regions.size_bytes();
-        let change = MarkRegions { of, action: MarkAction::Clear, runs, size_bytes };
+        let stamp = self.clearing.stamp;
+        let change = MarkRegions { of, action: MarkAction::Clear, runs, stamp, size_bytes };
         self.clearing.marks.send(number, to, &change, self.now_ms, out);
     }
 
     /// Everybody has answered the mark: modifications of its regions go on.
     pub(crate) fn cleared(&mut self) {
+        if self.clearing.phase != Phase::Marking {
+            self.wake = true;
+            return;
+        }
         match self.clearing.of.take() {
             None => self.intent.cleared(),
             Some(peer) => {

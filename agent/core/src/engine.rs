@@ -122,7 +122,7 @@ impl EngineCore {
             equalise_cursor: 0,
             is_equalising: false,
             intent: Intent::new(regions.count()),
-            clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes),
+            clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes, config.stamp),
             absent: config.peers.iter().map(|_| None).collect(),
             counted: PeerMask::NONE,
             trusted: PeerMask::NONE,
@@ -145,6 +145,7 @@ impl EngineCore {
                 let known = config.missed.get(usize::from(peer));
                 if let (Some(absent), Some(missed)) = (&mut self.absent[usize::from(peer)], known) {
                     absent.missed.insert_all(missed);
+                    absent.stamp = config.missed_stamps.get(usize::from(peer)).copied().unwrap_or(0);
                 }
             }
         }
@@ -245,6 +246,7 @@ impl EngineCore {
             return;
         }
         self.tell_equalised(out);
+        self.stamp_next(out);
         self.clear_next(out);
         self.turn_intent();
         self.tell_settled(out);
@@ -452,8 +454,8 @@ impl EngineCore {
         if self.absent.len() <= at {
             self.absent.resize_with(at + 1, || None);
         }
-        let count = self.regions.count();
-        let absent = self.absent[at].get_or_insert_with(|| Absent::new(RegionSet::empty(count)));
+        let (count, stamp) = (self.regions.count(), self.clearing.stamp());
+        let absent = self.absent[at].get_or_insert_with(|| Absent::new(RegionSet::empty(count), stamp));
         absent.disconnected();
         absent.missed.insert_all(&self.equalise);
         self.intent.add_dirty_to(&mut absent.missed);
@@ -465,6 +467,19 @@ impl EngineCore {
     #[must_use]
     pub fn missed(&self, peer: PeerIndex) -> Option<&RegionSet> {
         self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.missed)
+    }
+
+    /// The newest stamp that any replica was sent.
+    #[must_use]
+    pub fn stamp(&self) -> u32 {
+        self.clearing.stamp()
+    }
+
+    /// The newest stamp that `peer` was sent, which is not in the view, as far as that is known. Unless its disk has kept
+    /// that, it lacks more than what is counted: see [`shorthorn_types::is_current`].
+    #[must_use]
+    pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
+        self.absent.get(usize::from(peer)).and_then(Option::as_ref).map_or(0, |absent| absent.stamp)
     }
 
     /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`].
@@ -492,7 +507,7 @@ impl EngineCore {
 
     /// Nobody waits for the answers of `peer` to marks any more.
     fn forget_marks_of(&mut self, peer: PeerIndex) {
-        self.clearing.forget(peer);
+        self.clearing.forget(peer, self.membership.in_view().has(peer));
         if self.clearing.marks.forget(peer) {
             self.cleared();
         }

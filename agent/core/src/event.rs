@@ -26,6 +26,10 @@ pub struct CoreConfig {
     pub dirty: RegionSet,
     /// For each of `peers`: what it is known to have missed. Of members it is empty.
     pub missed: Vec<RegionSet>,
+    /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
+    pub stamp: u32,
+    /// For each of `peers`: the newest stamp that it was sent before it left. Of members it does not count.
+    pub missed_stamps: Vec<u32>,
     /// How many slots queue 0 has beyond `depth`, with a buffer of [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES)
     /// each, for copies and checks; at least two. The last one is kept for what failed requests wait for.
     pub copy_slots: u16,

@@ -67,6 +67,11 @@ impl Intent {
         self.hot.len() + self.warm.len()
     }
 
+    /// Whether some region is modified again and again, so that it does not become cool.
+    pub fn is_in_use(&self) -> bool {
+        self.warm.intersects(&self.hot)
+    }
+
     /// Nobody waits for regions to be left alone: all of them can be cleared after the next turn and its flush.
     pub fn cool_down(&mut self) {
         self.warm.insert_all(&self.hot);

@@ -22,6 +22,8 @@ pub(crate) struct Joins {
 enum Step {
     WantsFlush,
     Flushing(SlotId),
+    /// It stores the newest stamp, as the members have.
+    Stamping,
     /// It is told what the others outside the view have missed: first that there is a set for each, so that
     /// it puts in itself what it is sent from then on, and then what is in it.
     Telling {
@@ -189,10 +191,15 @@ impl EngineCore {
                 .map(|peer| (peer, Step::WantsFlush));
             return;
         };
-        let Step::Telling { absent, from } = step else { return };
         if self.joins.marks.is_outstanding() {
             return;
         }
+        if step == Step::Stamping {
+            self.joins.next = Some((peer, Step::Telling { absent: 0, from: None }));
+            let (number, change) = (self.next_mark(), self.stamp_mark());
+            return self.joins.marks.send(number, PeerMask::one(peer), &change, self.now_ms, out);
+        }
+        let Step::Telling { absent, from } = step else { return };
         match self.next_to_tell(peer, absent, from) {
             Some((next, change)) => {
                 self.joins.next = Some((peer, next));
@@ -212,10 +219,11 @@ impl EngineCore {
         absent: PeerIndex,
         from: Option<u32>,
     ) -> Option<(Step, MarkRegions)> {
-        let mark = |replica: ReplicaId, runs| MarkRegions {
+        let mark = |replica: ReplicaId, runs, stamp| MarkRegions {
             of: RegionsOf::Missed(replica),
             action: MarkAction::Add,
             runs,
+            stamp,
             size_bytes: self.regions.size_bytes(),
         };
         let mut from = from;
@@ -227,13 +235,16 @@ impl EngineCore {
                 continue;
             };
             let Some(start) = from.take() else {
-                return Some((Step::Telling { absent, from: Some(0) }, mark(replica, Vec::new())));
+                return Some((
+                    Step::Telling { absent, from: Some(0) },
+                    mark(replica, Vec::new(), kept.stamp),
+                ));
             };
             let runs: Vec<_> = kept.missed.runs(start).take(RUNS_PER_MARK_MAX).collect();
             if let Some(last) = runs.last() {
                 let step = Step::Telling { absent, from: Some(last.end) };
                 let runs = runs.iter().map(|run| (run.start, run.end - run.start)).collect();
-                return Some((step, mark(replica, runs)));
+                return Some((step, mark(replica, runs, kept.stamp)));
             }
         }
         None
@@ -257,7 +268,7 @@ impl EngineCore {
             return; // another one has been sent since
         }
         if is_durable {
-            self.joins.next = Some((peer, Step::Telling { absent: 0, from: None }));
+            self.joins.next = Some((peer, Step::Stamping));
         } else {
             self.lose(peer, "the last member cannot flush".to_owned(), out);
         }

@@ -27,6 +27,8 @@ fn core() -> EngineCore {
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
         missed: vec![RegionSet::empty(regions); 3],
+        stamp: 0,
+        missed_stamps: Vec::new(),
         copy_slots: 4,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
         intent_interval_ms: 60_000,

@@ -639,6 +639,8 @@ fn config(view: View, missed: Vec<BTreeSet<u32>>) -> CoreConfig {
         size_bytes: SIZE_BYTES,
         dirty: region_set(&BTreeSet::new()),
         missed: missed.iter().map(region_set).collect(),
+        stamp: 0,
+        missed_stamps: Vec::new(),
         copy_slots: COPY_SLOTS,
         copy_limits: CopyLimits { bytes_per_s: 1 << 20, share_percent: 50 },
         intent_interval_ms: 400,

@@ -10,7 +10,7 @@ use crate::connection::{ConnectError, Connection};
 /// The order to forget what `replica` has missed.
 pub fn order_to_forget(replica: ReplicaId) -> MarkRegions {
     let of = RegionsOf::Missed(replica);
-    MarkRegions { of, action: MarkAction::Forget, runs: Vec::new(), size_bytes: 0 }
+    MarkRegions { of, action: MarkAction::Forget, runs: Vec::new(), stamp: 0, size_bytes: 0 }
 }
 
 /// The replicas of a volume, as its engine was told.

@@ -144,9 +144,15 @@ impl Connection {
         self.tell(Opcode::Expand, &ExpandReplica { size_bytes })
     }
 
-    /// One of the replica's sets, in a volume that is divided into `regions`; none where it keeps no such set.
-    pub fn regions(&mut self, of: RegionsOf, regions: Regions) -> Result<Option<RegionSet>, ConnectError> {
+    /// One of the replica's sets, in a volume that is divided into `regions`, and the stamp that is kept with it; none if the
+    /// replica keeps no such set.
+    pub fn regions(
+        &mut self,
+        of: RegionsOf,
+        regions: Regions,
+    ) -> Result<Option<(RegionSet, u32)>, ConnectError> {
         let (mut set, size_bytes) = (RegionSet::empty(regions.count()), regions.size_bytes());
+        let mut stamp = 0;
         let mut from = Some(0);
         while let Some(next) = from {
             let query = RegionsQuery { of, from: next, size_bytes };
@@ -157,9 +163,10 @@ impl Connection {
             for (start, count) in page.runs {
                 set.insert_run(start..start.saturating_add(count));
             }
+            stamp = stamp.max(page.stamp);
             from = page.next.filter(|later| *later > next);
         }
-        Ok(Some(set))
+        Ok(Some((set, stamp)))
     }
 
     /// Changes one of the replica's sets of regions.

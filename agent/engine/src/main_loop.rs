@@ -402,6 +402,8 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         size_bytes: spec.size_bytes,
         dirty: opened.dirty.clone(),
         missed: opened.missed.clone(),
+        stamp: opened.stamp,
+        missed_stamps: opened.missed_stamps.clone(),
         copy_slots: COPY_SLOTS,
         copy_limits: copy_limits(spec.rebuild),
         intent_interval_ms: u64::from(spec.intent_clear_after_ms),

@@ -12,7 +12,9 @@ use shorthorn_control::{
 use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{Change, Combined, Kept, Progress, Witness, accounts_to_forget, combine, plan};
+use shorthorn_views::{
+    Account, Change, Combined, Kept, Progress, Witness, accounts_to_forget, combine, plan,
+};
 use shorthorn_wire::{Hello, Welcome};
 
 use crate::accounts;
@@ -50,6 +52,10 @@ pub struct Opened {
     pub missed: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
     pub is_missed_complete: Vec<bool>,
+    /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
+    pub stamp: u32,
+    /// For every replica that is no member: the newest stamp that it was sent.
+    pub missed_stamps: Vec<u32>,
     /// A size that was ordered meanwhile.
     pub expand_to_bytes: Option<u64>,
     /// See [`EngineState::lost_writes`].
@@ -467,7 +473,8 @@ impl Opener<'_> {
     ) -> Result<Opened, OpenError> {
         let spec: &EngineSpec = self.spec;
         let regions = Regions::of(spec.size_bytes).count();
-        let Combined { dirty, missed, is_complete } = combine(&proposal.kept, spec.replicas.len(), regions);
+        let Combined { dirty, stamp, missed, stamps, is_complete } =
+            combine(&proposal.kept, spec.replicas.len(), regions);
         let honoured = &proposal.change.honoured;
         let connected: Vec<_> = thread::scope(|scope| {
             let connect = |one| scope.spawn(move || connect_queues(spec, one, greeter, view, honoured));
@@ -500,6 +507,8 @@ impl Opener<'_> {
             dirty,
             missed,
             is_missed_complete: is_complete,
+            stamp,
+            missed_stamps: stamps,
             expand_to_bytes: self.expand_to_bytes,
             lost_writes: self.state.lost_writes(),
         })
@@ -576,6 +585,7 @@ fn witnesses(spec: &EngineSpec, reached: &[Reached]) -> Vec<Witness> {
         report: one.welcome.report.clone(),
         rebuilding: one.welcome.rebuilding,
         lost_cache: one.welcome.lost_cache,
+        stamp: one.welcome.stamp,
     };
     reached.iter().map(witness).collect()
 }
@@ -612,16 +622,17 @@ fn propose_to(
     }
     let regions = Regions::of(spec.size_bytes);
     let intent = one.connection.regions(RegionsOf::Intent, regions)?;
-    let intent = intent.unwrap_or_else(|| RegionSet::full(regions.count()));
+    let intent = intent.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set);
     let mut missed = Vec::with_capacity(spec.replicas.len());
     for endpoint in &spec.replicas {
         missed.push(if view.members.contains(endpoint.replica) {
             None
         } else {
-            one.connection.regions(RegionsOf::Missed(endpoint.replica), regions)?
+            let account = one.connection.regions(RegionsOf::Missed(endpoint.replica), regions)?;
+            account.map(|(missed, stamp)| Account { missed, stamp })
         });
     }
-    Ok(Some(Kept { intent, missed }))
+    Ok(Some(Kept { intent, stamp: one.welcome.stamp, missed }))
 }
 
 /// Marks the view as committed, and opens the connections of a member: the one of queue 0 is there, those of the

@@ -145,6 +145,8 @@ pub struct RunsPage {
     pub runs: Vec<(u32, u32)>,
     /// Where the next page begins, if there is one.
     pub next: Option<u32>,
+    /// The stamp that is kept with the set.
+    pub stamp: u32,
 }
 
 /// A write that is under way.
@@ -174,13 +176,16 @@ pub struct RegionKeeper {
 
 impl RegionKeeper {
     /// The sets of a volume of which nothing is on the disk yet, in the directory's `epoch`. The intent set begins
-    /// as the `intent` that is given: empty where the volume is, full where nobody knows. Its file has to be made,
+    /// as the `intent` that is given: empty where the volume is, full where nobody knows. Then nobody knows its stamp either. Its file has to be made,
     /// from [`RegionKeeper::file`], before anything is admitted.
     #[must_use]
     pub fn new(regions: Regions, epoch: u64, intent: &RegionSet) -> RegionKeeper {
         let mut set = KeptSet::empty(identity(regions, epoch, SetKey::Intent));
         for run in intent.runs(0) {
             set.add_durable(run);
+        }
+        if !intent.is_empty() {
+            set.forget_stamp();
         }
         RegionKeeper::with_intent(regions, epoch, set)
     }
@@ -285,6 +290,12 @@ impl RegionKeeper {
         self.find(key).map(KeptSet::content)
     }
 
+    /// The newest stamp that this replica was sent, unless the file that said so is lost.
+    #[must_use]
+    pub fn stamp(&self) -> Option<u32> {
+        self.intent.stamp()
+    }
+
     /// What the file of a set has to hold, if it is kept.
     #[must_use]
     pub fn file(&self, key: SetKey) -> Option<Vec<u8>> {
@@ -368,7 +379,7 @@ impl RegionKeeper {
     /// # Errors
     /// [`KeepError`]; nothing has changed then.
     pub fn mark(&mut self, mark: &MarkRegions) -> Result<Marked, KeepError> {
-        let MarkRegions { of, action, runs, size_bytes } = mark;
+        let MarkRegions { of, action, runs, stamp, size_bytes } = mark;
         let theirs = if *size_bytes == 0 { self.regions } else { Regions::of(*size_bytes) };
         check_runs(runs, theirs.count())?;
         let (ours, is_add) = (self.regions, *action == MarkAction::Add);
@@ -385,10 +396,18 @@ impl RegionKeeper {
                 let kept = self.find(SetKey::Missed(*replica)).is_some();
                 return Ok(if kept { Marked::Remove(*replica) } else { Marked::Done });
             }
-            (RegionsOf::Missed(replica), _) => SetKey::Missed(*replica),
+            (RegionsOf::Intent, MarkAction::Stamp) => {
+                let pages = self.intent.put_stamp(*stamp);
+                self.intent.demand(pages);
+                return Ok(Marked::Wait(Ticket { serial: self.intent.serial, pages, after }));
+            }
+            (RegionsOf::Missed(replica), MarkAction::Add | MarkAction::Clear) => SetKey::Missed(*replica),
             (RegionsOf::Intent, MarkAction::Add | MarkAction::Clear) => SetKey::Intent,
             _ => return Err(KeepError::Unsupported { of: *of, action: *action }),
         };
+        if let (Some(set), SetKey::Missed(_)) = (self.find_mut(key), key) {
+            set.raise_stamp(*stamp);
+        }
         match (self.find_mut(key), action, key) {
             (Some(set), MarkAction::Add, _) => {
                 let pages = runs().fold(0, |pages, run| pages | set.put(run));
@@ -399,6 +418,7 @@ impl RegionKeeper {
             (None, MarkAction::Add, SetKey::Missed(replica)) => {
                 self.check_room(replica, 0)?;
                 let mut set = KeptSet::empty(self.identity(key));
+                set.raise_stamp(*stamp);
                 runs().for_each(|run| set.add_durable(run));
                 // A modification that is being executed was admitted before the set counts.
                 set.add_all_durable(&self.intent);
@@ -439,6 +459,7 @@ impl RegionKeeper {
             }
             self.check_room(replica, new.len())?;
             let mut set = KeptSet::empty(self.identity(SetKey::Missed(replica)));
+            set.raise_stamp(self.intent.stamp().unwrap_or(0));
             set.add_all_durable(&self.intent);
             new.push(NewSet { replica, set });
         }
@@ -476,7 +497,8 @@ impl RegionKeeper {
     /// As [`RegionKeeper::page`], in the regions of the volume at another size.
     #[must_use]
     pub fn page_for(&self, key: SetKey, from: u32, regions: Regions) -> Option<RunsPage> {
-        let content = self.content(key)?;
+        let set = self.find(key)?;
+        let content = set.content();
         let content =
             if regions == self.regions { content } else { content.converted(self.regions, regions) };
         let mut runs = Vec::new();
@@ -488,7 +510,7 @@ impl RegionKeeper {
             }
             runs.push((run.start, run.end - run.start));
         }
-        Some(RunsPage { runs, next })
+        Some(RunsPage { runs, next, stamp: set.stamp().unwrap_or(0) })
     }
 
     /// The host was restarted, or the disk has failed, while data was not durable: until every region that is in the intent set now has been

@@ -10,11 +10,13 @@
 //! | 32 | 8 | bytes of a region |
 //! | 40 | 8 | the epoch of the directory in which it was written |
 //! | 48 | 8 | size of the volume that the set was made for; 0 in pages of versions that could not expand one |
-//! | 56 | 4 | zeroes |
+//! | 56 | 4 | the stamp that is kept with the set; 0 in pages of versions that kept none |
 //! | 60 | 4 | CRC-32C of the page with zeroes in this field |
 //! | 64 | 4032 | one bit for each region, the lowest of the first byte first |
 //!
-//! Numbers are little-endian.
+//! Numbers are little-endian. Two more pages without any bit follow those of the set, with the next numbers. A stamp is written to
+//! one of them after the other, so that a write that is cut off leaves the stamp before. The stamp of
+//! the page that was written last counts, unless both of these are damaged or missing: then it is not known.
 
 use thiserror::Error;
 
@@ -22,6 +24,7 @@ use thiserror::Error;
 pub const PAGE_BYTES: usize = 4096;
 const HEADER_BYTES: usize = 64;
 const SIZE_AT: usize = 48;
+const STAMP_AT: usize = 56;
 const CHECK_AT: usize = 60;
 /// The 64-bit words of bits in a page.
 pub(crate) const PAGE_WORDS: usize = (PAGE_BYTES - HEADER_BYTES) / 8;
@@ -44,6 +47,15 @@ pub(crate) struct PageHeader {
     pub region_bytes: u64,
     pub epoch: u64,
     pub size_bytes: u64,
+    pub stamp: u32,
+}
+
+/// What a page holds that may differ each time it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageContent {
+    pub version: u64,
+    pub stamp: u32,
+    pub bits: Bits,
 }
 
 /// Why bytes are not the page that is expected there.
@@ -75,6 +87,7 @@ impl PageHeader {
         out[32..40].copy_from_slice(&self.region_bytes.to_le_bytes());
         out[40..48].copy_from_slice(&self.epoch.to_le_bytes());
         out[SIZE_AT..SIZE_AT + 8].copy_from_slice(&self.size_bytes.to_le_bytes());
+        out[STAMP_AT..STAMP_AT + 4].copy_from_slice(&self.stamp.to_le_bytes());
         for (target, word) in out[HEADER_BYTES..].chunks_exact_mut(8).zip(bits) {
             target.copy_from_slice(&word.to_le_bytes());
         }
@@ -82,22 +95,25 @@ impl PageHeader {
         out[CHECK_AT..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
     }
 
-    /// Reads the page that should be this one, in whatever version; the version and the bits.
-    pub fn decode(&self, bytes: &[u8]) -> Result<(u64, Bits), PageDamage> {
+    /// Reads the page that should be this one, in whatever version and with whatever stamp.
+    pub fn decode(&self, bytes: &[u8]) -> Result<PageContent, PageDamage> {
         let bytes = checked(bytes)?;
         let mut bits = [0; PAGE_WORDS];
         for (word, at) in bits.iter_mut().zip((HEADER_BYTES..).step_by(8)) {
             *word = u64_at(bytes, at);
         }
         let version = u64_at(bytes, 24);
+        let mut stamp = [0; 4];
+        stamp.copy_from_slice(&bytes[STAMP_AT..STAMP_AT + 4]);
+        let stamp = u32::from_le_bytes(stamp);
         if u64_at(bytes, 40) != self.epoch {
             return Err(PageDamage::Outdated);
         }
         // What is left of the header has to be what it would be if we had written the page.
         let mut expected = [0; PAGE_BYTES];
         let size_bytes = if u64_at(bytes, SIZE_AT) == 0 { 0 } else { self.size_bytes };
-        PageHeader { version, size_bytes, ..*self }.encode(&bits, &mut expected);
-        if expected != *bytes { Err(PageDamage::Other) } else { Ok((version, bits)) }
+        PageHeader { version, size_bytes, stamp, ..*self }.encode(&bits, &mut expected);
+        if expected != *bytes { Err(PageDamage::Other) } else { Ok(PageContent { version, stamp, bits }) }
     }
 }
 
@@ -137,6 +153,7 @@ mod tests {
         region_bytes: 1 << 16,
         epoch: 5,
         size_bytes: 0x0302_0000,
+        stamp: 0x0605_0404,
     };
 
     fn encoded() -> [u8; PAGE_BYTES] {
@@ -153,7 +170,7 @@ mod tests {
         let bytes = encoded();
         assert_eq!(&bytes[..24], b"SHRNREGS\x01\0\0\0\x03\0\0\x000000000a");
         assert_eq!(&bytes[24..48], b"\x09\0\0\0\0\0\0\0\0\0\x01\0\0\0\0\0\x05\0\0\0\0\0\0\0");
-        assert_eq!(&bytes[48..60], &[0, 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&bytes[48..60], &[0, 0, 2, 3, 0, 0, 0, 0, 4, 4, 5, 6]);
         assert_eq!((made_for(&bytes), made_for(&bytes[1..])), (Some(0x0302_0000), None));
         assert_eq!((bytes[64], bytes[71], bytes[PAGE_BYTES - 8]), (1, 0x80, 7));
         assert_eq!(REGIONS_PER_PAGE, 32256);
@@ -162,8 +179,8 @@ mod tests {
     #[test]
     fn every_kind_of_damage_is_noticed() {
         let good = encoded();
-        let (version, bits) = HEADER.decode(&good).unwrap();
-        assert_eq!((version, bits[PAGE_WORDS - 1]), (9, 7));
+        let PageContent { version, stamp, bits } = HEADER.decode(&good).unwrap();
+        assert_eq!((version, stamp, bits[PAGE_WORDS - 1]), (9, 0x0605_0404, 7));
         assert_eq!(HEADER.decode(&good[..4095]), Err(PageDamage::Short));
         assert_eq!(HEADER.decode(&[0; PAGE_BYTES]), Err(PageDamage::Check));
         for at in 0..PAGE_BYTES {
@@ -186,7 +203,8 @@ mod tests {
     fn pages_of_a_version_that_does_not_say_the_size_are_taken() {
         let mut bytes = [0; PAGE_BYTES];
         PageHeader { size_bytes: 0, ..HEADER }.encode(&[1; PAGE_WORDS], &mut bytes);
-        assert_eq!(HEADER.decode(&bytes), Ok((9, [1; PAGE_WORDS])));
+        let found = HEADER.decode(&bytes).unwrap();
+        assert_eq!((found.version, found.bits), (9, [1; PAGE_WORDS]));
         assert_eq!(made_for(&bytes), None);
     }
 }

@@ -4,11 +4,16 @@ use std::ops::Range;
 
 use shorthorn_types::{RegionSet, Regions};
 
-use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage, PageHeader, REGIONS_PER_PAGE, made_for};
+use crate::page::{
+    Bits, PAGE_BYTES, PAGE_WORDS, PageContent, PageDamage, PageHeader, REGIONS_PER_PAGE, made_for,
+};
 
 /// Most pages of one set: a mask of them fits a word.
 const PAGES_MAX: u64 = 64;
-const _: () = assert!(shorthorn_types::REGIONS_MAX <= PAGES_MAX * REGIONS_PER_PAGE as u64);
+/// Pages behind those of the regions that hold nothing but the stamp: written in turn.
+const STAMP_PAGES: usize = 2;
+const _: () =
+    assert!(shorthorn_types::REGIONS_MAX <= (PAGES_MAX - STAMP_PAGES as u64) * REGIONS_PER_PAGE as u64);
 
 /// One page in memory.
 #[derive(Clone, Debug)]
@@ -32,7 +37,12 @@ pub(crate) struct KeptSet {
     pub serial: u64,
     regions: Regions,
     epoch: u64,
+    /// Those of the regions, then those of the stamp.
     pages: Box<[Page]>,
+    /// None: the file did not say.
+    stamp: Option<u32>,
+    /// The page that the newest stamp was put in.
+    stamp_page: usize,
     /// Whether the file that it was read from is of the volume before it has grown, and has to be made anew.
     pub is_outgrown: bool,
     /// Pages that somebody waits for.
@@ -57,13 +67,16 @@ impl KeptSet {
     pub fn empty(identity: Identity) -> KeptSet {
         let Identity { name, regions, epoch } = identity;
         let page = Page { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
-        let pages = vec![page; regions.count().div_ceil(REGIONS_PER_PAGE).max(1) as usize].into();
+        let region_pages = regions.count().div_ceil(REGIONS_PER_PAGE).max(1) as usize;
+        let pages = vec![page; region_pages + STAMP_PAGES].into();
         KeptSet {
             name,
             serial: 0,
             regions,
             epoch,
             pages,
+            stamp: Some(0),
+            stamp_page: region_pages,
             is_outgrown: false,
             due: 0,
             stale: 0,
@@ -90,7 +103,8 @@ impl KeptSet {
     /// The set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts it on the disk before.
     pub fn grown(&self, regions: Regions) -> KeptSet {
         let KeptSet { name, epoch, version, .. } = *self;
-        let mut grown = KeptSet { version, ..KeptSet::empty(Identity { name, regions, epoch }) };
+        let mut grown =
+            KeptSet { version, stamp: self.stamp, ..KeptSet::empty(Identity { name, regions, epoch }) };
         for run in self.content().converted(self.regions, regions).runs(0) {
             grown.add_durable(run);
         }
@@ -98,15 +112,25 @@ impl KeptSet {
     }
 
     fn load_as(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
-        let mut set = KeptSet::empty(identity);
+        let mut set = KeptSet { stamp: None, ..KeptSet::empty(identity) };
         let mut damages = Vec::new();
+        let mut stamped = 0;
         for number in 0..set.pages.len() {
             let from = (number * PAGE_BYTES).min(file.len());
             match set.header(number).decode(&file[from..]) {
-                Ok((version, bits)) => {
+                Ok(PageContent { version, stamp, bits }) => {
+                    let is_newer = version > set.version || set.stamp.is_none();
                     set.version = set.version.max(version);
                     set.pages[number].wanted = bits;
+                    if is_newer {
+                        set.stamp = Some(stamp);
+                    }
+                    if number >= set.region_pages() && version > stamped {
+                        (stamped, set.stamp_page) = (version, number);
+                    }
                 }
+                // It holds no region, and the other one holds the stamp before.
+                Err(_) if number >= set.region_pages() => {}
                 Err(damage) => {
                     damages.push(damage);
                     set.add_page(number);
@@ -115,7 +139,36 @@ impl KeptSet {
             // What is read again after the next crash is the same, until it is written.
             set.pages[number].durable = set.pages[number].wanted;
         }
+        // Versions without stamps have neither page.
+        set.stamp = set.stamp.filter(|_| stamped > 0);
         (set, damages)
+    }
+
+    fn region_pages(&self) -> usize {
+        self.pages.len() - STAMP_PAGES
+    }
+
+    /// The newest stamp that is kept with the set, if the file of the set said any.
+    pub fn stamp(&self) -> Option<u32> {
+        self.stamp
+    }
+
+    /// Nobody knows which stamp was sent.
+    pub fn forget_stamp(&mut self) {
+        self.stamp = None;
+    }
+
+    /// A newer stamp is written with every page from now on.
+    pub fn raise_stamp(&mut self, stamp: u32) {
+        self.stamp = self.stamp.max(Some(stamp));
+    }
+
+    /// The page that has to be written before the stamp is durable, as a mask.
+    pub fn put_stamp(&mut self, stamp: u32) -> u64 {
+        self.stamp = Some(stamp);
+        let first = self.region_pages();
+        self.stamp_page = if self.stamp_page == first { first + 1 } else { first };
+        1 << self.stamp_page
     }
 
     fn add_page(&mut self, number: usize) {
@@ -131,6 +184,7 @@ impl KeptSet {
             region_bytes: self.regions.region_bytes(),
             epoch: self.epoch,
             size_bytes: self.regions.size_bytes(),
+            stamp: self.stamp.unwrap_or(0),
         }
     }
 
@@ -226,11 +280,12 @@ impl KeptSet {
         (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
     }
 
-    /// The whole file.
+    /// The whole file. It has no page for a stamp that is not known.
     pub fn file(&self) -> Vec<u8> {
-        let mut file = Vec::with_capacity(self.pages.len() * PAGE_BYTES);
+        let count = if self.stamp.is_some() { self.pages.len() } else { self.region_pages() };
+        let mut file = Vec::with_capacity(count * PAGE_BYTES);
         let mut image = [0; PAGE_BYTES];
-        for (number, page) in self.pages.iter().enumerate() {
+        for (number, page) in self.pages.iter().enumerate().take(count) {
             self.header(number).encode(&page.wanted, &mut image);
             file.extend_from_slice(&image);
         }

@@ -141,6 +141,7 @@ impl World {
                     of,
                     action: MarkAction::Clear,
                     runs: vec![(first, count)],
+                    stamp: 0,
                     size_bytes: SIZE_BYTES,
                 };
                 self.keeper.mark(&clear).unwrap();
@@ -167,6 +168,7 @@ impl World {
                     of: RegionsOf::Missed(missed()),
                     action: MarkAction::Forget,
                     runs: vec![],
+                    stamp: 0,
                     size_bytes: SIZE_BYTES,
                 };
                 if let Ok(Marked::Remove(replica)) = self.keeper.mark(&forget) {
@@ -202,6 +204,7 @@ impl World {
             of: RegionsOf::Missed(missed()),
             action: MarkAction::Add,
             runs: vec![(FIRST, 2)],
+            stamp: 0,
             size_bytes: SIZE_BYTES,
         };
         let key = SetKey::Missed(missed());

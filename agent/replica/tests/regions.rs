@@ -41,7 +41,9 @@ fn intent(client: &mut Client) -> BTreeSet<u32> {
 }
 
 fn mark(client: &mut Client, of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) {
-    client.tell(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), size_bytes: 0 }).unwrap();
+    client
+        .tell(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 })
+        .unwrap();
 }
 
 fn view(attach: u64, number: u32, members: &[u64]) -> View {
@@ -161,6 +163,21 @@ fn a_replica_that_leaves_is_tracked_until_it_is_back() {
 }
 
 #[test]
+fn a_stamp_is_durable_when_it_is_answered() {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    for (attach, newest) in (1..6).zip([3, 4, 4, 9, 10]) {
+        let mut replica = Replica::start(&spec);
+        let (mut client, welcome) = replica.try_open(generation(attach), 0).unwrap();
+        assert_eq!(welcome.stamp, Some([0, 3, 4, 4, 9][usize::try_from(attach).unwrap() - 1]));
+        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
+        let stamp = MarkRegions { of, action, runs: vec![], stamp: newest, size_bytes: 0 };
+        client.tell(Opcode::Mark, &stamp).unwrap();
+        replica.kill();
+    }
+}
+
+#[test]
 fn sets_begin_and_end_by_marks() {
     let base = base();
     let spec = spec(base.path(), SIZE);
@@ -169,14 +186,20 @@ fn sets_begin_and_end_by_marks() {
     for n in 20..28 {
         mark(&mut client, RegionsOf::Missed(id(n)), MarkAction::Add, &[]);
     }
-    let one_more =
-        MarkRegions { of: RegionsOf::Missed(id(28)), action: MarkAction::Add, runs: vec![], size_bytes: 0 };
+    let one_more = MarkRegions {
+        of: RegionsOf::Missed(id(28)),
+        action: MarkAction::Add,
+        runs: vec![],
+        stamp: 0,
+        size_bytes: 0,
+    };
     let (errno, refusal) = client.tell(Opcode::Mark, &one_more).unwrap_err();
     assert!(errno == libc::ENOSPC && refusal.message.contains("will not come back"), "{refusal:?}");
     let outside = MarkRegions {
         of: RegionsOf::Missed(id(20)),
         action: MarkAction::Add,
         runs: vec![(1023, 2)],
+        stamp: 0,
         size_bytes: 0,
     };
     assert_eq!(client.tell(Opcode::Mark, &outside).unwrap_err().0, libc::EINVAL);

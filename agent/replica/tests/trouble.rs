@@ -173,6 +173,7 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
         of: RegionsOf::Intent,
         action: MarkAction::Clear,
         runs: vec![(0, 4096)],
+        stamp: 0,
         size_bytes: 0,
     };
     client.tell(Opcode::Mark, &clear).unwrap();

@@ -19,6 +19,7 @@ pub use name::{NameError, VolumeName};
 pub use range::{ByteRange, RangeError};
 pub use regions::{
     MarkAction, MarkRegions, REGION_BYTES_MIN, REGIONS_MAX, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf,
+    is_current,
 };
 pub use replica_id::{ReplicaId, ReplicaIdError};
 pub use secret::{SECRET_BYTES, Secret, SecretError};

@@ -35,6 +35,9 @@ pub enum MarkAction {
     Clear,
     /// Keep the set no longer. For missed regions only.
     Forget,
+    /// Keep [`MarkRegions::stamp`] as the replica's own, in place of the one before; durable when it is answered. For the intent
+    /// only.
+    Stamp,
 }
 
 /// An engine changes a set of regions that a replica keeps.
@@ -46,10 +49,28 @@ pub struct MarkRegions {
     pub action: MarkAction,
     /// First region and count of each run, at most [`RUNS_PER_MARK_MAX`].
     pub runs: Vec<(u32, u32)>,
+    /// Of [`MarkAction::Stamp`]: what to keep. Of missed regions: the newest stamp that the replica which misses them was sent, if
+    /// that is newer than what is kept with the set.
+    #[serde(default)]
+    pub stamp: u32,
     /// The size of the volume in whose regions that is told. While a volume is being expanded the replica may be ahead
     /// of the engine. 0: its own; engines that do not say it expand nothing.
     #[serde(default)]
     pub size_bytes: u64,
+}
+
+/// Whether a replica that keeps the stamp `own` has kept all that it stored while it was sent stamps up to `newest`.
+///
+/// An engine numbers the stamps that it has its members store. It sends one only when every member has stored the one before, and
+/// after each flush that lets it clear write intents it sends two. So a member whose disk has kept everything is behind by
+/// one at most, and one whose disk was restored to a state before such a flush is behind by two at least. `None`: it does not
+/// know, because the file of its write intents is lost or of a version without stamps. Then it counts as current.
+#[must_use]
+pub const fn is_current(own: Option<u32>, newest: u32) -> bool {
+    match own {
+        Some(own) => own.saturating_add(1) >= newest,
+        None => true,
+    }
 }
 
 /// How a volume is divided into the regions that the write-intent and missed-region bitmaps count in.
@@ -191,6 +212,12 @@ impl RegionSet {
     #[must_use]
     pub fn contains_any(&self, mut regions: Range<u32>) -> bool {
         regions.any(|region| self.contains(region))
+    }
+
+    /// Whether any region is in both sets.
+    #[must_use]
+    pub fn intersects(&self, other: &RegionSet) -> bool {
+        self.words.iter().zip(&other.words).any(|(mine, theirs)| mine & theirs != 0)
     }
 
     /// Whether all of `regions` are in the set.
@@ -402,6 +429,11 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(set.len() as usize, model.len());
+            }
+            for region in 0..limit {
+                let mut one = RegionSet::empty(limit);
+                one.insert(region);
+                prop_assert_eq!(one.intersects(&set), model.contains(&region));
             }
             prop_assert_eq!(set.iter().collect::<Vec<_>>(), model.iter().copied().collect::<Vec<_>>());
             let spread: Vec<u32> = set.runs(0).flatten().collect();

@@ -78,14 +78,17 @@ mod tests {
     fn a_list_that_is_older_than_the_account_costs_only_a_copy() {
         use shorthorn_types::RegionSet;
 
-        use crate::{Kept, combine};
+        use crate::{Account, Kept, combine};
 
         // Replica 3 is not in the list of an engine that has greeted one of two members.
         let (now, list) = (view(5, &[1, 2]), ids(&[1, 2]));
         assert_eq!(accounts_to_forget(&ids(&[3]), &list, [&now]), ids(&[3]));
         // The next one has it again.
         let empty = || RegionSet::empty(4);
-        let kept = |missed| Kept { intent: empty(), missed: vec![None, None, missed] };
+        let kept = |missed: Option<RegionSet>| {
+            let account = missed.map(|missed| Account { missed, stamp: 0 });
+            Kept { intent: empty(), stamp: None, missed: vec![None, None, account] }
+        };
         let all = combine(&[kept(None), kept(Some(empty()))], 3, 4);
         assert!(!all.is_complete[2], "the other one has its account still, and it does not count as whole");
     }

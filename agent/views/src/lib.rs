@@ -39,7 +39,7 @@ mod start;
 pub use accounts::{accounts_to_forget, lacks_room};
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
-pub use plan::{Combined, Kept, NoPlan, Plan, Witness, combine, plan, remembers};
+pub use plan::{Account, Combined, Kept, NoPlan, Plan, Witness, combine, plan, remembers};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
 pub use start::{Basis, CannotStart, basis, forgets, knows_no_engine};

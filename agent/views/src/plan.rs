@@ -1,6 +1,6 @@
 //! Who may be a member of the first view, from what the fenced replicas say, and who is still what it was.
 
-use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View};
+use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View, is_current};
 
 use crate::replica::stands_for;
 use crate::start::{Basis, CannotStart, basis, forgets, knows_no_engine};
@@ -18,7 +18,14 @@ pub struct Witness {
     /// regions count as not durable for some seconds after they were flushed, and until they are cleared again after a loss
     /// that was made up for.
     pub lost_cache: bool,
+    /// The newest stamp that it has kept, if it knows.
+    pub stamp: Option<u32>,
 }
+
+const FORGOTTEN: &str = "it does not know the views that it was in: its directory is another one than it was. It has to be rebuilt";
+const ROLLED_BACK: &str = "it lacks what the other members have stored since: its disk was restored to an older state. It has to be rebuilt";
+const BROKEN: &str = "it lacks data, although it is in the view: it was being rebuilt and that was not finished. It has to be \
+    rebuilt again";
 
 /// How to start.
 #[derive(Debug)]
@@ -29,8 +36,8 @@ pub struct Plan {
     pub members: Members,
     /// Replicas that the views would take as members and that are none, and why.
     pub unfit: Vec<(ReplicaId, String)>,
-    /// Replicas that do not know the views that they were in, or none at all where others do. They count for nothing,
-    /// and nothing is proposed to them: they would learn the views by that, and pass for replicas that hold
+    /// Replicas that do not know the views that they were in, or none at all where others do, or whose disk was restored to
+    /// an older state. They count for nothing, and nothing is proposed to them: they would learn the views by that, and pass for replicas that hold
     /// everything but what was counted since they left.
     pub blank: Members,
     /// Nobody who kept everything is among the members: what was acknowledged and not flushed may be gone. Whoever goes on
@@ -56,17 +63,22 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     let newest = witnesses.iter().map(|witness| witness.report.committed).max_by_key(|view| view.id);
     let has_forgotten =
         |witness: &&Witness| newest.is_some_and(|newest| forgets(witness.replica, &witness.report, newest));
-    let mut unfit: Vec<(ReplicaId, String)> = witnesses
-        .iter()
-        .filter(has_forgotten)
-        .map(|witness| (witness.replica, "it does not know the views that it was in: its directory is another one than it was. It has to be rebuilt".to_owned()))
-        .collect();
-    let reports: Vec<_> = witnesses
+    let mut unfit: Vec<(ReplicaId, String)> = Vec::new();
+    let forgotten = witnesses.iter().filter(has_forgotten);
+    unfit.extend(forgotten.map(|witness| (witness.replica, FORGOTTEN.to_owned())));
+    let mut reports: Vec<_> = witnesses
         .iter()
         .filter(|witness| !has_forgotten(witness))
         .map(|witness| (witness.replica, witness.report.clone()))
         .collect();
-    let basis = match basis(&reports, granted) {
+    let mut found = basis(&reports, granted);
+    let rolled_back = found.as_ref().map_or(Members::NONE, |basis| rolled_back(witnesses, basis));
+    if !rolled_back.is_empty() {
+        unfit.extend(rolled_back.iter().map(|id| (id, ROLLED_BACK.to_owned())));
+        reports.retain(|(id, _)| !rolled_back.contains(*id));
+        found = basis(&reports, granted);
+    }
+    let basis = match found {
         Ok(basis) => basis,
         Err(cannot) => return Err(NoPlan { cannot, unfit }),
     };
@@ -74,7 +86,7 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
         |id: ReplicaId| witnesses.iter().any(|witness| witness.replica == id && !witness.rebuilding);
     let members = basis.members.filter(is_whole);
     let broken = basis.members.filter(|id| !is_whole(id));
-    unfit.extend(broken.iter().map(|id| (id, "it lacks data, although it is in the view: it was being rebuilt and that was not finished. It has to be rebuilt again".to_owned())));
+    unfit.extend(broken.iter().map(|id| (id, BROKEN.to_owned())));
     // Who may have lost what was not flushed holds everything that was acknowledged only when the others have had their
     // say: while one of those is left, it joins later.
     let has_lost = |id| witnesses.iter().any(|witness| witness.replica == id && witness.lost_cache);
@@ -89,11 +101,24 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     }
     let is_blank = |witness: &&Witness| {
         let others_know = newest.is_some_and(|newest| newest.id.generation != Generation::NEVER);
-        has_forgotten(witness) || (others_know && knows_no_engine(&witness.report))
+        has_forgotten(witness)
+            || rolled_back.contains(witness.replica)
+            || (others_know && knows_no_engine(&witness.report))
     };
     let blank = Members::new(witnesses.iter().filter(is_blank).map(|witness| witness.replica));
     // There are no more replicas than a set can have.
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
+}
+
+/// Those of the replicas that hold everything by their views which have not kept a stamp that another one of them has. One that
+/// is being rebuilt says nothing of the others: it may have been a member of another volume.
+fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
+    let holders = || witnesses.iter().filter(|witness| basis.members.contains(witness.replica));
+    let newest = holders().filter(|holder| !holder.rebuilding).filter_map(|holder| holder.stamp).max();
+    let newest = newest.unwrap_or(0);
+    basis
+        .members
+        .filter(|id| holders().any(|holder| holder.replica == id && !is_current(holder.stamp, newest)))
 }
 
 /// Whether the replica is the one that it was: one that was in a view of ours knows it. One that knows of no engine at
@@ -110,13 +135,24 @@ pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
     }
 }
 
-/// The sets of regions that one member keeps.
+/// What one member keeps beside the data.
 #[derive(Clone, Debug)]
 pub struct Kept {
     /// Its write intent.
     pub intent: RegionSet,
+    /// The newest stamp that it was sent, if it knows.
+    pub stamp: Option<u32>,
     /// For each replica of the spec: what it has missed; none where the member does not know.
-    pub missed: Vec<Option<RegionSet>>,
+    pub missed: Vec<Option<Account>>,
+}
+
+/// What a replica has missed, as another one has counted it.
+#[derive(Clone, Debug)]
+pub struct Account {
+    /// Where it lacks data.
+    pub missed: RegionSet,
+    /// The newest stamp that it was sent. If its disk has not kept that, it lacks more.
+    pub stamp: u32,
 }
 
 /// What all members together know.
@@ -124,8 +160,12 @@ pub struct Kept {
 pub struct Combined {
     /// Where they may differ.
     pub dirty: RegionSet,
+    /// The newest stamp that any member was sent.
+    pub stamp: u32,
     /// For each replica of the spec: what it has missed.
     pub missed: Vec<RegionSet>,
+    /// For each replica of the spec: the newest stamp that it was sent, if it has missed anything.
+    pub stamps: Vec<u32>,
     /// For each replica of the spec: whether that is all that it has missed.
     pub is_complete: Vec<bool>,
 }
@@ -133,16 +173,24 @@ pub struct Combined {
 /// Joins what the members say. What a replica has missed is known where every one of them has counted it.
 #[must_use]
 pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
+    let stamps = kept.iter().filter_map(|member| member.stamp);
+    let of_accounts = || kept.iter().flat_map(|member| &member.missed).flatten().map(|account| account.stamp);
     let mut all = Combined {
         dirty: RegionSet::empty(regions),
+        // Where no member knows, some number that seems not to have been used yet.
+        stamp: stamps.max().or_else(|| of_accounts().max()).unwrap_or(0),
         missed: vec![RegionSet::empty(regions); replicas],
+        stamps: vec![0; replicas],
         is_complete: vec![!kept.is_empty(); replicas],
     };
     for member in kept {
         all.dirty.insert_all(&member.intent);
-        for (replica, missed) in member.missed.iter().enumerate().take(replicas) {
-            match missed {
-                Some(missed) => all.missed[replica].insert_all(missed),
+        for (replica, account) in member.missed.iter().enumerate().take(replicas) {
+            match account {
+                Some(account) => {
+                    all.missed[replica].insert_all(&account.missed);
+                    all.stamps[replica] = all.stamps[replica].max(account.stamp);
+                }
                 None => all.is_complete[replica] = false,
             }
         }
@@ -171,7 +219,7 @@ mod tests {
 
     fn witness(n: u64, committed: View, proposed: &[View]) -> Witness {
         let report = ReplicaReport { committed, proposed: proposed.to_vec() };
-        Witness { replica: id(n), report, rebuilding: false, lost_cache: false }
+        Witness { replica: id(n), report, rebuilding: false, lost_cache: false, stamp: Some(0) }
     }
 
     #[test]
@@ -235,6 +283,36 @@ mod tests {
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }));
     }
 
+    /// Its views are those of the others, as nobody has left since.
+    #[test]
+    fn a_replica_whose_disk_was_restored_to_an_older_state_counts_for_nothing() {
+        let now = view(5, &[1, 2, 3]);
+        let stamped = |n, stamp| Witness { stamp: Some(stamp), ..witness(n, now, &[]) };
+        let found = plan(&[stamped(1, 9), stamped(2, 8), stamped(3, 7)], None).unwrap();
+        assert_eq!(
+            (found.members, found.blank),
+            (ids(&[1, 2]), ids(&[3])),
+            "2 may not have got the last one"
+        );
+        assert!(found.unfit[0].1.contains("restored to an older state"));
+        let alone = plan(&[stamped(1, 9), stamped(3, 7)], None).unwrap_err();
+        assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }), "nor for the quorum");
+        // Who has left the view has its account.
+        let left = Witness { stamp: Some(3), ..witness(3, view(4, &[1, 2, 3]), &[]) };
+        let two = view(5, &[1, 2]);
+        let members = [1, 2].map(|n| Witness { stamp: Some(9), ..witness(n, two, &[]) });
+        assert_eq!(plan(&[members.to_vec(), vec![left]].concat(), None).unwrap().blank, ids(&[]));
+        let lost = Witness { stamp: None, ..witness(3, now, &[]) };
+        assert_eq!(
+            plan(&[stamped(1, 9), lost], None).unwrap().members,
+            ids(&[1, 3]),
+            "nothing speaks against it"
+        );
+        // Nor does it matter who counts as rebuilt.
+        let rebuilding = Witness { rebuilding: true, ..stamped(1, 90) };
+        assert_eq!(plan(&[rebuilding, stamped(2, 8), stamped(3, 8)], None).unwrap().members, ids(&[2, 3]));
+    }
+
     /// Of proposals with the same members a replica keeps the newest only.
     #[test]
     fn a_replica_that_has_a_newer_proposal_of_the_same_members_has_not_forgotten() {
@@ -275,12 +353,21 @@ mod tests {
             }
             set
         };
-        let one = Kept { intent: set(&[1]), missed: vec![None, Some(set(&[4])), Some(set(&[6]))] };
-        let two = Kept { intent: set(&[2]), missed: vec![None, Some(set(&[5])), None] };
-        let all = combine(&[one, two], 3, 10);
+        let account = |of, stamp| Some(Account { missed: set(of), stamp });
+        let one = Kept {
+            intent: set(&[1]),
+            stamp: Some(7),
+            missed: vec![None, account(&[4], 3), account(&[6], 2)],
+        };
+        let two = Kept { intent: set(&[2]), stamp: Some(8), missed: vec![None, account(&[5], 4), None] };
+        let all = combine(&[one.clone(), two.clone()], 3, 10);
         assert_eq!(all.dirty, set(&[1, 2]));
         assert_eq!(all.missed, [set(&[]), set(&[4, 5]), set(&[6])]);
         assert_eq!(all.is_complete, [false, true, false]);
+        assert_eq!((all.stamp, all.stamps), (8, vec![0, 4, 2]));
+        let unknown = Kept { stamp: None, ..two.clone() };
+        assert_eq!(combine(&[one, unknown.clone()], 3, 10).stamp, 7);
+        assert_eq!(combine(&[unknown], 3, 10).stamp, 4, "nobody knows");
         assert_eq!(combine(&[], 1, 10).is_complete, [false]);
     }
 

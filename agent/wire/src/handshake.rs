@@ -45,6 +45,9 @@ pub struct Welcome {
     /// The replicas whose missed regions it keeps.
     #[serde(default)]
     pub tracks: Members,
+    /// The newest stamp that it was sent, as its disk has kept it: see [`is_current`](shorthorn_types::is_current).
+    #[serde(default)]
+    pub stamp: Option<u32>,
 }
 
 /// The replica does not take the engine, or not this request; the status of the frame has the errno.

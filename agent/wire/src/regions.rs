@@ -36,4 +36,12 @@ pub struct RegionsPage {
     pub runs: Vec<(u32, u32)>,
     /// Where the next page begins, if there is one.
     pub next: Option<u32>,
+    /// The stamp that is kept with the set: see [`is_current`](shorthorn_types::is_current). 0 of a set that is not kept.
+    #[serde(default)]
+    pub stamp: u32,
+}
+
+impl RegionsPage {
+    /// Of a set that is not kept.
+    pub const NONE: RegionsPage = RegionsPage { kept: false, runs: Vec::new(), next: None, stamp: 0 };
 }

@@ -312,8 +312,10 @@ impl World {
             }
             Fault::RestoreDisk { victim, for_us } => {
                 let victim = self.victim(victim);
-                let has_copy = self.replicas[victim].has_saved_disk();
-                has_copy && self.kill_replica(victim, true, for_us, rng) && {
+                // Two of three would agree that nothing is missing.
+                let is_alone = !self.replicas.iter().any(|replica| replica.is_rolled_back);
+                let is_known = is_alone && self.replicas[victim].has_saved_disk();
+                is_known && self.kill_replica(victim, true, for_us, rng) && {
                     self.replicas[victim].restore_disk(rng);
                     true
                 }

@@ -33,15 +33,15 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_core::PeerState;
-use shorthorn_types::{Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_types::{Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId, is_current};
 use shorthorn_views::{Arbiter, ReplicaViews};
 
 use crate::checker::{Checker, Id};
 use crate::disk::{BLOCK_SECTORS, Files};
 pub use crate::faults::Fault;
 use crate::guest::Guest;
-use crate::replica::Replica;
-pub use crate::script::{Layout, Script, Strike, Withheld};
+use crate::replica::{Judgement, Replica};
+pub use crate::script::{Layout, Script, Strike};
 pub use crate::shrink::{Shrunk, shrink};
 use crate::tasks::Tasks;
 use crate::world::{Occurrence, World};
@@ -69,6 +69,8 @@ pub enum Sabotage {
     NoGiveBack,
     /// Engines draw no nonce, and replicas answer a proposal that they do not store as one that they have stored.
     OldProposals,
+    /// Nobody looks at stamps.
+    NoStamps,
 }
 
 /// How to run a script.
@@ -145,6 +147,8 @@ pub const COVERED: &[&str] = &[
     "fault: rot sets",
     "fault: lose state file",
     "fault: restore controller",
+    "fault: restore disk",
+    "rolled back replicas that came back",
 ];
 
 /// How long the volume may take to come back.
@@ -307,7 +311,10 @@ fn is_recovered(world: &World) -> bool {
 
 /// Whether no engine serves, and the one that is attached cannot start without a replica that is gone.
 fn needs_what_is_gone(world: &World) -> bool {
-    let is_gone = |id| world.replica_index(id).is_some_and(|at| world.replicas[at].gone);
+    let is_gone = |id| {
+        let replica = world.replica_index(id).map(|at| &world.replicas[at]);
+        replica.is_some_and(|replica| replica.gone || replica.is_rolled_back)
+    };
     let engine = world.hosts[world.controller.host].engine.and_then(|engine| world.engines.get(&engine));
     world.calm
         && engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + PATIENCE_US < world.now)
@@ -315,9 +322,11 @@ fn needs_what_is_gone(world: &World) -> bool {
 }
 
 /// Whether half of the volume is left, and the arbiter of a restored store cannot grant that it goes on: it does not know
-/// whether the replicas that are gone had gone on alone.
+/// whether the replicas that are gone had gone on alone. Or each half has stored a view of its own, and the
+/// record is lost that says which one was granted.
 fn waits_in_vain(world: &World) -> bool {
-    world.controller.arbiter.stale_since().is_some() && world.replicas.iter().any(|replica| replica.gone)
+    let is_half_gone = world.replicas.iter().any(|replica| replica.gone) || world.is_torn;
+    world.controller.arbiter.stale_since().is_some() && is_half_gone
 }
 
 fn describe(world: &World) -> String {
@@ -399,7 +408,7 @@ impl World {
     }
 
     fn knows_an_engine(&self, at: usize) -> bool {
-        let (_, _, report) = self.replicas[at].judgement();
+        let report = self.replicas[at].judgement().report;
         !self.replicas[at].gone && shorthorn_views::remembers(&report, None)
     }
 
@@ -518,19 +527,24 @@ impl World {
     /// The replica that lacks the least, and whether that is surely nothing: it is a member of every view that anybody has ever
     /// stored and that may count, those who are gone included.
     fn best_choice(&self) -> Option<(usize, bool)> {
-        let all: Vec<(bool, bool, ReplicaReport)> = self.replicas.iter().map(Replica::judgement).collect();
-        let newest = all.iter().map(|(.., report)| report.committed).max_by_key(|view| view.id)?;
-        let proposed = all.iter().flat_map(|(.., report)| report.proposed.clone());
+        let all: Vec<Judgement> = self.replicas.iter().map(Replica::judgement).collect();
+        let newest = all.iter().map(|one| one.report.committed).max_by_key(|view| view.id)?;
+        let proposed = all.iter().flat_map(|one| one.report.proposed.clone());
         let may_count: Vec<View> = proposed
             .chain(self.controller.arbiter.granted())
             .filter(|view| view.id > newest.id)
             .chain([newest])
             .collect();
+        let is_member = |at: &usize| newest.members.contains(self.replicas[*at].id);
+        let members = (0..self.replicas.len()).filter(is_member);
+        let newest_stamp = members.filter_map(|at| all[at].stamp).max().unwrap_or(0);
         let judge = |at: usize| {
-            let (rebuilding, lost_cache, report) = &all[at];
+            let one = &all[at];
             let lacks = may_count.iter().filter(|view| !view.members.contains(self.replicas[at].id)).count();
-            let is_sure = lacks == 0 && !rebuilding && !lost_cache;
-            (at, is_sure, (*rebuilding, lacks, *lost_cache, std::cmp::Reverse(report.committed.id)))
+            let rolled_back = !is_current(one.stamp, newest_stamp);
+            let is_sure = lacks == 0 && !one.rebuilding && !rolled_back && !one.lost_cache;
+            let age = std::cmp::Reverse(one.report.committed.id);
+            (at, is_sure, (one.rebuilding, lacks, rolled_back, one.lost_cache, age))
         };
         let known = (0..self.replicas.len()).filter(|at| self.knows_an_engine(*at));
         let best = known.map(judge).min_by_key(|(.., judged)| *judged)?;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Parser;
-use shorthorn_sim::{COVERED, Options, Outcome, Sabotage, Script, Withheld, run, shrink};
+use shorthorn_sim::{COVERED, Options, Outcome, Sabotage, Script, run, shrink};
 
 /// Simulates a volume under faults. What fails is shrunk and printed as a script, which replays the same way.
 #[derive(Clone, Debug, Parser)]
@@ -45,9 +45,6 @@ struct Args {
     /// Leave a part of the rules out.
     #[arg(long)]
     sabotage: Option<Sabotage>,
-    /// Choose these faults too.
-    #[arg(long, value_delimiter = ',')]
-    with: Vec<Withheld>,
     /// Fail where anything that is to be covered has not happened in any run.
     #[arg(long)]
     assert_coverage: bool,
@@ -78,7 +75,7 @@ impl Progress {
     fn work(&self) -> Counts {
         let mut counts = BTreeMap::new();
         while let Some(seed) = self.next_seed() {
-            let script = Script::of(seed, &self.args.with);
+            let script = Script::of(seed);
             self.judge(&format!("seed {seed}"), &script, &mut counts);
         }
         counts
@@ -138,7 +135,7 @@ impl Progress {
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     if args.print {
-        println!("{}", serde_json::to_string(&Script::of(args.seed, &args.with))?);
+        println!("{}", serde_json::to_string(&Script::of(args.seed))?);
         return Ok(ExitCode::SUCCESS);
     }
     let next = AtomicU64::new(args.seed);

@@ -64,6 +64,8 @@ pub struct Greeting {
     pub size_bytes: u64,
     /// Of whom it keeps what they miss.
     pub tracks: Members,
+    /// The newest stamp that it has kept.
+    pub stamp: Option<u32>,
 }
 
 /// What a replica answers.

@@ -10,10 +10,10 @@ use std::rc::Rc;
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, Event, PeerConfig, PeerState, ScrubConfig};
 use shorthorn_types::{
     Generation, MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf,
-    ReplicaId, View, ViewId,
+    ReplicaId, View, ViewId, is_current,
 };
 use shorthorn_views::{
-    CannotStart, Change, Combined, Kept, NoPlan, Progress, Witness, combine, plan, remembers,
+    Account, CannotStart, Change, Combined, Kept, NoPlan, Progress, Witness, combine, plan, remembers,
 };
 use shorthorn_wire::{CONTROL_QUEUE, RegionsQuery};
 
@@ -262,7 +262,10 @@ impl Process {
                 [host.granted, host.granted_before].into_iter().flatten().max_by_key(|view| view.id);
             (engine.generation, granted, patient)
         };
-        let witnesses: Vec<Witness> = reached.iter().map(|one| witness(peers, one)).collect();
+        let mut witnesses: Vec<Witness> = reached.iter().map(|one| witness(peers, one)).collect();
+        if self.sim.borrow().options.sabotage == Some(Sabotage::NoStamps) {
+            witnesses.iter_mut().for_each(|witness| witness.stamp = None);
+        }
         let plan = match plan(&witnesses, granted) {
             Ok(plan) => plan,
             Err(NoPlan { cannot, .. }) => {
@@ -271,6 +274,7 @@ impl Process {
                     CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
                     CannotStart::Nobody => Members::NONE,
                 };
+                world.is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
                 world.note(|| {
                     let known = witnesses.iter().map(|one| format!("{} knows {:?}", one.replica, one.report));
                     let known: Vec<String> = known.collect();
@@ -296,10 +300,11 @@ impl Process {
         let members: Vec<&Reached> = reached.iter().filter(|one| chosen.contains(peers[one.peer])).collect();
         let mut kept = Vec::new();
         for one in &members {
-            let Some(sets) = self.kept(one.conn, peers, &chosen, regions.count()).await else { return false };
+            let Some(sets) = self.kept(one, peers, &chosen, regions.count()).await else { return false };
             kept.push(sets);
         }
-        let Combined { mut dirty, missed, is_complete } = combine(&kept, peers.len(), regions.count());
+        let Combined { mut dirty, stamp, missed, stamps, is_complete } =
+            combine(&kept, peers.len(), regions.count());
         if self.sim.borrow().options.sabotage == Some(Sabotage::NoResync) {
             dirty = RegionSet::empty(regions.count());
         }
@@ -325,6 +330,8 @@ impl Process {
             size_bytes: size,
             dirty,
             missed,
+            stamp,
+            missed_stamps: stamps,
             copy_slots: COPY_SLOTS,
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
@@ -354,18 +361,20 @@ impl Process {
     }
 
     /// The sets of regions that a member keeps.
-    async fn kept(&self, conn: ConnId, peers: &[ReplicaId], chosen: &Members, count: u32) -> Option<Kept> {
-        let (_, intent) = self.regions(conn, RegionsOf::Intent, count).await?;
+    async fn kept(&self, one: &Reached, peers: &[ReplicaId], chosen: &Members, count: u32) -> Option<Kept> {
+        let (conn, stamp) = (one.conn, one.greeting.stamp);
+        let (_, intent, _) = self.regions(conn, RegionsOf::Intent, count).await?;
         let mut missed = Vec::new();
         for replica in peers {
             missed.push(if chosen.contains(*replica) {
                 None
             } else {
-                let (is_kept, set) = self.regions(conn, RegionsOf::Missed(*replica), count).await?;
-                is_kept.then_some(set)
+                let of = RegionsOf::Missed(*replica);
+                let (is_kept, missed, stamp) = self.regions(conn, of, count).await?;
+                is_kept.then_some(Account { missed, stamp })
             });
         }
-        Some(Kept { intent, missed })
+        Some(Kept { intent, stamp, missed })
     }
 
     /// Every member has lost power since a write: whoever has used the device since is told.
@@ -441,10 +450,10 @@ impl Process {
         world.after(1000, Occurrence::Tick { engine });
     }
 
-    /// All regions of one of a replica's sets, and whether it keeps it.
-    async fn regions(&self, conn: ConnId, of: RegionsOf, count: u32) -> Option<(bool, RegionSet)> {
+    /// Whether a replica keeps one of its sets, all of its regions, and the stamp that is kept with it.
+    async fn regions(&self, conn: ConnId, of: RegionsOf, count: u32) -> Option<(bool, RegionSet, u32)> {
         let mut set = RegionSet::empty(count);
-        let mut from = 0;
+        let (mut from, mut stamp) = (0, 0);
         loop {
             let Some(Answer::Page(page)) =
                 self.call(conn, Ask::Regions(RegionsQuery { of, from, size_bytes: 0 })).await
@@ -454,9 +463,10 @@ impl Process {
             for (start, length) in page.runs {
                 set.insert_run(start..start + length);
             }
+            stamp = stamp.max(page.stamp);
             match page.next {
                 Some(next) => from = next,
-                None => return Some((page.kept, set)),
+                None => return Some((page.kept, set, stamp)),
             }
         }
     }
@@ -593,5 +603,6 @@ fn witness(peers: &[ReplicaId], one: &Reached) -> Witness {
         report: one.greeting.report.clone(),
         rebuilding: one.greeting.rebuilding,
         lost_cache: one.greeting.lost_cache,
+        stamp: one.greeting.stamp,
     }
 }

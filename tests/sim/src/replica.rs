@@ -36,6 +36,22 @@ struct Durable {
     power_was_lost: bool,
 }
 
+/// A copy of a disk.
+#[derive(Clone, Debug)]
+struct Saved {
+    files: Files,
+    durable: Durable,
+    size_bytes: u64,
+    /// The newest stamp that the replica was sent by then.
+    stamp: Option<u32>,
+}
+
+/// A restored disk is recognised by the stamps of the other members if the replica was sent so many more since: they have all of
+/// these but the last.
+const STAMPS_THAT_TELL: u32 = 3;
+/// And if no quorum of the view is without another one of them, which is as it was.
+const MEMBERS_THAT_TELL: usize = 3;
+
 /// A request that is being executed.
 #[derive(Debug)]
 struct Op {
@@ -79,7 +95,9 @@ pub struct Replica {
     rng: Rng,
     can_punch: bool,
     /// An earlier copy of the disk.
-    saved: Option<(Files, Durable, u64)>,
+    saved: Option<Saved>,
+    /// The disk was restored, and not made anew since.
+    pub is_rolled_back: bool,
     keeper: RegionKeeper,
     map: BlockMap,
     /// In the hands of the disk.
@@ -94,6 +112,19 @@ pub struct Replica {
     /// Hellos that wait until older engines' requests have ended.
     candidates: Vec<(ConnId, u64)>,
     pub gone: bool,
+}
+
+/// What the disk of a replica says of it, for the operator.
+#[derive(Clone, Debug)]
+pub struct Judgement {
+    /// It lacks data.
+    pub rebuilding: bool,
+    /// It may.
+    pub lost_cache: bool,
+    /// Its views.
+    pub report: ReplicaReport,
+    /// The newest stamp that it has kept.
+    pub stamp: Option<u32>,
 }
 
 fn chain_map(size_bytes: u64, has_snapshot: bool, can_punch: bool) -> BlockMap {
@@ -139,6 +170,7 @@ impl Replica {
             rng: Rng::with_seed(seed),
             can_punch,
             saved: None,
+            is_rolled_back: false,
             keeper,
             map: chain_map(size_bytes, has_snapshot, can_punch),
             ops: BTreeMap::new(),
@@ -184,24 +216,42 @@ impl Replica {
 
     /// Copies the disk as it is now.
     pub fn save_disk(&mut self) {
-        self.saved = Some((self.files.clone(), self.durable.clone(), self.size_bytes));
+        let (files, durable) = (self.files.clone(), self.durable.clone());
+        let (size_bytes, stamp) = (self.size_bytes, self.keeper.stamp());
+        self.saved = Some(Saved { files, durable, size_bytes, stamp });
     }
 
+    /// Whether there is a copy from within the view that lasts, and old enough to be recognised.
     pub fn has_saved_disk(&self) -> bool {
-        self.saved.is_some()
+        let view = self.durable.views.report().committed;
+        let is_member = view.members.contains(self.id) && view.members.len() >= MEMBERS_THAT_TELL;
+        self.saved.as_ref().is_some_and(|saved| {
+            let is_same_view = saved.durable.views.report().committed == view && !saved.durable.rebuilding;
+            let (then, now) = (saved.stamp, self.keeper.stamp());
+            let is_old = then.zip(now).is_some_and(|(then, now)| now >= then + STAMPS_THAT_TELL);
+            is_member && is_same_view && is_old
+        })
     }
 
     /// The disk is the copy again: as after a loss of power at that time.
     pub fn restore_disk(&mut self, rng: &mut Rng) {
-        let Some((mut files, mut durable, size_bytes)) = self.saved.clone() else { return };
+        let Some(Saved { mut files, mut durable, size_bytes, .. }) = self.saved.clone() else { return };
         files.head.lose_power(rng);
         durable.power_was_lost = true;
         (self.files, self.durable, self.size_bytes) = (files, durable, size_bytes);
+        self.is_rolled_back = true;
     }
 
-    /// What its views say, and whether it lacks data, or may.
-    pub fn judgement(&self) -> (bool, bool, ReplicaReport) {
-        (self.durable.rebuilding, self.durable.power_was_lost, self.durable.views.report().clone())
+    /// What its disk says.
+    pub fn judgement(&self) -> Judgement {
+        let regions = Regions::of(self.size_bytes);
+        let intent = self.durable.sets.get(&SetKey::Intent);
+        Judgement {
+            rebuilding: self.durable.rebuilding,
+            lost_cache: self.durable.power_was_lost,
+            report: self.durable.views.report().clone(),
+            stamp: intent.and_then(|file| RegionKeeper::load(regions, 1, file).0.stamp()),
+        }
     }
 
     /// The operator makes it the volume. It does not run.
@@ -214,6 +264,7 @@ impl Replica {
         self.durable.views = views;
         self.durable.sets.clear();
         self.durable.rebuilding = false;
+        self.is_rolled_back = false;
     }
 
     /// The attachment that it was opened for last.
@@ -277,6 +328,7 @@ impl Replica {
     fn write_page(&mut self, key: SetKey, page: u32, bytes: &[u8]) {
         if let Some(file) = self.durable.sets.get_mut(&key) {
             let at = page as usize * PAGE_BYTES;
+            file.resize(file.len().max(at + PAGE_BYTES), 0);
             file[at..at + bytes.len()].copy_from_slice(bytes);
         }
     }
@@ -300,6 +352,7 @@ impl Replica {
             rebuilding: self.durable.rebuilding,
             size_bytes: self.size_bytes,
             tracks: self.keeper.tracks(),
+            stamp: self.keeper.stamp(),
         }
     }
 
@@ -547,6 +600,7 @@ impl Replica {
             return Err(Errno::new(16)); // busy
         }
         self.durable.rebuilding = true;
+        self.is_rolled_back = false;
         self.durable.has_snapshot = has_snapshot;
         self.files = Files::default();
         self.remap();
@@ -560,10 +614,11 @@ impl Replica {
         };
         let kept = |key| {
             let page = self.keeper.page_for(key, query.from, regions);
-            page.map_or(RegionsPage { kept: false, runs: Vec::new(), next: None }, |page| RegionsPage {
+            page.map_or(RegionsPage::NONE, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,
                 next: page.next,
+                stamp: page.stamp,
             })
         };
         match query.of {
@@ -579,7 +634,7 @@ impl Replica {
                     }
                 }
                 let runs = set.runs(query.from).map(|run| (run.start, run.end - run.start)).collect();
-                RegionsPage { kept: true, runs, next: None }
+                RegionsPage { kept: true, runs, next: None, stamp: 0 }
             }
         }
     }

@@ -114,6 +114,8 @@ pub struct World {
     pub violation: Option<String>,
     /// Whom an engine last could not start without.
     pub needed: Members,
+    /// The views that the last attempt to open the volume had to honour have no member in common.
+    pub is_torn: bool,
     /// Trouble is over: what was broken is repaired, and no more comes.
     pub calm: bool,
     pub counts: BTreeMap<&'static str, u64>,
@@ -163,6 +165,7 @@ impl World {
             woken: Vec::new(),
             violation: None,
             needed: Members::NONE,
+            is_torn: false,
             calm: false,
             counts: BTreeMap::new(),
             log: Vec::new(),

@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 const SEEDS: u64 = 1000;
 
 /// Each has to be noticed within as many seeds.
-const SABOTAGES: [&str; 10] = [
+const SABOTAGES: [&str; 11] = [
     "no-intent",
     "lying-flush",
     "serve-before-fenced",
@@ -18,6 +18,7 @@ const SABOTAGES: [&str; 10] = [
     "no-range-table",
     "no-give-back",
     "old-proposals",
+    "no-stamps",
 ];
 
 fn simulate(arguments: &[&str]) -> Output {

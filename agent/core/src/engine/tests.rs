@@ -19,8 +19,13 @@ const INTERVAL_MS: u64 = 3000;
 /// Eight regions.
 const SIZE_BYTES: u64 = 8 << 16;
 
+/// Number of the first mark that clears anything: three stamps come before.
+const FIRST_CLEAR: u32 = 4;
+
 struct Bench {
     core: EngineCore,
+    /// Every replica stores a stamp at once, and the test does not see that.
+    stores_stamps: bool,
     now_ms: u64,
     out: Outputs,
 }
@@ -39,6 +44,8 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
         missed: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
+        stamp: 0,
+        missed_stamps: Vec::new(),
         copy_slots: 3,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
@@ -53,11 +60,17 @@ impl Bench {
     }
 
     fn with(config: &CoreConfig) -> Bench {
-        Bench { core: EngineCore::new(config), now_ms: 0, out: Vec::new() }
+        Bench { core: EngineCore::new(config), stores_stamps: true, now_ms: 0, out: Vec::new() }
     }
 
     fn apply(&mut self, event: Event) -> Outputs {
         self.core.apply(event, &mut self.out);
+        while self.stores_stamps
+            && let Some(at) = self.out.iter().position(is_stamp)
+        {
+            let Some((_, stored)) = answer_to(&self.out.remove(at)) else { continue };
+            self.core.apply(stored, &mut self.out);
+        }
         std::mem::take(&mut self.out)
     }
 
@@ -115,6 +128,10 @@ impl Bench {
         let view = ViewId { generation: Generation::new(1, 0), number };
         self.apply(Event::ViewStored { peer, view })
     }
+}
+
+fn is_stamp(output: &Output) -> bool {
+    matches!(output, Output::Mark { change, .. } if change.action == shorthorn_types::MarkAction::Stamp)
 }
 
 /// What a replica says that does what it is told. Every member has the same check.

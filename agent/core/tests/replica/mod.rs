@@ -23,6 +23,7 @@ pub struct Replica {
     pub data: Vec<u32>,
     disk: Vec<u32>,
     pub intent: BTreeSet<u32>,
+    pub stamp: u32,
     pub missed: BTreeMap<usize, BTreeSet<u32>>,
     pub lost_cache: bool,
 }
@@ -56,6 +57,7 @@ impl Replica {
             data: vec![0; UNITS],
             disk: vec![0; UNITS],
             intent: BTreeSet::new(),
+            stamp: 0,
             missed: BTreeMap::new(),
             lost_cache: false,
         }
@@ -99,6 +101,14 @@ impl Replica {
     }
 
     pub fn mark(&mut self, change: &MarkRegions) {
+        if change.action == MarkAction::Stamp {
+            self.stamp = self.stamp.max(change.stamp);
+            return;
+        }
+        assert!(
+            change.action != MarkAction::Clear || self.stamp >= change.stamp,
+            "cleared before it was stamped"
+        );
         let set = match change.of {
             RegionsOf::Intent => &mut self.intent,
             RegionsOf::Missed(replica) => {
@@ -114,6 +124,7 @@ impl Replica {
             match change.action {
                 MarkAction::Add => set.insert(region),
                 MarkAction::Clear | MarkAction::Forget => set.remove(&region),
+                MarkAction::Stamp => unreachable!("it has no set"),
             };
         }
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use shorthorn_core::{Event, Output, PeerIndex, PeerState};
 use shorthorn_types::{
     MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport,
+    is_current,
 };
 use shorthorn_views::remembers;
 use shorthorn_wire::{LayerList, Welcome};
@@ -37,7 +38,7 @@ impl Courier {
             return Err(Trouble::NotYet("its last connections are being closed"));
         }
         let welcome = desk.open_line(self.peer).map_err(Trouble::while_doing("connecting"))?;
-        let remembers = remembers(&welcome.report, peer.last_view);
+        let remembers = remembers(&welcome.report, peer.last_view) && !self.was_rolled_back(&peer, &welcome);
         if remembers {
             self.bring_views(&welcome.report)?;
         }
@@ -48,6 +49,17 @@ impl Courier {
         self.keep_accounts(&welcome)?;
         let size_bytes = self.connect_queues(&peer).inspect_err(|_| self.drop_queues())?;
         self.hand_to_core(lack, size_bytes)
+    }
+
+    /// Whether it lacks more than what is counted, as its disk has not kept what it had stored before it left.
+    fn was_rolled_back(&self, peer: &Peer, welcome: &Welcome) -> bool {
+        let sent = self.desk.shared.look(|core| core.stamp_of(self.peer));
+        let rolled_back = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
+        if rolled_back {
+            let (volume, replica, kept) = (&self.desk.greeter.volume, &peer.endpoint.replica, &welcome.stamp);
+            tracing::error!(%volume, %replica, ?kept, sent, "a replica lacks what it had stored: its disk was restored to an older state; it is rebuilt");
+        }
+        rolled_back
     }
 
     /// Has the replica learn the current view, and store the one that is being brought through: where too few of the
@@ -112,7 +124,7 @@ impl Courier {
         // What it had not made durable may be gone, and what it alone was sent is in no member.
         let intent = desk.with_line(me, |line| line.regions(RegionsOf::Intent, regions));
         let intent = intent.map_err(Trouble::while_doing("asking for its write intents"))?;
-        missing.insert_all(&intent.unwrap_or_else(|| RegionSet::full(regions.count())));
+        missing.insert_all(&intent.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set));
         Ok(Lack { missing, regions, is_copy: !is_what_it_was })
     }
 
@@ -242,7 +254,7 @@ impl Courier {
             return Ok(());
         }
         let kept = self.complete_accounts(&count_now, replica);
-        let ended = kept.and_then(|()| self.end_copy());
+        let ended = kept.and_then(|()| self.stamp()).and_then(|()| self.end_copy());
         match &ended {
             // From here on its absence costs what it misses, no longer a copy.
             Ok(()) => {
@@ -265,6 +277,16 @@ impl Courier {
         let (missed, regions) = desk.shared.look(|core| (core.missed(self.peer).cloned(), core.regions()));
         // Where it has none any more, it is a member, or given up.
         missed.map_or(Ok(()), |missed| desk.keep_missed(keepers, replica, &missed, regions))
+    }
+
+    /// It was made anew: no stamp that it was sent before counts.
+    fn stamp(&self) -> Result<(), Trouble> {
+        let stamp = self.desk.shared.look(shorthorn_core::EngineCore::stamp);
+        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
+        let change = MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 };
+        self.desk
+            .with_line(self.peer, |line| line.mark(&change))
+            .map_err(Trouble::while_doing("sending it a stamp"))
     }
 
     /// It has what the members have, apart from what they count as missed. Until it knows that it is no member
@@ -316,10 +338,11 @@ impl Desk {
         missed: &RegionSet,
         regions: Regions,
     ) -> Result<(), Trouble> {
+        let stamp = self.index_of(replica).map_or(0, |index| self.shared.look(|core| core.stamp_of(index)));
         for keeper in keepers {
             for runs in pages(missed) {
                 let (of, size_bytes) = (RegionsOf::Missed(replica), regions.size_bytes());
-                let change = MarkRegions { of, action: MarkAction::Add, runs, size_bytes };
+                let change = MarkRegions { of, action: MarkAction::Add, runs, stamp, size_bytes };
                 self.with_line(*keeper, |line| line.mark(&change))
                     .map_err(Trouble::while_doing("having a replica count what another one misses"))?;
             }

@@ -54,7 +54,7 @@ impl Courier {
         let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
             let allocated = self.desk.with_line(source, |line| line.regions(RegionsOf::Allocated, regions));
             let allocated = allocated.map_err(Trouble::while_doing("asking a member where it has data"))?;
-            return Ok(allocated.unwrap_or_else(|| RegionSet::full(regions.count())));
+            return Ok(allocated.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set));
         };
         let mut data = RegionSet::empty(regions.count());
         self.for_each_extent(source, u32::try_from(head).unwrap_or(u32::MAX), |_, extent| {

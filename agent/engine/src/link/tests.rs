@@ -257,6 +257,7 @@ fn a_mark_is_told_by_its_number() {
         of: RegionsOf::Intent,
         action: MarkAction::Clear,
         runs: vec![(3, 2), (9, 1)],
+        stamp: 0,
         size_bytes: 0,
     };
     bench.link.mark(70_000, &change, &mut bench.events);

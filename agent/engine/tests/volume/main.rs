@@ -6,6 +6,7 @@ mod ends;
 mod expansions;
 mod load;
 mod lost_writes;
+mod rolled_back;
 mod slow_clients;
 mod volume;
 

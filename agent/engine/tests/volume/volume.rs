@@ -26,6 +26,8 @@ pub struct Volume {
     pub size_bytes: u64,
     /// Number of the attachment that the next engine is started for.
     pub attach: u64,
+    /// How long a region stays dirty at least.
+    pub intent_clear_after_ms: u32,
     engine: Option<Child>,
     replicas: Vec<Option<Child>>,
     first: usize,
@@ -34,10 +36,17 @@ pub struct Volume {
 impl Volume {
     /// A new volume that is served.
     pub fn start(replicas: usize, size_bytes: u64) -> Volume {
+        Volume::start_with(replicas, size_bytes, |_| {})
+    }
+
+    pub fn start_with(replicas: usize, size_bytes: u64, change: impl FnOnce(&mut Volume)) -> Volume {
         // Not /tmp: that may be a file system without O_DIRECT.
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let (engine, attach) = (None, 1);
-        let mut volume = Volume { dir, size_bytes, attach, engine, replicas: Vec::new(), first: replicas };
+        let (intent_clear_after_ms, first) = (INTENT_CLEAR_AFTER_MS, replicas);
+        let mut volume =
+            Volume { dir, size_bytes, attach, intent_clear_after_ms, engine, replicas: Vec::new(), first };
+        change(&mut volume);
         for _ in 0..replicas {
             volume.add_replica();
         }
@@ -123,7 +132,7 @@ impl Volume {
             replica_timeout_ms: 5000,
             granted: None,
             rebuild: RebuildLimits::default(),
-            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            intent_clear_after_ms: self.intent_clear_after_ms,
             continues: 0,
         };
         store_spec(&self.file("engine.json"), &spec).unwrap();
@@ -136,9 +145,21 @@ impl Volume {
         child.wait().unwrap();
     }
 
+    /// A replica ends in order: everything that it knows is on its disk.
+    pub fn stop_replica(&mut self, number: usize) {
+        let mut child = self.replicas[number].take().unwrap();
+        kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGTERM).unwrap();
+        assert!(child.wait().unwrap().success());
+    }
+
+    /// Where a replica holds its data.
+    pub fn directory(&self, number: usize) -> String {
+        self.file(&format!("replica{number}")).display().to_string()
+    }
+
     /// Of a replica that does not run: as if its disk had been replaced.
     pub fn lose_directory(&self, number: usize) {
-        fs::remove_dir_all(self.file(&format!("replica{number}"))).unwrap();
+        fs::remove_dir_all(self.directory(number)).unwrap();
     }
 
     /// Of a running replica: as if its host had lost power, and with it the block at `offset`, which was not durable.
@@ -263,9 +284,10 @@ impl Volume {
     /// Stops everything, cleanly.
     pub fn stop(&mut self) {
         self.stop_engine();
-        for mut child in self.replicas.iter_mut().filter_map(Option::take) {
-            kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGTERM).unwrap();
-            assert!(child.wait().unwrap().success());
+        for number in 0..self.replicas.len() {
+            if self.replicas[number].is_some() {
+                self.stop_replica(number);
+            }
         }
     }
 
@@ -297,7 +319,7 @@ impl Volume {
         for gone in 0..count {
             let replica = ReplicaId::from_random(1000 + gone);
             let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
-            let mark = MarkRegions { of, action: MarkAction::Add, runs, size_bytes: 0 };
+            let mark = MarkRegions { of, action: MarkAction::Add, runs, stamp: 0, size_bytes: 0 };
             let Marked::Begin(new) = keeper.mark(&mark).unwrap() else { panic!("it begins") };
             store.make_regions(SetKey::Missed(replica), &new.file()).unwrap();
         }

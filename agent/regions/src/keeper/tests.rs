@@ -36,7 +36,7 @@ fn write_all(keeper: &mut RegionKeeper) -> Vec<(SetKey, u32)> {
 }
 
 fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
-    MarkRegions { of, action, runs: runs.to_vec(), size_bytes: 0 }
+    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn marks_begin_grow_shrink_and_end_a_set() {
     write_all(&mut keeper);
     assert!(keeper.is_durable(&ticket));
     keeper.mark(&mark(of, MarkAction::Clear, &[(0, 32_255)])).unwrap();
-    let page = RunsPage { runs: vec![(32_255, 5)], next: None };
+    let page = RunsPage { runs: vec![(32_255, 5)], next: None, stamp: 0 };
     assert_eq!(keeper.page(SetKey::Missed(id(5)), 0), Some(page));
     assert!(matches!(keeper.mark(&mark(of, MarkAction::Forget, &[])), Ok(Marked::Remove(_))));
     assert_eq!(keeper.tracks().len(), 1, "until its file is gone");
@@ -217,6 +217,7 @@ fn sets_follow_a_volume_that_grows_to_larger_regions() {
     let old = Regions::of(1000 * REGION);
     assert_eq!(keeper.page_for(key, 0, old).unwrap().runs, [(6, 6)]);
     let clear = |runs: &[(u32, u32)]| MarkRegions {
+        stamp: 0,
         size_bytes: old.size_bytes(),
         ..mark(RegionsOf::Intent, MarkAction::Clear, runs)
     };
@@ -255,4 +256,90 @@ fn a_lost_cache_is_made_up_for_when_all_that_was_dirty_has_been_cleared() {
     assert!(keeper.has_lost_cache());
     keeper.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 6)])).unwrap();
     assert!(!keeper.has_lost_cache());
+}
+
+fn stamp(stamp: u32) -> MarkRegions {
+    MarkRegions { stamp, ..mark(RegionsOf::Intent, MarkAction::Stamp, &[]) }
+}
+
+fn reloaded(keeper: &RegionKeeper) -> RegionKeeper {
+    RegionKeeper::load(keeper.regions(), 1, &keeper.file(SetKey::Intent).unwrap()).0
+}
+
+/// The bytes and the number of the page that a stamp is written to.
+fn stamped(keeper: &mut RegionKeeper, number: u32) -> (u32, Vec<u8>) {
+    let Marked::Wait(ticket) = keeper.mark(&stamp(number)).unwrap() else { panic!("it is not durable") };
+    assert!(!keeper.is_durable(&ticket));
+    let PageWrite { slot, key, page, bytes } = keeper.begin_write(false).unwrap();
+    assert_eq!(key, SetKey::Intent);
+    let bytes = bytes.to_vec();
+    keeper.end_write(slot, true);
+    assert!(keeper.is_durable(&ticket));
+    (page, bytes)
+}
+
+#[test]
+fn a_stamp_that_is_torn_leaves_the_one_before() {
+    let mut keeper = keeper(40_000);
+    let mut file = keeper.file(SetKey::Intent).unwrap();
+    let mut load = |page: u32, bytes: &[u8]| {
+        let at = page as usize * PAGE_BYTES;
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+        let (loaded, damages) = RegionKeeper::load(Regions::of(40_000 * REGION), 1, &file);
+        assert!(damages.is_empty(), "no region is in these pages: {damages:?}");
+        loaded.stamp()
+    };
+    for number in 1..6 {
+        let (page, bytes) = stamped(&mut keeper, number);
+        assert_eq!(load(page, &bytes[..58]), Some(number - 1));
+        assert_eq!(load(page, &bytes), Some(number));
+    }
+    // Its engine may know of no stamp, and begins anew.
+    let (page, bytes) = stamped(&mut keeper, 2);
+    assert_eq!(load(page, &bytes), Some(2));
+}
+
+#[test]
+fn a_stamp_that_nobody_knows_is_none() {
+    let keeper = keeper(10);
+    assert_eq!((keeper.stamp(), reloaded(&keeper).stamp()), (Some(0), Some(0)));
+    let regions = keeper.regions();
+    let mut lost = RegionKeeper::new(regions, 1, &RegionSet::full(regions.count()));
+    assert_eq!((lost.stamp(), reloaded(&lost).stamp()), (None, None));
+    // As a version without stamps has left it.
+    let file = keeper.file(SetKey::Intent).unwrap();
+    let (old, damages) = RegionKeeper::load(regions, 1, &file[..PAGE_BYTES]);
+    assert_eq!((old.stamp(), damages), (None, vec![]));
+    stamped(&mut lost, 4);
+    assert_eq!(reloaded(&lost).stamp(), Some(4));
+    let grown = lost.grown(Regions::of(50_000 * REGION));
+    lost.grow(grown);
+    assert_eq!((lost.stamp(), reloaded(&lost).stamp()), (Some(4), Some(4)));
+}
+
+#[test]
+fn missed_regions_keep_the_stamp_of_who_misses_them() {
+    let mut keeper = keeper(10);
+    stamped(&mut keeper, 7);
+    let all = view(1, &[1, 2, 3]);
+    let new = keeper.on_propose(id(1), &report(all, &[]), &report(all, &[]), &view(2, &[1, 2])).unwrap();
+    new.into_iter().for_each(|new| keeper.keep(new));
+    let stamp_of = |keeper: &RegionKeeper, n| keeper.page(SetKey::Missed(id(n)), 0).unwrap().stamp;
+    assert_eq!(stamp_of(&keeper, 3), 7, "as the members had when it left");
+    stamped(&mut keeper, 9);
+    assert_eq!(stamp_of(&keeper, 3), 7);
+    // Its engine knows better of one that it has begin.
+    let add = |n, stamp| MarkRegions { stamp, ..mark(RegionsOf::Missed(id(n)), MarkAction::Add, &[(1, 1)]) };
+    let Marked::Begin(new) = keeper.mark(&add(4, 5)).unwrap() else { panic!("it begins") };
+    keeper.keep(new);
+    assert_eq!(stamp_of(&keeper, 4), 5);
+    keeper.mark(&add(3, 6)).unwrap();
+    assert_eq!(stamp_of(&keeper, 3), 7, "it is never older");
+    let clear = MarkRegions { stamp: 9, ..mark(RegionsOf::Missed(id(3)), MarkAction::Clear, &[(1, 1)]) };
+    keeper.mark(&clear).unwrap();
+    assert_eq!(stamp_of(&keeper, 3), 9);
+    let file = keeper.file(SetKey::Missed(id(3))).unwrap();
+    let mut again = reloaded(&keeper);
+    assert!(again.load_missed(id(3), &file).unwrap().0);
+    assert_eq!(stamp_of(&again, 3), 9);
 }

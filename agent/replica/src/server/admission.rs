@@ -110,6 +110,7 @@ impl Server {
             lost_cache: self.executor.keeper().has_lost_cache(),
             rebuilding: self.executor.is_rebuilding(),
             tracks: self.executor.tracks(),
+            stamp: self.executor.keeper().stamp(),
         };
         let (header, text) = encode_text(hello.response(Ok(())), &welcome);
         tracing::info!(generation = %place.generation, queue = place.queue, peer, "connection opened");

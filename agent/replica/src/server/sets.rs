@@ -82,10 +82,11 @@ impl Server {
         };
         let kept = |key| {
             let page = self.executor.keeper().page_for(key, query.from, regions);
-            page.map_or(RegionsPage { kept: false, runs: Vec::new(), next: None }, |page| RegionsPage {
+            page.map_or(RegionsPage::NONE, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,
                 next: page.next,
+                stamp: page.stamp,
             })
         };
         let page = match query.of {
@@ -94,7 +95,7 @@ impl Server {
             RegionsOf::Allocated => self
                 .executor
                 .allocated(regions, query.from)
-                .map(|(runs, next)| RegionsPage { kept: true, runs, next }),
+                .map(|(runs, next)| RegionsPage { kept: true, runs, next, stamp: 0 }),
         };
         match page {
             Ok(page) => self.respond_text(slot, header, &page),

@@ -33,7 +33,7 @@ impl Process {
     async fn attempt(&self, me: usize, replica: ReplicaId) -> Option<()> {
         let greeting = self.open_line(me).await?;
         let last_view = self.sim.borrow().engines.get(&self.engine)?.peers[me].last_view;
-        let remembers = remembers(&greeting.report, last_view);
+        let remembers = remembers(&greeting.report, last_view) && !self.was_rolled_back(me, &greeting)?;
         if remembers {
             self.bring_views(me, &greeting).await?;
         }
@@ -50,6 +50,20 @@ impl Process {
             }
         };
         self.hand_to_core(me, replica, lack, size_bytes).await
+    }
+
+    /// Whether its disk has not kept what it had stored before it left.
+    fn was_rolled_back(&self, me: usize, greeting: &Greeting) -> Option<bool> {
+        let mut world = self.sim.borrow_mut();
+        let is_sabotaged = world.options.sabotage == Some(Sabotage::NoStamps);
+        let process = world.engines.get(&self.engine)?;
+        let sent = process.core.as_ref()?.stamp_of(index(me));
+        let is_complete = process.peers[me].is_complete && !greeting.rebuilding;
+        let rolled_back = is_complete && !is_current(greeting.stamp, sent) && !is_sabotaged;
+        if rolled_back {
+            world.count("rolled back replicas that came back");
+        }
+        Some(rolled_back)
     }
 
     fn pending(&self) -> Option<(View, shorthorn_types::ReplicaReport)> {
@@ -219,8 +233,7 @@ impl Process {
         if !lack.is_copy {
             return Some(());
         }
-        let kept = self.complete_accounts(&count_now, me, replica).await;
-        let ended = if kept.is_some() { self.told(me, Ask::CopyEnd).await } else { None };
+        let ended = self.end_copy(&count_now, me, replica).await;
         match ended {
             Some(()) => {
                 self.set_complete(me, true);
@@ -233,6 +246,14 @@ impl Process {
             }
         }
         ended
+    }
+
+    async fn end_copy(&self, count_now: &[usize], me: usize, replica: ReplicaId) -> Option<()> {
+        self.complete_accounts(count_now, me, replica).await?;
+        let stamp = self.sim.borrow().engines.get(&self.engine)?.core.as_ref()?.stamp();
+        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
+        self.told(me, Ask::Mark(MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 })).await?;
+        self.told(me, Ask::CopyEnd).await
     }
 
     /// Has `keepers` keep all that this one misses, which the core knows by now: first they count, then the core is asked.
@@ -290,10 +311,17 @@ impl Process {
         if pages.is_empty() {
             pages.push(Vec::new());
         }
+        let stamp = {
+            let world = self.sim.borrow();
+            let process = world.engines.get(&self.engine)?;
+            let stamp = |peer: usize| Some(process.core.as_ref()?.stamp_of(index(peer)));
+            process.index_of(replica).and_then(stamp).unwrap_or(0)
+        };
         for keeper in keepers {
             for runs in &pages {
                 let (of, size_bytes) = (RegionsOf::Missed(replica), regions.size_bytes());
-                let change = MarkRegions { of, action: MarkAction::Add, runs: runs.clone(), size_bytes };
+                let change =
+                    MarkRegions { of, action: MarkAction::Add, runs: runs.clone(), stamp, size_bytes };
                 self.told(*keeper, Ask::Mark(change)).await?;
             }
         }
@@ -400,5 +428,5 @@ struct Lack {
 
 pub(super) fn forget(replica: ReplicaId) -> Ask {
     let of = RegionsOf::Missed(replica);
-    Ask::Mark(MarkRegions { of, action: MarkAction::Forget, runs: Vec::new(), size_bytes: 0 })
+    Ask::Mark(MarkRegions { of, action: MarkAction::Forget, runs: Vec::new(), stamp: 0, size_bytes: 0 })
 }

@@ -170,9 +170,75 @@ fn intent_is_cleared_after_a_flush_and_writes_wait_meanwhile() {
     assert_eq!(sent_to(&bench.submit(0, WRITE, 1), 0), [], "the clear could overtake it");
     assert_eq!(sent_to(&bench.submit(1, Operation::Read, 2), 1).len(), 1);
     assert_eq!(sent_to(&bench.submit(2, WRITE, REGION_BLOCKS), 2), [0, 1]);
-    bench.apply(Event::Marked { peer: 0, mark: 1 });
-    let out = bench.apply(Event::Marked { peer: 1, mark: 1 });
+    bench.apply(Event::Marked { peer: 0, mark: FIRST_CLEAR });
+    let out = bench.apply(Event::Marked { peer: 1, mark: FIRST_CLEAR });
     assert_eq!(sent_to(&out, 0), [0, 1]);
+}
+
+/// The stamps that are sent now.
+fn stamps(out: &[Output]) -> Vec<(PeerIndex, u32)> {
+    out.iter()
+        .filter(|output| is_stamp(output))
+        .flat_map(|output| marks(std::slice::from_ref(output)))
+        .map(|(peer, change)| (peer, change.stamp))
+        .collect()
+}
+
+fn store(bench: &mut Bench, peer: PeerIndex, mark: u32) -> Outputs {
+    bench.apply(Event::Marked { peer, mark })
+}
+
+#[test]
+fn two_stamps_come_between_the_flush_and_the_clearing() {
+    let mut bench = cooled();
+    bench.stores_stamps = false;
+    bench.reply(0, COPY, Ok(()));
+    // An earlier engine may have left a member without the last one.
+    assert_eq!(stamps(&bench.reply(1, COPY, Ok(()))), [(0, 0), (1, 0)]);
+    assert_eq!(store(&mut bench, 0, 1), []);
+    assert_eq!(stamps(&store(&mut bench, 1, 1)), [(0, 1), (1, 1)]);
+    store(&mut bench, 1, 2);
+    assert_eq!(stamps(&store(&mut bench, 0, 2)), [(0, 2), (1, 2)]);
+    assert_eq!(store(&mut bench, 0, 3), [], "nothing is cleared before everybody has stored both");
+    let out = store(&mut bench, 1, 3);
+    assert_eq!((cleared(&out).len(), stamps(&out).len()), (2, 0));
+    assert_eq!(bench.core.stamp(), 2);
+}
+
+#[test]
+fn no_stamp_follows_one_that_a_member_may_not_have() {
+    let mut bench = cooled();
+    bench.stores_stamps = false;
+    bench.reply(0, COPY, Ok(()));
+    bench.reply(1, COPY, Ok(()));
+    store(&mut bench, 0, 1);
+    store(&mut bench, 1, 1);
+    store(&mut bench, 0, 2);
+    assert_eq!(marks(&bench.lose(1)), []);
+    assert_eq!(bench.core.stamp_of(1), 1, "it may have that one, and has the one before");
+    bench.view_stored(0, 2);
+    assert_eq!(marks(&bench.granted(2)), [], "the turn is over");
+    bench.apply(Event::Pong { peer: 0 });
+    let out = bench.apply(Event::Settle);
+    assert_eq!(sent(&out, COPY), [(0, Operation::Flush)]);
+    assert_eq!(stamps(&bench.reply(0, COPY, Ok(()))), [(0, 1)], "first everybody has it");
+}
+
+#[test]
+fn stamps_go_on_while_the_same_region_is_written_again_and_again() {
+    let mut bench = Bench::new(2);
+    for turn in 1..6 {
+        let out = bench.submit(0, WRITE, 0);
+        bench.answer(out, &[]);
+        let out = bench.tick(turn * INTERVAL_MS);
+        bench.answer(out, &[]);
+        assert_eq!(
+            u64::from(bench.core.stamp()),
+            2 * (turn - 1),
+            "a region that is written once stays as it is"
+        );
+    }
+    assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
 }
 
 #[test]
@@ -191,7 +257,7 @@ fn a_replica_that_does_not_answer_a_mark_is_late() {
     let mut bench = cooled();
     bench.reply(0, COPY, Ok(()));
     bench.reply(1, COPY, Ok(()));
-    bench.apply(Event::Marked { peer: 0, mark: 1 });
+    bench.apply(Event::Marked { peer: 0, mark: FIRST_CLEAR });
     assert_eq!(drops(&bench.tick(2 * INTERVAL_MS + TIMEOUT_MS)), []);
     bench.apply(Event::Pong { peer: 0 });
     bench.apply(Event::Pong { peer: 1 });

@@ -309,8 +309,8 @@ fn a_copy_waits_while_its_region_is_being_cleared() {
     assert_eq!(marks(&bench.reply(1, COPY, Ok(()))).len(), 2);
     let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
     assert_eq!((left_bytes(&bench), sent_to(&out, COPY)), (65536, vec![]));
-    bench.apply(Event::Marked { peer: 0, mark: 1 });
-    assert_eq!(sent_to(&bench.apply(Event::Marked { peer: 1, mark: 1 }), COPY), [READER]);
+    bench.apply(Event::Marked { peer: 0, mark: FIRST_CLEAR });
+    assert_eq!(sent_to(&bench.apply(Event::Marked { peer: 1, mark: FIRST_CLEAR }), COPY), [READER]);
 }
 
 #[test]
@@ -388,14 +388,14 @@ fn a_joiner_keeps_its_intent_where_it_misses_a_region() {
     let mut bench = Bench::with(&config);
     let written = bench.submit(0, WRITE, 4 * REGION_BLOCKS);
     bench.answer(written, &[]);
-    let mut out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[2, 4])) });
-    // The flush for clearing comes next, before the copy of the other region.
+    let mut out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[2, 3, 4])) });
+    // The flush for clearing comes next, before the copies of the other regions. That of 3 has the only slot then.
     out.extend(bench.apply(Event::Settle));
-    let is_of_4 = |range: &ByteRange| range.offset() == 4 << 16 && range.length() == 1 << 16;
+    let is_of_3 = |range: &ByteRange| range.offset() == 3 << 16 && range.length() == 1 << 16;
     let mut at = 0;
     while at < out.len() {
         let waits =
-            matches!(&out[at], Output::Send { operation: Operation::Read, range, .. } if is_of_4(range));
+            matches!(&out[at], Output::Send { operation: Operation::Read, range, .. } if is_of_3(range));
         let event = answer_to(&out[at]).filter(|_| !waits);
         out.extend(event.map(|(_, event)| bench.apply(event)).unwrap_or_default());
         at += 1;
