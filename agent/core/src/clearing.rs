@@ -2,7 +2,7 @@
 //! cleared what was copied to it: both after a flush of everybody. Before its end the engine settles: it clears
 //! once what it can, without waiting for regions to be left alone.
 //!
-//! Between the flush and the clearing everybody stores two stamps: see [`shorthorn_types::is_current`]. So a replica whose disk is
+//! Between the flush and the clearing everybody stores three stamps: see [`shorthorn_types::is_current`]. So a replica whose disk is
 //! restored to a state before the flush is recognised, which may lack what nobody has noted any more.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf};
@@ -36,8 +36,10 @@ pub(crate) struct Clearing {
     is_level: bool,
 }
 
-/// How many new stamps follow a flush.
-const STAMPS_PER_TURN: u32 = 2;
+/// How many new stamps follow a flush. The first may be as the last one of an earlier engine, which some members have stored and
+/// this engine does not know; a member that is restored to a state before the flush is two behind even so, and also
+/// where only members are left that lack the last one.
+const STAMPS_PER_TURN: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -170,7 +172,10 @@ impl EngineCore {
         let to = self.membership.answering().with(self.membership.joining());
         self.clearing.phase = match left {
             _ if to.is_empty() => Phase::Resting,
-            0 => Phase::Marking,
+            0 => {
+                self.note_stamp_of_joiners();
+                Phase::Marking
+            }
             left if self.clearing.is_level => {
                 self.clearing.stamp = self.clearing.stamp.saturating_add(1);
                 Phase::Stamping(left - 1)
@@ -183,6 +188,16 @@ impl EngineCore {
         if matches!(self.clearing.phase, Phase::Stamping(_)) {
             let (number, change) = (self.next_mark(), self.stamp_mark());
             self.clearing.marks.send(number, to, &change, self.now_ms, out);
+        }
+    }
+
+    /// Regions that joiners do not miss are about to be cleared, and nobody counts what they were sent there: a joiner that comes
+    /// back without the stamp lacks that.
+    fn note_stamp_of_joiners(&mut self) {
+        for peer in self.membership.joining().and(self.clearing.flushed).iter() {
+            if let Some(absent) = &mut self.absent[usize::from(peer)] {
+                absent.stamp = absent.stamp.max(self.clearing.stamp);
+            }
         }
     }
 
@@ -212,7 +227,6 @@ impl EngineCore {
             let runs = self.intent.clear_some_of(&mut absent.covered, RUNS_PER_MARK_MAX);
             if !runs.is_empty() {
                 let to = self.clearing.flushed.and(self.membership.answering());
-                absent.stamp = absent.stamp.max(self.clearing.stamp);
                 self.clearing.of = Some(peer);
                 return self.send_clear(RegionsOf::Missed(replica), runs, to, out);
             }

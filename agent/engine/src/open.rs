@@ -473,8 +473,9 @@ impl Opener<'_> {
     ) -> Result<Opened, OpenError> {
         let spec: &EngineSpec = self.spec;
         let regions = Regions::of(spec.size_bytes).count();
-        let Combined { dirty, stamp, missed, stamps, is_complete } =
-            combine(&proposal.kept, spec.replicas.len(), regions);
+        let combined = combine(&proposal.kept, spec.replicas.len(), regions);
+        let stamp = combined.first_stamp(proposal.reached.iter().map(|one| one.welcome.stamp));
+        let Combined { dirty, missed, stamps, is_complete, .. } = combined;
         let honoured = &proposal.change.honoured;
         let connected: Vec<_> = thread::scope(|scope| {
             let connect = |one| scope.spawn(move || connect_queues(spec, one, greeter, view, honoured));

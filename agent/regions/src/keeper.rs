@@ -196,7 +196,10 @@ impl RegionKeeper {
     /// told too.
     #[must_use]
     pub fn load(regions: Regions, epoch: u64, intent: &[u8]) -> (RegionKeeper, Vec<PageDamage>) {
-        let (set, damages) = KeptSet::load(identity(regions, epoch, SetKey::Intent), intent);
+        let (mut set, damages) = KeptSet::load(identity(regions, epoch, SetKey::Intent), intent);
+        if !set.has_stamp_page {
+            set.forget_stamp();
+        }
         (RegionKeeper::with_intent(regions, epoch, set), damages)
     }
 
@@ -255,10 +258,16 @@ impl RegionKeeper {
         Members::new(self.missed.iter().map(|(replica, _)| *replica)).unwrap_or_default()
     }
 
-    /// Whether the file that a set was read from is of the volume before it has grown: it has to be made anew.
+    /// Whether the file that a set was read from is of the volume before it has grown, or has no page for the stamp: it has to be
+    /// made anew.
     #[must_use]
     pub fn is_outgrown(&self, key: SetKey) -> bool {
-        self.find(key).is_some_and(|set| set.is_outgrown)
+        self.find(key).is_some_and(|set| set.is_outgrown || !set.has_stamp_page)
+    }
+
+    /// Nobody knows which stamp this replica was sent.
+    pub fn forget_stamp(&mut self) {
+        self.intent.forget_stamp();
     }
 
     /// The sets for the volume after it has grown to `regions`.
@@ -405,12 +414,13 @@ impl RegionKeeper {
             (RegionsOf::Intent, MarkAction::Add | MarkAction::Clear) => SetKey::Intent,
             _ => return Err(KeepError::Unsupported { of: *of, action: *action }),
         };
+        let mut stamp_page = 0;
         if let (Some(set), SetKey::Missed(_)) = (self.find_mut(key), key) {
-            set.raise_stamp(*stamp);
+            stamp_page = set.raise_stamp(*stamp);
         }
         match (self.find_mut(key), action, key) {
             (Some(set), MarkAction::Add, _) => {
-                let pages = runs().fold(0, |pages, run| pages | set.put(run));
+                let pages = runs().fold(stamp_page, |pages, run| pages | set.put(run));
                 set.demand(pages);
                 let ticket = Ticket { serial: set.serial, pages, after };
                 Ok(if pages == 0 { Marked::Done } else { Marked::Wait(ticket) })

@@ -14,9 +14,9 @@
 //! | 60 | 4 | CRC-32C of the page with zeroes in this field |
 //! | 64 | 4032 | one bit for each region, the lowest of the first byte first |
 //!
-//! Numbers are little-endian. Two more pages without any bit follow those of the set, with the next numbers. A stamp is written to
-//! one of them after the other, so that a write that is cut off leaves the stamp before. The stamp of
-//! the page that was written last counts, unless both of these are damaged or missing: then it is not known.
+//! Numbers are little-endian. One more page without any bit follows those of the set, with the next number: a new stamp is written
+//! to it. The stamp of the page that was written last counts. Of the intent set it is not known if the last page is damaged or
+//! missing; of missed regions, a page whose stamp is lost counts as full.
 
 use thiserror::Error;
 

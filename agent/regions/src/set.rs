@@ -10,8 +10,8 @@ use crate::page::{
 
 /// Most pages of one set: a mask of them fits a word.
 const PAGES_MAX: u64 = 64;
-/// Pages behind those of the regions that hold nothing but the stamp: written in turn.
-const STAMP_PAGES: usize = 2;
+/// The page behind those of the regions, which holds nothing but the stamp.
+const STAMP_PAGES: usize = 1;
 const _: () =
     assert!(shorthorn_types::REGIONS_MAX <= (PAGES_MAX - STAMP_PAGES as u64) * REGIONS_PER_PAGE as u64);
 
@@ -37,12 +37,12 @@ pub(crate) struct KeptSet {
     pub serial: u64,
     regions: Regions,
     epoch: u64,
-    /// Those of the regions, then those of the stamp.
+    /// Those of the regions, then that of the stamp.
     pages: Box<[Page]>,
-    /// None: the file did not say.
+    /// None: nobody knows.
     stamp: Option<u32>,
-    /// The page that the newest stamp was put in.
-    stamp_page: usize,
+    /// Whether the file that it was read from has a whole page for the stamp.
+    pub has_stamp_page: bool,
     /// Whether the file that it was read from is of the volume before it has grown, and has to be made anew.
     pub is_outgrown: bool,
     /// Pages that somebody waits for.
@@ -76,7 +76,7 @@ impl KeptSet {
             epoch,
             pages,
             stamp: Some(0),
-            stamp_page: region_pages,
+            has_stamp_page: true,
             is_outgrown: false,
             due: 0,
             stale: 0,
@@ -114,23 +114,18 @@ impl KeptSet {
     fn load_as(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
         let mut set = KeptSet { stamp: None, ..KeptSet::empty(identity) };
         let mut damages = Vec::new();
-        let mut stamped = 0;
         for number in 0..set.pages.len() {
             let from = (number * PAGE_BYTES).min(file.len());
             match set.header(number).decode(&file[from..]) {
                 Ok(PageContent { version, stamp, bits }) => {
-                    let is_newer = version > set.version || set.stamp.is_none();
-                    set.version = set.version.max(version);
-                    set.pages[number].wanted = bits;
-                    if is_newer {
+                    if version >= set.version {
                         set.stamp = Some(stamp);
                     }
-                    if number >= set.region_pages() && version > stamped {
-                        (stamped, set.stamp_page) = (version, number);
-                    }
+                    set.version = set.version.max(version);
+                    set.pages[number].wanted = bits;
                 }
-                // It holds no region, and the other one holds the stamp before.
-                Err(_) if number >= set.region_pages() => {}
+                // It holds no region. Whether it was torn by a crash or is damaged, a newer stamp may have been there.
+                Err(_) if number >= set.region_pages() => set.has_stamp_page = false,
                 Err(damage) => {
                     damages.push(damage);
                     set.add_page(number);
@@ -139,8 +134,6 @@ impl KeptSet {
             // What is read again after the next crash is the same, until it is written.
             set.pages[number].durable = set.pages[number].wanted;
         }
-        // Versions without stamps have neither page.
-        set.stamp = set.stamp.filter(|_| stamped > 0);
         (set, damages)
     }
 
@@ -148,7 +141,7 @@ impl KeptSet {
         self.pages.len() - STAMP_PAGES
     }
 
-    /// The newest stamp that is kept with the set, if the file of the set said any.
+    /// The newest stamp that is kept with the set, if anybody knows.
     pub fn stamp(&self) -> Option<u32> {
         self.stamp
     }
@@ -158,17 +151,16 @@ impl KeptSet {
         self.stamp = None;
     }
 
-    /// A newer stamp is written with every page from now on.
-    pub fn raise_stamp(&mut self, stamp: u32) {
-        self.stamp = self.stamp.max(Some(stamp));
+    /// A newer stamp is written with every page from now on. The page that has to be written before it is durable, as a
+    /// mask.
+    pub fn raise_stamp(&mut self, stamp: u32) -> u64 {
+        if self.stamp >= Some(stamp) { 0 } else { self.put_stamp(stamp) }
     }
 
     /// The page that has to be written before the stamp is durable, as a mask.
     pub fn put_stamp(&mut self, stamp: u32) -> u64 {
         self.stamp = Some(stamp);
-        let first = self.region_pages();
-        self.stamp_page = if self.stamp_page == first { first + 1 } else { first };
-        1 << self.stamp_page
+        1 << self.region_pages()
     }
 
     fn add_page(&mut self, number: usize) {
@@ -280,13 +272,15 @@ impl KeptSet {
         (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
     }
 
-    /// The whole file. It has no page for a stamp that is not known.
+    /// The whole file. The page for a stamp that is not known is no valid page, and yet has its place on the disk.
     pub fn file(&self) -> Vec<u8> {
-        let count = if self.stamp.is_some() { self.pages.len() } else { self.region_pages() };
-        let mut file = Vec::with_capacity(count * PAGE_BYTES);
+        let mut file = Vec::with_capacity(self.pages.len() * PAGE_BYTES);
         let mut image = [0; PAGE_BYTES];
-        for (number, page) in self.pages.iter().enumerate().take(count) {
+        for (number, page) in self.pages.iter().enumerate() {
             self.header(number).encode(&page.wanted, &mut image);
+            if number >= self.region_pages() && self.stamp.is_none() {
+                image.fill(0);
+            }
             file.extend_from_slice(&image);
         }
         file

@@ -62,7 +62,7 @@ pub struct MarkRegions {
 /// Whether a replica that keeps the stamp `own` has kept all that it stored while it was sent stamps up to `newest`.
 ///
 /// An engine numbers the stamps that it has its members store. It sends one only when every member has stored the one before, and
-/// after each flush that lets it clear write intents it sends two. So a member whose disk has kept everything is behind by
+/// after each flush that lets it clear write intents it sends three. So a member whose disk has kept everything is behind by
 /// one at most, and one whose disk was restored to a state before such a flush is behind by two at least. `None`: it does not
 /// know, because the file of its write intents is lost or of a version without stamps. Then it counts as current.
 #[must_use]

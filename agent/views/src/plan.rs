@@ -160,8 +160,8 @@ pub struct Account {
 pub struct Combined {
     /// Where they may differ.
     pub dirty: RegionSet,
-    /// The newest stamp that any member was sent.
-    pub stamp: u32,
+    /// The newest stamp that any member was sent, if one of them knows.
+    pub stamp: Option<u32>,
     /// For each replica of the spec: what it has missed.
     pub missed: Vec<RegionSet>,
     /// For each replica of the spec: the newest stamp that it was sent, if it has missed anything.
@@ -170,15 +170,22 @@ pub struct Combined {
     pub is_complete: Vec<bool>,
 }
 
+impl Combined {
+    /// The newest stamp, to go on from; `reached` are those of all replicas that were reached. Where no member knows, all count as
+    /// current: then it is one that nobody was sent.
+    #[must_use]
+    pub fn first_stamp(&self, reached: impl IntoIterator<Item = Option<u32>>) -> u32 {
+        let others = || reached.into_iter().flatten().chain(self.stamps.iter().copied()).max();
+        self.stamp.unwrap_or_else(|| others().unwrap_or(0).saturating_add(2))
+    }
+}
+
 /// Joins what the members say. What a replica has missed is known where every one of them has counted it.
 #[must_use]
 pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
-    let stamps = kept.iter().filter_map(|member| member.stamp);
-    let of_accounts = || kept.iter().flat_map(|member| &member.missed).flatten().map(|account| account.stamp);
     let mut all = Combined {
         dirty: RegionSet::empty(regions),
-        // Where no member knows, some number that seems not to have been used yet.
-        stamp: stamps.max().or_else(|| of_accounts().max()).unwrap_or(0),
+        stamp: kept.iter().filter_map(|member| member.stamp).max(),
         missed: vec![RegionSet::empty(regions); replicas],
         stamps: vec![0; replicas],
         is_complete: vec![!kept.is_empty(); replicas],
@@ -364,10 +371,16 @@ mod tests {
         assert_eq!(all.dirty, set(&[1, 2]));
         assert_eq!(all.missed, [set(&[]), set(&[4, 5]), set(&[6])]);
         assert_eq!(all.is_complete, [false, true, false]);
-        assert_eq!((all.stamp, all.stamps), (8, vec![0, 4, 2]));
+        assert_eq!((all.stamp, &all.stamps[..]), (Some(8), &[0, 4, 2][..]));
         let unknown = Kept { stamp: None, ..two.clone() };
-        assert_eq!(combine(&[one, unknown.clone()], 3, 10).stamp, 7);
-        assert_eq!(combine(&[unknown], 3, 10).stamp, 4, "nobody knows");
+        assert_eq!(combine(&[one, unknown.clone()], 3, 10).stamp, Some(7));
+        let none = combine(&[unknown], 3, 10);
+        assert_eq!(
+            (all.first_stamp([Some(20)]), none.first_stamp([None])),
+            (8, 6),
+            "above what others may have"
+        );
+        assert_eq!(none.first_stamp([None, Some(20), Some(3)]), 22);
         assert_eq!(combine(&[], 1, 10).is_complete, [false]);
     }
 

@@ -302,7 +302,9 @@ impl World {
             }
             Fault::RotSets { victim, for_us } => {
                 let victim = self.victim(victim);
-                let killed = self.kill_replica(victim, false, for_us, rng);
+                // A restored disk that has lost its stamp too is like any other.
+                let is_told = !self.replicas[victim].is_rolled_back;
+                let killed = is_told && self.kill_replica(victim, false, for_us, rng);
                 killed && self.replicas[victim].rot_sets(rng)
             }
             Fault::SaveDisk { victim } => {

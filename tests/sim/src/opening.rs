@@ -303,8 +303,9 @@ impl Process {
             let Some(sets) = self.kept(one, peers, &chosen, regions.count()).await else { return false };
             kept.push(sets);
         }
-        let Combined { mut dirty, stamp, missed, stamps, is_complete } =
-            combine(&kept, peers.len(), regions.count());
+        let combined = combine(&kept, peers.len(), regions.count());
+        let stamp = combined.first_stamp(reached.iter().map(|one| one.greeting.stamp));
+        let Combined { mut dirty, missed, stamps, is_complete, .. } = combined;
         if self.sim.borrow().options.sabotage == Some(Sabotage::NoResync) {
             dirty = RegionSet::empty(regions.count());
         }

@@ -3,8 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 const SEEDS: u64 = 1000;
+/// How long seeds are run that nobody has run before.
+const FRESH_SECONDS: u64 = 60;
 
 /// Each has to be noticed within as many seeds.
 const SABOTAGES: [&str; 11] = [
@@ -43,6 +46,27 @@ fn nothing_is_lost_whatever_breaks() {
     let output = simulate(&["--count", &count, "--jobs", "0", "--assert-coverage"]);
     println!("{}", text(&output));
     assert!(output.status.success(), "{}", text(&output));
+}
+
+/// A number that is another one for every commit; without git, for every second.
+fn base_of_this_commit() -> u64 {
+    let head =
+        Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    let hash = head.ok().filter(|head| head.status.success()).and_then(|head| {
+        let digits: String = text(&head).chars().take(11).collect();
+        u64::from_str_radix(&digits, 16).ok()
+    });
+    hash.unwrap_or_else(|| {
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs() << 20)
+    })
+}
+
+#[test]
+fn nothing_is_lost_in_seeds_that_are_new() {
+    let (base, seconds) = (base_of_this_commit().to_string(), FRESH_SECONDS.to_string());
+    let output = simulate(&["--seed", &base, "--seconds", &seconds, "--jobs", "0"]);
+    println!("from seed {base} on: {}", text(&output));
+    assert!(output.status.success(), "from seed {base} on: {}", text(&output));
 }
 
 #[test]

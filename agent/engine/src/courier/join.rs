@@ -19,6 +19,8 @@ use crate::courier::{Courier, Desk, Peer, Told, Trouble};
 const INSTALL_LIMIT: Duration = Duration::from_secs(5);
 /// How often the end of a copy is told again, where that fails.
 const COPY_END_TRIES: u32 = 5;
+/// How often a copy is sent a stamp, if the core sends newer ones meanwhile.
+const STAMP_TRIES: u32 = 5;
 
 /// What a replica lacks that is about to join.
 struct Lack {
@@ -46,7 +48,7 @@ impl Courier {
             return Err(Trouble::NotYet("the view is being changed"));
         }
         let lack = self.find_lack(&peer, &welcome, remembers)?;
-        self.keep_accounts(&welcome)?;
+        self.keep_accounts(&welcome, lack.is_copy)?;
         let size_bytes = self.connect_queues(&peer).inspect_err(|_| self.drop_queues())?;
         self.hand_to_core(lack, size_bytes)
     }
@@ -167,7 +169,7 @@ impl Courier {
     /// From now on it counts what the other absent ones miss, as the members do; where they do not know all of that, it
     /// keeps no account. One that it has kept from before it was away lacks what was missed meanwhile: if it alone
     /// is left at the next start, that would pass for all.
-    fn keep_accounts(&self, welcome: &Welcome) -> Result<(), Trouble> {
+    fn keep_accounts(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble> {
         let (desk, regions) = (&self.desk, self.desk.regions());
         let nothing = RegionSet::empty(regions.count());
         let view = desk.shared.look(|core| core.membership().view());
@@ -180,11 +182,14 @@ impl Courier {
         let me = desk.peer(self.peer).map(|peer| peer.endpoint.replica);
         for other in others.into_iter().filter(|id| Some(*id) != me && !view.members.contains(*id)) {
             let known = desk.index_of(other).and_then(|index| desk.peer(index));
-            if known.is_some_and(|peer| peer.is_complete) {
-                desk.keep_missed(&[self.peer], other, &nothing, regions)?;
-            } else {
+            let is_complete = known.is_some_and(|peer| peer.is_complete);
+            // One of a replica that was made anew says nothing of this volume.
+            if is_copy || !is_complete {
                 desk.with_line(self.peer, |line| line.mark(&order_to_forget(other)))
                     .map_err(Trouble::while_doing("having it forget what others have missed"))?;
+            }
+            if is_complete {
+                desk.keep_missed(&[self.peer], other, &nothing, regions)?;
             }
         }
         Ok(())
@@ -279,9 +284,21 @@ impl Courier {
         missed.map_or(Ok(()), |missed| desk.keep_missed(keepers, replica, &missed, regions))
     }
 
-    /// It was made anew: no stamp that it was sent before counts.
+    /// It was made anew: no stamp that it was sent before counts. The core sends it stamps too, over another connection: it must
+    /// not be left with an older one.
     fn stamp(&self) -> Result<(), Trouble> {
-        let stamp = self.desk.shared.look(shorthorn_core::EngineCore::stamp);
+        let newest = || self.desk.shared.look(shorthorn_core::EngineCore::stamp);
+        for _ in 0..STAMP_TRIES {
+            let stamp = newest();
+            self.send_stamp(stamp)?;
+            if newest() == stamp {
+                return Ok(());
+            }
+        }
+        Err(Trouble::NotYet("it is sent stamps all the time"))
+    }
+
+    fn send_stamp(&self, stamp: u32) -> Result<(), Trouble> {
         let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
         let change = MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 };
         self.desk

@@ -14,6 +14,7 @@ use shorthorn_store::{RegionFile, Store, StoreError};
 use shorthorn_types::{
     ByteRange, Errno, MarkRegions, Members, RegionSet, Regions, ReplicaId, ReplicaReport, View,
 };
+use shorthorn_views::remembers;
 
 use super::{Executor, SOURCE_DISK, is_final, is_passing, kind};
 use crate::error::ReplicaError;
@@ -103,7 +104,11 @@ impl Marks {
             None => {
                 let count = regions.count();
                 let intent = if holds_data { RegionSet::full(count) } else { RegionSet::empty(count) };
-                (RegionKeeper::new(regions, epoch, &intent), false)
+                let mut keeper = RegionKeeper::new(regions, epoch, &intent);
+                if remembers(report, None) {
+                    keeper.forget_stamp();
+                }
+                (keeper, false)
             }
         };
         let mut marks = Marks {

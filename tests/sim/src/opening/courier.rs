@@ -2,6 +2,9 @@
 
 use super::*;
 
+/// How often a copy is sent a stamp, if the core sends newer ones meanwhile.
+const STAMP_TRIES: u32 = 5;
+
 impl Process {
     /// The courier of a replica: brings it back whenever it is away.
     pub(super) async fn courier(&self, peer: usize) {
@@ -41,7 +44,7 @@ impl Process {
             return None;
         }
         let lack = self.find_lack(me, replica, &greeting, remembers).await?;
-        self.keep_accounts(me, &greeting).await?;
+        self.keep_accounts(me, &greeting, lack.is_copy).await?;
         let size_bytes = match self.connect_queues(me, replica).await {
             Some(size_bytes) => size_bytes,
             None => {
@@ -168,14 +171,15 @@ impl Process {
 
     /// From now on it counts what the other absent ones miss, as the members do; where they do not know all of that, it
     /// keeps no account.
-    async fn keep_accounts(&self, me: usize, greeting: &Greeting) -> Option<()> {
+    async fn keep_accounts(&self, me: usize, greeting: &Greeting, is_copy: bool) -> Option<()> {
         let regions = Regions::of(self.size_bytes());
         let nothing = RegionSet::empty(regions.count());
         for (other, is_complete) in self.others(me, greeting)? {
+            if is_copy || !is_complete {
+                self.told(me, forget(other)).await?;
+            }
             if is_complete {
                 self.keep_missed(&[me], other, &nothing, regions).await?;
-            } else {
-                self.told(me, forget(other)).await?;
             }
         }
         Some(())
@@ -250,10 +254,17 @@ impl Process {
 
     async fn end_copy(&self, count_now: &[usize], me: usize, replica: ReplicaId) -> Option<()> {
         self.complete_accounts(count_now, me, replica).await?;
-        let stamp = self.sim.borrow().engines.get(&self.engine)?.core.as_ref()?.stamp();
-        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
-        self.told(me, Ask::Mark(MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 })).await?;
-        self.told(me, Ask::CopyEnd).await
+        let newest = || Some(self.sim.borrow().engines.get(&self.engine)?.core.as_ref()?.stamp());
+        for _ in 0..STAMP_TRIES {
+            let stamp = newest()?;
+            let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
+            let change = MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 };
+            self.told(me, Ask::Mark(change)).await?;
+            if newest()? == stamp {
+                return self.told(me, Ask::CopyEnd).await;
+            }
+        }
+        None
     }
 
     /// Has `keepers` keep all that this one misses, which the core knows by now: first they count, then the core is asked.

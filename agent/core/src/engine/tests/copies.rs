@@ -189,7 +189,7 @@ fn store(bench: &mut Bench, peer: PeerIndex, mark: u32) -> Outputs {
 }
 
 #[test]
-fn two_stamps_come_between_the_flush_and_the_clearing() {
+fn three_stamps_come_between_the_flush_and_the_clearing() {
     let mut bench = cooled();
     bench.stores_stamps = false;
     bench.reply(0, COPY, Ok(()));
@@ -199,10 +199,12 @@ fn two_stamps_come_between_the_flush_and_the_clearing() {
     assert_eq!(stamps(&store(&mut bench, 1, 1)), [(0, 1), (1, 1)]);
     store(&mut bench, 1, 2);
     assert_eq!(stamps(&store(&mut bench, 0, 2)), [(0, 2), (1, 2)]);
-    assert_eq!(store(&mut bench, 0, 3), [], "nothing is cleared before everybody has stored both");
-    let out = store(&mut bench, 1, 3);
+    store(&mut bench, 1, 3);
+    assert_eq!(stamps(&store(&mut bench, 0, 3)), [(0, 3), (1, 3)]);
+    assert_eq!(store(&mut bench, 0, 4), [], "nothing is cleared before everybody has stored all");
+    let out = store(&mut bench, 1, 4);
     assert_eq!((cleared(&out).len(), stamps(&out).len()), (2, 0));
-    assert_eq!(bench.core.stamp(), 2);
+    assert_eq!(bench.core.stamp(), 3);
 }
 
 #[test]
@@ -224,6 +226,23 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
     assert_eq!(stamps(&bench.reply(0, COPY, Ok(()))), [(0, 1)], "first everybody has it");
 }
 
+/// What it was sent and did not miss, nobody counts any more once it is cleared.
+#[test]
+fn a_joiner_that_comes_back_without_its_stamps_lacks_more() {
+    let mut config = config(3, 2);
+    config.missed_stamps = vec![0, 0, 0];
+    let mut bench = Bench::with(&config);
+    bench.core.is_in_copy(2);
+    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    bench.answer(out, &[]);
+    let out = bench.submit(0, WRITE, 0);
+    bench.answer(out, &[]);
+    assert_eq!(bench.core.stamp_of(2), 0);
+    let out = bench.apply(Event::Settle);
+    bench.answer(out, &[]);
+    assert_eq!((bench.core.stamp(), bench.core.stamp_of(2)), (3, 3));
+}
+
 #[test]
 fn stamps_go_on_while_the_same_region_is_written_again_and_again() {
     let mut bench = Bench::new(2);
@@ -234,7 +253,7 @@ fn stamps_go_on_while_the_same_region_is_written_again_and_again() {
         bench.answer(out, &[]);
         assert_eq!(
             u64::from(bench.core.stamp()),
-            2 * (turn - 1),
+            3 * (turn - 1),
             "a region that is written once stays as it is"
         );
     }
