@@ -63,7 +63,8 @@ enum Settling {
 impl Clearing {
     pub fn new(interval_ms: u64, keep_bytes: u64, stamp: u32) -> Clearing {
         Clearing {
-            phase: Phase::Resting,
+            // All members store the newest one at once: who has lost its own knows it again.
+            phase: Phase::Stamping(0),
             settling: Settling::No,
             interval_ms,
             keep_bytes,
@@ -78,6 +79,11 @@ impl Clearing {
 
     pub fn stamp(&self) -> u32 {
         self.stamp
+    }
+
+    /// A stamp that nobody is current with before the end of the next turn.
+    pub fn stamp_of_nobody(&self) -> u32 {
+        self.stamp.saturating_add(2)
     }
 
     /// Whether a flush has to be sent; it counts as sent then.
@@ -172,17 +178,17 @@ impl EngineCore {
         let to = self.membership.answering().with(self.membership.joining());
         self.clearing.phase = match left {
             _ if to.is_empty() => Phase::Resting,
+            left if !self.clearing.is_level => {
+                self.clearing.is_level = true;
+                Phase::Stamping(left)
+            }
             0 => {
                 self.note_stamp_of_joiners();
                 Phase::Marking
             }
-            left if self.clearing.is_level => {
+            left => {
                 self.clearing.stamp = self.clearing.stamp.saturating_add(1);
                 Phase::Stamping(left - 1)
-            }
-            left => {
-                self.clearing.is_level = true;
-                Phase::Stamping(left)
             }
         };
         if matches!(self.clearing.phase, Phase::Stamping(_)) {

@@ -319,13 +319,13 @@ impl EngineCore {
 
     /// A member or a replica that is brought up has failed.
     pub(crate) fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+        self.in_copy = self.in_copy.without(PeerMask::one(peer));
         if self.membership.state(peer) == PeerState::Failed {
             return;
         }
         if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
             *ping = None;
         }
-        self.in_copy = self.in_copy.without(PeerMask::one(peer));
         let step = self.membership.lose(peer);
         self.count(peer);
         self.jobs.forget(PeerMask::one(peer));
@@ -482,9 +482,13 @@ impl EngineCore {
         self.absent.get(usize::from(peer)).and_then(Option::as_ref).map_or(0, |absent| absent.stamp)
     }
 
-    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`].
+    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`]. What it held before
+    /// may have the newest stamp: until it is sent those of the next turn, it lacks more than what is counted.
     pub fn is_in_copy(&mut self, peer: PeerIndex) {
         self.in_copy = self.in_copy.with(PeerMask::one(peer));
+        if let Some(absent) = self.absent.get_mut(usize::from(peer)).and_then(Option::as_mut) {
+            absent.stamp = absent.stamp.max(self.clearing.stamp_of_nobody());
+        }
     }
 
     /// What is counted of what `peer` misses is not all, as the members do not know more, or because it has lost

@@ -16,7 +16,7 @@
 //!
 //! Numbers are little-endian. One more page without any bit follows those of the set, with the next number: a new stamp is written
 //! to it. The stamp of the page that was written last counts. Of the intent set it is not known if the last page is damaged or
-//! missing; of missed regions, a page whose stamp is lost counts as full.
+//! missing.
 
 use thiserror::Error;
 

@@ -95,7 +95,8 @@ impl KeptSet {
             Some(size_bytes) => {
                 let before = Identity { regions: Regions::of(size_bytes), ..identity };
                 let (set, damages) = KeptSet::load_as(before, file);
-                (KeptSet { is_outgrown: true, ..set.grown(identity.regions) }, damages)
+                let has_stamp_page = set.has_stamp_page;
+                (KeptSet { is_outgrown: true, has_stamp_page, ..set.grown(identity.regions) }, damages)
             }
         }
     }

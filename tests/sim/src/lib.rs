@@ -318,14 +318,20 @@ fn needs_what_is_gone(world: &World) -> bool {
     let engine = world.hosts[world.controller.host].engine.and_then(|engine| world.engines.get(&engine));
     world.calm
         && engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + PATIENCE_US < world.now)
-        && (world.needed.iter().any(is_gone) || waits_in_vain(world))
+        && (world.needed.iter().any(is_gone) || is_torn(world) || waits_in_vain(world))
+}
+
+/// Whether replicas have stored views without a common member, and the one that is gone has taken along which of them is dead.
+fn is_torn(world: &World) -> bool {
+    world.is_torn && world.replicas.iter().any(|replica| replica.gone)
 }
 
 /// Whether half of the volume is left, and the arbiter of a restored store cannot grant that it goes on: it does not know
 /// whether the replicas that are gone had gone on alone. Or each half has stored a view of its own, and the
 /// record is lost that says which one was granted.
 fn waits_in_vain(world: &World) -> bool {
-    let is_half_gone = world.replicas.iter().any(|replica| replica.gone) || world.is_torn;
+    let is_gone = |replica: &Replica| replica.gone || replica.is_rolled_back;
+    let is_half_gone = world.replicas.iter().any(is_gone) || world.is_torn;
     world.controller.arbiter.stale_since().is_some() && is_half_gone
 }
 

@@ -268,13 +268,15 @@ impl Process {
         }
         let plan = match plan(&witnesses, granted) {
             Ok(plan) => plan,
-            Err(NoPlan { cannot, .. }) => {
+            Err(NoPlan { cannot, unfit }) => {
+                self.judge_unfit(&unfit);
                 let mut world = self.sim.borrow_mut();
                 world.needed = match &cannot {
                     CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
                     CannotStart::Nobody => Members::NONE,
                 };
-                world.is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
+                let is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
+                world.is_torn = is_torn && unfit.is_empty();
                 world.note(|| {
                     let known = witnesses.iter().map(|one| format!("{} knows {:?}", one.replica, one.report));
                     let known: Vec<String> = known.collect();
@@ -283,6 +285,8 @@ impl Process {
                 return false;
             }
         };
+        self.judge_unfit(&plan.unfit);
+        self.sim.borrow_mut().is_torn = false;
         let answers = |id| reached.iter().any(|one| peers[one.peer] == id);
         if plan.basis.holders.iter().any(|id| !answers(id)) && patient {
             return false;
@@ -341,6 +345,17 @@ impl Process {
         };
         self.serve(config, links, &plan.basis.honoured.committed, &is_complete, plan.lost_writes);
         true
+    }
+
+    /// A replica is taken for one whose disk was restored only if it was.
+    fn judge_unfit(&self, unfit: &[(ReplicaId, String)]) {
+        let mut world = self.sim.borrow_mut();
+        for (replica, why) in unfit.iter().filter(|(_, why)| why.contains("restored to an older state")) {
+            let at = world.replica_index(*replica);
+            if !at.is_some_and(|at| world.replicas[at].is_rolled_back) {
+                world.violate(format!("{replica} has kept everything: {why}"));
+            }
+        }
     }
 
     /// The connections of all queues to the members: those of the first are there.

@@ -340,8 +340,13 @@ impl Replica {
 
     fn end_sets(&mut self, replicas: Members) {
         for replica in replicas.iter() {
-            self.durable.sets.remove(&SetKey::Missed(replica));
+            let ended = SetKey::Missed(replica);
+            self.durable.sets.remove(&ended);
             self.keeper.forget(replica);
+            // What is being written goes to the file that is removed, and not to one that may follow.
+            for (_, key, ..) in self.pages.values_mut() {
+                *key = key.filter(|key| *key != ended);
+            }
         }
     }
 

@@ -225,7 +225,11 @@ impl Process {
                 return None;
             }
             let missing = lack.missing.converted(lack.regions, process.core.as_ref()?.regions());
-            world.note(|| format!("engine {}: {replica} joins, {} regions", self.engine, missing.len()));
+            let is_copy = lack.is_copy;
+            world.note(|| {
+                let runs: Vec<_> = missing.runs(0).collect();
+                format!("engine {}: {replica} joins, copy: {is_copy}, regions: {runs:?}", self.engine)
+            });
             let core = world.engines.get_mut(&self.engine)?.core.as_mut()?;
             if lack.is_copy {
                 core.is_in_copy(index(me));
