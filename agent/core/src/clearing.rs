@@ -137,7 +137,8 @@ impl EngineCore {
         }
         let dirty_bytes = self.regions.region_bytes() * u64::from(self.intent.kept());
         let is_joining = !self.membership.joining().is_empty();
-        if !is_last && !self.clearing.is_due(self.now_ms, dirty_bytes, is_joining) {
+        let copies_wait = self.has_copies_without_stamps();
+        if !is_last && !copies_wait && !self.clearing.is_due(self.now_ms, dirty_bytes, is_joining) {
             return;
         }
         self.clearing.turned_at_ms = self.now_ms;
@@ -152,7 +153,7 @@ impl EngineCore {
             modifications.map(|slot| regions.touched(slot.range)).chain(self.jobs.touched(regions));
         // Stamps go on where nothing can be cleared.
         let is_in_use = self.intent.is_in_use();
-        let mut is_worth_it = self.intent.turn(in_flight) || is_in_use;
+        let mut is_worth_it = self.intent.turn(in_flight) || is_in_use || copies_wait;
         for peer in self.membership.joining().iter() {
             let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
             absent.covered.clear();
@@ -167,6 +168,12 @@ impl EngineCore {
             self.clearing.phase = Phase::WantsFlush;
             self.wake = true;
         }
+    }
+
+    /// Whether a joiner was made anew, and would be again if it were lost now: see [`EngineCore::is_in_copy`].
+    fn has_copies_without_stamps(&self) -> bool {
+        self.clearing.interval_ms > 0
+            && self.membership.joining().iter().any(|peer| self.stamp_of(peer) > self.clearing.stamp)
     }
 
     /// Sends the next stamp when everybody has stored the one before.

@@ -302,9 +302,9 @@ impl World {
             }
             Fault::RotSets { victim, for_us } => {
                 let victim = self.victim(victim);
-                // A restored disk that has lost its stamp too is like any other.
-                let is_told = !self.replicas[victim].is_rolled_back;
-                let killed = is_told && self.kill_replica(victim, false, for_us, rng);
+                // Without the stamps of others, or its own, a restored disk is like any other.
+                let is_any_restored = self.replicas.iter().any(|replica| replica.is_rolled_back);
+                let killed = !is_any_restored && self.kill_replica(victim, false, for_us, rng);
                 killed && self.replicas[victim].rot_sets(rng)
             }
             Fault::SaveDisk { victim } => {
@@ -314,9 +314,10 @@ impl World {
             }
             Fault::RestoreDisk { victim, for_us } => {
                 let victim = self.victim(victim);
-                // Two of three would agree that nothing is missing.
-                let is_alone = !self.replicas.iter().any(|replica| replica.is_rolled_back);
-                let is_known = is_alone && self.replicas[victim].has_saved_disk();
+                // Two of three would agree that nothing is missing, and one that does not know its stamp says nothing.
+                let tells =
+                    |replica: &Replica| !replica.is_rolled_back && replica.judgement().stamp.is_some();
+                let is_known = self.replicas.iter().all(tells) && self.replicas[victim].has_saved_disk();
                 is_known && self.kill_replica(victim, true, for_us, rng) && {
                     self.replicas[victim].restore_disk(rng);
                     true

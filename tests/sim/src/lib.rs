@@ -307,6 +307,7 @@ fn is_recovered(world: &World) -> bool {
         && !core.membership().is_changing()
         && core.copy_progress().equalise_left_bytes == 0
         && world.guest.replicas.iter().all(|replica| members.contains(*replica))
+        && engine.links.iter().flatten().flatten().all(|conn| world.is_alive(*conn))
 }
 
 /// Whether no engine serves, and the one that is attached cannot start without a replica that is gone.
@@ -376,6 +377,11 @@ fn compare_replicas(world: &mut World) {
 }
 
 impl World {
+    /// Whether both ends have the connection. A replica that has ended, and what it may have lost, is known to its engine later.
+    fn is_alive(&self, conn: net::ConnId) -> bool {
+        self.conns.get(&conn).is_some_and(|conn| conn.engine_open && conn.replica_open)
+    }
+
     /// A replica is given up, and a new one takes its place: as the controller does it, only while all others are members.
     fn replace_replica(&mut self, victim: usize) -> bool {
         if !self.has_room() || self.guest.replicas.len() < 2 || !self.controller.up || !self.all_are_members()

@@ -347,9 +347,14 @@ impl Process {
         true
     }
 
-    /// A replica is taken for one whose disk was restored only if it was.
+    /// A replica is taken for one whose disk was restored only if it was. What an engine of an earlier attachment was told may be of
+    /// long ago.
     fn judge_unfit(&self, unfit: &[(ReplicaId, String)]) {
         let mut world = self.sim.borrow_mut();
+        let attach = world.engines.get(&self.engine).map(|process| process.generation.attach);
+        if attach != Some(world.controller.attach) {
+            return;
+        }
         for (replica, why) in unfit.iter().filter(|(_, why)| why.contains("restored to an older state")) {
             let at = world.replica_index(*replica);
             if !at.is_some_and(|at| world.replicas[at].is_rolled_back) {
