@@ -11,7 +11,7 @@ pub(crate) struct Absent {
     pub covered: RegionSet,
     /// Where the search for the next region to copy goes on.
     pub cursor: u32,
-    /// The newest stamp that it was sent. Unless its disk has kept that, it lacks more than what is counted.
+    /// The newest stamp that the engine sent to it. If its disk has lost that stamp, it misses more regions than `missed`.
     pub stamp: u32,
 }
 

@@ -2,8 +2,8 @@
 //! cleared what was copied to it: both after a flush of everybody. Before its end the engine settles: it clears
 //! once what it can, without waiting for regions to be left alone.
 //!
-//! Between the flush and the clearing everybody stores three stamps: see [`shorthorn_types::is_current`]. So a replica whose disk is
-//! restored to a state before the flush is recognised, which may lack what nobody has noted any more.
+//! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`]. If a disk is restored to a
+//! state before the flush, the engine sees that by the stamp: no intent set notes the regions any more that this disk lacks.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf};
 
@@ -63,7 +63,7 @@ enum Settling {
 impl Clearing {
     pub fn new(interval_ms: u64, keep_bytes: u64, stamp: u32) -> Clearing {
         Clearing {
-            // All members store the newest one at once: who has lost its own knows it again.
+            // All members store the newest stamp at once, so that a member that has lost its own stamp has one again.
             phase: Phase::Stamping(0),
             settling: Settling::No,
             interval_ms,
@@ -81,7 +81,7 @@ impl Clearing {
         self.stamp
     }
 
-    /// A stamp that nobody is current with before the end of the next turn.
+    /// A stamp that no replica is current with before the end of the next turn.
     pub fn stamp_of_nobody(&self) -> u32 {
         self.stamp.saturating_add(2)
     }
@@ -107,8 +107,8 @@ impl Clearing {
         self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
     }
 
-    /// `peer` has failed: what it flushes when it comes back is another matter. No stamp follows one that a member of the view
-    /// may not have stored.
+    /// `peer` has failed: a flush that it answers after it has come back belongs to a later turn. If `peer` is a member, the engine
+    /// sends no new stamp before all members have stored the newest one.
     pub fn forget(&mut self, peer: PeerIndex, is_member: bool) {
         self.flushed = self.flushed.without(PeerMask::one(peer));
         if is_member {
@@ -151,7 +151,7 @@ impl EngineCore {
         let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
         let in_flight =
             modifications.map(|slot| regions.touched(slot.range)).chain(self.jobs.touched(regions));
-        // Stamps go on where nothing can be cleared.
+        // The engine sends stamps even if it can clear nothing.
         let is_in_use = self.intent.is_in_use();
         let mut is_worth_it = self.intent.turn(in_flight) || is_in_use || copies_wait;
         for peer in self.membership.joining().iter() {
@@ -204,8 +204,8 @@ impl EngineCore {
         }
     }
 
-    /// Regions that joiners do not miss are about to be cleared, and nobody counts what they were sent there: a joiner that comes
-    /// back without the stamp lacks that.
+    /// The members are about to clear regions that joiners do not miss. Joiners were sent the writes there, and no account counts
+    /// them: if a joiner comes back without this stamp, it lacks those writes.
     fn note_stamp_of_joiners(&mut self) {
         for peer in self.membership.joining().and(self.clearing.flushed).iter() {
             if let Some(absent) = &mut self.absent[usize::from(peer)] {
@@ -214,7 +214,7 @@ impl EngineCore {
         }
     }
 
-    /// Has whoever gets it store the newest stamp.
+    /// The mark that has a replica store the newest stamp.
     pub(crate) fn stamp_mark(&self) -> MarkRegions {
         let (stamp, size_bytes) = (self.clearing.stamp, self.regions.size_bytes());
         let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);

@@ -475,15 +475,15 @@ impl EngineCore {
         self.clearing.stamp()
     }
 
-    /// The newest stamp that `peer` was sent, which is not in the view, as far as that is known. Unless its disk has kept
-    /// that, it lacks more than what is counted: see [`shorthorn_types::is_current`].
+    /// The newest stamp that was sent to `peer`, which is not in the view; 0 if that is not known. If its disk has lost that stamp,
+    /// it misses more regions than are counted: see [`shorthorn_types::is_current`].
     #[must_use]
     pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
         self.absent.get(usize::from(peer)).and_then(Option::as_ref).map_or(0, |absent| absent.stamp)
     }
 
-    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`]. What it held before
-    /// may have the newest stamp: until it is sent those of the next turn, it lacks more than what is counted.
+    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`]. The state
+    /// before the copy may have the newest stamp: so `peer` counts as current only after the stamps of the next turn.
     pub fn is_in_copy(&mut self, peer: PeerIndex) {
         self.in_copy = self.in_copy.with(PeerMask::one(peer));
         if let Some(absent) = self.absent.get_mut(usize::from(peer)).and_then(Option::as_mut) {

@@ -110,8 +110,8 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
 
-/// Those of the replicas that hold everything by their views which have not kept a stamp that another one of them has. One that
-/// is being rebuilt says nothing of the others: it may have been a member of another volume.
+/// The replicas that hold every acknowledged write by their views, but lack stamps that another one of these replicas has. The stamp
+/// of a replica that is being rebuilt does not count: it may be older than the rebuild.
 fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
     let holders = || witnesses.iter().filter(|witness| basis.members.contains(witness.replica));
     let newest = holders().filter(|holder| !holder.rebuilding).filter_map(|holder| holder.stamp).max();
@@ -151,7 +151,7 @@ pub struct Kept {
 pub struct Account {
     /// Where it lacks data.
     pub missed: RegionSet,
-    /// The newest stamp that it was sent. If its disk has not kept that, it lacks more.
+    /// The newest stamp that was sent to it. If its disk has lost that stamp, it misses more regions than `missed`.
     pub stamp: u32,
 }
 
