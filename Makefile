@@ -6,15 +6,15 @@ TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 export SHORTHORN_BIN_DIR := $(TARGET_DIR)/$(PROFILE)
 SECONDS ?= 5
 
-.PHONY: help demo test bench soak lint deny vm setup build images clean
+.PHONY: help demo test bench soak few-regions lint deny vm setup build images clean
 
 help: ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: build images ## a replicated volume as a block device in a virtual machine, surviving kills
 	$(SHORTHORN_BIN_DIR)/shorthorn-demo
 
-test: setup lint build images ## every test: units, properties, processes, virtual machines
+test: setup lint few-regions build images ## every test: units, properties, processes, virtual machines
 	cargo test --workspace --no-fail-fast
 
 bench: build images ## speed, CPU and memory beside the ceilings of this machine
@@ -22,9 +22,16 @@ bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	cargo bench --profile $(PROFILE) -p shorthorn-controller-core --bench placements
 	cargo bench --profile $(PROFILE) -p shorthorn-controller --bench idle
 
-soak: build ## the simulation with new seeds, and real processes under kills, each for SECONDS
+soak: build few-regions ## the simulation with new seeds, and real processes under kills, each for SECONDS
 	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
+	$(TARGET_DIR)/few-regions/$(PROFILE)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
 	SHORTHORN_CHAOS_SECONDS=$(SECONDS) cargo test -p shorthorn-tests --test chaos -- --nocapture
+
+# Volumes whose regions become larger when they are expanded: see REGIONS_MAX. The seeds are those of the commit.
+few-regions: setup ## the simulation of volumes with few regions, for 20 seconds
+	RUSTFLAGS="--cfg shorthorn_few_regions" CARGO_TARGET_DIR=$(TARGET_DIR)/few-regions \
+		cargo run --profile $(PROFILE) -p shorthorn-sim -- \
+		--seed $$((0x$$(git rev-parse --short=12 HEAD))) --seconds 20 --jobs 0
 
 lint: setup ## format, and clippy with warnings denied
 	cargo fmt --all --check

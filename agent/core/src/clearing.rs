@@ -216,9 +216,7 @@ impl EngineCore {
 
     /// The mark that has a replica store the newest stamp.
     pub(crate) fn stamp_mark(&self) -> MarkRegions {
-        let (stamp, size_bytes) = (self.clearing.stamp, self.regions.size_bytes());
-        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
-        MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes }
+        MarkRegions::stamp(self.clearing.stamp)
     }
 
     /// Sends the next mark when the one before is answered.

@@ -74,6 +74,8 @@ pub enum PeerState {
 struct Peer {
     config: PeerConfig,
     state: PeerState,
+    /// How often it was lost, or became another replica.
+    losses: u64,
 }
 
 /// Which replicas are members, and the change that is under way.
@@ -119,7 +121,10 @@ impl Membership {
             false => PeerState::Failed,
         };
         let mut membership = Membership {
-            peers: peers.iter().map(|config| Peer { config: *config, state: state(config) }).collect(),
+            peers: peers
+                .iter()
+                .map(|config| Peer { config: *config, state: state(config), losses: 0 })
+                .collect(),
             view,
             change: None,
             is_asked: false,
@@ -150,6 +155,14 @@ impl Membership {
     #[must_use]
     pub fn state(&self, peer: PeerIndex) -> PeerState {
         self.peers.get(usize::from(peer)).map_or(PeerState::Failed, |peer| peer.state)
+    }
+
+    /// How often replica number `peer` was lost before it became the member that it is now; none if it is no member. As long as
+    /// this stays the same it has been a member without a break.
+    #[must_use]
+    pub fn losses_of_member(&self, peer: PeerIndex) -> Option<u64> {
+        let peer = self.peers.get(usize::from(peer)).filter(|peer| peer.state == PeerState::Member)?;
+        Some(peer.losses)
     }
 
     /// Which replica number `peer` is.
@@ -219,9 +232,10 @@ impl Membership {
         let at = usize::from(peer);
         assert!(at <= self.peers.len() && at < MAX_MEMBERS, "replica {peer} of {}", self.peers.len());
         if at == self.peers.len() {
-            self.peers.push(Peer { config, state: PeerState::Failed });
+            self.peers.push(Peer { config, state: PeerState::Failed, losses: 0 });
         } else {
-            self.peers[at].config = config;
+            let peer = &mut self.peers[at];
+            (peer.config, peer.losses) = (config, peer.losses + 1);
         }
     }
 
@@ -247,6 +261,7 @@ impl Membership {
         let Some(lost) = self.peers.get_mut(usize::from(peer)) else { return Step::Wait };
         let replica = lost.config.replica;
         let was = std::mem::replace(&mut lost.state, PeerState::Failed);
+        lost.losses += 1;
         self.refresh();
         match was {
             PeerState::Failed => Step::Wait,

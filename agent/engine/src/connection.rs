@@ -6,13 +6,16 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use nix::sys::socket::{setsockopt, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
-use shorthorn_types::{Errno, Generation, MarkRegions, RegionSet, Regions, RegionsOf, View};
+use shorthorn_recovery::{Link, LinkError};
+use shorthorn_types::{Errno, Generation, MarkRegions, View};
 use shorthorn_wire::{
     Challenge, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES,
     Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal, RegionsPage,
@@ -29,6 +32,9 @@ pub enum ConnectError {
     /// The address is none.
     #[error("{0:?} is no address: use unix:<path> or tcp:<ip>:<port>")]
     Address(String),
+    /// The volume no longer has the replica.
+    #[error("the replica was given up")]
+    GivenUp,
     /// The connection cannot be made or broke.
     #[error("{action}: {source}")]
     Io {
@@ -69,7 +75,10 @@ impl ConnectError {
             ConnectError::Address(_) => true,
             ConnectError::Frame(error) => matches!(error, FrameError::Version(_) | FrameError::Magic(_)),
             ConnectError::Refused { errno, .. } => MISTAKEN.contains(&errno.raw()),
-            ConnectError::Io { .. } | ConnectError::Unexpected(_) | ConnectError::Deposed { .. } => false,
+            ConnectError::Io { .. }
+            | ConnectError::GivenUp
+            | ConnectError::Unexpected(_)
+            | ConnectError::Deposed { .. } => false,
         }
     }
 }
@@ -123,70 +132,20 @@ impl Connection {
         self.ask(Opcode::Hello, &hello)
     }
 
-    /// Has the replica store a proposed view.
-    pub fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.tell(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })
-    }
-
-    /// Has the replica mark a view as committed.
-    pub fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.tell(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })
-    }
-
     /// Asks whether the replica is there; it counts as heard of from then on.
     pub fn ping(&mut self) -> Result<(), ConnectError> {
         self.send(&Header::request(Opcode::Ping, 0, 0, 0), &[])?;
         self.receive_frame(Opcode::Ping).map(drop)
     }
 
-    /// Has the replica grow, durably, to the size of the volume.
-    pub fn expand(&mut self, size_bytes: u64) -> Result<(), ConnectError> {
-        self.tell(Opcode::Expand, &ExpandReplica { size_bytes })
-    }
-
-    /// One of the replica's sets, in a volume that is divided into `regions`, and the stamp that is kept with it; none if the
-    /// replica keeps no such set.
-    pub fn regions(
-        &mut self,
-        of: RegionsOf,
-        regions: Regions,
-    ) -> Result<Option<(RegionSet, u32)>, ConnectError> {
-        let (mut set, size_bytes) = (RegionSet::empty(regions.count()), regions.size_bytes());
-        let mut stamp = 0;
-        let mut from = Some(0);
-        while let Some(next) = from {
-            let query = RegionsQuery { of, from: next, size_bytes };
-            let page: RegionsPage = self.ask(Opcode::Regions, &query)?;
-            if !page.kept {
-                return Ok(None);
-            }
-            for (start, count) in page.runs {
-                set.insert_run(start..start.saturating_add(count));
-            }
-            stamp = stamp.max(page.stamp);
-            from = page.next.filter(|later| *later > next);
-        }
-        Ok(Some((set, stamp)))
-    }
-
-    /// Changes one of the replica's sets of regions.
-    pub fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
-        self.tell(Opcode::Mark, change)
-    }
-
     /// Which layers the replica has.
-    pub fn layers(&mut self) -> Result<LayerList, ConnectError> {
+    pub fn list_layers(&mut self) -> Result<LayerList, ConnectError> {
         self.send(&Header::request(Opcode::Layers, 0, 0, 0), &[])?;
         self.receive(Opcode::Layers)
     }
 
-    /// Makes the replica a copy of one with these layers, or goes on with that.
-    pub fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, ConnectError> {
-        self.ask(Opcode::CopyBegin, layers)
-    }
-
     /// Where a layer has data, a page at a time.
-    pub fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
+    pub fn list_extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
         self.ask(Opcode::Extents, &query)
     }
 
@@ -215,9 +174,9 @@ impl Connection {
         self.receive_frame(Opcode::WriteLayer).map(drop)
     }
 
-    /// One layer, or with none everything, is copied.
-    pub fn copy_end(&mut self, layer: Option<u32>) -> Result<(), ConnectError> {
-        self.tell(Opcode::CopyEnd, &CopyEnd { layer })
+    /// One layer is copied.
+    pub fn layer_copy_end(&mut self, layer: u32) -> Result<(), ConnectError> {
+        self.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) })
     }
 
     /// What a snapshot's layer holds in a piece.
@@ -287,6 +246,68 @@ impl Connection {
         self.read_exact(&mut bytes).map_err(broken)?;
         let header = Header::decode(&bytes)?;
         if header.opcode == opcode { Ok(header) } else { Err(ConnectError::Unexpected(header)) }
+    }
+}
+
+impl LinkError for ConnectError {
+    fn deposed_by(&self) -> Option<Generation> {
+        match self {
+            ConnectError::Deposed { holder, .. } => Some(*holder),
+            _ => None,
+        }
+    }
+
+    fn is_refusal(&self) -> bool {
+        matches!(self, ConnectError::Refused { .. })
+    }
+}
+
+/// Each of these blocks until the answer is there, or its time is over.
+impl Link for Connection {
+    type Error = ConnectError;
+
+    async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
+        self.tell(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })
+    }
+
+    async fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
+        self.tell(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })
+    }
+
+    async fn expand(&mut self, size_bytes: u64) -> Result<(), ConnectError> {
+        self.tell(Opcode::Expand, &ExpandReplica { size_bytes })
+    }
+
+    async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
+        self.ask(Opcode::Regions, &query)
+    }
+
+    async fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
+        self.tell(Opcode::Mark, change)
+    }
+
+    async fn layers(&mut self) -> Result<LayerList, ConnectError> {
+        self.list_layers()
+    }
+
+    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
+        self.list_extents(query)
+    }
+
+    async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, ConnectError> {
+        self.ask(Opcode::CopyBegin, layers)
+    }
+
+    async fn copy_end(&mut self) -> Result<(), ConnectError> {
+        self.tell(Opcode::CopyEnd, &CopyEnd { layer: None })
+    }
+}
+
+/// Runs steps over connections that block: they never wait for anything else.
+pub fn finish<T>(steps: impl Future<Output = T>) -> T {
+    match pin!(steps).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(result) => result,
+        Poll::Pending => unreachable!("a step waits although connections block"),
     }
 }
 

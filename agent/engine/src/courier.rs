@@ -8,7 +8,7 @@ mod join;
 mod layers;
 mod lines;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -16,10 +16,11 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::ReplicaEndpoint;
 use shorthorn_core::PeerIndex;
+use shorthorn_recovery::rebuild;
 use shorthorn_types::limits::MAX_MEMBERS;
-use shorthorn_types::{ReplicaId, ReplicaReport, View};
+use shorthorn_types::{ReplicaId, View};
 
-use crate::connection::ConnectError;
+use crate::connection::{ConnectError, finish};
 use crate::error::EngineError;
 use crate::open::Greeter;
 use crate::shared::{News, Shared, lock};
@@ -62,6 +63,8 @@ pub struct Desk {
     pub shared: Arc<Shared>,
     peers: Mutex<Vec<Option<Peer>>>,
     lines: Lines,
+    /// Whether the courier of each number has not ended.
+    couriers: [AtomicBool; MAX_MEMBERS],
     /// The most that is copied in a second; 0: no limit.
     bytes_per_s: AtomicU64,
 }
@@ -86,25 +89,20 @@ impl Desk {
             shared,
             peers: Mutex::new(all),
             lines: Lines::default(),
+            couriers: Default::default(),
             bytes_per_s: AtomicU64::new(0),
         }
     }
 
     /// Replica number `peer`, unless it was given up.
-    pub fn peer(&self, peer: PeerIndex) -> Option<Peer> {
+    pub fn known_peer(&self, peer: PeerIndex) -> Option<Peer> {
         lock(&self.peers).get(usize::from(peer)).cloned().flatten()
     }
 
     /// All replicas with their numbers.
-    pub fn peers(&self) -> Vec<(PeerIndex, Peer)> {
+    pub fn known_peers(&self) -> Vec<(PeerIndex, Peer)> {
         let peers = lock(&self.peers);
         (0..).zip(peers.iter()).filter_map(|(index, peer)| Some((index, peer.clone()?))).collect()
-    }
-
-    /// The number of a replica.
-    pub fn index_of(&self, replica: ReplicaId) -> Option<PeerIndex> {
-        let found = self.peers().into_iter().find(|(_, peer)| peer.endpoint.replica == replica);
-        found.map(|(index, _)| index)
     }
 
     /// Changes what is known of a replica, if it is still one.
@@ -121,6 +119,21 @@ impl Desk {
         }
     }
 
+    /// Whether a new replica may get the number: the last one was given up, its courier has ended, and no queue has a
+    /// connection to it. Else that courier could give the new one connections of the last one.
+    pub fn is_free(&self, peer: PeerIndex) -> bool {
+        let courier = self.couriers.get(usize::from(peer));
+        self.known_peer(peer).is_none()
+            && courier.is_some_and(|runs| !runs.load(Ordering::Acquire))
+            && self.shared.is_disconnected(peer)
+    }
+
+    fn note_courier(&self, peer: PeerIndex, runs: bool) {
+        if let Some(courier) = self.couriers.get(usize::from(peer)) {
+            courier.store(runs, Ordering::Release);
+        }
+    }
+
     /// Limits the speed of copies from now on.
     pub fn limit(&self, bytes_per_s: u64) {
         self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
@@ -130,14 +143,10 @@ impl Desk {
         self.bytes_per_s.load(Ordering::Relaxed)
     }
 
-    /// The numbers of the replicas in the view.
+    /// The numbers of the replicas in the view, those on this host first.
     pub fn members(&self) -> Vec<PeerIndex> {
-        let view = self.shared.look(|core| core.membership().view());
-        let peers = self.peers().into_iter();
-        peers
-            .filter(|(_, peer)| view.members.contains(peer.endpoint.replica))
-            .map(|(index, _)| index)
-            .collect()
+        let members = shorthorn_recovery::members(self).unwrap_or_default();
+        members.into_iter().map(|(index, _)| index).collect()
     }
 }
 
@@ -174,7 +183,13 @@ impl Couriers {
         let _ = sender.send(Call::Attend);
         *place = Some(sender);
         let courier = Courier { peer, desk: Arc::clone(&self.desk), calls, pause: FIRST_PAUSE, cause: None };
-        spawn(format!("courier-{peer}"), move || courier.run())
+        self.desk.note_courier(peer, true);
+        let desk = Arc::clone(&self.desk);
+        let spawned = spawn(format!("courier-{peer}"), move || {
+            courier.run();
+            desk.note_courier(peer, false);
+        });
+        spawned.inspect_err(|_| self.desk.note_courier(peer, false))
     }
 
     /// Something has changed that lets them try at once.
@@ -205,36 +220,15 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), Engin
     builder.spawn(body).map(drop).map_err(EngineError::system("starting a thread"))
 }
 
-/// Has the members keep no account of a replica any more that is given up: by greeting each of them, after it was told the
-/// view without the replica. Where that fails they keep it in vain until they are greeted again.
+/// Has the members forget what a replica has missed that is given up.
 fn forget(desk: &Desk, replica: ReplicaId) {
-    let view = desk.shared.look(|core| core.membership().view());
-    let known = ReplicaReport { committed: view, proposed: Vec::new() };
-    for member in desk.members() {
-        let told = desk.with_line(member, |line| line.commit(view, &known));
-        if let Err(error) = told.and_then(|()| desk.open_line(member)) {
-            tracing::warn!(volume = %desk.greeter.volume, %replica, member, %error, "a member still counts what a replica misses that was given up");
-        }
+    for (member, error) in finish(shorthorn_recovery::give_up(desk)) {
+        tracing::warn!(volume = %desk.greeter.volume, %replica, %member, %error, "a member still counts what a replica misses that was given up");
     }
 }
 
 /// Why an attempt did not bring the replica back.
-#[derive(Debug)]
-enum Trouble {
-    /// The courier has to end.
-    Ended,
-    /// Something else has to happen first; it is looked at again soon.
-    NotYet(&'static str),
-    /// It failed.
-    Failed { doing: &'static str, error: ConnectError },
-}
-
-impl Trouble {
-    /// For `map_err`: the replica did not do what it was asked.
-    fn while_doing(doing: &'static str) -> impl FnOnce(ConnectError) -> Trouble {
-        move |error| Trouble::Failed { doing, error }
-    }
-}
+type Trouble = shorthorn_recovery::Trouble<ConnectError>;
 
 /// The thread of one replica.
 #[derive(Debug)]
@@ -261,7 +255,7 @@ impl Courier {
     fn attend(&mut self) -> bool {
         (self.pause, self.cause) = (FIRST_PAUSE, None);
         loop {
-            let pause = match self.attempt() {
+            let pause = match finish(rebuild(&*self)) {
                 Ok(()) => return true,
                 Err(Trouble::Ended) => return false,
                 Err(Trouble::NotYet(why)) => {
@@ -303,7 +297,7 @@ impl Courier {
     }
 
     fn replica(&self) -> String {
-        self.desk.peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
+        self.desk.known_peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
     }
 
     fn tell(&self, told: Told) {
@@ -311,7 +305,7 @@ impl Courier {
     }
 
     /// Between two steps of something long: whether the replica was given up meanwhile.
-    fn look_up(&mut self) -> Result<(), Trouble> {
+    fn look_up(&self) -> Result<(), Trouble> {
         while let Ok(call) = self.calls.try_recv() {
             if call == Call::End {
                 return Err(Trouble::Ended);
@@ -321,7 +315,7 @@ impl Courier {
     }
 
     /// Does nothing for a while, unless the replica is given up.
-    fn rest(&mut self, pause: Duration) -> Result<(), Trouble> {
+    fn rest(&self, pause: Duration) -> Result<(), Trouble> {
         let until = Instant::now() + pause;
         loop {
             match self.calls.recv_timeout(until.saturating_duration_since(Instant::now())) {

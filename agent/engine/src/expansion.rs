@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use shorthorn_core::{Event, PeerIndex, PeerState};
 use shorthorn_frontend::{Device, FrontendError};
+use shorthorn_recovery::{LinkError, NotGrown};
 
-use crate::connection::ConnectError;
+use crate::connection::finish;
 use crate::courier::Desk;
 use crate::error::EngineError;
 use crate::shared::{News, lock};
@@ -22,8 +22,6 @@ use crate::shared::{News, lock};
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-/// How long a replica may take to grow: some documents and its head are made durable for it.
-const GROW_LIMIT: Duration = Duration::from_secs(30);
 const STACK_BYTES: usize = 256 << 10;
 
 /// The device, which is resized on a thread of its own: the kernel may wait for requests, and those for us.
@@ -110,44 +108,12 @@ fn patiently(desk: &Desk, stopped: &Receiver<()>, mut attempt: impl FnMut() -> O
     }
 }
 
-/// Whoever is connected is asked; whoever comes meanwhile is asked when it is greeted, and refused by
-/// the courier where that was before the greeter knew of the expansion. So when none is left to ask, all have grown that
-/// the core will ever send something.
 fn grow_replicas(desk: &Desk) -> Result<(), String> {
-    let size_bytes = desk.greeter.size_bytes();
-    let mut grown: Vec<PeerIndex> = Vec::new();
-    loop {
-        let left = desk.shared.decide(|core, outputs| {
-            let is_connected = |index: &PeerIndex| {
-                matches!(core.membership().state(*index), PeerState::Member | PeerState::Joining)
-            };
-            let peers = desk.peers().into_iter().map(|(index, _)| index).filter(is_connected);
-            let left: Vec<PeerIndex> = peers.filter(|index| !grown.contains(index)).collect();
-            if left.is_empty() {
-                core.apply(Event::Expand { size_bytes }, outputs);
-            }
-            left
-        });
-        if left.is_empty() {
-            return Ok(());
-        }
-        for index in left {
-            grow_replica(desk, index, size_bytes)?;
-            grown.push(index);
-        }
+    let Err(NotGrown { replica, error }) = finish(shorthorn_recovery::grow_replicas(desk)) else {
+        return Ok(());
+    };
+    if let Some(holder) = error.deposed_by() {
+        desk.shared.tell(News::Deposed { holder });
     }
-}
-
-fn grow_replica(desk: &Desk, index: PeerIndex, size_bytes: u64) -> Result<(), String> {
-    match desk.with_line_within(index, GROW_LIMIT, |line| line.expand(size_bytes)) {
-        Ok(()) => Ok(()),
-        Err(ConnectError::Deposed { holder, message }) => {
-            desk.shared.tell(News::Deposed { holder });
-            Err(message)
-        }
-        Err(error) => {
-            let replica = desk.peer(index).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default();
-            Err(format!("replica {replica} does not grow: {error}"))
-        }
-    }
+    Err(format!("replica {replica} does not grow: {error}"))
 }

@@ -7,7 +7,6 @@
 //! snapshots on a thread of its own ([`scrubber`]) before the core compares the volume, and a volume grows step by step
 //! ([`expansion`]).
 
-mod accounts;
 mod connection;
 mod counters;
 mod courier;

@@ -9,16 +9,14 @@ use std::time::{Duration, Instant};
 use shorthorn_control::{
     Command, EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
 };
-use shorthorn_types::{
-    Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
+use shorthorn_recovery::{
+    Grant, Misfit, NotOpen, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
 };
-use shorthorn_views::{
-    Account, Change, Combined, Kept, Progress, Witness, accounts_to_forget, combine, plan,
-};
+use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View};
+use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
 use shorthorn_wire::{Hello, Welcome};
 
-use crate::accounts;
-use crate::connection::{ConnectError, Connection};
+use crate::connection::{ConnectError, Connection, finish};
 use crate::error::EngineError;
 use crate::shared::News;
 use crate::state::EngineState;
@@ -93,12 +91,6 @@ enum OpenError {
     Torn(String),
 }
 
-impl From<EngineError> for OpenError {
-    fn from(error: EngineError) -> OpenError {
-        OpenError::Fatal(error)
-    }
-}
-
 /// Who is greeted, and as whom.
 #[derive(Clone, Debug)]
 pub struct Greeter {
@@ -159,39 +151,17 @@ impl Greeter {
         let mut connection = Connection::open(address, self.timeout)?;
         let mut welcome = connection.greet(hello, &self.secret)?;
         let size_bytes = self.size_bytes();
-        if welcome.size_bytes > size_bytes {
-            let message = format!(
-                "it has {} bytes, the volume {size_bytes}: nobody has told this engine of an expansion yet",
-                welcome.size_bytes
-            );
-            return Err(ConnectError::Refused { message, errno: shorthorn_types::Errno::INVALID });
+        match finish(fit(&mut connection, &mut welcome, size_bytes)) {
+            Ok(()) => Ok((connection, welcome)),
+            Err(Misfit::TooLarge { has_bytes }) => {
+                let message = format!(
+                    "it has {has_bytes} bytes, the volume {size_bytes}: nobody has told this engine of an expansion yet"
+                );
+                Err(ConnectError::Refused { message, errno: shorthorn_types::Errno::INVALID })
+            }
+            Err(Misfit::NotGrown(error)) => Err(error),
         }
-        if welcome.size_bytes < size_bytes {
-            // It was away while the volume has grown, or the volume was not attached then.
-            connection.expand(size_bytes)?;
-            welcome.size_bytes = size_bytes;
-        }
-        Ok((connection, welcome))
     }
-}
-
-/// A replica that answers, fenced.
-struct Reached {
-    index: usize,
-    connection: Connection,
-    welcome: Welcome,
-    /// See [`shorthorn_views::Plan::blank`].
-    is_blank: bool,
-}
-
-/// A view that is being proposed, and to whom.
-struct Proposal {
-    change: Change,
-    reached: Vec<Reached>,
-    kept: Vec<Kept>,
-    refused: Vec<String>,
-    /// A newer engine, where one holds a replica.
-    deposed_by: Option<Generation>,
 }
 
 /// What opening a volume needs.
@@ -240,9 +210,8 @@ impl Opener<'_> {
             }
             match self.wait(pause) {
                 Ok(_) => {}
-                Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
-                Err(OpenError::Fatal(error)) => return Err(error),
-                Err(_) => unreachable!("waiting opens nothing"),
+                Err(Stop::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
+                Err(Stop::Fatal(error)) => return Err(error),
             }
             pause = (pause * 2).min(RETRY_INTERVAL);
         }
@@ -255,240 +224,90 @@ impl Opener<'_> {
         }
     }
 
-    /// Takes what is told within `pause`; the view that the arbiter has granted, if that is it.
-    fn wait(&mut self, pause: Duration) -> Result<Option<View>, OpenError> {
+    /// Takes what is told within `pause`.
+    fn wait(&mut self, pause: Duration) -> Result<Heard, Stop> {
         let order = match self.news.recv_timeout(pause) {
-            Ok(News::Terminate) => return Err(OpenError::Ended { for_good: false }),
+            Ok(News::Terminate) => return Err(Stop::Ended { for_good: false }),
             Ok(News::Order(order)) => order,
             // The queues do not run yet: nobody else has anything to tell.
-            Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(None),
-            Err(RecvTimeoutError::Disconnected) => return Err(OpenError::Ended { for_good: false }),
+            Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
+            Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended { for_good: false }),
         };
         let volume = &self.spec.volume;
         match order {
-            Command::Stop => return Err(OpenError::Ended { for_good: true }),
-            Command::Handover => return Err(OpenError::Ended { for_good: false }),
+            Command::Stop => return Err(Stop::Ended { for_good: true }),
+            Command::Handover => return Err(Stop::Ended { for_good: false }),
             Command::Grant { view } if view.id.generation.attach <= self.spec.attach => {
                 tracing::info!(%volume, %view, "the arbiter has granted a view");
                 self.state.keep_grant(view)?;
-                return Ok(Some(view));
+                return Ok(Heard::Grant(view));
             }
-            Command::Replicas { replicas } => match status::check_replicas(&replicas) {
-                Ok(()) => self.spec.replicas = replicas,
-                Err(reason) => tracing::warn!(%volume, reason, "an order is ignored"),
-            },
+            Command::Replicas { replicas } if replicas != self.spec.replicas => {
+                match status::check_replicas(&replicas) {
+                    Ok(()) => {
+                        self.spec.replicas = replicas;
+                        return Ok(Heard::Replicas);
+                    }
+                    Err(reason) => tracing::warn!(%volume, reason, "an order is ignored"),
+                }
+            }
+            Command::Replicas { .. } => {}
             Command::Limits { limits } => self.spec.rebuild = limits,
             Command::Expand { size_bytes } => {
                 self.expand_to_bytes = self.expand_to_bytes.max(Some(size_bytes));
             }
             order => tracing::warn!(%volume, ?order, "an order is ignored: the volume is not open yet"),
         }
-        Ok(None)
+        Ok(Heard::Nothing)
     }
 
-    /// One attempt, after the others have taken so long. A member of the view that does not answer is waited for at first:
-    /// who is left out has to be brought up again later.
+    /// One attempt, after the others have taken so long.
     fn attempt(&mut self, waited: Duration) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
-        let greeter = Greeter::new(self.spec, generation);
-        let (reached, mut members) = reach(&self.spec.replicas, &greeter)?;
-        let reached_ms = begin.elapsed().as_millis();
-        let plan = plan(&witnesses(self.spec, &reached), self.granted());
-        note_unfit(
-            self.spec,
-            &mut members,
-            plan.as_ref().map_or_else(|none| &none.unfit, |plan| &plan.unfit),
-        );
-        let plan = match plan {
-            Ok(plan) => plan,
-            Err(none) => {
-                return Err(OpenError::Missing { reason: with_unfit(&none.cannot, &none.unfit), members });
-            }
+        let volume = Volume {
+            generation,
+            replicas: self.spec.replicas.iter().map(|endpoint| endpoint.replica).collect(),
+            size_bytes: self.spec.size_bytes,
+            granted: [self.spec.granted, self.state.granted()]
+                .into_iter()
+                .flatten()
+                .max_by_key(|view| view.id),
+            missing_limit_ms: millis(MISSING_LIMIT),
+            keeper_limit_ms: millis(KEEPER_LIMIT),
         };
-        let answers = |id| reached.iter().any(|one| self.spec.replicas[one.index].replica == id);
-        let silent = plan.basis.holders.filter(|id| !answers(id));
-        let loses = plan.lost_writes && self.state.was_live() && !self.state.lost_writes();
-        if !silent.is_empty() && waited <= if loses { KEEPER_LIMIT } else { MISSING_LIMIT } {
-            let why = if loses { ", and the others have lost what was not flushed" } else { "" };
-            let reason = format!("{silent} of the view do not answer{why}");
-            return Err(OpenError::Missing { reason, members });
-        }
-        let view = View { id: ViewId { generation, number: 1 }, members: plan.members };
-        let mut change = Change::new(plan.basis.honoured, view);
-        let mut reached = reached;
-        for one in &mut reached {
-            one.is_blank = plan.blank.contains(self.spec.replicas[one.index].replica);
-        }
-        self.ask_the_arbiter(&greeter, &mut change, &mut reached, &members)?;
-        if plan.lost_writes {
-            // Before anything is proposed: what follows makes the members look as if nothing had happened.
-            self.note_lost_writes()?;
-        }
-        let proposal = self.propose(reached, change);
-        if let Some(holder) = proposal.deposed_by {
-            return Err(OpenError::Fatal(EngineError::Deposed { generation, holder }));
-        }
-        if proposal.change.progress() != Progress::Through || proposal.kept.len() != view.members.len() {
-            let refused = proposal.refused.join("; ");
-            return Err(OpenError::Torn(format!("view {view} is not through: {refused}")));
-        }
-        let proposed_ms = begin.elapsed().as_millis();
-        let opened = self.finish(proposal, &greeter, view, members)?;
-        let (volume, connected_ms) = (&self.spec.volume, begin.elapsed().as_millis());
-        let (dirty, members) = (opened.dirty.len(), &opened.view.members);
-        tracing::info!(%volume, %generation, %members, dirty, reached_ms, proposed_ms, connected_ms, "opened");
-        Ok(opened)
+        let mut attempt = Attempt {
+            greeter: Greeter::new(self.spec, generation),
+            endpoints: self.spec.replicas.clone(),
+            members: self.spec.replicas.iter().map(status::connecting).collect(),
+            waited,
+            reached_ms: 0,
+            search: None,
+            pinged: begin,
+            opener: self,
+        };
+        let opened = finish(shorthorn_recovery::open(&mut attempt, &volume));
+        let Attempt { members, reached_ms, .. } = attempt;
+        let opened = opened.map_err(|error| match error {
+            NotOpen::Waiting(reason) => OpenError::Missing { reason, members: members.clone() },
+            NotOpen::Torn(reason) => OpenError::Torn(reason),
+            NotOpen::Deposed(holder) => OpenError::Fatal(EngineError::Deposed { generation, holder }),
+            NotOpen::Stopped(Stop::Fatal(error)) => OpenError::Fatal(error),
+            NotOpen::Stopped(Stop::Ended { for_good }) => OpenError::Ended { for_good },
+        })?;
+        let (name, connected_ms) = (&self.spec.volume, millis(begin.elapsed()));
+        let (dirty, in_view) = (opened.dirty.len(), &opened.view.members);
+        tracing::info!(volume = %name, %generation, members = %in_view, dirty, reached_ms, connected_ms, "opened");
+        Ok(self.opened(opened, members))
     }
 
-    fn note_lost_writes(&mut self) -> Result<(), OpenError> {
-        self.state.note_lost_writes()?;
-        let lost_writes = self.state.lost_writes();
-        if lost_writes {
-            tracing::error!(volume = %self.spec.volume, "the hosts of all members were restarted while data was not durable: writes may be gone that the user of the device was told are stored, so every request is refused until the volume is attached anew");
-        }
-        status::publish(self.publisher, |engine| engine.lost_writes = lost_writes);
-        Ok(())
-    }
-
-    fn granted(&self) -> Option<View> {
-        [self.spec.granted, self.state.granted()].into_iter().flatten().max_by_key(|view| view.id)
-    }
-
-    /// Has every replica that was reached and is not blank store the view, and asks the members which sets of regions
-    /// they keep.
-    fn propose(&self, mut reached: Vec<Reached>, change: Change) -> Proposal {
-        let spec: &EngineSpec = self.spec;
-        reached.retain(|one| !one.is_blank);
-        let Change { target, honoured, .. } = &change;
-        let answers: Vec<_> = thread::scope(|scope| {
-            let ask = |one| scope.spawn(|| propose_to(spec, one, *target, honoured));
-            let asked: Vec<_> = reached.iter_mut().map(ask).collect();
-            asked.into_iter().map(|thread| thread.join().expect("a panic ends the process")).collect()
-        });
-        let mut proposal =
-            Proposal { change, reached: Vec::new(), kept: Vec::new(), refused: Vec::new(), deposed_by: None };
-        for (one, answer) in reached.into_iter().zip(answers) {
-            proposal.take(spec, one, answer);
-        }
-        proposal
-    }
-
-    /// Where those who were reached are exactly half of a view, waits until the arbiter has granted the new one.
-    ///
-    /// Nothing is proposed before: what one half has stored and is never granted would stand in the way of the other
-    /// half for ever.
-    fn ask_the_arbiter(
-        &mut self,
-        greeter: &Greeter,
-        change: &mut Change,
-        reached: &mut [Reached],
-        members: &[MemberStatus],
-    ) -> Result<(), OpenError> {
-        let asked = reached.iter().filter(|one| !one.is_blank);
-        let stored = Members::new(asked.map(|one| self.spec.replicas[one.index].replica));
-        let stored = stored.unwrap_or_default(); // there are no more replicas than a set can have
-        if !change.would_need_grant(&stored) {
-            return Ok(());
-        }
-        let (view, honoured) = (change.target, change.honoured.clone());
-        let message = format!("waiting for the arbiter's grant of view {view}: the others do not answer");
-        tracing::warn!(volume = %self.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
-        status::publish(self.publisher, |engine| {
-            engine.phase = EnginePhase::Frozen;
-            engine.message = message;
-            engine.members = members.to_vec();
-            engine.grant_wanted = Some(GrantWanted { view, honoured, stored });
-        });
-        let result = self.await_grant(greeter, change, reached);
-        status::publish(self.publisher, |engine| {
-            engine.phase = EnginePhase::Starting;
-            engine.message.clear();
-            engine.grant_wanted = None;
-        });
-        result
-    }
-
-    /// Where another replica is back, or another view was granted, the start begins again with the next generation:
-    /// a grant that comes late is for the view that was asked for, and never for another of its number.
-    fn await_grant(
-        &mut self,
-        greeter: &Greeter,
-        change: &mut Change,
-        reached: &mut [Reached],
-    ) -> Result<(), OpenError> {
-        let mut search = None;
-        let mut pinged = Instant::now();
-        loop {
-            match self.wait(RETRY_INTERVAL)? {
-                Some(view) if view == change.target => {
-                    change.granted();
-                    return Ok(());
-                }
-                Some(view) if view.id > change.honoured.committed.id => {
-                    return Err(OpenError::Torn(format!(
-                        "the arbiter has granted view {view}, which this start does not honour"
-                    )));
-                }
-                _ => {}
-            }
-            let running = search.get_or_insert_with(|| self.search(greeter, reached));
-            match running.try_recv() {
-                Ok(replica) => return Err(OpenError::Torn(format!("{replica} is back"))),
-                Err(mpsc::TryRecvError::Disconnected) => search = None,
-                Err(mpsc::TryRecvError::Empty) => {}
-            }
-            if pinged.elapsed() >= PING_INTERVAL {
-                pinged = Instant::now();
-                ping(self.spec, reached)?;
-            }
-        }
-    }
-
-    /// Greets those who have not answered, on threads of their own; who answers comes out.
-    fn search(&self, greeter: &Greeter, reached: &[Reached]) -> Receiver<ReplicaId> {
-        let (sender, found) = mpsc::channel();
-        let is_reached = |index: usize| reached.iter().any(|one| one.index == index);
-        for (index, endpoint) in self.spec.replicas.iter().cloned().enumerate() {
-            if !is_reached(index) {
-                let (sender, greeter) = (sender.clone(), greeter.clone());
-                thread::spawn(move || {
-                    if greeter.greet(&endpoint, 0).is_ok() {
-                        // Nobody listens any more where the grant has come.
-                        let _ = sender.send(endpoint.replica);
-                    }
-                });
-            }
-        }
-        found
-    }
-
-    /// The view is through: marks it as committed, and connects every queue to the members.
-    fn finish(
+    fn opened(
         &self,
-        proposal: Proposal,
-        greeter: &Greeter,
-        view: View,
+        opened: shorthorn_recovery::Opened<Vec<Vec<Connection>>>,
         mut members: Vec<MemberStatus>,
-    ) -> Result<Opened, OpenError> {
-        let spec: &EngineSpec = self.spec;
-        let regions = Regions::of(spec.size_bytes).count();
-        let combined = combine(&proposal.kept, spec.replicas.len(), regions);
-        let stamp = combined.first_stamp(proposal.reached.iter().map(|one| one.welcome.stamp));
-        let Combined { dirty, missed, stamps, is_complete, .. } = combined;
-        let honoured = &proposal.change.honoured;
-        let connected: Vec<_> = thread::scope(|scope| {
-            let connect = |one| scope.spawn(move || connect_queues(spec, one, greeter, view, honoured));
-            let threads: Vec<_> = proposal.reached.into_iter().map(connect).collect();
-            threads.into_iter().map(|thread| thread.join().expect("a panic ends the process")).collect()
-        });
-        let mut connections: Vec<Vec<Connection>> = spec.replicas.iter().map(|_| Vec::new()).collect();
-        for result in connected {
-            let (index, opened) = result.map_err(OpenError::Torn)?;
-            connections[index] = opened;
-        }
+    ) -> Opened {
         for member in &mut members {
-            let in_view = view.members.contains(member.replica);
+            let in_view = opened.view.members.contains(member.replica);
             member.mode = if in_view { MemberMode::Member } else { MemberMode::Failed };
             if !in_view {
                 member.away_since_ms = Some(status::now_ms());
@@ -498,170 +317,257 @@ impl Opener<'_> {
                 }
             }
         }
-        let last_view = honoured.committed;
-        Ok(Opened {
-            view,
-            last_view,
-            connections,
+        Opened {
+            view: opened.view,
+            last_view: opened.last_view,
+            connections: opened.connections,
             members,
-            size_bytes: spec.size_bytes,
-            dirty,
-            missed,
-            is_missed_complete: is_complete,
-            stamp,
-            missed_stamps: stamps,
+            size_bytes: self.spec.size_bytes,
+            dirty: opened.dirty,
+            missed: opened.missed,
+            is_missed_complete: opened.is_missed_complete,
+            stamp: opened.stamp,
+            missed_stamps: opened.missed_stamps,
             expand_to_bytes: self.expand_to_bytes,
             lost_writes: self.state.lost_writes(),
-        })
-    }
-}
-
-impl Proposal {
-    /// Takes the answer of a replica to the proposal.
-    fn take(&mut self, spec: &EngineSpec, one: Reached, answer: Result<Option<Kept>, ConnectError>) {
-        let replica = spec.replicas[one.index].replica;
-        match answer {
-            Ok(kept) => {
-                self.change.stored(replica);
-                self.kept.extend(kept);
-                self.reached.push(one);
-            }
-            Err(ConnectError::Deposed { holder, message }) => {
-                self.refused.push(format!("{replica}: {message}"));
-                self.deposed_by = self.deposed_by.max(Some(holder));
-            }
-            Err(error) => self.refused.push(format!("{replica}: {error}")),
         }
     }
 }
 
-/// Keeps the connections from being closed for silence.
-fn ping(spec: &EngineSpec, reached: &mut [Reached]) -> Result<(), OpenError> {
-    for one in reached {
-        let replica = spec.replicas[one.index].replica;
-        one.connection.ping().map_err(|error| OpenError::Torn(format!("{replica}: {error}")))?;
-    }
-    Ok(())
+/// What came while waiting.
+enum Heard {
+    /// The arbiter has granted this view.
+    Grant(View),
+    /// The volume is to have other replicas, or they are elsewhere.
+    Replicas,
+    Nothing,
 }
 
-/// Fences all replicas at once, and waits for each until it has answered or its time is over: whoever is
-/// left out here has to be brought up later.
-fn reach(
-    replicas: &[ReplicaEndpoint],
-    greeter: &Greeter,
-) -> Result<(Vec<Reached>, Vec<MemberStatus>), OpenError> {
-    let (sender, answers) = mpsc::channel();
-    for (index, endpoint) in replicas.iter().cloned().enumerate() {
-        let (sender, greeter) = (sender.clone(), greeter.clone());
-        thread::spawn(move || {
-            // The receiver has gone when somebody else's answer was fatal: then this one does not matter.
-            let _ = sender.send((index, greeter.greet(&endpoint, 0)));
+/// Why the process does not open the volume.
+#[derive(Debug)]
+enum Stop {
+    /// This host fails.
+    Fatal(EngineError),
+    /// The process has to end.
+    Ended { for_good: bool },
+}
+
+impl From<EngineError> for Stop {
+    fn from(error: EngineError) -> Stop {
+        Stop::Fatal(error)
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// One attempt to open the volume, as [`shorthorn_recovery`] drives it.
+struct Attempt<'a, 'b> {
+    opener: &'a mut Opener<'b>,
+    greeter: Greeter,
+    /// The replicas of the spec when it began.
+    endpoints: Vec<ReplicaEndpoint>,
+    members: Vec<MemberStatus>,
+    /// How long the attempts before it have taken.
+    waited: Duration,
+    reached_ms: u64,
+    /// Tells of replicas that had not answered, while the arbiter is waited for.
+    search: Option<Receiver<ReplicaId>>,
+    pinged: Instant,
+}
+
+type Reached = shorthorn_recovery::Reached<Connection>;
+
+impl OpeningEngine for Attempt<'_, '_> {
+    type Link = Connection;
+    /// For every replica of the spec, in its order: a connection per queue, if it is a member.
+    type Connections = Vec<Vec<Connection>>;
+    type Stop = Stop;
+
+    /// Waits for each replica until it has answered or its time is over: whoever is left out has to be brought up later.
+    async fn reach(&mut self) -> Result<Vec<Reached>, NotOpen<Stop>> {
+        let begin = Instant::now();
+        let (sender, answers) = mpsc::channel();
+        for (index, endpoint) in self.endpoints.iter().cloned().enumerate() {
+            let (sender, greeter) = (sender.clone(), self.greeter.clone());
+            thread::spawn(move || {
+                // The receiver has gone when somebody else's answer was fatal: then this one does not matter.
+                let _ = sender.send((index, greeter.greet(&endpoint, 0)));
+            });
+        }
+        drop(sender);
+        let mut reached = Vec::new();
+        for (index, answer) in answers {
+            match answer {
+                Ok((link, welcome)) => {
+                    let replica = self.endpoints[index].replica;
+                    reached.push((index, Reached { replica, link, welcome }));
+                }
+                Err(ConnectError::Deposed { holder, .. }) => return Err(NotOpen::Deposed(holder)),
+                Err(error) => {
+                    self.members[index].mode = MemberMode::Failed;
+                    self.members[index].message = error.to_string();
+                }
+            }
+        }
+        reached.sort_unstable_by_key(|(index, _)| *index);
+        self.reached_ms = millis(begin.elapsed());
+        Ok(reached.into_iter().map(|(_, one)| one).collect())
+    }
+
+    /// Shows and logs who is no member although the views say so.
+    fn planned(&mut self, _: &[Witness], plan: Result<&Plan, &NoPlan>) {
+        for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
+            let volume = &self.opener.spec.volume;
+            tracing::error!(%volume, %replica, why, "a replica of the view is not taken as a member");
+            for member in self.members.iter_mut().filter(|member| member.replica == *replica) {
+                member.message.clone_from(why);
+            }
+        }
+    }
+
+    fn waited_ms(&self) -> u64 {
+        millis(self.waited)
+    }
+
+    fn has_user(&self) -> bool {
+        self.opener.state.was_live() && !self.opener.state.lost_writes()
+    }
+
+    fn ask_arbiter(&mut self, change: &Change, stored: Members) {
+        let (view, honoured) = (change.target, change.honoured.clone());
+        let message = format!("waiting for the arbiter's grant of view {view}: the others do not answer");
+        tracing::warn!(volume = %self.opener.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
+        status::publish(self.opener.publisher, |engine| {
+            engine.phase = EnginePhase::Frozen;
+            engine.message = message;
+            engine.members = self.members.clone();
+            engine.grant_wanted = Some(GrantWanted { view, honoured, stored });
         });
     }
-    drop(sender);
-    let mut reached: Vec<Reached> = Vec::new();
-    let mut members: Vec<MemberStatus> = replicas.iter().map(status::connecting).collect();
-    for (index, answer) in answers {
-        match answer {
-            Ok((connection, welcome)) => {
-                reached.push(Reached { index, connection, welcome, is_blank: false });
-            }
-            Err(ConnectError::Deposed { holder, .. }) => {
-                let generation = greeter.generation;
-                return Err(OpenError::Fatal(EngineError::Deposed { generation, holder }));
-            }
-            Err(error) => {
-                members[index].mode = MemberMode::Failed;
-                members[index].message = error.to_string();
+
+    async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
+        match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
+            Heard::Grant(view) => return Ok(Grant::Told(view)),
+            Heard::Replicas => return Err(NotOpen::Torn("the volume has other replicas now".to_owned())),
+            Heard::Nothing => {}
+        }
+        if self.search.is_none() {
+            self.search = Some(self.search_others(reached));
+        }
+        match self.search.as_ref().map(Receiver::try_recv) {
+            Some(Ok(replica)) => return Ok(Grant::Back(replica)),
+            Some(Err(mpsc::TryRecvError::Disconnected)) => self.search = None,
+            Some(Err(mpsc::TryRecvError::Empty)) | None => {}
+        }
+        if self.pinged.elapsed() >= PING_INTERVAL {
+            self.pinged = Instant::now();
+            for one in reached {
+                one.link.ping().map_err(|error| NotOpen::Torn(format!("{}: {error}", one.replica)))?;
             }
         }
+        Ok(Grant::Nothing)
     }
-    reached.sort_unstable_by_key(|one| one.index);
-    Ok((reached, members))
-}
 
-fn witnesses(spec: &EngineSpec, reached: &[Reached]) -> Vec<Witness> {
-    let witness = |one: &Reached| Witness {
-        replica: spec.replicas[one.index].replica,
-        report: one.welcome.report.clone(),
-        rebuilding: one.welcome.rebuilding,
-        lost_cache: one.welcome.lost_cache,
-        stamp: one.welcome.stamp,
-    };
-    reached.iter().map(witness).collect()
-}
-
-/// Shows and logs who is no member although the views say so.
-fn note_unfit(spec: &EngineSpec, members: &mut [MemberStatus], unfit: &[(ReplicaId, String)]) {
-    for (replica, why) in unfit {
-        tracing::error!(volume = %spec.volume, %replica, why, "a replica of the view is not taken as a member");
-        for member in members.iter_mut().filter(|member| member.replica == *replica) {
-            member.message.clone_from(why);
-        }
-    }
-}
-
-fn with_unfit(cannot: &impl std::fmt::Display, unfit: &[(ReplicaId, String)]) -> String {
-    let others: String = unfit.iter().map(|(replica, why)| format!("; {replica}: {why}")).collect();
-    format!("{cannot}{others}")
-}
-
-/// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may begin
-/// some by storing it.
-fn propose_to(
-    spec: &EngineSpec,
-    one: &mut Reached,
-    view: View,
-    honoured: &ReplicaReport,
-) -> Result<Option<Kept>, ConnectError> {
-    let me = spec.replicas[one.index].replica;
-    let wanted = accounts::wanted(spec);
-    accounts::make_room(&mut one.connection, (me, &one.welcome), &wanted, &view, honoured)?;
-    one.connection.propose(view, honoured)?;
-    if !view.members.contains(spec.replicas[one.index].replica) {
-        return Ok(None);
-    }
-    let regions = Regions::of(spec.size_bytes);
-    let intent = one.connection.regions(RegionsOf::Intent, regions)?;
-    let intent = intent.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set);
-    let mut missed = Vec::with_capacity(spec.replicas.len());
-    for endpoint in &spec.replicas {
-        missed.push(if view.members.contains(endpoint.replica) {
-            None
-        } else {
-            let account = one.connection.regions(RegionsOf::Missed(endpoint.replica), regions)?;
-            account.map(|(missed, stamp)| Account { missed, stamp })
+    fn ask_no_more(&mut self) {
+        status::publish(self.opener.publisher, |engine| {
+            engine.phase = EnginePhase::Starting;
+            engine.message.clear();
+            engine.grant_wanted = None;
         });
     }
-    Ok(Some(Kept { intent, stamp: one.welcome.stamp, missed }))
+
+    fn note_lost_writes(&mut self) -> Result<(), Stop> {
+        let state = &mut *self.opener.state;
+        state.note_lost_writes()?;
+        let lost_writes = state.lost_writes();
+        if lost_writes {
+            tracing::error!(volume = %self.opener.spec.volume, "the hosts of all members were restarted while data was not durable: writes may be gone that the user of the device was told are stored, so every request is refused until the volume is attached anew");
+        }
+        status::publish(self.opener.publisher, |engine| engine.lost_writes = lost_writes);
+        Ok(())
+    }
+
+    async fn propose(&mut self, to: Vec<Reached>, proposal: &Proposal) -> Vec<Proposed> {
+        let propose = |mut one: Reached| {
+            let answer = finish(propose_to(&mut one, proposal));
+            (one, answer)
+        };
+        at_once(to, propose)
+    }
+
+    async fn connect(
+        &mut self,
+        reached: Vec<Reached>,
+        proposal: &Proposal,
+    ) -> Result<Vec<Vec<Connection>>, NotOpen<Stop>> {
+        let (spec, greeter) = (&*self.opener.spec, &self.greeter);
+        let connected = at_once(reached, |one| connect_queues(spec, one, greeter, proposal));
+        let mut connections: Vec<Vec<Connection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
+        for result in connected {
+            let (replica, opened) = result.map_err(NotOpen::Torn)?;
+            let index = self.endpoints.iter().position(|endpoint| endpoint.replica == replica);
+            if let Some(place) = index.and_then(|index| connections.get_mut(index)) {
+                *place = opened;
+            }
+        }
+        Ok(connections)
+    }
 }
 
-/// Marks the view as committed, and opens the connections of a member: the one of queue 0 is there, those of the
-/// others are made now.
+/// A replica and its answer to a proposal.
+type Proposed = (Reached, Result<Option<Kept>, ConnectError>);
+
+impl Attempt<'_, '_> {
+    /// Greets those who have not answered, on threads of their own; who answers comes out.
+    fn search_others(&self, reached: &[Reached]) -> Receiver<ReplicaId> {
+        let (sender, found) = mpsc::channel();
+        let is_reached = |replica: ReplicaId| reached.iter().any(|one| one.replica == replica);
+        for endpoint in self.endpoints.iter().filter(|endpoint| !is_reached(endpoint.replica)).cloned() {
+            let (sender, greeter) = (sender.clone(), self.greeter.clone());
+            thread::spawn(move || {
+                if greeter.greet(&endpoint, 0).is_ok() {
+                    // Nobody listens any more where the grant has come.
+                    let _ = sender.send(endpoint.replica);
+                }
+            });
+        }
+        found
+    }
+}
+
+/// Does the same with each replica on a thread of its own, and waits for all.
+fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) -> Vec<T> {
+    let act = &act;
+    thread::scope(|scope| {
+        let threads: Vec<_> = reached.into_iter().map(|one| scope.spawn(move || act(one))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a panic ends the process")).collect()
+    })
+}
+
+/// Has a replica mark the view as committed, and opens the connections of a member: the one of queue 0 is there, those of
+/// the others are made now.
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,
     greeter: &Greeter,
-    view: View,
-    honoured: &ReplicaReport,
-) -> Result<(usize, Vec<Connection>), String> {
-    let endpoint = &spec.replicas[one.index];
-    // A mark that gets lost only leaves more to honour at the next start, and accounts that are kept in vain until then.
-    if one.connection.commit(view, honoured).is_ok() {
-        // It knows no other view now.
-        let gone = accounts_to_forget(&one.welcome.tracks, &accounts::wanted(spec), [&view]);
-        if let Err(error) = accounts::forget(&mut one.connection, endpoint.replica, &gone) {
-            tracing::warn!(volume = %spec.volume, replica = %endpoint.replica, %gone, %error, "a replica still counts what replicas miss that are gone");
-        }
+    proposal: &Proposal,
+) -> Result<(ReplicaId, Vec<Connection>), String> {
+    let replica = one.replica;
+    if let Err(error) = finish(conclude(&mut one, proposal)) {
+        tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is through, or still counts what replicas miss that are gone");
     }
-    if !view.members.contains(endpoint.replica) {
-        return Ok((one.index, Vec::new()));
+    if !proposal.view.members.contains(replica) {
+        return Ok((replica, Vec::new()));
     }
-    let mut connections = vec![one.connection];
+    let endpoint = spec.replicas.iter().find(|endpoint| endpoint.replica == replica);
+    let endpoint = endpoint.ok_or_else(|| format!("{replica} is no replica of the volume"))?;
+    let mut connections = vec![one.link];
     for queue in 1..spec.queues {
         let opened = greeter.greet(endpoint, queue);
-        let (connection, _) = opened.map_err(|error| format!("{}: {error}", endpoint.replica))?;
+        let (connection, _) = opened.map_err(|error| format!("{replica}: {error}"))?;
         connections.push(connection);
     }
-    Ok((one.index, connections))
+    Ok((replica, connections))
 }

@@ -177,8 +177,8 @@ impl Scrubber {
     fn layers(&mut self) -> Result<Vec<Layer>, Trouble> {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
-        for peer in self.desk.sources() {
-            let list = match self.desk.with_line(peer, Connection::layers) {
+        for peer in self.desk.members() {
+            let list = match self.desk.with_line_to(peer, Connection::list_layers) {
                 Ok(list) => list,
                 Err(error) => {
                     self.skipped(peer, &error);
@@ -204,7 +204,7 @@ impl Scrubber {
     }
 
     fn replica(&self, peer: PeerIndex) -> String {
-        self.desk.peer(peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
+        self.desk.known_peer(peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
     }
 
     fn skipped(&mut self, peer: PeerIndex, error: &ConnectError) {
@@ -296,7 +296,7 @@ impl Scrubber {
     ) -> Result<LayerCheck, ConnectError> {
         let length_bytes = u32::try_from(piece.length()).unwrap_or(u32::MAX);
         let asked = LayerRange { image: layer.image.clone(), offset_bytes: piece.offset(), length_bytes };
-        self.desk.with_line(peer, |line| line.check_layer(&asked))
+        self.desk.with_line_to(peer, |line| line.check_layer(&asked))
     }
 
     /// Judges what the members have said of a piece and does what follows; returns what each is to keep.

@@ -10,6 +10,7 @@ use shorthorn_control::{
     MemberStatus, Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
 };
 use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_recovery::ServingEngine;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
@@ -93,7 +94,7 @@ impl<'a> Serving<'a> {
         if let Some(bytes) = opened.unequal_bytes() {
             tracing::info!(volume = %serving.spec.volume, bytes, "making the members equal where they may differ");
         }
-        for (index, peer) in serving.desk().peers() {
+        for (index, peer) in serving.desk().known_peers() {
             if !serving.view.members.contains(peer.endpoint.replica) {
                 serving.couriers.attend(index)?;
             }
@@ -214,7 +215,7 @@ impl<'a> Serving<'a> {
     }
 
     fn replica(&self, peer: PeerIndex) -> Option<ReplicaId> {
-        self.desk().peer(peer).map(|peer| peer.endpoint.replica)
+        self.desk().known_peer(peer).map(|peer| peer.endpoint.replica)
     }
 
     fn take(&mut self, news: News) -> Result<Option<Ending>, EngineError> {
@@ -619,8 +620,8 @@ impl Serving<'_> {
         self.spec.replicas = replicas;
         self.give_up_unwanted()?;
         for endpoint in self.spec.replicas.clone() {
-            match self.desk().index_of(endpoint.replica) {
-                Some(index) => self.readdress(index, endpoint),
+            match self.desk().find(endpoint.replica) {
+                Some((index, _)) => self.readdress(index, endpoint),
                 None => self.add(endpoint)?,
             }
         }
@@ -636,8 +637,7 @@ impl Serving<'_> {
     }
 
     fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {
-        let is_free =
-            |index: &PeerIndex| self.desk().peer(*index).is_none() && self.shared().is_disconnected(*index);
+        let is_free = |index: &PeerIndex| self.desk().is_free(*index);
         let places = PeerIndex::try_from(MAX_MEMBERS).unwrap_or(PeerIndex::MAX);
         let Some(index) = (0..places).find(is_free) else {
             self.ignore(
@@ -658,7 +658,7 @@ impl Serving<'_> {
 
     /// Gives up the replicas that the volume is not to have any more, as soon as they are not in the view.
     fn give_up_unwanted(&mut self) -> Result<(), EngineError> {
-        for (index, peer) in self.desk().peers() {
+        for (index, peer) in self.desk().known_peers() {
             let replica = peer.endpoint.replica;
             if self.spec.replicas.iter().any(|wanted| wanted.replica == replica) {
                 continue;

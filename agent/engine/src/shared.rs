@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use shorthorn_control::{Command, GrantWanted};
 use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex};
+use shorthorn_recovery::PendingView;
 use shorthorn_ring::Waker;
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
@@ -66,13 +67,6 @@ pub enum Mail {
     Do(Output),
     /// A new connection to a replica; `installed` is told when the queue has it.
     Connect { peer: PeerIndex, socket: OwnedFd, installed: SyncSender<()> },
-}
-
-/// A view that was proposed and is not through.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PendingView {
-    pub view: View,
-    pub honoured: ReplicaReport,
 }
 
 /// One core for all threads. With one queue, which is the default, the lock is hardly ever contended; with

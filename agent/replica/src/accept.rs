@@ -235,8 +235,8 @@ fn hand_over(socket: UnixStream, peer: String, shared: &Shared) -> Result<(), Bo
     let (hello, place) = greet(&socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
     socket.set_read_timeout(None)?;
     socket.set_write_timeout(None)?;
-    let candidate = Candidate { socket: socket.into(), place, hello, peer };
+    let candidate = Candidate { socket: socket.into(), hello, peer };
     // Where the data thread is gone, the process ends, and the socket with it.
-    let _ = shared.data.send(Message::Candidate(candidate));
+    let _ = shared.data.send(Message::Candidate(place, candidate));
     Ok(())
 }

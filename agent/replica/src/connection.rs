@@ -2,7 +2,6 @@ use std::os::fd::OwnedFd;
 
 use shorthorn_ring::{Stream, StreamLimits, Token};
 
-use crate::candidates::Place;
 use crate::limits::{RECEIVE_BYTES, SLOTS};
 
 /// The sources of the tokens of a connection's operations; the index is the connection.
@@ -15,8 +14,6 @@ pub(crate) const SOURCE_RECEIVE: u8 = 3;
 pub(crate) struct Connection {
     /// The socket.
     pub stream: Stream,
-    /// Which engine and which of its queues.
-    pub place: Place,
     /// Who it is, for logs.
     pub peer: String,
     /// It is over: nothing is read or sent any more. It goes when the kernel has let go of it and its
@@ -32,13 +29,12 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// The connection number `index`, on a socket that is open already.
-    pub fn new(socket: OwnedFd, place: Place, peer: String, index: u16) -> Connection {
+    pub fn new(socket: OwnedFd, peer: String, index: u16) -> Connection {
         let token = |source| Token { source, kind: 0, index, tag: 0 };
         // Every response has a slot, and there is one welcome beside.
         let limits = StreamLimits { frames: SLOTS + 1, receive_bytes: RECEIVE_BYTES };
         Connection {
             stream: Stream::new(socket, token(SOURCE_SEND), token(SOURCE_RECEIVE), limits),
-            place,
             peer,
             ending: false,
             receiving: None,
@@ -59,16 +55,13 @@ impl Connection {
 mod tests {
     use std::os::unix::net::UnixStream;
 
-    use shorthorn_types::Generation;
-
     use super::*;
     use crate::limits::{SILENT_TICKS_MAX, TICK};
 
     #[test]
     fn silence_is_counted_from_the_last_byte() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let place = Place { generation: Generation::new(1, 0), queue: 0 };
-        let mut connection = Connection::new(ours.into(), place, "test".to_owned(), 0);
+        let mut connection = Connection::new(ours.into(), "test".to_owned(), 0);
         assert_eq!(connection.tick(), 0, "it has just come");
         assert_eq!([connection.tick(), connection.tick()], [1, 2]);
         connection.heard = true;

@@ -2,11 +2,10 @@ use std::io;
 use std::path::PathBuf;
 
 use shorthorn_control::SpecError;
-use shorthorn_regions::KeepError;
+use shorthorn_replica_core::Denied;
 use shorthorn_store::StoreError;
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::{Errno, ReplicaId, VolumeName};
-use shorthorn_views::Refused;
 use thiserror::Error;
 
 /// Why a replica does not serve, or not what it is asked for.
@@ -67,20 +66,9 @@ pub enum ReplicaError {
     /// The state cannot be written as text.
     #[error("the state cannot be encoded: {0}")]
     Encode(serde_json::Error),
-    /// The rules of views do not allow it.
+    /// The rules do not allow what an engine asks.
     #[error(transparent)]
-    Refused(#[from] Refused),
-    /// A set of regions cannot be changed so.
-    #[error(transparent)]
-    Regions(KeepError),
-    /// A member of the volume would be thrown away.
-    #[error(
-        "replica {0} holds data and is a member by the views that it knows: if it is not one any more, tell it the          view that is committed, and it can be made anew"
-    )]
-    IsMember(ReplicaId),
-    /// Requests are in flight while the files under them are to be replaced.
-    #[error("requests are in flight: wait for their answers first")]
-    Busy,
+    Denied(#[from] Denied),
     /// A size that no volume has.
     #[error("a volume of {0} bytes is larger than any can be: {MAX_VOLUME_BYTES}")]
     TooLarge(u64),
@@ -137,15 +125,11 @@ impl ReplicaError {
     pub fn errno(&self) -> Errno {
         match self {
             ReplicaError::Store(error) => error.errno(),
-            ReplicaError::Refused(Refused::TooManyProposed)
-            | ReplicaError::Regions(KeepError::TooManySets(_)) => Errno::NO_SPACE,
-            ReplicaError::Regions(_)
-            | ReplicaError::NoLayer(_)
+            ReplicaError::Denied(denied) => denied.errno(),
+            ReplicaError::NoLayer(_)
             | ReplicaError::NoPiece { .. }
             | ReplicaError::TooLarge(_)
             | ReplicaError::Sums { .. } => Errno::INVALID,
-            ReplicaError::IsMember(_) | ReplicaError::Busy => Errno::new(libc::EBUSY),
-            ReplicaError::Refused(_) => Errno::NOT_PERMITTED,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),
             ReplicaError::Spec(_) | ReplicaError::OtherReplica { .. } => Errno::INVALID,

@@ -5,14 +5,13 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use shorthorn_control::Secret;
+use shorthorn_replica_core::Place;
 use shorthorn_types::{Errno, Generation, ReplicaId, VolumeName};
 use shorthorn_wire::{
     CONTROL_QUEUE, Challenge, FrameError, HEADER_BYTES, Header, Hello, Opcode, Refusal, decode_text,
     encode_text, proof, proofs_equal,
 };
 use thiserror::Error;
-
-use crate::candidates::Place;
 
 /// Who we are, and the secret that an engine has to prove.
 #[derive(Debug)]

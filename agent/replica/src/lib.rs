@@ -25,7 +25,6 @@
 #![forbid(unsafe_code)]
 
 mod accept;
-mod candidates;
 mod connection;
 mod error;
 mod executor;

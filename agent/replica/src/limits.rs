@@ -2,15 +2,9 @@
 
 use std::time::Duration;
 
+pub(crate) use shorthorn_replica_core::CONNECTIONS_MAX;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
-use shorthorn_wire::CONTROL_QUEUE;
 
-/// Connections of one engine: its queues, and the one that its main thread asks and copies over.
-const ENGINE_CONNECTIONS_MAX: usize = CONTROL_QUEUE as usize + 1;
-/// Connections at once: those of one engine, and as many that are ending or about to take their place.
-pub(crate) const CONNECTIONS_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
-/// Connections that have proven who they are and wait until older ones have ended.
-pub(crate) const CANDIDATES_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
 /// Requests in flight that all connections share, beyond the one that each can always have.
 pub(crate) const SHARED_SLOTS: usize = 256;
 /// Slots in all. Every request has one, from its header until its response is sent.

@@ -4,17 +4,16 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
 
+use shorthorn_replica_core::Place;
 use shorthorn_ring::{Ring, Token, Wake, Waker};
 use shorthorn_types::Generation;
 use shorthorn_wire::Header;
 
-use crate::candidates::Place;
-
 /// One message to the data thread.
 #[derive(Debug)]
 pub(crate) enum Message {
-    /// An engine has proven who it is.
-    Candidate(Candidate),
+    /// An engine has proven who it is: which one, and which of its queues.
+    Candidate(Place, Candidate),
     /// No engine of a lower generation may use the replica from here on.
     Fence(Generation),
     /// End.
@@ -26,8 +25,6 @@ pub(crate) enum Message {
 pub(crate) struct Candidate {
     /// The connection.
     pub socket: OwnedFd,
-    /// Which engine and which of its queues.
-    pub place: Place,
     /// The hello, which is still to be answered.
     pub hello: Header,
     /// Where it comes from, for logs.

@@ -14,6 +14,7 @@ use shorthorn_control::{
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
+use shorthorn_views::ReplicaViews;
 use tracing::Span;
 
 use crate::accept::{Acceptor, Listeners};
@@ -23,7 +24,7 @@ use crate::handshake::Identity;
 use crate::limits::STATUS_PERIOD;
 use crate::mailbox::{Inbox, Mailbox, Message};
 use crate::server::Server;
-use crate::state::{State, holds_data};
+use crate::state::{Owner, load_views};
 
 /// Serves the replica that the spec file describes, until SIGTERM, SIGINT or a `stop` on the control socket.
 /// Blocks; the directory is clean when it returns without an error.
@@ -38,24 +39,24 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     // Before there is a second thread: threads inherit the mask.
     let signals = block_signals()?;
     let mut store = open_store(&spec)?;
-    let state = State::load(&mut store, &spec)?;
-    let written_to = holds_data(&store)?;
-    let marks = Marks::load(&mut store, state.views().report(), written_to)?;
+    let owner = Owner { volume: spec.volume.clone(), replica: spec.replica };
+    let views = load_views(&mut store, &owner, &spec)?;
+    let (state, marks) = Marks::load(&mut store, &owner, views)?;
     // Only whoever has the directory may take the sockets: another process may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
-    let first = first_status(&spec, &state, &listeners, store.size_bytes());
+    let first = first_status(&spec, state.views(), &listeners, store.size_bytes());
     // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
-    let executor = Executor::new(store, marks)
+    let executor = Executor::new(store, owner, state, marks)
         .map_err(|source| ReplicaError::system("map memory for buffers", source))?;
     report_protection(&protect_thread());
 
     let (mailbox, inbox) =
         Mailbox::new().map_err(|source| ReplicaError::system("make an eventfd", source))?;
     let (_control, publisher) = start_control(&spec, first, &woken, mailbox.clone())?;
-    let data = DataThread::start(executor, state, mailbox, inbox, &publisher, &span, &woken)?;
+    let data = DataThread::start(executor, mailbox, inbox, &publisher, &span, &woken)?;
     let acceptor = Acceptor::start(listeners, identity(&spec), data.mailbox.clone(), span)?;
     publisher.update(|status| change(status, |replica| replica.serving = true));
     notify(&[sd_notify::NotifyState::Ready]);
@@ -108,7 +109,12 @@ fn identity(spec: &ReplicaSpec) -> Identity {
     Identity { volume: spec.volume.clone(), replica: spec.replica, secret: spec.secret.clone() }
 }
 
-fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners, size_bytes: u64) -> ReplicaStatus {
+fn first_status(
+    spec: &ReplicaSpec,
+    views: &ReplicaViews,
+    listeners: &Listeners,
+    size_bytes: u64,
+) -> ReplicaStatus {
     ReplicaStatus {
         volume: spec.volume.clone(),
         replica: spec.replica,
@@ -118,8 +124,8 @@ fn first_status(spec: &ReplicaSpec, state: &State, listeners: &Listeners, size_b
         addresses: listeners.addresses(),
         size_bytes,
         allocated_bytes: allocated_bytes(&spec.directory),
-        generation: state.views().generation(),
-        views: Some(state.views().report().clone()),
+        generation: views.generation(),
+        views: Some(views.report().clone()),
         directory: spec.directory.clone(),
     }
 }
@@ -152,7 +158,6 @@ struct DataThread {
 impl DataThread {
     fn start(
         executor: Executor,
-        state: State,
         mailbox: Mailbox,
         inbox: Inbox,
         publisher: &Publisher,
@@ -162,7 +167,7 @@ impl DataThread {
         let (publisher, span, woken) = (publisher.clone(), span.clone(), Arc::clone(woken));
         let serve = move || {
             let _in = span.enter();
-            let served = Server::new(executor, state, inbox, publisher).and_then(Server::run);
+            let served = Server::new(executor, inbox, publisher).and_then(Server::run);
             let _ = woken.write(1);
             served
         };

@@ -7,89 +7,73 @@ use shorthorn_types::{Generation, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;
 
 use crate::error::ReplicaError;
-use crate::executor::Executor;
 
-/// The state, in memory as it is on the disk: every change is saved before it counts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Whose directory it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub volume: VolumeName,
+    pub replica: ReplicaId,
+}
+
+impl Owner {
+    /// What is saved of the views.
+    pub fn with_views(&self, views: &ReplicaViews) -> Result<Vec<u8>, ReplicaError> {
+        let Owner { volume, replica } = self.clone();
+        let state = State { volume, replica, views: views.clone() };
+        serde_json::to_vec(&state).map_err(ReplicaError::Encode)
+    }
+}
+
+/// The state as it is saved.
+#[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct State {
+struct State {
     volume: VolumeName,
     replica: ReplicaId,
     views: ReplicaViews,
 }
 
-impl State {
-    /// The state of the replica in `store`.
-    ///
-    /// A directory that no replica of ours has served yet, new or made by Longhorn, begins in the first view.
-    ///
-    /// # Errors
-    /// Where the directory has lost its state, belongs to another replica, or was changed by somebody else.
-    pub fn load(store: &mut Store, spec: &ReplicaSpec) -> Result<State, ReplicaError> {
-        match store.load_state()? {
-            SavedState::None => State::first(store, spec),
-            SavedState::Current(bytes) => State::parse(&bytes, spec),
-            SavedState::Outdated(_) => Err(ReplicaError::ChangedByOthers(spec.directory.clone())),
-        }
+/// The views of the replica in `store`.
+///
+/// A directory that no replica of ours has served yet, new or made by Longhorn, begins in the first view.
+///
+/// # Errors
+/// Where the directory has lost its state, belongs to another replica, or was changed by somebody else.
+pub(crate) fn load_views(
+    store: &mut Store,
+    owner: &Owner,
+    spec: &ReplicaSpec,
+) -> Result<ReplicaViews, ReplicaError> {
+    match store.load_state()? {
+        SavedState::None => first_views(store, owner, spec),
+        SavedState::Current(bytes) => parse(&bytes, spec),
+        SavedState::Outdated(_) => Err(ReplicaError::ChangedByOthers(spec.directory.clone())),
     }
+}
 
-    fn first(store: &mut Store, spec: &ReplicaSpec) -> Result<State, ReplicaError> {
-        if store.info().provenance == Provenance::Ours && holds_data(store)? {
-            return Err(ReplicaError::StateLost(spec.directory.clone()));
-        }
-        let id = ViewId { generation: Generation::NEVER, number: 0 };
-        let views = ReplicaViews::new(View { id, members: spec.first_members });
-        let state = State { volume: spec.volume.clone(), replica: spec.replica, views };
-        store.save_state(&state.to_bytes()?)?;
-        Ok(state)
+fn first_views(store: &mut Store, owner: &Owner, spec: &ReplicaSpec) -> Result<ReplicaViews, ReplicaError> {
+    if store.info().provenance == Provenance::Ours && holds_data(store)? {
+        return Err(ReplicaError::StateLost(spec.directory.clone()));
     }
+    let id = ViewId { generation: Generation::NEVER, number: 0 };
+    let views = ReplicaViews::new(View { id, members: spec.first_members });
+    store.save_state(&owner.with_views(&views)?)?;
+    Ok(views)
+}
 
-    fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<State, ReplicaError> {
-        let state: State = serde_json::from_slice(bytes)
-            .map_err(|source| ReplicaError::State { directory: spec.directory.clone(), source })?;
-        if (&state.volume, state.replica) != (&spec.volume, spec.replica) {
-            return Err(ReplicaError::OtherReplica {
-                directory: spec.directory.clone(),
-                volume: state.volume,
-                replica: state.replica,
-                expected_volume: spec.volume.clone(),
-                expected_replica: spec.replica,
-            });
-        }
-        Ok(state)
+fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<ReplicaViews, ReplicaError> {
+    let state: State = serde_json::from_slice(bytes)
+        .map_err(|source| ReplicaError::State { directory: spec.directory.clone(), source })?;
+    if (&state.volume, state.replica) != (&spec.volume, spec.replica) {
+        return Err(ReplicaError::OtherReplica {
+            directory: spec.directory.clone(),
+            volume: state.volume,
+            replica: state.replica,
+            expected_volume: spec.volume.clone(),
+            expected_replica: spec.replica,
+        });
     }
-
-    fn to_bytes(&self) -> Result<Vec<u8>, ReplicaError> {
-        serde_json::to_vec(self).map_err(ReplicaError::Encode)
-    }
-
-    /// Which replica this is.
-    pub fn replica(&self) -> ReplicaId {
-        self.replica
-    }
-
-    /// The views.
-    pub fn views(&self) -> &ReplicaViews {
-        &self.views
-    }
-
-    /// Changes the views, and saves them where they are different then. Where that fails nothing has changed.
-    ///
-    /// # Errors
-    /// What `change` answers, or [`ReplicaError::Store`].
-    pub fn change<T, E: Into<ReplicaError>>(
-        &mut self,
-        executor: &mut Executor,
-        change: impl FnOnce(&mut ReplicaViews) -> Result<T, E>,
-    ) -> Result<T, ReplicaError> {
-        let mut next = self.clone();
-        let answer = change(&mut next.views).map_err(Into::into)?;
-        if next != *self {
-            executor.save_state(&next.to_bytes()?)?;
-            *self = next;
-        }
-        Ok(answer)
-    }
+    Ok(state.views)
 }
 
 /// Whether anything was ever written to the volume.

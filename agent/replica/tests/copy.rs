@@ -222,3 +222,26 @@ fn a_member_is_not_thrown_away() {
     }
     client.call(Opcode::Flush, Flags::NONE, 0, 0, &[]).unwrap();
 }
+
+/// Else the copy would count as ended in memory and not on the disk: a member that may be emptied after a restart.
+#[test]
+fn an_end_of_a_copy_that_could_not_be_stored_has_not_ended_it() {
+    let base = base();
+    let (source_spec, target_spec) = (spec_of(base.path(), "a", 1), spec_of(base.path(), "b", 2));
+    fill(&source_spec, 0);
+    let (source, mut target) = (Replica::start(&source_spec), Replica::start(&target_spec));
+    let list = layers(&mut source.open(generation(1)));
+    let mut client = target.open(generation(1));
+    let _: CopyState = client.ask(Opcode::CopyBegin, &list).unwrap();
+    let in_the_way = target_spec.directory.join("volume.meta.tmp");
+    std::fs::create_dir(&in_the_way).unwrap();
+    let end = CopyEnd { layer: None };
+    client.tell(Opcode::CopyEnd, &end).unwrap_err();
+    std::fs::remove_dir(&in_the_way).unwrap();
+    assert_eq!(client.ping(), Err(libc::EIO), "nothing is served any more");
+    target.kill();
+    let target = Replica::start(&target_spec);
+    let (mut client, welcome) = target.try_open(generation(1), 0).unwrap();
+    assert!(welcome.rebuilding);
+    client.tell(Opcode::CopyEnd, &end).unwrap();
+}

@@ -225,6 +225,12 @@ fn break_down(directory: &Path) {
     unsafe { shut_down_file_system(file.as_raw_fd(), &mut without_flushing) }.unwrap();
 }
 
+/// A mark of the regions that another replica misses.
+fn missed(action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
+    let of = RegionsOf::Missed(ReplicaId::from_random(8));
+    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
+}
+
 /// Breaks the disk of a replica that holds some data, and lets `meets_it` be the first to notice.
 fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
     if !may_mount() {
@@ -237,6 +243,7 @@ fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
     let mut replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     client.write(0, &pattern(1, 64 << 10)).unwrap();
+    client.tell(Opcode::Mark, &missed(MarkAction::Add, &[(0, 1)])).unwrap();
     break_down(&disk.0);
     meets_it(&mut client);
     // A ping needs no disk: it is the replica that refuses.
@@ -264,6 +271,14 @@ fn after_a_failed_flush_nothing_is_served_any_more() {
 }
 
 /// What can not be read here can be read from another replica; this one still takes writes.
+#[test]
+fn after_a_set_that_could_not_be_removed_nothing_is_served_any_more() {
+    after_an_io_error(|client| {
+        let (errno, _) = client.tell(Opcode::Mark, &missed(MarkAction::Forget, &[])).unwrap_err();
+        assert_eq!(errno, libc::EIO);
+    });
+}
+
 #[test]
 fn a_failed_read_is_answered() {
     if !may_mount() {

@@ -293,8 +293,12 @@ impl Store {
     /// [`StoreError`].
     pub fn set_rebuilding(&mut self, rebuilding: bool) -> Result<()> {
         self.check_writable()?;
-        self.layout.volume_mut().rebuilding = rebuilding;
-        self.run(&self.layout.volume_steps())
+        let before = std::mem::replace(&mut self.layout.volume_mut().rebuilding, rebuilding);
+        let stored = self.run(&self.layout.volume_steps());
+        if stored.is_err() {
+            self.layout.volume_mut().rebuilding = before;
+        }
+        stored
     }
 
     /// Whatever was lost before the store was opened has been made up for, from another replica.

@@ -296,3 +296,19 @@ fn operations_that_make_no_sense() {
         !inspect(fixture.path()).unwrap().problems.iter().any(|problem| problem.severity == Severity::Error)
     );
 }
+
+#[test]
+fn a_replica_that_could_not_be_marked_as_whole_is_not() {
+    let base = scratch();
+    let path = base.path().join("replica");
+    let mut store =
+        Store::create(&path, CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() }).unwrap();
+    store.set_rebuilding(true).unwrap();
+    let in_the_way = path.join("volume.meta.tmp");
+    std::fs::create_dir(&in_the_way).unwrap();
+    store.set_rebuilding(false).unwrap_err();
+    assert!(store.info().rebuilding);
+    std::fs::remove_dir(&in_the_way).unwrap();
+    store.set_rebuilding(false).unwrap();
+    assert!(!store.info().rebuilding);
+}

@@ -7,7 +7,10 @@ use crate::{ByteRange, ReplicaId};
 /// The smallest region: what a first write to a clean part of the volume makes dirty.
 pub const REGION_BYTES_MIN: u64 = 64 << 10;
 /// The most regions of one volume; larger volumes have larger regions. A set of them takes 128 KiB.
-pub const REGIONS_MAX: u64 = 1 << 20;
+///
+/// A simulation that is built with `--cfg shorthorn_few_regions` has volumes whose regions become larger when they are expanded: no
+/// simulated volume is as large as 64 GiB.
+pub const REGIONS_MAX: u64 = if cfg!(shorthorn_few_regions) { 24 } else { 1 << 20 };
 
 /// The most runs that one [`MarkRegions`] or one page of regions carries, so that it fits a control frame.
 pub const RUNS_PER_MARK_MAX: usize = 800;
@@ -57,6 +60,22 @@ pub struct MarkRegions {
     /// of the engine. 0: its own; engines that do not say it expand nothing.
     #[serde(default)]
     pub size_bytes: u64,
+}
+
+impl MarkRegions {
+    /// The mark that has a replica store `stamp` with its write intents.
+    #[must_use]
+    pub const fn stamp(stamp: u32) -> MarkRegions {
+        let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
+        MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 }
+    }
+
+    /// The mark that has a replica delete its account of the regions that `replica` has missed.
+    #[must_use]
+    pub const fn forget(replica: ReplicaId) -> MarkRegions {
+        let (of, action) = (RegionsOf::Missed(replica), MarkAction::Forget);
+        MarkRegions { of, action, runs: Vec::new(), stamp: 0, size_bytes: 0 }
+    }
 }
 
 /// Whether a replica that keeps the stamp `own` has kept all that it stored while it was sent stamps up to `newest`.

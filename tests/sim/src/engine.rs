@@ -5,10 +5,12 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_core::{
-    EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, PeerState, SlotId, ZeroBlocks,
+    EngineCore, Event, Operation, Output, Outputs, PeerConfig, PeerIndex, PeerState, SlotId, ZeroBlocks,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_types::{
+    ByteRange, Errno, Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId,
+};
 
 use crate::Sabotage;
 use crate::checker::Id;
@@ -65,6 +67,8 @@ pub struct Peer {
     pub last_view: Option<View>,
     /// The volume is not to have it any more.
     pub is_given_up: bool,
+    /// Its courier is in an attempt.
+    pub has_courier: bool,
 }
 
 /// The control connection to a replica.
@@ -138,8 +142,12 @@ impl EngineProc {
 
     /// Adds a replica, at an index that is free.
     pub fn add(&mut self, replica: ReplicaId) -> Option<usize> {
-        let peer = Peer { replica, is_complete: false, last_view: None, is_given_up: false };
-        let is_free = |at: &usize| self.peers[*at].is_given_up && self.is_disconnected(*at);
+        let peer =
+            Peer { replica, is_complete: false, last_view: None, is_given_up: false, has_courier: false };
+        let is_free = |at: &usize| {
+            let peer = &self.peers[*at];
+            peer.is_given_up && !peer.has_courier && self.is_disconnected(*at)
+        };
         if let Some(at) = (0..self.peers.len()).find(is_free) {
             self.peers[at] = peer;
             return Some(at);
@@ -152,6 +160,17 @@ impl EngineProc {
         self.links.push(vec![None; queues]);
         self.lines.push(Line::default());
         Some(self.peers.len() - 1)
+    }
+
+    /// Has these replicas, and no others, before anything is connected.
+    pub fn set_replicas(&mut self, replicas: &[ReplicaId]) {
+        if self.peers.iter().map(|peer| &peer.replica).eq(replicas) {
+            return;
+        }
+        (self.peers, self.links, self.lines) = (Vec::new(), Vec::new(), Vec::new());
+        for replica in replicas {
+            self.add(*replica);
+        }
     }
 
     /// Whether no queue has a connection to the replica.
@@ -370,6 +389,11 @@ impl World {
         self.outputs = outputs;
     }
 
+    /// Does what the core says.
+    pub fn perform_all(&mut self, engine: u64, outputs: Outputs) {
+        outputs.into_iter().for_each(|output| self.perform(engine, output));
+    }
+
     fn is_sabotaged(&self, by: Sabotage) -> bool {
         self.options.sabotage == Some(by)
     }
@@ -535,6 +559,10 @@ impl World {
             Output::Expanded { size_bytes } => {
                 self.note(|| format!("engine {engine}: the volume has {size_bytes} bytes"));
                 self.count("expansions");
+                let region_bytes = |size_bytes| Regions::of(size_bytes).region_bytes();
+                if region_bytes(self.guest.size_bytes) != region_bytes(size_bytes) {
+                    self.count("expansions to larger regions");
+                }
                 self.device_grows(engine);
             }
             Output::Frozen { reason } => {

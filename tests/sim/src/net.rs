@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, Members, ReplicaReport, View};
-use shorthorn_wire::{RegionsPage, RegionsQuery};
+use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, View};
+use shorthorn_wire::{ExtentsPage, RegionsPage, RegionsQuery};
 
 use crate::checker::Id;
 use crate::disk::SparseFile;
@@ -41,6 +41,8 @@ pub enum Ask {
     Mark(MarkRegions),
     /// Which layers are there?
     Layers,
+    /// From where on does the head have data?
+    HeadExtents(u64),
     /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
     CopyBegin { has_snapshot: bool },
     /// The snapshot, as the other one has it.
@@ -52,21 +54,7 @@ pub enum Ask {
 }
 
 /// What a replica tells an engine that it takes.
-#[derive(Clone, Debug)]
-pub struct Greeting {
-    /// Its views.
-    pub report: ReplicaReport,
-    /// Whether it may have lost what was not flushed.
-    pub lost_cache: bool,
-    /// Whether it lacks data.
-    pub rebuilding: bool,
-    /// The size that it has.
-    pub size_bytes: u64,
-    /// Of whom it keeps what they miss.
-    pub tracks: Members,
-    /// The newest stamp that it has kept.
-    pub stamp: Option<u32>,
-}
+pub use shorthorn_wire::Welcome as Greeting;
 
 /// What a replica answers.
 #[derive(Clone, Debug)]
@@ -83,6 +71,8 @@ pub enum Answer {
     Page(RegionsPage),
     /// To a question for layers: whether there is a snapshot below the head, and that.
     Layers(bool, Rc<SparseFile>),
+    /// To a question for extents.
+    Extents(ExtentsPage),
     /// Something went wrong.
     Error(Errno),
     /// A newer engine holds the replica.

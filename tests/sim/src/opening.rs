@@ -1,27 +1,32 @@
-//! What an engine process does beside serving: open the volume, then bring replicas up. The same steps in the same order as
-//! in the engine crate (`open`, `courier`), over simulated connections.
+//! The tasks of an engine process beside serving: open the volume, then bring replicas back, expand them and give them up. The
+//! steps are those of [`shorthorn_recovery`], over simulated connections.
 
 mod courier;
+mod link;
 
 use std::cell::RefCell;
 use std::future::Future;
+use std::pin::Pin;
 use std::rc::Rc;
+use std::task::Poll;
 
-use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, Event, PeerConfig, PeerState, ScrubConfig};
-use shorthorn_types::{
-    Generation, MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf,
-    ReplicaId, View, ViewId, is_current,
+use shorthorn_core::{
+    CopyLimits, CoreConfig, EngineCore, Event, Outputs, PeerConfig, PeerState, ScrubConfig,
 };
-use shorthorn_views::{
-    Account, CannotStart, Change, Combined, Kept, NoPlan, Progress, Witness, combine, plan, remembers,
+use shorthorn_recovery::{
+    Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude, grow_replicas,
+    open, propose_to,
 };
-use shorthorn_wire::{CONTROL_QUEUE, RegionsQuery};
+use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
+use shorthorn_views::{CannotStart, Change, Kept, NoPlan, Plan, Witness};
+use shorthorn_wire::Welcome;
 
 use crate::Sabotage;
 use crate::engine::{COPY_SLOTS, DEPTH, ID_CALL, REPLICA_TIMEOUT_MS, index};
-use crate::net::{Answer, Ask, ConnId, Greeting, Message};
-use crate::tasks::{together, until};
+use crate::net::{Answer, Ask, ConnId, Message};
+use crate::tasks::{all, until};
 use crate::world::{Occurrence, World};
+use link::{CallError, Via, Wire};
 
 /// The world, for tasks.
 pub type Sim = Rc<RefCell<World>>;
@@ -35,7 +40,9 @@ const FIRST_PAUSE_US: u64 = 20_000;
 /// and at most between two.
 const LONGEST_PAUSE_US: u64 = 800_000;
 /// How long members that do not answer are waited for when the others are enough.
-const MISSING_LIMIT_US: u64 = 1_500_000;
+const MISSING_LIMIT_MS: u64 = 1500;
+/// The same if the others have lost writes that the guest counts on.
+const KEEPER_LIMIT_MS: u64 = 3000;
 
 /// One engine process, for its tasks.
 #[derive(Clone)]
@@ -44,22 +51,15 @@ struct Process {
     engine: u64,
 }
 
-/// A replica that answers, fenced.
-struct Reached {
-    peer: usize,
-    conn: ConnId,
-    greeting: Greeting,
-}
-
 /// Everything that an engine process does besides serving.
 pub async fn live(sim: Sim, engine: u64) {
     let process = Process { sim, engine };
     process.open_patiently().await;
-    let mut all: Vec<std::pin::Pin<Box<dyn Future<Output = ()> + '_>>> = vec![Box::pin(process.follow())];
+    let mut tasks: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = vec![Box::pin(process.follow())];
     for peer in 0..shorthorn_types::limits::MAX_MEMBERS {
-        all.push(Box::pin(process.courier(peer)));
+        tasks.push(Box::pin(process.courier(peer)));
     }
-    together(all).await;
+    all(tasks).await;
 }
 
 impl Process {
@@ -72,12 +72,8 @@ impl Process {
         until(|| (self.sim.borrow().now >= end).then_some(())).await;
     }
 
-    /// Asks a replica; none where the connection breaks or nothing comes in time.
-    async fn call(&self, conn: ConnId, ask: Ask) -> Option<Answer> {
-        self.call_within(conn, ask, CALL_TIMEOUT_US).await
-    }
-
-    async fn call_within(&self, conn: ConnId, ask: Ask, limit_us: u64) -> Option<Answer> {
+    /// Asks a replica, and waits for the answer until the connection breaks or the time is over.
+    async fn call(&self, conn: ConnId, ask: Ask, limit_us: u64) -> Result<Answer, CallError> {
         let (key, end) = {
             let mut world = self.sim.borrow_mut();
             let number = ID_CALL | world.fresh();
@@ -95,63 +91,45 @@ impl Process {
             (!open || world.now >= end).then_some(None)
         })
         .await;
-        let mut world = self.sim.borrow_mut();
-        world.calls.remove(&key);
-        if let Some(Answer::Deposed(holder)) = answer {
-            world.depose(self.engine, holder);
-            return None;
+        self.sim.borrow_mut().calls.remove(&key);
+        match answer {
+            Some(Answer::Deposed(holder)) => Err(CallError::Deposed(holder)),
+            Some(Answer::Error(errno)) => Err(CallError::Refused(errno)),
+            Some(answer) => Ok(answer),
+            None => Err(CallError::Broken),
         }
-        answer
-    }
-
-    async fn done(&self, conn: ConnId, ask: Ask) -> bool {
-        matches!(self.call(conn, ask).await, Some(Answer::Done))
     }
 
     fn close(&self, conn: ConnId) {
-        let mut world = self.sim.borrow_mut();
-        world.send(conn, true, Message::Close);
-        world.close_at_engine(conn, "it is not needed");
-    }
-
-    /// Opens a connection to a replica and fences it.
-    async fn greet(&self, replica: ReplicaId, queue: u16) -> Option<(ConnId, Greeting)> {
-        let (conn, generation) = {
-            let mut world = self.sim.borrow_mut();
-            let at = world.replica_index(replica)?;
-            let generation = world.engines.get(&self.engine)?.generation;
-            (world.connect(self.engine, at), generation)
-        };
-        match self.call(conn, Ask::Hello(generation, queue)).await {
-            Some(Answer::Welcome(greeting)) if self.has_grown(conn, &greeting).await => {
-                Some((conn, *greeting))
-            }
-            _ => {
-                self.close(conn);
-                None
-            }
+        // It cannot be borrowed when the simulation ends: then nothing is left to close.
+        let Ok(mut world) = self.sim.try_borrow_mut() else { return };
+        if world.conns.get(&conn).is_some_and(|conn| conn.engine_open) {
+            world.send(conn, true, Message::Close);
+            world.close_at_engine(conn, "it is not needed");
         }
     }
 
-    fn size_bytes(&self) -> u64 {
-        self.sim.borrow().engines.get(&self.engine).map_or(0, |process| process.size_bytes)
+    /// Opens a connection to a replica, fences it, and gives it the size of the volume.
+    async fn greet(&self, replica: ReplicaId, queue: u16) -> Result<(Via<Wire>, Welcome), CallError> {
+        let (conn, generation) = {
+            let mut world = self.sim.borrow_mut();
+            let at = world.replica_index(replica).ok_or(CallError::Broken)?;
+            let generation = world.engines.get(&self.engine).ok_or(CallError::Broken)?.generation;
+            (world.connect(self.engine, at), generation)
+        };
+        let mut link = Via(Wire { process: self.clone(), conn });
+        let answer = self.call(conn, Ask::Hello(generation, queue), CALL_TIMEOUT_US).await?;
+        let Answer::Welcome(mut welcome) = answer else { return Err(CallError::Broken) };
+        let fits = shorthorn_recovery::fit(&mut link, &mut welcome, self.size_bytes()).await;
+        fits.map_err(CallError::from)?;
+        if self.sim.borrow().options.sabotage == Some(Sabotage::NoStamps) {
+            welcome.stamp = None;
+        }
+        Ok((link, *welcome))
     }
 
-    /// Whoever is greeted grows to the size that the engine was told; one that is larger is not taken.
-    async fn has_grown(&self, conn: ConnId, greeting: &Greeting) -> bool {
-        let size_bytes = self.size_bytes();
-        greeting.size_bytes == size_bytes
-            || (greeting.size_bytes < size_bytes && self.done(conn, Ask::Expand(size_bytes)).await)
-    }
-
-    /// Who has requests of the guest, or is about to.
-    fn connected(&self) -> Vec<(usize, ReplicaId)> {
-        let world = self.sim.borrow();
-        let Some(process) = world.engines.get(&self.engine) else { return Vec::new() };
-        let Some(core) = &process.core else { return Vec::new() };
-        let is_connected = |peer: &usize| core.membership().state(index(*peer)) != PeerState::Failed;
-        let peers = (0..process.peers.len()).filter(is_connected);
-        peers.map(|peer| (peer, process.peers[peer].replica)).collect()
+    fn depose(&self, holder: Generation) {
+        self.sim.borrow_mut().depose(self.engine, holder);
     }
 
     /// The controller may want a larger volume: the replicas grow, then the core. What does not succeed is tried again.
@@ -169,182 +147,80 @@ impl Process {
                 return;
             }
         }
-        let mut grown: Vec<usize> = Vec::new();
-        loop {
-            let left: Vec<_> =
-                self.connected().into_iter().filter(|(peer, _)| !grown.contains(peer)).collect();
-            if left.is_empty() {
-                let size_bytes = self.size_bytes();
-                return self.sim.borrow_mut().apply(self.engine, Event::Expand { size_bytes });
-            }
-            let size_bytes = self.size_bytes();
-            for (peer, _) in left {
-                let grows = self.with_line(peer, Ask::Expand(size_bytes)).await;
-                if !matches!(grows, Some(Answer::Done)) {
-                    return;
-                }
-                grown.push(peer);
-            }
+        if let Err(not_grown) = grow_replicas(self).await
+            && let CallError::Deposed(holder) = not_grown.error
+        {
+            self.depose(holder);
         }
     }
 
     async fn open_patiently(&self) {
-        while !self.open().await {
-            self.sleep(RETRY_US).await;
-            let mut world = self.sim.borrow_mut();
-            // Whoever was attached before may have been told of a larger size, and so may this one by now.
-            let wanted = if world.controller.up { world.controller.size_bytes } else { 0 };
-            if let Some(engine) = world.engines.get_mut(&self.engine) {
-                engine.size_bytes = engine.size_bytes.max(wanted);
-            }
-            // Every attempt that may have left a proposal somewhere has a generation of its own.
-            let Some(engine) = world.engines.get(&self.engine) else { return };
-            let host = engine.host;
-            let Generation { attach, restart, .. } = world.hosts[host].generation;
-            let generation = world.drawn(Generation::new(attach, restart + 1));
-            world.hosts[host].generation = generation;
-            if let Some(engine) = world.engines.get_mut(&self.engine) {
-                engine.generation = generation;
-                engine.wants = None;
-                engine.was_granted = None;
-                engine.links.iter_mut().for_each(|links| links.fill(None));
-            }
-        }
-    }
-
-    /// One attempt to open the volume.
-    async fn open(&self) -> bool {
-        let peers: Vec<ReplicaId> = match self.sim.borrow().engines.get(&self.engine) {
-            Some(engine) => engine.peers.iter().map(|peer| peer.replica).collect(),
-            None => return false,
-        };
-        let reached = self.reach(&peers).await;
-        let result = self.open_with(&peers, &reached).await;
-        if !result {
-            for one in &reached {
-                self.close(one.conn);
-            }
-        }
-        result
-    }
-
-    /// Fences all replicas at once.
-    async fn reach(&self, peers: &[ReplicaId]) -> Vec<Reached> {
-        let mut waiting: Vec<_> = Vec::new();
-        for (peer, replica) in peers.iter().enumerate() {
-            waiting.push((peer, Box::pin(self.greet(*replica, 0))));
-        }
-        let mut reached = Vec::new();
-        until(|| {
-            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-            waiting.retain_mut(|(peer, greeting)| match greeting.as_mut().poll(&mut context) {
-                std::task::Poll::Pending => true,
-                std::task::Poll::Ready(None) => false,
-                std::task::Poll::Ready(Some((conn, greeting))) => {
-                    reached.push(Reached { peer: *peer, conn, greeting });
-                    false
+        loop {
+            match self.attempt_to_open().await {
+                Ok((opened, volume, lost_writes)) => {
+                    return self.serve(opened, &volume, lost_writes);
                 }
-            });
-            waiting.is_empty().then_some(())
-        })
-        .await;
-        reached.sort_by_key(|one| one.peer);
-        reached
+                Err(NotOpen::Deposed(holder)) => return self.depose(holder),
+                Err(NotOpen::Waiting(_)) => self.sleep(RETRY_US).await,
+                Err(NotOpen::Torn(_) | NotOpen::Stopped(())) => {
+                    self.sleep(RETRY_US).await;
+                    self.take_next_generation();
+                }
+            }
+            self.take_orders();
+        }
     }
 
-    async fn open_with(&self, peers: &[ReplicaId], reached: &[Reached]) -> bool {
-        let (generation, granted, patient) = {
-            let world = self.sim.borrow();
-            let Some(engine) = world.engines.get(&self.engine) else { return false };
-            let patient = world.now < engine.begun_us + MISSING_LIMIT_US;
-            let host = &world.hosts[engine.host];
-            let granted =
-                [host.granted, host.granted_before].into_iter().flatten().max_by_key(|view| view.id);
-            (engine.generation, granted, patient)
-        };
-        let mut witnesses: Vec<Witness> = reached.iter().map(|one| witness(peers, one)).collect();
-        if self.sim.borrow().options.sabotage == Some(Sabotage::NoStamps) {
-            witnesses.iter_mut().for_each(|witness| witness.stamp = None);
+    /// Before an attempt: the controller may want a larger volume by now, or other replicas.
+    fn take_orders(&self) {
+        let mut world = self.sim.borrow_mut();
+        if !world.controller.up {
+            return;
         }
-        let plan = match plan(&witnesses, granted) {
-            Ok(plan) => plan,
-            Err(NoPlan { cannot, unfit }) => {
-                self.judge_unfit(&unfit);
-                let mut world = self.sim.borrow_mut();
-                world.needed = match &cannot {
-                    CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
-                    CannotStart::Nobody => Members::NONE,
-                };
-                let is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
-                world.is_torn = is_torn && unfit.is_empty();
-                world.note(|| {
-                    let known = witnesses.iter().map(|one| format!("{} knows {:?}", one.replica, one.report));
-                    let known: Vec<String> = known.collect();
-                    format!("engine {} cannot start: {cannot}; {}", self.engine, known.join("; "))
-                });
-                return false;
+        let (size_bytes, replicas) = (world.controller.size_bytes, world.guest.replicas.clone());
+        if let Some(engine) = world.engines.get_mut(&self.engine) {
+            engine.size_bytes = engine.size_bytes.max(size_bytes);
+            engine.set_replicas(&replicas);
+        }
+    }
+
+    /// A view was proposed or asked for: the next attempt must not use its number again.
+    fn take_next_generation(&self) {
+        let mut world = self.sim.borrow_mut();
+        let Some(engine) = world.engines.get(&self.engine) else { return };
+        let host = engine.host;
+        let Generation { attach, restart, .. } = world.hosts[host].generation;
+        let generation = world.drawn(Generation::new(attach, restart + 1));
+        world.hosts[host].generation = generation;
+        if let Some(engine) = world.engines.get_mut(&self.engine) {
+            engine.generation = generation;
+            engine.was_granted = None;
+        }
+    }
+
+    /// One attempt to open the volume. Returns whether the members had lost writes, too.
+    async fn attempt_to_open(&self) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
+        let volume = {
+            let world = self.sim.borrow();
+            let engine = world.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
+            let host = &world.hosts[engine.host];
+            Volume {
+                generation: engine.generation,
+                replicas: engine.peers.iter().map(|peer| peer.replica).collect(),
+                size_bytes: engine.size_bytes,
+                granted: [host.granted, host.granted_before].into_iter().flatten().max_by_key(|view| view.id),
+                missing_limit_ms: MISSING_LIMIT_MS,
+                keeper_limit_ms: KEEPER_LIMIT_MS,
             }
         };
-        self.judge_unfit(&plan.unfit);
-        self.sim.borrow_mut().is_torn = false;
-        let answers = |id| reached.iter().any(|one| peers[one.peer] == id);
-        if plan.basis.holders.iter().any(|id| !answers(id)) && patient {
-            return false;
-        }
-        let size = self.size_bytes();
-        let regions = Regions::of(size);
-        let chosen = plan.members;
-        let view = View { id: ViewId { generation, number: 1 }, members: chosen };
-        let asked: Vec<&Reached> =
-            reached.iter().filter(|one| !plan.blank.contains(peers[one.peer])).collect();
-        let change = Change::new(plan.basis.honoured.clone(), view);
-        if !self.bring_through(peers, &asked, change, plan.lost_writes).await {
-            return false;
-        }
-        let members: Vec<&Reached> = reached.iter().filter(|one| chosen.contains(peers[one.peer])).collect();
-        let mut kept = Vec::new();
-        for one in &members {
-            let Some(sets) = self.kept(one, peers, &chosen, regions.count()).await else { return false };
-            kept.push(sets);
-        }
-        let combined = combine(&kept, peers.len(), regions.count());
-        let stamp = combined.first_stamp(reached.iter().map(|one| one.greeting.stamp));
-        let Combined { mut dirty, missed, stamps, is_complete, .. } = combined;
-        if self.sim.borrow().options.sabotage == Some(Sabotage::NoResync) {
-            dirty = RegionSet::empty(regions.count());
-        }
-        for one in reached.iter().filter(|one| !chosen.contains(peers[one.peer])) {
-            self.close(one.conn);
-        }
-        let Some(links) = self.connect_members(peers, &members).await else { return false };
-        let refuses_requests = {
-            let world = self.sim.borrow();
-            let host = world.engines.get(&self.engine).map(|process| process.host);
-            host.is_some_and(|host| world.hosts[host].lost_writes)
+        let mut attempt = Attempt {
+            process: self.clone(),
+            replicas: volume.replicas.clone(),
+            search: Vec::new(),
+            lost_writes: false,
         };
-        let config = CoreConfig {
-            queues: self.sim.borrow().queues,
-            depth: DEPTH,
-            peers: peers
-                .iter()
-                .enumerate()
-                .map(|(at, id)| PeerConfig { replica: *id, local: at == 0 })
-                .collect(),
-            view,
-            replica_timeout_ms: REPLICA_TIMEOUT_MS,
-            size_bytes: size,
-            dirty,
-            missed,
-            stamp,
-            missed_stamps: stamps,
-            copy_slots: COPY_SLOTS,
-            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
-            intent_interval_ms: 300,
-            intent_keep_bytes: 0,
-            refuses_requests,
-        };
-        self.serve(config, links, &plan.basis.honoured.committed, &is_complete, plan.lost_writes);
-        true
+        let opened = open(&mut attempt, &volume).await?;
+        Ok((opened, volume, attempt.lost_writes))
     }
 
     /// A replica is taken for one whose disk was restored only if it was. What an engine of an earlier attachment was told may be of
@@ -363,41 +239,6 @@ impl Process {
         }
     }
 
-    /// The connections of all queues to the members: those of the first are there.
-    async fn connect_members(
-        &self,
-        peers: &[ReplicaId],
-        members: &[&Reached],
-    ) -> Option<Vec<(usize, Vec<ConnId>)>> {
-        let queues = self.sim.borrow().queues;
-        let mut links = Vec::new();
-        for one in members {
-            let mut conns = vec![one.conn];
-            for queue in 1..queues {
-                conns.push(self.greet(peers[one.peer], queue).await?.0);
-            }
-            links.push((one.peer, conns));
-        }
-        Some(links)
-    }
-
-    /// The sets of regions that a member keeps.
-    async fn kept(&self, one: &Reached, peers: &[ReplicaId], chosen: &Members, count: u32) -> Option<Kept> {
-        let (conn, stamp) = (one.conn, one.greeting.stamp);
-        let (_, intent, _) = self.regions(conn, RegionsOf::Intent, count).await?;
-        let mut missed = Vec::new();
-        for replica in peers {
-            missed.push(if chosen.contains(*replica) {
-                None
-            } else {
-                let of = RegionsOf::Missed(*replica);
-                let (is_kept, missed, stamp) = self.regions(conn, of, count).await?;
-                is_kept.then_some(Account { missed, stamp })
-            });
-        }
-        Some(Kept { intent, stamp, missed })
-    }
-
     /// Every member has lost power since a write: whoever has used the device since is told.
     fn note_losses(&self) {
         let mut world = self.sim.borrow_mut();
@@ -407,14 +248,37 @@ impl Process {
         host.lost_writes |= host.was_live;
     }
 
-    fn serve(
-        &self,
-        config: CoreConfig,
-        links: Vec<(usize, Vec<ConnId>)>,
-        last_view: &View,
-        is_complete: &[bool],
-        lost_writes: bool,
-    ) {
+    fn config(&self, opened: &Opened<Connections>, volume: &Volume) -> CoreConfig {
+        let world = self.sim.borrow();
+        let host = world.engines.get(&self.engine).map(|process| process.host);
+        let is_sabotaged = world.options.sabotage == Some(Sabotage::NoResync);
+        let peer = |(at, id): (usize, &ReplicaId)| PeerConfig { replica: *id, local: at == 0 };
+        CoreConfig {
+            queues: world.queues,
+            depth: DEPTH,
+            peers: volume.replicas.iter().enumerate().map(peer).collect(),
+            view: opened.view,
+            replica_timeout_ms: REPLICA_TIMEOUT_MS,
+            size_bytes: volume.size_bytes,
+            dirty: match is_sabotaged {
+                true => RegionSet::empty(shorthorn_types::Regions::of(volume.size_bytes).count()),
+                false => opened.dirty.clone(),
+            },
+            missed: opened.missed.clone(),
+            stamp: opened.stamp,
+            missed_stamps: opened.missed_stamps.clone(),
+            copy_slots: COPY_SLOTS,
+            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
+            intent_interval_ms: 300,
+            intent_keep_bytes: 0,
+            refuses_requests: host.is_some_and(|host| world.hosts[host].lost_writes),
+        }
+    }
+
+    /// `lost_writes`: the members had lost writes when the volume was opened.
+    fn serve(&self, opened: Opened<Connections>, volume: &Volume, lost_writes: bool) {
+        let config = self.config(&opened, volume);
+        let Opened { last_view, connections: links, is_missed_complete: is_complete, .. } = opened;
         let mut world = self.sim.borrow_mut();
         let engine = self.engine;
         let now_ms = world.clock_ms(engine);
@@ -424,14 +288,14 @@ impl Process {
             world.count("resyncs after an unclean stop");
         }
         let mut core = EngineCore::new(&config);
-        let unknown = (0..).zip(is_complete).filter(|(_, is_complete)| !**is_complete);
+        let unknown = (0..).zip(&is_complete).filter(|(_, is_complete)| !**is_complete);
         unknown.for_each(|(peer, _)| core.distrust(peer));
         let Some(process) = world.engines.get_mut(&engine) else { return };
         process.core = Some(core);
         process.view = Some(view);
-        for (peer, is_complete) in process.peers.iter_mut().zip(is_complete) {
+        for (peer, is_complete) in process.peers.iter_mut().zip(&is_complete) {
             peer.is_complete = *is_complete;
-            peer.last_view = Some(*last_view).filter(|view| view.members.contains(peer.replica));
+            peer.last_view = Some(last_view).filter(|view| view.members.contains(peer.replica));
         }
         let mut broken = Vec::new();
         for (peer, conns) in links {
@@ -471,86 +335,6 @@ impl Process {
         world.after(1000, Occurrence::Tick { engine });
     }
 
-    /// Whether a replica keeps one of its sets, all of its regions, and the stamp that is kept with it.
-    async fn regions(&self, conn: ConnId, of: RegionsOf, count: u32) -> Option<(bool, RegionSet, u32)> {
-        let mut set = RegionSet::empty(count);
-        let (mut from, mut stamp) = (0, 0);
-        loop {
-            let Some(Answer::Page(page)) =
-                self.call(conn, Ask::Regions(RegionsQuery { of, from, size_bytes: 0 })).await
-            else {
-                return None;
-            };
-            for (start, length) in page.runs {
-                set.insert_run(start..start + length);
-            }
-            stamp = stamp.max(page.stamp);
-            match page.next {
-                Some(next) => from = next,
-                None => return Some((page.kept, set, stamp)),
-            }
-        }
-    }
-
-    /// Asks the arbiter where that is needed, has everybody store the first view, and marks it committed.
-    ///
-    /// Nothing is proposed before it is granted: what one half has stored and may never be granted would stand in the way of
-    /// the other half for ever.
-    async fn bring_through(
-        &self,
-        peers: &[ReplicaId],
-        reached: &[&Reached],
-        mut change: Change,
-        lost_writes: bool,
-    ) -> bool {
-        let everybody = Members::new(reached.iter().map(|one| peers[one.peer])).unwrap_or_default();
-        if change.would_need_grant(&everybody) {
-            if !self.await_grant(&change, everybody).await {
-                return false;
-            }
-            change.granted();
-        }
-        if lost_writes {
-            self.note_losses();
-        }
-        for one in reached {
-            if self.done(one.conn, Ask::Propose(change.target, change.honoured.clone())).await {
-                change.stored(peers[one.peer]);
-            }
-        }
-        if change.progress() != Progress::Through {
-            return false;
-        }
-        for one in reached {
-            // The answer is not waited for: a mark that gets lost only leaves more to honour.
-            let mut world = self.sim.borrow_mut();
-            let number = ID_CALL | world.fresh();
-            world.send(one.conn, true, Message::Ask(number, Box::new(Ask::Commit(change.target))));
-        }
-        true
-    }
-
-    async fn await_grant(&self, change: &Change, reached: Members) -> bool {
-        let end = {
-            let mut world = self.sim.borrow_mut();
-            world.count("grants asked");
-            let Some(engine) = world.engines.get_mut(&self.engine) else { return false };
-            engine.wants = Some((change.target, change.honoured.clone(), reached));
-            world.after(100, Occurrence::AskArbiter { engine: self.engine });
-            world.after(3 * CALL_TIMEOUT_US, Occurrence::Wake { engine: self.engine });
-            world.now + 3 * CALL_TIMEOUT_US
-        };
-        until(|| {
-            let world = self.sim.borrow();
-            let engine = world.engines.get(&self.engine)?;
-            let granted = engine.was_granted == Some(change.target);
-            // One that this start does not honour: it begins again, with that.
-            let other = engine.was_granted.is_some_and(|view| view.id > change.honoured.committed.id);
-            (granted || other || world.now >= end).then_some(granted)
-        })
-        .await
-    }
-
     /// What changes while it serves: which replicas the volume is to have, and its size.
     async fn follow(&self) {
         loop {
@@ -567,34 +351,26 @@ impl Process {
 
     /// The controller may have given the volume other replicas.
     async fn follow_replicas(&self) {
-        for replica in self.exchange_replicas() {
-            self.have_forgotten(replica).await;
+        if self.exchange_replicas() {
+            // A member that does not forget keeps the account in vain.
+            shorthorn_recovery::give_up(self).await;
         }
     }
 
-    /// Takes new replicas in, and gives up those that are not wanted, as soon as they are not in the view. Returns these.
-    fn exchange_replicas(&self) -> Vec<ReplicaId> {
+    /// Takes new replicas in, and gives up those that are not wanted, as soon as they are not in the view. Returns whether
+    /// any was given up.
+    fn exchange_replicas(&self) -> bool {
         let mut world = self.sim.borrow_mut();
         let wanted = world.guest.replicas.clone();
         let is_up = world.controller.up;
-        let Some(process) = world.engines.get_mut(&self.engine).filter(|_| is_up) else { return Vec::new() };
-        let mut tracked = Vec::new();
-        for replica in &wanted {
-            if process.index_of(*replica).is_none() {
-                tracked.extend(process.add(*replica));
-            }
-        }
+        let Some(process) = world.engines.get_mut(&self.engine).filter(|_| is_up) else { return false };
         let unwanted: Vec<usize> = (0..process.peers.len())
             .filter(|peer| {
                 let peer = &process.peers[*peer];
                 !peer.is_given_up && !wanted.contains(&peer.replica)
             })
             .collect();
-        for peer in tracked {
-            let Some(config) = world.peer_config(self.engine, peer) else { continue };
-            world.apply(self.engine, Event::Track { peer: index(peer), config });
-        }
-        let mut given_up = Vec::new();
+        let mut has_given_up = false;
         for peer in unwanted {
             let Some(process) = world.engines.get_mut(&self.engine) else { break };
             let replica = process.peers[peer].replica;
@@ -603,27 +379,216 @@ impl Process {
                 || core.membership().state(index(peer)) == PeerState::Member;
             if !is_member {
                 process.peers[peer].is_given_up = true;
-                given_up.push(replica);
+                has_given_up = true;
                 world.apply(self.engine, Event::Forget { peer: index(peer) });
             }
         }
-        given_up
-    }
-
-    /// Has the members keep no account of a replica any more that is given up. Where that fails they keep it in vain.
-    async fn have_forgotten(&self, replica: ReplicaId) {
-        for member in self.members() {
-            self.with_line(member, courier::forget(replica)).await;
+        let Some(process) = world.engines.get_mut(&self.engine) else { return has_given_up };
+        let mut tracked = Vec::new();
+        for replica in &wanted {
+            if process.index_of(*replica).is_none() {
+                tracked.extend(process.add(*replica));
+            }
         }
+        for peer in tracked {
+            let Some(config) = world.peer_config(self.engine, peer) else { continue };
+            world.apply(self.engine, Event::Track { peer: index(peer), config });
+        }
+        has_given_up
     }
 }
 
-fn witness(peers: &[ReplicaId], one: &Reached) -> Witness {
-    Witness {
-        replica: peers[one.peer],
-        report: one.greeting.report.clone(),
-        rebuilding: one.greeting.rebuilding,
-        lost_cache: one.greeting.lost_cache,
-        stamp: one.greeting.stamp,
+/// The connections to the members: by replica and queue.
+type Connections = Vec<(usize, Vec<ConnId>)>;
+
+/// One attempt to open the volume, as [`shorthorn_recovery`] drives it.
+struct Attempt {
+    process: Process,
+    replicas: Vec<ReplicaId>,
+    /// Greets replicas that had not answered, while the arbiter is waited for. Each says whether it answers.
+    search: Vec<(ReplicaId, Greeting)>,
+    lost_writes: bool,
+}
+
+type Greeting = Pin<Box<dyn Future<Output = bool>>>;
+
+impl OpeningEngine for Attempt {
+    type Link = Via<Wire>;
+    type Connections = Connections;
+    type Stop = ();
+
+    async fn reach(&mut self) -> Result<Vec<Reached<Via<Wire>>>, NotOpen<()>> {
+        let process = &self.process;
+        let greet = |replica| async move { process.greet(replica, 0).await };
+        let answers = all(self.replicas.iter().map(|replica| Box::pin(greet(*replica))).collect()).await;
+        let mut reached = Vec::new();
+        for (replica, answer) in self.replicas.iter().zip(answers) {
+            match answer {
+                Ok((link, welcome)) => reached.push(Reached { replica: *replica, link, welcome }),
+                Err(CallError::Deposed(holder)) => return Err(NotOpen::Deposed(holder)),
+                Err(_) => {}
+            }
+        }
+        Ok(reached)
+    }
+
+    fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>) {
+        match plan {
+            Ok(plan) => {
+                self.process.judge_unfit(&plan.unfit);
+                self.process.sim.borrow_mut().is_torn = false;
+                self.lost_writes = plan.lost_writes;
+            }
+            Err(none) => {
+                self.process.judge_unfit(&none.unfit);
+                self.process.cannot_start(witnesses, none);
+            }
+        }
+    }
+
+    fn waited_ms(&self) -> u64 {
+        let world = self.process.sim.borrow();
+        let begun_us = world.engines.get(&self.process.engine).map_or(world.now, |engine| engine.begun_us);
+        (world.now - begun_us) / 1000
+    }
+
+    fn has_user(&self) -> bool {
+        let world = self.process.sim.borrow();
+        let host = world.engines.get(&self.process.engine).map(|process| process.host);
+        host.is_some_and(|host| world.hosts[host].was_live && !world.hosts[host].lost_writes)
+    }
+
+    fn ask_arbiter(&mut self, change: &Change, stored: Members) {
+        let engine = self.process.engine;
+        let mut world = self.process.sim.borrow_mut();
+        world.count("grants asked");
+        world.after(100, Occurrence::AskArbiter { engine });
+        if let Some(process) = world.engines.get_mut(&engine) {
+            process.wants = Some((change.target, change.honoured.clone(), stored));
+        }
+    }
+
+    async fn next_grant(&mut self, reached: &mut [Reached<Via<Wire>>]) -> Result<Grant, NotOpen<()>> {
+        if self.search.is_empty() {
+            self.process.sleep(RETRY_US).await;
+            let is_reached = |replica| reached.iter().any(|one| one.replica == replica);
+            for replica in self.replicas.iter().copied().filter(|replica| !is_reached(*replica)) {
+                let process = self.process.clone();
+                let greeting = async move { process.greet(replica, 0).await.is_ok() };
+                self.search.push((replica, Box::pin(greeting)));
+            }
+        }
+        let (process, search, replicas) = (&self.process, &mut self.search, &self.replicas);
+        std::future::poll_fn(|context| {
+            {
+                let mut world = process.sim.borrow_mut();
+                let has_others = world.controller.up && world.guest.replicas != *replicas;
+                let Some(engine) = world.engines.get_mut(&process.engine) else { return Poll::Pending };
+                if let Some(view) = engine.was_granted.take() {
+                    return Poll::Ready(Ok(Grant::Told(view)));
+                }
+                if has_others {
+                    world.count("starts with another list of replicas");
+                    return Poll::Ready(Err(NotOpen::Torn("the volume has other replicas now".to_owned())));
+                }
+            }
+            let mut back = None;
+            search.retain_mut(|(replica, greeting)| match greeting.as_mut().poll(context) {
+                Poll::Pending => true,
+                Poll::Ready(answers) => {
+                    back = back.or_else(|| answers.then_some(*replica));
+                    false
+                }
+            });
+            match back {
+                Some(replica) => {
+                    process.sim.borrow_mut().count("starts with a replica that is back");
+                    Poll::Ready(Ok(Grant::Back(replica)))
+                }
+                None if search.is_empty() => Poll::Ready(Ok(Grant::Nothing)),
+                None => Poll::Pending,
+            }
+        })
+        .await
+    }
+
+    fn ask_no_more(&mut self) {
+        if let Some(process) = self.process.sim.borrow_mut().engines.get_mut(&self.process.engine) {
+            process.wants = None;
+        }
+        self.search.clear();
+    }
+
+    fn note_lost_writes(&mut self) -> Result<(), ()> {
+        self.process.note_losses();
+        Ok(())
+    }
+
+    async fn propose(
+        &mut self,
+        to: Vec<Reached<Via<Wire>>>,
+        proposal: &Proposal,
+    ) -> Vec<(Reached<Via<Wire>>, Result<Option<Kept>, CallError>)> {
+        let propose = |mut one| async move {
+            let answer = propose_to(&mut one, proposal).await;
+            (one, answer)
+        };
+        all(to.into_iter().map(|one| Box::pin(propose(one))).collect()).await
+    }
+
+    async fn connect(
+        &mut self,
+        reached: Vec<Reached<Via<Wire>>>,
+        proposal: &Proposal,
+    ) -> Result<Connections, NotOpen<()>> {
+        let (process, replicas) = (&self.process, &self.replicas);
+        let connect = |one| process.connect_member(one, proposal, replicas);
+        let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;
+        let links: Option<Vec<_>> = connected.into_iter().collect();
+        let links = links.ok_or_else(|| NotOpen::Torn("a queue is not connected".to_owned()))?;
+        let into_conns = |(peer, links): (usize, Vec<Via<Wire>>)| {
+            (peer, links.into_iter().map(|link| link.0.into_conn()).collect())
+        };
+        Ok(links.into_iter().filter(|(_, links)| !links.is_empty()).map(into_conns).collect())
+    }
+}
+
+impl Process {
+    /// Has a replica mark the view as committed; connects all queues to a member.
+    async fn connect_member(
+        &self,
+        mut one: Reached<Via<Wire>>,
+        proposal: &Proposal,
+        replicas: &[ReplicaId],
+    ) -> Option<(usize, Vec<Via<Wire>>)> {
+        // A mark that gets lost only leaves more to honour.
+        let _ = conclude(&mut one, proposal).await;
+        let queues = self.sim.borrow().queues;
+        let Reached { replica, link, .. } = one;
+        let peer = replicas.iter().position(|id| *id == replica)?;
+        if !proposal.view.members.contains(replica) {
+            return Some((peer, Vec::new()));
+        }
+        let mut links = vec![link];
+        for queue in 1..queues {
+            links.push(self.greet(replica, queue).await.ok()?.0);
+        }
+        Some((peer, links))
+    }
+
+    fn cannot_start(&self, witnesses: &[Witness], none: &NoPlan) {
+        let NoPlan { cannot, unfit } = none;
+        let mut world = self.sim.borrow_mut();
+        world.needed = match cannot {
+            CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
+            CannotStart::Nobody => Members::NONE,
+        };
+        let is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
+        world.is_torn = is_torn && unfit.is_empty();
+        world.note(|| {
+            let known = witnesses.iter().map(|one| format!("{} knows {:?}", one.replica, one.report));
+            let known: Vec<String> = known.collect();
+            format!("engine {} cannot start: {cannot}; {}", self.engine, known.join("; "))
+        });
     }
 }

@@ -2,19 +2,23 @@
 
 mod process;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
-use shorthorn_regions::{Admit, Marked, NewSet, PAGE_BYTES, RegionKeeper, SetKey, Ticket};
+use shorthorn_regions::{PAGE_BYTES, RegionKeeper, SetKey};
+use shorthorn_replica_core::{
+    Admission, Disk, Displaced, Found, PageEnd, Place, Ready, ReplicaState, Started, Step, Waiter, Waiting,
+    Why,
+};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
-    ByteRange, Errno, Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId,
-    ReplicaReport, View, ViewId,
+    ByteRange, Errno, Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View,
+    ViewId,
 };
-use shorthorn_views::{Fence, Refused, ReplicaViews};
-use shorthorn_wire::{RegionsPage, RegionsQuery};
+use shorthorn_views::ReplicaViews;
+use shorthorn_wire::{Extent, ExtentsPage, RegionsPage, RegionsQuery};
 
 use crate::checker::{Id, Micros};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
@@ -98,19 +102,16 @@ pub struct Replica {
     saved: Option<Saved>,
     /// The disk was restored, and not made anew since.
     pub is_rolled_back: bool,
-    keeper: RegionKeeper,
+    /// What the process keeps beside the data.
+    state: ReplicaState,
     map: BlockMap,
     /// In the hands of the disk.
     ops: BTreeMap<u64, Op>,
     /// Wait for pages.
-    waiting: VecDeque<Op>,
-    marks: Vec<(ConnId, u64, Ticket)>,
-    /// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
-    pages: BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>,
-    /// Connections that have been let in.
-    pub conns: Vec<ConnId>,
-    /// Hellos that wait until older engines' requests have ended.
-    candidates: Vec<(ConnId, u64)>,
+    waiting: Waiting<Op, (ConnId, u64)>,
+    pages: Pages,
+    /// Its connections; with a candidate comes the number of its hello.
+    admission: Admission<ConnId, (ConnId, u64)>,
     pub gone: bool,
 }
 
@@ -125,6 +126,97 @@ pub struct Judgement {
     pub report: ReplicaReport,
     /// The newest stamp that it has kept.
     pub stamp: Option<u32>,
+}
+
+/// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
+type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
+
+/// What a disk does for a process that changes what it keeps beside the data.
+struct Shelf<'a> {
+    durable: &'a mut Durable,
+    pages: &'a mut Pages,
+    broken: &'a mut BTreeMap<Broken, u32>,
+    rng: &'a mut Rng,
+    is_full: bool,
+}
+
+impl Disk for Shelf<'_> {
+    type Error = Errno;
+
+    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+        if self.is_full && matches!(step, Step::MakeSet(..)) {
+            return Err(Errno::NO_SPACE);
+        }
+        let breaks = step != Step::NoteLostCache && takes_error(self.broken, Broken::State);
+        let is_done = !breaks || self.rng.bool();
+        if is_done {
+            self.durable.perform(step);
+            // What is being written goes to the file from before, and not to one that may follow.
+            if let Step::MakeSet(of, _) | Step::RemoveSet(of) = step {
+                self.pages.values_mut().for_each(|(_, key, ..)| *key = key.filter(|key| *key != of));
+            }
+        }
+        // It may be done, and yet the last part of that has failed.
+        if breaks { Err(Errno::IO) } else { Ok(()) }
+    }
+}
+
+fn takes_error(broken: &mut BTreeMap<Broken, u32>, what: Broken) -> bool {
+    let Some(left) = broken.get_mut(&what).filter(|left| **left > 0) else { return false };
+    *left -= 1;
+    true
+}
+
+/// A disk on which nothing fails.
+impl Disk for Durable {
+    type Error = Errno;
+
+    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+        Durable::perform(self, step);
+        Ok(())
+    }
+}
+
+impl Durable {
+    fn perform(&mut self, step: Step<'_>) {
+        match step {
+            Step::SaveViews(views) => self.views = views.clone(),
+            Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
+            Step::RemoveSet(key) => drop(self.sets.remove(&key)),
+            Step::NoteLostCache => self.power_was_lost = true,
+            Step::NoteMadeUpFor => self.power_was_lost = false,
+        }
+    }
+
+    /// What a process that starts makes of it.
+    fn start(&mut self, me: ReplicaId, regions: Regions, holds_data: bool) -> ReplicaState {
+        let missed = self.sets.iter().filter_map(|(key, file)| match key {
+            SetKey::Missed(replica) => Some((*replica, file.clone())),
+            SetKey::Intent => None,
+        });
+        let found = Found {
+            me,
+            views: self.views.clone(),
+            regions,
+            epoch: 1,
+            intent: self.sets.get(&SetKey::Intent).cloned(),
+            missed: missed.collect(),
+            holds_data,
+            lost_cache: self.power_was_lost,
+        };
+        match ReplicaState::start(self, found) {
+            Ok(Started { state, .. }) => state,
+            Err(errno) => unreachable!("nothing fails here: {errno}"),
+        }
+    }
+
+    fn write_page(&mut self, key: SetKey, page: u32, bytes: &[u8]) {
+        if let Some(file) = self.sets.get_mut(&key) {
+            let at = page as usize * PAGE_BYTES;
+            file.resize(file.len().max(at + PAGE_BYTES), 0);
+            file[at..at + bytes.len()].copy_from_slice(bytes);
+        }
+    }
 }
 
 fn chain_map(size_bytes: u64, has_snapshot: bool, can_punch: bool) -> BlockMap {
@@ -144,11 +236,11 @@ impl Replica {
         seed: u64,
     ) -> Replica {
         let regions = Regions::of(size_bytes);
-        let keeper = RegionKeeper::new(regions, 1, &RegionSet::empty(regions.count()));
-        let mut sets = BTreeMap::new();
-        sets.extend(keeper.file(SetKey::Intent).map(|file| (SetKey::Intent, file)));
         let (has_snapshot, can_punch) = (!layout.is_flat, !layout.cannot_punch);
-        let durable = Durable { views, sets, rebuilding: false, has_snapshot, power_was_lost: false };
+        let sets = BTreeMap::new();
+        let mut durable = Durable { views, sets, rebuilding: false, has_snapshot, power_was_lost: false };
+        // Nothing was written to it since it was made.
+        let state = durable.start(id, regions, false);
         let files = files.laid_out(layout, size_bytes / BLOCK_BYTES);
         Replica {
             id,
@@ -171,14 +263,12 @@ impl Replica {
             can_punch,
             saved: None,
             is_rolled_back: false,
-            keeper,
+            state,
             map: chain_map(size_bytes, has_snapshot, can_punch),
             ops: BTreeMap::new(),
-            waiting: VecDeque::new(),
-            marks: Vec::new(),
+            waiting: Waiting::default(),
             pages: BTreeMap::new(),
-            conns: Vec::new(),
-            candidates: Vec::new(),
+            admission: Admission::default(),
             gone: false,
         }
     }
@@ -190,9 +280,14 @@ impl Replica {
 
     /// Whether the disk fails at this, this time.
     fn takes_error(&mut self, what: Broken) -> bool {
-        let Some(left) = self.broken.get_mut(&what).filter(|left| **left > 0) else { return false };
-        *left -= 1;
-        true
+        takes_error(&mut self.broken, what)
+    }
+
+    /// Changes what the process keeps beside the data.
+    fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
+        let Replica { state, durable, pages, broken, rng, full_for_pages, .. } = self;
+        let mut shelf = Shelf { durable, pages, broken, rng, is_full: *full_for_pages };
+        change(state, &mut shelf)
     }
 
     /// What is on the disk of sets of regions is damaged, or gone. False where there is nothing.
@@ -217,7 +312,7 @@ impl Replica {
     /// Copies the disk as it is now.
     pub fn save_disk(&mut self) {
         let (files, durable) = (self.files.clone(), self.durable.clone());
-        let (size_bytes, stamp) = (self.size_bytes, self.keeper.stamp());
+        let (size_bytes, stamp) = (self.size_bytes, self.state.keeper().stamp());
         self.saved = Some(Saved { files, durable, size_bytes, stamp });
     }
 
@@ -227,7 +322,7 @@ impl Replica {
         let is_member = view.members.contains(self.id) && view.members.len() >= MEMBERS_THAT_TELL;
         self.saved.as_ref().is_some_and(|saved| {
             let is_same_view = saved.durable.views.report().committed == view && !saved.durable.rebuilding;
-            let (then, now) = (saved.stamp, self.keeper.stamp());
+            let (then, now) = (saved.stamp, self.state.keeper().stamp());
             let is_old = then.zip(now).is_some_and(|(then, now)| now >= then + STAMPS_THAT_TELL);
             is_member && is_same_view && is_old
         })
@@ -279,42 +374,7 @@ impl Replica {
 
     fn restart(&mut self, boot: u64) {
         let regions = Regions::of(self.size_bytes);
-        let mut renewed = Vec::new();
-        self.keeper = match self.durable.sets.get(&SetKey::Intent) {
-            Some(file) => {
-                let (keeper, damages) = RegionKeeper::load(regions, 1, file);
-                renewed.extend((!damages.is_empty()).then_some(SetKey::Intent));
-                keeper
-            }
-            // Nobody knows what was written lately.
-            None => {
-                renewed.push(SetKey::Intent);
-                RegionKeeper::new(regions, 1, &RegionSet::full(regions.count()))
-            }
-        };
-        let mut worthless = Vec::new();
-        for (key, file) in &self.durable.sets {
-            if let SetKey::Missed(replica) = key {
-                match self.keeper.load_missed(*replica, file) {
-                    Ok((true, damages)) if damages.is_empty() => {}
-                    Ok((true, _)) => renewed.push(*key),
-                    // There are never more than fit: they were kept before.
-                    Ok((false, _)) | Err(_) => worthless.push(*key),
-                }
-            }
-        }
-        worthless.iter().for_each(|key| drop(self.durable.sets.remove(key)));
-        let ended = self.keeper.on_commit(self.durable.views.report());
-        self.end_sets(ended);
-        if self.durable.power_was_lost {
-            self.keeper.lost_cache();
-            self.durable.power_was_lost = self.keeper.has_lost_cache();
-        }
-        let outgrown = self.durable.sets.keys().copied().filter(|key| self.keeper.is_outgrown(*key));
-        renewed.extend(outgrown.collect::<Vec<_>>());
-        for key in renewed {
-            self.durable.sets.extend(self.keeper.file(key).map(|file| (key, file)));
-        }
+        self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
         self.boot = boot;
         self.up = true;
@@ -325,39 +385,21 @@ impl Replica {
         self.map = chain_map(self.size_bytes, self.durable.has_snapshot, self.can_punch);
     }
 
-    fn write_page(&mut self, key: SetKey, page: u32, bytes: &[u8]) {
-        if let Some(file) = self.durable.sets.get_mut(&key) {
-            let at = page as usize * PAGE_BYTES;
-            file.resize(file.len().max(at + PAGE_BYTES), 0);
-            file[at..at + bytes.len()].copy_from_slice(bytes);
-        }
-    }
-
-    fn begin_set(&mut self, new: NewSet) {
-        self.durable.sets.insert(SetKey::Missed(new.replica()), new.file());
-        self.keeper.keep(new);
-    }
-
-    fn end_sets(&mut self, replicas: Members) {
-        for replica in replicas.iter() {
-            let ended = SetKey::Missed(replica);
-            self.durable.sets.remove(&ended);
-            self.keeper.forget(replica);
-            // What is being written goes to the file that is removed, and not to one that may follow.
-            for (_, key, ..) in self.pages.values_mut() {
-                *key = key.filter(|key| *key != ended);
-            }
-        }
+    /// Whether something is being done that was sent on this connection.
+    fn is_busy_with(&self, conn: ConnId) -> bool {
+        let is_its = |op: &Op| op.conn == conn;
+        self.ops.values().chain(self.waiting.modifications()).any(is_its)
+            || self.waiting.marks().any(|(of, _)| *of == conn)
     }
 
     fn greeting(&self) -> Greeting {
         Greeting {
-            report: self.durable.views.report().clone(),
-            lost_cache: self.keeper.has_lost_cache(),
+            report: self.state.views().report().clone(),
+            lost_cache: self.state.keeper().has_lost_cache(),
             rebuilding: self.durable.rebuilding,
             size_bytes: self.size_bytes,
-            tracks: self.keeper.tracks(),
-            stamp: self.keeper.stamp(),
+            tracks: self.state.keeper().tracks(),
+            stamp: self.state.keeper().stamp(),
         }
     }
 
@@ -504,7 +546,6 @@ impl Replica {
                 let mut rng = self.rng.fork();
                 self.files.head.lose_power(&mut rng);
                 self.remap();
-                self.durable.power_was_lost = true;
                 Answer::Error(Errno::IO)
             }
             Ask::Flush => {
@@ -552,58 +593,24 @@ impl Replica {
         Ok(())
     }
 
-    fn propose(&mut self, generation: Generation, view: View, basis: &ReplicaReport) -> Result<(), Errno> {
-        let mut views = self.durable.views.clone();
-        views.propose(generation, view, basis).map_err(|_| Errno::NOT_PERMITTED)?;
-        let known = self.durable.views.report().clone();
-        let new = self.keeper.on_propose(self.id, &known, basis, &view).map_err(|_| Errno::IO)?;
-        if !new.is_empty() && self.full_for_pages {
-            return Err(Errno::NO_SPACE);
+    /// Writes a document that is not of the steps. If that breaks, it may be done all the same.
+    fn write_document(&mut self, write: impl FnOnce(&mut Replica) -> Result<(), Errno>) -> Result<(), Errno> {
+        let breaks = self.takes_error(Broken::State);
+        let written = if breaks && self.rng.bool() { Ok(()) } else { write(self) };
+        if breaks {
+            self.change(|state, disk| state.fail(disk, Broken::State.name().to_owned()));
+            return Err(Errno::IO);
         }
-        for set in new {
-            self.begin_set(set);
-        }
-        self.durable.views = views;
-        Ok(())
+        written
     }
 
-    fn commit(&mut self, generation: Generation, view: View) -> Result<(), Errno> {
-        self.durable.views.commit(generation, view).map_err(|_| Errno::NOT_PERMITTED)?;
-        let ended = self.keeper.on_commit(self.durable.views.report());
-        self.end_sets(ended);
-        Ok(())
+    fn holds_data(&self) -> bool {
+        !self.files.head.is_empty() || !self.files.snapshot.is_empty()
     }
 
-    fn mark(&mut self, mark: &MarkRegions) -> Result<Option<Ticket>, Errno> {
-        match self.keeper.mark(mark).map_err(|_| Errno::INVALID)? {
-            Marked::Done => {
-                self.durable.power_was_lost &= self.keeper.has_lost_cache();
-                Ok(None)
-            }
-            Marked::Wait(ticket) => Ok(Some(ticket)),
-            Marked::Begin(_) if self.full_for_pages => Err(Errno::NO_SPACE),
-            Marked::Begin(new) => {
-                self.begin_set(new);
-                Ok(None)
-            }
-            Marked::Remove(replica) => {
-                self.end_sets(Members::new([replica]).unwrap_or_default());
-                Ok(None)
-            }
-        }
-    }
-
-    /// What it holds may be thrown away only where no view that may count has it as a member, or there is nothing to lose.
     fn copy_begin(&mut self, has_snapshot: bool) -> Result<(), Errno> {
-        let report = self.durable.views.report();
-        let is_member = report.views().any(|view| view.members.contains(self.id));
-        let holds_data = !self.files.head.is_empty() || !self.files.snapshot.is_empty();
-        if !self.durable.rebuilding && holds_data && is_member {
-            return Err(Errno::NOT_PERMITTED);
-        }
-        if !self.ops.is_empty() {
-            return Err(Errno::new(16)); // busy
-        }
+        let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
+        self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
         self.durable.rebuilding = true;
         self.is_rolled_back = false;
         self.durable.has_snapshot = has_snapshot;
@@ -612,13 +619,22 @@ impl Replica {
         Ok(())
     }
 
+    /// The extents of the head, from `from_bytes` on.
+    fn head_extents(&self, from_bytes: u64) -> ExtentsPage {
+        let blocks = from_bytes / BLOCK_BYTES..self.size_bytes / BLOCK_BYTES;
+        let mut held = blocks.filter(|block| self.files.head.get(*block).is_some());
+        let extent = |block| Extent { offset_bytes: block * BLOCK_BYTES, length_bytes: BLOCK_BYTES };
+        let extents = held.by_ref().take(ExtentsPage::EXTENTS_MAX).map(extent).collect();
+        ExtentsPage { extents, next_bytes: held.next().map(|block| block * BLOCK_BYTES) }
+    }
+
     fn regions(&self, query: &RegionsQuery) -> RegionsPage {
         let regions = match query.size_bytes {
-            0 => self.keeper.regions(),
+            0 => self.state.keeper().regions(),
             size_bytes => Regions::of(size_bytes),
         };
         let kept = |key| {
-            let page = self.keeper.page_for(key, query.from, regions);
+            let page = self.state.keeper().page_for(key, query.from, regions);
             page.map_or(RegionsPage::NONE, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,

@@ -44,11 +44,17 @@ pub async fn until<T>(mut ready: impl FnMut() -> Option<T>) -> T {
     std::future::poll_fn(move |_| ready().map_or(Poll::Pending, Poll::Ready)).await
 }
 
-/// Runs all of them side by side until every one has ended.
-pub async fn together(mut all: Vec<Pin<Box<dyn Future<Output = ()> + '_>>>) {
-    std::future::poll_fn(move |context| {
-        all.retain_mut(|one| one.as_mut().poll(context) == Poll::Pending);
-        if all.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+/// Runs all of them side by side until every one has ended. Their results come in the same order.
+pub async fn all<T, F: Future<Output = T> + Unpin>(mut all: Vec<F>) -> Vec<T> {
+    let mut results: Vec<Option<T>> = all.iter().map(|_| None).collect();
+    std::future::poll_fn(|context| {
+        for (future, result) in all.iter_mut().zip(&mut results).filter(|(_, result)| result.is_none()) {
+            if let Poll::Ready(value) = Pin::new(future).poll(context) {
+                *result = Some(value);
+            }
+        }
+        if results.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
+    results.into_iter().flatten().collect()
 }

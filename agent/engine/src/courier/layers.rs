@@ -2,8 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_core::PeerIndex;
-use shorthorn_types::{ByteRange, RegionSet, Regions, RegionsOf};
+use shorthorn_recovery::{Address, SOURCE_HAS_LEFT, Source};
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList};
 
 use crate::courier::{Courier, Told, Trouble};
@@ -14,9 +13,10 @@ const TELL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Courier {
     /// Copies the data of every snapshot layer that is not whole yet; all layers but the last are snapshots.
-    pub(super) fn copy_snapshots(
-        &mut self,
-        source: PeerIndex,
+    pub(super) fn copy_layers(
+        &self,
+        target: Address,
+        source: Source,
         layers: &LayerList,
         state: &CopyState,
     ) -> Result<(), Trouble> {
@@ -25,7 +25,7 @@ impl Courier {
         let missing: Vec<u32> = (0..).take(snapshots).filter(|layer| !is_done(layer)).collect();
         let mut total_bytes = 0;
         for layer in &missing {
-            self.for_each_extent(source, *layer, |_, extent| {
+            self.for_each_extent(source.address, *layer, |extent| {
                 total_bytes += extent.length_bytes;
                 Ok(())
             })?;
@@ -34,52 +34,41 @@ impl Courier {
         let mut pacer = Pacer::new(Instant::now());
         let mut buffer = Vec::new();
         for layer in missing {
-            self.for_each_extent(source, layer, |courier, extent| {
-                courier.copy_extent(source, layer, extent, &mut buffer, &mut pacer, &mut progress)
+            self.for_each_extent(source.address, layer, |extent| {
+                self.copy_extent(
+                    (target, source.address),
+                    layer,
+                    extent,
+                    &mut buffer,
+                    &mut pacer,
+                    &mut progress,
+                )
             })?;
+            // Once the layer counts as whole, no later attempt copies it again.
+            if !self.desk.shared.look(|core| source.has_stayed(core)) {
+                return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
+            }
             self.desk
-                .with_line(self.peer, |line| line.copy_end(Some(layer)))
+                .with_line(target, |line| line.layer_copy_end(layer))
                 .map_err(Trouble::while_doing("ending the copy of a layer"))?;
         }
         Ok(())
     }
 
-    /// Where the head of the source has data; everything else it shares with the snapshots, which are there.
-    pub(super) fn find_data(
-        &mut self,
-        source: PeerIndex,
-        layers: &LayerList,
-        regions: Regions,
-    ) -> Result<RegionSet, Trouble> {
-        let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
-            let allocated = self.desk.with_line(source, |line| line.regions(RegionsOf::Allocated, regions));
-            let allocated = allocated.map_err(Trouble::while_doing("asking a member where it has data"))?;
-            return Ok(allocated.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set));
-        };
-        let mut data = RegionSet::empty(regions.count());
-        self.for_each_extent(source, u32::try_from(head).unwrap_or(u32::MAX), |_, extent| {
-            if let Ok(range) = ByteRange::new(extent.offset_bytes, extent.length_bytes) {
-                data.insert_run(regions.touched(range));
-            }
-            Ok(())
-        })?;
-        Ok(data)
-    }
-
     fn for_each_extent(
-        &mut self,
-        source: PeerIndex,
+        &self,
+        source: Address,
         layer: u32,
-        mut act: impl FnMut(&mut Courier, Extent) -> Result<(), Trouble>,
+        mut act: impl FnMut(Extent) -> Result<(), Trouble>,
     ) -> Result<(), Trouble> {
         let mut from = Some(0);
         while let Some(from_bytes) = from {
             self.look_up()?;
             let query = ExtentsQuery { layer, from_bytes };
-            let page = self.desk.with_line(source, |line| line.extents(query));
+            let page = self.desk.with_line(source, |line| line.list_extents(query));
             let page = page.map_err(Trouble::while_doing("asking a member where a layer has data"))?;
             for extent in page.extents {
-                act(self, extent)?;
+                act(extent)?;
             }
             from = page.next_bytes.filter(|next| *next > from_bytes);
         }
@@ -87,8 +76,8 @@ impl Courier {
     }
 
     fn copy_extent(
-        &mut self,
-        source: PeerIndex,
+        &self,
+        (target, source): (Address, Address),
         layer: u32,
         extent: Extent,
         buffer: &mut Vec<u8>,
@@ -106,7 +95,7 @@ impl Courier {
                 .with_line(source, |line| line.read_layer(layer, at, buffer))
                 .map_err(Trouble::while_doing("reading a layer"))?;
             self.desk
-                .with_line(self.peer, |line| line.write_layer(layer, at, buffer))
+                .with_line(target, |line| line.write_layer(layer, at, buffer))
                 .map_err(Trouble::while_doing("writing a layer"))?;
             at += piece;
             progress.left_bytes = progress.left_bytes.saturating_sub(piece);

@@ -4,14 +4,15 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use shorthorn_core::PeerIndex;
+use shorthorn_recovery::{Address, Link, forget_in_vain};
 use shorthorn_types::limits::MAX_MEMBERS;
-use shorthorn_types::{Members, ReplicaId};
-use shorthorn_views::accounts_to_forget;
-use shorthorn_wire::{CONTROL_QUEUE, Welcome};
+use shorthorn_types::{MarkRegions, ReplicaId, ReplicaReport, View};
+use shorthorn_wire::{
+    CONTROL_QUEUE, CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome,
+};
 
-use crate::accounts;
-use crate::connection::{ConnectError, Connection};
-use crate::courier::Desk;
+use crate::connection::{ConnectError, Connection, finish};
+use crate::courier::{Desk, Peer};
 use crate::shared::lock;
 
 /// A replica closes a connection that is silent for a minute: one that was not used for so long is made anew.
@@ -19,6 +20,8 @@ const IDLE_LIMIT: Duration = Duration::from_secs(30);
 /// How long a replica may take for what is asked over a control connection: making a layer durable, or reading
 /// where a large one has data, takes longer than a request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// How long a replica may take to grow: some documents and its head are made durable for it.
+const GROW_LIMIT: Duration = Duration::from_secs(30);
 
 /// One place for each replica. Who uses a connection holds its lock meanwhile.
 #[derive(Debug, Default)]
@@ -26,30 +29,34 @@ pub struct Lines([Mutex<Option<Line>>; MAX_MEMBERS]);
 
 #[derive(Debug)]
 struct Line {
+    replica: ReplicaId,
     connection: Connection,
     used: Instant,
 }
 
 impl Desk {
     /// Opens a new control connection to a replica, which closes the last one.
-    pub fn open_line(&self, peer: PeerIndex) -> Result<Welcome, ConnectError> {
-        let mut place = lock(&self.lines.0[usize::from(peer)]);
+    pub fn renew_line(&self, to: Address) -> Result<Welcome, ConnectError> {
+        let mut place = lock(&self.lines.0[usize::from(to.peer)]);
         *place = None;
-        let (line, welcome) = self.make_line(peer)?;
+        let (line, welcome) = self.make_line(to)?;
         *place = Some(line);
         Ok(welcome)
     }
 
-    /// Asks a replica something over its control connection, which is closed where that fails.
+    /// Asks a replica something over its control connection, which is closed if that fails.
     pub fn with_line<T>(
         &self,
-        peer: PeerIndex,
+        to: Address,
         ask: impl FnOnce(&mut Connection) -> Result<T, ConnectError>,
     ) -> Result<T, ConnectError> {
-        let mut place = lock(&self.lines.0[usize::from(peer)]);
-        let mut line = match place.take().filter(|line| line.used.elapsed() < IDLE_LIMIT) {
+        let mut place = lock(&self.lines.0[usize::from(to.peer)]);
+        self.find_at(to)?;
+        // Another replica may have had the number before.
+        let is_usable = |line: &Line| line.replica == to.replica && line.used.elapsed() < IDLE_LIMIT;
+        let mut line = match place.take().filter(is_usable) {
             Some(line) => line,
-            None => self.make_line(peer)?.0,
+            None => self.make_line(to)?.0,
         };
         let answer = ask(&mut line.connection);
         // After a refusal the connection is as good as before.
@@ -60,53 +67,84 @@ impl Desk {
         answer
     }
 
-    /// As [`Desk::with_line`], for what has to be answered within `limit`.
-    pub fn with_line_within<T>(
+    /// As [`Desk::with_line`], for replica number `peer`.
+    pub fn with_line_to<T>(
         &self,
         peer: PeerIndex,
-        limit: Duration,
         ask: impl FnOnce(&mut Connection) -> Result<T, ConnectError>,
     ) -> Result<T, ConnectError> {
-        self.with_line(peer, |line| {
-            set_limit(line, limit)?;
-            let answer = ask(line);
+        let known = self.known_peer(peer).ok_or(ConnectError::GivenUp)?;
+        self.with_line(Address { peer, replica: known.endpoint.replica }, ask)
+    }
+
+    fn find_at(&self, address: Address) -> Result<Peer, ConnectError> {
+        let known = self.known_peer(address.peer);
+        known.filter(|peer| peer.endpoint.replica == address.replica).ok_or(ConnectError::GivenUp)
+    }
+
+    fn make_line(&self, to: Address) -> Result<(Line, Welcome), ConnectError> {
+        let peer = self.find_at(to)?;
+        let (mut connection, welcome) = self.greeter.greet(&peer.endpoint, CONTROL_QUEUE)?;
+        set_limit(&connection, ANSWER_LIMIT)?;
+        match finish(forget_in_vain(self, &mut connection, &welcome)) {
+            // The connection is as good as before; it is tried again at the next greeting.
+            Err(ConnectError::Refused { message, .. }) => {
+                tracing::warn!(volume = %self.greeter.volume, replica = %to.replica, tracks = %welcome.tracks, message, "a replica still counts what replicas miss that are gone");
+            }
+            forgotten => forgotten?,
+        }
+        Ok((Line { replica: to.replica, connection, used: Instant::now() }, welcome))
+    }
+}
+
+/// The control connection to one replica, taken for each request.
+#[derive(Clone, Copy, Debug)]
+pub struct ControlLine<'a> {
+    pub desk: &'a Desk,
+    pub to: Address,
+}
+
+impl Link for ControlLine<'_> {
+    type Error = ConnectError;
+
+    async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
+        self.desk.with_line(self.to, |line| finish(line.propose(view, honoured)))
+    }
+
+    async fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
+        self.desk.with_line(self.to, |line| finish(line.commit(view, honoured)))
+    }
+
+    async fn expand(&mut self, size_bytes: u64) -> Result<(), ConnectError> {
+        self.desk.with_line(self.to, |line| {
+            set_limit(line, GROW_LIMIT)?;
+            let answer = finish(line.expand(size_bytes));
             set_limit(line, ANSWER_LIMIT).and(answer)
         })
     }
 
-    fn make_line(&self, peer: PeerIndex) -> Result<(Line, Welcome), ConnectError> {
-        let peer = self.peer(peer).ok_or_else(|| ConnectError::Address(String::new()))?;
-        let (mut connection, welcome) = self.greeter.greet(&peer.endpoint, CONTROL_QUEUE)?;
-        set_limit(&connection, ANSWER_LIMIT)?;
-        self.reconcile(&mut connection, peer.endpoint.replica, &welcome)?;
-        Ok((Line { connection, used: Instant::now() }, welcome))
+    async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
+        self.desk.with_line(self.to, |line| finish(line.regions_page(query)))
     }
 
-    /// Has a replica that was greeted forget the accounts that it keeps in vain. Nobody begins one on it meanwhile: that
-    /// goes over its line, whose place is locked, or comes with a view, and then the replica is in a view.
-    fn reconcile(
-        &self,
-        connection: &mut Connection,
-        me: ReplicaId,
-        welcome: &Welcome,
-    ) -> Result<(), ConnectError> {
-        if welcome.tracks.is_empty() {
-            return Ok(());
-        }
-        let wanted = Members::new(self.peers().iter().map(|(_, peer)| peer.endpoint.replica));
-        let (view, pending) = (self.shared.look(|core| core.membership().view()), self.shared.pending_view());
-        let honoured = pending.iter().flat_map(|pending| pending.honoured.views());
-        let proposed = pending.iter().map(|pending| &pending.view);
-        let views = welcome.report.views().chain([&view]).chain(honoured).chain(proposed);
-        let gone = accounts_to_forget(&welcome.tracks, &wanted.unwrap_or_default(), views);
-        match accounts::forget(connection, me, &gone) {
-            // The connection is as good as before; it is tried again at the next greeting.
-            Err(ConnectError::Refused { message, .. }) => {
-                tracing::warn!(volume = %self.greeter.volume, replica = %me, %gone, message, "a replica still counts what replicas miss that are gone");
-                Ok(())
-            }
-            forgotten => forgotten,
-        }
+    async fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
+        self.desk.with_line(self.to, |line| finish(line.mark(change)))
+    }
+
+    async fn layers(&mut self) -> Result<LayerList, ConnectError> {
+        self.desk.with_line(self.to, Connection::list_layers)
+    }
+
+    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
+        self.desk.with_line(self.to, |line| line.list_extents(query))
+    }
+
+    async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, ConnectError> {
+        self.desk.with_line(self.to, |line| finish(line.copy_begin(layers)))
+    }
+
+    async fn copy_end(&mut self) -> Result<(), ConnectError> {
+        self.desk.with_line(self.to, |line| finish(line.copy_end()))
     }
 }
 

@@ -59,7 +59,7 @@ impl Keeper {
             return;
         }
         if !self.has_failed
-            && let Err(error) = desk.with_line(self.peer, |line| line.keep_sums(&self.page))
+            && let Err(error) = desk.with_line_to(self.peer, |line| line.keep_sums(&self.page))
         {
             self.failed(desk, &error);
         }
@@ -70,7 +70,8 @@ impl Keeper {
     /// It keeps what it kept before: the next scrub tries again.
     fn failed(&mut self, desk: &Desk, error: &ConnectError) {
         self.has_failed = true;
-        let replica = desk.peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default();
+        let replica =
+            desk.known_peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default();
         let (volume, image) = (&desk.greeter.volume, &self.page.image);
         tracing::warn!(%volume, replica, image, %error, "a replica does not keep the sums of a snapshot");
     }

@@ -106,7 +106,7 @@ impl Scrubber {
         for run in &held.runs {
             let start = distance(run.offset() - piece.offset());
             let target = &mut held.data[start..start + distance(run.length())];
-            self.desk.with_line(peer, |line| line.read_layer(layer, run.offset(), target))?;
+            self.desk.with_line_to(peer, |line| line.read_layer(layer, run.offset(), target))?;
         }
         Ok(held)
     }
@@ -116,7 +116,7 @@ impl Scrubber {
         let mut from = Some(piece.offset());
         while let Some(from_bytes) = from.filter(|from| *from < piece.end()) {
             let query = ExtentsQuery { layer, from_bytes };
-            let page = self.desk.with_line(peer, |line| line.extents(query))?;
+            let page = self.desk.with_line_to(peer, |line| line.list_extents(query))?;
             for extent in &page.extents {
                 let end = extent.offset_bytes.saturating_add(extent.length_bytes).min(piece.end());
                 join(&mut runs, extent.offset_bytes.max(piece.offset()), end);
@@ -159,7 +159,7 @@ impl Scrubber {
     fn mend(&self, layer: &Layer, peer: PeerIndex, held: &Held) -> Result<(), String> {
         let failed = |error: ConnectError| format!("{}: {error}", self.replica(peer));
         for (patch, data) in held.patches(&layer.image) {
-            self.desk.with_line(peer, |line| line.repair_layer(&patch, &data)).map_err(failed)?;
+            self.desk.with_line_to(peer, |line| line.repair_layer(&patch, &data)).map_err(failed)?;
         }
         let check = self.check_one(layer, held.piece, peer).map_err(failed)?;
         if check.sum == Some(held.sum()) {

@@ -186,6 +186,33 @@ fn a_start_with_one_of_two_goes_on_when_the_other_one_is_back() {
 }
 
 #[test]
+fn a_start_that_waits_for_the_arbiter_begins_again_with_another_list_of_replicas() {
+    let mut volume = Volume::start(2, 16 << 20);
+    volume.stop_engine();
+    volume.kill(0);
+    volume.start_engine();
+    let first = volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
+    let first = first.grant_wanted.unwrap().view;
+    let replicas = volume.endpoints().into_iter().rev().collect();
+    volume.order(&Command::Replicas { replicas });
+    let asks_for_another =
+        move |wanted: &shorthorn_control::GrantWanted| wanted.view.id.generation > first.id.generation;
+    let again = volume.wait("it asks for another view", move |engine| {
+        engine.grant_wanted.as_ref().is_some_and(asks_for_another)
+    });
+    let view = again.grant_wanted.unwrap().view;
+    assert_eq!(view.members, first.members);
+    volume.order(&Command::Grant { view });
+    volume.wait("it serves", move |engine| engine.phase == EnginePhase::Serving && engine.view == Some(view));
+    let load = Load::start(&volume, 9);
+    volume.start_replica(0);
+    volume.wait("both are members", |engine| engine.view.is_some_and(|view| view.members.len() == 2));
+    load.stop_and_verify(&volume);
+    volume.stop();
+    volume.assert_equal();
+}
+
+#[test]
 fn a_replica_is_given_up_when_it_is_not_in_the_view() {
     let mut volume = Volume::start(3, 16 << 20);
     let without_the_last: Vec<_> = volume.endpoints().into_iter().take(2).collect();

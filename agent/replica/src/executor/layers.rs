@@ -1,12 +1,13 @@
 //! Single layers, for copies: reading one of ours, writing one that is being copied.
 
+use shorthorn_replica_core::is_final;
 use shorthorn_ring::{Ring, Token};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Header;
 
 use super::data::{block_count, piece};
-use super::{Executor, Outcome, Piece, SOURCE_DISK, is_final, is_passing, kind};
+use super::{Executor, Outcome, Piece, SOURCE_DISK, is_passing, kind};
 use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
 
 impl Executor {

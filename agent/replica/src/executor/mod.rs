@@ -11,6 +11,7 @@ mod flush;
 mod layers;
 mod marks;
 mod piece;
+mod steps;
 mod sums;
 mod zeroes;
 mod zeroing;
@@ -18,6 +19,7 @@ mod zeroing;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
+use shorthorn_replica_core::{ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{AllocatedRuns, CopyLayer, FileIndex, ReadSegment, Store, StoreError};
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
@@ -28,11 +30,12 @@ use self::buffers::Buffers;
 use self::flush::{Flush, Flushes};
 pub(crate) use self::marks::Marks;
 use self::piece::Piece;
+use self::steps::Shelf;
 use self::sums::{Checked, Sums};
 use self::zeroes::ZeroJobs;
 use crate::error::ReplicaError;
 use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
-use crate::state::holds_data;
+use crate::state::{Owner, holds_data};
 
 /// The source of the tokens of everything that this module asks of the kernel.
 pub(crate) const SOURCE_DISK: u8 = 1;
@@ -64,6 +67,8 @@ pub(crate) type Outcome = Result<(), Errno>;
 #[derive(Debug)]
 pub(crate) struct Executor {
     store: Store,
+    owner: Owner,
+    state: ReplicaState,
     buffers: Buffers,
     works: Box<[Work]>,
     segments: Vec<ReadSegment>,
@@ -76,8 +81,6 @@ pub(crate) struct Executor {
     finished: Vec<(u16, Outcome)>,
     /// Operations on the layers that the kernel has.
     in_flight: usize,
-    /// Why nothing is served any more.
-    failure: Option<String>,
     /// Failed reads so far; only the first is logged.
     read_failures: u64,
 }
@@ -107,13 +110,15 @@ const NOTHING: Work = Work {
 };
 
 impl Executor {
-    /// Executes on `store`, whose sets of regions are `marks`.
+    /// Executes on `store`, which belongs to `owner`, and keeps `state` beside the data; `marks` has the files of its sets.
     ///
     /// # Errors
     /// Where there is no memory for the buffers.
-    pub fn new(store: Store, marks: Marks) -> io::Result<Executor> {
+    pub fn new(store: Store, owner: Owner, state: ReplicaState, marks: Marks) -> io::Result<Executor> {
         Ok(Executor {
             store,
+            owner,
+            state,
             buffers: Buffers::new()?,
             works: vec![NOTHING; SLOTS].into(),
             segments: Vec::with_capacity(REQUEST_BLOCKS_MAX),
@@ -124,7 +129,6 @@ impl Executor {
             sums: Sums::default(),
             finished: Vec::with_capacity(SLOTS),
             in_flight: 0,
-            failure: None,
             read_failures: 0,
         })
     }
@@ -164,7 +168,7 @@ impl Executor {
 
     /// Begins to execute the request in `slot`. It comes out of [`Executor::take_finished`], maybe at once.
     pub fn start(&mut self, slot: u16, ring: &mut Ring) {
-        let started = if self.failure.is_some() { Err(Errno::IO) } else { self.begin(slot, ring) };
+        let started = if self.state.failure().is_some() { Err(Errno::IO) } else { self.begin(slot, ring) };
         if let Err(errno) = started {
             self.finish(slot, Err(errno));
         }
@@ -178,7 +182,7 @@ impl Executor {
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
                 // Noted before it is done: else nobody knows after a crash where the replicas may differ.
-                if self.marks.admit(slot, range) {
+                if self.admit(slot, range) {
                     self.modify(slot, range, ring)?;
                 }
             }
@@ -252,9 +256,13 @@ impl Executor {
         self.store.info().rebuilding
     }
 
-    /// Whether anything was ever written to the volume.
-    pub fn holds_data(&self) -> Result<bool, ReplicaError> {
-        holds_data(&self.store)
+    /// Whether the replica may be made a copy of another one now: see [`ReplicaState::may_be_made_anew`].
+    ///
+    /// # Errors
+    /// It may not.
+    pub fn check_may_be_made_anew(&self) -> Result<(), ReplicaError> {
+        let (holds_data, is_busy) = (holds_data(&self.store)?, self.in_flight > 0);
+        Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
     /// The regions where any layer has data: see [`Store::allocated`], which bounds how long that takes.
@@ -280,12 +288,9 @@ impl Executor {
     /// Becomes a copy of a replica with these layers: see [`Store::begin_copy`]. Waits for the disk.
     ///
     /// # Errors
-    /// [`ReplicaError::Busy`] where requests are in flight, or what the store says. Where that fails half-way,
-    /// nothing is served any more.
+    /// What the store says. Where that fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
-        if self.in_flight > 0 {
-            return Err(ReplicaError::Busy);
-        }
+        debug_assert_eq!(self.in_flight, 0, "whoever asks has checked that it may be made anew");
         self.sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {
@@ -309,7 +314,7 @@ impl Executor {
         if size_bytes > MAX_VOLUME_BYTES {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
-        let grown = self.marks.stage_grown(&self.store, Regions::of(size_bytes))?;
+        let grown = self.stage_grown(Regions::of(size_bytes))?;
         let expanded = self.store.expand(size_bytes);
         self.look_at_store();
         if let Err(error) = expanded {
@@ -319,7 +324,7 @@ impl Executor {
             }
             return Err(error.into());
         }
-        if let Err(error) = self.marks.adopt_grown(&self.store, grown) {
+        if let Err(error) = self.adopt_grown(grown) {
             self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
             return Err(error.into());
         }
@@ -332,33 +337,25 @@ impl Executor {
     pub fn copy_done(&mut self, layer: usize) -> Result<(), StoreError> {
         let done = self.store.copy_done(layer);
         self.look_at_store();
+        self.look_at_document(&done);
         done
     }
 
     /// All is copied: see [`Store::end_copy`]. Waits for the disk.
     pub fn end_copy(&mut self) -> Result<(), StoreError> {
-        self.store.end_copy()
+        let ended = self.store.end_copy();
+        self.look_at_document(&ended);
+        ended
     }
 
     /// Why nothing is served any more, if that is so.
     pub fn failure(&self) -> Option<&str> {
-        self.failure.as_deref()
+        self.state.failure()
     }
 
     /// The size of the volume.
     pub fn size_bytes(&self) -> u64 {
         self.store.size_bytes()
-    }
-
-    /// Saves state beside the volume, durably. Waits for the disk: for rare things only.
-    pub fn save_state(&mut self, payload: &[u8]) -> Result<(), StoreError> {
-        let saved = self.store.save_state(payload);
-        if let Err(error) = &saved
-            && is_final(error.errno())
-        {
-            self.fail(&format!("the state of the replica could not be saved: {error}"));
-        }
-        saved
     }
 
     /// Makes everything durable and leaves the directory clean; after a failure it stays as it is.
@@ -367,7 +364,7 @@ impl Executor {
     /// Whatever the store cannot do; the directory then counts as dirty.
     pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
-        if self.failure.is_some() {
+        if self.state.failure().is_some() {
             return Ok(());
         }
         self.close_marks();
@@ -391,7 +388,7 @@ impl Executor {
     }
 
     fn finish(&mut self, slot: u16, outcome: Outcome) {
-        let outcome = if self.failure.is_some() { Err(Errno::IO) } else { outcome };
+        let outcome = if self.state.failure().is_some() { Err(Errno::IO) } else { outcome };
         self.finished.push((slot, outcome));
     }
 
@@ -448,34 +445,40 @@ impl Executor {
         }
     }
 
-    /// Nothing is served from now on. First of all, before anybody hears of it, it is noted that the data here may not be
-    /// what was acknowledged.
-    ///
-    /// So it is after an fdatasync that has failed, and after a write that has: with RWF_DSYNC it is an fdatasync too,
-    /// and without, nobody knows what the head holds there now. But it also goes for what failed beside the data, a page
-    /// of regions or a document: the disk, or the journal of its file system, tells of a loss only once, to whoever
-    /// asks first, and whose data it was nobody knows. To be wrong costs a copy of the regions written lately.
-    fn fail(&mut self, message: &str) {
-        if self.failure.is_some() {
-            return;
+    /// If a document could not be written for more than space, nothing is served any more.
+    fn look_at_document(&mut self, written: &Result<(), StoreError>) {
+        if let Err(error @ (StoreError::Io { .. } | StoreError::NotDurable { .. })) = written
+            && is_final(error.errno())
+        {
+            self.fail(&format!("what is known of a copy could not be stored: {error}"));
         }
-        let noted = self.store.note_lost_cache();
-        self.failure = Some(message.to_owned());
-        tracing::error!("{message}; nothing is served until the replica is restarted");
-        if let Err(error) = noted {
-            tracing::error!(
-                %error,
-                "that data may be gone could not be noted: if the replica is restarted before the host is, it will count \
-                 as one that lacks nothing; rebuild it"
-            );
-        }
-        self.give_up_waiting(Errno::IO);
     }
-}
 
-/// Whether, after a write has failed so, nothing more can be trusted. Space and memory can come back.
-fn is_final(errno: Errno) -> bool {
-    !matches!(errno.raw(), libc::ENOSPC | libc::EDQUOT | libc::ENOMEM)
+    /// What the replica keeps beside the data.
+    pub fn state(&self) -> &ReplicaState {
+        &self.state
+    }
+
+    /// Changes what the replica keeps beside the data. Waits for the disk: for rare things only.
+    ///
+    /// # Errors
+    /// Those of the change.
+    pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
+        let was_serving = self.state.failure().is_none();
+        let Executor { store, owner, marks, .. } = self;
+        let mut shelf = Shelf { store, files: &mut marks.files, owner };
+        let changed = change(&mut self.state, &mut shelf);
+        if let Some(failure) = self.state.failure().filter(|_| was_serving) {
+            tracing::error!("{failure}; nothing is served until the replica is restarted");
+            self.give_up_waiting(Errno::IO);
+        }
+        changed
+    }
+
+    /// Nothing is served from now on: see [`ReplicaState::fail`].
+    fn fail(&mut self, message: &str) {
+        self.change(|state, disk| state.fail(disk, message.to_owned()));
+    }
 }
 
 /// Failures after which the same operation is tried again.

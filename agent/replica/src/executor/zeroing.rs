@@ -168,11 +168,13 @@ mod tests {
 
     use shorthorn_ring::Completion;
     use shorthorn_store::{CreateOptions, OpenOptions, Store};
-    use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
+    use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
+    use shorthorn_views::ReplicaViews;
     use shorthorn_wire::Header;
 
     use super::*;
     use crate::executor::Marks;
+    use crate::state::Owner;
 
     const SIZE: u64 = 16 << 20;
 
@@ -182,9 +184,9 @@ mod tests {
         store.write_at(&vec![7; 8 << 20], 0, true).unwrap();
         let id = ViewId { generation: Generation::NEVER, number: 0 };
         let committed = View { id, members: Members::default() };
-        let report = ReplicaReport { committed, proposed: Vec::new() };
-        let marks = Marks::load(&mut store, &report, false).unwrap();
-        Executor::new(store, marks).unwrap()
+        let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1) };
+        let (state, marks) = Marks::load(&mut store, &owner, ReplicaViews::new(committed)).unwrap();
+        Executor::new(store, owner, state, marks).unwrap()
     }
 
     /// Executes a request to its end; each completion is what `change` makes of it.

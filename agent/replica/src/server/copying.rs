@@ -1,7 +1,6 @@
 //! Copies of the replica: what a source tells, and how this one becomes a copy.
 
 use shorthorn_store::{CopyLayer, ImageName};
-use shorthorn_types::{ReplicaId, ReplicaReport};
 use shorthorn_wire::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, Header, LayerList, WireLayer};
 
 use super::Server;
@@ -59,10 +58,7 @@ impl Server {
     }
 
     fn begin_copy(&mut self, list: LayerList) -> Result<Vec<bool>, ReplicaError> {
-        let (report, me) = (self.state.views().report(), self.state.replica());
-        if !may_be_made_anew(report, me, self.executor.is_rebuilding(), self.executor.holds_data()?) {
-            return Err(ReplicaError::IsMember(me));
-        }
+        self.executor.check_may_be_made_anew()?;
         let layer = |layer: WireLayer| {
             let image = ImageName::parse(&layer.image).ok_or(ReplicaError::NoLayer(layer.image))?;
             Ok(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
@@ -82,38 +78,5 @@ impl Server {
             Ok(()) => self.respond(slot, Ok(())),
             Err(error) => self.refuse_text(slot, header, &error.into()),
         }
-    }
-}
-
-/// Whether what the replica `me` holds may be thrown away: only where no view that may count has it as a member, or
-/// nothing is there to lose. What is being rebuilt lacks data, and is asked to be a member only afterwards.
-fn may_be_made_anew(report: &ReplicaReport, me: ReplicaId, is_rebuilding: bool, holds_data: bool) -> bool {
-    let views = || report.views();
-    is_rebuilding || !holds_data || !views().any(|view| view.members.contains(me))
-}
-
-#[cfg(test)]
-mod tests {
-    use shorthorn_types::{Generation, Members, View, ViewId};
-
-    use super::*;
-
-    #[test]
-    fn a_member_with_data_is_never_made_anew() {
-        let me = ReplicaId::from_random(1);
-        let view = |members: &[u64]| View {
-            id: ViewId { generation: Generation::NEVER, number: 0 },
-            members: Members::new(members.iter().map(|n| ReplicaId::from_random(*n))).unwrap(),
-        };
-        let report = |committed: &[u64], proposed: &[&[u64]]| ReplicaReport {
-            committed: view(committed),
-            proposed: proposed.iter().map(|members| view(members)).collect(),
-        };
-        assert!(!may_be_made_anew(&report(&[1, 2], &[]), me, false, true));
-        assert!(!may_be_made_anew(&report(&[2], &[&[1, 2]]), me, false, true), "it may have joined");
-        assert!(!may_be_made_anew(&report(&[1, 2], &[&[2]]), me, false, true), "it may not have left");
-        assert!(may_be_made_anew(&report(&[2], &[&[2, 3]]), me, false, true));
-        assert!(may_be_made_anew(&report(&[1, 2], &[]), me, true, true));
-        assert!(may_be_made_anew(&report(&[1, 2], &[]), me, false, false));
     }
 }

@@ -14,17 +14,16 @@ mod sums;
 use std::time::Instant;
 
 use shorthorn_control::{Publisher, Status};
+use shorthorn_replica_core::Admission;
 use shorthorn_ring::{Completion, Ring, Token};
 use shorthorn_types::Errno;
 
-use crate::candidates::{Candidates, Place};
 use crate::connection::{Connection, SOURCE_RECEIVE, SOURCE_SEND};
 use crate::error::ReplicaError;
 use crate::executor::{Executor, Outcome, SOURCE_DISK};
 use crate::limits::{CONNECTIONS_MAX, RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
 use crate::mailbox::{Candidate, Inbox, Message};
 use crate::slots::Slots;
-use crate::state::State;
 
 const SOURCE_WAKE: u8 = 0;
 const WAKE_TOKEN: Token = Token { source: SOURCE_WAKE, kind: 0, index: 0, tag: 0 };
@@ -35,10 +34,10 @@ pub(crate) struct Server {
     ring: Ring,
     inbox: Inbox,
     executor: Executor,
-    state: State,
     slots: Slots,
     connections: Vec<Option<Connection>>,
-    candidates: Candidates<Candidate>,
+    /// Whose the connections are, by their place in the list, and who waits.
+    admission: Admission<u16, Candidate>,
     publisher: Publisher,
     finished: Vec<(u16, Outcome)>,
     /// Slots whose response has gone out.
@@ -56,12 +55,7 @@ impl Server {
     ///
     /// # Errors
     /// Where the kernel has no io_uring for us.
-    pub fn new(
-        executor: Executor,
-        state: State,
-        inbox: Inbox,
-        publisher: Publisher,
-    ) -> Result<Server, ReplicaError> {
+    pub fn new(executor: Executor, inbox: Inbox, publisher: Publisher) -> Result<Server, ReplicaError> {
         let ring =
             Ring::new(RING_ENTRIES).map_err(|source| ReplicaError::system("set up io_uring", source))?;
         let mut connections = Vec::with_capacity(CONNECTIONS_MAX);
@@ -70,10 +64,9 @@ impl Server {
             ring,
             inbox,
             executor,
-            state,
             slots: Slots::new(),
             connections,
-            candidates: Candidates::new(),
+            admission: Admission::default(),
             publisher,
             finished: Vec::with_capacity(SLOTS),
             sent: Vec::with_capacity(SLOTS),
@@ -134,7 +127,7 @@ impl Server {
         self.inbox.arm(&mut self.ring, WAKE_TOKEN);
         while let Some(message) = self.inbox.next() {
             match message {
-                Message::Candidate(candidate) => self.admit(candidate),
+                Message::Candidate(place, candidate) => self.admit(place, candidate),
                 Message::Fence(generation) => self.fence(generation),
                 Message::Stop => self.stop(),
             }
@@ -146,8 +139,8 @@ impl Server {
     fn stop(&mut self) {
         tracing::info!("stopping");
         self.stopping = true;
-        for candidate in self.candidates.drain().collect::<Vec<_>>() {
-            self.refuse(candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
+        for (place, candidate) in self.admission.take_candidates().collect::<Vec<_>>() {
+            self.refuse(place, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
         }
         for index in self.connection_indices() {
             self.end(index, "the replica is being stopped");
@@ -164,11 +157,13 @@ impl Server {
 
     /// Gives the connection up. It goes when everything of it has ended; see [`Server::settle`].
     fn end(&mut self, index: u16, why: impl std::fmt::Display) {
+        let place = self.admission.place(index);
         let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else { return };
         connection.ending = true;
         connection.stream.shutdown();
-        let Place { generation, queue } = connection.place;
-        tracing::info!(%generation, queue, peer = connection.peer, "connection closed: {why}");
+        let (generation, queue) = place.map(|place| (place.generation, place.queue)).unzip();
+        let generation = generation.map(tracing::field::display);
+        tracing::info!(generation, queue, peer = connection.peer, "connection closed: {why}");
         self.slots.forget(index);
     }
 
@@ -200,6 +195,7 @@ impl Server {
             return false;
         }
         self.connections[usize::from(index)] = None;
+        self.admission.gone(index);
         true
     }
 

@@ -154,9 +154,9 @@ impl Server {
     }
 
     /// The generation of the engine at the other end of a connection.
-    pub(super) fn generation_of(&mut self, index: u16) -> Generation {
+    pub(super) fn generation_of(&self, index: u16) -> Generation {
         // One that is gone has none, and is refused whatever it asks.
-        self.connection(index).map_or(Generation::NEVER, |connection| connection.place.generation)
+        self.admission.place(index).map_or(Generation::NEVER, |place| place.generation)
     }
 
     /// Answers a control frame with a text.

@@ -7,16 +7,17 @@ use shorthorn_types::{MarkRegions, Regions, RegionsOf};
 use shorthorn_wire::{ExpandReplica, Header, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
 use super::Server;
-use crate::error::ReplicaError;
 
 impl Server {
     /// Stores a proposed view, or the mark that one is committed.
     pub(super) fn take_view(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(message) = self.text::<ViewMessage>(index, slot, header) else { return };
-        let stored = match header.opcode {
-            Opcode::Propose => self.propose(index, &message),
-            _ => self.commit(index, &message),
-        };
+        let generation = self.generation_of(index);
+        let ViewMessage { view, basis } = &message;
+        let stored = self.executor.change(|state, disk| match header.opcode {
+            Opcode::Propose => state.propose(disk, generation, *view, basis),
+            _ => state.commit(disk, generation, *view),
+        });
         match stored {
             Ok(()) => {
                 tracing::info!(view = %message.view, "{:?}", header.opcode);
@@ -25,24 +26,6 @@ impl Server {
             }
             Err(error) => self.refuse_text(slot, header, &error),
         }
-    }
-
-    /// The sets that the view needs are durable before it is: see `Executor::begin_missed`. What is refused begins
-    /// none.
-    fn propose(&mut self, index: u16, message: &ViewMessage) -> Result<(), ReplicaError> {
-        let ViewMessage { view, basis } = message;
-        let generation = self.generation_of(index);
-        let views = self.state.views();
-        views.clone().propose(generation, *view, basis)?;
-        self.executor.begin_missed(self.state.replica(), views.report(), basis, view)?;
-        self.state.change(&mut self.executor, |views| views.propose(generation, *view, basis))
-    }
-
-    fn commit(&mut self, index: u16, message: &ViewMessage) -> Result<(), ReplicaError> {
-        let generation = self.generation_of(index);
-        self.state.change(&mut self.executor, |views| views.commit(generation, message.view))?;
-        self.executor.end_missed(self.state.views().report());
-        Ok(())
     }
 
     /// Makes the replica larger. Requests in flight go on.
@@ -77,11 +60,11 @@ impl Server {
     pub(super) fn take_regions(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
         let regions = match query.size_bytes {
-            0 => self.executor.keeper().regions(),
+            0 => self.executor.state().keeper().regions(),
             size_bytes => Regions::of(size_bytes),
         };
         let kept = |key| {
-            let page = self.executor.keeper().page_for(key, query.from, regions);
+            let page = self.executor.state().keeper().page_for(key, query.from, regions);
             page.map_or(RegionsPage::NONE, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,

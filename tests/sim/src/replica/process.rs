@@ -17,19 +17,17 @@ impl World {
 
     /// A request has arrived at a replica.
     pub fn asked(&mut self, id: ConnId, number: u64, ask: Ask) {
-        let Some(conn) = self.conns.get(&id) else { return };
-        let (at, boot, place) = (conn.replica, conn.boot, conn.place);
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let (at, boot) = (conn.replica, conn.boot);
         let replica = &self.replicas[at];
         if !replica.up || replica.boot != boot || !conn.replica_open {
             return self.end_at_replica(id);
         }
         if let Ask::Hello(generation, queue) = ask {
-            if let Some(conn) = self.conns.get_mut(&id) {
-                conn.place = Some((generation, queue));
-            }
-            return self.hello(at, id, number);
+            conn.place = Some((generation, queue));
+            return self.hello(at, id, number, Place { generation, queue });
         }
-        if place.is_none() || !replica.conns.contains(&id) {
+        if replica.admission.place(id).is_none() {
             return self.end_at_replica(id);
         }
         if replica.failed {
@@ -45,9 +43,7 @@ impl World {
         if std::mem::replace(&mut conn.replica_open, false) {
             self.send(id, false, Message::Close);
         }
-        self.replicas[at].conns.retain(|other| *other != id);
-        self.replicas[at].candidates.retain(|(other, _)| *other != id);
-        self.welcome_ready(at);
+        self.settle(at);
     }
 
     /// The engine has closed its end.
@@ -55,66 +51,84 @@ impl World {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         conn.replica_open = false;
         let at = conn.replica;
-        self.replicas[at].conns.retain(|other| *other != id);
-        self.replicas[at].candidates.retain(|(other, _)| *other != id);
-        self.welcome_ready(at);
+        self.settle(at);
     }
 
-    fn hello(&mut self, at: usize, id: ConnId, number: u64) {
-        let Some((generation, queue)) = self.conns.get(&id).and_then(|conn| conn.place) else { return };
+    fn is_open_at_replica(&self, id: ConnId) -> bool {
+        self.conns.get(&id).is_some_and(|conn| conn.replica_open)
+    }
+
+    fn hello(&mut self, at: usize, id: ConnId, number: u64, place: Place) {
         let replica = &mut self.replicas[at];
         if replica.failed {
             return self.end_at_replica(id);
         }
-        let fence = replica.durable.views.fence(generation);
-        let holder = replica.durable.views.generation();
-        match fence {
-            Err(Refused::Fenced { .. }) => {
-                self.answer(id, number, Answer::Deposed(holder));
-                return self.end_at_replica(id);
-            }
+        let fenced = replica.change(|state, disk| state.fence(disk, place.generation));
+        self.look_at_failure(at, Broken::State);
+        match fenced {
+            Err(Errno::NOT_PERMITTED) => return self.refuse_older(at, id, number),
             Err(_) => return self.end_at_replica(id),
-            Ok(Fence::Raised | Fence::Same) => {}
+            Ok(_) => {}
         }
-        let older: Vec<ConnId> = self.replicas[at]
-            .conns
-            .iter()
-            .copied()
-            .filter(|other| {
-                let place = self.conns.get(other).and_then(|conn| conn.place);
-                place.is_none_or(|(older, same)| older < generation || (older, same) == (generation, queue))
-            })
-            .collect();
-        for conn in older {
-            self.end_at_replica(conn);
-        }
-        self.replicas[at].candidates.push((id, number));
-        self.welcome_ready(at);
+        let replica = &mut self.replicas[at];
+        let displaced = replica.admission.arrive(place, (id, number));
+        self.displace(at, displaced);
+        self.settle(at);
     }
 
-    /// Lets in whom no request of an older connection stands in the way of.
-    fn welcome_ready(&mut self, at: usize) {
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::ServeBeforeFenced);
-        for (id, number) in std::mem::take(&mut self.replicas[at].candidates) {
-            let replica = &self.replicas[at];
-            let open = |op: &Op| replica.conns.contains(&op.conn);
-            let quiet = replica.ops.values().chain(&replica.waiting).all(open) || sabotaged;
-            if quiet {
-                let greeting = replica.greeting();
-                self.replicas[at].conns.push(id);
-                self.answer(id, number, Answer::Welcome(Box::new(greeting)));
-            } else {
-                self.replicas[at].candidates.push((id, number));
+    fn displace(&mut self, at: usize, displaced: Displaced<ConnId, (ConnId, u64)>) {
+        for id in displaced.close {
+            self.end_at_replica(id);
+        }
+        for (_, (id, number), why) in displaced.refuse {
+            match why {
+                Why::Fenced => self.refuse_older(at, id, number),
+                Why::QueueAgain | Why::TooMany => self.end_at_replica(id),
             }
         }
     }
 
-    fn execute(&mut self, at: usize, op: Op) {
+    fn refuse_older(&mut self, at: usize, id: ConnId, number: u64) {
+        let holder = self.replicas[at].state.views().generation();
+        self.answer(id, number, Answer::Deposed(holder));
+        self.end_at_replica(id);
+    }
+
+    /// Forgets connections that are gone, and lets in who has waited for that.
+    fn settle(&mut self, at: usize) {
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::ServeBeforeFenced);
+        let replica = &self.replicas[at];
+        let is_gone =
+            |id: &ConnId| !self.is_open_at_replica(*id) && (sabotaged || !replica.is_busy_with(*id));
+        let gone: Vec<ConnId> = replica.admission.connections().filter(is_gone).collect();
+        gone.into_iter().for_each(|id| self.replicas[at].admission.gone(id));
+        loop {
+            let replica = &mut self.replicas[at];
+            match replica.admission.next_ready(replica.failed) {
+                Some(Ready::Welcome(place, (id, number))) => self.welcome(at, id, number, place),
+                Some(Ready::Refuse(_, (id, _))) => self.end_at_replica(id),
+                None => return,
+            }
+        }
+    }
+
+    fn welcome(&mut self, at: usize, id: ConnId, number: u64, place: Place) {
+        // The engine may have closed it while it waited.
+        if self.is_open_at_replica(id) {
+            let replica = &mut self.replicas[at];
+            let greeting = replica.greeting();
+            replica.admission.open(id, place);
+            self.answer(id, number, Answer::Welcome(Box::new(greeting)));
+        }
+    }
+
+    fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
             let sabotaged = self.options.sabotage == Some(crate::Sabotage::NoIntent);
-            if !sabotaged && self.replicas[at].keeper.admit(range) == Admit::Wait {
-                self.replicas[at].waiting.push_back(op);
-                return self.write_pages(at);
+            if !sabotaged {
+                let Replica { waiting, state, .. } = &mut self.replicas[at];
+                let Some(admitted) = waiting.admit(state, range, op) else { return self.write_pages(at) };
+                op = admitted;
             }
         }
         match &op.ask {
@@ -122,6 +136,7 @@ impl World {
             | Ask::Commit(_)
             | Ask::Mark(_)
             | Ask::Layers
+            | Ask::HeadExtents(_)
             | Ask::CopyBegin { .. }
             | Ask::CopySnapshot(_)
             | Ask::CopyEnd
@@ -152,8 +167,10 @@ impl World {
         }
         let Some(op) = replica.ops.remove(&number) else { return };
         let (mut answer, error) = replica.done(&op, lies);
+        self.go_on_after(at, error);
+        let replica = &mut self.replicas[at];
         if replica.failed {
-            // The kernel has done it all the same.
+            // The kernel may have done it all the same.
             answer = Answer::Error(Errno::IO);
             replica.could_not_verify |= matches!(op.ask, Ask::Verify(_));
         }
@@ -170,56 +187,58 @@ impl World {
             self.count("error: no space");
         }
         self.answer(op.conn, op.number, answer);
-        self.go_on_after(at, error);
-        self.welcome_ready(at);
+        self.settle(at);
     }
 
-    /// Counts an error; where it is one that nothing can be trusted after, nothing is served any more.
+    /// Counts an error of the disk; after all but those of reads nothing is served any more.
     fn go_on_after(&mut self, at: usize, error: Option<Broken>) {
         let Some(error) = error else { return };
-        self.count(error.name());
         if matches!(error, Broken::Read | Broken::Verify) || self.replicas[at].failed {
+            return self.count(error.name());
+        }
+        self.replicas[at].change(|state, disk| state.fail(disk, error.name().to_owned()));
+        self.look_at_failure(at, error);
+    }
+
+    /// Gives up what waits, and starts the replica again later, if it has failed just now.
+    fn look_at_failure(&mut self, at: usize, error: Broken) {
+        let replica = &mut self.replicas[at];
+        if replica.state.failure().is_none() || std::mem::replace(&mut replica.failed, true) {
             return;
         }
-        let replica = &mut self.replicas[at];
-        replica.failed = true;
         let (boot, restarts_after) = (replica.boot, replica.restarts_after.max(1));
+        self.count(error.name());
         self.give_up_waiting(at, Errno::IO);
         self.after(restarts_after, Occurrence::Mend(Mend::Failed(at, boot)));
     }
 
     /// Answers everything that waits for a page with an error.
     fn give_up_waiting(&mut self, at: usize, errno: Errno) {
-        let replica = &mut self.replicas[at];
-        let marks = std::mem::take(&mut replica.marks);
-        let waiting = std::mem::take(&mut replica.waiting);
-        let marks = marks.into_iter().map(|(conn, number, _)| (conn, number));
-        for (conn, number) in marks.chain(waiting.into_iter().map(|op| (op.conn, op.number))) {
+        while let Some(waiter) = self.replicas[at].waiting.give_up() {
+            let (conn, number) = match waiter {
+                Waiter::Modification(op) => (op.conn, op.number),
+                Waiter::Mark(mark) => mark,
+            };
             self.answer(conn, number, Answer::Error(errno));
         }
     }
 
     fn control(&mut self, at: usize, op: Op) {
-        let Some((generation, _)) = self.conns.get(&op.conn).and_then(|conn| conn.place) else { return };
+        let Some(Place { generation, .. }) = self.replicas[at].admission.place(op.conn) else { return };
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::OldProposals);
         let replica = &mut self.replicas[at];
-        let writes_state =
-            matches!(op.ask, Ask::Propose(..) | Ask::Commit(_) | Ask::CopyBegin { .. } | Ask::CopyEnd);
-        let breaks = writes_state && replica.takes_error(Broken::State);
-        if breaks && replica.rng.bool() {
-            self.answer(op.conn, op.number, Answer::Error(Errno::IO));
-            return self.go_on_after(at, Some(Broken::State));
-        }
         let answer = match &op.ask {
-            Ask::Propose(view, basis) => match replica.propose(generation, *view, basis) {
-                Err(Errno::NOT_PERMITTED) if sabotaged => Ok(()),
-                answer => answer,
-            },
-            Ask::Commit(view) => replica.commit(generation, *view),
-            Ask::Mark(mark) => match replica.mark(mark) {
+            Ask::Propose(view, basis) => {
+                match replica.change(|state, disk| state.propose(disk, generation, *view, basis)) {
+                    Err(Errno::NOT_PERMITTED) if sabotaged => Ok(()),
+                    answer => answer,
+                }
+            }
+            Ask::Commit(view) => replica.change(|state, disk| state.commit(disk, generation, *view)),
+            Ask::Mark(mark) => match replica.change(|state, disk| state.mark(disk, mark)) {
                 Ok(None) => Ok(()),
                 Ok(Some(ticket)) => {
-                    replica.marks.push((op.conn, op.number, ticket));
+                    replica.waiting.add_mark((op.conn, op.number), ticket);
                     return self.write_pages(at);
                 }
                 Err(errno) => Err(errno),
@@ -228,16 +247,22 @@ impl World {
                 let (has, file) = (replica.durable.has_snapshot, Rc::new(replica.files.snapshot.clone()));
                 return self.answer(op.conn, op.number, Answer::Layers(has, file));
             }
-            Ask::CopyBegin { has_snapshot } => replica.copy_begin(*has_snapshot),
+            Ask::HeadExtents(from_bytes) => {
+                let page = replica.head_extents(*from_bytes);
+                return self.answer(op.conn, op.number, Answer::Extents(page));
+            }
+            Ask::CopyBegin { has_snapshot } => {
+                replica.write_document(|replica| replica.copy_begin(*has_snapshot))
+            }
             Ask::CopySnapshot(file) => {
                 replica.files.snapshot = (**file).clone();
                 replica.remap();
                 Ok(())
             }
-            Ask::CopyEnd => {
+            Ask::CopyEnd => replica.write_document(|replica| {
                 replica.durable.rebuilding = false;
                 Ok(())
-            }
+            }),
             Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),
             Ask::Regions(query) => {
                 let page = replica.regions(query);
@@ -245,21 +270,16 @@ impl World {
             }
             _ => Ok(()),
         };
-        // It is stored, and yet the last step of that has failed.
-        let answer = if breaks { Err(Errno::IO) } else { answer };
+        self.look_at_failure(at, Broken::State);
         self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
-        self.go_on_after(at, Some(Broken::State).filter(|_| breaks));
     }
 
     fn write_pages(&mut self, at: usize) {
-        if self.replicas[at].failed {
-            return;
-        }
         let lazy = self.replicas[at].rng.bool();
         loop {
             let number = self.fresh();
             let replica = &mut self.replicas[at];
-            let Some(write) = replica.keeper.begin_write(lazy) else { return };
+            let Some(write) = replica.waiting.next_write(&mut replica.state, lazy) else { return };
             let (slot, key, page, bytes) = (write.slot, write.key, write.page, write.bytes.to_vec());
             replica.pages.insert(number, (slot, Some(key), page, bytes));
             let boot = replica.boot;
@@ -279,32 +299,37 @@ impl World {
         let has_no_space = key.is_some() && replica.full_for_pages;
         if let Some(key) = key.filter(|_| !has_no_space) {
             let written = if breaks { replica.rng.usize(0..PAGE_BYTES / 512) * 512 } else { bytes.len() };
-            replica.write_page(key, page, &bytes[..written]);
+            replica.durable.write_page(key, page, &bytes[..written]);
         }
-        replica.keeper.end_write(slot, !breaks && !has_no_space);
-        if breaks {
-            return self.go_on_after(at, Some(Broken::Page));
+        let outcome = match (breaks, has_no_space) {
+            (true, _) => Err(Errno::IO),
+            (_, true) => Err(Errno::NO_SPACE),
+            _ => Ok(()),
+        };
+        match replica.waiting.page_ended(&mut replica.state, slot, outcome) {
+            PageEnd::Written => self.go_on_waiting(at),
+            PageEnd::Again => {}
+            PageEnd::NoSpace(errno) => {
+                self.count("error: no space for a page");
+                self.give_up_waiting(at, errno);
+            }
+            PageEnd::Failed(_) => self.go_on_after(at, Some(Broken::Page)),
         }
-        if has_no_space {
-            self.count("error: no space for a page");
-            return self.give_up_waiting(at, Errno::NO_SPACE);
-        }
-        self.go_on_waiting(at);
+        self.settle(at);
     }
 
     /// Looks again at what waits for pages.
     fn go_on_waiting(&mut self, at: usize) {
-        let replica = &mut self.replicas[at];
-        let (done, rest): (Vec<_>, Vec<_>) = std::mem::take(&mut replica.marks)
-            .into_iter()
-            .partition(|(.., ticket)| replica.keeper.is_durable(ticket));
-        replica.marks = rest;
-        let waiting = std::mem::take(&mut replica.waiting);
-        for (conn, number, _) in done {
-            self.answer(conn, number, Answer::Done);
-        }
-        for op in waiting {
+        let mut again = Vec::new();
+        self.replicas[at].waiting.take_modifications(&mut again);
+        for op in again {
             self.execute(at, op);
+        }
+        let replica = &mut self.replicas[at];
+        let durable = std::iter::from_fn(|| replica.waiting.next_durable_mark(replica.state.keeper()));
+        let marks: Vec<(ConnId, u64)> = durable.collect();
+        for (conn, number) in marks {
+            self.answer(conn, number, Answer::Done);
         }
         self.write_pages(at);
     }
@@ -320,7 +345,7 @@ impl World {
         }
         if size_bytes > replica.size_bytes {
             replica.size_bytes = size_bytes;
-            let grown = replica.keeper.grown(Regions::of(size_bytes));
+            let grown = replica.state.keeper().grown(Regions::of(size_bytes));
             let files: Vec<_> = grown.files().collect();
             let done = if is_cut_off { left.min(files.len()) } else { files.len() };
             replica.durable.sets.extend(files.into_iter().take(done));
@@ -333,7 +358,8 @@ impl World {
                 self.kill_replica(at, false, 0, &mut rng);
                 return;
             }
-            replica.keeper.grow(grown);
+            replica.state.keeper_mut().grow(grown);
+            replica.waiting.grown();
             replica.map.grow(size_bytes);
             self.note(|| format!("replica {at} has {size_bytes} bytes now"));
         }
@@ -368,18 +394,20 @@ impl World {
             let Some(key) = key else { continue };
             match rng.u8(0..3) {
                 0 => {}
-                1 => replica.write_page(key, page, &bytes),
-                _ => replica.write_page(key, page, &bytes[..rng.usize(0..PAGE_BYTES / 512) * 512]),
+                1 => replica.durable.write_page(key, page, &bytes),
+                _ => replica.durable.write_page(key, page, &bytes[..rng.usize(0..PAGE_BYTES / 512) * 512]),
             }
         }
-        replica.waiting.clear();
-        replica.marks.clear();
-        replica.candidates.clear();
+        replica.waiting = Waiting::default();
+        let admission = std::mem::take(&mut replica.admission);
         if power {
             replica.files.head.lose_power(rng);
             replica.durable.power_was_lost = true;
         }
-        for conn in std::mem::take(&mut replica.conns) {
+        let mut open: Vec<ConnId> = admission.connections().collect();
+        open.extend(admission.candidates().map(|(conn, _)| *conn));
+        open.retain(|conn| self.is_open_at_replica(*conn));
+        for conn in open {
             if rng.bool() {
                 self.lose_suffix(conn, rng);
             }

@@ -1,0 +1,81 @@
+//! Accounts of missed regions that replicas keep in vain: they are looked at at every greeting, and forgotten.
+
+use shorthorn_types::{MarkRegions, Members, ReplicaId, ReplicaReport, View};
+use shorthorn_views::{accounts_to_forget, lacks_room};
+use shorthorn_wire::Welcome;
+
+use crate::link::Link;
+use crate::serving::{Address, Peer, ServingEngine, members};
+
+/// Has a replica forget the accounts of `gone`.
+pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), L::Error> {
+    for replica in gone.iter() {
+        link.mark(&MarkRegions::forget(replica)).await?;
+    }
+    Ok(())
+}
+
+/// Has a replica that is to store `target` forget accounts that it keeps in vain, if it has no room for more: it could not
+/// store any view that leaves a member out, ever again. `honoured` is the view that the start honours.
+pub(crate) async fn make_room<L: Link>(
+    link: &mut L,
+    (me, welcome): (ReplicaId, &Welcome),
+    wanted: &Members,
+    target: &View,
+    honoured: &ReplicaReport,
+) -> Result<(), L::Error> {
+    let known = || welcome.report.views().chain(honoured.views());
+    if !lacks_room(me, &welcome.tracks, target, known()) {
+        return Ok(());
+    }
+    forget(link, &accounts_to_forget(&welcome.tracks, wanted, known().chain([target]))).await
+}
+
+/// Has a replica that was greeted over a new control connection forget the accounts that it keeps in vain. Nobody begins one
+/// on it meanwhile: that takes its control connection, which the caller holds, or comes with a view, and then the replica
+/// is in a view.
+///
+/// # Errors
+/// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next greeting tries
+/// again.
+pub async fn forget_in_vain<E: ServingEngine>(
+    engine: &E,
+    link: &mut impl Link<Error = E::Error>,
+    welcome: &Welcome,
+) -> Result<(), E::Error> {
+    if welcome.tracks.is_empty() {
+        return Ok(());
+    }
+    let Some(view) = engine.look(|core| core.membership().view()) else { return Ok(()) };
+    let pending = engine.pending_view();
+    let honoured = pending.iter().flat_map(|pending| pending.honoured.views());
+    let proposed = pending.iter().map(|pending| &pending.view);
+    let views = welcome.report.views().chain([&view]).chain(honoured).chain(proposed);
+    forget(link, &accounts_to_forget(&welcome.tracks, &wanted(engine), views)).await
+}
+
+/// The replicas that the volume is to have.
+fn wanted(engine: &impl ServingEngine) -> Members {
+    // There are no more replicas than a set can have: that was checked when the list came.
+    Members::new(engine.peers().into_iter().map(|(_, peer)| peer.replica)).unwrap_or_default()
+}
+
+/// Has the members forget the account of a replica that the volume no longer has: by greeting each of them, after it has
+/// learned the view without the replica. Returns the members that did not do it: they keep the account in vain until they
+/// are greeted again.
+pub async fn give_up<E: ServingEngine>(engine: &E) -> Vec<(ReplicaId, E::Error)> {
+    let mut failed = Vec::new();
+    let Some(view) = engine.look(|core| core.membership().view()) else { return failed };
+    let known = ReplicaReport { committed: view, proposed: Vec::new() };
+    for (peer, Peer { replica, .. }) in members(engine).unwrap_or_default() {
+        let member = Address { peer, replica };
+        let asked = match engine.line(member).commit(view, &known).await {
+            Ok(()) => engine.open_line(member).await.map(drop),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = asked {
+            failed.push((replica, error));
+        }
+    }
+    failed
+}

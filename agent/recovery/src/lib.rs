@@ -1,0 +1,29 @@
+//! The order of steps in which an engine opens a volume ([`open`]), brings a replica back that is not in the view
+//! ([`rebuild`]), expands the replicas ([`grow_replicas`]) and gives a replica up ([`give_up`]).
+//!
+//! The steps are async functions over traits: the engine process brings blocking connections and threads, the simulation
+//! brings its own. So both run the same order of the same questions, and the same decisions about the answers. Nothing in
+//! here knows a clock, a socket or a thread.
+//!
+//! - [`Link`]: a connection to one replica that has taken this engine.
+//! - [`OpeningEngine`]: the process while it opens the volume.
+//! - [`ServingEngine`]: the process while it serves.
+//! - [`Courier`]: the task that brings one replica back.
+#![forbid(unsafe_code)]
+#![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
+
+mod accounts;
+mod grow;
+mod link;
+mod open;
+mod rebuild;
+mod serving;
+
+pub use accounts::{forget_in_vain, give_up};
+pub use grow::{NotGrown, grow_replicas};
+pub use link::{Link, LinkError, Misfit, fit, regions};
+pub use open::{
+    Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
+};
+pub use rebuild::{Courier, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
+pub use serving::{Address, Peer, PendingView, ServingEngine, members};

@@ -1,0 +1,115 @@
+//! A connection to one replica, and the steps that are a few questions in a row over one.
+
+use shorthorn_types::{Generation, MarkRegions, RegionSet, Regions, RegionsOf, ReplicaReport, View};
+use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
+
+/// Why a replica has not done as it was asked.
+pub trait LinkError: std::fmt::Display {
+    /// The generation of the newer engine that holds the replica, if that is the reason.
+    fn deposed_by(&self) -> Option<Generation>;
+
+    /// Whether the replica has answered, and refuses. The connection is as good as before.
+    fn is_refusal(&self) -> bool;
+}
+
+/// A connection to a replica that has taken this engine. Each function is one request and its answer.
+pub trait Link {
+    /// Why a request has failed.
+    type Error: LinkError;
+
+    /// Has the replica store a proposed view.
+    async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), Self::Error>;
+
+    /// Has the replica mark a view as committed.
+    async fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), Self::Error>;
+
+    /// Has the replica grow, durably, to `size_bytes`.
+    async fn expand(&mut self, size_bytes: u64) -> Result<(), Self::Error>;
+
+    /// A page of one of the replica's sets of regions.
+    async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Self::Error>;
+
+    /// Changes one of the replica's sets of regions.
+    async fn mark(&mut self, change: &MarkRegions) -> Result<(), Self::Error>;
+
+    /// The layers of the replica.
+    async fn layers(&mut self) -> Result<LayerList, Self::Error>;
+
+    /// A page of the extents in which a layer has data.
+    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, Self::Error>;
+
+    /// Makes the replica a copy of one with these layers, or continues that.
+    async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, Self::Error>;
+
+    /// The whole replica is a copy: it no longer counts as being rebuilt.
+    async fn copy_end(&mut self) -> Result<(), Self::Error>;
+}
+
+/// One of the replica's sets in a volume that is divided into `regions`, and the stamp that is kept with it; none if the
+/// replica does not keep that set.
+///
+/// # Errors
+/// A question has failed.
+pub async fn regions<L: Link>(
+    link: &mut L,
+    of: RegionsOf,
+    regions: Regions,
+) -> Result<Option<(RegionSet, u32)>, L::Error> {
+    let (mut set, size_bytes) = (RegionSet::empty(regions.count()), regions.size_bytes());
+    let mut stamp = 0;
+    let mut from = Some(0);
+    while let Some(next) = from {
+        let page = link.regions_page(RegionsQuery { of, from: next, size_bytes }).await?;
+        if !page.kept {
+            return Ok(None);
+        }
+        for (start, count) in page.runs {
+            set.insert_run(start..start.saturating_add(count));
+        }
+        stamp = stamp.max(page.stamp);
+        from = page.next.filter(|later| *later > next);
+    }
+    Ok(Some((set, stamp)))
+}
+
+/// As [`regions`], without the stamp. A set that is not kept counts as full: nobody knows which regions are not in it.
+pub(crate) async fn regions_or_all<L: Link>(
+    link: &mut L,
+    of: RegionsOf,
+    divided: Regions,
+) -> Result<RegionSet, L::Error> {
+    let set = regions(link, of, divided).await?;
+    Ok(set.map_or_else(|| RegionSet::full(divided.count()), |(set, _)| set))
+}
+
+/// Why a replica does not have the size of the volume.
+#[derive(Debug)]
+pub enum Misfit<E> {
+    /// It is larger: this engine has not learned of an expansion yet.
+    TooLarge {
+        /// Size of the replica.
+        has_bytes: u64,
+    },
+    /// It could not be asked to grow, or has not grown.
+    NotGrown(E),
+}
+
+/// Gives a replica that has just welcomed the engine the size of the volume. It was away while the volume has grown, or the
+/// volume was not attached then.
+///
+/// # Errors
+/// [`Misfit`]; the replica must not be used.
+pub async fn fit<L: Link>(
+    link: &mut L,
+    welcome: &mut Welcome,
+    size_bytes: u64,
+) -> Result<(), Misfit<L::Error>> {
+    if welcome.size_bytes > size_bytes {
+        return Err(Misfit::TooLarge { has_bytes: welcome.size_bytes });
+    }
+    if welcome.size_bytes < size_bytes {
+        link.expand(size_bytes).await.map_err(Misfit::NotGrown)?;
+        welcome.size_bytes = size_bytes;
+    }
+    Ok(())
+}

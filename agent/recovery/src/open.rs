@@ -1,0 +1,339 @@
+//! Opening a volume: fence the replicas, plan the first view, bring it through, learn what has to be copied.
+
+use shorthorn_types::{
+    Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
+};
+use shorthorn_views::{
+    Account, Change, Combined, Kept, NoPlan, Plan, Progress, Witness, accounts_to_forget, combine, plan,
+};
+use shorthorn_wire::Welcome;
+
+use crate::accounts::{forget, make_room};
+use crate::link::{Link, LinkError, regions, regions_or_all};
+
+/// The volume as one attempt to open it knows it. It stays the same until the attempt has ended.
+#[derive(Clone, Debug)]
+pub struct Volume {
+    /// The generation of the attempt.
+    pub generation: Generation,
+    /// The replicas that the volume is to have, in the order of their numbers.
+    pub replicas: Vec<ReplicaId>,
+    /// Its size.
+    pub size_bytes: u64,
+    /// The newest grant of the arbiter that is known.
+    pub granted: Option<View>,
+    /// How long members that do not answer are waited for when the others are enough.
+    pub missing_limit_ms: u64,
+    /// The same if the others have lost writes that a user counts on: one of the missing may have kept them.
+    pub keeper_limit_ms: u64,
+}
+
+/// A replica that answers, fenced.
+#[derive(Debug)]
+pub struct Reached<L> {
+    /// Its id.
+    pub replica: ReplicaId,
+    /// The connection of queue 0.
+    pub link: L,
+    /// Its answer.
+    pub welcome: Welcome,
+}
+
+/// The first view of this engine, as it is proposed.
+#[derive(Clone, Debug)]
+pub struct Proposal {
+    /// The view.
+    pub view: View,
+    /// The views that it honours.
+    pub honoured: ReplicaReport,
+    /// See [`Volume::replicas`].
+    pub replicas: Vec<ReplicaId>,
+    /// See [`Volume::size_bytes`].
+    pub size_bytes: u64,
+}
+
+impl Proposal {
+    /// The replicas that the volume is to have. There are no more than a set can have: that was checked when the list came.
+    fn wanted(&self) -> Members {
+        Members::new(self.replicas.iter().copied()).unwrap_or_default()
+    }
+}
+
+/// A volume that may be served: its first view is through.
+#[derive(Debug)]
+pub struct Opened<C> {
+    /// The first view.
+    pub view: View,
+    /// The newest view of earlier engines that is known to be through.
+    pub last_view: View,
+    /// The connections to the members.
+    pub connections: C,
+    /// The regions in which the members may differ.
+    pub dirty: RegionSet,
+    /// For every replica: the regions that it has missed, as far as the members know.
+    pub missed: Vec<RegionSet>,
+    /// For every replica: whether that is all that it has missed.
+    pub is_missed_complete: Vec<bool>,
+    /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
+    pub stamp: u32,
+    /// For every replica that is no member: the newest stamp that it was sent.
+    pub missed_stamps: Vec<u32>,
+}
+
+/// Why an attempt did not open the volume.
+#[derive(Debug)]
+pub enum NotOpen<S> {
+    /// Nothing was proposed: the next attempt may have the same generation.
+    Waiting(String),
+    /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer generation, because a
+    /// view's number never stands for two sets.
+    Torn(String),
+    /// A newer engine holds a replica.
+    Deposed(Generation),
+    /// The process has to end, or cannot go on.
+    Stopped(S),
+}
+
+/// The next thing that happens to an engine that waits for a grant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grant {
+    /// The arbiter says that it has granted this view.
+    Told(View),
+    /// A replica that had not answered does.
+    Back(ReplicaId),
+    /// Nothing yet.
+    Nothing,
+}
+
+/// The process while it opens the volume. The functions that take several replicas ask them at once.
+pub trait OpeningEngine {
+    /// A connection to a replica.
+    type Link: Link;
+    /// The connections of all queues to the members.
+    type Connections;
+    /// Why the process ends.
+    type Stop;
+
+    /// Greets every replica, which fences it, and gives it the size of the volume ([`crate::fit`]). Those that do not answer
+    /// in time, refuse, or are too large are left out.
+    async fn reach(&mut self) -> Result<Vec<Reached<Self::Link>>, NotOpen<Self::Stop>>;
+
+    /// Learns how the attempt is to go on; shows it.
+    fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>);
+
+    /// How long the volume is being opened by now, over all attempts.
+    fn waited_ms(&self) -> u64;
+
+    /// Whether a user of the device may count on writes that were not flushed, and has not been told that they may be gone.
+    fn has_user(&self) -> bool;
+
+    /// Begins to ask the arbiter for the view of `change`, which `stored` are to store.
+    fn ask_arbiter(&mut self, change: &Change, stored: Members);
+
+    /// Waits for the next thing that happens, for a moment, and keeps the connections alive.
+    async fn next_grant(&mut self, reached: &mut [Reached<Self::Link>])
+    -> Result<Grant, NotOpen<Self::Stop>>;
+
+    /// Asks the arbiter no more.
+    fn ask_no_more(&mut self);
+
+    /// Notes durably that writes may be gone, if [`OpeningEngine::has_user`].
+    fn note_lost_writes(&mut self) -> Result<(), Self::Stop>;
+
+    /// Calls [`propose_to`] for every replica.
+    async fn propose(
+        &mut self,
+        to: Vec<Reached<Self::Link>>,
+        proposal: &Proposal,
+    ) -> Vec<(Reached<Self::Link>, Result<Option<Kept>, <Self::Link as Link>::Error>)>;
+
+    /// Calls [`conclude`] for every replica, and connects all queues to the members.
+    async fn connect(
+        &mut self,
+        reached: Vec<Reached<Self::Link>>,
+        proposal: &Proposal,
+    ) -> Result<Self::Connections, NotOpen<Self::Stop>>;
+}
+
+/// One attempt to open the volume.
+///
+/// # Errors
+/// [`NotOpen`] says how to go on.
+pub async fn open<E: OpeningEngine>(
+    engine: &mut E,
+    volume: &Volume,
+) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
+    let mut reached = engine.reach().await?;
+    let plan = plan_view(engine, volume, &reached)?;
+    let view = View { id: ViewId { generation: volume.generation, number: 1 }, members: plan.members };
+    let mut change = Change::new(plan.basis.honoured, view);
+    let asked = reached.iter().map(|one| one.replica).filter(|id| !plan.blank.contains(*id));
+    let stored = Members::new(asked).unwrap_or_default(); // there are no more replicas than a set can have
+    if change.would_need_grant(&stored) {
+        // Nothing is proposed before: a view that one half has stored and that is never granted would stand in the way of
+        // the other half for ever.
+        engine.ask_arbiter(&change, stored);
+        let granted = await_grant(engine, &change, &mut reached).await;
+        engine.ask_no_more();
+        granted?;
+        change.granted();
+    }
+    if plan.lost_writes {
+        // Before anything is proposed: the proposal makes the members look as if nothing had happened.
+        engine.note_lost_writes().map_err(NotOpen::Stopped)?;
+    }
+    // Such a replica would learn the views by the proposal, and pass for one that has kept its data.
+    reached.retain(|one| !plan.blank.contains(one.replica));
+    bring_through(engine, volume, change, reached).await
+}
+
+/// The plan for the first view, unless a member has to be waited for: a replica that is left out has to be rebuilt later.
+fn plan_view<E: OpeningEngine>(
+    engine: &mut E,
+    volume: &Volume,
+    reached: &[Reached<E::Link>],
+) -> Result<Plan, NotOpen<E::Stop>> {
+    let witnesses: Vec<Witness> = reached.iter().map(witness).collect();
+    let plan = plan(&witnesses, volume.granted);
+    engine.planned(&witnesses, plan.as_ref());
+    let plan = plan.map_err(|none| NotOpen::Waiting(with_unfit(&none)))?;
+    let answers = |id| reached.iter().any(|one| one.replica == id);
+    let silent = plan.basis.holders.filter(|id| !answers(id));
+    let loses = plan.lost_writes && engine.has_user();
+    let limit_ms = if loses { volume.keeper_limit_ms } else { volume.missing_limit_ms };
+    if !silent.is_empty() && engine.waited_ms() <= limit_ms {
+        let why = if loses { ", and the others have lost what was not flushed" } else { "" };
+        return Err(NotOpen::Waiting(format!("{silent} of the view do not answer{why}")));
+    }
+    Ok(plan)
+}
+
+fn witness<L>(one: &Reached<L>) -> Witness {
+    Witness {
+        replica: one.replica,
+        report: one.welcome.report.clone(),
+        rebuilding: one.welcome.rebuilding,
+        lost_cache: one.welcome.lost_cache,
+        stamp: one.welcome.stamp,
+    }
+}
+
+fn with_unfit(none: &NoPlan) -> String {
+    let others: String = none.unfit.iter().map(|(replica, why)| format!("; {replica}: {why}")).collect();
+    format!("{}{others}", none.cannot)
+}
+
+/// Waits until the arbiter has granted the view of `change`.
+///
+/// If another replica is back, or another view was granted, the start begins again with the next generation: a grant that
+/// comes late is for the view that was asked for, and never for another of its number.
+async fn await_grant<E: OpeningEngine>(
+    engine: &mut E,
+    change: &Change,
+    reached: &mut [Reached<E::Link>],
+) -> Result<(), NotOpen<E::Stop>> {
+    loop {
+        match engine.next_grant(reached).await? {
+            Grant::Told(view) if view == change.target => return Ok(()),
+            Grant::Told(view) if view.id > change.honoured.committed.id => {
+                return Err(NotOpen::Torn(format!(
+                    "the arbiter has granted view {view}, which this start does not honour"
+                )));
+            }
+            Grant::Back(replica) => return Err(NotOpen::Torn(format!("{replica} is back"))),
+            Grant::Told(_) | Grant::Nothing => {}
+        }
+    }
+}
+
+/// Has the replicas store the view; if it is through, and every member has said which sets of regions it keeps, marks it
+/// as committed and connects the queues.
+async fn bring_through<E: OpeningEngine>(
+    engine: &mut E,
+    volume: &Volume,
+    mut change: Change,
+    reached: Vec<Reached<E::Link>>,
+) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
+    let (view, honoured) = (change.target, change.honoured.clone());
+    let replicas = volume.replicas.clone();
+    let proposal = Proposal { view, honoured, replicas, size_bytes: volume.size_bytes };
+    let (mut kept, mut stored, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+    let mut deposed_by = None;
+    for (one, answer) in engine.propose(reached, &proposal).await {
+        match answer {
+            Ok(sets) => {
+                change.stored(one.replica);
+                kept.extend(sets);
+                stored.push(one);
+            }
+            Err(error) => {
+                deposed_by = deposed_by.max(error.deposed_by());
+                refused.push(format!("{}: {error}", one.replica));
+            }
+        }
+    }
+    if let Some(holder) = deposed_by {
+        return Err(NotOpen::Deposed(holder));
+    }
+    if change.progress() != Progress::Through || kept.len() != view.members.len() {
+        return Err(NotOpen::Torn(format!("view {view} is not through: {}", refused.join("; "))));
+    }
+    let combined = combine(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
+    let stamp = combined.first_stamp(stored.iter().map(|one| one.welcome.stamp));
+    let Combined { dirty, missed, stamps, is_complete, .. } = combined;
+    let connections = engine.connect(stored, &proposal).await?;
+    let last_view = proposal.honoured.committed;
+    Ok(Opened {
+        view,
+        last_view,
+        connections,
+        dirty,
+        missed,
+        is_missed_complete: is_complete,
+        stamp,
+        missed_stamps: stamps,
+    })
+}
+
+/// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may begin some by
+/// storing it.
+///
+/// # Errors
+/// The replica has not stored it, or has not said which sets it keeps.
+pub async fn propose_to<L: Link>(
+    one: &mut Reached<L>,
+    proposal: &Proposal,
+) -> Result<Option<Kept>, L::Error> {
+    let Reached { replica, link, welcome } = one;
+    let Proposal { view, honoured, .. } = proposal;
+    make_room(link, (*replica, welcome), &proposal.wanted(), view, honoured).await?;
+    link.propose(*view, honoured).await?;
+    if !view.members.contains(*replica) {
+        return Ok(None);
+    }
+    let divided = Regions::of(proposal.size_bytes);
+    let intent = regions_or_all(link, RegionsOf::Intent, divided).await?;
+    let mut missed = Vec::with_capacity(proposal.replicas.len());
+    for other in &proposal.replicas {
+        missed.push(if view.members.contains(*other) {
+            None
+        } else {
+            let account = regions(link, RegionsOf::Missed(*other), divided).await?;
+            account.map(|(missed, stamp)| Account { missed, stamp })
+        });
+    }
+    Ok(Some(Kept { intent, stamp: welcome.stamp, missed }))
+}
+
+/// The view is through: has one replica that has stored it mark it as committed, and forget the accounts that it keeps in
+/// vain.
+///
+/// # Errors
+/// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and accounts stay until then.
+pub async fn conclude<L: Link>(one: &mut Reached<L>, proposal: &Proposal) -> Result<(), L::Error> {
+    let Reached { link, welcome, .. } = one;
+    link.commit(proposal.view, &proposal.honoured).await?;
+    // It knows no other view now.
+    let gone = accounts_to_forget(&welcome.tracks, &proposal.wanted(), [&proposal.view]);
+    forget(link, &gone).await
+}

@@ -1,0 +1,565 @@
+//! One attempt to bring a replica back that is not in the view: find out what it lacks, make it a copy if it is not what it
+//! was, and give it to the core, which brings the rest.
+
+use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
+use shorthorn_types::{
+    ByteRange, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
+    ReplicaReport, is_current,
+};
+use shorthorn_views::remembers;
+use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
+
+use crate::link::{Link, LinkError, regions_or_all};
+use crate::serving::{Address, Peer, ServingEngine, members};
+
+/// How often the end of a copy is told again, if that fails.
+const COPY_END_TRIES: u32 = 5;
+/// How often a copy is sent a stamp, if the core sends newer ones meanwhile.
+const STAMP_TRIES: u32 = 5;
+
+/// Why an attempt did not bring the replica back.
+#[derive(Debug)]
+pub enum Trouble<E> {
+    /// The replica was given up, or the process ends.
+    Ended,
+    /// Something else has to happen first; it is looked at again soon.
+    NotYet(&'static str),
+    /// A request has failed.
+    Failed {
+        /// The purpose of the request.
+        doing: &'static str,
+        /// Why.
+        error: E,
+    },
+}
+
+impl<E> Trouble<E> {
+    /// For `map_err`: a request with this purpose has failed.
+    pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
+        move |error| Trouble::Failed { doing, error }
+    }
+}
+
+/// Why a copy has to be made again.
+pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
+
+/// A member that is read to make a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The member.
+    pub address: Address,
+    losses: u64,
+}
+
+impl Source {
+    /// Whether it has been a member all the time until now. Else it may itself have been made anew before it was read: nothing
+    /// that was read from it counts.
+    #[must_use]
+    pub fn has_stayed(&self, core: &EngineCore) -> bool {
+        core.membership().losses_of_member(self.address.peer) == Some(self.losses)
+    }
+}
+
+/// The task that brings one replica back. It is the only one that does so for this replica.
+pub trait Courier {
+    /// The engine that it belongs to.
+    type Engine: ServingEngine;
+
+    /// The engine.
+    fn engine(&self) -> &Self::Engine;
+
+    /// The number of its replica.
+    fn peer(&self) -> PeerIndex;
+
+    /// Whether it has to end. It is asked between the steps of something long.
+    fn has_to_end(&self) -> bool;
+
+    /// Copies the data of every snapshot layer of `source` to `target` that is not whole there yet. It ends the copy of a layer
+    /// only if the source [has stayed](Source::has_stayed), else it fails with [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to
+    /// wait for that.
+    async fn copy_snapshots(
+        &self,
+        target: Address,
+        source: Source,
+        layers: &LayerList,
+        state: &CopyState,
+    ) -> Result<(), Trouble<Error<Self>>>;
+
+    /// Opens a connection to `replica` for every queue and waits until the queues have them. Returns the size that it has at
+    /// least: the size of the volume before the first was opened.
+    async fn connect_queues(&self, replica: ReplicaId) -> Result<u64, Trouble<Error<Self>>>;
+
+    /// Learns that the replica's disk has not kept all that it had stored: it will be a copy.
+    fn is_restored(&self, kept: Option<u32>, sent: u32);
+
+    /// Learns that the core brings the rest. `is_copy`: the replica was made anew, else it has kept what it had.
+    fn is_joining(&self, missing_bytes: u64, is_copy: bool);
+}
+
+type Error<C> = <<C as Courier>::Engine as ServingEngine>::Error;
+
+/// The regions that a replica lacks that is about to join.
+struct Lack {
+    missing: RegionSet,
+    /// The division that `missing` counts in: the volume may grow meanwhile.
+    regions: Regions,
+    /// It was made anew.
+    is_copy: bool,
+}
+
+/// One attempt, from the first word to the core.
+///
+/// # Errors
+/// [`Trouble`]; the replica is not in the view, and the attempt can be made again.
+pub async fn rebuild<C: Courier>(courier: &C) -> Result<(), Trouble<Error<C>>> {
+    let (engine, me) = (courier.engine(), courier.peer());
+    let peer = engine.peer(me).ok_or(Trouble::Ended)?;
+    Attempt { courier, engine, me, replica: peer.replica }.run(&peer).await
+}
+
+/// One attempt. The replica may be given up at any time, and come back under another number.
+struct Attempt<'a, C: Courier> {
+    courier: &'a C,
+    engine: &'a C::Engine,
+    me: PeerIndex,
+    replica: ReplicaId,
+}
+
+impl<C: Courier> Attempt<'_, C> {
+    async fn run(&self, peer: &Peer) -> Result<(), Trouble<Error<C>>> {
+        if !self.engine.is_disconnected(self.me) {
+            return Err(Trouble::NotYet("its last connections are being closed"));
+        }
+        let opened = self.engine.open_line(self.address()).await;
+        let welcome = opened.map_err(Trouble::while_doing("connecting"))?;
+        let remembers = remembers(&welcome.report, peer.last_view) && !self.was_restored(peer, &welcome)?;
+        if remembers {
+            self.bring_views(&welcome.report).await?;
+        }
+        if self.engine.pending_view().is_some() {
+            return Err(Trouble::NotYet("the view is being changed"));
+        }
+        let lack = self.find_lack(peer, &welcome, remembers).await?;
+        self.keep_accounts(&welcome, lack.is_copy).await?;
+        let size_bytes = match self.courier.connect_queues(self.replica).await {
+            Ok(size_bytes) => size_bytes,
+            Err(trouble) => {
+                self.drop_queues("not every queue is connected to it");
+                return Err(trouble);
+            }
+        };
+        self.hand_to_core(lack, size_bytes).await
+    }
+
+    /// Looks at the core, if the number is still that of the replica.
+    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Result<R, Trouble<Error<C>>> {
+        let seen = self.engine.look(|core| self.is_known_to(core).then(|| at(core)));
+        seen.flatten().ok_or(Trouble::Ended)
+    }
+
+    /// Changes the core, if the number is still that of the replica.
+    fn decide<R>(
+        &self,
+        act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R,
+    ) -> Result<R, Trouble<Error<C>>> {
+        let decided = self.engine.decide(|core, outputs| self.is_known_to(core).then(|| act(core, outputs)));
+        decided.flatten().ok_or(Trouble::Ended)
+    }
+
+    fn is_known_to(&self, core: &EngineCore) -> bool {
+        core.membership().replica(self.me) == Some(self.replica)
+    }
+
+    fn line(&self) -> <C::Engine as ServingEngine>::Line<'_> {
+        self.engine.line(self.address())
+    }
+
+    fn address(&self) -> Address {
+        Address { peer: self.me, replica: self.replica }
+    }
+
+    /// Whether it lacks more than is counted, as its disk has not kept all that it had stored before it left.
+    fn was_restored(&self, peer: &Peer, welcome: &Welcome) -> Result<bool, Trouble<Error<C>>> {
+        let sent = self.look(|core| core.stamp_of(self.me))?;
+        let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
+        if is_restored {
+            self.courier.is_restored(welcome.stamp, sent);
+        }
+        Ok(is_restored)
+    }
+
+    /// Has the replica learn the current view, and store the one that is being brought through: if too few of the others are
+    /// left, that may be the one that is missing.
+    async fn bring_views(&self, report: &ReplicaReport) -> Result<(), Trouble<Error<C>>> {
+        let view = self.look(|core| core.membership().view())?;
+        if report.committed.id < view.id {
+            self.tell_view().await?;
+        }
+        if let Some(pending) = self.engine.pending_view() {
+            let proposed = self.line().propose(pending.view, &pending.honoured).await;
+            proposed.map_err(Trouble::while_doing("proposing a view"))?;
+            let stored = Event::ViewStored { peer: self.me, view: pending.view.id };
+            self.decide(|core, outputs| core.apply(stored, outputs))?;
+        }
+        Ok(())
+    }
+
+    /// Has it learn the current view.
+    async fn tell_view(&self) -> Result<(), Trouble<Error<C>>> {
+        let view = self.look(|core| core.membership().view())?;
+        let committed = ReplicaReport { committed: view, proposed: Vec::new() };
+        let told = self.line().commit(view, &committed).await;
+        told.map_err(Trouble::while_doing("telling it the view"))
+    }
+
+    /// It is not what it was. From now on its views say that it is no member, and nobody takes the regions that were counted
+    /// since it left for all that it lacks.
+    async fn depose(&self) -> Result<(), Trouble<Error<C>>> {
+        self.engine.set_complete(self.address(), false);
+        self.decide(|core, _| core.distrust(self.me))?;
+        for keeper in self.accountants()? {
+            let forgotten = self.engine.line(keeper).mark(&MarkRegions::forget(self.replica)).await;
+            forgotten.map_err(Trouble::while_doing("having a member forget what a replica missed"))?;
+        }
+        self.tell_view().await
+    }
+
+    /// What it lacks beside the regions that the core has counted. Makes it a copy of a member first, if it is not what it
+    /// was.
+    async fn find_lack(
+        &self,
+        peer: &Peer,
+        welcome: &Welcome,
+        remembers: bool,
+    ) -> Result<Lack, Trouble<Error<C>>> {
+        let source = self.source()?;
+        let theirs = self.engine.line(source.address).layers().await;
+        let theirs = theirs.map_err(Trouble::while_doing("asking a member for its layers"))?;
+        let mine = self.line().layers().await;
+        let mine = mine.map_err(Trouble::while_doing("asking for its layers"))?;
+        let is_what_it_was =
+            peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
+        let regions = self.engine.regions();
+        let mut missing = if is_what_it_was {
+            RegionSet::empty(regions.count())
+        } else {
+            self.make_copy(source, &theirs, remembers, regions).await?
+        };
+        // What it had not made durable may be gone, and what it alone was sent is in no member.
+        let intent = regions_or_all(&mut self.line(), RegionsOf::Intent, regions).await;
+        missing.insert_all(&intent.map_err(Trouble::while_doing("asking for its write intents"))?);
+        Ok(Lack { missing, regions, is_copy: !is_what_it_was })
+    }
+
+    /// The member that it is compared with, and copied from if need be: one on this host, if there is one.
+    fn source(&self) -> Result<Source, Trouble<Error<C>>> {
+        let members = members(self.engine).ok_or(Trouble::Ended)?;
+        let source = self.look(|core| {
+            members.into_iter().find_map(|(index, peer)| {
+                let losses = core.membership().losses_of_member(index)?;
+                Some(Source { address: Address { peer: index, replica: peer.replica }, losses })
+            })
+        })?;
+        source.ok_or(Trouble::NotYet("there is no member to copy from"))
+    }
+
+    /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns the regions in which the source
+    /// has data beside.
+    ///
+    /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt: so nobody takes an account that is not
+    /// yet whole for all that it lacks.
+    async fn make_copy(
+        &self,
+        source: Source,
+        layers: &LayerList,
+        remembers: bool,
+        regions: Regions,
+    ) -> Result<RegionSet, Trouble<Error<C>>> {
+        let begun = match self.line().copy_begin(layers).await {
+            // It remembers a view that it was in, although not the last one: it holds old data.
+            Err(error) if error.is_refusal() && !remembers => {
+                self.depose().await?;
+                self.line().copy_begin(layers).await
+            }
+            begun => begun,
+        };
+        let state = begun.map_err(Trouble::while_doing("beginning a copy"))?;
+        self.tell_view().await?;
+        self.courier.copy_snapshots(self.address(), source, layers, &state).await?;
+        // First they begin to count, then the source is looked at: a change meanwhile is in one or the other.
+        let accountants = self.accountants()?;
+        self.keep_missed(&accountants, self.replica, &RegionSet::empty(regions.count()), regions).await?;
+        let missing = self.find_data(source.address, layers, regions).await?;
+        self.keep_missed(&accountants, self.replica, &missing, regions).await?;
+        match self.look(|core| source.has_stayed(core))? {
+            true => Ok(missing),
+            false => Err(Trouble::NotYet(SOURCE_HAS_LEFT)),
+        }
+    }
+
+    /// The regions in which the head of the source has data; everything else it shares with the snapshots, which are there.
+    async fn find_data(
+        &self,
+        source: Address,
+        layers: &LayerList,
+        regions: Regions,
+    ) -> Result<RegionSet, Trouble<Error<C>>> {
+        let mut line = self.engine.line(source);
+        let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
+            let allocated = regions_or_all(&mut line, RegionsOf::Allocated, regions).await;
+            return allocated.map_err(Trouble::while_doing("asking a member where it has data"));
+        };
+        let layer = u32::try_from(head).unwrap_or(u32::MAX);
+        let mut data = RegionSet::empty(regions.count());
+        let mut from = Some(0);
+        while let Some(from_bytes) = from {
+            if self.courier.has_to_end() {
+                return Err(Trouble::Ended);
+            }
+            let page = line.extents(ExtentsQuery { layer, from_bytes }).await;
+            let page = page.map_err(Trouble::while_doing("asking a member where a layer has data"))?;
+            for Extent { offset_bytes, length_bytes } in page.extents {
+                if let Ok(range) = ByteRange::new(offset_bytes, length_bytes) {
+                    data.insert_run(regions.touched(range));
+                }
+            }
+            from = page.next_bytes.filter(|next| *next > from_bytes);
+        }
+        Ok(data)
+    }
+
+    /// From now on it counts the regions that the other absent ones miss, as the members do; if they do not know all of
+    /// these, it keeps no account. An account that it has kept from before it was away lacks what was missed meanwhile: if
+    /// it alone is left at the next start, that would pass for all.
+    async fn keep_accounts(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble<Error<C>>> {
+        let (engine, regions) = (self.engine, self.engine.regions());
+        let nothing = RegionSet::empty(regions.count());
+        for other in self.others(welcome)? {
+            let is_complete = engine.find(other).is_some_and(|(_, peer)| peer.is_complete);
+            // An account of a replica that was made anew says nothing of this volume.
+            if is_copy || !is_complete {
+                let forgotten = self.line().mark(&MarkRegions::forget(other)).await;
+                forgotten.map_err(Trouble::while_doing("having it forget what others have missed"))?;
+            }
+            if is_complete {
+                self.keep_missed(&[self.address()], other, &nothing, regions).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The replicas outside the view that it may keep an account of.
+    fn others(&self, welcome: &Welcome) -> Result<Vec<ReplicaId>, Trouble<Error<C>>> {
+        let view = self.look(|core| core.membership().view())?;
+        let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
+        // It may have begun these by storing a view in this attempt.
+        others.extend(welcome.report.views().flat_map(|view| view.members.iter()));
+        others.extend(self.engine.peers().into_iter().map(|(_, peer)| peer.replica));
+        others.sort_unstable();
+        others.dedup();
+        others.retain(|id| *id != self.replica && !view.members.contains(*id));
+        Ok(others)
+    }
+
+    /// The queues that have a connection give it up, else the next attempt would wait for its end.
+    fn drop_queues(&self, reason: &str) {
+        let (peer, reason) = (self.me, reason.to_owned());
+        self.engine.decide(|_, outputs| outputs.push(Output::Drop { peer, reason }));
+    }
+
+    /// The core takes over, if the replica, which has `size_bytes`, has followed every expansion that the core may be told
+    /// of without it.
+    async fn hand_to_core(&self, lack: Lack, size_bytes: u64) -> Result<(), Trouble<Error<C>>> {
+        let is_copy = lack.is_copy;
+        // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from the core.
+        let joined = self.decide(|core, outputs| {
+            if size_bytes < self.engine.size_bytes() {
+                return None;
+            }
+            let missing = Box::new(lack.missing.converted(lack.regions, core.regions()));
+            if is_copy {
+                core.is_in_copy(self.me);
+            }
+            core.apply(Event::Join { peer: self.me, missing }, outputs);
+            // With the regions that were counted while it was away. Told here, it is told before the end of even the shortest
+            // copy.
+            let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == self.me);
+            self.courier.is_joining(left.map_or(0, |(_, bytes)| bytes), is_copy);
+            Some(self.counting(core))
+        });
+        let count_now = match joined {
+            Ok(Some(count_now)) => count_now,
+            Ok(None) => {
+                self.drop_queues("it has not followed an expansion yet");
+                return Err(Trouble::NotYet("the volume is being expanded"));
+            }
+            Err(trouble) => {
+                self.drop_queues("it was given up");
+                return Err(trouble);
+            }
+        };
+        if !is_copy {
+            return Ok(());
+        }
+        let ended = self.complete_copy(&count_now).await;
+        let event = match &ended {
+            Ok(()) => Event::CopyEnded { peer: self.me },
+            // A member that counts as being rebuilt would be none at the next start.
+            Err(trouble) => Event::Lost { peer: self.me, reason: describe(trouble) },
+        };
+        if ended.is_ok() {
+            // From here on its absence costs the regions that it misses, no longer a copy.
+            self.engine.set_complete(self.address(), true);
+        }
+        self.decide(|core, outputs| core.apply(event, outputs))?;
+        ended
+    }
+
+    async fn complete_copy(&self, keepers: &[Address]) -> Result<(), Trouble<Error<C>>> {
+        self.complete_accounts(keepers).await?;
+        self.stamp().await?;
+        self.end_copy().await
+    }
+
+    /// Has `keepers` keep all that this one misses, which the core knows by now. Some of them may have begun to count later
+    /// than the source was looked at, or anew: so first they count, then the core is asked.
+    async fn complete_accounts(&self, keepers: &[Address]) -> Result<(), Trouble<Error<C>>> {
+        let (replica, regions) = (self.replica, self.engine.regions());
+        self.keep_missed(keepers, replica, &RegionSet::empty(regions.count()), regions).await?;
+        let (missed, regions) = self.look(|core| (core.missed(self.me).cloned(), core.regions()))?;
+        // If the core has none any more, the replica is a member.
+        match missed {
+            Some(missed) => self.keep_missed(keepers, replica, &missed, regions).await,
+            None => Ok(()),
+        }
+    }
+
+    /// It was made anew: no stamp that it was sent before counts. The core sends it stamps too, over another connection: it
+    /// must not be left with an older one.
+    async fn stamp(&self) -> Result<(), Trouble<Error<C>>> {
+        for _ in 0..STAMP_TRIES {
+            let stamp = self.look(EngineCore::stamp)?;
+            let sent = self.line().mark(&MarkRegions::stamp(stamp)).await;
+            sent.map_err(Trouble::while_doing("sending it a stamp"))?;
+            if self.look(EngineCore::stamp)? == stamp {
+                return Ok(());
+            }
+        }
+        Err(Trouble::NotYet("it is sent stamps all the time"))
+    }
+
+    /// It has everything that the members have, apart from the regions that they count as missed. Until it knows that it is
+    /// no member at the next start of an engine.
+    async fn end_copy(&self) -> Result<(), Trouble<Error<C>>> {
+        let mut tries = 0;
+        loop {
+            match self.line().copy_end().await {
+                Ok(()) => return Ok(()),
+                Err(error) if tries >= COPY_END_TRIES || self.engine.is_disconnected(self.me) => {
+                    return Err(Trouble::Failed { doing: "ending a copy", error });
+                }
+                Err(_) => tries += 1,
+            }
+        }
+    }
+
+    /// The replicas that have to count the regions that this one misses: the members, and those that are about to be.
+    fn accountants(&self) -> Result<Vec<Address>, Trouble<Error<C>>> {
+        self.look(|core| self.counting(core))
+    }
+
+    fn counting(&self, core: &EngineCore) -> Vec<Address> {
+        let membership = core.membership();
+        let counts = |index: PeerIndex| {
+            index != self.me && matches!(membership.state(index), PeerState::Member | PeerState::Joining)
+        };
+        let peers = self.engine.peers().into_iter().filter(|(index, _)| counts(*index));
+        peers.map(|(index, peer)| Address { peer: index, replica: peer.replica }).collect()
+    }
+
+    /// Has `keepers` count the regions that `replica` misses, and `missed`, which counts in `regions`, as a part of them.
+    async fn keep_missed(
+        &self,
+        keepers: &[Address],
+        replica: ReplicaId,
+        missed: &RegionSet,
+        regions: Regions,
+    ) -> Result<(), Trouble<Error<C>>> {
+        let found = self.engine.find(replica);
+        let stamp = found.map_or(Ok(0), |(index, _)| self.look(|core| core.stamp_of(index)))?;
+        for keeper in keepers {
+            for runs in pages(missed) {
+                let (of, size_bytes) = (RegionsOf::Missed(replica), regions.size_bytes());
+                let change = MarkRegions { of, action: MarkAction::Add, runs, stamp, size_bytes };
+                let marked = self.engine.line(*keeper).mark(&change).await;
+                marked.map_err(Trouble::while_doing("having a replica count what another one misses"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
+    match trouble {
+        Trouble::Ended => "it was given up".to_owned(),
+        Trouble::NotYet(why) => (*why).to_owned(),
+        Trouble::Failed { doing, error } => format!("{doing}: {error}"),
+    }
+}
+
+/// A set in pieces that fit a message; the empty set is one empty piece.
+fn pages(set: &RegionSet) -> impl Iterator<Item = Vec<(u32, u32)>> + '_ {
+    let mut runs = set.runs(0).map(|run| (run.start, run.end - run.start));
+    let mut first = true;
+    std::iter::from_fn(move || {
+        let page: Vec<_> = runs.by_ref().take(RUNS_PER_MARK_MAX).collect();
+        let more = std::mem::take(&mut first) || !page.is_empty();
+        more.then_some(page)
+    })
+}
+
+/// Whether two replicas have the same snapshots: they differ in their heads at most.
+fn have_same_snapshots(one: &LayerList, other: &LayerList) -> bool {
+    fn snapshots(list: &LayerList) -> impl Iterator<Item = (&str, u64)> {
+        let count = list.layers.len().saturating_sub(1);
+        list.layers.iter().take(count).map(|layer| (layer.image.as_str(), layer.size_bytes))
+    }
+    one.layers.len() == other.layers.len() && snapshots(one).eq(snapshots(other))
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_wire::WireLayer;
+
+    use super::*;
+
+    #[test]
+    fn sets_are_cut_into_messages() {
+        let mut set = RegionSet::empty(10_000);
+        for n in 0..1000 {
+            set.insert(n * 3);
+        }
+        let cut: Vec<_> = pages(&set).collect();
+        assert_eq!(cut.iter().map(Vec::len).collect::<Vec<_>>(), [800, 200]);
+        assert_eq!((cut[0][1], cut[1][0]), ((3, 1), (2400, 1)));
+        assert_eq!(
+            pages(&RegionSet::empty(10)).collect::<Vec<_>>(),
+            [vec![]],
+            "a set begins by an empty message"
+        );
+    }
+
+    #[test]
+    fn heads_may_differ_and_snapshots_not() {
+        let list = |images: &[&str]| LayerList {
+            layers: images
+                .iter()
+                .map(|image| WireLayer { image: (*image).to_owned(), meta: String::new(), size_bytes: 4096 })
+                .collect(),
+        };
+        assert!(have_same_snapshots(&list(&["a", "b", "head-1"]), &list(&["a", "b", "head-2"])));
+        assert!(!have_same_snapshots(&list(&["a", "head-1"]), &list(&["b", "head-1"])));
+        assert!(!have_same_snapshots(&list(&["a", "head-1"]), &list(&["head-1"])));
+        assert!(have_same_snapshots(&list(&["head-1"]), &list(&["head-1"])));
+    }
+}

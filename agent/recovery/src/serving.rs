@@ -1,0 +1,103 @@
+//! An engine that serves, as those see it who bring its replicas back.
+
+use shorthorn_core::{EngineCore, Outputs, PeerIndex};
+use shorthorn_types::{Regions, ReplicaId, ReplicaReport, View};
+use shorthorn_wire::Welcome;
+
+use crate::link::{Link, LinkError};
+
+/// The knowledge of one replica that is kept beside the core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Its id.
+    pub replica: ReplicaId,
+    /// Whether it is on the host of the engine.
+    pub is_local: bool,
+    /// Whether members and core know all that it has missed.
+    pub is_complete: bool,
+    /// The last view of this engine that it was in: it has stored that.
+    pub last_view: Option<View>,
+}
+
+/// A replica by its number and its id: after the volume has given it up, another one may get its number, or it may come back
+/// under another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// Its number.
+    pub peer: PeerIndex,
+    /// Its id.
+    pub replica: ReplicaId,
+}
+
+/// A view that was proposed and is not through.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingView {
+    /// The view.
+    pub view: View,
+    /// The views that it honours.
+    pub honoured: ReplicaReport,
+}
+
+/// The process while it serves. It gives the number of a replica that was given up to another one only after the courier of
+/// that number has ended, and no queue has a connection to the replica.
+pub trait ServingEngine {
+    /// Why a replica has not done as it was asked.
+    type Error: LinkError;
+    /// See [`ServingEngine::line`].
+    type Line<'a>: Link<Error = Self::Error>
+    where
+        Self: 'a;
+
+    /// All replicas that the volume is to have, with their numbers.
+    fn peers(&self) -> Vec<(PeerIndex, Peer)>;
+
+    /// Notes whether members and core know all that a replica has missed, if the volume still has it.
+    fn set_complete(&self, of: Address, is_complete: bool);
+
+    /// Size of the volume: every replica that is greeted from now on grows to it first.
+    fn size_bytes(&self) -> u64;
+
+    /// The view that is being brought through, if there is one.
+    fn pending_view(&self) -> Option<PendingView>;
+
+    /// Whether no queue has a connection to the replica.
+    fn is_disconnected(&self, peer: PeerIndex) -> bool;
+
+    /// Looks at the core; none if the process is ending.
+    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R>;
+
+    /// Changes the core, with nobody else between, and has its outputs performed; none if the process is ending. `act` may ask
+    /// the engine for its peers and its size.
+    fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R>;
+
+    /// The control connection to a replica, which is made when it is used first, and closed when a request over it fails. After
+    /// the volume has given the replica up every request fails.
+    fn line(&self, to: Address) -> Self::Line<'_>;
+
+    /// Makes a new control connection to a replica, which closes the last one. It calls [`crate::forget_in_vain`].
+    async fn open_line(&self, to: Address) -> Result<Welcome, Self::Error>;
+
+    /// Replica number `peer`, unless it was given up.
+    fn peer(&self, peer: PeerIndex) -> Option<Peer> {
+        self.peers().into_iter().find(|(index, _)| *index == peer).map(|(_, peer)| peer)
+    }
+
+    /// A replica with its number, unless it was given up.
+    fn find(&self, replica: ReplicaId) -> Option<(PeerIndex, Peer)> {
+        self.peers().into_iter().find(|(_, peer)| peer.replica == replica)
+    }
+
+    /// The division of the volume.
+    fn regions(&self) -> Regions {
+        Regions::of(self.size_bytes())
+    }
+}
+
+/// The replicas in the view with their numbers, those on this host first.
+pub fn members(engine: &impl ServingEngine) -> Option<Vec<(PeerIndex, Peer)>> {
+    let view = engine.look(|core| core.membership().view())?;
+    let mut members = engine.peers();
+    members.retain(|(_, peer)| view.members.contains(peer.replica));
+    members.sort_by_key(|(_, peer)| !peer.is_local);
+    Some(members)
+}

@@ -1,0 +1,324 @@
+//! A replica is brought back while the volume changes: it is given up and another one gets its number, or the member that it is
+//! copied from leaves.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::cell::RefCell;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+
+use shorthorn_core::{
+    CopyLimits, CoreConfig, EngineCore, Event, Output, Outputs, PeerConfig, PeerIndex, PeerState,
+};
+use shorthorn_recovery::{
+    Address, Courier, Link, LinkError, Peer, PendingView, ServingEngine, Source, Trouble, rebuild,
+};
+use shorthorn_types::{
+    Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
+};
+use shorthorn_wire::{
+    CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome, WireLayer,
+};
+
+const SIZE_BYTES: u64 = 16 << 20;
+/// The number of the replica that is away.
+const AWAY: PeerIndex = 1;
+
+fn finish<T>(steps: impl Future<Output = T>) -> T {
+    match pin!(steps).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(result) => result,
+        Poll::Pending => panic!("nothing here waits"),
+    }
+}
+
+fn id(number: u64) -> ReplicaId {
+    ReplicaId::from_random(number)
+}
+
+fn view(members: &[u64]) -> View {
+    let members = Members::new(members.iter().copied().map(id)).unwrap();
+    View { id: ViewId { generation: Generation::new(1, 0), number: 1 }, members }
+}
+
+/// It was given up.
+#[derive(Debug)]
+struct Gone;
+
+impl std::fmt::Display for Gone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "gone")
+    }
+}
+
+impl LinkError for Gone {
+    fn deposed_by(&self) -> Option<Generation> {
+        None
+    }
+
+    fn is_refusal(&self) -> bool {
+        false
+    }
+}
+
+/// When the volume changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moment {
+    Greeting,
+    Layers,
+    Connecting,
+    /// The member that is copied is asked where it has data.
+    Allocated,
+    Never,
+}
+
+/// An engine with replicas 1 and 4 in the view, and replica 2 away.
+struct Engine {
+    core: RefCell<EngineCore>,
+    peers: RefCell<Vec<Peer>>,
+    outputs: RefCell<Outputs>,
+    moment: Moment,
+}
+
+impl Engine {
+    /// `is_complete`: all is known that replica 2 has missed.
+    fn new(moment: Moment, is_complete: bool) -> Engine {
+        let peer = |number: u64, is_local, is_complete| Peer {
+            replica: id(number),
+            is_local,
+            is_complete,
+            last_view: Some(view(&[1, 2, 4])),
+        };
+        let peers = vec![peer(1, true, true), peer(2, false, is_complete), peer(4, false, true)];
+        let config = |peer: &Peer| PeerConfig { replica: peer.replica, local: peer.is_local };
+        let nothing = RegionSet::empty(Regions::of(SIZE_BYTES).count());
+        let core = EngineCore::new(&CoreConfig {
+            queues: 1,
+            depth: 4,
+            peers: peers.iter().map(config).collect(),
+            view: view(&[1, 4]),
+            replica_timeout_ms: 1000,
+            size_bytes: SIZE_BYTES,
+            dirty: nothing.clone(),
+            missed: vec![nothing.clone(), nothing.clone(), nothing],
+            stamp: 0,
+            missed_stamps: Vec::new(),
+            copy_slots: 4,
+            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
+            intent_interval_ms: 0,
+            intent_keep_bytes: 0,
+            refuses_requests: false,
+        });
+        Engine { core: RefCell::new(core), peers: RefCell::new(peers), outputs: RefCell::default(), moment }
+    }
+
+    /// At its moment the volume is to have replica 3 instead of replica 2, which gets the number of that one; or member 1 leaves.
+    fn reaches(&self, moment: Moment) {
+        if self.moment != moment {
+            return;
+        }
+        if moment == Moment::Allocated {
+            let lost = Event::Lost { peer: 0, reason: "the test wants it".to_owned() };
+            self.core.borrow_mut().apply(lost, &mut self.outputs.borrow_mut());
+        } else {
+            let new = Peer { replica: id(3), is_local: false, is_complete: false, last_view: None };
+            self.peers.borrow_mut()[usize::from(AWAY)] = new;
+            let (mut core, mut outputs) = (self.core.borrow_mut(), self.outputs.borrow_mut());
+            core.apply(Event::Forget { peer: AWAY }, &mut outputs);
+            let config = PeerConfig { replica: id(3), local: false };
+            core.apply(Event::Track { peer: AWAY, config }, &mut outputs);
+        }
+    }
+}
+
+impl ServingEngine for Engine {
+    type Error = Gone;
+    type Line<'a> = Line<'a>;
+
+    fn peers(&self) -> Vec<(PeerIndex, Peer)> {
+        (0..).zip(self.peers.borrow().iter().copied()).collect()
+    }
+
+    fn set_complete(&self, of: Address, is_complete: bool) {
+        let mut peers = self.peers.borrow_mut();
+        let peer = peers.get_mut(usize::from(of.peer)).filter(|peer| peer.replica == of.replica);
+        peer.expect("it is known").is_complete = is_complete;
+    }
+
+    fn size_bytes(&self) -> u64 {
+        SIZE_BYTES
+    }
+
+    fn pending_view(&self) -> Option<PendingView> {
+        None
+    }
+
+    fn is_disconnected(&self, _: PeerIndex) -> bool {
+        true
+    }
+
+    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
+        Some(at(&self.core.borrow()))
+    }
+
+    fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R> {
+        Some(act(&mut self.core.borrow_mut(), &mut self.outputs.borrow_mut()))
+    }
+
+    fn line(&self, to: Address) -> Line<'_> {
+        Line { engine: self, to }
+    }
+
+    async fn open_line(&self, to: Address) -> Result<Welcome, Gone> {
+        assert_eq!(to, Address { peer: AWAY, replica: id(2) });
+        self.reaches(Moment::Greeting);
+        Ok(Welcome {
+            size_bytes: SIZE_BYTES,
+            report: ReplicaReport { committed: view(&[1, 2, 4]), proposed: Vec::new() },
+            lost_cache: false,
+            rebuilding: false,
+            tracks: Members::NONE,
+            stamp: Some(0),
+        })
+    }
+}
+
+/// A line to a replica that keeps nothing and does as it is told, as long as the volume has it.
+struct Line<'a> {
+    engine: &'a Engine,
+    to: Address,
+}
+
+impl Line<'_> {
+    fn reach(&self) -> Result<(), Gone> {
+        let known = self.engine.peer(self.to.peer).filter(|peer| peer.replica == self.to.replica);
+        known.map(drop).ok_or(Gone)
+    }
+}
+
+impl Link for Line<'_> {
+    type Error = Gone;
+
+    async fn propose(&mut self, _: View, _: &ReplicaReport) -> Result<(), Gone> {
+        self.reach()
+    }
+
+    async fn commit(&mut self, _: View, _: &ReplicaReport) -> Result<(), Gone> {
+        self.reach()
+    }
+
+    async fn expand(&mut self, _: u64) -> Result<(), Gone> {
+        self.reach()
+    }
+
+    async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Gone> {
+        self.reach()?;
+        if query.of == RegionsOf::Allocated {
+            assert_eq!(self.to, Address { peer: 0, replica: id(1) });
+            self.engine.reaches(Moment::Allocated);
+        }
+        Ok(RegionsPage { kept: true, runs: vec![], next: None, stamp: 0 })
+    }
+
+    async fn mark(&mut self, _: &MarkRegions) -> Result<(), Gone> {
+        self.reach()
+    }
+
+    async fn layers(&mut self) -> Result<LayerList, Gone> {
+        self.reach()?;
+        if self.to.replica == id(2) {
+            self.engine.reaches(Moment::Layers);
+        }
+        let head = WireLayer { image: "head".to_owned(), meta: String::new(), size_bytes: SIZE_BYTES };
+        Ok(LayerList { layers: vec![head] })
+    }
+
+    async fn extents(&mut self, _: ExtentsQuery) -> Result<ExtentsPage, Gone> {
+        unreachable!("there is no snapshot")
+    }
+
+    async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, Gone> {
+        self.reach()?;
+        Ok(CopyState { done: vec![false; layers.layers.len()] })
+    }
+
+    async fn copy_end(&mut self) -> Result<(), Gone> {
+        self.reach()
+    }
+}
+
+impl Courier for &Engine {
+    type Engine = Engine;
+
+    fn engine(&self) -> &Engine {
+        self
+    }
+
+    fn peer(&self) -> PeerIndex {
+        AWAY
+    }
+
+    fn has_to_end(&self) -> bool {
+        false
+    }
+
+    async fn copy_snapshots(
+        &self,
+        _: Address,
+        _: Source,
+        _: &LayerList,
+        _: &CopyState,
+    ) -> Result<(), Trouble<Gone>> {
+        Ok(())
+    }
+
+    async fn connect_queues(&self, replica: ReplicaId) -> Result<u64, Trouble<Gone>> {
+        assert_eq!(replica, id(2));
+        self.reaches(Moment::Connecting);
+        Ok(SIZE_BYTES)
+    }
+
+    fn is_restored(&self, _: Option<u32>, _: u32) {}
+
+    fn is_joining(&self, _: u64, _: bool) {}
+}
+
+fn state_of_the_absent(engine: &Engine) -> PeerState {
+    engine.core.borrow().membership().state(AWAY)
+}
+
+#[test]
+fn a_replica_that_was_away_joins() {
+    for is_complete in [true, false] {
+        let engine = Engine::new(Moment::Never, is_complete);
+        finish(rebuild(&&engine)).unwrap();
+        assert_eq!(state_of_the_absent(&engine), PeerState::Joining);
+        assert!(
+            engine.peers.borrow()[usize::from(AWAY)].is_complete,
+            "a copy is known too when it has ended"
+        );
+    }
+}
+
+/// It may have been made anew before it has said where it has data.
+#[test]
+fn a_copy_of_a_member_that_has_left_does_not_join() {
+    let engine = Engine::new(Moment::Allocated, false);
+    let trouble = finish(rebuild(&&engine)).unwrap_err();
+    assert!(matches!(trouble, Trouble::NotYet(why) if why.contains("has left")), "{trouble:?}");
+    assert_eq!(state_of_the_absent(&engine), PeerState::Failed);
+}
+
+#[test]
+fn the_replica_that_has_got_its_number_does_not_join_in_its_place() {
+    let moments = [Moment::Greeting, Moment::Layers, Moment::Connecting];
+    for (moment, is_complete) in moments.into_iter().flat_map(|moment| [(moment, true), (moment, false)]) {
+        let engine = Engine::new(moment, is_complete);
+        let trouble = finish(rebuild(&&engine)).unwrap_err();
+        assert!(matches!(trouble, Trouble::Ended | Trouble::Failed { .. }), "{moment:?}: {trouble:?}");
+        assert_eq!(engine.core.borrow().membership().replica(AWAY), Some(id(3)));
+        assert_eq!(state_of_the_absent(&engine), PeerState::Failed, "{moment:?}");
+        assert!(!engine.peers.borrow()[usize::from(AWAY)].is_complete);
+        let is_drop = |output: &Output| matches!(output, Output::Drop { peer: AWAY, .. });
+        let drops = engine.outputs.borrow().iter().filter(|output| is_drop(output)).count();
+        assert_eq!(drops, usize::from(moment == Moment::Connecting), "the queues give its connections up");
+    }
+}

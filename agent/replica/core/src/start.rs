@@ -1,0 +1,279 @@
+//! What a replica makes of what it finds on its disk.
+
+use shorthorn_regions::{PageDamage, RegionKeeper, SetKey};
+use shorthorn_types::{RegionSet, Regions, ReplicaId};
+use shorthorn_views::{ReplicaViews, remembers};
+
+use crate::state::ReplicaState;
+use crate::steps::{Disk, Step};
+
+/// What a replica finds on its disk.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// Which replica it is.
+    pub me: ReplicaId,
+    /// Its views.
+    pub views: ReplicaViews,
+    /// How the volume is divided.
+    pub regions: Regions,
+    /// The epoch that counts.
+    pub epoch: u64,
+    /// The file of its intent set, if there is one.
+    pub intent: Option<Vec<u8>>,
+    /// The files of the sets of missed regions.
+    pub missed: Vec<(ReplicaId, Vec<u8>)>,
+    /// Whether anything was ever written to the volume.
+    pub holds_data: bool,
+    /// Data may be gone that was written here.
+    pub lost_cache: bool,
+}
+
+/// What it makes of that.
+#[derive(Debug)]
+pub struct Started {
+    /// What it keeps.
+    pub state: ReplicaState,
+    /// Which sets count as full in part, or are worth nothing, and why.
+    pub damages: Vec<(SetKey, Vec<PageDamage>)>,
+}
+
+impl ReplicaState {
+    /// The state of a replica that starts. Every set that is kept is whole on the disk then.
+    ///
+    /// - Without an intent set everything counts as written lately, unless the volume is empty; and a replica that knows of an
+    ///   engine does not know which stamp it was sent.
+    /// - A set of missed regions that is worth nothing is removed, and so is one that there is no room for: that costs a full
+    ///   copy of the replica that it is about, and never data.
+    /// - Sets of replicas that all views have again are removed.
+    /// - The note that data may be gone is taken back if no region was written lately.
+    ///
+    /// # Errors
+    /// A step has failed: the replica does not start.
+    pub fn start<D: Disk>(disk: &mut D, found: Found) -> Result<Started, D::Error> {
+        let Found { me, views, regions, epoch, intent, missed, holds_data, lost_cache } = found;
+        let mut damages = Vec::new();
+        let (keeper, is_whole) = match intent {
+            Some(file) => {
+                let (keeper, damage) = RegionKeeper::load(regions, epoch, &file);
+                let is_whole = damage.is_empty();
+                damages.push((SetKey::Intent, damage));
+                (keeper, is_whole)
+            }
+            None => (without_intent(regions, epoch, holds_data, &views), false),
+        };
+        let mut state = ReplicaState { me, views, keeper, is_loss_noted: lost_cache, failure: None };
+        state.renew(disk, SetKey::Intent, is_whole)?;
+        for (replica, file) in missed {
+            let key = SetKey::Missed(replica);
+            match state.keeper.load_missed(replica, &file) {
+                Ok((is_kept, damage)) => {
+                    let is_whole = damage.is_empty();
+                    damages.push((key, damage));
+                    if is_kept {
+                        state.renew(disk, key, is_whole)?;
+                    } else {
+                        state.perform(disk, Step::RemoveSet(key))?;
+                    }
+                }
+                Err(_) => state.perform(disk, Step::RemoveSet(key))?,
+            }
+        }
+        state.end_sets_of_members(disk)?;
+        if lost_cache {
+            state.keeper.lost_cache();
+            state.note_made_up_for(disk)?;
+        }
+        damages.retain(|(_, damage)| !damage.is_empty());
+        Ok(Started { state, damages })
+    }
+
+    /// Makes the file of a set anew unless it is whole, of this size of the volume, and surely on the disk: after a loss what was
+    /// read may be in the page cache alone.
+    fn renew<D: Disk>(&mut self, disk: &mut D, key: SetKey, is_whole: bool) -> Result<(), D::Error> {
+        if is_whole && !self.keeper.is_outgrown(key) && !self.is_loss_noted {
+            return Ok(());
+        }
+        let file = self.keeper.file(key).unwrap_or_default();
+        self.perform(disk, Step::MakeSet(key, &file))
+    }
+}
+
+fn without_intent(regions: Regions, epoch: u64, holds_data: bool, views: &ReplicaViews) -> RegionKeeper {
+    let count = regions.count();
+    let intent = if holds_data { RegionSet::full(count) } else { RegionSet::empty(count) };
+    let mut keeper = RegionKeeper::new(regions, epoch, &intent);
+    if remembers(views.report(), None) {
+        keeper.forget_stamp();
+    }
+    keeper
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_regions::Marked;
+    use shorthorn_types::limits::MAX_MEMBERS;
+    use shorthorn_types::{Errno, Generation, MarkAction, MarkRegions, Members, RegionsOf, View, ViewId};
+
+    use super::*;
+
+    const SIZE_BYTES: u64 = 64 << 20;
+
+    fn id(n: u64) -> ReplicaId {
+        ReplicaId::from_random(n)
+    }
+
+    fn views(attach: u64, members: &[u64]) -> ReplicaViews {
+        let id_of_view = ViewId { generation: Generation::new(attach, 0), number: 0 };
+        let members = Members::new(members.iter().copied().map(id)).unwrap();
+        ReplicaViews::new(View { id: id_of_view, members })
+    }
+
+    fn regions() -> Regions {
+        Regions::of(SIZE_BYTES)
+    }
+
+    /// The file of an intent set without regions.
+    fn intent(regions: Regions, epoch: u64) -> Vec<u8> {
+        let keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
+        keeper.file(SetKey::Intent).unwrap()
+    }
+
+    /// The file of a set of missed regions.
+    fn missed(replica: u64, epoch: u64) -> Vec<u8> {
+        let mut keeper = RegionKeeper::new(regions(), epoch, &RegionSet::empty(regions().count()));
+        let (of, action) = (RegionsOf::Missed(id(replica)), MarkAction::Add);
+        let mark = MarkRegions { of, action, runs: vec![(1, 2)], stamp: 0, size_bytes: 0 };
+        let Ok(Marked::Begin(set)) = keeper.mark(&mark) else { panic!("it begins") };
+        set.file()
+    }
+
+    /// Everything is well: replica 3 is away.
+    fn found() -> Found {
+        Found {
+            me: id(1),
+            views: views(1, &[1, 2]),
+            regions: regions(),
+            epoch: 1,
+            intent: Some(intent(regions(), 1)),
+            missed: vec![(id(3), missed(3, 1))],
+            holds_data: true,
+            lost_cache: false,
+        }
+    }
+
+    /// Notes the names of the steps.
+    #[derive(Default)]
+    struct Steps(Vec<String>);
+
+    impl Disk for Steps {
+        type Error = Errno;
+
+        fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+            self.0.push(match step {
+                Step::SaveViews(_) => "views".to_owned(),
+                Step::MakeSet(key, file) => {
+                    assert!(!file.is_empty());
+                    format!("make {key}")
+                }
+                Step::RemoveSet(key) => format!("remove {key}"),
+                Step::NoteLostCache => "lost".to_owned(),
+                Step::NoteMadeUpFor => "made up for".to_owned(),
+            });
+            Ok(())
+        }
+    }
+
+    fn start(found: Found) -> (ReplicaState, Vec<SetKey>, Vec<String>) {
+        let mut steps = Steps::default();
+        let Started { state, damages } = ReplicaState::start(&mut steps, found).unwrap();
+        (state, damages.into_iter().map(|(key, _)| key).collect(), steps.0)
+    }
+
+    fn intent_of(state: &ReplicaState) -> RegionSet {
+        state.keeper().content(SetKey::Intent).unwrap()
+    }
+
+    #[test]
+    fn what_is_whole_stays_as_it_is() {
+        let (state, damages, steps) = start(found());
+        assert_eq!((damages, steps), (vec![], vec![]));
+        assert_eq!(state.keeper().tracks(), Members::new([id(3)]).unwrap());
+        assert!(intent_of(&state).is_empty());
+    }
+
+    #[test]
+    fn without_an_intent_set_everything_was_written_lately_unless_there_is_nothing() {
+        let lacking = |holds_data, attach| Found {
+            intent: None,
+            missed: vec![],
+            holds_data,
+            views: views(attach, &[1, 2]),
+            ..found()
+        };
+        let (state, _, steps) = start(lacking(true, 1));
+        assert_eq!(
+            (intent_of(&state), steps),
+            (RegionSet::full(regions().count()), vec!["make intent".into()])
+        );
+        assert_eq!(state.keeper().stamp(), None);
+        let (state, ..) = start(lacking(false, 1));
+        assert!(intent_of(&state).is_empty());
+        assert_eq!(state.keeper().stamp(), None, "it may have been sent one");
+        let (state, ..) = start(lacking(false, 0));
+        assert_eq!(state.keeper().stamp(), Some(0), "it is new");
+    }
+
+    #[test]
+    fn damaged_sets_are_made_anew() {
+        let damaged = |mut file: Vec<u8>| {
+            file[100] ^= 1;
+            file
+        };
+        let missed = vec![(id(3), damaged(missed(3, 1)))];
+        let (state, damages, steps) =
+            start(Found { intent: Some(damaged(intent(regions(), 1))), missed, ..found() });
+        assert_eq!(damages, [SetKey::Intent, SetKey::Missed(id(3))]);
+        assert_eq!(steps, ["make intent".to_owned(), format!("make missed-{}", id(3))]);
+        assert!(!intent_of(&state).is_empty() && state.keeper().tracks().contains(id(3)));
+    }
+
+    #[test]
+    fn sets_of_a_smaller_volume_are_made_anew() {
+        let (_, _, steps) = start(Found { intent: Some(intent(Regions::of(SIZE_BYTES / 2), 1)), ..found() });
+        assert_eq!(steps, ["make intent"]);
+    }
+
+    #[test]
+    fn sets_of_another_epoch_are_worth_nothing() {
+        let (state, _, steps) = start(Found { missed: vec![(id(3), missed(3, 2))], ..found() });
+        assert_eq!(steps, [format!("remove missed-{}", id(3))]);
+        assert!(state.keeper().tracks().is_empty());
+    }
+
+    #[test]
+    fn a_set_too_many_is_removed_and_the_replica_starts() {
+        let all: Vec<u64> = (3..=MAX_MEMBERS as u64 + 3).collect();
+        let sets = all.iter().map(|n| (id(*n), missed(*n, 1))).collect();
+        let (state, _, steps) = start(Found { missed: sets, ..found() });
+        assert_eq!(steps, [format!("remove missed-{}", id(MAX_MEMBERS as u64 + 3))]);
+        assert_eq!(state.keeper().tracks().len(), MAX_MEMBERS);
+    }
+
+    #[test]
+    fn sets_of_members_end() {
+        let (state, _, steps) = start(Found { missed: vec![(id(2), missed(2, 1))], ..found() });
+        assert_eq!(steps, [format!("remove missed-{}", id(2))]);
+        assert!(state.keeper().tracks().is_empty());
+    }
+
+    #[test]
+    fn after_a_loss_what_was_read_is_written_again() {
+        let (state, damages, steps) = start(Found { lost_cache: true, ..found() });
+        let made = ["make intent".to_owned(), format!("make missed-{}", id(3)), "made up for".to_owned()];
+        assert_eq!((damages, steps), (vec![], made.to_vec()));
+        assert!(!state.keeper().has_lost_cache(), "nothing was written lately");
+        let full = Found { intent: None, lost_cache: true, missed: vec![], ..found() };
+        let (state, _, steps) = start(full);
+        assert_eq!((state.keeper().has_lost_cache(), steps), (true, vec!["make intent".to_owned()]));
+    }
+}

@@ -1,0 +1,224 @@
+//! What a replica keeps beside the data, and the order in which changes of it become durable.
+
+use shorthorn_regions::{Marked, NewSet, RegionKeeper, SetKey, Ticket};
+use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
+use shorthorn_views::{Fence, ReplicaViews};
+
+use crate::steps::{Denied, Disk, Fault, Step, is_final};
+
+/// What a replica keeps beside the data: in memory as it is on the disk, but for a step that has failed.
+///
+/// A step that has failed for lack of space or memory has changed nothing. After any other error nobody can say what is on
+/// the disk: the replica has failed, and the shell answers everything with an error until the process is restarted.
+#[derive(Debug)]
+pub struct ReplicaState {
+    pub(crate) me: ReplicaId,
+    pub(crate) views: ReplicaViews,
+    pub(crate) keeper: RegionKeeper,
+    /// The disk says that data may be gone.
+    pub(crate) is_loss_noted: bool,
+    pub(crate) failure: Option<String>,
+}
+
+impl ReplicaState {
+    /// Which replica this is.
+    #[must_use]
+    pub fn me(&self) -> ReplicaId {
+        self.me
+    }
+
+    /// The views.
+    #[must_use]
+    pub fn views(&self) -> &ReplicaViews {
+        &self.views
+    }
+
+    /// The sets of regions.
+    #[must_use]
+    pub fn keeper(&self) -> &RegionKeeper {
+        &self.keeper
+    }
+
+    /// The sets of regions, for requests, pages and an expansion.
+    pub fn keeper_mut(&mut self) -> &mut RegionKeeper {
+        &mut self.keeper
+    }
+
+    /// Why nothing is served any more, if that is so.
+    #[must_use]
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.as_deref()
+    }
+
+    /// Nothing is served from now on. First of all, before anybody hears of it, it is noted that the data here may not be
+    /// what was acknowledged.
+    ///
+    /// So it is after an fdatasync that has failed, and after a write that has: if it was to be durable it is an fdatasync too,
+    /// and else nobody knows what the head holds there now. But it also goes for what failed beside the data, a page
+    /// of regions or a document: the disk, or the journal of its file system, tells of a loss only once, to whoever
+    /// asks first, and whose data it was nobody knows. To be wrong costs a copy of the regions written lately.
+    ///
+    /// If even the note fails, that changes nothing here: the shell tells the operator.
+    pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {
+        if self.failure.is_none() {
+            let _ = disk.perform(Step::NoteLostCache);
+            self.is_loss_noted = true;
+            self.failure = Some(message);
+        }
+    }
+
+    /// An engine of `generation` opens the replica, or the node of older ones is fenced. It is stored before anybody is let in
+    /// or closed.
+    ///
+    /// # Errors
+    /// It is fenced itself, or a step has failed.
+    pub fn fence<D: Disk>(&mut self, disk: &mut D, generation: Generation) -> Result<Fence, D::Error> {
+        let mut next = self.views.clone();
+        let fence = next.fence(generation).map_err(Denied::from)?;
+        self.save_views(disk, next)?;
+        Ok(fence)
+    }
+
+    /// An engine proposes a view. First the sets begin of those that `view` lacks, then it is stored: if everything stops in
+    /// between, there is a set too many, which does no harm. The other way round there would be a view without the
+    /// set that the replica promises with it, and modifications that nobody notes. What is refused begins no set.
+    ///
+    /// # Errors
+    /// It is refused, or a step has failed. Sets that have begun by then are kept.
+    pub fn propose<D: Disk>(
+        &mut self,
+        disk: &mut D,
+        generation: Generation,
+        view: View,
+        basis: &ReplicaReport,
+    ) -> Result<(), D::Error> {
+        let mut next = self.views.clone();
+        next.propose(generation, view, basis).map_err(Denied::from)?;
+        let new = self.keeper.on_propose(self.me, self.views.report(), basis, &view).map_err(Denied::from)?;
+        for set in new {
+            self.begin_set(disk, set)?;
+        }
+        self.save_views(disk, next)
+    }
+
+    /// A view is through. The sets of those that are members again end after it is stored: until then they may be needed. One
+    /// that cannot be removed for lack of space goes on being kept, which does no harm.
+    ///
+    /// # Errors
+    /// It is refused, or a step has failed.
+    pub fn commit<D: Disk>(
+        &mut self,
+        disk: &mut D,
+        generation: Generation,
+        view: View,
+    ) -> Result<(), D::Error> {
+        let mut next = self.views.clone();
+        next.commit(generation, view).map_err(Denied::from)?;
+        self.save_views(disk, next)?;
+        match self.end_sets_of_members(disk) {
+            Err(error) if is_final(error.errno()) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// An engine changes a set. A ticket: it is to be answered when what that stands for is durable.
+    ///
+    /// # Errors
+    /// It is refused, or a step has failed; the set is as before.
+    pub fn mark<D: Disk>(&mut self, disk: &mut D, mark: &MarkRegions) -> Result<Option<Ticket>, D::Error> {
+        match self.keeper.mark(mark).map_err(Denied::from)? {
+            Marked::Wait(ticket) => return Ok(Some(ticket)),
+            Marked::Done => {}
+            Marked::Begin(set) => self.begin_set(disk, set)?,
+            Marked::Remove(replica) => self.end_set(disk, replica)?,
+        }
+        self.note_made_up_for(disk)?;
+        Ok(None)
+    }
+
+    /// Whether what the replica holds may be thrown away: only if no view that may count has it as a member, or nothing is
+    /// there to lose. What is being rebuilt lacks data, and is asked to be a member only afterwards. Nothing may be
+    /// in flight then: it would go to files that are replaced.
+    ///
+    /// # Errors
+    /// It may not.
+    pub fn may_be_made_anew(
+        &self,
+        is_rebuilding: bool,
+        holds_data: bool,
+        is_busy: bool,
+    ) -> Result<(), Denied> {
+        let is_member = self.views.report().views().any(|view| view.members.contains(self.me));
+        if !is_rebuilding && holds_data && is_member {
+            return Err(Denied::IsMember(self.me));
+        }
+        if is_busy { Err(Denied::Busy) } else { Ok(()) }
+    }
+
+    /// Performs a step; an error that is final fails the replica.
+    pub(crate) fn perform<D: Disk>(&mut self, disk: &mut D, step: Step<'_>) -> Result<(), D::Error> {
+        let done = disk.perform(step);
+        if let Err(error) = &done
+            && is_final(error.errno())
+        {
+            self.fail(disk, describe(step, error));
+        }
+        done
+    }
+
+    /// Stores the views if they are different; until then they stay as they are.
+    fn save_views<D: Disk>(&mut self, disk: &mut D, next: ReplicaViews) -> Result<(), D::Error> {
+        if next != self.views {
+            self.perform(disk, Step::SaveViews(&next))?;
+            self.views = next;
+        }
+        Ok(())
+    }
+
+    /// Begins a set. Its file is made first: a set that counts is on the disk.
+    fn begin_set<D: Disk>(&mut self, disk: &mut D, set: NewSet) -> Result<(), D::Error> {
+        self.perform(disk, Step::MakeSet(SetKey::Missed(set.replica()), &set.file()))?;
+        self.keeper.keep(set);
+        Ok(())
+    }
+
+    /// Ends a set. Its file goes first: one that is found later must not lack what was written meanwhile.
+    fn end_set<D: Disk>(&mut self, disk: &mut D, replica: ReplicaId) -> Result<(), D::Error> {
+        self.perform(disk, Step::RemoveSet(SetKey::Missed(replica)))?;
+        self.keeper.forget(replica);
+        Ok(())
+    }
+
+    /// Ends the sets of those that all views that may count have as members.
+    pub(crate) fn end_sets_of_members<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
+        let ended = self.keeper.on_commit(self.views.report());
+        ended.iter().try_for_each(|replica| self.end_set(disk, replica))
+    }
+
+    /// Takes the note back when nothing is missing any more. Without space for that it is tried again after the next mark.
+    pub(crate) fn note_made_up_for<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
+        if !self.is_loss_noted || self.keeper.has_lost_cache() {
+            return Ok(());
+        }
+        match self.perform(disk, Step::NoteMadeUpFor) {
+            Ok(()) => self.is_loss_noted = false,
+            Err(error) if is_final(error.errno()) => return Err(error),
+            Err(_) => {}
+        }
+        Ok(())
+    }
+}
+
+fn describe(step: Step<'_>, error: &impl Fault) -> String {
+    match step {
+        Step::SaveViews(_) => format!("the state of the replica could not be saved: {error}"),
+        Step::MakeSet(key, _) => format!("the set of regions '{key}' could not be begun: {error}"),
+        Step::RemoveSet(key) => format!("the set of regions '{key}' could not be removed: {error}"),
+        Step::NoteLostCache | Step::NoteMadeUpFor => {
+            format!("whether data may be gone could not be noted: {error}")
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

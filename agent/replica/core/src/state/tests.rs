@@ -1,0 +1,317 @@
+use std::collections::BTreeMap;
+
+use shorthorn_regions::Admit;
+use shorthorn_types::{ByteRange, Errno, MarkAction, Members, Regions, RegionsOf, ViewId};
+
+use super::*;
+use crate::start::{Found, Started};
+
+const SIZE_BYTES: u64 = 64 << 20;
+
+fn id(n: u64) -> ReplicaId {
+    ReplicaId::from_random(n)
+}
+
+fn view(number: u32, members: &[u64]) -> View {
+    let members = Members::new(members.iter().copied().map(id)).unwrap();
+    View { id: ViewId { generation: Generation::new(1, 0), number }, members }
+}
+
+/// A disk in memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Memory {
+    views: ReplicaViews,
+    sets: BTreeMap<SetKey, Vec<u8>>,
+    lost_cache: bool,
+    /// What was done.
+    done: Vec<String>,
+    /// Which of the coming steps fails, and how; a step that fails is done or not.
+    fails: Option<(usize, Errno, bool)>,
+}
+
+impl Memory {
+    fn new() -> Memory {
+        let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, ..view(0, &[1, 2, 3]) };
+        let (views, sets) = (ReplicaViews::new(first), BTreeMap::new());
+        Memory { views, sets, lost_cache: false, done: Vec::new(), fails: None }
+    }
+
+    fn start(&mut self) -> ReplicaState {
+        let missed = self.sets.iter().filter_map(|(key, file)| match key {
+            SetKey::Missed(replica) => Some((*replica, file.clone())),
+            SetKey::Intent => None,
+        });
+        let found = Found {
+            me: id(1),
+            views: self.views.clone(),
+            regions: Regions::of(SIZE_BYTES),
+            epoch: 1,
+            intent: self.sets.get(&SetKey::Intent).cloned(),
+            missed: missed.collect(),
+            holds_data: false,
+            lost_cache: self.lost_cache,
+        };
+        let Started { state, damages } = ReplicaState::start(self, found).unwrap();
+        assert!(damages.is_empty());
+        self.done.clear();
+        state
+    }
+
+    fn done(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.done)
+    }
+}
+
+impl Disk for Memory {
+    type Error = Errno;
+
+    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+        let failure = match &mut self.fails {
+            Some((0, errno, is_done)) => Some((*errno, *is_done)),
+            _ => None,
+        };
+        if let Some((left, ..)) = &mut self.fails {
+            *left = left.wrapping_sub(1);
+        }
+        if failure.is_some_and(|(_, is_done)| !is_done) {
+            return failure.map_or(Ok(()), |(errno, _)| Err(errno));
+        }
+        self.done.push(match step {
+            Step::SaveViews(_) => "views".to_owned(),
+            Step::MakeSet(key, _) => format!("make {key}"),
+            Step::RemoveSet(key) => format!("remove {key}"),
+            Step::NoteLostCache => "lost".to_owned(),
+            Step::NoteMadeUpFor => "made up for".to_owned(),
+        });
+        match step {
+            Step::SaveViews(views) => self.views = views.clone(),
+            Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
+            Step::RemoveSet(key) => drop(self.sets.remove(&key)),
+            Step::NoteLostCache => self.lost_cache = true,
+            Step::NoteMadeUpFor => self.lost_cache = false,
+        }
+        failure.map_or(Ok(()), |(errno, _)| Err(errno))
+    }
+}
+
+/// A replica that engine 1 has opened.
+pub(crate) fn opened() -> (Memory, ReplicaState) {
+    let mut disk = Memory::new();
+    let mut state = disk.start();
+    state.fence(&mut disk, Generation::new(1, 0)).unwrap();
+    disk.done();
+    (disk, state)
+}
+
+fn propose(disk: &mut Memory, state: &mut ReplicaState, view: View) -> Result<(), Errno> {
+    let basis = state.views().report().clone();
+    state.propose(disk, Generation::new(1, 0), view, &basis)
+}
+
+fn forget(replica: u64) -> MarkRegions {
+    mark(RegionsOf::Missed(id(replica)), MarkAction::Forget, &[])
+}
+
+fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
+    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
+}
+
+/// Every view that may count and lacks a replica has a set for it, which the replica promises with the view.
+fn check_promise(disk: &Memory) {
+    for view in disk.views.report().views() {
+        for gone in [2, 3].into_iter().filter(|n| !view.members.contains(id(*n))) {
+            assert!(disk.sets.contains_key(&SetKey::Missed(id(gone))), "no set of {gone} for {view}");
+        }
+    }
+}
+
+/// Runs `change`, with each of its steps failing in turn, done or not: `check` looks at what is left.
+fn with_each_failure(
+    change: impl Fn(&mut Memory, &mut ReplicaState) -> Result<(), Errno>,
+    prepare: impl Fn() -> (Memory, ReplicaState),
+    check: impl Fn(&Memory, &ReplicaState),
+) {
+    let (mut disk, mut state) = prepare();
+    change(&mut disk, &mut state).unwrap();
+    let steps = disk.done().len();
+    assert!(steps > 0);
+    for (failing, is_done) in (0..steps).flat_map(|step| [(step, false), (step, true)]) {
+        let (mut disk, mut state) = prepare();
+        disk.fails = Some((failing, Errno::IO, is_done));
+        assert_eq!(change(&mut disk, &mut state), Err(Errno::IO));
+        check(&disk, &state);
+    }
+}
+
+#[test]
+fn a_generation_is_stored_once() {
+    let mut disk = Memory::new();
+    let mut state = disk.start();
+    let generation = Generation::new(2, 0);
+    assert_eq!(state.fence(&mut disk, generation), Ok(Fence::Raised));
+    assert_eq!((disk.done(), disk.views.generation()), (vec!["views".to_owned()], generation));
+    assert_eq!(state.fence(&mut disk, generation), Ok(Fence::Same));
+    assert_eq!(state.fence(&mut disk, Generation::new(1, 0)), Err(Errno::NOT_PERMITTED));
+    assert!(disk.done().is_empty());
+}
+
+#[test]
+fn a_generation_that_could_not_be_stored_holds_nothing() {
+    let mut disk = Memory::new();
+    let mut state = disk.start();
+    disk.fails = Some((0, Errno::NO_SPACE, false));
+    assert_eq!(state.fence(&mut disk, Generation::new(2, 0)), Err(Errno::NO_SPACE));
+    assert_eq!((state.views().generation(), state.failure()), (Generation::NEVER, None));
+    assert_eq!(state.fence(&mut disk, Generation::new(1, 0)), Ok(Fence::Raised), "nobody has heard of it");
+}
+
+#[test]
+fn a_view_is_stored_after_the_sets_that_it_needs() {
+    let (mut disk, mut state) = opened();
+    propose(&mut disk, &mut state, view(1, &[1])).unwrap();
+    let [two, three] = [2, 3].map(|n| format!("make missed-{}", id(n)));
+    assert_eq!(disk.done(), [two, three, "views".to_owned()]);
+    assert_eq!(state.keeper().tracks().len(), 2);
+    propose(&mut disk, &mut state, view(1, &[1])).unwrap();
+    assert!(disk.done().is_empty(), "it is stored already");
+}
+
+#[test]
+fn what_is_refused_begins_no_set() {
+    let (mut disk, mut state) = opened();
+    let basis = state.views().report().clone();
+    let refused = state.propose(&mut disk, Generation::new(9, 0), view(1, &[1]), &basis);
+    assert_eq!(refused, Err(Errno::NOT_PERMITTED));
+    assert!(disk.done().is_empty());
+}
+
+#[test]
+fn whatever_fails_no_view_is_left_without_its_sets() {
+    let check = |disk: &Memory, state: &ReplicaState| {
+        check_promise(disk);
+        assert!(disk.lost_cache, "it is noted before anybody hears of it");
+        assert!(state.failure().is_some());
+        let mut disk = Memory { fails: None, ..disk.clone() };
+        let next = disk.start();
+        assert_eq!(next.views().report(), disk.views.report());
+        check_promise(&disk);
+    };
+    with_each_failure(|disk, state| propose(disk, state, view(1, &[1])), opened, check);
+    let proposed = || {
+        let (mut disk, mut state) = opened();
+        propose(&mut disk, &mut state, view(1, &[1])).unwrap();
+        propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+        disk.done();
+        (disk, state)
+    };
+    let back = |disk: &mut Memory, state: &mut ReplicaState| {
+        state.commit(disk, Generation::new(1, 0), view(2, &[1, 2, 3]))
+    };
+    with_each_failure(back, proposed, check);
+}
+
+#[test]
+fn without_space_the_sets_that_were_begun_are_kept() {
+    let (mut disk, mut state) = opened();
+    disk.fails = Some((1, Errno::NO_SPACE, false));
+    assert_eq!(propose(&mut disk, &mut state, view(1, &[1])), Err(Errno::NO_SPACE));
+    assert_eq!((state.failure(), disk.lost_cache), (None, false));
+    assert_eq!(state.views().report().proposed, []);
+    assert_eq!(state.keeper().tracks(), Members::new([id(2)]).unwrap());
+    propose(&mut disk, &mut state, view(1, &[1])).unwrap();
+    assert_eq!(disk.done().len(), 3, "one set, then the other, then the view");
+}
+
+#[test]
+fn sets_of_members_end_after_the_view_is_stored() {
+    let (mut disk, mut state) = opened();
+    propose(&mut disk, &mut state, view(1, &[1])).unwrap();
+    propose(&mut disk, &mut state, view(2, &[1, 2])).unwrap();
+    disk.done();
+    disk.fails = Some((1, Errno::NO_SPACE, false));
+    state.commit(&mut disk, Generation::new(1, 0), view(2, &[1, 2])).unwrap();
+    assert_eq!(disk.done(), ["views"]);
+    assert_eq!(state.keeper().tracks().len(), 2, "one set too many does no harm");
+    state.commit(&mut disk, Generation::new(1, 0), view(2, &[1, 2])).unwrap();
+    assert_eq!(disk.done(), [format!("remove missed-{}", id(2))]);
+    assert_eq!(state.keeper().tracks(), Members::new([id(3)]).unwrap());
+}
+
+#[test]
+fn a_set_begins_and_ends_on_the_disk_first() {
+    let (mut disk, mut state) = opened();
+    let begin = mark(RegionsOf::Missed(id(2)), MarkAction::Add, &[(1, 1)]);
+    disk.fails = Some((0, Errno::NO_SPACE, false));
+    assert_eq!(state.mark(&mut disk, &begin), Err(Errno::NO_SPACE));
+    assert!(state.keeper().tracks().is_empty());
+    assert_eq!(state.mark(&mut disk, &begin), Ok(None));
+    assert_eq!(disk.done(), [format!("make missed-{}", id(2))]);
+    disk.fails = Some((0, Errno::NO_SPACE, false));
+    assert_eq!(state.mark(&mut disk, &forget(2)), Err(Errno::NO_SPACE));
+    assert!(state.keeper().tracks().contains(id(2)));
+    assert_eq!(state.mark(&mut disk, &forget(2)), Ok(None));
+    assert!(state.keeper().tracks().is_empty() && disk.sets.len() == 1);
+}
+
+#[test]
+fn a_set_that_cannot_be_removed_by_a_broken_disk_fails_the_replica() {
+    let (mut disk, mut state) = opened();
+    state.mark(&mut disk, &mark(RegionsOf::Missed(id(2)), MarkAction::Add, &[(1, 1)])).unwrap();
+    disk.done();
+    disk.fails = Some((0, Errno::IO, false));
+    assert_eq!(state.mark(&mut disk, &forget(2)), Err(Errno::IO));
+    assert_eq!(disk.done(), ["lost"]);
+    assert!(state.failure().is_some());
+}
+
+#[test]
+fn what_was_lost_is_made_up_for_when_the_last_of_it_is_cleared() {
+    let (mut disk, mut state) = opened();
+    assert_eq!(state.keeper_mut().admit(ByteRange::new(0, 4096).unwrap()), Admit::Wait);
+    disk.sets.insert(SetKey::Intent, state.keeper().file(SetKey::Intent).unwrap());
+    disk.lost_cache = true;
+    let mut state = disk.start();
+    assert!(state.keeper().has_lost_cache());
+    let stamp = state.mark(&mut disk, &mark(RegionsOf::Intent, MarkAction::Stamp, &[]));
+    assert!(stamp.unwrap().is_some(), "it waits for a page");
+    disk.fails = Some((0, Errno::NO_SPACE, false));
+    let clear = mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 1)]);
+    assert_eq!(state.mark(&mut disk, &clear), Ok(None), "the set is changed");
+    assert!(disk.lost_cache && !state.keeper().has_lost_cache());
+    assert_eq!(state.mark(&mut disk, &clear), Ok(None));
+    assert_eq!((disk.done(), disk.lost_cache), (vec!["made up for".to_owned()], false));
+    assert_eq!(state.mark(&mut disk, &clear), Ok(None));
+    assert!(disk.done().is_empty(), "once");
+}
+
+#[test]
+fn a_replica_fails_once() {
+    let (mut disk, mut state) = opened();
+    state.fail(&mut disk, "first".to_owned());
+    state.fail(&mut disk, "second".to_owned());
+    assert_eq!((state.failure(), disk.done()), (Some("first"), vec!["lost".to_owned()]));
+}
+
+#[test]
+fn a_member_with_data_is_never_made_anew() {
+    let (_, state) = opened();
+    assert_eq!(state.may_be_made_anew(false, true, false), Err(Denied::IsMember(id(1))));
+    assert_eq!(state.may_be_made_anew(true, true, false), Ok(()));
+    assert_eq!(state.may_be_made_anew(false, false, false), Ok(()));
+    assert_eq!(state.may_be_made_anew(true, true, true), Err(Denied::Busy));
+}
+
+#[test]
+fn every_view_that_may_count_protects_its_members() {
+    let denied = |committed: &[u64], proposed: &[u64]| {
+        let (_, mut state) = opened();
+        state.views = ReplicaViews::new(view(0, committed));
+        state.views.fence(Generation::new(1, 0)).unwrap();
+        let basis = state.views.report().clone();
+        state.views.propose(Generation::new(1, 0), view(1, proposed), &basis).unwrap();
+        state.may_be_made_anew(false, true, false).is_err()
+    };
+    assert!(denied(&[2], &[1, 2]), "it may have joined");
+    assert!(denied(&[1, 2], &[2]), "it may not have left");
+    assert!(!denied(&[2], &[2, 3]));
+}

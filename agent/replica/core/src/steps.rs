@@ -1,0 +1,101 @@
+//! The steps by which something becomes durable, and why one is not taken.
+
+use std::fmt;
+
+use shorthorn_regions::{KeepError, SetKey};
+use shorthorn_types::{Errno, ReplicaId};
+use shorthorn_views::{Refused, ReplicaViews};
+use thiserror::Error;
+
+/// Resource busy (EBUSY).
+const BUSY: Errno = Errno::new(16);
+/// Out of memory (ENOMEM).
+const NO_MEMORY: Errno = Errno::new(12);
+/// Quota exceeded (EDQUOT).
+const QUOTA: Errno = Errno::new(122);
+
+/// One step that makes something durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step<'a> {
+    /// Stores the views, in place of those from before.
+    SaveViews(&'a ReplicaViews),
+    /// Makes the file of a set, in place of one that is there. A crash leaves the new file, or what was there.
+    MakeSet(SetKey, &'a [u8]),
+    /// Removes the file of a set, if there is one.
+    RemoveSet(SetKey),
+    /// Notes that data may be gone that was written here.
+    NoteLostCache,
+    /// Notes that it is made up for.
+    NoteMadeUpFor,
+}
+
+/// Performs steps.
+pub trait Disk {
+    /// Why a step has failed.
+    type Error: Fault + From<Denied>;
+
+    /// Performs one step, which is durable on return.
+    ///
+    /// # Errors
+    /// Nobody knows whether it is done.
+    fn perform(&mut self, step: Step<'_>) -> Result<(), Self::Error>;
+}
+
+/// The error of a step.
+pub trait Fault: fmt::Display {
+    /// The errno of it.
+    fn errno(&self) -> Errno;
+}
+
+/// Why the replica does not do what an engine asks. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Denied {
+    /// The rules of views do not allow it.
+    #[error(transparent)]
+    Views(#[from] Refused),
+    /// A set of regions cannot be changed so.
+    #[error(transparent)]
+    Regions(#[from] KeepError),
+    /// A member of the volume would be thrown away.
+    #[error(
+        "replica {0} holds data and is a member by the views that it knows: if it is not one any more, tell it the view that is \
+         committed, and it can be made anew"
+    )]
+    IsMember(ReplicaId),
+    /// Requests are in flight while the files under them are to be replaced.
+    #[error("requests are in flight: wait for their answers first")]
+    Busy,
+}
+
+impl Denied {
+    /// The errno for the engine that asked.
+    #[must_use]
+    pub fn errno(&self) -> Errno {
+        match self {
+            Denied::Views(Refused::TooManyProposed) | Denied::Regions(KeepError::TooManySets(_)) => {
+                Errno::NO_SPACE
+            }
+            Denied::Views(_) => Errno::NOT_PERMITTED,
+            Denied::Regions(_) => Errno::INVALID,
+            Denied::IsMember(_) | Denied::Busy => BUSY,
+        }
+    }
+}
+
+impl Fault for Errno {
+    fn errno(&self) -> Errno {
+        *self
+    }
+}
+
+impl From<Denied> for Errno {
+    fn from(denied: Denied) -> Errno {
+        denied.errno()
+    }
+}
+
+/// Whether, after a write or a step has failed so, nothing more can be trusted. Space and memory can come back.
+#[must_use]
+pub fn is_final(errno: Errno) -> bool {
+    ![Errno::NO_SPACE, QUOTA, NO_MEMORY].contains(&errno)
+}

@@ -1,0 +1,199 @@
+//! What waits for pages of the sets of regions.
+
+use shorthorn_regions::{Admit, PageWrite, RegionKeeper, Ticket};
+use shorthorn_types::{ByteRange, Errno};
+
+use crate::state::ReplicaState;
+use crate::steps::is_final;
+
+/// Interrupted system call (EINTR).
+const INTERRUPTED: Errno = Errno::new(4);
+/// Try again (EAGAIN).
+const AGAIN: Errno = Errno::new(11);
+
+/// The modifications and marks that wait until pages are written. `M` is a modification, `T` names a mark.
+#[derive(Debug)]
+pub struct Waiting<M, T> {
+    modifications: Vec<M>,
+    marks: Vec<(T, Ticket)>,
+    /// The last write of a page has failed for lack of space: nothing is tried before somebody waits again.
+    is_stalled: bool,
+}
+
+/// One that waits.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Waiter<M, T> {
+    /// A modification.
+    Modification(M),
+    /// A mark.
+    Mark(T),
+}
+
+/// What the end of a page write means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageEnd {
+    /// The page is durable: what waits is [looked at again](Waiting::take_modifications).
+    Written,
+    /// It is written again.
+    Again,
+    /// Everything that waits [is given up](Waiting::give_up) with this error.
+    NoSpace(Errno),
+    /// Nobody can say what is on the disk: the replica [fails](ReplicaState::fail).
+    Failed(Errno),
+}
+
+impl<M, T> Waiting<M, T> {
+    /// Nothing waits. There is room for so many of each.
+    #[must_use]
+    pub fn with_capacity(count: usize) -> Waiting<M, T> {
+        let (modifications, marks) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        Waiting { modifications, marks, is_stalled: false }
+    }
+
+    /// Gives the modification of `range` back if it may be executed. Else it waits: it is noted before it is done, or nobody
+    /// knows after a crash where the replicas may differ.
+    pub fn admit(&mut self, state: &mut ReplicaState, range: ByteRange, modification: M) -> Option<M> {
+        if state.keeper_mut().admit(range) == Admit::Go {
+            return Some(modification);
+        }
+        self.is_stalled = false;
+        self.modifications.push(modification);
+        None
+    }
+
+    /// The mark waits until that is durable which the ticket stands for.
+    pub fn add_mark(&mut self, mark: T, ticket: Ticket) {
+        self.is_stalled = false;
+        self.marks.push((mark, ticket));
+    }
+
+    /// The volume has grown: its sets have other files.
+    pub fn grown(&mut self) {
+        self.is_stalled = false;
+    }
+
+    /// The next page to write; `lazy`: also of those that nobody waits for.
+    pub fn next_write<'a>(&self, state: &'a mut ReplicaState, lazy: bool) -> Option<PageWrite<'a>> {
+        let may_write = !self.is_stalled && state.failure().is_none();
+        if may_write { state.keeper_mut().begin_write(lazy) } else { None }
+    }
+
+    /// The write of a page has ended. Without space nothing that waits can be executed, and it can be tried again.
+    pub fn page_ended(&mut self, state: &mut ReplicaState, slot: u8, outcome: Result<(), Errno>) -> PageEnd {
+        state.keeper_mut().end_write(slot, outcome.is_ok());
+        match outcome {
+            Ok(()) => PageEnd::Written,
+            Err(INTERRUPTED | AGAIN) => PageEnd::Again,
+            Err(errno) if is_final(errno) => PageEnd::Failed(errno),
+            Err(_) => {
+                self.is_stalled = true;
+                PageEnd::NoSpace(Errno::NO_SPACE)
+            }
+        }
+    }
+
+    /// Takes all modifications, to ask for each again whether it may be executed. `modifications` is empty.
+    pub fn take_modifications(&mut self, modifications: &mut Vec<M>) {
+        debug_assert!(modifications.is_empty());
+        std::mem::swap(&mut self.modifications, modifications);
+    }
+
+    /// Takes a mark that is durable, if there is one.
+    pub fn next_durable_mark(&mut self, keeper: &RegionKeeper) -> Option<T> {
+        let at = self.marks.iter().position(|(_, ticket)| keeper.is_durable(ticket))?;
+        Some(self.marks.remove(at).0)
+    }
+
+    /// Takes one of those that wait, which is answered with an error. To be called until there is none.
+    pub fn give_up(&mut self) -> Option<Waiter<M, T>> {
+        let modification = self.modifications.pop().map(Waiter::Modification);
+        modification.or_else(|| Some(Waiter::Mark(self.marks.pop()?.0)))
+    }
+
+    /// The modifications that wait.
+    pub fn modifications(&self) -> impl Iterator<Item = &M> + '_ {
+        self.modifications.iter()
+    }
+
+    /// The marks that wait.
+    pub fn marks(&self) -> impl Iterator<Item = &T> + '_ {
+        self.marks.iter().map(|(mark, _)| mark)
+    }
+}
+
+impl<M, T> Default for Waiting<M, T> {
+    fn default() -> Waiting<M, T> {
+        Waiting::with_capacity(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{MarkAction, MarkRegions, RegionsOf};
+
+    use super::*;
+    use crate::state::tests::{Memory, opened};
+
+    /// A replica for which modification 'm' and mark 't' wait, for the page that is being written to the slot.
+    fn waiting() -> (Memory, ReplicaState, Waiting<char, char>, u8) {
+        let (mut disk, mut state) = opened();
+        let mut waiting = Waiting::default();
+        assert_eq!(waiting.admit(&mut state, range(), 'm'), None);
+        let (of, action) = (RegionsOf::Intent, MarkAction::Add);
+        let mark = MarkRegions { of, action, runs: vec![(3, 1)], stamp: 0, size_bytes: 0 };
+        let ticket = state.mark(&mut disk, &mark).unwrap().unwrap();
+        waiting.add_mark('t', ticket);
+        let slot = waiting.next_write(&mut state, false).unwrap().slot;
+        assert!(waiting.next_write(&mut state, false).is_none(), "there is one page");
+        (disk, state, waiting, slot)
+    }
+
+    fn range() -> ByteRange {
+        ByteRange::new(0, 4096).unwrap()
+    }
+
+    #[test]
+    fn when_the_page_is_written_all_go_on() {
+        let (_, mut state, mut waiting, slot) = waiting();
+        assert_eq!(waiting.next_durable_mark(state.keeper()), None);
+        assert_eq!(waiting.page_ended(&mut state, slot, Ok(())), PageEnd::Written);
+        let mut again = Vec::new();
+        waiting.take_modifications(&mut again);
+        assert_eq!(again, ['m']);
+        assert_eq!(waiting.admit(&mut state, range(), 'm'), Some('m'));
+        assert_eq!(waiting.next_durable_mark(state.keeper()), Some('t'));
+        assert_eq!(waiting.give_up(), None);
+    }
+
+    #[test]
+    fn a_page_that_was_interrupted_is_written_again() {
+        for errno in [INTERRUPTED, AGAIN] {
+            let (_, mut state, mut waiting, slot) = waiting();
+            assert_eq!(waiting.page_ended(&mut state, slot, Err(errno)), PageEnd::Again);
+            assert_eq!(waiting.admit(&mut state, range(), 'n'), None, "it is not durable");
+            assert!(waiting.next_write(&mut state, false).is_some());
+        }
+    }
+
+    #[test]
+    fn without_space_nothing_is_written_before_somebody_waits_again() {
+        let (_, mut state, mut waiting, slot) = waiting();
+        let ended = waiting.page_ended(&mut state, slot, Err(Errno::new(122)));
+        assert_eq!(ended, PageEnd::NoSpace(Errno::NO_SPACE));
+        assert_eq!(waiting.give_up(), Some(Waiter::Modification('m')));
+        assert_eq!(waiting.give_up(), Some(Waiter::Mark('t')));
+        assert_eq!(waiting.give_up(), None);
+        assert!(waiting.next_write(&mut state, true).is_none());
+        assert_eq!(waiting.admit(&mut state, range(), 'n'), None, "it is not noted yet");
+        assert!(waiting.next_write(&mut state, false).is_some());
+    }
+
+    #[test]
+    fn after_a_failure_no_page_is_written() {
+        let (mut disk, mut state, mut waiting, slot) = waiting();
+        let ended = waiting.page_ended(&mut state, slot, Err(Errno::IO));
+        assert_eq!(ended, PageEnd::Failed(Errno::IO));
+        state.fail(&mut disk, "a page".to_owned());
+        assert!(waiting.next_write(&mut state, false).is_none());
+    }
+}

@@ -1,0 +1,116 @@
+//! Performs the steps by which the state of the replica becomes durable. Waits for the disk.
+
+use std::os::fd::RawFd;
+
+use shorthorn_regions::SetKey;
+use shorthorn_replica_core::{Disk, Fault, Step};
+use shorthorn_store::{RegionFile, Store};
+use shorthorn_types::Errno;
+
+use crate::error::ReplicaError;
+use crate::state::Owner;
+
+/// The open files of the sets that are kept.
+#[derive(Debug, Default)]
+pub(super) struct SetFiles {
+    files: Vec<(SetKey, RegionFile)>,
+    /// Files of sets that have ended, or have new files, into which a page may still be written.
+    retired: Vec<RegionFile>,
+    /// Page writes that the ring has.
+    pub in_flight: usize,
+}
+
+impl SetFiles {
+    /// The descriptor of a set's file.
+    pub fn fd(&self, key: SetKey) -> Option<RawFd> {
+        self.find(key).map(RegionFile::raw_fd)
+    }
+
+    /// The file of a set.
+    pub fn find(&self, key: SetKey) -> Option<&RegionFile> {
+        self.files.iter().find(|(of, _)| *of == key).map(|(_, file)| file)
+    }
+
+    /// The set has this file from now on.
+    pub fn put(&mut self, key: SetKey, file: RegionFile) {
+        self.remove(key);
+        self.files.push((key, file));
+    }
+
+    fn remove(&mut self, key: SetKey) {
+        if let Some(at) = self.files.iter().position(|(of, _)| *of == key) {
+            let (_, file) = self.files.swap_remove(at);
+            self.retired.push(file);
+        }
+        self.drop_retired();
+    }
+
+    /// A descriptor that a write in the ring names has to stay open until that has ended.
+    pub fn drop_retired(&mut self) {
+        if self.in_flight == 0 {
+            self.retired.clear();
+        }
+    }
+}
+
+/// The directory of a replica, with the open files of its sets.
+#[derive(Debug)]
+pub(crate) struct Shelf<'a> {
+    pub(super) store: &'a mut Store,
+    pub(super) files: &'a mut SetFiles,
+    pub(super) owner: &'a Owner,
+}
+
+impl Disk for Shelf<'_> {
+    type Error = ReplicaError;
+
+    fn perform(&mut self, step: Step<'_>) -> Result<(), ReplicaError> {
+        match step {
+            Step::SaveViews(views) => self.store.save_state(&self.owner.with_views(views)?)?,
+            Step::MakeSet(key, bytes) => {
+                let file = self.store.make_regions(key, bytes)?;
+                tracing::info!("the set of regions '{key}' is kept from now on");
+                self.files.put(key, file);
+            }
+            Step::RemoveSet(key) => match self.store.remove_regions(key) {
+                Ok(()) => {
+                    tracing::info!("the set of regions '{key}' is no longer kept");
+                    self.files.remove(key);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the set of regions '{key}' could not be removed");
+                    return Err(error.into());
+                }
+            },
+            Step::NoteLostCache => self.note_lost_cache()?,
+            Step::NoteMadeUpFor => match self.store.cache_made_up_for() {
+                Ok(()) => tracing::info!("what was lost with the page cache is made up for"),
+                Err(error) => {
+                    tracing::warn!(%error, "what was lost and made up for could not be noted");
+                    return Err(error.into());
+                }
+            },
+        }
+        Ok(())
+    }
+}
+
+impl Shelf<'_> {
+    fn note_lost_cache(&mut self) -> Result<(), ReplicaError> {
+        let noted = self.store.note_lost_cache();
+        if let Err(error) = &noted {
+            tracing::error!(
+                %error,
+                "that data may be gone could not be noted: if the replica is restarted before the host is, it will count \
+                 as one that lacks nothing; rebuild it"
+            );
+        }
+        Ok(noted?)
+    }
+}
+
+impl Fault for ReplicaError {
+    fn errno(&self) -> Errno {
+        ReplicaError::errno(self)
+    }
+}

@@ -1,0 +1,155 @@
+//! Simulated connections as [`shorthorn_recovery::Link`].
+
+use shorthorn_recovery::{Address, Link, LinkError, Misfit};
+use shorthorn_types::{Errno, Generation, MarkRegions, ReplicaReport, View};
+use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, WireLayer};
+
+use super::{CALL_TIMEOUT_US, Process};
+use crate::net::{Answer, Ask, ConnId};
+
+/// Why a replica has not done as it was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallError {
+    /// A newer engine holds it.
+    Deposed(Generation),
+    /// It has answered with an error.
+    Refused(Errno),
+    /// The connection broke, or no answer came in time.
+    Broken,
+}
+
+impl std::fmt::Display for CallError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{self:?}")
+    }
+}
+
+impl LinkError for CallError {
+    fn deposed_by(&self) -> Option<Generation> {
+        match self {
+            CallError::Deposed(holder) => Some(*holder),
+            _ => None,
+        }
+    }
+
+    fn is_refusal(&self) -> bool {
+        matches!(self, CallError::Refused(_))
+    }
+}
+
+impl From<Misfit<CallError>> for CallError {
+    fn from(misfit: Misfit<CallError>) -> CallError {
+        match misfit {
+            Misfit::TooLarge { .. } => CallError::Refused(Errno::INVALID),
+            Misfit::NotGrown(error) => error,
+        }
+    }
+}
+
+/// A way to ask a replica.
+pub trait Asks {
+    /// Asks, and waits for the answer.
+    async fn ask(&self, ask: Ask) -> Result<Answer, CallError>;
+}
+
+/// A connection that is closed when it is dropped.
+pub struct Wire {
+    pub process: Process,
+    pub conn: ConnId,
+}
+
+impl Wire {
+    /// The connection, which stays open.
+    pub fn into_conn(mut self) -> ConnId {
+        std::mem::replace(&mut self.conn, ConnId::MAX)
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.process.close(self.conn);
+    }
+}
+
+impl Asks for Wire {
+    async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
+        self.process.call(self.conn, ask, CALL_TIMEOUT_US).await
+    }
+}
+
+/// The control connection to a replica.
+pub struct ControlLine<'a> {
+    pub process: &'a Process,
+    pub to: Address,
+}
+
+impl Asks for ControlLine<'_> {
+    async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
+        self.process.with_line(self.to, ask).await
+    }
+}
+
+/// Requests and answers over either of them.
+pub struct Via<T>(pub T);
+
+impl<T: Asks> Via<T> {
+    async fn done(&self, ask: Ask) -> Result<(), CallError> {
+        match self.0.ask(ask).await? {
+            Answer::Done => Ok(()),
+            _ => Err(CallError::Broken),
+        }
+    }
+}
+
+impl<T: Asks> Link for Via<T> {
+    type Error = CallError;
+
+    async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), CallError> {
+        self.done(Ask::Propose(view, honoured.clone())).await
+    }
+
+    async fn commit(&mut self, view: View, _: &ReplicaReport) -> Result<(), CallError> {
+        self.done(Ask::Commit(view)).await
+    }
+
+    async fn expand(&mut self, size_bytes: u64) -> Result<(), CallError> {
+        self.done(Ask::Expand(size_bytes)).await
+    }
+
+    async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, CallError> {
+        match self.0.ask(Ask::Regions(query)).await? {
+            Answer::Page(page) => Ok(page),
+            _ => Err(CallError::Broken),
+        }
+    }
+
+    async fn mark(&mut self, change: &MarkRegions) -> Result<(), CallError> {
+        self.done(Ask::Mark(change.clone())).await
+    }
+
+    async fn layers(&mut self) -> Result<LayerList, CallError> {
+        let Answer::Layers(has_snapshot, _) = self.0.ask(Ask::Layers).await? else {
+            return Err(CallError::Broken);
+        };
+        let layer = |image: &str| WireLayer { image: image.to_owned(), meta: String::new(), size_bytes: 0 };
+        let snapshot = has_snapshot.then(|| layer("snapshot"));
+        Ok(LayerList { layers: snapshot.into_iter().chain([layer("head")]).collect() })
+    }
+
+    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, CallError> {
+        match self.0.ask(Ask::HeadExtents(query.from_bytes)).await? {
+            Answer::Extents(page) => Ok(page),
+            _ => Err(CallError::Broken),
+        }
+    }
+
+    async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, CallError> {
+        let has_snapshot = layers.layers.len() > 1;
+        self.done(Ask::CopyBegin { has_snapshot }).await?;
+        Ok(CopyState { done: vec![false; layers.layers.len()] })
+    }
+
+    async fn copy_end(&mut self) -> Result<(), CallError> {
+        self.done(Ask::CopyEnd).await
+    }
+}
