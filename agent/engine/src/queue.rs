@@ -108,15 +108,24 @@ impl Queue {
             is_swollen: false,
             was_idle: false,
         };
-        running.start()?;
-        while !running.queue.shared.is_stopping() {
-            running.turn()?;
+        let served = running.serve();
+        if served.is_err() || running.queue.shared.is_draining() {
+            // The kernel has requests of the device in this ring: the next process gets them.
+            running.ring.leave_open();
         }
-        Ok(())
+        served
     }
 }
 
 impl Running {
+    fn serve(&mut self) -> Result<(), EngineError> {
+        self.start()?;
+        while !self.queue.shared.is_stopping() {
+            self.turn()?;
+        }
+        Ok(())
+    }
+
     fn start(&mut self) -> Result<(), EngineError> {
         self.queue.wake.arm(&mut self.ring, WAKE);
         for link in &mut self.queue.links {

@@ -7,8 +7,8 @@
 //!
 //! Put the backing file on tmpfs, and its content survives `kill -9`. The state file holds what is needed to take
 //! the device over after that: just start the same command again. One line of JSON on standard output says that
-//! the device is ready. SIGTERM takes the device away and ends; SIGUSR1 makes the volume 64 MiB larger; SIGUSR2
-//! says who uses the device.
+//! the device is ready. SIGTERM takes the device away and ends; SIGHUP leaves it to the next process; SIGUSR1 makes the
+//! volume 64 MiB larger; SIGUSR2 says who uses the device.
 #![allow(clippy::print_stderr, reason = "a program for the command line")]
 
 use std::error::Error;
@@ -56,7 +56,13 @@ enum Fault {
 
 fn main() -> Result<(), Anything> {
     let options = parse(std::env::args().skip(1))?;
-    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGUSR1, Signal::SIGUSR2]);
+    let signals = SigSet::from_iter([
+        Signal::SIGTERM,
+        Signal::SIGINT,
+        Signal::SIGHUP,
+        Signal::SIGUSR1,
+        Signal::SIGUSR2,
+    ]);
     signals.thread_block()?;
     let backing = Arc::new(open_backing(&options)?);
     let kind = choose(&options)?;
@@ -77,7 +83,7 @@ fn main() -> Result<(), Anything> {
     let ready = serde_json::json!({ "device": path, "kernel_id": record.kernel_id, "queues": record.queues });
     println!("{ready}");
     let mut size_bytes = options.spec.size_bytes;
-    loop {
+    let is_left = loop {
         match signals.wait()? {
             Signal::SIGUSR1 => {
                 backing.set_len(size_bytes + GROW_BYTES)?;
@@ -88,16 +94,20 @@ fn main() -> Result<(), Anything> {
                 eprintln!("the volume has {size_bytes} bytes");
             }
             Signal::SIGUSR2 => eprintln!("used: {}", device.in_use().unwrap_or_else(|| "by nobody".into())),
-            _ => break,
+            signal => break signal == Signal::SIGHUP,
         }
+    };
+    if !is_left {
+        device.stop()?;
     }
-    device.stop()?;
     stopping.store(true, Ordering::Release);
     for (thread, waker) in threads {
         waker.wake();
         thread.join().map_err(|_| "a queue has panicked")??;
     }
-    fs::remove_file(&options.state)?;
+    if !is_left {
+        fs::remove_file(&options.state)?;
+    }
     Ok(())
 }
 
@@ -233,6 +243,8 @@ fn serve(
             }
         }
     }
+    // Of a device that was stopped it holds nothing.
+    ring.leave_open();
     Ok(())
 }
 

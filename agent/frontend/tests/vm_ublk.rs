@@ -2,9 +2,14 @@
 
 mod guest;
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, MINUTE, NODE, SIZE_BYTES};
 use shorthorn_vmkit::Kernel;
+
+/// The timer of requests that the block layer has by default.
+const BLOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn start() -> Result<Guest> {
     Guest::start(Kernel::Ublk, "ublk")
@@ -133,6 +138,49 @@ fn killed_under_load_and_back_without_an_error() -> Result<()> {
     ensure!(output.success(), "fio: {output}");
     guest.vm.sh("umount /mnt/m")?;
     guest.vm.sh(&format!("fsck.ext4 -fn {NODE}"))?;
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+/// The driver has to get back every request that it has delivered, and those that arrive just then.
+#[test]
+fn left_to_the_next_process_again_and_again() -> Result<()> {
+    let guest = start()?;
+    let mut pid = guest.serve("memory", "")?;
+    let fio = guest.start_fio(NODE, "randwrite", 40)?;
+    for round in 0..40 {
+        guest.end(pid, "HUP")?;
+        pid = guest.serve("memory", "").with_context(|| format!("round {round}"))?;
+    }
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+/// No command waits to be cancelled: the driver notices the end of the process by the timer of a request.
+#[test]
+fn ended_with_every_tag_taken() -> Result<()> {
+    let guest = start()?;
+    let options = "--queues 1 --depth 4";
+    let mut pid = guest.serve("memory", options)?;
+    let fio = guest.start_fio(NODE, "randwrite", 20)?;
+    let mut longest = Duration::ZERO;
+    for signal in ["HUP", "KILL", "HUP", "KILL", "KILL", "KILL"] {
+        guest.vm.sh("for n in $(seq 6000); do read reads writes </sys/block/ublkb0/inflight; \
+             test $((reads + writes)) = 4 && exit; sleep 0.01; done; exit 1")?;
+        guest.end(pid, signal)?;
+        let begin = Instant::now();
+        pid = guest.serve("memory", options).with_context(|| format!("after SIG{signal}"))?;
+        longest = longest.max(begin.elapsed());
+    }
+    println!("the longest recovery took {} ms", longest.as_millis());
+    ensure!(
+        longest < BLOCK_TIMEOUT / 2,
+        "a recovery took {longest:?}, as if nobody had set the timer of requests"
+    );
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
     guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }

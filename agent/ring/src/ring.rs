@@ -62,6 +62,12 @@ impl Ring {
         Ok(Ring { ring, overflow: VecDeque::with_capacity(entries as usize) })
     }
 
+    /// Leaves the ring to the kernel, which closes it when the process has ended. A driver that has commands of this ring
+    /// learns of the end of the process by that, after the threads that it knows.
+    pub fn leave_open(self) {
+        std::mem::forget(self);
+    }
+
     /// Queues `entry` for the next [`Ring::wait`].
     ///
     /// # Safety

@@ -331,6 +331,7 @@ impl Device for UblkDevice {
 
     fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
         self.start()?;
+        recovery::notice_deaths_soon(&self.kernel_name());
         let size_bytes = self.catch_up()?;
         let number = node::settle(&self.kernel_name(), size_bytes, SETTLE_LIMIT)?;
         self.number = Some(number);

@@ -4,6 +4,18 @@
 //! are closed, and sets the device QUIESCED: requests wait, without a limit. From there a new process goes on
 //! (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or somebody stops the device and the requests fail.
 //!
+//! How the driver notices the end of a process, until Linux 6.15 (`ublk_uring_cmd_cancel_fn` and `ublk_timeout` in
+//! drivers/block/ublk_drv.c): the closing of its rings cancels the commands that wait for requests. If a queue has none of
+//! them because every tag is at the process, the timer of a request has to run out first, which takes 30 s by default: see
+//! [`notice_deaths_soon`].
+//!
+//! **A thread of a queue ends before its ring is closed.** When the driver cancels, it takes back the requests that it has
+//! delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) has the owner of the ring run the deliveries that wait. If
+//! that thread still lives, they are delivered after the cancellation: nobody takes them back, and the driver waits for them
+//! without a limit, holding the lock that STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the
+//! requests back. So a process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the
+//! process has ended, as after `kill -9`.
+//!
 //! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every device
 //! carries the identity of its volume in the field that the driver keeps for its server.
 //!
@@ -13,6 +25,7 @@
 
 use std::fs;
 use std::io;
+use std::path::Path;
 use std::time::Duration;
 
 use shorthorn_types::VolumeName;
@@ -25,6 +38,9 @@ use crate::{FrontendError, wait};
 /// How long the descriptors of a dead process may take to be closed. Its memory has to be given back first, and
 /// what it had in flight on a slow disk has to end.
 const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(30);
+/// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits so long again.
+/// The block layer rounds it up by a second.
+const REQUEST_TIMER_MS: u32 = 1000;
 /// Where the driver lists its devices.
 const CLASS: &str = "/sys/class/ublk-char";
 
@@ -43,20 +59,22 @@ pub(super) fn take_over(
     id: u32,
     volume: &VolumeName,
 ) -> Result<Option<DeviceInfo>, FrontendError> {
-    let mut server_pid = 0;
+    let (mut server_pid, mut reason) = (0, "");
     let taken = wait::until(DEAD_SERVER_LIMIT, || {
         let info = control.info(id, COMMAND_LIMIT)?.filter(|info| info.server_flags == identity(volume));
         let Some(info) = info.filter(|info| info.state != abi::STATE_DEAD) else { return Ok(Some(None)) };
         if info.state != abi::STATE_QUIESCED {
             // The driver has not noticed yet, or the process lives.
-            server_pid = info.server_pid;
+            (server_pid, reason) = (info.server_pid, STILL_LIVE);
             return Ok(None);
         }
         match control.run(abi::CMD_START_USER_RECOVERY, id, 0, COMMAND_LIMIT) {
             Ok(()) => Ok(Some(Some(info))),
             Err(error) => match error.raw_os_error() {
-                // The old process has not closed everything.
-                Some(libc::EBUSY) => Ok(None),
+                Some(libc::EBUSY) => {
+                    (server_pid, reason) = (info.server_pid, STILL_OPEN);
+                    Ok(None)
+                }
                 // This was done before, by a process that died before it fetched a tag.
                 Some(libc::EINVAL) => Ok(Some(Some(info))),
                 _ => Err(error),
@@ -64,8 +82,21 @@ pub(super) fn take_over(
         }
     });
     taken.and_then(|taken| taken.ok_or_else(|| wait::timed_out(DEAD_SERVER_LIMIT))).map_err(during(format!(
-        "take over ublkb{id} of {volume} from process {server_pid}, which has to be gone"
+        "take over ublkb{id} of {volume} from process {server_pid}, which has to be gone{reason}"
     )))
+}
+
+const STILL_LIVE: &str =
+    ": the driver still waits for it (state LIVE; /sys/kernel/debug/block has the requests in flight)";
+const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended";
+
+/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a queue.
+pub(super) fn notice_deaths_soon(kernel_name: &str) {
+    let path = Path::new("/sys/block").join(kernel_name).join("queue/io_timeout");
+    if let Err(error) = fs::write(&path, REQUEST_TIMER_MS.to_string()) {
+        let path = path.display();
+        tracing::warn!(%error, %path, "cannot be set: requests may wait 30 s after the engine has died");
+    }
 }
 
 /// Stops and deletes every device of `volume`: what an engine left behind that does not come back. Requests that
