@@ -299,6 +299,10 @@ fn drain(
             Ok(News::Deposed { holder }) => {
                 return Err(EngineError::Deposed { generation, holder });
             }
+            Ok(News::QueueFailed { queue, reason }) => {
+                tracing::warn!(%volume, queue, reason, "a queue has failed: its requests are left to the next process");
+                return Ok(sockets);
+            }
             Ok(_) => {}
             Err(_) => {
                 tracing::warn!(%volume, "requests in flight are left to the next process");

@@ -14,6 +14,7 @@
 use std::error::Error;
 use std::fs::{self, File};
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -221,7 +222,8 @@ fn serve(
 ) -> io::Result<()> {
     // What this machine does not allow is a matter of the real engine's log.
     let _ = protect_thread();
-    let mut ring = Ring::new(u32::from(depth) * 2)?;
+    // The kernel closes it: see Ring::leave_open. Of a device that was stopped it holds nothing.
+    let mut ring = ManuallyDrop::new(Ring::new(u32::from(depth) * 2)?);
     let arena = Arena::new(usize::from(depth), MAX_IO_BYTES as usize)?;
     let mut requests = Vec::with_capacity(usize::from(depth));
     let mut completions: Vec<Completion> = Vec::with_capacity(usize::from(depth) * 8);
@@ -243,8 +245,6 @@ fn serve(
             }
         }
     }
-    // Of a device that was stopped it holds nothing.
-    ring.leave_open();
     Ok(())
 }
 

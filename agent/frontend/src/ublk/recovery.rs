@@ -4,10 +4,11 @@
 //! are closed, and sets the device QUIESCED: requests wait, without a limit. From there a new process goes on
 //! (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or somebody stops the device and the requests fail.
 //!
-//! How the driver notices the end of a process, until Linux 6.15 (`ublk_uring_cmd_cancel_fn` and `ublk_timeout` in
+//! How the driver of Linux 6.7 to 6.14 notices the end of a process (`ublk_uring_cmd_cancel_fn` and `ublk_timeout` in
 //! drivers/block/ublk_drv.c): the closing of its rings cancels the commands that wait for requests. If a queue has none of
 //! them because every tag is at the process, the timer of a request has to run out first, which takes 30 s by default: see
-//! [`notice_deaths_soon`].
+//! [`notice_deaths_soon`]. Earlier drivers look for dead processes every few seconds; later ones act when the character
+//! device is closed.
 //!
 //! **A thread of a queue ends before its ring is closed.** When the driver cancels, it takes back the requests that it has
 //! delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) has the owner of the ring run the deliveries that wait. If
@@ -15,6 +16,9 @@
 //! without a limit, holding the lock that STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the
 //! requests back. So a process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the
 //! process has ended, as after `kill -9`.
+//!
+//! Known gap: the kernel closes the rings when the last thread has ended. A thread that waits in the kernel for the device
+//! itself (STOP_DEV, or the flush before it, while replicas do not answer) cannot end, and its process keeps the device.
 //!
 //! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every device
 //! carries the identity of its volume in the field that the driver keeps for its server.
@@ -26,6 +30,8 @@
 use std::fs;
 use std::io;
 use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::thread;
 use std::time::Duration;
 
 use shorthorn_types::VolumeName;
@@ -33,11 +39,12 @@ use shorthorn_types::VolumeName;
 use super::abi::{self, DeviceInfo};
 use super::control::Control;
 use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
-use crate::{FrontendError, wait};
+use crate::{FrontendError, probe, wait};
 
 /// How long the descriptors of a dead process may take to be closed. Its memory has to be given back first, and
 /// what it had in flight on a slow disk has to end.
-const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(30);
+/// It is longer than the timer of requests that the block layer has by default.
+const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(45);
 /// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits so long again.
 /// The block layer rounds it up by a second.
 const REQUEST_TIMER_MS: u32 = 1000;
@@ -90,13 +97,39 @@ const STILL_LIVE: &str =
     ": the driver still waits for it (state LIVE; /sys/kernel/debug/block has the requests in flight)";
 const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended";
 
-/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a queue.
+/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a queue. Returns at
+/// once.
+///
+/// Another process writes the attribute: Linux 6.11 to 6.18 (`queue_attr_store` in block/blk-sysfs.c) has the writer wait, even if it
+/// is killed, until every request of the device is answered. This process must never wait for its own device.
 pub(super) fn notice_deaths_soon(kernel_name: &str) {
-    let path = Path::new("/sys/block").join(kernel_name).join("queue/io_timeout");
-    if let Err(error) = fs::write(&path, REQUEST_TIMER_MS.to_string()) {
-        let path = path.display();
-        tracing::warn!(%error, %path, "cannot be set: requests may wait 30 s after the engine has died");
+    if !needs_timer(&probe::release()) {
+        return;
     }
+    let path = Path::new("/sys/block").join(kernel_name).join("queue/io_timeout");
+    let is_set = |text: String| text.trim().parse::<u32>().is_ok_and(|ms| ms <= REQUEST_TIMER_MS);
+    if fs::read_to_string(&path).is_ok_and(is_set) {
+        return; // by the process that has made the device
+    }
+    let write = move || {
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", r#"echo "$1" >"$0""#]).arg(&path).arg(REQUEST_TIMER_MS.to_string());
+        let ended = shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        if !ended.as_ref().is_ok_and(ExitStatus::success) {
+            let path = path.display();
+            tracing::warn!(?ended, %path, "cannot be set: requests may wait 30 s after this process has died");
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("request-timer".into()).spawn(write) {
+        tracing::warn!(%error, "no thread to set the timer of requests: they may wait 30 s after this process has died");
+    }
+}
+
+/// Whether the driver of this kernel notices some deaths by the timer of requests only.
+fn needs_timer(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    let version = (numbers.next().and_then(Result::ok), numbers.next().and_then(Result::ok));
+    matches!(version, (Some(6), Some(7..=14)))
 }
 
 /// Stops and deletes every device of `volume`: what an engine left behind that does not come back. Requests that
@@ -168,6 +201,18 @@ mod tests {
         // Devices outlive upgrades of this program.
         assert_eq!(identity(&name("pvc-1")), 0x2c50_3fb2_4f1e_d972);
         assert_ne!(identity(&name("pvc-1")), identity(&name("pvc-2")));
+    }
+
+    #[test]
+    fn kernels_that_need_the_timer() {
+        for release in ["6.7", "6.8.0-45-generic", "6.12.117+deb12-cloud-amd64", "6.14.0-37-generic"] {
+            assert!(needs_timer(release), "{release}");
+        }
+        for release in
+            ["6.5.13", "6.6.122", "6.15-rc3", "6.18.6", "7.0.1", "5.14.0-503.el9.x86_64", "", "linux"]
+        {
+            assert!(!needs_timer(release), "{release}");
+        }
     }
 
     #[test]
