@@ -92,7 +92,7 @@ impl Queue {
         let entries = (u32::try_from(slots).unwrap_or(u32::MAX) + 4 * links + 16).next_power_of_two();
         let room = slots * 4;
         let mut running = Running {
-            ring: Ring::new(entries).map_err(EngineError::system("io_uring"))?,
+            ring: Ring::with(entries, self.frontend.task_work()).map_err(EngineError::system("io_uring"))?,
             queue: self,
             completions: Vec::with_capacity(room),
             requests: Vec::with_capacity(room),

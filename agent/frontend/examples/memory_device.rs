@@ -3,6 +3,7 @@
 //! ```text
 //! memory_device --frontend ublk|nbd|socket|auto --backing FILE --size BYTES --state FILE
 //!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR] [--fault killed|stalled]
+//!               [--task-work cooperative]
 //! ```
 //!
 //! Put the backing file on tmpfs, and its content survives `kill -9`. The state file holds what is needed to take
@@ -27,7 +28,7 @@ use shorthorn_frontend::{
     DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo, SOURCE,
     prepare_nbd, prepare_socket, prepare_ublk, probe,
 };
-use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, Waker, protect_thread};
+use shorthorn_ring::{Arena, Completion, Ring, TaskWork, Token, Wake, Waker, protect_thread};
 use shorthorn_types::limits::MAX_IO_BYTES;
 use shorthorn_types::{Errno, VolumeName};
 
@@ -42,6 +43,8 @@ struct Options {
     backing: PathBuf,
     state: PathBuf,
     spec: FrontendSpec,
+    /// Instead of what the frontend asks for on this kernel.
+    task_work: Option<TaskWork>,
     fault: Fault,
 }
 
@@ -76,7 +79,8 @@ fn main() -> Result<(), Anything> {
     let stopping = Arc::new(AtomicBool::new(false));
     let mut threads = Vec::new();
     for queue in queues.into_iter().filter(|_| options.fault != Fault::Stalled) {
-        threads.push(serve_on_thread(queue, record.depth, &backing, &stopping)?);
+        let task_work = options.task_work.unwrap_or_else(|| queue.task_work());
+        threads.push(serve_on_thread(queue, (record.depth, task_work), &backing, &stopping)?);
     }
     let path = device.go_live()?;
     let record = device.record(); // an NBD device has its number only now
@@ -127,6 +131,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Anythin
             previous: None,
             refuses_requests: false,
         },
+        task_work: None,
         fault: Fault::None,
     };
     while let Some(name) = arguments.next() {
@@ -142,6 +147,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Anythin
             "--depth" => options.spec.depth = value.parse()?,
             "--socket" => options.spec.socket_path = value.into(),
             "--device-dir" => options.spec.device_dir = value.into(),
+            "--task-work" if value == "cooperative" => options.task_work = Some(TaskWork::Cooperative),
             "--fault" if value == "killed" => options.fault = Fault::Killed,
             "--fault" if value == "stalled" => options.fault = Fault::Stalled,
             _ => return Err(format!("unknown option {name} {value}").into()),
@@ -197,14 +203,14 @@ fn store(path: &Path, record: &DeviceRecord) -> Result<(), Anything> {
 
 fn serve_on_thread(
     frontend: Box<dyn QueueFrontend>,
-    depth: u16,
+    (depth, task_work): (u16, TaskWork),
     file: &Arc<File>,
     stopping: &Arc<AtomicBool>,
 ) -> Result<(JoinHandle<io::Result<()>>, Waker), Anything> {
     let (wake, waker) = Wake::new()?;
     let (file, stopping) = (Arc::clone(file), Arc::clone(stopping));
     let thread = thread::Builder::new().name("queue".into()).spawn(move || {
-        let served = serve(frontend, depth, &file, &wake, &stopping);
+        let served = serve(frontend, (depth, task_work), &file, &wake, &stopping);
         if let Err(error) = &served {
             eprintln!("a queue has failed: {error}");
         }
@@ -215,7 +221,7 @@ fn serve_on_thread(
 
 fn serve(
     mut frontend: Box<dyn QueueFrontend>,
-    depth: u16,
+    (depth, task_work): (u16, TaskWork),
     file: &File,
     wake: &Wake,
     stopping: &AtomicBool,
@@ -223,7 +229,7 @@ fn serve(
     // What this machine does not allow is a matter of the real engine's log.
     let _ = protect_thread();
     // The kernel closes it: see Ring::leave_open. Of a device that was stopped it holds nothing.
-    let mut ring = ManuallyDrop::new(Ring::new(u32::from(depth) * 2)?);
+    let mut ring = ManuallyDrop::new(Ring::with(u32::from(depth) * 2, task_work)?);
     let arena = Arena::new(usize::from(depth), MAX_IO_BYTES as usize)?;
     let mut requests = Vec::with_capacity(usize::from(depth));
     let mut completions: Vec<Completion> = Vec::with_capacity(usize::from(depth) * 8);

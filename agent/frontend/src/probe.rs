@@ -125,12 +125,34 @@ fn probe_ublk() -> Result<String, String> {
     let missing: Vec<&str> =
         REQUIRED_FEATURES.iter().filter(|(bit, _)| features & bit == 0).map(|(_, name)| *name).collect();
     if missing.is_empty() {
-        Ok(format!("ublk with features {features:#x}"))
+        let slower = match is_deferral_safe(&release) {
+            true => String::new(),
+            false => format!(
+                "; without deferred task work, which costs some speed: io_uring of kernel {release} may hang at the end of a \
+                 process (fixed by commit da579f05ef0f: 6.6.122, 6.12.67 or 6.19)"
+            ),
+        };
+        Ok(format!("ublk with features {features:#x}{slower}"))
     } else {
         Err(format!(
             "the ublk driver of kernel {release} has no {}; use Linux 6.5 or later",
             missing.join(", ")
         ))
+    }
+}
+
+/// Whether a ring with deferred task work may hold ublk commands on the kernel of this `release` (uname -r). Without commit
+/// da579f05ef0f the kernel closes such a ring in an endless loop if requests arrive meanwhile, and the device is not
+/// given back. Kernels whose number does not tell whether they have that commit count as if they had not.
+pub(crate) fn is_deferral_safe(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    let mut next = || numbers.next().and_then(Result::ok);
+    match (next(), next(), next()) {
+        (Some(6), Some(6), Some(patch)) => patch >= 122,
+        (Some(6), Some(12), Some(patch)) => patch >= 67,
+        (Some(6), Some(minor), _) => minor >= 19,
+        (Some(major), _, _) => major >= 7,
+        _ => false,
     }
 }
 
@@ -245,6 +267,20 @@ pub(crate) fn release() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kernels_whose_rings_end() {
+        for release in
+            ["6.12.67", "6.12.117+deb12-cloud-amd64", "6.6.122", "6.19.0", "6.19-rc7", "7.0.1-arch1-1"]
+        {
+            assert!(is_deferral_safe(release), "{release}");
+        }
+        for release in
+            ["6.12.66", "6.6.121", "6.8.0-45-generic", "6.18.6", "5.14.0-503.el9.x86_64", "6.12", "", "linux"]
+        {
+            assert!(!is_deferral_safe(release), "{release}");
+        }
+    }
 
     #[test]
     fn kernels_that_crash_are_denied() {

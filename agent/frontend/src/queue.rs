@@ -2,7 +2,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use shorthorn_core::Request;
-use shorthorn_ring::{Arena, Completion, Ring};
+use shorthorn_ring::{Arena, Completion, Ring, TaskWork};
 use shorthorn_types::Errno;
 
 /// [`shorthorn_ring::Token::source`] of every completion that belongs to the frontend. Other numbers are the engine's.
@@ -34,6 +34,11 @@ pub enum Parked {
 /// The half of a frontend that lives on the thread of one queue. Nothing here may block or allocate once it
 /// has started.
 pub trait QueueFrontend: Send {
+    /// The ring that the queue's thread has to have.
+    fn task_work(&self) -> TaskWork {
+        TaskWork::Deferred
+    }
+
     /// First call on the queue's thread: asks the ring for what it waits for.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ mod wake;
 
 pub use arena::{Arena, IoBuf, SlotPool};
 pub use process::{ProtectionReport, protect_thread};
-pub use ring::{Completion, Ring};
+pub use ring::{Completion, Ring, TaskWork};
 pub use stream::{Received, Stream, StreamLimits};
 pub use token::Token;
 pub use wake::{Wake, Waker};

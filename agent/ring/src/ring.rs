@@ -28,6 +28,15 @@ impl Completion {
     }
 }
 
+/// How the thread of a ring comes to do its part of completions that another thread has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TaskWork {
+    /// When it waits (IORING_SETUP_DEFER_TASKRUN, Linux 6.1): in batches, and without an interruption.
+    Deferred,
+    /// At its next system call (IORING_SETUP_COOP_TASKRUN, Linux 5.19).
+    Cooperative,
+}
+
 /// An io_uring that belongs to the thread that made it.
 pub struct Ring {
     ring: IoUring,
@@ -47,12 +56,21 @@ impl Ring {
     /// # Errors
     /// What io_uring_setup answers: ENOSYS or EPERM where the kernel has none or forbids it.
     pub fn new(entries: u32) -> io::Result<Ring> {
-        // Deferred task work (6.1) batches completions and never interrupts this thread; older kernels do without.
-        let best = IoUring::builder()
-            .setup_cqsize(entries * 4)
-            .setup_single_issuer()
-            .setup_defer_taskrun()
-            .build(entries);
+        Ring::with(entries, TaskWork::Deferred)
+    }
+
+    /// [`Ring::new`] with a choice; kernels that are too old for it have the thread interrupted.
+    ///
+    /// # Errors
+    /// Those of [`Ring::new`].
+    pub fn with(entries: u32, task_work: TaskWork) -> io::Result<Ring> {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(entries * 4);
+        match task_work {
+            TaskWork::Deferred => builder.setup_single_issuer().setup_defer_taskrun(),
+            TaskWork::Cooperative => builder.setup_coop_taskrun(),
+        };
+        let best = builder.build(entries);
         let ring = match best {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 IoUring::builder().setup_cqsize(entries * 4).build(entries)?
@@ -192,7 +210,12 @@ mod tests {
 
     #[test]
     fn reads_what_it_wrote() {
-        let mut ring = Ring::new(2).unwrap();
+        for task_work in [TaskWork::Deferred, TaskWork::Cooperative] {
+            reads_back(Ring::with(2, task_work).unwrap());
+        }
+    }
+
+    fn reads_back(mut ring: Ring) {
         let arena = Arena::new(2, 4096).unwrap();
         let file = tempfile();
         arena.buf(0).copy_from(b"shorthorn");

@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use io_uring::opcode;
 use io_uring::types::Fd;
 use shorthorn_core::{Operation, Request};
-use shorthorn_ring::{Completion, Token};
+use shorthorn_ring::{Completion, TaskWork, Token};
 use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{ByteRange, Errno};
 
 use super::abi::{self, IoCommand, IoDescriptor};
-use crate::{Parked, QueueFrontend, QueueIo, SOURCE};
+use crate::{Parked, QueueFrontend, QueueIo, SOURCE, probe};
 
 /// A queue: tag N of the driver is slot N.
 ///
@@ -30,6 +30,8 @@ pub(super) struct UblkQueue {
     size_bytes: Arc<AtomicU64>,
     /// What a tag that we work on is to be answered with where all goes well.
     success: Box<[i32]>,
+    /// For the ring of its thread.
+    task_work: TaskWork,
     /// Whether requests are left to the next process.
     is_parked: bool,
     /// Tags that the driver will give no more requests for.
@@ -54,6 +56,10 @@ impl UblkQueue {
             max_io_bytes,
             size_bytes,
             success: vec![0; usize::from(depth)].into(),
+            task_work: match probe::is_deferral_safe(&probe::release()) {
+                true => TaskWork::Deferred,
+                false => TaskWork::Cooperative,
+            },
             is_parked: false,
             ended: 0,
             device: Some(device),
@@ -91,6 +97,10 @@ impl UblkQueue {
 }
 
 impl QueueFrontend for UblkQueue {
+    fn task_work(&self) -> TaskWork {
+        self.task_work
+    }
+
     fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
         let (depth, needed) = (self.success.len(), self.max_io_bytes as usize);
         if io.arena.slots() < depth || io.arena.slot_bytes() < needed {
