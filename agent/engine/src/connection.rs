@@ -15,6 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
 use shorthorn_recovery::{Link, LinkError};
+use shorthorn_ring::set_up_tcp;
 use shorthorn_types::{Errno, Generation, MarkRegions, View};
 use shorthorn_wire::{
     Challenge, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES,
@@ -105,7 +106,7 @@ impl Connection {
         let tcp: Option<SocketAddr> = address.strip_prefix("tcp:").and_then(|rest| rest.parse().ok());
         let socket = tcp.ok_or_else(|| ConnectError::Address(address.to_owned()))?;
         let stream = TcpStream::connect_timeout(&socket, timeout).map_err(io)?;
-        stream.set_nodelay(true).map_err(io)?;
+        set_up_tcp(&stream).map_err(io)?;
         let connection = Connection::Tcp(stream);
         connection.set_timeout(Some(timeout)).map_err(io)?;
         Ok(connection)

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{setsockopt, sockopt};
+use shorthorn_ring::set_up_tcp;
 use tracing::Span;
 
 use crate::error::ReplicaError;
@@ -22,12 +22,6 @@ use crate::handshake::{Identity, greet};
 use crate::limits::{HANDSHAKE_TIMEOUT, HANDSHAKES_MAX, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
 
-/// TCP probes an idle peer after so many seconds,
-const KEEPALIVE_IDLE_S: u32 = 10;
-/// so often,
-const KEEPALIVE_INTERVAL_S: u32 = 5;
-/// and gives up after so many probes without an answer.
-const KEEPALIVE_PROBES: u32 = 4;
 /// Out of descriptors or memory: how long to wait before the next try.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
@@ -185,11 +179,7 @@ fn accept_one(listeners: &Listeners, shared: &Arc<Shared>) -> io::Result<()> {
     }
     let Some(tcp) = &listeners.tcp else { return Ok(()) };
     if let Some((socket, peer)) = unless_nothing(tcp.accept())? {
-        socket.set_nodelay(true)?;
-        setsockopt(&socket, sockopt::KeepAlive, &true)?;
-        setsockopt(&socket, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S)?;
-        setsockopt(&socket, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S)?;
-        setsockopt(&socket, sockopt::TcpKeepCount, &KEEPALIVE_PROBES)?;
+        set_up_tcp(&socket)?;
         // The calls are the same for every kind of stream socket.
         open(UnixStream::from(OwnedFd::from(socket)), format!("tcp:{peer}"), shared)?;
     }

@@ -7,6 +7,7 @@
 //! Nothing allocates after set-up.
 
 mod arena;
+mod peer;
 mod process;
 mod ring;
 mod stream;
@@ -14,6 +15,7 @@ mod token;
 mod wake;
 
 pub use arena::{Arena, IoBuf, SlotPool};
+pub use peer::set_up_tcp;
 pub use process::{ProtectionReport, protect_thread};
 pub use ring::{Completion, Ring, TaskWork};
 pub use stream::{Received, Stream, StreamLimits};
