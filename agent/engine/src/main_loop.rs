@@ -17,7 +17,7 @@ use shorthorn_frontend::{
     DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, discard, prepare_nbd,
     prepare_socket, prepare_ublk,
 };
-use shorthorn_ring::{Arena, Wake};
+use shorthorn_ring::{Arena, Wake, protect_allocations};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES};
 use shorthorn_types::{Generation, VolumeName};
 
@@ -73,6 +73,10 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     check(&spec)?;
     // What is logged on this thread without the volume as a field of its own has it from here.
     let _in = tracing::info_span!("engine", volume = %spec.volume).entered();
+    // Before any thread is started: all of them take part in serving the device, the rebuilding ones too.
+    if let Some(error) = protect_allocations() {
+        tracing::warn!(volume = %spec.volume, %error, "PR_SET_IO_FLUSHER failed: the volume may stall when memory runs out");
+    }
     let (sender, news) = mpsc::channel();
     watch_signals(sender.clone())?;
     // A device of the kernel does not go from one attachment to the next; clients of a socket do.

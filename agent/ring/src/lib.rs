@@ -16,7 +16,7 @@ mod wake;
 
 pub use arena::{Arena, IoBuf, SlotPool};
 pub use peer::set_up_tcp;
-pub use process::{ProtectionReport, protect_thread};
+pub use process::{ProtectionReport, protect_allocations, protect_thread};
 pub use ring::{Completion, Ring, TaskWork};
 pub use stream::{Received, Stream, StreamLimits};
 pub use token::Token;

@@ -12,17 +12,21 @@ pub struct ProtectionReport {
 
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
 
-/// Makes the calling thread fit to serve a block device under memory pressure: its allocations never wait
-/// for write-back through ourselves (PR_SET_IO_FLUSHER, see prctl(2)), and what the process has touched
-/// stays in memory (mlockall with MCL_ONFAULT: untouched buffers cost nothing).
+/// Has allocations of the calling thread, and of all that it starts, never wait for write-back through this process: see
+/// PR_SET_IO_FLUSHER in prctl(2). Returns why that is not possible: it needs CAP_SYS_RESOURCE and Linux 5.6.
+#[must_use]
+pub fn protect_allocations() -> Option<io::Error> {
+    // SAFETY: prctl with these arguments reads and writes no memory of ours.
+    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+    (result != 0).then(io::Error::last_os_error)
+}
+
+/// Makes the calling thread fit to serve a block device under memory pressure: [`protect_allocations`], and what the
+/// process has touched stays in memory (mlockall with MCL_ONFAULT: untouched buffers cost nothing).
 #[must_use]
 pub fn protect_thread() -> ProtectionReport {
-    let check = |result: libc::c_int| (result != 0).then(io::Error::last_os_error);
-    // SAFETY: prctl and mlockall with these arguments read and write no memory of ours.
-    unsafe {
-        ProtectionReport {
-            io_flusher: check(libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0)),
-            memory_lock: check(libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT)),
-        }
-    }
+    // SAFETY: mlockall with these arguments reads and writes no memory of ours.
+    let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) };
+    let memory_lock = (locked != 0).then(io::Error::last_os_error);
+    ProtectionReport { io_flusher: protect_allocations(), memory_lock }
 }
