@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
 use serde::Serialize;
@@ -18,9 +18,10 @@ use shorthorn_recovery::{Link, LinkError};
 use shorthorn_ring::set_up_tcp;
 use shorthorn_types::{Errno, Generation, MarkRegions, View};
 use shorthorn_wire::{
-    Challenge, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError, HEADER_BYTES,
-    Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal, RegionsPage,
-    RegionsQuery, ReplicaReport, ViewMessage, Welcome, decode_text, encode_patch, encode_text, proof,
+    BadPage, Challenge, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError,
+    HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal,
+    RegionsPage, RegionsQuery, ReplicaReport, ViewMessage, Welcome, decode_text, encode_patch, encode_text,
+    proof,
 };
 use thiserror::Error;
 
@@ -47,6 +48,9 @@ pub enum ConnectError {
     /// The peer does not speak the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
+    /// The peer says what cannot be.
+    #[error(transparent)]
+    Page(#[from] BadPage),
     /// The peer speaks the protocol, but not now.
     #[error("unexpected {0}")]
     Unexpected(Header),
@@ -78,6 +82,7 @@ impl ConnectError {
             ConnectError::Refused { errno, .. } => MISTAKEN.contains(&errno.raw()),
             ConnectError::Io { .. }
             | ConnectError::GivenUp
+            | ConnectError::Page(_)
             | ConnectError::Unexpected(_)
             | ConnectError::Deposed { .. } => false,
         }
@@ -86,7 +91,14 @@ impl ConnectError {
 
 /// A blocking connection.
 #[derive(Debug)]
-pub enum Connection {
+pub struct Connection {
+    stream: Stream,
+    /// How long each step may take; none: for ever.
+    timeout: Option<Duration>,
+}
+
+#[derive(Debug)]
+enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
@@ -99,31 +111,60 @@ impl Connection {
             let stream = UnixStream::connect(path).map_err(io)?;
             // The system's limit may be lower: then requests are sent in more pieces.
             let _ = setsockopt(&stream, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
-            let connection = Connection::Unix(stream);
-            connection.set_timeout(Some(timeout)).map_err(io)?;
-            return Ok(connection);
+            return Connection::new(Stream::Unix(stream), timeout).map_err(io);
         }
         let tcp: Option<SocketAddr> = address.strip_prefix("tcp:").and_then(|rest| rest.parse().ok());
         let socket = tcp.ok_or_else(|| ConnectError::Address(address.to_owned()))?;
         let stream = TcpStream::connect_timeout(&socket, timeout).map_err(io)?;
         set_up_tcp(&stream).map_err(io)?;
-        let connection = Connection::Tcp(stream);
-        connection.set_timeout(Some(timeout)).map_err(io)?;
+        Connection::new(Stream::Tcp(stream), timeout).map_err(io)
+    }
+
+    fn new(stream: Stream, timeout: Duration) -> io::Result<Connection> {
+        let mut connection = Connection { stream, timeout: None };
+        connection.set_timeout(Some(timeout))?;
         Ok(connection)
     }
 
     /// How long every later step may take; none: for ever.
-    pub fn set_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        match self {
-            Connection::Unix(stream) => {
-                stream.set_read_timeout(timeout)?;
-                stream.set_write_timeout(timeout)
+    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.timeout = timeout;
+        self.set_read_timeout(timeout)?;
+        match &self.stream {
+            Stream::Unix(stream) => stream.set_write_timeout(timeout),
+            Stream::Tcp(stream) => stream.set_write_timeout(timeout),
+        }
+    }
+
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match &self.stream {
+            Stream::Unix(stream) => stream.set_read_timeout(timeout),
+            Stream::Tcp(stream) => stream.set_read_timeout(timeout),
+        }
+    }
+
+    /// Fills `data`, within the time that a step may take: a peer that sends a byte now and then gains nothing.
+    fn read_all(&mut self, data: &mut [u8]) -> io::Result<()> {
+        let deadline = self.timeout.map(|timeout| Instant::now() + timeout);
+        let mut filled = 0;
+        let mut is_short = false;
+        while filled < data.len() {
+            match self.read(&mut data[filled..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
             }
-            Connection::Tcp(stream) => {
-                stream.set_read_timeout(timeout)?;
-                stream.set_write_timeout(timeout)
+            if let Some(deadline) = deadline.filter(|_| filled < data.len()) {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                self.set_read_timeout(Some(left))?;
+                is_short = true;
             }
         }
+        if is_short { self.set_read_timeout(self.timeout) } else { Ok(()) }
     }
 
     /// Says who we are; the replica has fenced every older engine when it answers.
@@ -147,7 +188,9 @@ impl Connection {
 
     /// Where a layer has data, a page at a time.
     pub fn list_extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
-        self.ask(Opcode::Extents, &query)
+        let page: ExtentsPage = self.ask(Opcode::Extents, &query)?;
+        page.check(&query)?;
+        Ok(page)
     }
 
     /// Fills `data` from `offset_bytes` of one layer.
@@ -161,7 +204,7 @@ impl Connection {
         if header.data_bytes() as usize != data.len() {
             return Err(ConnectError::Unexpected(header));
         }
-        self.read_exact(data).map_err(broken)?;
+        self.read_all(data).map_err(broken)?;
         header.check_data(crc32c::crc32c(data))?;
         Ok(())
     }
@@ -198,11 +241,11 @@ impl Connection {
     }
 
     /// The socket, ready for a ring.
-    pub fn into_socket(self) -> io::Result<OwnedFd> {
+    pub fn into_socket(mut self) -> io::Result<OwnedFd> {
         self.set_timeout(None)?;
-        Ok(match self {
-            Connection::Unix(stream) => stream.into(),
-            Connection::Tcp(stream) => stream.into(),
+        Ok(match self.stream {
+            Stream::Unix(stream) => stream.into(),
+            Stream::Tcp(stream) => stream.into(),
         })
     }
 
@@ -235,7 +278,7 @@ impl Connection {
     fn receive_frame(&mut self, opcode: Opcode) -> Result<(Header, Vec<u8>), ConnectError> {
         let header = self.receive_header(opcode)?;
         let mut text = vec![0; header.data_bytes() as usize];
-        self.read_exact(&mut text).map_err(broken)?;
+        self.read_all(&mut text).map_err(broken)?;
         match header.outcome() {
             Ok(()) => Ok((header, text)),
             Err(errno) => Err(refusal(&header, &text, errno)),
@@ -244,7 +287,7 @@ impl Connection {
 
     fn receive_header(&mut self, opcode: Opcode) -> Result<Header, ConnectError> {
         let mut bytes = [0; HEADER_BYTES];
-        self.read_exact(&mut bytes).map_err(broken)?;
+        self.read_all(&mut bytes).map_err(broken)?;
         let header = Header::decode(&bytes)?;
         if header.opcode == opcode { Ok(header) } else { Err(ConnectError::Unexpected(header)) }
     }
@@ -280,7 +323,9 @@ impl Link for Connection {
     }
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
-        self.ask(Opcode::Regions, &query)
+        let page: RegionsPage = self.ask(Opcode::Regions, &query)?;
+        page.check(&query)?;
+        Ok(page)
     }
 
     async fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
@@ -339,22 +384,100 @@ pub fn refusal(header: &Header, text: &[u8], errno: Errno) -> ConnectError {
 
 impl Read for Connection {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Connection::Unix(stream) => stream.read(buf),
-            Connection::Tcp(stream) => stream.read(buf),
+        match &mut self.stream {
+            Stream::Unix(stream) => stream.read(buf),
+            Stream::Tcp(stream) => stream.read(buf),
         }
     }
 }
 
 impl Write for Connection {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        match self {
-            Connection::Unix(stream) => stream.write(buf),
-            Connection::Tcp(stream) => stream.write(buf),
+        match &mut self.stream {
+            Stream::Unix(stream) => stream.write(buf),
+            Stream::Tcp(stream) => stream.write(buf),
         }
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use shorthorn_types::RegionsOf;
+    use shorthorn_wire::Extent;
+
+    use super::*;
+
+    /// Far more than anything takes.
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn pair(timeout: Duration) -> (Connection, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Connection::new(Stream::Unix(ours), timeout).unwrap(), theirs)
+    }
+
+    /// Answers one request with `text`.
+    fn answer_with(text: &(impl Serialize + Sync)) -> Connection {
+        let (connection, mut theirs) = pair(LIMIT);
+        let text = serde_json::to_value(text).unwrap();
+        thread::spawn(move || {
+            let mut bytes = [0; HEADER_BYTES];
+            theirs.read_exact(&mut bytes).unwrap();
+            let request = Header::decode(&bytes).unwrap();
+            let mut question = vec![0; request.data_bytes() as usize];
+            theirs.read_exact(&mut question).unwrap();
+            let (header, answer) = encode_text(request.response(Ok(())), &text);
+            theirs.write_all(&[&header.encode()[..], &answer].concat()).unwrap();
+        });
+        connection
+    }
+
+    #[test]
+    fn pages_that_cannot_be_are_refused() {
+        let query = ExtentsQuery { layer: 0, from_bytes: 0 };
+        let extent = |length_bytes| Extent { offset_bytes: 0, length_bytes };
+        let page = |length_bytes| ExtentsPage { extents: vec![extent(length_bytes)], next_bytes: None };
+        assert_eq!(answer_with(&page(4096)).list_extents(query).unwrap(), page(4096));
+        let error = answer_with(&page(512)).list_extents(query).unwrap_err();
+        assert!(matches!(error, ConnectError::Page(_)), "{error}");
+
+        let query = RegionsQuery { of: RegionsOf::Intent, from: 0, size_bytes: 1 << 30 };
+        let endless = RegionsPage { kept: true, runs: vec![], next: Some(1), stamp: 0 };
+        let error = finish(answer_with(&endless).regions_page(query)).unwrap_err();
+        assert!(matches!(error, ConnectError::Page(_)), "{error}");
+    }
+
+    #[test]
+    fn an_answer_that_trickles_in_is_late() {
+        const TIMEOUT: Duration = Duration::from_millis(200);
+        let (mut connection, mut theirs) = pair(TIMEOUT);
+        let trickle = thread::spawn(move || {
+            let pause = TIMEOUT / 4;
+            (0..64).take_while(|_| theirs.write_all(&[0]).is_ok()).for_each(|_| thread::sleep(pause));
+        });
+        let begin = Instant::now();
+        let error = connection.read_all(&mut [0; 64]).unwrap_err();
+        assert!(matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut), "{error}");
+        // All of it would take 16 times the limit.
+        assert!(begin.elapsed() < 8 * TIMEOUT, "{:?}", begin.elapsed());
+        drop(connection);
+        trickle.join().unwrap();
+    }
+
+    #[test]
+    fn an_answer_in_two_parts_leaves_the_time_for_the_next() {
+        let (mut connection, mut theirs) = pair(LIMIT);
+        theirs.write_all(&[1; 3]).unwrap();
+        let rest = thread::spawn(move || theirs.write_all(&[1; 5]).map(|()| theirs).unwrap());
+        let mut data = [0; 8];
+        connection.read_all(&mut data).unwrap();
+        let _theirs = rest.join().unwrap();
+        let Stream::Unix(stream) = &connection.stream else { unreachable!() };
+        assert_eq!((data, stream.read_timeout().unwrap()), ([1; 8], Some(LIMIT)));
     }
 }

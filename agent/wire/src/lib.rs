@@ -28,6 +28,7 @@
 mod handshake;
 mod header;
 mod layers;
+mod pages;
 mod regions;
 mod sums;
 
@@ -37,6 +38,7 @@ pub use handshake::{
 };
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
+pub use pages::BadPage;
 pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{

@@ -85,7 +85,7 @@ impl Desk {
     fn make_line(&self, to: Address) -> Result<(Line, Welcome), ConnectError> {
         let peer = self.find_at(to)?;
         let (mut connection, welcome) = self.greeter.greet(&peer.endpoint, CONTROL_QUEUE)?;
-        set_limit(&connection, ANSWER_LIMIT)?;
+        set_limit(&mut connection, ANSWER_LIMIT)?;
         match finish(forget_in_vain(self, &mut connection, &welcome)) {
             // The connection is as good as before; it is tried again at the next greeting.
             Err(ConnectError::Refused { message, .. }) => {
@@ -148,7 +148,7 @@ impl Link for ControlLine<'_> {
     }
 }
 
-fn set_limit(connection: &Connection, limit: Duration) -> Result<(), ConnectError> {
+fn set_limit(connection: &mut Connection, limit: Duration) -> Result<(), ConnectError> {
     let set = connection.set_timeout(Some(limit));
     set.map_err(|source| ConnectError::Io { action: "set a time-out".to_owned(), source })
 }
