@@ -2,24 +2,27 @@
 
 use std::fs;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use shorthorn_replica_core::Place;
 use shorthorn_ring::set_up_tcp;
+use shorthorn_wire::Header;
 use tracing::Span;
 
 use crate::error::ReplicaError;
 use crate::handshake::{Identity, greet};
-use crate::limits::{HANDSHAKE_TIMEOUT, HANDSHAKES_MAX, SMALL_STACK_BYTES};
+use crate::handshakes::{Handshakes, Origin};
+use crate::limits::{HANDSHAKE_TIMEOUT, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
 
 /// Out of descriptors or memory: how long to wait before the next try.
@@ -98,8 +101,7 @@ struct Shared {
     span: Span,
     /// Wakes the accepting thread: a handshake has ended, or everything ends.
     event: EventFd,
-    /// Handshakes that run.
-    running: AtomicUsize,
+    handshakes: Mutex<Handshakes<UnixStream>>,
     stopping: AtomicUsize,
 }
 
@@ -116,8 +118,8 @@ impl Acceptor {
     ) -> Result<Acceptor, ReplicaError> {
         let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
-        let (running, stopping) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { identity, data, span, event, running, stopping });
+        let (handshakes, stopping) = (Mutex::new(Handshakes::new()), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { identity, data, span, event, handshakes, stopping });
         let served = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("accept".into())
@@ -140,12 +142,17 @@ impl Shared {
         // It fails only where the counter is full: then the thread is awake.
         let _ = self.event.write(1);
     }
+
+    fn handshakes(&self) -> MutexGuard<'_, Handshakes<UnixStream>> {
+        // Nothing in there panics between two changes.
+        self.handshakes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 fn accept(listeners: &Listeners, shared: &Arc<Shared>) {
     let _in = shared.span.enter();
     while shared.stopping.load(Ordering::Acquire) == 0 {
-        let full = shared.running.load(Ordering::Acquire) >= HANDSHAKES_MAX;
+        let full = shared.handshakes().is_full();
         if let Err(error) = wait(listeners, shared, full) {
             tracing::warn!(%error, "waiting for connections failed");
             thread::sleep(ACCEPT_PAUSE);
@@ -175,13 +182,14 @@ fn wait(listeners: &Listeners, shared: &Shared, full: bool) -> nix::Result<()> {
 /// Takes at most one connection of each listener.
 fn accept_one(listeners: &Listeners, shared: &Arc<Shared>) -> io::Result<()> {
     if let Some((socket, _)) = unless_nothing(listeners.unix.accept())? {
-        open(socket, "unix".to_owned(), shared)?;
+        open(socket, Origin::Local, "unix".to_owned(), shared)?;
     }
     let Some(tcp) = &listeners.tcp else { return Ok(()) };
     if let Some((socket, peer)) = unless_nothing(tcp.accept())? {
         set_up_tcp(&socket)?;
         // The calls are the same for every kind of stream socket.
-        open(UnixStream::from(OwnedFd::from(socket)), format!("tcp:{peer}"), shared)?;
+        let socket = UnixStream::from(OwnedFd::from(socket));
+        open(socket, Origin::Remote(peer.ip()), format!("tcp:{peer}"), shared)?;
     }
     Ok(())
 }
@@ -200,33 +208,40 @@ fn unless_nothing<T>(accepted: io::Result<T>) -> io::Result<Option<T>> {
 }
 
 /// Opens the connection on a thread of its own.
-fn open(socket: UnixStream, peer: String, shared: &Arc<Shared>) -> io::Result<()> {
-    shared.running.fetch_add(1, Ordering::AcqRel);
+fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) -> io::Result<()> {
+    let (id, evicted) = shared.handshakes().begin(origin, socket.try_clone()?);
+    if let Some(evicted) = evicted {
+        // Its thread finds the end of the connection. It fails only if the peer has ended it already.
+        let _ = evicted.shutdown(Shutdown::Both);
+    }
     let handshake = Arc::clone(shared);
     let thread =
         thread::Builder::new().name("handshake".into()).stack_size(SMALL_STACK_BYTES).spawn(move || {
             let _in = handshake.span.enter();
-            if let Err(error) = hand_over(socket, peer.clone(), &handshake) {
-                tracing::warn!(peer, %error, "connection refused");
-            }
-            handshake.running.fetch_sub(1, Ordering::AcqRel);
+            let opened = open_here(&socket, &handshake);
+            handshake.handshakes().end(id);
             handshake.wake();
+            match opened {
+                Ok((hello, place)) => {
+                    let candidate = Candidate { socket: socket.into(), hello, peer };
+                    // Where the data thread is gone, the process ends, and the socket with it.
+                    let _ = handshake.data.send(Message::Candidate(place, candidate));
+                }
+                Err(error) => tracing::warn!(peer, %error, "connection refused"),
+            }
         });
     if thread.is_err() {
-        shared.running.fetch_sub(1, Ordering::AcqRel);
+        shared.handshakes().end(id);
     }
     thread.map(drop)
 }
 
-/// Finds out who is there, and hands the socket over to the data thread, which answers the hello.
-fn hand_over(socket: UnixStream, peer: String, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
+/// Finds out who is there. The data thread answers the hello.
+fn open_here(socket: &UnixStream, shared: &Shared) -> Result<(Header, Place), Box<dyn std::error::Error>> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)?;
-    let (hello, place) = greet(&socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
+    let opened = greet(socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
     socket.set_read_timeout(None)?;
     socket.set_write_timeout(None)?;
-    let candidate = Candidate { socket: socket.into(), hello, peer };
-    // Where the data thread is gone, the process ends, and the socket with it.
-    let _ = shared.data.send(Message::Candidate(place, candidate));
-    Ok(())
+    Ok(opened)
 }

@@ -29,6 +29,7 @@ mod connection;
 mod error;
 mod executor;
 mod handshake;
+mod handshakes;
 mod limits;
 mod mailbox;
 mod process;

@@ -37,8 +37,6 @@ pub(crate) const ZERO_PLAN_BYTES: u64 = 4 << 20;
 /// How many zeroes are written at a time.
 pub(crate) const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
-/// Connections that are being opened at once; more wait in the socket's backlog.
-pub(crate) const HANDSHAKES_MAX: usize = 8;
 /// How long opening a connection may take until the engine has said who it is.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the data thread looks for silent connections and unused memory.
