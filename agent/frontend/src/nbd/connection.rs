@@ -120,6 +120,8 @@ pub(super) struct Connection {
     replies: usize,
     /// Whether nothing is read beyond the request that has begun.
     parking: bool,
+    /// Whether the client has closed its side.
+    ended: bool,
     /// Whether the end was agreed: the client has said good-bye, or we have.
     left: bool,
 }
@@ -148,6 +150,7 @@ impl Connection {
             commands: 0,
             replies: 0,
             parking: false,
+            ended: false,
             left: false,
         }
     }
@@ -214,7 +217,18 @@ impl Connection {
 
     /// Whether the connection broke off without a good-bye.
     pub(super) fn is_lost(&self) -> bool {
-        self.is_dead() && !self.left
+        (self.is_dead() || self.ended) && !self.left
+    }
+
+    /// The client sends no more. It may still read: what it has asked for is answered, unless a request was cut off.
+    fn end(&mut self) {
+        self.ended = true;
+        match self.phase {
+            Phase::Serving if self.receiving.is_none() && self.current.is_none() => {
+                self.phase = Phase::Leaving;
+            }
+            _ => self.lose(),
+        }
     }
 
     fn lose(&mut self) {
@@ -395,7 +409,8 @@ impl Connection {
                 }
                 self.advance(shared, io);
             }
-            Ok(Received::End) | Err(_) => self.lose(),
+            Ok(Received::End) => self.end(),
+            Err(_) => self.lose(),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Clients that know the protocol byte by byte, and break it.
 
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -367,6 +368,24 @@ fn a_disconnect_waits_for_the_answers() {
     client.send_write(1, 0, &[1; 4096]);
     client.send(READ, 0, 2, 4096, 4096);
     client.send(DISCONNECT, 0, 3, 0, 0);
+    server.volume.wait_for_held(2);
+    server.host().release();
+    assert_eq!(client.reply(0), Reply { cookie: 1, error: 0, data: vec![] });
+    assert_eq!(client.chunks(2, 4096, 4096).error, 0);
+    client.assert_closed();
+    server.stop();
+}
+
+#[test]
+fn a_client_that_has_closed_its_side_gets_its_answers() {
+    let server = Server::new(1, 8);
+    server.host().hold();
+    let mut client = server.client(true);
+    client.send_write(1, 0, &[1; 4096]);
+    client.send(READ, 0, 2, 4096, 4096);
+    // The beginning of a request that never comes whole.
+    client.stream.write_all(&[0x25, 0x60]).unwrap();
+    client.stream.shutdown(Shutdown::Write).unwrap();
     server.volume.wait_for_held(2);
     server.host().release();
     assert_eq!(client.reply(0), Reply { cookie: 1, error: 0, data: vec![] });
