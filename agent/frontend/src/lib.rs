@@ -10,6 +10,7 @@ mod nbd;
 pub mod node;
 pub mod probe;
 mod queue;
+mod queue_attribute;
 pub mod ublk;
 mod wait;
 

@@ -3,7 +3,7 @@
 
 mod guest;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use guest::{Guest, MINUTE, NODE, SIZE_BYTES};
 use shorthorn_vmkit::Kernel;
 
@@ -11,10 +11,18 @@ fn start() -> Result<Guest> {
     Guest::start(Kernel::Nbd, "nbd")
 }
 
+/// A child process of the server does that, soon after the device is ready.
+fn requests_are_limited(guest: &Guest) -> Result<()> {
+    let is_limited = "test $(cat /sys/block/nbd0/queue/max_sectors_kb) = 1024";
+    let wait = format!("for n in $(seq 600); do {is_limited} && exit; sleep 0.05; done; exit 1");
+    guest.vm.sh(&wait).map(drop).context("the size of requests is not limited to 1 MiB")
+}
+
 #[test]
 fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "--queues 4 --depth 64")?;
+    requests_are_limited(&guest)?;
     let read = |file: &str| guest.vm.sh(&format!("cat /sys/block/nbd0/{file}"));
     for (file, expected) in [
         ("size", "786432"),
@@ -23,7 +31,6 @@ fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
         ("queue/logical_block_size", "512"),
         ("queue/write_cache", "write back"),
         ("queue/fua", "1"),
-        ("queue/max_sectors_kb", "1024"),
         ("queue/rotational", "0"),
     ] {
         let found = read(file)?;
@@ -61,6 +68,7 @@ fn every_request_does_what_it_says() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "")?;
     let vm = &guest.vm;
+    requests_are_limited(&guest)?;
     // As large as the driver can, as small as it can.
     vm.sh(&format!(
         "echo 32768 >/sys/block/nbd0/queue/max_sectors_kb && \

@@ -370,9 +370,7 @@ impl NbdDevice {
         }
         let number = node::settle(&name, self.export.size_bytes(), SETTLE_LIMIT)?;
         // The kernel would cut requests at 1280 KiB, which takes two slots. It works as well.
-        if let Err(error) = sysfs::limit_requests(index, MAX_IO_BYTES) {
-            tracing::warn!(device = name, %error, "nbd: the size of requests can not be limited");
-        }
+        sysfs::limit_requests(index, MAX_IO_BYTES);
         let path = node::publish(&self.device_dir, &self.volume, number)?;
         self.number = Some(number);
         if !self.refuses_requests {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::node::DeviceNumber;
-use crate::wait;
+use crate::{queue_attribute, wait};
 
 const BLOCK: &str = "/sys/block";
 
@@ -78,12 +78,10 @@ fn find_in(root: &Path, backend: &str) -> io::Result<Vec<u32>> {
     Ok(found)
 }
 
-/// Asks the kernel to make no request of device `index` longer than `bytes`.
-///
-/// # Errors
-/// What the file system answers.
-pub(super) fn limit_requests(index: u32, bytes: u32) -> io::Result<()> {
-    fs::write(attribute(Path::new(BLOCK), index, "queue/max_sectors_kb"), (bytes / 1024).to_string())
+/// Asks the kernel to make no request of device `index` longer than `bytes`. It does so soon.
+pub(super) fn limit_requests(index: u32, bytes: u32) {
+    let consequence = "a long request takes two slots";
+    queue_attribute::lower(&name(index), "max_sectors_kb", bytes / 1024, consequence);
 }
 
 /// Reads the first sector through the block device `path`, past the page cache, within `limit`.

@@ -29,9 +29,6 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
-use std::process::{Command, ExitStatus, Stdio};
-use std::thread;
 use std::time::Duration;
 
 use shorthorn_types::VolumeName;
@@ -39,7 +36,7 @@ use shorthorn_types::VolumeName;
 use super::abi::{self, DeviceInfo};
 use super::control::Control;
 use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
-use crate::{FrontendError, probe, wait};
+use crate::{FrontendError, probe, queue_attribute, wait};
 
 /// How long the descriptors of a dead process may take to be closed. Its memory has to be given back first, and
 /// what it had in flight on a slow disk has to end.
@@ -97,31 +94,11 @@ const STILL_LIVE: &str =
     ": the driver still waits for it (state LIVE; /sys/kernel/debug/block has the requests in flight)";
 const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended";
 
-/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a queue. Returns at
-/// once.
-///
-/// Another process writes the attribute: Linux 6.11 to 6.18 (`queue_attr_store` in block/blk-sysfs.c) has the writer wait, even if it
-/// is killed, until every request of the device is answered. This process must never wait for its own device.
+/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a queue.
 pub(super) fn notice_deaths_soon(kernel_name: &str) {
-    if !needs_timer(&probe::release()) {
-        return;
-    }
-    let path = Path::new("/sys/block").join(kernel_name).join("queue/io_timeout");
-    let is_set = |text: String| text.trim().parse::<u32>().is_ok_and(|ms| ms <= REQUEST_TIMER_MS);
-    if fs::read_to_string(&path).is_ok_and(is_set) {
-        return; // by the process that has made the device
-    }
-    let write = move || {
-        let mut shell = Command::new("/bin/sh");
-        shell.args(["-c", r#"echo "$1" >"$0""#]).arg(&path).arg(REQUEST_TIMER_MS.to_string());
-        let ended = shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-        if !ended.as_ref().is_ok_and(ExitStatus::success) {
-            let path = path.display();
-            tracing::warn!(?ended, %path, "cannot be set: requests may wait 30 s after this process has died");
-        }
-    };
-    if let Err(error) = thread::Builder::new().name("request-timer".into()).spawn(write) {
-        tracing::warn!(%error, "no thread to set the timer of requests: they may wait 30 s after this process has died");
+    if needs_timer(&probe::release()) {
+        let consequence = "requests may wait 30 s after this process has died";
+        queue_attribute::lower(kernel_name, "io_timeout", REQUEST_TIMER_MS, consequence);
     }
 }
 

@@ -1,0 +1,62 @@
+//! Attributes of a block device's queue in sysfs, of a device that this process serves.
+//!
+//! **This process neither writes nor reads them.** The kernel may have the writer of such an attribute wait until every request of the
+//! device is answered, and the reader of another one until that has ended (`queue_attr_store` and `queue_attr_show` in
+//! block/blk-sysfs.c, Linux 6.11 and later). Neither can be killed meanwhile. If the waiting thread is needed to answer these requests,
+//! that is for ever, and a process with such a thread keeps its device until the host is started anew. A child process waits instead.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+
+/// Reads the attribute in `$0`, and writes `$1` if it is larger.
+const LOWER: &str = r#"read -r now <"$0" && { [ "$now" -le "$1" ] || echo "$1" >"$0"; }"#;
+
+/// Has `attribute` of the disk `kernel_name` lowered to `value`, and returns at once. If that fails, `consequence` says in the log
+/// what it is good for.
+pub(crate) fn lower(kernel_name: &str, attribute: &str, value: u32, consequence: &'static str) {
+    let path = Path::new("/sys/block").join(kernel_name).join("queue").join(attribute);
+    let work = move || {
+        if let Err(error) = lower_in(&path, value) {
+            tracing::warn!(path = %path.display(), value, error, "cannot be set: {consequence}");
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("attribute".into()).spawn(work) {
+        tracing::warn!(%error, attribute, "no thread to set an attribute of the device: {consequence}");
+    }
+}
+
+fn lower_in(path: &Path, value: u32) -> Result<(), String> {
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", LOWER]).arg(path).arg(value.to_string()).stdin(Stdio::null());
+    let output = shell.output().map_err(|error| format!("/bin/sh: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn what_is_larger_is_lowered() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("an attribute");
+        for (before, after) in [("30000\n", "1000\n"), ("1000\n", "1000\n"), ("999\n", "999\n")] {
+            fs::write(&path, before).unwrap();
+            lower_in(&path, 1000).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), after);
+        }
+    }
+
+    #[test]
+    fn why_it_cannot_be_set_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = lower_in(&dir.path().join("missing"), 1).unwrap_err();
+        assert!(error.contains("missing"), "{error}");
+    }
+}
