@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_VOLUME_BYTES};
 use thiserror::Error;
 
 /// The size of a volume: a multiple of 4096, and not 0.
@@ -17,8 +17,8 @@ pub enum SizeError {
         "size {0:?}: write a whole number of bytes, or one with KiB, MiB, GiB or TiB, for instance 10GiB"
     )]
     Syntax(String),
-    /// Too large for 64 bits.
-    #[error("size {0:?} is too large")]
+    /// No volume can be so large.
+    #[error("size {0:?} is too large: a volume has at most 16TiB")]
     TooLarge(String),
     /// No volume can have it.
     #[error("size {0:?} is not a multiple of 4096 bytes greater than 0")]
@@ -45,6 +45,9 @@ impl FromStr for VolumeSize {
         }
         let number: u64 = number.parse().map_err(|_| SizeError::TooLarge(text.to_owned()))?;
         let bytes = number.checked_mul(1 << shift).ok_or_else(|| SizeError::TooLarge(text.to_owned()))?;
+        if bytes > MAX_VOLUME_BYTES {
+            return Err(SizeError::TooLarge(text.to_owned()));
+        }
         if bytes == 0 || !bytes.is_multiple_of(BLOCK_BYTES) {
             return Err(SizeError::Unaligned(text.to_owned()));
         }
@@ -83,7 +86,7 @@ mod tests {
         for text in ["0", "512", "4097", "0GiB"] {
             assert!(matches!(text.parse::<VolumeSize>(), Err(SizeError::Unaligned(_))), "{text}");
         }
-        for text in ["99999999999999999999", "99999999TiB"] {
+        for text in ["99999999999999999999", "99999999TiB", "17TiB"] {
             assert!(matches!(text.parse::<VolumeSize>(), Err(SizeError::TooLarge(_))), "{text}");
         }
     }

@@ -366,7 +366,7 @@ fn layer_request(opcode: Opcode, layer: u32, offset_bytes: u64, data: &[u8]) -> 
 
 fn broken(source: io::Error) -> ConnectError {
     let action = match source.kind() {
-        io::ErrorKind::WouldBlock => "no answer in time",
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "no answer in time",
         io::ErrorKind::UnexpectedEof => "it has closed the connection",
         _ => "the connection broke",
     };

@@ -18,7 +18,9 @@ use shorthorn_frontend::{
     prepare_socket, prepare_ublk,
 };
 use shorthorn_ring::{Arena, Wake, protect_allocations};
-use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES};
+use shorthorn_types::limits::{
+    BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES, MAX_VOLUME_BYTES,
+};
 use shorthorn_types::{Generation, VolumeName};
 
 use crate::connection::Connection;
@@ -109,6 +111,9 @@ fn check(spec: &EngineSpec) -> Result<(), EngineError> {
     let bad = |reason: String| Err(EngineError::BadSpec { volume: spec.volume.clone(), reason });
     if spec.size_bytes == 0 || !spec.size_bytes.is_multiple_of(BLOCK_BYTES) {
         return bad(format!("size_bytes {} is no multiple of {BLOCK_BYTES}", spec.size_bytes));
+    }
+    if spec.size_bytes > MAX_VOLUME_BYTES {
+        return bad(format!("size_bytes {}: at most {MAX_VOLUME_BYTES}", spec.size_bytes));
     }
     if let Err(reason) = status::check_replicas(&spec.replicas) {
         return bad(reason);
