@@ -166,9 +166,9 @@ fn ended_with_every_tag_taken() -> Result<()> {
     let guest = start()?;
     let options = "--queues 1 --depth 4";
     let mut pid = guest.serve("memory", options)?;
-    let fio = guest.start_fio(NODE, "randwrite", 20)?;
+    let fio = guest.start_fio(NODE, "randwrite", 60)?;
     let mut longest = Duration::ZERO;
-    for signal in ["HUP", "KILL", "HUP", "KILL", "KILL", "KILL"] {
+    for signal in ["HUP", "KILL", "HUP", "KILL"] {
         guest.vm.sh("for n in $(seq 6000); do read reads writes </sys/block/ublkb0/inflight; \
              test $((reads + writes)) = 4 && exit; sleep 0.01; done; exit 1")?;
         guest.end(pid, signal)?;
