@@ -73,6 +73,7 @@ fn replaced_under_load(kernel: Kernel, frontend: &str) -> Result<()> {
 fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     host.ctl("volume create v1 --size 64MiB --replicas 3 --soft-anti-affinity")?;
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
+    no_thread_waits_for_its_own_device(host)?;
     // One short run after the other, so that the load ends soon after it is told to.
     let load = host.spawn(
         "run=0; while test ! -e /root/enough; do run=$((run + 1)); \
@@ -98,6 +99,19 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
         killed_after_a_handover(host)?;
     }
     host.ctl("volume detach v1").map(drop)
+}
+
+/// Every thread of the engine has PF_MEMALLOC_NOIO, which PR_SET_IO_FLUSHER sets: none starts write-back, which may be through the
+/// engine itself, to get memory.
+fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
+    let pid = engine_pid(host)?;
+    let unprotected = host.sh(&format!(
+        "ls -d /proc/{pid}/task/* | wc -l | grep -qv '^[0-3]$' || echo 'too few threads'; \
+         for stat in /proc/{pid}/task/*/stat; do \
+             sed 's/.*) //' $stat | awk '{{ exit int($7 / 524288) % 2 == 0 }}' || cut -c 1-40 $stat; done"
+    ))?;
+    ensure!(unprotected.is_empty(), "threads that may wait for the volume that they serve: {unprotected}");
+    Ok(())
 }
 
 /// The process that has taken the sockets dies in the middle of requests: the one after it must not take them, and nobody

@@ -43,25 +43,6 @@ fn a_replica_that_was_killed_comes_back_by_what_it_missed() {
 }
 
 #[test]
-fn no_thread_of_an_engine_waits_for_its_own_device_to_get_memory() {
-    let mut volume = Volume::start(2, 64 << 20);
-    let threads = volume.thread_flags();
-    // Where root lacks CAP_SYS_RESOURCE, as in some containers, that is told.
-    if !volume.log_of_engine().contains("PR_SET_IO_FLUSHER failed") {
-        assert_protected(&threads);
-    }
-    volume.stop();
-}
-
-fn assert_protected(threads: &[(String, u64)]) {
-    // Of a task whose allocations start no I/O: what PR_SET_IO_FLUSHER sets.
-    const PF_MEMALLOC_NOIO: u64 = 0x8_0000;
-    assert!(threads.len() > 3, "{threads:?}");
-    let unprotected: Vec<_> = threads.iter().filter(|(_, flags)| flags & PF_MEMALLOC_NOIO == 0).collect();
-    assert!(unprotected.is_empty(), "{unprotected:?}");
-}
-
-#[test]
 fn a_short_copy_tells_all_that_it_brings() {
     const REGIONS: u64 = 5;
     let mut volume = Volume::start(3, 64 << 20);

@@ -193,18 +193,6 @@ impl Volume {
         Pid::from_raw(i32::try_from(child.id()).unwrap())
     }
 
-    /// The flags of every thread of the engine, with its name: see proc_pid_stat(5).
-    pub fn thread_flags(&self) -> Vec<(String, u64)> {
-        let tasks = format!("/proc/{}/task", self.engine.as_ref().unwrap().id());
-        let flags = |task: std::fs::DirEntry| {
-            // A thread may have ended since.
-            let stat = std::fs::read_to_string(task.path().join("stat")).ok()?;
-            let (name, numbers) = stat.rsplit_once(')').unwrap();
-            Some((name.to_owned(), numbers.split_whitespace().nth(6).unwrap().parse().unwrap()))
-        };
-        std::fs::read_dir(tasks).unwrap().filter_map(|task| flags(task.unwrap())).collect()
-    }
-
     /// Asks the engine to leave its device to the next one; the frontend of the tests has none.
     pub fn hand_over(&mut self) {
         let mut engine = self.engine.take().unwrap();
