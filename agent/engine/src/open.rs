@@ -155,7 +155,7 @@ impl Greeter {
             Ok(()) => Ok((connection, welcome)),
             Err(Misfit::TooLarge { has_bytes }) => {
                 let message = format!(
-                    "it has {has_bytes} bytes, the volume {size_bytes}: nobody has told this engine of an expansion yet"
+                    "it has {has_bytes} bytes, the volume {size_bytes}: this engine does not know of an expansion yet"
                 );
                 Err(ConnectError::Refused { message, errno: shorthorn_types::Errno::INVALID })
             }
@@ -224,7 +224,7 @@ impl Opener<'_> {
         }
     }
 
-    /// Takes what is told within `pause`.
+    /// Waits at most `pause` for an order, a grant or a signal.
     fn wait(&mut self, pause: Duration) -> Result<Heard, Stop> {
         let order = match self.news.recv_timeout(pause) {
             Ok(News::Terminate) => return Err(Stop::Ended { for_good: false }),

@@ -145,15 +145,19 @@ fn probe_ublk() -> Result<String, String> {
 /// da579f05ef0f the kernel closes such a ring in an endless loop if requests arrive meanwhile, and the device is not
 /// given back. Kernels whose number does not tell whether they have that commit count as if they had not.
 pub(crate) fn is_deferral_safe(release: &str) -> bool {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
-    let mut next = || numbers.next().and_then(Result::ok);
-    match (next(), next(), next()) {
-        (Some(6), Some(6), Some(patch)) => patch >= 122,
-        (Some(6), Some(12), Some(patch)) => patch >= 67,
-        (Some(6), Some(minor), _) => minor >= 19,
-        (Some(major), _, _) => major >= 7,
+    match version(release) {
+        [Some(6), Some(6), Some(patch)] => patch >= 122,
+        [Some(6), Some(12), Some(patch)] => patch >= 67,
+        [Some(6), Some(minor), _] => minor >= 19,
+        [Some(major), _, _] => major >= 7,
         _ => false,
     }
+}
+
+/// The first three numbers of a `release` (uname -r).
+pub(crate) fn version(release: &str) -> [Option<u32>; 3] {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
+    std::array::from_fn(|_| numbers.next().flatten())
 }
 
 /// What a failed look at the driver means.

@@ -129,7 +129,10 @@ fn a_replica_that_is_too_large_is_taken_once_the_engine_knows() {
     volume.add_replica();
     volume.order(&Command::Replicas { replicas: volume.endpoints() });
     volume.wait("it is not taken", |engine| {
-        engine.members.iter().any(|member| member.message.contains("nobody has told this engine"))
+        engine
+            .members
+            .iter()
+            .any(|member| member.message.contains("this engine does not know of an expansion"))
     });
     volume.expand(LARGER);
     volume.wait("it is a member", |engine| {

@@ -104,9 +104,7 @@ pub(super) fn notice_deaths_soon(kernel_name: &str) {
 
 /// Whether the driver of this kernel notices some deaths by the timer of requests only.
 fn needs_timer(release: &str) -> bool {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
-    let version = (numbers.next().and_then(Result::ok), numbers.next().and_then(Result::ok));
-    matches!(version, (Some(6), Some(7..=14)))
+    matches!(probe::version(release), [Some(6), Some(7..=14), _])
 }
 
 /// Stops and deletes every device of `volume`: what an engine left behind that does not come back. Requests that
