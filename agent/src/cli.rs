@@ -111,7 +111,7 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub queue_depth: u16,
     /// A replica that does not answer a request for so many milliseconds has failed
-    #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(100..=600_000))]
+    #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(500..=600_000))]
     pub replica_timeout_ms: u32,
     /// Replicas count as equal again where nothing was written for so many milliseconds: after a crash of the engine they
     /// are made equal nowhere else. 0: never while the engine runs

@@ -264,8 +264,11 @@ pub struct MemberStatus {
     pub address: String,
     /// How it stands.
     pub mode: MemberMode,
-    /// Why it is not a member; empty where it is.
+    /// Why it is not a member; of a member: why requests wait for it. Empty: all is well.
     pub message: String,
+    /// How often requests had to wait for it, as it was late and the others could not go on without it.
+    #[serde(default)]
+    pub times_awaited: u64,
     /// Since when it is not a member, in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub away_since_ms: Option<u64>,

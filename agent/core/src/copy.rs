@@ -130,7 +130,7 @@ impl EngineCore {
         let members = self.membership.answering();
         match why {
             Why::Equalise { .. } => self.membership.nearest(),
-            Why::Join { .. } => self.membership.reader(),
+            Why::Join { .. } => self.membership.reader(self.patience.slow()),
             Why::Repair { sources, .. } => sources.and(members).first(),
             Why::Failed { sources, .. } => self.source_of_resync(sources).first(),
         }

@@ -3,11 +3,13 @@ use shorthorn_types::{RegionSet, Regions};
 use crate::absent::Absent;
 use crate::bucket::Bucket;
 use crate::clearing::Clearing;
-use crate::event::{CopyProgress, CoreConfig, Event, Output, Outputs};
+use crate::event::{CopyProgress, CoreConfig, DropCause, Event, Output, Outputs};
+use crate::flight::Flight;
 use crate::intent::Intent;
 use crate::job::{Job, Jobs};
 use crate::join::Joins;
 use crate::membership::{Membership, PeerIndex, PeerMask, PeerState, Step};
+use crate::patience::Patience;
 use crate::ranges::RangeTable;
 use crate::scrub::Scrub;
 use crate::slot::{Phase, SlotId, Slots};
@@ -15,14 +17,12 @@ use crate::slot::{Phase, SlotId, Slots};
 /// By how much the core's clock goes on with one tick at most: more than that between two ticks is a pause of this process or
 /// of the machine. Answers that have come meanwhile are taken in between the ticks that follow, before anybody is late.
 const TICK_STEP_MS_MAX: u64 = 1000;
-/// A connection that is silent for so long gets a PING.
-const PING_INTERVAL_MS: u64 = 1000;
 
 /// One volume, attached. See the crate's description.
 ///
 /// This file takes events in and handles losses, views and time. What the others add to it: `serve` requests
 /// of the frontend, `copy` and `equalise` what is copied, `failed` what has found no space,
-/// `clearing` write intent, `join` replicas that are
+/// `clearing` write intent, `patience` replicas that do not answer, `join` replicas that are
 /// brought up, `scrub` the comparison of the members, `expand` another size.
 #[derive(Debug)]
 pub struct EngineCore {
@@ -45,18 +45,20 @@ pub struct EngineCore {
     pub(crate) wake: bool,
     /// Per queue: replicas whose connection is closed.
     pub(crate) closed: Vec<PeerMask>,
-    /// Per replica: when the oldest PING without an answer was sent.
-    pub(crate) pings: Vec<Option<u64>>,
-    last_ping_ms: u64,
+    pub(crate) patience: Patience,
+    /// Too few members have been heard of lately: see [`crate::patience`].
+    pub(crate) is_out_of_touch: bool,
     /// When the change of the view that is under way was proposed.
-    proposed_at_ms: u64,
+    pub(crate) proposed_at_ms: u64,
     pub(crate) unfinished: usize,
     /// Of discards and writes of zeroes that were sent and are not completed.
     pub(crate) zeroing_bytes: u64,
+    /// Reads that are with the replicas, and all other requests: reads do not wait for a member that is slow to write.
+    pub(crate) reads: Flight,
+    pub(crate) changes: Flight,
     pub(crate) frozen: bool,
     /// See [`CoreConfig::refuses_requests`].
     pub(crate) refuses_requests: bool,
-    replica_timeout_ms: u64,
     /// The core's own clock, which leaves pauses out.
     pub(crate) now_ms: u64,
     /// The time of the last tick.
@@ -104,14 +106,15 @@ impl EngineCore {
             wake_held: false,
             wake: true,
             closed: vec![PeerMask::NONE; usize::from(config.queues)],
-            pings: vec![None; config.peers.len()],
-            last_ping_ms: 0,
+            patience: Patience::new(config),
+            is_out_of_touch: false,
             proposed_at_ms: 0,
             unfinished: 0,
             zeroing_bytes: 0,
+            reads: Flight::new(config.flight_limits),
+            changes: Flight::new(config.flight_limits),
             frozen: false,
             refuses_requests: config.refuses_requests,
-            replica_timeout_ms: config.replica_timeout_ms,
             now_ms: 0,
             told_ms: 0,
             jobs: Jobs::new(slots.copies()),
@@ -192,17 +195,16 @@ impl EngineCore {
 
     /// Takes an event in and appends what follows from it to `out`.
     pub fn apply(&mut self, event: Event, out: &mut Outputs) {
+        if let Some(peer) = event.answered_by() {
+            self.patience.heard(peer, self.now_ms);
+        }
         match event {
             Event::Submit { queue, request } => self.submit(queue, request, out),
             Event::Reply { peer, slot, outcome } => self.reply(peer, slot, outcome, out),
             Event::CopyRead { peer, slot, zeroes } => self.copy_read(peer, slot, zeroes, out),
             Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
             Event::Marked { peer, mark } => self.marked(peer, mark),
-            Event::Pong { peer } => {
-                if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
-                    *ping = None;
-                }
-            }
+            Event::Pong { peer } => self.patience.ponged(peer),
             Event::ViewStored { peer, view } => {
                 let step = self.membership.stored(peer, view);
                 self.follow(step, out);
@@ -258,7 +260,7 @@ impl EngineCore {
 
     /// Whether nothing new may be sent: it is not settled who the members are.
     pub(crate) fn is_paused(&self) -> bool {
-        self.frozen || self.membership.is_changing()
+        self.frozen || self.is_out_of_touch || self.membership.is_changing()
     }
 
     /// Sends what has its turn in the range table, or holds it.
@@ -278,6 +280,8 @@ impl EngineCore {
     fn issue_held(&mut self, out: &mut Outputs) {
         let spare = std::mem::take(&mut self.held_spare);
         let mut held = std::mem::replace(&mut self.held, spare);
+        self.reads.is_awaited = false;
+        self.changes.is_awaited = false;
         for id in held.drain(..) {
             self.issue(id, out);
         }
@@ -319,19 +323,26 @@ impl EngineCore {
 
     /// A member or a replica that is brought up has failed.
     pub(crate) fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+        self.lose_for(peer, reason, DropCause::Broken, out);
+    }
+
+    /// It has not answered in time.
+    pub(crate) fn lose_late(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+        self.lose_for(peer, reason, DropCause::Late, out);
+    }
+
+    fn lose_for(&mut self, peer: PeerIndex, reason: String, cause: DropCause, out: &mut Outputs) {
         self.in_copy = self.in_copy.without(PeerMask::one(peer));
         if self.membership.state(peer) == PeerState::Failed {
             return;
         }
-        if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
-            *ping = None;
-        }
+        self.patience.forgive(peer, self.now_ms);
         let step = self.membership.lose(peer);
         self.count(peer);
         self.jobs.forget(PeerMask::one(peer));
         self.forget_marks_of(peer);
         self.wake = true;
-        out.push(Output::Drop { peer, reason });
+        out.push(Output::Drop { peer, reason, cause });
         self.follow(step, out);
     }
 
@@ -405,10 +416,9 @@ impl EngineCore {
 
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
         let told_ms = std::mem::replace(&mut self.told_ms, now_ms);
-        self.now_ms += now_ms.saturating_sub(told_ms).min(TICK_STEP_MS_MAX).min(self.replica_timeout_ms / 2);
-        for peer in self.late().iter() {
-            self.lose(peer, format!("no answer for {} ms", self.replica_timeout_ms), out);
-        }
+        let step_ms = now_ms.saturating_sub(told_ms);
+        self.now_ms += step_ms.min(TICK_STEP_MS_MAX).min(self.patience.step_ms_max());
+        self.judge(out);
         self.ping(out);
         self.bucket.refill(self.now_ms);
         if let Some(scrub) = &mut self.scrub {
@@ -416,35 +426,6 @@ impl EngineCore {
         }
         self.turn_intent();
         self.wake |= self.is_equalising || self.scrub.is_some() || !self.membership.joining().is_empty();
-    }
-
-    /// Who has not answered something in time.
-    fn late(&self) -> PeerMask {
-        let deadline_ms = self.now_ms.saturating_sub(self.replica_timeout_ms);
-        let requests = self.slots.active().filter(|slot| slot.sent_at_ms < deadline_ms);
-        let mut late = requests.fold(PeerMask::NONE, |all, slot| all.with(slot.pending));
-        for (peer, ping) in (0..).zip(&self.pings) {
-            if ping.is_some_and(|sent_at_ms| sent_at_ms < deadline_ms) {
-                late = late.with(PeerMask::one(peer));
-            }
-        }
-        if self.proposed_at_ms < deadline_ms {
-            late = late.with(self.membership.unstored());
-        }
-        late.with(self.clearing.marks.late(deadline_ms)).with(self.joins.marks.late(deadline_ms))
-    }
-
-    fn ping(&mut self, out: &mut Outputs) {
-        if self.now_ms < self.last_ping_ms + PING_INTERVAL_MS {
-            return;
-        }
-        self.last_ping_ms = self.now_ms;
-        for peer in self.membership.connected().iter() {
-            if let Some(ping @ None) = self.pings.get_mut(usize::from(peer)) {
-                *ping = Some(self.now_ms);
-                out.push(Output::Ping { peer });
-            }
-        }
     }
 
     /// What `peer` misses is counted from now on. It lacks at most what may differ at this moment:

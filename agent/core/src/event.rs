@@ -17,8 +17,13 @@ pub struct CoreConfig {
     pub peers: Vec<PeerConfig>,
     /// The engine's first view, through already.
     pub view: View,
-    /// A replica that does not answer a request for so long has failed. Shorter than the time-out of every frontend.
+    /// A replica that does not answer for so long is dropped if the others can go on without it: the table in the description of
+    /// `patience` has all limits.
     pub replica_timeout_ms: u64,
+    /// A replica that does not answer for so long is dropped in any case. Shorter than the time-out of every frontend.
+    pub late_limit_ms: u64,
+    /// How much may be with the replicas at once.
+    pub flight_limits: FlightLimits,
     /// Size of the volume.
     pub size_bytes: u64,
     /// Where the members may differ: made equal before it is served. To any of them: all of them hold every
@@ -42,6 +47,16 @@ pub struct CoreConfig {
     pub intent_keep_bytes: u64,
     /// Every request of the frontend is answered with [`Errno::IO`] at once: what its user was told is stored may be gone.
     pub refuses_requests: bool,
+}
+
+/// How much of the frontend's requests may be with the replicas at once, of reads and of all others each. More waits in the core: its
+/// time begins when it is sent, and a PING never stands behind more than that in a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlightLimits {
+    /// Data; a larger request is sent alone.
+    pub bytes: u64,
+    /// Requests, at least one.
+    pub requests: usize,
 }
 
 /// How much copying may take of the volume's speed. Regions that a request waits for are copied at once.
@@ -187,8 +202,34 @@ pub enum Event {
     },
 }
 
+impl Event {
+    /// The replica that has said something by this.
+    pub(crate) fn answered_by(&self) -> Option<PeerIndex> {
+        match self {
+            Event::Reply { peer, .. }
+            | Event::CopyRead { peer, .. }
+            | Event::Verified { peer, .. }
+            | Event::Marked { peer, .. }
+            | Event::ViewStored { peer, .. }
+            | Event::Pong { peer } => Some(*peer),
+            _ => None,
+        }
+    }
+}
+
 // Every request has some of them, which are moved from hand to hand. Views are large and change rarely: boxed.
 const _: () = assert!(size_of::<Output>() <= 96);
+
+/// Why connections to a replica are dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DropCause {
+    /// It was connected and has not answered in time.
+    Late,
+    /// Its connection broke, or its answer was an error.
+    Broken,
+    /// It was neither a member nor about to join: nothing has waited for it.
+    Unused,
+}
 
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -283,6 +324,22 @@ pub enum Output {
         peer: PeerIndex,
         /// Why, for people.
         reason: String,
+        /// Of which kind that is.
+        cause: DropCause,
+    },
+    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` changes.
+    Awaited {
+        /// Which replica.
+        peer: PeerIndex,
+        /// For how long it has owed the answer.
+        late_ms: u64,
+        /// Whether it does not answer PING either.
+        is_silent: bool,
+    },
+    /// A member that was [awaited](Output::Awaited) has answered.
+    Prompt {
+        /// Which replica.
+        peer: PeerIndex,
     },
     /// The view has changed.
     ViewChanged {

@@ -5,7 +5,7 @@ use shorthorn_types::{
 };
 
 use crate::engine::EngineCore;
-use crate::event::{Output, Outputs};
+use crate::event::{DropCause, Output, Outputs};
 use crate::job::{Copy, Job, Why};
 use crate::marks::Marks;
 use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
@@ -58,7 +58,6 @@ impl EngineCore {
             return; // all that it misses is counted already
         }
         self.membership.know(peer, config);
-        self.pings.resize(self.pings.len().max(usize::from(peer) + 1), None);
         self.stop_counting(peer);
         self.count(peer);
         self.distrust(peer);
@@ -79,7 +78,7 @@ impl EngineCore {
             return;
         }
         if let Some(reason) = self.cannot_join(peer) {
-            return out.push(Output::Drop { peer, reason });
+            return out.push(Output::Drop { peer, reason, cause: DropCause::Unused });
         }
         if let Some(absent) = &mut self.absent[usize::from(peer)] {
             absent.disconnected();
@@ -89,6 +88,7 @@ impl EngineCore {
         for closed in &mut self.closed {
             *closed = closed.without(PeerMask::one(peer));
         }
+        self.patience.forgive(peer, self.now_ms);
         self.membership.bring_up(peer);
         self.joins.start_over();
         self.wake = true;

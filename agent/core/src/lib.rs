@@ -13,6 +13,8 @@
 //!   replica has not answered, and nothing new is sent. Where half of the members are left, that is until the
 //!   arbiter has granted the view; a further loss meanwhile is the end.
 //! - A modification that has found no space on some members fails, after all have been made equal in its range.
+//! - A member that is connected and does not answer is dropped if the others can go on without it, and else waited for,
+//!   up to a limit.
 //! - Where the members may differ at the start, nobody reads or writes before the region was copied from one
 //!   of them to all others.
 //! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,
@@ -36,11 +38,13 @@ mod equalise;
 mod event;
 mod expand;
 mod failed;
+mod flight;
 mod intent;
 mod job;
 mod join;
 mod marks;
 mod membership;
+mod patience;
 mod ranges;
 mod request;
 mod scrub;
@@ -49,7 +53,10 @@ mod slot;
 mod verdict;
 
 pub use engine::EngineCore;
-pub use event::{CopyLimits, CopyProgress, CoreConfig, Event, Output, Outputs, ScrubConfig, ZeroBlocks};
+pub use event::{
+    CopyLimits, CopyProgress, CoreConfig, DropCause, Event, FlightLimits, Output, Outputs, ScrubConfig,
+    ZeroBlocks,
+};
 pub use membership::{Membership, PeerConfig, PeerIndex, PeerState};
 pub use request::{Operation, Request};
 pub use slot::SlotId;

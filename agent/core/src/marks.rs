@@ -52,9 +52,8 @@ impl Marks {
         self.outstanding = None;
     }
 
-    /// Those that have not answered what was sent before `deadline_ms`.
-    pub fn late(&self, deadline_ms: u64) -> PeerMask {
-        let late = self.outstanding.as_ref().filter(|mark| mark.sent_at_ms < deadline_ms);
-        late.map_or(PeerMask::NONE, |mark| mark.pending)
+    /// The replicas that have not answered what is outstanding, and when it was sent.
+    pub fn pending(&self) -> Option<(PeerMask, u64)> {
+        self.outstanding.as_ref().map(|mark| (mark.pending, mark.sent_at_ms))
     }
 }

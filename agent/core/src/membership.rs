@@ -41,6 +41,11 @@ impl PeerMask {
         PeerMask(self.0 & other.0)
     }
 
+    /// Those for which `test` is true.
+    pub fn filter(self, test: impl Fn(PeerIndex) -> bool) -> PeerMask {
+        self.iter().filter(|peer| test(*peer)).fold(PeerMask::NONE, |all, peer| all.with(PeerMask::one(peer)))
+    }
+
     pub fn first(self) -> Option<PeerIndex> {
         self.iter().next()
     }
@@ -191,6 +196,16 @@ impl Membership {
         self.answering.with(self.joining)
     }
 
+    /// How much of the view is left if only the members in `peers` stay. While the arbiter is asked for a view, a further loss is
+    /// the end.
+    pub(crate) fn quorum_of(&self, peers: PeerMask) -> Quorum {
+        if self.is_asked {
+            return Quorum::Less;
+        }
+        let stays = |id: ReplicaId| peers.iter().any(|peer| self.replica(peer) == Some(id));
+        quorum(&self.view.members, &self.view.members.filter(stays))
+    }
+
     /// Those of the view that is being proposed.
     pub(crate) fn proposed_to(&self) -> PeerMask {
         let Some(change) = &self.change else { return PeerMask::NONE };
@@ -213,9 +228,11 @@ impl Membership {
         self.joining = self.mask(|peer| peer.state == PeerState::Joining);
     }
 
-    /// Who serves the next read: replicas on this host take turns, else all members do.
-    pub(crate) fn reader(&mut self) -> Option<PeerIndex> {
-        let from = if self.local.is_empty() { self.answering } else { self.local };
+    /// The member that serves the next read: those on this host take turns, else all do. Those in `slow` are left alone if others
+    /// are there.
+    pub(crate) fn reader(&mut self, slow: PeerMask) -> Option<PeerIndex> {
+        let choices = [self.local.without(slow), self.answering.without(slow), self.local, self.answering];
+        let from = choices.into_iter().find(|choice| !choice.is_empty())?;
         let next = self.next_read;
         let chosen = from.iter().find(|peer| *peer >= next).or_else(|| from.first())?;
         self.next_read = chosen + 1;

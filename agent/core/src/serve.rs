@@ -11,6 +11,14 @@ use crate::slot::{Phase, Slot, SlotId};
 /// As many bytes are discarded or made zeroes at a time, or one request.
 const ZEROING_BYTES_MAX: u64 = 64 << 20;
 
+/// How much data goes over a connection for the request.
+fn data_bytes(operation: Operation, range: ByteRange) -> u64 {
+    match operation {
+        Operation::Read | Operation::Write { .. } => range.length(),
+        _ => 0,
+    }
+}
+
 fn writes_zeroes(operation: Operation) -> bool {
     matches!(operation, Operation::Discard | Operation::WriteZeroes { .. })
 }
@@ -38,14 +46,20 @@ impl EngineCore {
     /// Sends a request whose turn has come, or holds it while it may not be sent.
     pub(crate) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
         let Slot { operation, range, .. } = *self.slots.at(id);
-        if self.is_paused() || self.has_to_wait(operation, range) || self.is_flooded(operation, range) {
+        let waits = self.is_paused()
+            || self.has_to_wait(operation, range)
+            || self.is_flooded(operation, range)
+            || !self.takes_off(id);
+        if waits {
             return self.hold(id);
         }
         if writes_zeroes(operation) {
             self.zeroing_bytes += range.length();
         }
         let to = match operation {
-            Operation::Read => self.membership.reader().map_or(PeerMask::NONE, PeerMask::one),
+            Operation::Read => {
+                self.membership.reader(self.patience.slow()).map_or(PeerMask::NONE, PeerMask::one)
+            }
             Operation::Flush => self.membership.connected(),
             _ => self.modifies(range),
         };
@@ -58,6 +72,23 @@ impl EngineCore {
     fn is_flooded(&self, operation: Operation, range: ByteRange) -> bool {
         let bytes = self.zeroing_bytes;
         writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX
+    }
+
+    /// Whether the request in slot `id` may be with the replicas now; it counts as that then. A read that is sent again counts already.
+    fn takes_off(&mut self, id: SlotId) -> bool {
+        let slot = self.slots.at_mut(id);
+        let flight = if slot.operation == Operation::Read { &mut self.reads } else { &mut self.changes };
+        slot.is_in_flight = slot.is_in_flight || flight.take_off(data_bytes(slot.operation, slot.range));
+        slot.is_in_flight
+    }
+
+    /// The request is with the replicas no more.
+    fn lands(&mut self, operation: Operation, range: ByteRange) {
+        let flight = if operation == Operation::Read { &mut self.reads } else { &mut self.changes };
+        flight.land(data_bytes(operation, range));
+        let is_awaited = flight.is_awaited;
+        self.wake_held |= is_awaited;
+        self.wake |= is_awaited;
     }
 
     /// Whether the members may differ in `range`, or are being told that they do not.
@@ -197,9 +228,12 @@ impl EngineCore {
     pub(crate) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
         slot.phase = Phase::Free;
-        let Slot { operation, range, .. } = *slot;
+        let Slot { operation, range, is_in_flight, .. } = *slot;
         self.unfinished -= 1;
         out.push(Output::Complete { slot: id, outcome });
+        if is_in_flight {
+            self.lands(operation, range);
+        }
         if operation == Operation::Flush {
             return;
         }

@@ -44,6 +44,8 @@ pub(crate) struct Slot {
     /// Who answered that.
     pub erred: PeerMask,
     pub sent_at_ms: u64,
+    /// Whether it counts in a [`crate::flight::Flight`].
+    pub is_in_flight: bool,
 }
 
 impl Slot {
@@ -57,6 +59,7 @@ impl Slot {
         error: None,
         erred: PeerMask::NONE,
         sent_at_ms: 0,
+        is_in_flight: false,
     };
 
     pub fn of(request: Request) -> Slot {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 use shorthorn_core::{
-    CopyLimits, CoreConfig, EngineCore, Event, Operation, Output, PeerConfig, Request, SlotId,
+    CopyLimits, CoreConfig, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig, Request, SlotId,
 };
 use shorthorn_testkit::CountingAllocator;
 use shorthorn_types::{ByteRange, Generation, Members, RegionSet, Regions, ReplicaId, View, ViewId};
@@ -24,6 +24,8 @@ fn core() -> EngineCore {
         peers: (0..3).map(|n| PeerConfig { replica: ReplicaId::from_random(n), local: n == 0 }).collect(),
         view: View { id, members: Members::new((0..2).map(ReplicaId::from_random)).unwrap() },
         replica_timeout_ms: 5000,
+        late_limit_ms: u64::MAX,
+        flight_limits: FlightLimits { bytes: 4 << 20, requests: 200 },
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
         missed: vec![RegionSet::empty(regions); 3],

@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use replica::{BLOCK_UNITS, REGIONS, REPLICAS, Replica, SIZE_BYTES, UNIT_BYTES, UNITS, region_set, units};
 use shorthorn_core::{
-    CopyLimits, CoreConfig, EngineCore, Event, Operation, Output, PeerConfig, PeerIndex, PeerState, Request,
-    ScrubConfig, SlotId,
+    CopyLimits, CoreConfig, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig, PeerIndex,
+    PeerState, Request, ScrubConfig, SlotId,
 };
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::basis;
@@ -259,7 +259,12 @@ impl World {
                 return self.check_equal();
             }
             Output::ScrubFound { range, odd, .. } => panic!("{odd:?} differ in {range}"),
-            Output::ViewChanged { .. } | Output::ScrubDone | Output::Settled | Output::Expanded { .. } => {
+            Output::Awaited { .. }
+            | Output::Prompt { .. }
+            | Output::ViewChanged { .. }
+            | Output::ScrubDone
+            | Output::Settled
+            | Output::Expanded { .. } => {
                 return;
             }
         };
@@ -636,6 +641,8 @@ fn config(view: View, missed: Vec<BTreeSet<u32>>) -> CoreConfig {
         peers: (0..REPLICAS).map(peer_config).collect(),
         view,
         replica_timeout_ms: u64::MAX,
+        late_limit_ms: u64::MAX,
+        flight_limits: FlightLimits { bytes: 16 << 10, requests: 3 },
         size_bytes: SIZE_BYTES,
         dirty: region_set(&BTreeSet::new()),
         missed: missed.iter().map(region_set).collect(),

@@ -8,6 +8,7 @@ mod join;
 mod layers;
 mod lines;
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::ReplicaEndpoint;
 use shorthorn_core::PeerIndex;
-use shorthorn_recovery::rebuild;
+use shorthorn_recovery::{Stay, rebuild};
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ReplicaId, View};
 
@@ -47,8 +48,10 @@ pub enum Told {
 /// What the main thread tells a courier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
-    /// The replica is not in the view: bring it back.
-    Attend,
+    /// The replica is not in the view: bring it back after its stay.
+    Attend(Stay),
+    /// Nothing is left of a stay.
+    Relent,
     /// Something has changed: try at once.
     Hurry,
     /// The replica is given up.
@@ -167,22 +170,29 @@ impl Couriers {
         &self.desk
     }
 
-    /// Replica number `peer` is not in the view: it is to be brought back.
+    /// Replica number `peer` is not in the view: it is to be brought back after `stay`.
     ///
     /// # Errors
     /// No thread is to be had.
-    pub fn attend(&mut self, peer: PeerIndex) -> Result<(), EngineError> {
+    pub fn attend(&mut self, peer: PeerIndex, stay: Stay) -> Result<(), EngineError> {
         let place = &mut self.calls[usize::from(peer)];
         if let Some(calls) = place
-            && calls.send(Call::Attend).is_ok()
+            && calls.send(Call::Attend(stay)).is_ok()
         {
             return Ok(());
         }
         let (sender, calls) = mpsc::channel();
         // The receiver is in our hands: it cannot be gone.
-        let _ = sender.send(Call::Attend);
+        let _ = sender.send(Call::Attend(stay));
         *place = Some(sender);
-        let courier = Courier { peer, desk: Arc::clone(&self.desk), calls, pause: FIRST_PAUSE, cause: None };
+        let courier = Courier {
+            peer,
+            desk: Arc::clone(&self.desk),
+            calls,
+            pause: FIRST_PAUSE,
+            cause: None,
+            later: Cell::default(),
+        };
         self.desk.note_courier(peer, true);
         let desk = Arc::clone(&self.desk);
         let spawned = spawn(format!("courier-{peer}"), move || {
@@ -197,6 +207,13 @@ impl Couriers {
         for calls in self.calls.iter().flatten() {
             // One that has ended needs no telling.
             let _ = calls.send(Call::Hurry);
+        }
+    }
+
+    /// Replica number `peer` may come back at once, however often it was dropped.
+    pub fn relent(&self, peer: PeerIndex) {
+        if let Some(Some(calls)) = self.calls.get(usize::from(peer)) {
+            let _ = calls.send(Call::Relent);
         }
     }
 
@@ -239,14 +256,41 @@ struct Courier {
     pause: Duration,
     /// Of the last failure, so that it is told once.
     cause: Option<String>,
+    /// A stay that was ordered in the middle of an attempt: it begins when that has failed.
+    later: Cell<Option<Stay>>,
 }
 
 impl Courier {
     /// Until the replica is given up or the process ends.
     fn run(mut self) {
         while let Ok(call) = self.calls.recv() {
-            if call == Call::End || (call == Call::Attend && !self.attend()) {
+            let goes_on = match call {
+                Call::Attend(stay) => self.stay(stay) && self.attend(),
+                Call::Hurry | Call::Relent => true,
+                Call::End => false,
+            };
+            if !goes_on {
                 return;
+            }
+        }
+    }
+
+    /// Waits until the replica may come back; false if the courier has to end.
+    fn stay(&self, stay: Stay) -> bool {
+        let until = match stay {
+            Stay::For(Duration::ZERO) => return true,
+            Stay::For(pause) => Instant::now().checked_add(pause),
+            Stay::Out => None,
+        };
+        loop {
+            let call = match until {
+                Some(until) => self.calls.recv_timeout(until.saturating_duration_since(Instant::now())),
+                None => self.calls.recv().map_err(RecvTimeoutError::from),
+            };
+            match call {
+                Err(RecvTimeoutError::Timeout) | Ok(Call::Relent) => return true,
+                Ok(Call::Attend(_) | Call::Hurry) => {}
+                Ok(Call::End) | Err(RecvTimeoutError::Disconnected) => return false,
             }
         }
     }
@@ -268,9 +312,21 @@ impl Courier {
                 }
                 Err(Trouble::Failed { doing, error }) => self.failed(doing, &error),
             };
+            if let Some(stay) = self.later.take()
+                && !self.stay(stay)
+            {
+                return false;
+            }
             match self.calls.recv_timeout(pause) {
                 Err(RecvTimeoutError::Timeout) => {}
-                Ok(Call::Attend | Call::Hurry) => self.pause = FIRST_PAUSE,
+                Ok(Call::Hurry | Call::Relent) => self.pause = FIRST_PAUSE,
+                // It was dropped once more, as a joiner.
+                Ok(Call::Attend(stay)) => {
+                    self.pause = FIRST_PAUSE;
+                    if !self.stay(stay) {
+                        return false;
+                    }
+                }
                 Ok(Call::End) | Err(RecvTimeoutError::Disconnected) => return false,
             }
         }
@@ -307,8 +363,10 @@ impl Courier {
     /// Between two steps of something long: whether the replica was given up meanwhile.
     fn look_up(&self) -> Result<(), Trouble> {
         while let Ok(call) = self.calls.try_recv() {
-            if call == Call::End {
-                return Err(Trouble::Ended);
+            match call {
+                Call::End => return Err(Trouble::Ended),
+                Call::Attend(stay) => self.later.set(Some(stay)),
+                Call::Hurry | Call::Relent => {}
             }
         }
         Ok(())
@@ -321,7 +379,8 @@ impl Courier {
             match self.calls.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => return Ok(()),
                 Ok(Call::End) | Err(RecvTimeoutError::Disconnected) => return Err(Trouble::Ended),
-                Ok(Call::Attend | Call::Hurry) => {}
+                Ok(Call::Attend(stay)) => self.later.set(Some(stay)),
+                Ok(Call::Hurry | Call::Relent) => {}
             }
         }
     }

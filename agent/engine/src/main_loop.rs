@@ -11,7 +11,7 @@ use shorthorn_control::{
     Command, EnginePhase, EngineSpec, FrontendChoice, Publisher, RebuildLimits, ReplicaEndpoint, Server,
     load_spec,
 };
-use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, PeerConfig, PeerIndex};
+use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, FlightLimits, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
     DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, discard, prepare_nbd,
@@ -19,7 +19,8 @@ use shorthorn_frontend::{
 };
 use shorthorn_ring::{Arena, Wake, protect_allocations};
 use shorthorn_types::limits::{
-    BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS, MAX_QUEUE_DEPTH, MAX_QUEUES, MAX_VOLUME_BYTES,
+    BLOCK_BYTES, ENGINE_FLIGHT_BYTES_MAX, ENGINE_FLIGHT_REQUESTS_MAX, MAX_IO_BYTES, MAX_MEMBERS,
+    MAX_QUEUE_DEPTH, MAX_QUEUES, MAX_VOLUME_BYTES,
 };
 use shorthorn_types::{Generation, VolumeName};
 
@@ -43,6 +44,12 @@ const COPY_SLOTS: u16 = 8;
 /// As much may have to be made equal after a crash in any case: a few seconds' work, for which requests that do not touch
 /// it do not wait.
 const INTENT_KEEP_BYTES: u64 = 1 << 30;
+/// How long the volume waits for replicas that are connected and do not answer, if the others cannot go on without them. A disk that
+/// has taken longer does not come back soon, and the next start may find other replicas.
+const LATE_LIMIT_MS: u64 = 60_000;
+/// As much as a replica takes up at once: what is beyond would wait in sockets, in front of PINGs and proposals.
+const FLIGHT_LIMITS: FlightLimits =
+    FlightLimits { bytes: ENGINE_FLIGHT_BYTES_MAX, requests: ENGINE_FLIGHT_REQUESTS_MAX };
 /// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
 /// does not answer are better off with the next process than with this one.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
@@ -412,6 +419,8 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         peers: spec.replicas.iter().map(peer).collect(),
         view: opened.view,
         replica_timeout_ms: u64::from(spec.replica_timeout_ms),
+        late_limit_ms: LATE_LIMIT_MS,
+        flight_limits: FLIGHT_LIMITS,
         size_bytes: spec.size_bytes,
         dirty: opened.dirty.clone(),
         missed: opened.missed.clone(),

@@ -9,8 +9,8 @@ use shorthorn_control::{
     Command, CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
     MemberStatus, Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
 };
-use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
-use shorthorn_recovery::ServingEngine;
+use shorthorn_core::{DropCause, Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_recovery::{ServingEngine, Standing, Stay};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
@@ -28,6 +28,8 @@ use crate::status::{self, Meter};
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How often the progress of a copy is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
+
+const NO_STAY: Stay = Stay::For(Duration::ZERO);
 
 /// How serving ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +55,9 @@ pub struct Serving<'a> {
     equalising: Option<Meter>,
     /// Per replica: the copy to it.
     copies: [Option<Meter>; MAX_MEMBERS],
+    /// Per replica: how often it was dropped.
+    standings: [Standing; MAX_MEMBERS],
+    begun: Instant,
     is_scrubbing: bool,
     /// The scrub of the snapshots, while that is under way, and how it is to go on with the volume.
     snapshots: Option<(Scrubbing, ScrubConfig)>,
@@ -86,6 +91,8 @@ impl<'a> Serving<'a> {
             asked: None,
             equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
+            standings: Default::default(),
+            begun: now,
             is_scrubbing: false,
             snapshots: None,
             scrubs: 0,
@@ -96,7 +103,7 @@ impl<'a> Serving<'a> {
         }
         for (index, peer) in serving.desk().known_peers() {
             if !serving.view.members.contains(peer.endpoint.replica) {
-                serving.couriers.attend(index)?;
+                serving.couriers.attend(index, NO_STAY)?;
             }
         }
         let device_bytes = lock(device).size_bytes();
@@ -224,7 +231,9 @@ impl<'a> Serving<'a> {
             News::Order(order) => return self.obey(order),
             News::Proposed => self.couriers.hurry(),
             News::View(view) => self.view_changed(view)?,
-            News::Dropped { peer, reason } => self.dropped(peer, reason)?,
+            News::Dropped { peer, reason, cause } => self.dropped(peer, reason, cause)?,
+            News::Awaited { peer, late_ms, is_silent } => self.awaited(peer, late_ms, is_silent),
+            News::Prompt { peer } => self.prompt(peer),
             News::AskGrant { wanted } => self.ask_grant(*wanted),
             News::Joined { peer } => self.joined(peer),
             News::Equalised => self.equalised(),
@@ -249,7 +258,7 @@ impl<'a> Serving<'a> {
 
     fn view_changed(&mut self, view: View) -> Result<(), EngineError> {
         tracing::info!(volume = %self.spec.volume, %view, "the view has changed");
-        self.view = view;
+        let before = std::mem::replace(&mut self.view, view);
         self.asked = None;
         let message = status::of_serving(self.state.lost_writes());
         self.publish(|engine| {
@@ -260,12 +269,18 @@ impl<'a> Serving<'a> {
                 message.clone_into(&mut engine.message);
             }
         });
+        if 2 * view.members.len() <= self.spec.replicas.len() {
+            // Too few are left to be choosy about those that were away before.
+            let was_away = |peer: &Peer| !before.members.contains(peer.endpoint.replica);
+            let away = self.desk().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
+            away.for_each(|(index, _)| self.couriers.relent(index));
+        }
         self.couriers.hurry();
         self.give_up_unwanted()
     }
 
     /// A replica has failed, as a member or while it was being brought up.
-    fn dropped(&mut self, peer: PeerIndex, reason: String) -> Result<(), EngineError> {
+    fn dropped(&mut self, peer: PeerIndex, reason: String, cause: DropCause) -> Result<(), EngineError> {
         self.copies[usize::from(peer)] = None;
         let Some(replica) = self.replica(peer) else { return Ok(()) };
         tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
@@ -277,13 +292,73 @@ impl<'a> Serving<'a> {
                 peer.last_view = Some(view);
             });
         }
+        let (stay, told) = self.stay_of(peer, cause);
+        if stay != NO_STAY {
+            tracing::warn!(volume = %self.spec.volume, %replica, "a replica is left out for a while: {told}");
+        }
         self.publish_member(replica, |member| {
             member.mode = MemberMode::Failed;
-            member.message = reason;
+            member.message = format!("{reason}{told}");
             member.copy = None;
             member.away_since_ms.get_or_insert_with(status::now_ms);
         });
-        self.couriers.attend(peer)
+        self.couriers.attend(peer, stay)
+    }
+
+    /// How long the replica stays away that was dropped, and the words for that.
+    fn stay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (Stay, String) {
+        let peers = self.desk().known_peers();
+        let members = self.shared().look(|core| {
+            let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
+            peers.iter().filter(|(index, _)| is_member(*index)).count()
+        });
+        let is_needed = 2 * members <= self.spec.replicas.len();
+        let standing = &mut self.standings[usize::from(peer)];
+        // From long before the start on: else the first drop would seem to follow another one.
+        let now = self.begun.elapsed() + Duration::from_secs(1 << 20);
+        let stay = standing.dropped(cause, now, is_needed);
+        let times = standing.times_late();
+        let told = match stay {
+            NO_STAY => String::new(),
+            Stay::For(pause) if cause == DropCause::Late => {
+                format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
+            }
+            Stay::For(pause) => {
+                format!("; its connections break often: it stays out for {} ms", pause.as_millis())
+            }
+            Stay::Out => format!(
+                "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
+                 volume is attached anew"
+            ),
+        };
+        (stay, told)
+    }
+
+    /// A member is late, and the others cannot go on without it.
+    fn awaited(&mut self, peer: PeerIndex, late_ms: u64, is_silent: bool) {
+        let Some(replica) = self.replica(peer) else { return };
+        let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };
+        let message = format!(
+            "it has been late for {late_ms} ms and answers {answers}; requests wait for it, as the others cannot go on without it"
+        );
+        tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, "requests wait for a member that is late");
+        self.publish_member(replica, |member| {
+            if member.mode == MemberMode::Member {
+                // It is told again if the replica begins or ceases to answer PING.
+                member.times_awaited += u64::from(member.message.is_empty());
+                member.message = message;
+            }
+        });
+    }
+
+    fn prompt(&mut self, peer: PeerIndex) {
+        let Some(replica) = self.replica(peer) else { return };
+        tracing::info!(volume = %self.spec.volume, %replica, "a member that was late has answered");
+        self.publish_member(replica, |member| {
+            if member.mode == MemberMode::Member {
+                member.message.clear();
+            }
+        });
     }
 
     fn ask_grant(&mut self, wanted: GrantWanted) {
@@ -292,6 +367,8 @@ impl<'a> Serving<'a> {
             format!("requests wait for the arbiter's grant of view {view}, or for a replica to come back");
         tracing::warn!(volume = %self.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
         self.asked = Some(view);
+        // One of the others can bring the view through without the arbiter, however often it was late.
+        self.desk().known_peers().iter().for_each(|(index, _)| self.couriers.relent(*index));
         self.publish(|engine| {
             engine.phase = EnginePhase::Frozen;
             engine.message = message;
@@ -601,6 +678,9 @@ impl Serving<'_> {
             });
             return Ok(());
         };
+        // Who orders this looks after the volume: what was late may try again.
+        self.standings = Default::default();
+        self.desk().known_peers().iter().for_each(|(index, _)| self.couriers.relent(*index));
         self.scrubs += 1;
         let number = self.scrubs;
         self.publish(|engine| {
@@ -653,7 +733,8 @@ impl Serving<'_> {
         let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
         self.desk().set(index, Some(Peer { endpoint, is_complete: false, last_view: None }));
         self.shared().tell_core(Event::Track { peer: index, config });
-        self.couriers.attend(index)
+        self.standings[usize::from(index)] = Standing::default();
+        self.couriers.attend(index, NO_STAY)
     }
 
     /// Gives up the replicas that the volume is not to have any more, as soon as they are not in the view.

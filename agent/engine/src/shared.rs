@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use shorthorn_control::{Command, GrantWanted};
-use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex};
+use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex};
 use shorthorn_recovery::PendingView;
 use shorthorn_ring::Waker;
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
@@ -28,7 +28,11 @@ pub enum News {
     /// The view has changed.
     View(View),
     /// A replica has failed.
-    Dropped { peer: PeerIndex, reason: String },
+    Dropped { peer: PeerIndex, reason: String, cause: DropCause },
+    /// A member is late, and the volume waits for it.
+    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool },
+    /// That member has answered.
+    Prompt { peer: PeerIndex },
     /// A view needs the arbiter's grant.
     AskGrant { wanted: Box<GrantWanted> },
     /// A replica that was brought up is in the view.
@@ -165,8 +169,8 @@ impl Shared {
                     continue;
                 }
             };
-            if let Output::Drop { peer, reason } = &output {
-                self.tell(News::Dropped { peer: *peer, reason: reason.clone() });
+            if let Output::Drop { peer, reason, cause } = &output {
+                self.tell(News::Dropped { peer: *peer, reason: reason.clone(), cause: *cause });
             }
             match to {
                 Some(queue) => woken |= self.hand_over(queue, output, &mut mine),
@@ -217,6 +221,8 @@ impl Shared {
                 News::AskGrant { wanted: Box::new(wanted) }
             }
             Output::Joined { peer } => News::Joined { peer },
+            Output::Awaited { peer, late_ms, is_silent } => News::Awaited { peer, late_ms, is_silent },
+            Output::Prompt { peer } => News::Prompt { peer },
             Output::Equalised => News::Equalised,
             Output::Settled => News::Settled,
             Output::Expanded { size_bytes } => News::Expanded { size_bytes },

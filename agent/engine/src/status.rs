@@ -56,6 +56,7 @@ pub fn connecting(endpoint: &ReplicaEndpoint) -> MemberStatus {
         address: endpoint.addresses.first().cloned().unwrap_or_default(),
         mode: MemberMode::Connecting,
         message: String::new(),
+        times_awaited: 0,
         away_since_ms: None,
         copy: None,
     }

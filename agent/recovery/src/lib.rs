@@ -9,6 +9,8 @@
 //! - [`OpeningEngine`]: the process while it opens the volume.
 //! - [`ServingEngine`]: the process while it serves.
 //! - [`Courier`]: the task that brings one replica back.
+//!
+//! [`Standing`] says how soon a replica that was dropped may come back.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 
@@ -18,6 +20,7 @@ mod link;
 mod open;
 mod rebuild;
 mod serving;
+mod standing;
 
 pub use accounts::{forget_in_vain, give_up};
 pub use grow::{NotGrown, grow_replicas};
@@ -27,3 +30,4 @@ pub use open::{
 };
 pub use rebuild::{Courier, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
 pub use serving::{Address, Peer, PendingView, ServingEngine, members};
+pub use standing::{Standing, Stay};

@@ -1,7 +1,7 @@
 //! One attempt to bring a replica back that is not in the view: find out what it lacks, make it a copy if it is not what it
 //! was, and give it to the core, which brings the rest.
 
-use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
+use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
 use shorthorn_types::{
     ByteRange, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
     ReplicaReport, is_current,
@@ -364,7 +364,8 @@ impl<C: Courier> Attempt<'_, C> {
     /// The queues that have a connection give it up, else the next attempt would wait for its end.
     fn drop_queues(&self, reason: &str) {
         let (peer, reason) = (self.me, reason.to_owned());
-        self.engine.decide(|_, outputs| outputs.push(Output::Drop { peer, reason }));
+        self.engine
+            .decide(|_, outputs| outputs.push(Output::Drop { peer, reason, cause: DropCause::Unused }));
     }
 
     /// The core takes over, if the replica, which has `size_bytes`, has followed every expansion that the core may be told

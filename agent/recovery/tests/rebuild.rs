@@ -7,7 +7,8 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
 use shorthorn_core::{
-    CopyLimits, CoreConfig, EngineCore, Event, Output, Outputs, PeerConfig, PeerIndex, PeerState,
+    CopyLimits, CoreConfig, EngineCore, Event, FlightLimits, Output, Outputs, PeerConfig, PeerIndex,
+    PeerState,
 };
 use shorthorn_recovery::{
     Address, Courier, Link, LinkError, Peer, PendingView, ServingEngine, Source, Trouble, rebuild,
@@ -96,6 +97,8 @@ impl Engine {
             peers: peers.iter().map(config).collect(),
             view: view(&[1, 4]),
             replica_timeout_ms: 1000,
+            late_limit_ms: 1000,
+            flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
             size_bytes: SIZE_BYTES,
             dirty: nothing.clone(),
             missed: vec![nothing.clone(), nothing.clone(), nothing],

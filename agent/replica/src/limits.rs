@@ -3,14 +3,20 @@
 use std::time::Duration;
 
 pub(crate) use shorthorn_replica_core::CONNECTIONS_MAX;
-use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
+use shorthorn_types::limits::{
+    BLOCK_BYTES, ENGINE_FLIGHT_BYTES_MAX, ENGINE_FLIGHT_REQUESTS_MAX, MAX_IO_BYTES,
+};
 
 /// Requests in flight that all connections share, beyond the one that each can always have.
-pub(crate) const SHARED_SLOTS: usize = 256;
+pub(crate) const SHARED_SLOTS: usize = 288;
+// All that an engine sends for its frontend, eight pieces of copies, and control connections.
+const _: () = assert!(SHARED_SLOTS >= 2 * ENGINE_FLIGHT_REQUESTS_MAX + 8 + CONNECTIONS_MAX);
 /// Slots in all. Every request has one, from its header until its response is sent.
 pub(crate) const SLOTS: usize = SHARED_SLOTS + CONNECTIONS_MAX;
-/// Data of requests in flight at once, beyond the one request that each connection can always have.
-pub(crate) const BYTES_IN_FLIGHT_MAX: u64 = 4 << 20;
+/// Data of requests in flight at once, beyond the one request that each connection can always have: all that an engine
+/// sends for its frontend, eight pieces of copies, and four requests of control connections. So a connection is always read, and a
+/// PING is answered, however slow the disk is.
+pub(crate) const BYTES_IN_FLIGHT_MAX: u64 = 2 * ENGINE_FLIGHT_BYTES_MAX + 12 * MAX_IO_BYTES as u64;
 /// What free slots may keep of memory; more is given back to the kernel at once.
 pub(crate) const SLOT_MEMORY_MAX: u64 = 4 << 20;
 /// What each slot keeps of memory when nothing has been asked for a while.

@@ -10,6 +10,7 @@ use std::process::Command;
 
 use common::*;
 use shorthorn_store::{OpenOptions, Store};
+use shorthorn_types::limits::{ENGINE_FLIGHT_BYTES_MAX, MAX_IO_BYTES};
 use shorthorn_types::{MarkAction, MarkRegions, Members, RegionsOf, ReplicaId, View, ViewId};
 use shorthorn_wire::{Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
@@ -104,6 +105,40 @@ fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
     assert!(client.read(written * (64 << 10), 64 << 10).unwrap() == pattern(1001, 64 << 10));
     assert!(replica.status().serving);
     assert!(replica.terminate().success());
+}
+
+/// As much as an engine has in flight at most, and none of it is done: the connection is read all the same.
+#[test]
+fn a_ping_is_answered_while_the_disk_hangs() {
+    if may_mount() {
+        let base = base();
+        let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 64 * MIB);
+        let mut spec = spec(base.path(), 256 * MIB);
+        spec.directory = disk.0.join("v1-00000007");
+        let replica = Replica::start(&spec);
+        let mut client = replica.open(generation(1));
+        client.write(0, &pattern(0, 4096)).unwrap();
+        let frozen = Frozen::new(&disk);
+        let writes = ENGINE_FLIGHT_BYTES_MAX / u64::from(MAX_IO_BYTES);
+        for n in 0..writes {
+            client.send(
+                Opcode::Write,
+                Flags::NONE,
+                n * MIB,
+                MAX_IO_BYTES,
+                &pattern(n, MAX_IO_BYTES as usize),
+            );
+        }
+        client.send(Opcode::Flush, Flags::NONE, 0, 0, &[]);
+        let ping = client.send(Opcode::Ping, Flags::NONE, 0, 0, &[]);
+        assert_eq!(client.receive().unwrap().0.id, ping, "nothing else is answered");
+        drop(frozen);
+        let mut answered: Vec<Opcode> = (0..=writes).map(|_| client.receive().unwrap().0.opcode).collect();
+        answered.sort_by_key(|opcode| *opcode == Opcode::Flush);
+        assert_eq!(answered.pop(), Some(Opcode::Flush));
+        assert!(answered.iter().all(|opcode| *opcode == Opcode::Write));
+        assert!(replica.terminate().success());
+    }
 }
 
 #[test]

@@ -216,7 +216,7 @@ fn check(file: File) -> Result<Config, Wrong> {
         instances: file.instances,
         queues: number("queues", file.queues, 1, 1..=MAX_QUEUES)?,
         queue_depth: number("queue_depth", file.queue_depth, 128, 1..=MAX_QUEUE_DEPTH)?,
-        replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 100..=600_000)?,
+        replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 500..=600_000)?,
         csi: file.csi,
         kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
         max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,

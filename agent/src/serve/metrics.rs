@@ -180,8 +180,21 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
     );
     let members =
         page.gauges("shorthorn_volume_replicas", "Replicas of a volume, by what they are to its engine");
+    let awaited = page.gauges(
+        "shorthorn_volume_replicas_awaited",
+        "Members that are late and that the others cannot go on without: requests wait for them",
+    );
+    let waits = page.counters(
+        "shorthorn_volume_replica_waits",
+        "How often requests had to wait for a member that was late, since the engine has started",
+    );
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
+        let is_awaited = |member: &&v1::EngineMember| member.mode == "member" && !member.message.is_empty();
+        awaited.set(&[volume], number(engine.members.iter().filter(is_awaited).count()));
+        for member in &engine.members {
+            waits.add(&[volume, ("replica", member.replica_id.as_str())], member.times_awaited);
+        }
         sizes.set(&[volume], engine.size_bytes);
         frozen.set(&[volume], u64::from(engine.phase == "frozen"));
         lost.set(&[volume], u64::from(engine.lost_writes));
@@ -291,7 +304,15 @@ mod tests {
             phase: "frozen".into(),
             lost_writes: true,
             size_bytes: 4096,
-            members: vec![member("0000000a", "member", None), member("0000000b", "rebuilding", copy)],
+            members: vec![
+                member("0000000a", "member", None),
+                member("0000000b", "rebuilding", copy),
+                v1::EngineMember {
+                    message: "late".into(),
+                    times_awaited: 2,
+                    ..member("0000000c", "member", None)
+                },
+            ],
             ..v1::EngineStatus::default()
         };
         let instance = v1::Instance {
@@ -315,6 +336,8 @@ mod tests {
             "shorthorn_agent_engines{state=\"running\"} 1\n",
             "shorthorn_agent_replicas{state=\"running\"} 0\n",
             "shorthorn_volume_size_bytes{volume=\"v1\"} 4096\n",
+            "shorthorn_volume_replicas_awaited{volume=\"v1\"} 1\n",
+            "shorthorn_volume_replica_waits_total{volume=\"v1\",replica=\"0000000c\"} 2\n",
             "shorthorn_volume_frozen{volume=\"v1\"} 1\n",
             "shorthorn_volume_lost_writes{volume=\"v1\"} 1\n",
             "shorthorn_volume_replicas{volume=\"v1\",mode=\"member\"} 1\n",

@@ -75,6 +75,7 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
         mode: mode(member.mode).to_owned(),
         message: member.message.clone(),
         away_since_ms: member.away_since_ms.unwrap_or_default(),
+        times_awaited: member.times_awaited,
         copy: member.copy.as_ref().map(words::of_copy),
     };
     shown.members = status.members.iter().map(member).collect();

@@ -9,7 +9,8 @@ use shorthorn_types::{Members, ReplicaId};
 
 use crate::drain::Leaves;
 use crate::objects::{
-    Condition, ConditionType, CurrentState, Engine, MemberMode, NEXT_ATTACH, Replica, Volume, VolumeState,
+    Condition, ConditionType, CurrentState, Engine, MemberMode, MemberStatus, NEXT_ATTACH, Replica, Volume,
+    VolumeState,
 };
 use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
@@ -222,8 +223,13 @@ impl Teller<'_> {
             self.tell_lost_writes(node);
             return;
         }
-        self.told.healthy = members >= wanted;
-        let word = if self.told.healthy { "healthy" } else { "degraded" };
+        let is_slow = engine.status.replica_mode_map.values().any(MemberStatus::is_awaited);
+        let word = match members >= wanted {
+            true if is_slow => "slow",
+            true => "healthy",
+            false => "degraded",
+        };
+        self.told.healthy = word == "healthy";
         self.say(format!(
             "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas have everything.",
             self.name
@@ -303,15 +309,22 @@ impl Teller<'_> {
         }
     }
 
-    /// Everybody who is not a member.
+    /// Every replica that is no member, and every member that is late.
     fn tell_members(&mut self, engine: &Engine) {
         for replica in self.replicas.clone() {
             let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
             let mode = member.map(|member| member.mode);
+            let at = format!("Replica {} on node {}", replica.metadata.name, replica.spec.node_id);
             if mode == Some(MemberMode::Member) {
+                if let Some(member) = member.filter(|member| member.is_awaited()) {
+                    self.say(format!("{at} is slow{}.", after_colon(&member.message)));
+                    self.hint(format!(
+                        "Look at the disk {} of node {}.",
+                        replica.spec.disk_path, replica.spec.node_id
+                    ));
+                }
                 continue;
             }
-            let at = format!("Replica {} on node {}", replica.metadata.name, replica.spec.node_id);
             if replica.metadata.is_deleting() {
                 self.say(format!("{at} is being deleted{}.", after_colon(&replica.status.message)));
             } else if mode == Some(MemberMode::Rebuilding) {

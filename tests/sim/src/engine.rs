@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_core::{
-    EngineCore, Event, Operation, Output, Outputs, PeerConfig, PeerIndex, PeerState, SlotId, ZeroBlocks,
+    DropCause, EngineCore, Event, FlightLimits, Operation, Output, Outputs, PeerConfig, PeerIndex, PeerState,
+    SlotId, ZeroBlocks,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
@@ -28,6 +29,10 @@ const BUFFER_SECTORS: usize = 2048;
 const REQUEST_SECTORS: usize = 128;
 /// A replica that is silent for so long has failed.
 pub const REPLICA_TIMEOUT_MS: u64 = 1000;
+/// A replica that is silent for so long has failed, even if the others cannot go on without it.
+pub const LATE_LIMIT_MS: u64 = 4000;
+/// Little, so that requests wait for it.
+pub const FLIGHT_LIMITS: FlightLimits = FlightLimits { bytes: 256 << 10, requests: 12 };
 const TICK_US: u64 = 100_000;
 const ID_KIND: u64 = 0xffff_ffff_0000_0000;
 const ID_REQUEST: u64 = 1 << 32;
@@ -533,9 +538,17 @@ impl World {
             Output::Mark { peer, mark, change } => {
                 self.ask(engine, peer, 0, ID_MARK | u64::from(mark), Ask::Mark(change));
             }
-            Output::Drop { peer, reason } => {
+            Output::Awaited { peer, .. } => {
+                self.note(|| format!("engine {engine} waits for {peer}"));
+                self.count("waits for late members");
+            }
+            Output::Prompt { peer } => {
+                self.note(|| format!("engine {engine}: {peer} has answered"));
+                self.count("late members answered");
+            }
+            Output::Drop { peer, reason, cause } => {
                 self.note(|| format!("engine {engine} drops {peer}: {reason}"));
-                self.count("drops");
+                self.count(if cause == DropCause::Late { "drops of late replicas" } else { "drops" });
                 self.note_dropped(engine, peer);
                 self.close_links(engine, peer);
             }

@@ -22,7 +22,7 @@ use shorthorn_views::{CannotStart, Change, Kept, NoPlan, Plan, Witness};
 use shorthorn_wire::Welcome;
 
 use crate::Sabotage;
-use crate::engine::{COPY_SLOTS, DEPTH, ID_CALL, REPLICA_TIMEOUT_MS, index};
+use crate::engine::{COPY_SLOTS, DEPTH, FLIGHT_LIMITS, ID_CALL, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index};
 use crate::net::{Answer, Ask, ConnId, Message};
 use crate::tasks::{all, until};
 use crate::world::{Occurrence, World};
@@ -259,6 +259,8 @@ impl Process {
             peers: volume.replicas.iter().enumerate().map(peer).collect(),
             view: opened.view,
             replica_timeout_ms: REPLICA_TIMEOUT_MS,
+            late_limit_ms: LATE_LIMIT_MS,
+            flight_limits: FLIGHT_LIMITS,
             size_bytes: volume.size_bytes,
             dirty: match is_sabotaged {
                 true => RegionSet::empty(shorthorn_types::Regions::of(volume.size_bytes).count()),

@@ -201,7 +201,12 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::BreakVerify => broken(Broken::Verify, rng),
         Kind::BreakState => broken(Broken::State, rng),
         Kind::BreakPage => broken(Broken::Page, rng),
-        Kind::SlowDisk => Fault::SlowDisk { victim, by_us: rng.u64(10_000..4_000_000), for_us },
+        Kind::SlowDisk => {
+            // The same disk may hold every replica.
+            let victims = if rng.u8(0..3) == 0 { 0..REPLICAS_MAX } else { victim..victim + 1 };
+            let by_us = rng.u64(10_000..8_000_000);
+            return victims.map(|victim| (0, Fault::SlowDisk { victim, by_us, for_us })).collect();
+        }
         Kind::PauseEngine => {
             let for_us = if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) };
             Fault::PauseEngine { tick_first: rng.bool(), for_us }

@@ -3,7 +3,7 @@
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, View, ViewId};
 
 use super::*;
-use crate::event::CopyLimits;
+use crate::event::{CopyLimits, DropCause, FlightLimits};
 use crate::membership::PeerConfig;
 use crate::request::{Operation, Request};
 
@@ -12,9 +12,11 @@ mod corners;
 mod expand;
 mod failed;
 mod joins;
+mod patience;
 mod refusals;
 
 const TIMEOUT_MS: u64 = 5000;
+const LATE_LIMIT_MS: u64 = 60_000;
 const INTERVAL_MS: u64 = 3000;
 /// Eight regions.
 const SIZE_BYTES: u64 = 8 << 16;
@@ -41,6 +43,8 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         peers: (0..replicas).map(peer).collect(),
         view: View { id, members: Members::new((0..members).map(ReplicaId::from_random)).unwrap() },
         replica_timeout_ms: TIMEOUT_MS,
+        late_limit_ms: LATE_LIMIT_MS,
+        flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
         missed: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
@@ -167,7 +171,7 @@ const REGION_BLOCKS: u64 = 16;
 
 fn drops(out: &[Output]) -> Vec<(PeerIndex, &str)> {
     let dropped = |output| match output {
-        &Output::Drop { peer, ref reason } => Some((peer, reason.as_str())),
+        &Output::Drop { peer, ref reason, .. } => Some((peer, reason.as_str())),
         _ => None,
     };
     out.iter().filter_map(dropped).collect()
@@ -374,69 +378,10 @@ fn an_io_error_of_one_is_not_the_writers() {
 }
 
 #[test]
-fn a_silent_replica_fails_after_its_time() {
-    let mut bench = Bench::new(3);
-    bench.tick(100);
-    bench.submit(0, WRITE, 0);
-    bench.reply(0, 0, Ok(()));
-    bench.reply(1, 0, Ok(()));
-    for peer in 0..3 {
-        bench.apply(Event::Pong { peer });
-    }
-    let dropped = |out: &[Output]| out.iter().any(|output| matches!(output, Output::Drop { peer: 2, .. }));
-    assert!(!dropped(&bench.tick(100 + TIMEOUT_MS)));
-    assert!(dropped(&bench.tick(101 + TIMEOUT_MS)));
-}
-
-#[test]
-fn an_idle_replica_is_pinged_and_fails_when_it_does_not_answer() {
-    let mut bench = Bench::new(3);
-    let out = bench.tick(1000);
-    assert_eq!(out, [0, 1, 2].map(|peer| Output::Ping { peer }));
-    assert_eq!(bench.tick(2000), [], "one at a time");
-    bench.apply(Event::Pong { peer: 0 });
-    bench.apply(Event::Pong { peer: 2 });
-    let out = bench.tick(1001 + TIMEOUT_MS);
-    assert!(out.iter().any(|output| matches!(output, Output::Drop { peer: 1, .. })));
-}
-
-#[test]
 fn an_answer_that_nobody_asked_for_is_a_failure() {
     let mut bench = Bench::new(3);
     let out = bench.reply(1, 3, Ok(()));
-    assert!(matches!(&out[0], Output::Drop { peer: 1, reason } if reason.contains("not asked")));
+    assert!(matches!(&out[0], Output::Drop { peer: 1, reason, .. } if reason.contains("not asked")));
     let out = bench.apply(Event::Reply { peer: 0, slot: SlotId { queue: 9, slot: 0 }, outcome: Ok(()) });
     assert!(matches!(&out[0], Output::Drop { peer: 0, .. }));
-}
-
-#[test]
-fn a_replica_that_does_not_store_a_view_is_late() {
-    let mut bench = Bench::new(4);
-    bench.tick(100);
-    bench.lose(3);
-    bench.view_stored(0, 2);
-    bench.view_stored(1, 2);
-    for peer in 0..3 {
-        bench.apply(Event::Pong { peer });
-    }
-    assert_eq!(drops(&bench.tick(100 + TIMEOUT_MS)), []);
-    for peer in 0..3 {
-        bench.apply(Event::Pong { peer });
-    }
-    assert!(matches!(drops(&bench.tick(101 + TIMEOUT_MS))[..], [(2, _)]));
-}
-
-/// One answer comes with the first look at the clock, the others are still in the sockets.
-#[test]
-fn nobody_is_late_because_the_process_was_paused() {
-    let mut bench = Bench::new(3);
-    bench.tick(1000);
-    bench.submit(0, WRITE, 0);
-    bench.reply(0, 0, Ok(()));
-    let out = bench.apply(Event::Tick { now_ms: 60_000 });
-    assert_eq!((drops(&out), is_frozen(&out)), (vec![], false));
-    bench.now_ms = 60_000;
-    bench.reply(1, 0, Ok(()));
-    let out = bench.tick(60_000 + TIMEOUT_MS);
-    assert!(drops(&out).iter().any(|(peer, _)| *peer == 2), "it has had its time: {out:?}");
 }

@@ -4,6 +4,7 @@
 mod accounts;
 mod ends;
 mod expansions;
+mod late;
 mod load;
 mod lost_writes;
 mod rolled_back;

@@ -1,8 +1,9 @@
 //! A volume whose processes a test starts and kills.
 
+use std::cell::Cell;
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
@@ -28,6 +29,10 @@ pub struct Volume {
     pub attach: u64,
     /// How long a region stays dirty at least.
     pub intent_clear_after_ms: u32,
+    pub replica_timeout_ms: u32,
+    /// Replicas from this one on have their directories in a file system of their own, which can be frozen.
+    pub first_on_disk: usize,
+    disk: Option<Disk>,
     engine: Option<Child>,
     replicas: Vec<Option<Child>>,
     first: usize,
@@ -43,10 +48,21 @@ impl Volume {
         // Not /tmp: that may be a file system without O_DIRECT.
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let (engine, attach) = (None, 1);
-        let (intent_clear_after_ms, first) = (INTENT_CLEAR_AFTER_MS, replicas);
-        let mut volume =
-            Volume { dir, size_bytes, attach, intent_clear_after_ms, engine, replicas: Vec::new(), first };
+        let mut volume = Volume {
+            dir,
+            size_bytes,
+            attach,
+            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            replica_timeout_ms: 5000,
+            first_on_disk: usize::MAX,
+            disk: None,
+            engine,
+            replicas: Vec::new(),
+            first: replicas,
+        };
         change(&mut volume);
+        volume.disk = (volume.first_on_disk < replicas)
+            .then(|| Disk::mount(&volume.file("image"), &volume.file("disk")));
         for _ in 0..replicas {
             volume.add_replica();
         }
@@ -61,6 +77,21 @@ impl Volume {
 
     fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    fn place(&self, number: usize) -> PathBuf {
+        let folder = if number < self.first_on_disk { "" } else { "disk/" };
+        self.file(&format!("{folder}replica{number}"))
+    }
+
+    /// Nothing is written to the file system of the replicas from [`Volume::first_on_disk`] on any more.
+    pub fn freeze_disk(&self) {
+        self.disk.as_ref().unwrap().freeze(true);
+    }
+
+    /// What was written meanwhile is done.
+    pub fn thaw_disk(&self) {
+        self.disk.as_ref().unwrap().freeze(false);
     }
 
     pub fn frontend(&self) -> PathBuf {
@@ -101,7 +132,7 @@ impl Volume {
         let spec = ReplicaSpec {
             volume: "v1".parse().unwrap(),
             replica: Volume::id(number),
-            directory: self.file(&format!("replica{number}")),
+            directory: self.place(number),
             size_bytes: self.size_bytes,
             create: true,
             first_members: Members::new((0..self.first).map(Volume::id)).unwrap(),
@@ -129,7 +160,7 @@ impl Volume {
             device_dir: self.file("devices"),
             queues: 2,
             depth: 16,
-            replica_timeout_ms: 5000,
+            replica_timeout_ms: self.replica_timeout_ms,
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: self.intent_clear_after_ms,
@@ -154,7 +185,7 @@ impl Volume {
 
     /// Where a replica holds its data.
     pub fn directory(&self, number: usize) -> String {
-        self.file(&format!("replica{number}")).display().to_string()
+        self.place(number).display().to_string()
     }
 
     /// Of a replica that does not run: as if its disk had been replaced.
@@ -165,7 +196,7 @@ impl Volume {
     /// Of a running replica: as if its host had lost power, and with it the block at `offset`, which was not durable.
     pub fn lose_power(&mut self, number: usize, offset: u64) {
         self.kill(number);
-        let directory = self.file(&format!("replica{number}"));
+        let directory = self.place(number);
         let boot = directory.join("shorthorn.boot");
         let mut content: serde_json::Value = serde_json::from_slice(&fs::read(&boot).unwrap()).unwrap();
         content["boot_id"] = "another boot".into();
@@ -293,7 +324,7 @@ impl Volume {
 
     /// After the stop: how many regions a replica counts as written lately.
     pub fn dirty_regions(&self, number: usize) -> u32 {
-        let directory = self.file(&format!("replica{number}"));
+        let directory = self.place(number);
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
         let store = Store::open(directory, options).unwrap();
         let bytes = store.read_regions(SetKey::Intent).unwrap().unwrap();
@@ -306,12 +337,12 @@ impl Volume {
     /// After the stop: of how many replicas, and which, a replica counts what they miss.
     pub fn accounts(&self, number: usize) -> Vec<ReplicaId> {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        Store::open(self.file(&format!("replica{number}")), options).unwrap().missed_files().unwrap()
+        Store::open(self.place(number), options).unwrap().missed_files().unwrap()
     }
 
     /// After the stop: has a replica count what `count` replicas miss that the volume does not have.
     pub fn keep_accounts_in_vain(&self, number: usize, count: u64) {
-        let directory = self.file(&format!("replica{number}"));
+        let directory = self.place(number);
         let store = Store::open(directory, OpenOptions::default()).unwrap();
         let regions = Regions::of(self.size_bytes);
         let nothing = RegionSet::empty(regions.count());
@@ -329,7 +360,7 @@ impl Volume {
     /// After the stop: all replicas have the same content.
     pub fn assert_equal(&self) {
         let image = |number: usize| {
-            let directory = self.file(&format!("replica{number}"));
+            let directory = self.place(number);
             let head = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
             let head = head.filter(|path| path.extension().is_some_and(|extension| extension == "img"));
             let heads: Vec<_> = head.collect();
@@ -352,8 +383,46 @@ impl Volume {
     }
 }
 
+/// A file system on a loop device, mounted until this is dropped.
+struct Disk {
+    at: PathBuf,
+    is_frozen: Cell<bool>,
+}
+
+impl Disk {
+    fn mount(image: &Path, at: &Path) -> Disk {
+        fs::create_dir(at).unwrap();
+        fs::File::create(image).unwrap().set_len(512 << 20).unwrap();
+        run("mkfs.ext4", &[Path::new("-q"), image]);
+        run("mount", &[Path::new("-o"), Path::new("loop"), image, at]);
+        Disk { at: at.to_owned(), is_frozen: Cell::new(false) }
+    }
+
+    fn freeze(&self, is_frozen: bool) {
+        run("fsfreeze", &[Path::new(if is_frozen { "-f" } else { "-u" }), &self.at]);
+        self.is_frozen.set(is_frozen);
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        if self.is_frozen.get() {
+            self.freeze(false);
+        }
+        run("umount", &[Path::new("-l"), &self.at]);
+    }
+}
+
+fn run(program: &str, arguments: &[&Path]) {
+    let status = Command::new(program).args(arguments).status().unwrap();
+    assert!(status.success(), "{program} {arguments:?}: {status}; it needs root");
+}
+
 impl Drop for Volume {
     fn drop(&mut self) {
+        if let Some(disk) = self.disk.as_ref().filter(|disk| disk.is_frozen.get()) {
+            disk.freeze(false); // else the processes could not end
+        }
         for child in self.engine.iter_mut().chain(self.replicas.iter_mut().flatten()) {
             let _ = child.kill();
             let _ = child.wait();

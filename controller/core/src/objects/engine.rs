@@ -144,7 +144,7 @@ pub struct ExpansionStatus {
 pub struct MemberStatus {
     /// In the view or not.
     pub mode: MemberMode,
-    /// Why it is not.
+    /// Why it is not. Of a member: why requests wait for it, if they do.
     #[serde(default)]
     pub message: String,
     /// Since when it is not a member, in milliseconds since 1970; 0: it is one, or that is not known.
@@ -157,6 +157,12 @@ impl MemberStatus {
     #[must_use]
     pub const fn of(mode: MemberMode) -> MemberStatus {
         MemberStatus { mode, message: String::new(), away_since_ms: 0 }
+    }
+
+    /// Whether requests wait for it, because it is late and the other members cannot go on without it.
+    #[must_use]
+    pub fn is_awaited(&self) -> bool {
+        self.mode == MemberMode::Member && !self.message.is_empty()
     }
 }
 

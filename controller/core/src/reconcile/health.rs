@@ -74,13 +74,26 @@ fn members(volume: &Volume, engine: &Engine, replicas: &[&Replica]) -> (Robustne
     let count = modes.values().filter(|member| member.mode == MemberMode::Member).count();
     let wanted = volume.spec.number_of_replicas as usize;
     if count >= wanted {
-        return (Robustness::Healthy, Finding::Well);
+        return match slow(engine, replicas) {
+            slow if slow.is_empty() => (Robustness::Healthy, Finding::Well),
+            slow => (Robustness::Degraded, Finding::wrong("ReplicaSlow", slow)),
+        };
     }
     let message = format!("{count} of {wanted} replicas have all data: {}", missing(engine, replicas));
     if count == 0 {
         return (Robustness::Faulted, Finding::wrong("NoReplica", message));
     }
     (Robustness::Degraded, Finding::wrong("ReplicaFailed", message))
+}
+
+/// The members for which requests wait, each with its reason.
+fn slow(engine: &Engine, replicas: &[&Replica]) -> String {
+    let reason = |replica: &&Replica| {
+        let member = engine.status.replica_mode_map.get(&replica.spec.replica_id)?;
+        let at = format!("{} on {}", replica.metadata.name, replica.spec.node_id);
+        member.is_awaited().then(|| format!("{at} is slow ({})", member.message))
+    };
+    replicas.iter().filter_map(reason).collect::<Vec<_>>().join("; ")
 }
 
 /// The replicas that are not members, each with its reason.

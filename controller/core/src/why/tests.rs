@@ -190,6 +190,18 @@ fn volumes_that_serve() {
     check("waiting for a replica", &case, false, &words);
 
     let mut case = Case::healthy();
+    let late =
+        MemberStatus { message: "late for 5250 ms".to_owned(), ..MemberStatus::of(MemberMode::Member) };
+    case.engine().status.replica_mode_map.insert(id(3), late);
+    let words = [
+        "Volume v is slow",
+        "3 of 3 replicas",
+        "on node c is slow: late for 5250 ms",
+        "disk /disk of node c",
+    ];
+    check("slow", &case, false, &words);
+
+    let mut case = Case::healthy();
     case.away(MemberMode::Rebuilding, "");
     let copy = CopyView { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
     let copies = BTreeMap::from([(id(3), copy)]);

@@ -143,7 +143,7 @@ fn who_is_alone_is_equal() {
 }
 
 /// A write to region 0 that is done, and time that has made it cool: the flush has been sent.
-fn cooled() -> Bench {
+pub(super) fn cooled() -> Bench {
     let mut bench = Bench::new(2);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
@@ -290,20 +290,6 @@ fn what_is_written_after_the_flush_was_sent_stays_dirty() {
     assert_eq!(marks(&flushed), []);
     bench.answer(out, &[]);
     assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
-}
-
-#[test]
-fn a_replica_that_does_not_answer_a_mark_is_late() {
-    let mut bench = cooled();
-    bench.reply(0, COPY, Ok(()));
-    bench.reply(1, COPY, Ok(()));
-    bench.apply(Event::Marked { peer: 0, mark: FIRST_CLEAR });
-    assert_eq!(drops(&bench.tick(2 * INTERVAL_MS + TIMEOUT_MS)), []);
-    bench.apply(Event::Pong { peer: 0 });
-    bench.apply(Event::Pong { peer: 1 });
-    let out = bench.tick(2 * INTERVAL_MS + TIMEOUT_MS + 1);
-    assert_eq!(drops(&out).len(), 1);
-    assert_eq!(drops(&out)[0].0, 1);
 }
 
 fn scrub(repair: bool) -> Event {

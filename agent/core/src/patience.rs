@@ -1,0 +1,280 @@
+//! How long the volume waits for a replica that does not answer.
+//!
+//! A replica whose connection breaks is lost at once. One whose connection stays and that does not answer is *late*: its disk
+//! may be slow, or its process may have been stopped. The volume drops it after [`CoreConfig::replica_timeout_ms`] if the others can go
+//! on without it, and else waits for it: a freeze would cost its users more than the wait. These are the limits:
+//!
+//! | Without the late replicas the view has | it has answered no request | it has not answered PING either |
+//! |---|---|---|
+//! | a majority | the time-out | the time-out |
+//! | exactly half, so that the arbiter has to be asked, which may be away | three times the time-out | the time-out |
+//! | less | [`CoreConfig::late_limit_ms`] | [`CoreConfig::late_limit_ms`] |
+//!
+//! One disk may hold several replicas. All of them are late at almost the same time then, and answer at almost the same time again. None of
+//! them may be dropped because another one is a moment ahead of it. So only those replicas count as able to go on that have answered
+//! all that is older than half of the time-out, and the others are dropped only when there have been enough of these for as long.
+
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_views::Quorum;
+
+use crate::engine::EngineCore;
+use crate::event::{CoreConfig, Output, Outputs};
+use crate::membership::{PeerIndex, PeerMask, PeerState};
+use crate::request::Operation;
+use crate::slot::Slot;
+
+/// A connection that is silent for so long gets a PING.
+const PING_INTERVAL_MS: u64 = 1000;
+/// A replica may take a second longer for as many bytes that it makes zeroes: it may have to write them, and an old disk writes
+/// no faster. A time-out of five seconds alone asks for more of [`MAX_ZERO_BYTES`](shorthorn_types::limits::MAX_ZERO_BYTES).
+const ZEROING_BYTES_PER_S: u64 = 8 << 20;
+/// By how much the time-out is longer if the arbiter has to be asked to go on without a replica that answers PING. Less than the 30 s
+/// after which the drivers of SCSI disks in guests give a request up.
+const TIMES_LONGER_FOR_HALF: u64 = 3;
+
+/// What is known of the replicas' answers.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    timeout_ms: u64,
+    limit_ms: u64,
+    /// Per replica: when the oldest PING without an answer was sent.
+    pings: [Option<u64>; MAX_MEMBERS],
+    /// Per replica: when it has last answered anything.
+    heard_at_ms: [u64; MAX_MEMBERS],
+    pinged_at_ms: u64,
+    /// Since when the replicas that answer in time are a majority of the view, and since when at least half of it.
+    majority_since_ms: u64,
+    half_since_ms: u64,
+    /// The late members that the volume waits for, and those of them that do not answer PING, as the engine was last told.
+    awaited: PeerMask,
+    silent: PeerMask,
+    /// The members that owe answers for longer than half of the time-out.
+    slow: PeerMask,
+}
+
+/// For how long a replica owes answers.
+#[derive(Clone, Copy, Debug, Default)]
+struct Debt {
+    /// To the oldest request, proposal or mark.
+    work_ms: u64,
+    /// To PING, while nothing else has come from it.
+    silent_ms: u64,
+}
+
+impl Debt {
+    fn worst_ms(self) -> u64 {
+        self.work_ms.max(self.silent_ms)
+    }
+
+    fn owes_since(&mut self, since_ms: u64, now_ms: u64) {
+        self.work_ms = self.work_ms.max(now_ms.saturating_sub(since_ms));
+    }
+}
+
+type Debts = [Debt; MAX_MEMBERS];
+
+impl Patience {
+    pub fn new(config: &CoreConfig) -> Patience {
+        Patience {
+            timeout_ms: config.replica_timeout_ms,
+            limit_ms: config.late_limit_ms.max(config.replica_timeout_ms),
+            pings: [None; MAX_MEMBERS],
+            heard_at_ms: [0; MAX_MEMBERS],
+            pinged_at_ms: 0,
+            majority_since_ms: 0,
+            half_since_ms: 0,
+            awaited: PeerMask::NONE,
+            silent: PeerMask::NONE,
+            slow: PeerMask::NONE,
+        }
+    }
+
+    /// By how much the clock goes on with one tick at most, so that a pause of this process makes nobody late.
+    pub fn step_ms_max(&self) -> u64 {
+        self.timeout_ms / 2
+    }
+
+    /// `peer` has answered something.
+    pub fn heard(&mut self, peer: PeerIndex, now_ms: u64) {
+        if let Some(at) = self.heard_at_ms.get_mut(usize::from(peer)) {
+            *at = now_ms;
+        }
+    }
+
+    /// `peer` has answered a PING.
+    pub fn ponged(&mut self, peer: PeerIndex) {
+        if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
+            *ping = None;
+        }
+    }
+
+    /// `peer` is lost, or connected anew: it owes nothing.
+    pub fn forgive(&mut self, peer: PeerIndex, now_ms: u64) {
+        self.ponged(peer);
+        self.heard(peer, now_ms);
+        self.awaited = self.awaited.without(PeerMask::one(peer));
+        self.silent = self.silent.without(PeerMask::one(peer));
+        self.slow = self.slow.without(PeerMask::one(peer));
+    }
+
+    /// The members that would answer a read late.
+    pub fn slow(&self) -> PeerMask {
+        self.slow
+    }
+
+    /// How late a member is if the engine is told that the volume waits for it: before it is dropped for that.
+    fn told_ms(&self) -> u64 {
+        self.timeout_ms.min(self.limit_ms / 2)
+    }
+
+    /// How much of the view has answered in time for a while, if it is `left` at the moment.
+    fn steady(&mut self, left: Quorum, now_ms: u64) -> Quorum {
+        if left < Quorum::More {
+            self.majority_since_ms = now_ms;
+        }
+        if left < Quorum::Half {
+            self.half_since_ms = now_ms;
+        }
+        let is_steady = |since_ms: u64| now_ms.saturating_sub(since_ms) >= self.timeout_ms / 2;
+        match left {
+            Quorum::More if is_steady(self.majority_since_ms) => Quorum::More,
+            Quorum::More | Quorum::Half if is_steady(self.half_since_ms) => Quorum::Half,
+            _ => Quorum::Less,
+        }
+    }
+
+    /// How late a replica may be whose loss leaves the view with `left`.
+    fn limit_ms(&self, left: Quorum, is_silent: bool) -> u64 {
+        match left {
+            Quorum::More => self.timeout_ms,
+            Quorum::Half if is_silent => self.timeout_ms,
+            Quorum::Half => self.timeout_ms.saturating_mul(TIMES_LONGER_FOR_HALF).min(self.limit_ms),
+            Quorum::Less => self.limit_ms,
+        }
+    }
+}
+
+impl EngineCore {
+    /// Drops the replicas that are too late, and tells for which the volume waits.
+    pub(crate) fn judge(&mut self, out: &mut Outputs) {
+        let debts = self.debts();
+        let of = |peer: PeerIndex| debts[usize::from(peer)];
+        let timeout_ms = self.patience.timeout_ms;
+        let members = self.membership.answering();
+        let prompt = members.filter(|peer| of(peer).worst_ms() <= timeout_ms / 2);
+        self.patience.slow = members.without(prompt);
+        let left = self.patience.steady(self.membership.quorum_of(prompt), self.now_ms);
+        let mut awaited = PeerMask::NONE;
+        for peer in self.membership.connected().iter() {
+            let debt = of(peer);
+            // A joiner is dropped like one without which the others can go on.
+            let left = if members.has(peer) { left } else { Quorum::More };
+            let is_silent = debt.silent_ms > timeout_ms;
+            if debt.worst_ms() > self.patience.limit_ms(left, is_silent) {
+                self.drop_late(peer, debt, out);
+            } else if members.has(peer) && debt.worst_ms() > self.patience.told_ms() {
+                awaited = awaited.with(PeerMask::one(peer));
+            }
+        }
+        self.tell_awaited(awaited, &debts, out);
+        self.keep_in_touch(&debts);
+    }
+
+    fn drop_late(&mut self, peer: PeerIndex, debt: Debt, out: &mut Outputs) {
+        // An earlier one may have taken the quorum with it.
+        if self.frozen || self.membership.state(peer) == PeerState::Failed {
+            return;
+        }
+        let reason = match debt.silent_ms > self.patience.timeout_ms {
+            true => format!("no answer for {} ms, not even to PING", debt.worst_ms()),
+            false => format!("no answer for {} ms to a request, though it answers PING", debt.work_ms),
+        };
+        self.lose_late(peer, reason, out);
+    }
+
+    fn tell_awaited(&mut self, awaited: PeerMask, debts: &Debts, out: &mut Outputs) {
+        let awaited = awaited.and(self.membership.answering());
+        let silent = awaited.filter(|peer| debts[usize::from(peer)].silent_ms > self.patience.timeout_ms / 2);
+        let before = std::mem::replace(&mut self.patience.awaited, awaited);
+        let silent_before = std::mem::replace(&mut self.patience.silent, silent);
+        for peer in awaited.iter() {
+            let is_silent = silent.has(peer);
+            if !before.has(peer) || is_silent != silent_before.has(peer) {
+                out.push(Output::Awaited { peer, late_ms: debts[usize::from(peer)].worst_ms(), is_silent });
+            }
+        }
+        let answered = before.without(awaited).and(self.membership.answering());
+        out.extend(answered.iter().map(|peer| Output::Prompt { peer }));
+    }
+
+    /// While no majority of the view has been heard of lately, nothing new is sent: a newer engine may hold the volume, and
+    /// one of these few would answer reads with data that is older than that engine's.
+    fn keep_in_touch(&mut self, debts: &Debts) {
+        let timeout_ms = self.patience.timeout_ms;
+        let heard =
+            self.membership.answering().filter(|peer| debts[usize::from(peer)].silent_ms <= timeout_ms);
+        let was = std::mem::replace(
+            &mut self.is_out_of_touch,
+            !self.frozen
+                && !self.membership.is_changing()
+                && self.membership.quorum_of(heard) != Quorum::More,
+        );
+        if was && !self.is_out_of_touch {
+            (self.wake_held, self.wake) = (true, true);
+        }
+    }
+
+    /// For how long each replica owes answers.
+    fn debts(&self) -> Debts {
+        let now_ms = self.now_ms;
+        let mut debts = Debts::default();
+        let mut owe = |peers: PeerMask, since_ms: u64| {
+            for peer in peers.iter() {
+                debts[usize::from(peer)].owes_since(since_ms, now_ms);
+            }
+        };
+        for slot in self.slots.active() {
+            owe(slot.pending, slot.sent_at_ms.saturating_add(extra_ms(slot)));
+        }
+        if self.membership.is_changing() {
+            owe(self.membership.unstored(), self.proposed_at_ms);
+        }
+        for marks in [&self.clearing.marks, &self.joins.marks] {
+            if let Some((pending, sent_at_ms)) = marks.pending() {
+                owe(pending, sent_at_ms);
+            }
+        }
+        for (peer, ping) in self.patience.pings.iter().enumerate() {
+            if let Some(sent_at_ms) = ping {
+                let since_ms = (*sent_at_ms).max(self.patience.heard_at_ms[peer]);
+                debts[peer].silent_ms = now_ms.saturating_sub(since_ms);
+            }
+        }
+        debts
+    }
+
+    /// Sends PINGs, if it is time for that.
+    pub(crate) fn ping(&mut self, out: &mut Outputs) {
+        let now_ms = self.now_ms;
+        if now_ms < self.patience.pinged_at_ms + PING_INTERVAL_MS {
+            return;
+        }
+        self.patience.pinged_at_ms = now_ms;
+        for peer in self.membership.connected().iter() {
+            if let Some(ping @ None) = self.patience.pings.get_mut(usize::from(peer)) {
+                *ping = Some(now_ms);
+                out.push(Output::Ping { peer });
+            }
+        }
+    }
+}
+
+/// By how much longer than others the request may take.
+fn extra_ms(slot: &Slot) -> u64 {
+    match slot.operation {
+        Operation::Discard | Operation::WriteZeroes { .. } => {
+            slot.range.length() * 1000 / ZEROING_BYTES_PER_S
+        }
+        _ => 0,
+    }
+}

@@ -1,0 +1,156 @@
+//! How soon a replica that was dropped may come back.
+//!
+//! Each time that a late replica leaves, the requests of the volume have waited for it for the whole time-out. A replica that is late now and then
+//! would cost its volume that again and again, if it were let in at once. So its pauses grow, and after some rounds it stays out. A replica whose
+//! connections break has cost no time, but each of its returns makes the others that are about to join begin their last steps anew.
+
+use std::time::Duration;
+
+use shorthorn_core::DropCause;
+
+/// After so long without a drop the earlier ones do not count any more.
+const LATE_FORGIVEN: Duration = Duration::from_secs(3600);
+/// The pauses after each time that a replica was late. The first time may have been anybody's fault: a storm on a disk or a network.
+const LATE_PAUSES: [Duration; 6] = [
+    Duration::ZERO,
+    Duration::from_secs(10),
+    Duration::from_secs(30),
+    Duration::from_secs(60),
+    Duration::from_secs(120),
+    // Less than the ten minutes after which the controller makes another replica in its place.
+    Duration::from_secs(300),
+];
+/// The longest pause of a replica without which too few are left.
+const LONGEST_PAUSE_OF_NEEDED: Duration = Duration::from_secs(30);
+/// As [`LATE_FORGIVEN`], for connections that break: who is restarted once is not unsteady.
+const BREAKS_FORGIVEN: Duration = Duration::from_secs(60);
+/// So many breaks in a row cost no pause: processes are restarted, upgraded and killed.
+const FREE_BREAKS: u32 = 3;
+/// The pause after the first break beyond these; doubled with each further one.
+const FIRST_BREAK_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
+
+/// How long a replica stays away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stay {
+    /// For so long.
+    For(Duration),
+    /// Until an operator clears it.
+    Out,
+}
+
+/// What counts against a replica.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    late: Strikes,
+    broken: Strikes,
+}
+
+/// How often it has happened in a row, and when last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Strikes {
+    count: u32,
+    last: Duration,
+}
+
+impl Strikes {
+    /// It happens again; returns how often it has happened in a row.
+    fn add(&mut self, now: Duration, forgiven_after: Duration) -> u32 {
+        let is_forgiven = now.saturating_sub(self.last) >= forgiven_after;
+        self.count = if is_forgiven { 1 } else { self.count.saturating_add(1) };
+        self.last = now;
+        self.count
+    }
+}
+
+impl Standing {
+    /// The replica is dropped. `now` counts from any fixed point; `is_needed`: without it so few are left that it may not stay out.
+    pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> Stay {
+        match cause {
+            DropCause::Late => {
+                let times = self.late.add(now, LATE_FORGIVEN);
+                match LATE_PAUSES.get(times.saturating_sub(1) as usize) {
+                    Some(pause) if is_needed => Stay::For((*pause).min(LONGEST_PAUSE_OF_NEEDED)),
+                    Some(pause) => Stay::For(*pause),
+                    None if is_needed => Stay::For(LONGEST_PAUSE_OF_NEEDED),
+                    None => Stay::Out,
+                }
+            }
+            DropCause::Unused => Stay::For(Duration::ZERO),
+            DropCause::Broken => {
+                let times = self.broken.add(now, BREAKS_FORGIVEN);
+                let Some(doublings) = times.checked_sub(FREE_BREAKS + 1) else {
+                    return Stay::For(Duration::ZERO);
+                };
+                let pause = FIRST_BREAK_PAUSE.saturating_mul(1 << doublings.min(16));
+                Stay::For(pause.min(LONGEST_BREAK_PAUSE))
+            }
+        }
+    }
+
+    /// How often in a row the replica was late.
+    #[must_use]
+    pub fn times_late(&self) -> u32 {
+        self.late.count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seconds(stay: Stay) -> f64 {
+        match stay {
+            Stay::For(pause) => pause.as_secs_f64(),
+            Stay::Out => f64::INFINITY,
+        }
+    }
+
+    /// Dropped every `every_s` seconds.
+    fn pauses(cause: DropCause, every_s: u64, is_needed: bool) -> Vec<f64> {
+        let mut standing = Standing::default();
+        let drop =
+            |n| seconds(standing.dropped(cause, Duration::from_secs(100_000 + n * every_s), is_needed));
+        (0..10).map(drop).collect()
+    }
+
+    #[test]
+    fn who_is_late_again_and_again_stays_away_longer_and_then_for_good() {
+        let out = f64::INFINITY;
+        assert_eq!(pauses(DropCause::Late, 1000, false), [0., 10., 30., 60., 120., 300., out, out, out, out]);
+    }
+
+    #[test]
+    fn who_is_needed_comes_back() {
+        assert_eq!(pauses(DropCause::Late, 1000, true), [0., 10., 30., 30., 30., 30., 30., 30., 30., 30.]);
+    }
+
+    #[test]
+    fn an_hour_without_a_drop_is_forgiven() {
+        assert_eq!(pauses(DropCause::Late, 3600, false), [0.; 10]);
+    }
+
+    #[test]
+    fn connections_that_break_in_a_row_cost_pauses() {
+        assert_eq!(pauses(DropCause::Broken, 20, false), [0., 0., 0., 0.5, 1., 2., 4., 8., 10., 10.]);
+        assert_eq!(pauses(DropCause::Broken, 60, false), [0.; 10]);
+    }
+
+    #[test]
+    fn a_drop_for_which_nothing_has_waited_counts_for_nothing() {
+        assert_eq!(pauses(DropCause::Unused, 1, false), [0.; 10]);
+    }
+
+    #[test]
+    fn breaks_and_lateness_count_apart() {
+        let mut standing = Standing::default();
+        for _ in 0..5 {
+            standing.dropped(DropCause::Broken, Duration::from_secs(1), false);
+        }
+        assert_eq!(
+            standing.dropped(DropCause::Late, Duration::from_secs(2), false),
+            Stay::For(Duration::ZERO)
+        );
+        assert_eq!(standing.times_late(), 1);
+    }
+}
