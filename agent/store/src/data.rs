@@ -66,9 +66,11 @@ impl Store {
         self.map.punched(range);
     }
 
-    /// A write or punch failed: what the head holds there is looked up again.
+    /// A write or punch failed: what the head holds there is looked up again. What it has allocated there and not
+    /// written becomes a hole before the head becomes a snapshot or the directory is closed.
     pub fn write_failed(&mut self, range: ByteRange) {
         self.map.forget(range);
+        self.suspect(range);
     }
 
     /// Reads `buffer.len()` bytes at `offset_bytes`, both multiples of 512.

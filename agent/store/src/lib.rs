@@ -16,7 +16,7 @@
 //! [`inspect`] and [`export`] look at a directory without changing anything in it.
 //!
 //! The rules are in `shorthorn-chain`, which does no I/O; this crate executes them.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod allocated;
 mod boot;
@@ -27,6 +27,7 @@ mod directory;
 mod error;
 mod export;
 mod facts;
+mod fiemap;
 mod files;
 mod fold;
 mod guard;
@@ -43,6 +44,7 @@ mod store;
 mod sums;
 mod table;
 mod timestamp;
+mod unwritten;
 
 pub use allocated::AllocatedRuns;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};

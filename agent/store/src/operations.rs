@@ -29,6 +29,7 @@ impl Store {
     ) -> Result<()> {
         self.check_writable()?;
         let name = SnapshotName::new(name).map_err(|error| self.chain_error(error))?;
+        self.punch_unwritten()?;
         let created = created_rfc3339.to_owned();
         let new = NewSnapshot { name, user_created, labels, created };
         let operation = self.layout.plan_snapshot(new).map_err(|error| self.chain_error(error))?;

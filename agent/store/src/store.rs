@@ -9,6 +9,7 @@ use shorthorn_chain::{
     BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, VOLUME_META, classify,
     create_steps, recover,
 };
+use shorthorn_types::ByteRange;
 
 use crate::boot::Boot;
 use crate::buffer::AlignedBuffer;
@@ -53,10 +54,12 @@ pub struct Store {
     pub(crate) broken: bool,
     pub(crate) fold_running: bool,
     pub(crate) copy: Option<Copy>,
+    /// Where blocks of the head may be allocated and not written.
+    pub(crate) unwritten: Option<ByteRange>,
+    pub(crate) repairs: Vec<String>,
     boot: Boot,
     was_dirty: bool,
     provenance: Provenance,
-    repairs: Vec<String>,
     _lock: Lock,
 }
 
@@ -136,7 +139,7 @@ impl Store {
             directory.keep_reserve();
             (layout, files, map)
         };
-        Ok(Store {
+        let mut store = Store {
             directory: Arc::new(directory),
             host,
             layout,
@@ -150,12 +153,17 @@ impl Store {
             broken: false,
             fold_running: false,
             copy,
+            unwritten: None,
+            repairs: notes,
             boot,
             was_dirty,
             provenance,
-            repairs: notes,
             _lock: lock,
-        })
+        };
+        if was_dirty && !options.read_only {
+            store.mend_head()?;
+        }
+        Ok(store)
     }
 
     /// Makes all data durable, marks the directory as cleanly closed and gives it up.
@@ -171,6 +179,7 @@ impl Store {
         if self.boot.is_lost_now() {
             return Err(StoreError::Broken(self.directory.path().to_owned()));
         }
+        self.punch_unwritten()?;
         let head = self.layout.head().clone();
         // Not only the data: the time of change, which the guard records, must be durable too.
         self.run(&[Step::SyncFile { name: head.to_string() }])?;
