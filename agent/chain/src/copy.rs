@@ -107,12 +107,10 @@ impl CopyList {
     fn volume(&self, volume: &VolumeMeta) -> VolumeMeta {
         let name = |layer: Option<&CopyLayer>| layer.map(|layer| layer.image.to_string()).unwrap_or_default();
         let mut layers = self.0.iter().rev();
-        VolumeMeta {
-            head: name(layers.next()),
-            parent: name(layers.next()),
-            rebuilding: true,
-            ..volume.clone()
-        }
+        let mut volume =
+            VolumeMeta { head: name(layers.next()), parent: name(layers.next()), ..volume.clone() };
+        volume.set_rebuilding(true);
+        volume
     }
 }
 

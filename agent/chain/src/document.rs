@@ -22,8 +22,9 @@ pub struct VolumeMeta {
     pub head: String,
     /// Whether the replica is open, or was when its process died.
     pub dirty: bool,
-    /// Whether the replica is being rebuilt and lacks data.
-    pub rebuilding: bool,
+    /// Whether Longhorn is to take the replica as one that lacks data: it is being rebuilt, or has left its view.
+    #[serde(rename = "Rebuilding")]
+    pub rebuilding_to_longhorn: bool,
     /// What Longhorn last found wrong.
     pub error: String,
     /// The file name of the head's parent, empty if it has none.
@@ -34,6 +35,10 @@ pub struct VolumeMeta {
     pub backing_file_path: String,
     /// Whether the volume is encrypted above us.
     pub encrypted: bool,
+    /// Ours, and there only if the replica has left its view: whether it is being rebuilt too. Longhorn drops this when it
+    /// writes the document.
+    #[serde(rename = "ShorthornRebuilding", skip_serializing_if = "Option::is_none")]
+    pub rebuilding_too: Option<bool>,
     /// What we do not know.
     #[serde(flatten)]
     pub unknown: Map<String, Value>,
@@ -62,6 +67,34 @@ pub struct DiskMeta {
 }
 
 impl VolumeMeta {
+    /// Whether the replica is being rebuilt, by us or by Longhorn, and lacks data.
+    #[must_use]
+    pub fn is_rebuilding(&self) -> bool {
+        self.rebuilding_to_longhorn && self.rebuilding_too.unwrap_or(true)
+    }
+
+    /// Whether the replica knows a view of its volume that it is not in. Longhorn has no views: the document tells it that
+    /// the replica is being rebuilt.
+    #[must_use]
+    pub fn has_left(&self) -> bool {
+        self.rebuilding_to_longhorn && self.rebuilding_too.is_some()
+    }
+
+    /// Changes whether the replica is being rebuilt.
+    pub fn set_rebuilding(&mut self, is_rebuilding: bool) {
+        self.mark(is_rebuilding, self.has_left());
+    }
+
+    /// Changes whether the replica has left its view.
+    pub fn set_left(&mut self, has_left: bool) {
+        self.mark(self.is_rebuilding(), has_left);
+    }
+
+    fn mark(&mut self, is_rebuilding: bool, has_left: bool) {
+        self.rebuilding_to_longhorn = is_rebuilding || has_left;
+        self.rebuilding_too = has_left.then_some(is_rebuilding);
+    }
+
     /// Reads `volume.meta`.
     ///
     /// # Errors
@@ -152,6 +185,36 @@ mod tests {
         assert_eq!(VolumeMeta::parse(newer.as_bytes()).unwrap().to_bytes(), newer.as_bytes());
         let older = VOLUME.replace(",\"Encrypted\":false", "");
         assert!(!VolumeMeta::parse(older.as_bytes()).unwrap().encrypted);
+    }
+
+    #[test]
+    fn a_replica_that_has_left_its_view_is_one_that_is_rebuilt_to_longhorn_alone() {
+        let mut volume = VolumeMeta::parse(VOLUME.as_bytes()).unwrap();
+        for (is_rebuilding, has_left) in [(false, true), (true, true), (true, false), (false, false)] {
+            volume.set_rebuilding(is_rebuilding);
+            volume.set_left(has_left);
+            let text = String::from_utf8(volume.to_bytes()).unwrap();
+            let says = format!("\"Rebuilding\":{}", is_rebuilding || has_left);
+            assert!(text.contains(&says), "{text}");
+            assert_eq!(text.contains("Shorthorn"), has_left, "{text}");
+            let read = VolumeMeta::parse(text.as_bytes()).unwrap();
+            assert_eq!((read.is_rebuilding(), read.has_left()), (is_rebuilding, has_left));
+        }
+        assert_eq!(volume.to_bytes(), VOLUME.as_bytes());
+    }
+
+    #[test]
+    fn longhorn_has_the_last_word_on_whether_it_is_rebuilt() {
+        let mut volume = VolumeMeta::parse(VOLUME.as_bytes()).unwrap();
+        volume.set_left(true);
+        let text = String::from_utf8(volume.to_bytes()).unwrap();
+        let ended = text.replace("\"Rebuilding\":true", "\"Rebuilding\":false");
+        let ended = VolumeMeta::parse(ended.as_bytes()).unwrap();
+        assert!(!ended.is_rebuilding() && !ended.has_left());
+        // It knows no field of ours, and writes none.
+        let begun = VOLUME.replace("\"Rebuilding\":false", "\"Rebuilding\":true");
+        let begun = VolumeMeta::parse(begun.as_bytes()).unwrap();
+        assert!(begun.is_rebuilding() && !begun.has_left());
     }
 
     #[test]

@@ -267,7 +267,7 @@ fn check_volume(volume: &VolumeMeta, checks: &Checks) -> Result<u64, ChainError>
     if !matches!(volume.sector_size, 0 | 512) {
         return unsupported("SectorSize", volume.sector_size.to_string(), "a sector other than 512 bytes");
     }
-    if volume.rebuilding && !checks.accept_rebuilding {
+    if volume.is_rebuilding() && !checks.accept_rebuilding {
         return Err(ChainError::Rebuilding);
     }
     Ok(size_bytes)

@@ -406,7 +406,7 @@ fn copy() {
         assert_eq!(chain, ["volume-head-009.img", "volume-snap-new.img", whole.as_str()], "{when}");
         assert_eq!(disk.read(found.layout.chain()), [1, 1, 0, 0], "{when}");
         assert_eq!(found.layout.disks().len(), 3, "{when}");
-        assert!(found.layout.volume().rebuilding, "{when}");
+        assert!(found.layout.volume().is_rebuilding(), "{when}");
     };
     let mut disk = prepared;
     for (number, step) in steps(&disk).iter().enumerate() {

@@ -135,6 +135,42 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
     assert_eq!(welcome.report, ReplicaReport { committed: first, proposed: vec![] });
 }
 
+/// Longhorn has no views: a replica that knows one without itself must not look whole to it, and must not look like one that
+/// is being rebuilt to an engine of ours.
+#[test]
+fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
+    let base = base();
+    let spec = spec(base.path(), MIB);
+    let says_rebuilding = || volume_meta(&spec.directory)["Rebuilding"].clone();
+    let mut replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert_eq!(says_rebuilding(), false);
+    let message = |view, basis: &ReplicaReport| ViewMessage { view, basis: basis.clone() };
+    client.tell(Opcode::Propose, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
+    assert_eq!(says_rebuilding(), true);
+    replica.kill();
+
+    let mut replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(3), 0).unwrap();
+    assert!(!welcome.rebuilding, "it is judged by its views");
+    client.tell(Opcode::Commit, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
+    client.tell(Opcode::Propose, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
+    assert_eq!(says_rebuilding(), true, "it is no member before that is through");
+    client.tell(Opcode::Commit, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
+    assert_eq!(says_rebuilding(), false);
+    replica.kill();
+
+    // A new one is in no view until its engine takes it into one.
+    let other = base.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    let mut joiner = common::spec(&other, MIB);
+    joiner.replica = ReplicaId::from_random(9);
+    joiner.first_members = Members::new([7, 8].map(ReplicaId::from_random)).unwrap();
+    let replica = Replica::start(&joiner);
+    assert_eq!(volume_meta(&joiner.directory)["Rebuilding"], true);
+    assert!(!replica.try_open(generation(1), 0).unwrap().1.rebuilding);
+}
+
 #[test]
 fn too_many_proposed_views_are_refused_and_the_connection_goes_on() {
     let base = base();

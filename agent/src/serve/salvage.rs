@@ -110,7 +110,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     // The sets are about other replicas, which are made anew in full, or about regions in which this one may differ
     // from them. Before the state: where this is cut off, it is all done again.
     store.remove_all_regions().map_err(|error| of_store(&error))?;
-    store.set_rebuilding(false).map_err(|error| of_store(&error))?;
+    store.set_rebuilding(false).and_then(|()| store.set_left(false)).map_err(|error| of_store(&error))?;
     store.save_state(&bytes).map_err(|error| of_store(&error))?;
     let before = state.views.report();
     tracing::warn!(directory = %directory.display(), attach, ?before, "salvaged: this replica alone is the volume now");
@@ -160,6 +160,7 @@ mod tests {
         state["missed"] = serde_json::json!({ "00000002": [1] });
         store.save_state(&serde_json::to_vec(&state).unwrap()).unwrap();
         store.set_rebuilding(true).unwrap();
+        store.set_left(true).unwrap();
         store.close().unwrap();
     }
 
@@ -223,6 +224,8 @@ mod tests {
         assert_eq!(committed.members, [id(1).to_string()]);
         assert_eq!((shown.generation.as_str(), shown.proposed.len()), ("4.0", 0));
         assert!(!shown.rebuilding);
+        let volume = fs::read_to_string(directory.join("volume.meta")).unwrap();
+        assert!(volume.contains("\"Rebuilding\":false"), "Longhorn can have it: {volume}");
         let text = fs::read_to_string(directory.join("shorthorn.state")).unwrap();
         assert!(!text.contains("missed"), "{text}");
         // Again, and late: nothing changes.

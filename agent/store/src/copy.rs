@@ -60,7 +60,7 @@ impl Copy {
     pub fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
         let directory = executor.directory;
         let Some(mut copy) = Copy::load(directory)? else { return Ok(None) };
-        if !read_volume(directory)?.rebuilding {
+        if !read_volume(directory)?.is_rebuilding() {
             Copy::remove(directory)?;
             return Ok(None);
         }
@@ -216,7 +216,7 @@ impl Store {
         self.check_writable()?;
         self.check_no_fold()?;
         let list = CopyList::new(layers, self.size_bytes()).map_err(|error| self.chain_error(error))?;
-        let interrupted = self.copy.take().filter(|_| self.layout.volume().rebuilding);
+        let interrupted = self.copy.take().filter(|_| self.layout.volume().is_rebuilding());
         let mut done = interrupted.filter(|copy| copy.list.has_snapshots_of(&list)).map(|copy| copy.done);
         let done = done.get_or_insert_with(|| vec![false; list.layers().len()]).clone();
         self.broken = true;
@@ -235,7 +235,7 @@ impl Store {
         };
         // Layers that are made anew may get the inodes of those that go.
         sweep_sums(&self.directory, |_| false)?;
-        self.layout.volume_mut().rebuilding = true;
+        self.layout.volume_mut().set_rebuilding(true);
         executor.run(&self.layout.volume_steps(), &mut self.guard)?;
         copy.save(&self.directory)?;
         executor.pass(|| "recorded the copy".to_owned())?;
@@ -284,7 +284,7 @@ impl Store {
     /// [`StoreError::CopyUnfinished`] where a layer is not whole, or an I/O error.
     pub fn end_copy(&mut self) -> Result<()> {
         self.check_writable()?;
-        if !self.layout.volume().rebuilding {
+        if !self.layout.volume().is_rebuilding() {
             return Ok(());
         }
         // Where there is no record, somebody else has begun to rebuild it: nobody knows what it lacks.

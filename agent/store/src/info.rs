@@ -28,6 +28,8 @@ pub struct StoreInfo {
     pub was_dirty: bool,
     /// Whether the replica is being rebuilt.
     pub rebuilding: bool,
+    /// Whether the replica is marked as one that has left its view.
+    pub has_left: bool,
     /// Whether the host was restarted or the disk has failed while data was not durable, and nobody has made up for it.
     pub lost_cache: bool,
     /// Who had the directory last.

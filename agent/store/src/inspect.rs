@@ -49,6 +49,8 @@ pub struct InspectedVolume {
     pub dirty: bool,
     /// Being rebuilt.
     pub rebuilding: bool,
+    /// Not in the view of its volume: Longhorn takes it as one that is being rebuilt.
+    pub has_left: bool,
     /// What Longhorn last found wrong.
     pub error: String,
 }
@@ -181,8 +183,12 @@ fn problems_of(volume: &VolumeMeta, in_use_by: Option<u32>) -> Vec<Problem> {
             "the replica was not closed cleanly; what was written last may differ from other replicas";
         problems.push(problem(Severity::Note, message));
     }
-    if volume.rebuilding {
+    if volume.is_rebuilding() {
         problems.push(problem(Severity::Note, "the replica was being rebuilt and lacks data"));
+    }
+    if volume.has_left() {
+        let message = "the replica has left the view of its volume and may lack data; Longhorn takes it as one that is being rebuilt";
+        problems.push(problem(Severity::Note, message));
     }
     if !volume.error.is_empty() {
         problems.push(problem(Severity::Note, format!("volume.meta reports an error: {}", volume.error)));
@@ -193,9 +199,10 @@ fn problems_of(volume: &VolumeMeta, in_use_by: Option<u32>) -> Vec<Problem> {
 fn inspected_volume(volume: VolumeMeta) -> InspectedVolume {
     InspectedVolume {
         size_bytes: volume.size,
+        rebuilding: volume.is_rebuilding(),
+        has_left: volume.has_left(),
         head: volume.head,
         dirty: volume.dirty,
-        rebuilding: volume.rebuilding,
         error: volume.error,
     }
 }

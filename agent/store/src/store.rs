@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shorthorn_chain::{
-    BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, VOLUME_META, classify,
-    create_steps, recover,
+    BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, VOLUME_META, VolumeMeta,
+    classify, create_steps, recover,
 };
 use shorthorn_types::ByteRange;
 
@@ -260,7 +260,8 @@ impl Store {
             size_bytes: self.size_bytes(),
             head: self.layout.head().clone(),
             was_dirty: self.was_dirty,
-            rebuilding: self.layout.volume().rebuilding,
+            rebuilding: self.layout.volume().is_rebuilding(),
+            has_left: self.layout.volume().has_left(),
             lost_cache: self.boot.lost_cache(),
             provenance: self.provenance.clone(),
             epoch: self.guard.epoch,
@@ -301,11 +302,25 @@ impl Store {
     /// # Errors
     /// [`StoreError`].
     pub fn set_rebuilding(&mut self, rebuilding: bool) -> Result<()> {
+        self.change_volume(|volume| volume.set_rebuilding(rebuilding))
+    }
+
+    /// Marks the replica as one that has left its view, or is back in it. Longhorn, which has no views, takes one that has
+    /// left as one that is being rebuilt. To us the mark says nothing: the views do.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn set_left(&mut self, has_left: bool) -> Result<()> {
+        self.change_volume(|volume| volume.set_left(has_left))
+    }
+
+    fn change_volume(&mut self, change: impl FnOnce(&mut VolumeMeta)) -> Result<()> {
         self.check_writable()?;
-        let before = std::mem::replace(&mut self.layout.volume_mut().rebuilding, rebuilding);
+        let before = self.layout.volume().clone();
+        change(self.layout.volume_mut());
         let stored = self.run(&self.layout.volume_steps());
         if stored.is_err() {
-            self.layout.volume_mut().rebuilding = before;
+            *self.layout.volume_mut() = before;
         }
         stored
     }

@@ -96,6 +96,34 @@ fn snapshots(path: &Path) -> BTreeMap<String, (Vec<u8>, Vec<u8>)> {
     images.map(|name| (name.clone(), (read(&name), read(&format!("{name}.meta"))))).collect()
 }
 
+/// A replica that is copied to has left its view. To Longhorn both are the same; to us they are not.
+#[test]
+fn that_a_copy_has_ended_does_not_make_the_replica_a_member() {
+    let base = scratch();
+    let (from, to) = (base.path().join("from"), base.path().join("to"));
+    let source = source(&from);
+    let mut target = target(&to);
+    target.set_left(true).unwrap();
+    target.begin_copy(source.copy_layers().unwrap()).unwrap();
+    let record = std::fs::read(to.join("shorthorn.copy")).unwrap();
+    assert!(target.info().rebuilding && target.info().has_left);
+    copy(&source, &mut target, &AtomicUsize::new(0)).unwrap();
+    assert!(!target.info().rebuilding && target.info().has_left);
+    let says_rebuilding = || {
+        let volume = std::fs::read_to_string(to.join("volume.meta")).unwrap();
+        volume.contains("\"Rebuilding\":true")
+    };
+    assert!(says_rebuilding());
+    // As if the process had ended before it removed the record: the mark does not make that count again.
+    drop(target);
+    std::fs::write(to.join("shorthorn.copy"), record).unwrap();
+    let mut target = Store::open(&to, OpenOptions::default()).unwrap();
+    assert!(!to.join("shorthorn.copy").exists() && target.copy_target(0).is_none());
+    target.set_left(false).unwrap();
+    assert!(!says_rebuilding());
+    target.close().unwrap();
+}
+
 #[test]
 fn a_copy_has_the_same_snapshots_and_an_empty_head() {
     let base = scratch();

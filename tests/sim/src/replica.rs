@@ -30,10 +30,13 @@ use crate::world::{Occurrence, World};
 /// What is on the disk of a replica beside its data.
 #[derive(Clone, Debug)]
 struct Durable {
+    me: ReplicaId,
     views: ReplicaViews,
     /// The files of its sets of regions.
     sets: BTreeMap<SetKey, Vec<u8>>,
     rebuilding: bool,
+    /// `volume.meta` says to Longhorn that the replica has left a view.
+    says_left: bool,
     /// There is a snapshot below the head.
     has_snapshot: bool,
     /// The host was off while data was not durable, and not all of that has been made equal since.
@@ -180,11 +183,20 @@ impl Disk for Durable {
 impl Durable {
     fn perform(&mut self, step: Step<'_>) {
         match step {
-            Step::SaveViews(views) => self.views = views.clone(),
+            Step::SaveViews(views) => {
+                let is_member = views.report().views().all(|view| view.members.contains(self.me));
+                assert!(
+                    is_member || self.says_left,
+                    "Longhorn would take it as whole, though it knows it has left"
+                );
+                self.views = views.clone();
+            }
             Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
             Step::RemoveSet(key) => drop(self.sets.remove(&key)),
             Step::NoteLostCache => self.power_was_lost = true,
             Step::NoteMadeUpFor => self.power_was_lost = false,
+            Step::NoteLeft => self.says_left = true,
+            Step::NoteJoined => self.says_left = false,
         }
     }
 
@@ -203,6 +215,7 @@ impl Durable {
             missed: missed.collect(),
             holds_data,
             lost_cache: self.power_was_lost,
+            is_left_noted: self.says_left,
         };
         match ReplicaState::start(self, found) {
             Ok(Started { state, .. }) => state,
@@ -238,7 +251,15 @@ impl Replica {
         let regions = Regions::of(size_bytes);
         let (has_snapshot, can_punch) = (!layout.is_flat, !layout.cannot_punch);
         let sets = BTreeMap::new();
-        let mut durable = Durable { views, sets, rebuilding: false, has_snapshot, power_was_lost: false };
+        let mut durable = Durable {
+            me: id,
+            views,
+            sets,
+            rebuilding: false,
+            says_left: false,
+            has_snapshot,
+            power_was_lost: false,
+        };
         // Nothing was written to it since it was made.
         let state = durable.start(id, regions, false);
         let files = files.laid_out(layout, size_bytes / BLOCK_BYTES);
@@ -358,7 +379,7 @@ impl Replica {
         let _ = views.fence(generation);
         self.durable.views = views;
         self.durable.sets.clear();
-        self.durable.rebuilding = false;
+        (self.durable.rebuilding, self.durable.says_left) = (false, false);
         self.is_rolled_back = false;
     }
 

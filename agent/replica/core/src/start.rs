@@ -26,6 +26,8 @@ pub struct Found {
     pub holds_data: bool,
     /// Data may be gone that was written here.
     pub lost_cache: bool,
+    /// The disk says to Longhorn that the replica has left a view.
+    pub is_left_noted: bool,
 }
 
 /// What it makes of that.
@@ -46,11 +48,13 @@ impl ReplicaState {
     ///   copy of the replica that it is about, and never data.
     /// - Sets of replicas that all views have again are removed.
     /// - The note that data may be gone is taken back if no region was written lately.
+    /// - If a view that may count lacks the replica, that is noted for Longhorn.
     ///
     /// # Errors
     /// A step has failed: the replica does not start.
     pub fn start<D: Disk>(disk: &mut D, found: Found) -> Result<Started, D::Error> {
-        let Found { me, views, regions, epoch, intent, missed, holds_data, lost_cache } = found;
+        let Found { me, views, regions, epoch, intent, missed, holds_data, lost_cache, is_left_noted } =
+            found;
         let mut damages = Vec::new();
         let (keeper, is_whole) = match intent {
             Some(file) => {
@@ -61,7 +65,10 @@ impl ReplicaState {
             }
             None => (without_intent(regions, epoch, holds_data, &views), false),
         };
-        let mut state = ReplicaState { me, views, keeper, is_loss_noted: lost_cache, failure: None };
+        let noted = views.clone();
+        let is_loss_noted = lost_cache;
+        let mut state = ReplicaState { me, views, keeper, is_loss_noted, is_left_noted, failure: None };
+        state.note_left(disk, &noted)?;
         state.renew(disk, SetKey::Intent, is_whole)?;
         for (replica, file) in missed {
             let key = SetKey::Missed(replica);
@@ -158,6 +165,7 @@ mod tests {
             missed: vec![(id(3), missed(3, 1))],
             holds_data: true,
             lost_cache: false,
+            is_left_noted: false,
         }
     }
 
@@ -178,6 +186,8 @@ mod tests {
                 Step::RemoveSet(key) => format!("remove {key}"),
                 Step::NoteLostCache => "lost".to_owned(),
                 Step::NoteMadeUpFor => "made up for".to_owned(),
+                Step::NoteLeft => "left".to_owned(),
+                Step::NoteJoined => "joined".to_owned(),
             });
             Ok(())
         }
@@ -264,6 +274,15 @@ mod tests {
         let (state, _, steps) = start(Found { missed: vec![(id(2), missed(2, 1))], ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(2))]);
         assert!(state.keeper().tracks().is_empty());
+    }
+
+    #[test]
+    fn a_start_notes_that_a_view_lacks_the_replica_and_never_takes_that_back() {
+        let lacking = || Found { views: views(1, &[2]), missed: vec![], ..found() };
+        assert_eq!(start(lacking()).2, ["left"]);
+        assert!(start(Found { is_left_noted: true, ..lacking() }).2.is_empty());
+        // The process may have ended before it stored the view that lacks it.
+        assert!(start(Found { is_left_noted: true, ..found() }).2.is_empty());
     }
 
     #[test]

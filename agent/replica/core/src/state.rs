@@ -17,6 +17,8 @@ pub struct ReplicaState {
     pub(crate) keeper: RegionKeeper,
     /// The disk says that data may be gone.
     pub(crate) is_loss_noted: bool,
+    /// The disk says to Longhorn that the replica has left a view.
+    pub(crate) is_left_noted: bool,
     pub(crate) failure: Option<String>,
 }
 
@@ -79,9 +81,10 @@ impl ReplicaState {
         Ok(fence)
     }
 
-    /// An engine proposes a view. First the sets begin of those that `view` lacks, then it is stored: if everything stops in
-    /// between, there is a set too many, which does no harm. The other way round there would be a view without the
-    /// set that the replica promises with it, and modifications that nobody notes. What is refused begins no set.
+    /// An engine proposes a view. First it is noted if that lacks this replica, then the sets begin of those that `view` lacks,
+    /// then it is stored: if everything stops in between, there is a note or a set too many, which does no harm. The
+    /// other way round there would be a view without the set that the replica promises with it, and modifications that
+    /// nobody notes; and Longhorn would take a replica as whole that has heard of its leaving. What is refused begins no set.
     ///
     /// # Errors
     /// It is refused, or a step has failed. Sets that have begun by then are kept.
@@ -95,6 +98,7 @@ impl ReplicaState {
         let mut next = self.views.clone();
         next.propose(generation, view, basis).map_err(Denied::from)?;
         let new = self.keeper.on_propose(self.me, self.views.report(), basis, &view).map_err(Denied::from)?;
+        self.note_left(disk, &next)?;
         for set in new {
             self.begin_set(disk, set)?;
         }
@@ -102,7 +106,8 @@ impl ReplicaState {
     }
 
     /// A view is through. The sets of those that are members again end after it is stored: until then they may be needed. One
-    /// that cannot be removed for lack of space goes on being kept, which does no harm.
+    /// that cannot be removed for lack of space goes on being kept, which does no harm. So does the note that this replica has
+    /// left: only what an engine says is through takes it back, never a start.
     ///
     /// # Errors
     /// It is refused, or a step has failed.
@@ -114,8 +119,11 @@ impl ReplicaState {
     ) -> Result<(), D::Error> {
         let mut next = self.views.clone();
         next.commit(generation, view).map_err(Denied::from)?;
+        self.note_left(disk, &next)?;
         self.save_views(disk, next)?;
-        match self.end_sets_of_members(disk) {
+        let ended = self.end_sets_of_members(disk);
+        let ended = ended.and_then(|()| self.note_joined(disk));
+        match ended {
             Err(error) if is_final(error.errno()) => Err(error),
             _ => Ok(()),
         }
@@ -195,6 +203,25 @@ impl ReplicaState {
         ended.iter().try_for_each(|replica| self.end_set(disk, replica))
     }
 
+    /// Notes for Longhorn that a view in `views` lacks the replica. Any will do: which of them counts is not for Longhorn to find
+    /// out.
+    pub(crate) fn note_left<D: Disk>(&mut self, disk: &mut D, views: &ReplicaViews) -> Result<(), D::Error> {
+        if !self.is_left_noted && !is_in_all(self.me, views) {
+            self.perform(disk, Step::NoteLeft)?;
+            self.is_left_noted = true;
+        }
+        Ok(())
+    }
+
+    /// Takes that back if all views that may count have the replica.
+    fn note_joined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
+        if self.is_left_noted && is_in_all(self.me, &self.views) {
+            self.perform(disk, Step::NoteJoined)?;
+            self.is_left_noted = false;
+        }
+        Ok(())
+    }
+
     /// Takes the note back when nothing is missing any more. Without space for that it is tried again after the next mark.
     pub(crate) fn note_made_up_for<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         if !self.is_loss_noted || self.keeper.has_lost_cache() {
@@ -209,6 +236,11 @@ impl ReplicaState {
     }
 }
 
+/// Whether all views that may count have the replica as a member.
+fn is_in_all(me: ReplicaId, views: &ReplicaViews) -> bool {
+    views.report().views().all(|view| view.members.contains(me))
+}
+
 fn describe(step: Step<'_>, error: &impl Fault) -> String {
     match step {
         Step::SaveViews(_) => format!("the state of the replica could not be saved: {error}"),
@@ -216,6 +248,9 @@ fn describe(step: Step<'_>, error: &impl Fault) -> String {
         Step::RemoveSet(key) => format!("the set of regions '{key}' could not be removed: {error}"),
         Step::NoteLostCache | Step::NoteMadeUpFor => {
             format!("whether data may be gone could not be noted: {error}")
+        }
+        Step::NoteLeft | Step::NoteJoined => {
+            format!("whether the replica has left its view could not be noted in volume.meta: {error}")
         }
     }
 }

@@ -27,6 +27,10 @@ pub enum Step<'a> {
     NoteLostCache,
     /// Notes that it is made up for.
     NoteMadeUpFor,
+    /// Notes for Longhorn, which has no views, that the replica has left one and may lack data.
+    NoteLeft,
+    /// Notes for Longhorn that the replica is a member again.
+    NoteJoined,
 }
 
 /// Performs steps.

@@ -90,6 +90,18 @@ impl Disk for Shelf<'_> {
                     return Err(error.into());
                 }
             },
+            Step::NoteLeft => {
+                self.store.set_left(true)?;
+                tracing::info!(
+                    "the replica is not in the view of its volume: volume.meta tells Longhorn that it lacks data"
+                );
+            }
+            Step::NoteJoined => {
+                self.store.set_left(false)?;
+                tracing::info!(
+                    "the replica is in the view of its volume: volume.meta tells Longhorn that it is whole"
+                );
+            }
         }
         Ok(())
     }

@@ -23,6 +23,7 @@ pub(crate) struct Memory {
     views: ReplicaViews,
     sets: BTreeMap<SetKey, Vec<u8>>,
     lost_cache: bool,
+    says_left: bool,
     /// What was done.
     done: Vec<String>,
     /// Which of the coming steps fails, and how; a step that fails is done or not.
@@ -33,7 +34,7 @@ impl Memory {
     fn new() -> Memory {
         let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, ..view(0, &[1, 2, 3]) };
         let (views, sets) = (ReplicaViews::new(first), BTreeMap::new());
-        Memory { views, sets, lost_cache: false, done: Vec::new(), fails: None }
+        Memory { views, sets, lost_cache: false, says_left: false, done: Vec::new(), fails: None }
     }
 
     fn start(&mut self) -> ReplicaState {
@@ -50,6 +51,7 @@ impl Memory {
             missed: missed.collect(),
             holds_data: false,
             lost_cache: self.lost_cache,
+            is_left_noted: self.says_left,
         };
         let Started { state, damages } = ReplicaState::start(self, found).unwrap();
         assert!(damages.is_empty());
@@ -82,6 +84,8 @@ impl Disk for Memory {
             Step::RemoveSet(key) => format!("remove {key}"),
             Step::NoteLostCache => "lost".to_owned(),
             Step::NoteMadeUpFor => "made up for".to_owned(),
+            Step::NoteLeft => "left".to_owned(),
+            Step::NoteJoined => "joined".to_owned(),
         });
         match step {
             Step::SaveViews(views) => self.views = views.clone(),
@@ -89,6 +93,8 @@ impl Disk for Memory {
             Step::RemoveSet(key) => drop(self.sets.remove(&key)),
             Step::NoteLostCache => self.lost_cache = true,
             Step::NoteMadeUpFor => self.lost_cache = false,
+            Step::NoteLeft => self.says_left = true,
+            Step::NoteJoined => self.says_left = false,
         }
         failure.map_or(Ok(()), |(errno, _)| Err(errno))
     }
@@ -235,6 +241,69 @@ fn sets_of_members_end_after_the_view_is_stored() {
     state.commit(&mut disk, Generation::new(1, 0), view(2, &[1, 2])).unwrap();
     assert_eq!(disk.done(), [format!("remove missed-{}", id(2))]);
     assert_eq!(state.keeper().tracks(), Members::new([id(3)]).unwrap());
+}
+
+/// Longhorn takes no replica as whole that has stored a view without it.
+fn check_note(disk: &Memory) {
+    let is_in_all = disk.views.report().views().all(|view| view.members.contains(id(1)));
+    assert!(is_in_all || disk.says_left);
+}
+
+fn commit(disk: &mut Memory, state: &mut ReplicaState, view: View) -> Result<(), Errno> {
+    state.commit(disk, Generation::new(1, 0), view)
+}
+
+#[test]
+fn leaving_is_noted_before_the_view_is_stored_and_coming_back_after_it_is_through() {
+    let (mut disk, mut state) = opened();
+    propose(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
+    assert_eq!(disk.done(), ["left", "views"]);
+    commit(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
+    propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+    assert_eq!(disk.done(), ["views", "views"], "it is no member before the view is through");
+    commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+    assert_eq!(disk.done(), ["views", "joined"]);
+    commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+    assert!(disk.done().is_empty(), "once");
+    // It hears of the change only when that is through.
+    commit(&mut disk, &mut state, view(3, &[2, 3])).unwrap();
+    assert_eq!(disk.done(), ["left", "views"]);
+}
+
+#[test]
+fn whatever_fails_longhorn_takes_no_replica_as_whole_that_knows_it_has_left() {
+    let check = |disk: &Memory, state: &ReplicaState| {
+        check_note(disk);
+        assert!(state.failure().is_some());
+        let mut disk = Memory { fails: None, ..disk.clone() };
+        disk.start();
+        check_note(&disk);
+    };
+    with_each_failure(|disk, state| propose(disk, state, view(1, &[2, 3])), opened, check);
+    with_each_failure(|disk, state| commit(disk, state, view(1, &[2, 3])), opened, check);
+    let joining = || {
+        let (mut disk, mut state) = opened();
+        commit(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
+        propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+        disk.done();
+        (disk, state)
+    };
+    with_each_failure(|disk, state| commit(disk, state, view(2, &[1, 2, 3])), joining, check);
+}
+
+#[test]
+fn without_space_for_the_note_the_view_is_not_stored() {
+    let (mut disk, mut state) = opened();
+    disk.fails = Some((0, Errno::NO_SPACE, false));
+    assert_eq!(propose(&mut disk, &mut state, view(1, &[2, 3])), Err(Errno::NO_SPACE));
+    assert_eq!((disk.done().len(), state.failure(), disk.says_left), (0, None, false));
+    propose(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
+    disk.done();
+    disk.fails = Some((1, Errno::NO_SPACE, false));
+    commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+    assert_eq!((disk.done(), disk.says_left), (vec!["views".to_owned()], true), "it is tried again");
+    commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
+    assert_eq!((disk.done(), disk.says_left), (vec!["joined".to_owned()], false));
 }
 
 #[test]
