@@ -42,8 +42,8 @@ pub use intent::{FileRef, Intent};
 pub use layout::{Disk, Layout};
 pub use limits::{MAX_LAYERS, WINDOW_BYTES, memory_limit_bytes};
 pub use names::{
-    CHECKSUM_SUFFIX, DirectoryEntry, INTENT_FILE, ImageName, META_SUFFIX, OWN_PREFIX, SnapshotName,
-    TEMP_SUFFIX, VOLUME_META, classify, temp_name,
+    CHECKSUM_SUFFIX, DirectoryEntry, INTENT_FILE, ImageName, META_SUFFIX, OWN_PREFIX, REVISION_FILE,
+    SnapshotName, TEMP_SUFFIX, VOLUME_META, classify, temp_name,
 };
 pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps};
 pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};

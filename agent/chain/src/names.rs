@@ -18,6 +18,9 @@ pub const OWN_PREFIX: &str = "shorthorn.";
 /// Our note of the operation in progress, there only while it runs.
 pub const INTENT_FILE: &str = "shorthorn.operation";
 
+/// Longhorn's count of revisions of a replica.
+pub const REVISION_FILE: &str = "revision.counter";
+
 const HEAD_PREFIX: &str = "volume-head-";
 const SNAPSHOT_PREFIX: &str = "volume-snap-";
 const IMAGE_SUFFIX: &str = ".img";
@@ -189,6 +192,7 @@ pub fn classify(name: &str) -> DirectoryEntry {
     }
     let is_document = |stem: &str| {
         stem == VOLUME_META
+            || stem == REVISION_FILE
             || stem.starts_with(OWN_PREFIX)
             || stem.strip_suffix(META_SUFFIX).is_some_and(|image| ImageName::parse(image).is_some())
     };
@@ -227,6 +231,7 @@ mod tests {
         assert_eq!(classify("volume.meta.tmp"), Temp);
         assert_eq!(classify("volume-snap-a.img.meta.tmp"), Temp);
         assert_eq!(classify("shorthorn.state.tmp"), Temp);
+        assert_eq!(classify("revision.counter.tmp"), Temp);
         assert_eq!(classify("other.meta"), ForeignMeta);
         for name in [
             "notes.tmp",

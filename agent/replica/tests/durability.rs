@@ -171,6 +171,40 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     assert!(!replica.try_open(generation(1), 0).unwrap().1.rebuilding);
 }
 
+/// Longhorn takes the replicas with the highest number: one that was left behind must not have it.
+#[test]
+fn the_revision_counter_tells_longhorn_how_new_the_replica_is() {
+    let base = base();
+    let spec = spec(base.path(), MIB);
+    let mut replica = Replica::start(&spec);
+    let counter = || {
+        let block = std::fs::read(spec.directory.join("revision.counter")).unwrap();
+        assert_eq!(block.len(), 4096);
+        let digits = String::from_utf8(block).unwrap();
+        digits.trim_end_matches('\0').parse::<i64>().unwrap()
+    };
+    assert!(!spec.directory.join("revision.counter").exists(), "no engine has had it");
+    // As Longhorn has left it.
+    std::fs::write(spec.directory.join("revision.counter"), [&b"123456"[..], &[0; 4090]].concat()).unwrap();
+    let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert_eq!(counter(), 123_456);
+    let message = |view, basis: &ReplicaReport| ViewMessage { view, basis: basis.clone() };
+    client.tell(Opcode::Propose, &message(view(2, 1, &[7, 8]), &welcome.report)).unwrap();
+    let first = counter();
+    assert!(first > 1 << 62);
+    client.tell(Opcode::Commit, &message(view(2, 1, &[7, 8]), &welcome.report)).unwrap();
+    assert_eq!(counter(), first);
+    client.tell(Opcode::Commit, &message(view(2, 2, &[8]), &welcome.report)).unwrap();
+    assert_eq!(counter(), first, "it has left: the others are newer");
+    client.tell(Opcode::Commit, &message(view(2, 3, &[7, 8]), &welcome.report)).unwrap();
+    let last = counter();
+    assert!(last > first);
+    replica.kill();
+    std::fs::remove_file(spec.directory.join("revision.counter")).unwrap();
+    let _replica = Replica::start(&spec);
+    assert_eq!(counter(), last);
+}
+
 #[test]
 fn too_many_proposed_views_are_refused_and_the_connection_goes_on() {
     let base = base();

@@ -38,6 +38,7 @@ mod lock;
 mod operations;
 mod options;
 mod regions;
+mod revision;
 mod state;
 mod steps;
 mod store;

@@ -3,16 +3,19 @@
 //! - [`Admission`]: which engine is let in, and when.
 //! - [`ReplicaState`]: what a replica keeps beside the data, the [steps](Step) by which it becomes durable, in their order, and
 //!   what holds when one of them fails. The shell performs each step ([`Disk`]).
+//! - [`revision_counter`]: which number tells Longhorn how new a replica is.
 //! - [`Waiting`]: what waits until regions are noted.
 #![forbid(unsafe_code)]
 
 mod admission;
+mod revision;
 mod start;
 mod state;
 mod steps;
 mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, Displaced, Place, Ready, Why};
+pub use revision::revision_counter;
 pub use start::{Found, Started};
 pub use state::ReplicaState;
 pub use steps::{Denied, Disk, Fault, Step, is_final};

@@ -63,6 +63,10 @@ impl Marks {
         let mut files = SetFiles::default();
         let mut shelf = Shelf { store, files: &mut files, owner };
         let Started { state, damages } = ReplicaState::start(&mut shelf, found)?;
+        // Without it the number is too small, or one of Longhorn's: then Longhorn rebuilds the replica.
+        if let Err(error) = shelf.tell_revision(state.views()) {
+            tracing::warn!(%error, "the revision counter for Longhorn could not be stored");
+        }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
         for key in state.keeper().tracks().iter().map(SetKey::Missed).chain([SetKey::Intent]) {
             if files.find(key).is_none() {

@@ -3,9 +3,10 @@
 use std::os::fd::RawFd;
 
 use shorthorn_regions::SetKey;
-use shorthorn_replica_core::{Disk, Fault, Step};
+use shorthorn_replica_core::{Disk, Fault, Step, revision_counter};
 use shorthorn_store::{RegionFile, Store};
 use shorthorn_types::Errno;
+use shorthorn_views::ReplicaViews;
 
 use crate::error::ReplicaError;
 use crate::state::Owner;
@@ -66,7 +67,11 @@ impl Disk for Shelf<'_> {
 
     fn perform(&mut self, step: Step<'_>) -> Result<(), ReplicaError> {
         match step {
-            Step::SaveViews(views) => self.store.save_state(&self.owner.with_views(views)?)?,
+            Step::SaveViews(views) => {
+                // First: a number that is ahead does no harm, because the replica is in all of these views.
+                self.tell_revision(views)?;
+                self.store.save_state(&self.owner.with_views(views)?)?;
+            }
             Step::MakeSet(key, bytes) => {
                 let file = self.store.make_regions(key, bytes)?;
                 tracing::info!("the set of regions '{key}' is kept from now on");
@@ -108,6 +113,14 @@ impl Disk for Shelf<'_> {
 }
 
 impl Shelf<'_> {
+    /// Tells Longhorn how new the replica is.
+    pub(super) fn tell_revision(&mut self, views: &ReplicaViews) -> Result<(), ReplicaError> {
+        match revision_counter(self.owner.replica, views) {
+            Some(counter) => Ok(self.store.set_revision_counter(counter)?),
+            None => Ok(()),
+        }
+    }
+
     fn note_lost_cache(&mut self) -> Result<(), ReplicaError> {
         let noted = self.store.note_lost_cache();
         if let Err(error) = &noted {
