@@ -21,7 +21,8 @@ impl SmallDisk {
         let (image, mount_point) = (folder.join("disk"), folder.join("mnt"));
         File::create(&image)?.set_len(mib << 20)?;
         fs::create_dir(&mount_point)?;
-        run(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&image))?;
+        // A small ext4 has blocks of 1024 bytes by default, and replicas are refused there.
+        run(Command::new("mkfs.ext4").args(["-q", "-m", "0", "-b", "4096"]).arg(&image))?;
         run(Command::new("mount").args(["-o", "loop"]).args([&image, &mount_point]))?;
         Ok(SmallDisk { mount_point })
     }

@@ -141,7 +141,7 @@ fn every_flush_is_a_point_to_start_from() -> Result<()> {
          dmsetup create store --table '0 524288 linear {disk} 0' && \
          dmsetup create log --table '0 7340032 linear {disk} 524288' && \
          dmsetup create logged --table '0 524288 log-writes /dev/mapper/store /dev/mapper/log' && \
-         mkfs.ext4 -q /dev/mapper/logged && mount /dev/mapper/logged /mnt/disk",
+         mkfs.ext4 -q -b 4096 /dev/mapper/logged && mount /dev/mapper/logged /mnt/disk",
         disk = DataDisk::guest_path()
     ))?;
     let (volume, ready) = run_volume(&host)?;

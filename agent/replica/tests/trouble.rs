@@ -28,7 +28,7 @@ impl Mounted {
     fn ext4(image: &Path, at: &Path, size_bytes: u64) -> Mounted {
         std::fs::create_dir_all(at).unwrap();
         std::fs::File::create(image).unwrap().set_len(size_bytes).unwrap();
-        run("mkfs.ext4", &["-q", "-O", "^has_journal", image.to_str().unwrap()]);
+        run("mkfs.ext4", &["-q", "-b", "4096", "-O", "^has_journal", image.to_str().unwrap()]);
         run("mount", &["-o", "loop", image.to_str().unwrap(), at.to_str().unwrap()]);
         Mounted(at.to_owned())
     }

@@ -72,6 +72,18 @@ pub enum StoreError {
         /// What it allocates.
         unit_bytes: u64,
     },
+    /// The file system allocates less than a block at a time.
+    #[error(
+        "the file system of {} has blocks of {unit_bytes} bytes: after a loss of power a part of a block of 4096 could be \
+         missing. Make a file system with blocks of 4096 bytes (mkfs.ext4 -b 4096) and have the replica rebuilt on it; \
+         to read the volume here still works", directory.display()
+    )]
+    SmallAllocationUnit {
+        /// The replica's directory.
+        directory: PathBuf,
+        /// What it allocates.
+        unit_bytes: u64,
+    },
     /// There is a replica in the directory.
     #[error("{} holds a replica already; open it, or give another directory", .0.display())]
     Exists(PathBuf),
@@ -130,7 +142,9 @@ impl StoreError {
                 Errno::INVALID
             }
             StoreError::Exists(_) | StoreError::NotEmpty { .. } => Errno::new(nix::libc::EEXIST),
-            StoreError::AllocationUnit { .. } => Errno::NOT_SUPPORTED,
+            StoreError::AllocationUnit { .. } | StoreError::SmallAllocationUnit { .. } => {
+                Errno::NOT_SUPPORTED
+            }
             StoreError::Chain { source, .. } => errno_of(source),
             _ => Errno::IO,
         }

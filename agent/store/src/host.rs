@@ -31,16 +31,26 @@ pub(crate) struct HostFileSystem {
     pub alignment_bytes: u32,
     /// Holes can be made.
     pub can_punch: bool,
+    /// What it allocates, if that is less than a block. Then a part of a block can be data and the rest of it a hole: a
+    /// loss of power or a failed write leaves that, and the rest would read as zeroes, which nobody wrote.
+    smaller_unit_bytes: Option<u64>,
 }
 
 impl HostFileSystem {
     /// Tries on a file that is gone afterwards. The allocation unit is what counts, not what statfs
     /// calls a block: NFS and ZFS report sizes of transfers, and ext4 with clusters reports its blocks.
     pub fn probe(directory: &Directory, read_only: bool) -> Result<HostFileSystem, StoreError> {
-        directory.with_reserve(|| match probe_file(directory, read_only)? {
+        let host = directory.with_reserve(|| match probe_file(directory, read_only)? {
             Some((file, direct_io)) => try_on(directory, &file, direct_io),
             None => from_statfs(directory),
-        })
+        })?;
+        match host.smaller_unit_bytes {
+            // What is there can be read: a block of which a part is data counts as data, here and for Longhorn.
+            Some(unit_bytes) if !read_only => {
+                Err(StoreError::SmallAllocationUnit { directory: directory.path().to_owned(), unit_bytes })
+            }
+            _ => Ok(host),
+        }
     }
 }
 
@@ -90,6 +100,15 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
     let sector = &mut buffer.as_mut_slice()[..512];
     let small_reads = file.read_exact_at(sector, PROBE_OFFSET + SECTOR_BYTES).is_ok();
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    // All of a block but its first sector: a hole appears in it only if something smaller than the block is allocated.
+    let rest = (signed(PROBE_OFFSET + SECTOR_BYTES), BLOCK_LENGTH - signed(SECTOR_BYTES));
+    let smaller_unit_bytes = match fallocate(file.as_fd(), punch, rest.0, rest.1) {
+        Ok(()) => {
+            let end = seek(PROBE_OFFSET, Whence::SeekHole)?.unwrap_or(PROBE_BYTES);
+            Some(end.saturating_sub(PROBE_OFFSET)).filter(|unit_bytes| *unit_bytes < BLOCK_BYTES)
+        }
+        Err(_) => None,
+    };
     let punched = fallocate(file.as_fd(), punch, signed(PROBE_OFFSET), BLOCK_LENGTH).is_ok();
     Ok(HostFileSystem {
         direct_io,
@@ -101,6 +120,7 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
             4096
         },
         can_punch: punched && seek(0, Whence::SeekData)?.is_none(),
+        smaller_unit_bytes,
     })
 }
 
@@ -113,5 +133,5 @@ fn from_statfs(directory: &Directory) -> Result<HostFileSystem, StoreError> {
     if unit_bytes > BLOCK_BYTES {
         return Err(StoreError::AllocationUnit { directory: directory.path().to_owned(), unit_bytes });
     }
-    Ok(HostFileSystem { direct_io: false, alignment_bytes: 1, can_punch: false })
+    Ok(HostFileSystem { direct_io: false, alignment_bytes: 1, can_punch: false, smaller_unit_bytes: None })
 }
