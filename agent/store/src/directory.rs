@@ -1,5 +1,6 @@
 //! Calls on the files of one directory, always relative to its descriptor, never through a link.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
@@ -27,6 +28,7 @@ const RESERVE_FILE: &str = "shorthorn.reserve";
 /// Room for every document of a replica twice, for a file of regions (33 pages at most), and for the journal of
 /// the file system to be content.
 const RESERVE_BYTES: usize = 256 << 10;
+const RESERVE_PIECE_BYTES: usize = 4096;
 
 /// An open directory.
 #[derive(Debug)]
@@ -140,12 +142,15 @@ impl Directory {
     }
 
     /// Does what needs a little space. Where the file system is full the reserve is given up for it: a
-    /// full disk fails writes of data, and must not keep a replica from closing, opening, or storing a view.
+    /// full disk fails writes of data, and must not keep a replica from closing, opening, or storing a view. Not only
+    /// content needs space: a new name may need another block of the directory. `attempt` can be done again.
     pub fn with_reserve<T>(&self, attempt: impl Fn() -> Result<T>) -> Result<T> {
         match attempt() {
-            Err(error) if error.errno() == shorthorn_types::Errno::NO_SPACE => {
+            Err(error) if is_full(error.errno()) => {
                 self.unlink(RESERVE_FILE)?;
                 let result = attempt();
+                // What was freed can be had again only once that is on the disk; without that the next attempt may fail.
+                let _ = self.fd.sync_all();
                 self.keep_reserve();
                 result
             }
@@ -157,10 +162,19 @@ impl Directory {
     pub fn keep_reserve(&self) {
         let has_reserve =
             matches!(self.stat(RESERVE_FILE), Ok(Some(stat)) if stat.size_bytes >= RESERVE_BYTES as u64);
-        if !has_reserve && let Err(error) = self.try_write(RESERVE_FILE, &[0; RESERVE_BYTES]) {
-            // A full disk has no room for it: the next opening tries again.
+        if !has_reserve && let Err(error) = self.write_reserve() {
+            // A full disk has no room for all of it: the next opening tries again.
             drop(error);
         }
+    }
+
+    /// Piece by piece: of a large one that does not fit a file system may take nothing.
+    fn write_reserve(&self) -> Result<()> {
+        let mut file = self.open_file(RESERVE_FILE, OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_TRUNC)?;
+        let piece = [0; RESERVE_PIECE_BYTES];
+        (0..RESERVE_BYTES / RESERVE_PIECE_BYTES)
+            .try_for_each(|_| file.write_all(&piece))
+            .map_err(|error| self.error("write", RESERVE_FILE, error))
     }
 
     fn try_write(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -169,8 +183,14 @@ impl Directory {
     }
 
     pub fn create_sparse(&self, name: &str, size_bytes: u64) -> Result<()> {
-        let file = self.open_file(name, OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL)?;
-        file.set_len(size_bytes).map_err(|error| self.error("set the size of", name, error))
+        let create = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL;
+        let file = self.with_reserve(|| self.open_file(name, create))?;
+        self.set_size(&file, name, size_bytes)
+    }
+
+    fn set_size(&self, file: &File, name: &str, size_bytes: u64) -> Result<()> {
+        let set = || file.set_len(size_bytes).map_err(|error| self.error("set the size of", name, error));
+        self.with_reserve(set)
     }
 
     /// Makes the file longer; never shorter.
@@ -180,21 +200,39 @@ impl Directory {
         if now_bytes >= size_bytes {
             return Ok(());
         }
-        file.set_len(size_bytes).map_err(|error| self.error("set the size of", name, error))
+        self.set_size(&file, name, size_bytes)
     }
 
+    /// Makes the content of a file durable. Without space for that it has failed: nobody knows what of it was lost.
     pub fn sync_file(&self, name: &str) -> Result<()> {
         self.open_file(name, OFlag::O_RDONLY)?.sync_all().map_err(|error| self.error("sync", name, error))
     }
 
+    /// Makes the content of a document durable that holds these bytes. Some file systems find a place for them only then: if
+    /// there is none, the document is written again. A second sync alone could be answered with a success that means
+    /// nothing.
+    pub fn sync_document(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let has_failed = Cell::new(false);
+        self.with_reserve(|| {
+            if has_failed.replace(true) {
+                self.try_write(name, bytes)?;
+            }
+            self.sync_file(name)
+        })
+    }
+
     pub fn rename(&self, from: &str, to: &str) -> Result<()> {
-        renameat(self.fd.as_fd(), from, self.fd.as_fd(), to)
-            .map_err(|errno| self.error("rename", from, errno))
+        self.with_reserve(|| {
+            renameat(self.fd.as_fd(), from, self.fd.as_fd(), to)
+                .map_err(|errno| self.error("rename", from, errno))
+        })
     }
 
     pub fn link(&self, from: &str, to: &str) -> Result<()> {
-        linkat(self.fd.as_fd(), from, self.fd.as_fd(), to, AtFlags::empty())
-            .map_err(|errno| self.error("link", from, errno))
+        self.with_reserve(|| {
+            linkat(self.fd.as_fd(), from, self.fd.as_fd(), to, AtFlags::empty())
+                .map_err(|errno| self.error("link", from, errno))
+        })
     }
 
     /// Takes the name away; it need not be there.
@@ -207,17 +245,22 @@ impl Directory {
 
     /// Makes all names durable.
     pub fn sync(&self) -> Result<()> {
-        self.fd.sync_all().map_err(|error| StoreError::io("sync", &self.path, error))
+        self.with_reserve(|| self.fd.sync_all().map_err(|error| StoreError::io("sync", &self.path, error)))
     }
 
     /// Replaces a document durably.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let temp = shorthorn_chain::temp_name(name);
         self.write(&temp, bytes)?;
-        self.sync_file(&temp)?;
+        self.sync_document(&temp, bytes)?;
         self.rename(&temp, name)?;
         self.sync()
     }
+}
+
+/// Whether something has failed for lack of space, which the reserve may give.
+fn is_full(errno: shorthorn_types::Errno) -> bool {
+    errno == shorthorn_types::Errno::NO_SPACE || errno.raw() == nix::libc::EDQUOT
 }
 
 pub(crate) fn stat_of(file: &File) -> io::Result<FileStat> {
@@ -230,4 +273,91 @@ pub(crate) fn stat_of(file: &File) -> io::Result<FileStat> {
         mtime_ns: time(metadata.mtime(), metadata.mtime_nsec()),
         ctime_ns: time(metadata.ctime(), metadata.ctime_nsec()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// A small ext4 in a file, unmounted when dropped; none if it cannot be mounted here.
+    struct SmallDisk(tempfile::TempDir);
+
+    impl SmallDisk {
+        fn mount() -> Option<SmallDisk> {
+            let disk = SmallDisk(tempfile::tempdir().unwrap());
+            let image = disk.0.path().join("image");
+            File::create(&image).unwrap().set_len(16 << 20).unwrap();
+            std::fs::create_dir(disk.point()).unwrap();
+            let succeeds =
+                |command: &mut Command| command.output().is_ok_and(|output| output.status.success());
+            let options = ["-q", "-F", "-m", "0", "-b", "4096", "-N", "2048"];
+            let is_made = succeeds(Command::new("mkfs.ext4").args(options).arg(&image))
+                && succeeds(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(disk.point()));
+            if !is_made {
+                println!("skipped: no ext4 can be made or mounted here");
+            }
+            is_made.then_some(disk)
+        }
+
+        fn point(&self) -> PathBuf {
+            self.0.path().join("mount")
+        }
+
+        /// Takes every block, and all room that the blocks of the directory have for names.
+        fn fill(&self, directory: &Directory, round: usize) {
+            let mut filler =
+                File::options().create(true).append(true).open(self.point().join("filler")).unwrap();
+            while filler.write_all(&[0x55; 64 << 10]).is_ok() {}
+            // Until nothing is left that the file system had set aside for what it had not placed yet.
+            let mut failures = 0;
+            while failures < 3 {
+                filler.sync_data().unwrap();
+                failures = if filler.write_all(&[0x55; 4096]).is_ok() { 0 } else { failures + 1 };
+            }
+            for width in [200, 40, 8] {
+                let link = |n| {
+                    let name = format!("{round}{n:0width$}");
+                    std::fs::hard_link(directory.path_of("document"), directory.path_of(&name))
+                };
+                let error = (0..).find_map(|n| link(n).err()).unwrap();
+                assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{error}");
+            }
+        }
+    }
+
+    impl Drop for SmallDisk {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").arg(self.point()).output();
+        }
+    }
+
+    #[test]
+    fn new_names_have_the_reserve_on_a_full_disk() {
+        let Some(disk) = SmallDisk::mount() else { return };
+        let path = disk.point().join("replica");
+        std::fs::create_dir(&path).unwrap();
+        let directory = Directory::open(&path).unwrap();
+        directory.keep_reserve();
+        directory.replace("document", b"content").unwrap();
+        directory.sync_file(RESERVE_FILE).unwrap();
+        let long = |kind: &str| format!("{kind}{:0200}", 0);
+        type NewName = fn(&Directory, &str) -> Result<()>;
+        let names: [(&str, NewName); 4] = [
+            ("link", |directory, name| directory.link("document", name)),
+            ("rename", |directory, name| directory.rename("document", name)),
+            ("create", |directory, name| directory.create_sparse(name, 1 << 30)),
+            ("replace", |directory, name| directory.replace(name, b"content")),
+        ];
+        for (round, (kind, new_name)) in names.into_iter().enumerate() {
+            disk.fill(&directory, round);
+            new_name(&directory, &long(kind)).unwrap();
+            assert!(directory.stat(&long(kind)).unwrap().is_some(), "{kind}");
+            directory.sync().unwrap();
+            if kind == "rename" {
+                std::fs::rename(directory.path_of(&long(kind)), directory.path_of("document")).unwrap();
+            }
+        }
+    }
 }

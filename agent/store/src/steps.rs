@@ -29,8 +29,12 @@ impl Executor<'_> {
     /// Executes `steps`, which may replace `volume.meta`.
     pub fn run(&self, steps: &[Step], guard: &mut Guard) -> Result<()> {
         let mut made = None;
+        let mut before = None;
         for step in steps {
             match step {
+                Step::SyncFile { name } if let Some(bytes) = written(before, name) => {
+                    self.directory.sync_document(name, bytes)?;
+                }
                 Step::Vouch { name } => guard.vouch(self.directory, name)?,
                 // One that was just made has nothing to lose.
                 Step::SyncFile { name } if ImageName::parse(name).is_some() && made != Some(name) => {
@@ -41,6 +45,7 @@ impl Executor<'_> {
             if let Step::CreateSparse { name, .. } = step {
                 made = Some(name);
             }
+            before = Some(step);
             self.pass(|| format!("{step:?}"))?;
         }
         Ok(())
@@ -145,5 +150,13 @@ impl Executor<'_> {
         source: impl Into<std::io::Error>,
     ) -> StoreError {
         StoreError::io(action, self.directory.path_of(image.as_str()), source)
+    }
+}
+
+/// What the step before has written to the file, if it has.
+fn written<'a>(before: Option<&'a Step>, file: &str) -> Option<&'a [u8]> {
+    match before {
+        Some(Step::Write { name, bytes }) if name == file => Some(bytes),
+        _ => None,
     }
 }
