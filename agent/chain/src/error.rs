@@ -9,6 +9,17 @@ use crate::limits::MAX_LAYERS;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChainError {
+    /// A document is not what was written.
+    #[error(
+        "{name} is not what was written, by its check: it is damaged. Rebuild the replica from another one, or put the file back \
+         from a copy; if it was edited on purpose, take the field {field} out of it"
+    )]
+    Check {
+        /// The file.
+        name: String,
+        /// The field that the check is in.
+        field: &'static str,
+    },
     /// There is no `volume.meta`.
     #[error(
         "volume.meta is missing: this is no replica directory, or a crash took the file; \

@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod block_map;
+mod check;
 mod copy;
 mod document;
 mod error;
@@ -33,6 +34,7 @@ mod step;
 mod window;
 
 pub use block_map::{BlockMap, MapUsage};
+pub use check::{with_check, without_check};
 pub use copy::{CopyLayer, CopyList};
 pub use document::{DiskMeta, VolumeMeta};
 pub use error::ChainError;

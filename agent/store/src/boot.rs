@@ -5,10 +5,13 @@
 //! cleanly and was open in another boot may have lost what was in the page cache then. That stays so
 //! until whoever knows says that it has been made up for.
 //!
+//! A file that is damaged may have said that data is gone: then it counts as if it had.
+//!
 //! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it is told:
 //! the next process, in the same boot, would hear of nothing.
 
 use serde::{Deserialize, Serialize};
+use shorthorn_chain::{with_check, without_check};
 
 use crate::directory::Directory;
 use crate::error::StoreError;
@@ -26,14 +29,31 @@ pub(crate) struct Boot {
     is_lost_now: bool,
 }
 
+/// What the file says.
+enum Found {
+    /// There is none.
+    Nothing,
+    Boot(Boot),
+    /// Nobody knows what it said.
+    Damaged,
+}
+
 impl Boot {
-    /// What holds in a directory that is being opened, and was found as `was_dirty` says.
-    pub fn judge(directory: &Directory, was_dirty: bool) -> Result<Boot, StoreError> {
+    /// What holds in a directory that is being opened, and was found as `was_dirty` says. Beside it what is wrong with the
+    /// file.
+    pub fn judge(directory: &Directory, was_dirty: bool) -> Result<(Boot, Option<String>), StoreError> {
         // Without the kernel's word every boot is another one.
         let boot_id = std::fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
-        let found = directory.read(BOOT_FILE)?;
-        let found: Option<Boot> = found.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        Ok(judge(found.as_ref(), boot_id, was_dirty))
+        let Some(bytes) = directory.read(BOOT_FILE)? else {
+            return Ok((judge(&Found::Nothing, boot_id, was_dirty), None));
+        };
+        let document = without_check(BOOT_FILE, &bytes);
+        let found = document.ok().and_then(|document| serde_json::from_slice(&document).ok());
+        let Some(found) = found else {
+            let note = format!("{BOOT_FILE} is damaged: the replica counts as one that may have lost data");
+            return Ok((judge(&Found::Damaged, boot_id, was_dirty), Some(note)));
+        };
+        Ok((judge(&Found::Boot(found), boot_id, was_dirty), None))
     }
 
     /// Writes it down.
@@ -41,7 +61,7 @@ impl Boot {
         let mut bytes = serde_json::to_vec(self)
             .map_err(|error| StoreError::io("write", directory.path_of(BOOT_FILE), error))?;
         bytes.push(b'\n');
-        directory.replace(BOOT_FILE, &bytes)
+        directory.replace(BOOT_FILE, &with_check(bytes))
     }
 
     /// Whether data may be gone.
@@ -73,9 +93,12 @@ impl Boot {
     }
 }
 
-fn judge(found: Option<&Boot>, boot_id: String, was_dirty: bool) -> Boot {
-    let same_boot = found.is_some_and(|found| found.boot_id == boot_id && !boot_id.is_empty());
-    let lost_before = found.is_some_and(|found| found.lost_cache);
+fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
+    let (same_boot, lost_before) = match found {
+        Found::Nothing => (false, false),
+        Found::Boot(found) => (found.boot_id == boot_id && !boot_id.is_empty(), found.lost_cache),
+        Found::Damaged => (false, true),
+    };
     Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), is_lost_now: false }
 }
 
@@ -87,8 +110,9 @@ mod tests {
     fn only_a_dirty_directory_of_another_boot_has_lost_something() {
         let boot =
             |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache, is_lost_now: false };
-        let lost =
-            |found: Option<Boot>, now: &str, dirty| judge(found.as_ref(), now.to_owned(), dirty).lost_cache;
+        let lost = |found: Option<Boot>, now: &str, dirty| {
+            judge(&found.map_or(Found::Nothing, Found::Boot), now.to_owned(), dirty).lost_cache
+        };
         assert!(!lost(Some(boot("a", false)), "a", true), "a process that died takes no page cache with it");
         assert!(!lost(Some(boot("a", false)), "b", false));
         assert!(lost(Some(boot("a", false)), "b", true));
@@ -96,6 +120,7 @@ mod tests {
         assert!(!lost(None, "b", false));
         assert!(lost(Some(boot("", false)), "", true));
         assert!(lost(Some(boot("b", true)), "b", false), "a clean close does not bring it back");
+        assert!(judge(&Found::Damaged, "b".to_owned(), false).lost_cache, "it may have said so");
         assert!(!boot("b", true).made_up_for().lost_cache());
         let now = Boot { is_lost_now: true, ..boot("b", true) };
         assert!(now.made_up_for().lost_cache(), "not by the process that has lost it");

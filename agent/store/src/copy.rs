@@ -9,7 +9,9 @@ use std::os::fd::AsFd;
 
 use nix::unistd::fdatasync;
 use serde::{Deserialize, Serialize};
-use shorthorn_chain::{Checks, CopyLayer, CopyList, FileIndex, ImageName, VOLUME_META, VolumeMeta};
+use shorthorn_chain::{
+    Checks, CopyLayer, CopyList, FileIndex, ImageName, VOLUME_META, VolumeMeta, with_check, without_check,
+};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
@@ -59,11 +61,13 @@ impl Copy {
     /// Makes sense of what an interrupted copy has left, before anything else in the directory is looked at.
     pub fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
         let directory = executor.directory;
-        let Some(mut copy) = Copy::load(directory)? else { return Ok(None) };
+        let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
+        // The copy has ended: whatever the record says, damaged or not, it is over.
         if !read_volume(directory)?.is_rebuilding() {
             Copy::remove(directory)?;
             return Ok(None);
         }
+        let mut copy = Copy::parse(directory, &bytes)?;
         if copy.epoch != guard.epoch {
             // Somebody else has had the directory open: nothing counts as whole.
             copy.done.fill(false);
@@ -84,11 +88,11 @@ impl Copy {
         self.save(directory)
     }
 
-    fn load(directory: &Directory) -> Result<Option<Copy>> {
-        let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
-        let damaged =
-            |reason: String| StoreError::StateDamaged { path: directory.path_of(COPY_FILE), reason };
-        let record: Record = serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
+    fn parse(directory: &Directory, bytes: &[u8]) -> Result<Copy> {
+        let damaged = |reason: String| StoreError::CopyDamaged { path: directory.path_of(COPY_FILE), reason };
+        let document =
+            without_check(COPY_FILE, bytes).map_err(|_| damaged("its check is wrong".to_owned()))?;
+        let record: Record = serde_json::from_slice(&document).map_err(|error| damaged(error.to_string()))?;
         if record.format != FORMAT {
             return Err(damaged(format!("its format is {}, this program knows {FORMAT}", record.format)));
         }
@@ -102,7 +106,7 @@ impl Copy {
         if record.done.len() != list.layers().len() {
             return Err(damaged("it does not say of each layer whether it is whole".to_owned()));
         }
-        Ok(Some(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch }))
+        Ok(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
     }
 
     fn save(&self, directory: &Directory) -> Result<()> {
@@ -120,9 +124,10 @@ impl Copy {
             done: self.done.clone(),
             layers: layers.iter().map(layer).collect(),
         };
-        let bytes = serde_json::to_vec(&record)
+        let mut bytes = serde_json::to_vec(&record)
             .map_err(|error| StoreError::io("write", directory.path_of(COPY_FILE), error))?;
-        directory.replace(COPY_FILE, &bytes)
+        bytes.push(b'\n');
+        directory.replace(COPY_FILE, &with_check(bytes))
     }
 
     fn remove(directory: &Directory) -> Result<()> {

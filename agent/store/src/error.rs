@@ -103,6 +103,17 @@ pub enum StoreError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The record of an unfinished copy cannot be read.
+    #[error(
+        "{} is damaged: {reason}; the replica was being copied to, and nobody knows what it lacks: remove its directory, \
+         and it is made anew from another replica", path.display()
+    )]
+    CopyDamaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The stop hook of a test stopped the operation.
     #[error("stopped by the test")]
     Stopped,

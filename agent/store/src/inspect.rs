@@ -234,7 +234,7 @@ fn own_state(
     };
     let length_bytes = saved.bytes().map_or(0, <[u8]>::len);
     let lost_cache = match volume {
-        Some(volume) => lost_cache(directory, volume, trusted)?,
+        Some(volume) => lost_cache(directory, volume, trusted, problems)?,
         None => false,
     };
     if lost_cache {
@@ -245,8 +245,15 @@ fn own_state(
 
 /// Whether something may be gone that was in the page cache when the host was restarted, or the disk has failed. Nothing is where no region
 /// was written since everything was flushed.
-fn lost_cache(directory: &Directory, volume: &VolumeMeta, epoch: u64) -> Result<bool, StoreError> {
-    if !Boot::judge(directory, volume.dirty)?.lost_cache() {
+fn lost_cache(
+    directory: &Directory,
+    volume: &VolumeMeta,
+    epoch: u64,
+    problems: &mut Vec<Problem>,
+) -> Result<bool, StoreError> {
+    let (boot, damage) = Boot::judge(directory, volume.dirty)?;
+    problems.extend(damage.map(|damage| problem(Severity::Repair, damage)));
+    if !boot.lost_cache() {
         return Ok(false);
     }
     let regions = Regions::of(u64::try_from(volume.size).unwrap_or(0));

@@ -125,7 +125,7 @@ impl Store {
             guard.known_sizes = layout.short_layers();
         }
         let was_dirty = layout.volume().dirty;
-        let boot = Boot::judge(&directory, was_dirty)?;
+        let (boot, damage) = Boot::judge(&directory, was_dirty)?;
         let (layout, files, map) = if options.read_only {
             open_chain(&directory, layout, host, Writable::None)?
         } else {
@@ -154,7 +154,7 @@ impl Store {
             fold_running: false,
             copy,
             unwritten: None,
-            repairs: notes,
+            repairs: notes.into_iter().chain(damage).collect(),
             boot,
             was_dirty,
             provenance,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{Fixture, scratch};
+use shorthorn_chain::DiskMeta;
 use shorthorn_regions::SetKey;
 use shorthorn_store::{
     ByteRange, CreateOptions, Fault, FaultHook, OpenOptions, Provenance, Store, StoreError,
@@ -201,7 +202,9 @@ fn whole_layers_are_not_copied_again_and_others_begin_anew() {
     assert_eq!(again.layer_extents(1, 0, 10).unwrap().0, [], "a part of a layer is worth nothing");
     // Of other snapshots nothing is kept.
     let mut others = layers;
-    others[0].meta = [&others[0].meta[..], b"\n"].concat();
+    let mut meta = DiskMeta::parse("of the first", &others[0].meta).unwrap();
+    meta.created = "2027-01-01T00:00:00Z".to_owned();
+    others[0].meta = meta.to_bytes();
     assert_eq!(again.begin_copy(others).unwrap(), [false; 3]);
 }
 

@@ -200,6 +200,8 @@ impl Volume {
         let boot = directory.join("shorthorn.boot");
         let mut content: serde_json::Value = serde_json::from_slice(&fs::read(&boot).unwrap()).unwrap();
         content["boot_id"] = "another boot".into();
+        // It would not fit: without one it is taken as it is.
+        content.as_object_mut().unwrap().remove("ShorthornCheck");
         fs::write(&boot, content.to_string()).unwrap();
         let head = fs::File::options().write(true).open(directory.join("volume-head-000.img")).unwrap();
         head.write_all_at(&[0; 4096], offset).unwrap();
