@@ -18,10 +18,10 @@ use shorthorn_recovery::{Link, LinkError};
 use shorthorn_ring::set_up_tcp;
 use shorthorn_types::{Errno, Generation, MarkRegions, View};
 use shorthorn_wire::{
-    BadPage, Challenge, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError,
-    HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode, Refusal,
-    RegionsPage, RegionsQuery, ReplicaReport, ViewMessage, Welcome, decode_text, encode_patch, encode_text,
-    proof,
+    BadPage, Challenge, Claim, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError,
+    HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce, Opcode,
+    ProvenWelcome, Refusal, RegionsPage, RegionsQuery, ReplicaReport, Session, Unproven, ViewMessage,
+    Welcome, decode_text, encode_patch, encode_text,
 };
 use thiserror::Error;
 
@@ -51,6 +51,9 @@ pub enum ConnectError {
     /// The peer says what cannot be.
     #[error(transparent)]
     Page(#[from] BadPage),
+    /// The peer has not proven that it has the volume's secret. It counts as a replica that does not answer.
+    #[error(transparent)]
+    Unproven(#[from] Unproven),
     /// The peer speaks the protocol, but not now.
     #[error("unexpected {0}")]
     Unexpected(Header),
@@ -83,10 +86,19 @@ impl ConnectError {
             ConnectError::Io { .. }
             | ConnectError::GivenUp
             | ConnectError::Page(_)
+            // A stranger on the way must not be able to keep the engine from the replica for long.
+            | ConnectError::Unproven(_)
             | ConnectError::Unexpected(_)
             | ConnectError::Deposed { .. } => false,
         }
     }
+}
+
+/// The socket of a replica that has taken this engine and proven itself.
+#[derive(Debug)]
+pub struct Greeted {
+    pub socket: OwnedFd,
+    pub session: Session,
 }
 
 /// A blocking connection.
@@ -95,6 +107,8 @@ pub struct Connection {
     stream: Stream,
     /// How long each step may take; none: for ever.
     timeout: Option<Duration>,
+    /// What proves that an answer is the replica's. None before the hello.
+    session: Option<Session>,
 }
 
 #[derive(Debug)]
@@ -121,7 +135,7 @@ impl Connection {
     }
 
     fn new(stream: Stream, timeout: Duration) -> io::Result<Connection> {
-        let mut connection = Connection { stream, timeout: None };
+        let mut connection = Connection { stream, timeout: None, session: None };
         connection.set_timeout(Some(timeout))?;
         Ok(connection)
     }
@@ -167,11 +181,15 @@ impl Connection {
         if is_short { self.set_read_timeout(self.timeout) } else { Ok(()) }
     }
 
-    /// Says who we are; the replica has fenced every older engine when it answers.
-    pub fn greet(&mut self, mut hello: Hello, secret: &Secret) -> Result<Welcome, ConnectError> {
+    /// Says who we are. When it answers, the replica has fenced every older engine, and has proven that it has the secret.
+    pub fn greet(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
-        hello.proof = proof(secret.bytes(), &challenge.nonce, &hello);
-        self.ask(Opcode::Hello, &hello)
+        let nonce = draw_nonce()?;
+        let session = Session::new(secret, challenge.nonce, nonce, &claim);
+        self.session = Some(session.clone());
+        let hello = Hello::new(claim, nonce, &challenge, secret);
+        let proven: ProvenWelcome = self.ask(Opcode::Hello, &hello)?;
+        Ok(session.take_welcome(&proven)?)
     }
 
     /// Asks whether the replica is there; it counts as heard of from then on.
@@ -199,7 +217,7 @@ impl Connection {
         self.send(&request, &[])?;
         let header = self.receive_header(Opcode::ReadLayer)?;
         if let Err(errno) = header.outcome() {
-            return Err(refusal(&header, &[], errno));
+            return Err(refusal(&header, &[], errno, self.session.as_ref()));
         }
         if header.data_bytes() as usize != data.len() {
             return Err(ConnectError::Unexpected(header));
@@ -240,13 +258,18 @@ impl Connection {
         self.receive_frame(Opcode::RepairLayer).map(drop)
     }
 
-    /// The socket, ready for a ring.
-    pub fn into_socket(mut self) -> io::Result<OwnedFd> {
+    /// The socket, ready for a ring, and what proves that an answer is the replica's.
+    ///
+    /// # Errors
+    /// What the system answers, and if the replica was not greeted.
+    pub fn into_greeted(mut self) -> io::Result<Greeted> {
         self.set_timeout(None)?;
-        Ok(match self.stream {
+        let session = self.session.ok_or(io::ErrorKind::NotConnected)?;
+        let socket = match self.stream {
             Stream::Unix(stream) => stream.into(),
             Stream::Tcp(stream) => stream.into(),
-        })
+        };
+        Ok(Greeted { socket, session })
     }
 
     /// A request with a text, and the text that answers it.
@@ -281,7 +304,7 @@ impl Connection {
         self.read_all(&mut text).map_err(broken)?;
         match header.outcome() {
             Ok(()) => Ok((header, text)),
-            Err(errno) => Err(refusal(&header, &text, errno)),
+            Err(errno) => Err(refusal(&header, &text, errno, self.session.as_ref())),
         }
     }
 
@@ -373,13 +396,28 @@ fn broken(source: io::Error) -> ConnectError {
     ConnectError::Io { action: action.to_owned(), source }
 }
 
-/// What a refusal says, in either form: with or without a text.
-pub fn refusal(header: &Header, text: &[u8], errno: Errno) -> ConnectError {
-    match decode_text::<Refusal>(header, text) {
-        Ok(Refusal { message, holder: Some(holder) }) => ConnectError::Deposed { holder, message },
-        Ok(Refusal { message, holder: None }) => ConnectError::Refused { message, errno },
-        Err(_) => ConnectError::Refused { message: format!("it refuses {:?}", header.opcode), errno },
+/// What a refusal says, in either form: with or without a text. One that names a newer engine counts only with the proof
+/// that `session` asks for.
+pub fn refusal(header: &Header, text: &[u8], errno: Errno, session: Option<&Session>) -> ConnectError {
+    let Ok(Refusal { message, holder }) = decode_text::<Refusal>(header, text) else {
+        return ConnectError::Refused { message: format!("it refuses {:?}", header.opcode), errno };
+    };
+    let Some(holder) = holder else { return ConnectError::Refused { message, errno } };
+    // Before the hello nobody can be deposed: the replica does not know yet who asks.
+    let Some(session) = session else { return Unproven::Holder(holder.generation).into() };
+    match session.take_holder(&holder) {
+        Ok(holder) => ConnectError::Deposed { holder, message },
+        Err(unproven) => unproven.into(),
     }
+}
+
+fn draw_nonce() -> Result<Nonce, ConnectError> {
+    let mut random = [0; 32];
+    getrandom::fill(&mut random).map_err(|error| ConnectError::Io {
+        action: "draw a nonce".to_owned(),
+        source: io::Error::other(error),
+    })?;
+    Ok(Nonce::new(random))
 }
 
 impl Read for Connection {
@@ -408,7 +446,7 @@ impl Write for Connection {
 mod tests {
     use std::thread;
 
-    use shorthorn_types::RegionsOf;
+    use shorthorn_types::{Members, RegionsOf, ReplicaId, ViewId};
     use shorthorn_wire::Extent;
 
     use super::*;
@@ -435,6 +473,111 @@ mod tests {
             theirs.write_all(&[&header.encode()[..], &answer].concat()).unwrap();
         });
         connection
+    }
+
+    const SECRET: Secret = Secret::new([3; 32]);
+    const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]) };
+
+    fn claim() -> Claim {
+        Claim {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(7),
+            generation: Generation::new(3, 1),
+            queue: 0,
+        }
+    }
+
+    fn welcome() -> Welcome {
+        let committed = View {
+            id: ViewId { generation: Generation::new(2, 0), number: 1 },
+            members: Members::new([ReplicaId::from_random(7)]).unwrap(),
+        };
+        let report = ReplicaReport { committed, proposed: Vec::new() };
+        let tracks = Members::default();
+        Welcome { size_bytes: 1 << 30, report, lost_cache: false, rebuilding: false, tracks, stamp: None }
+    }
+
+    /// What a greeting ends in if the replica answers the hello with what `answer` makes of it: an errno or success,
+    /// and a text.
+    fn greeted<T: Serialize>(
+        answer: impl Fn(&Hello) -> (Result<(), Errno>, T) + Send,
+    ) -> Result<Welcome, ConnectError> {
+        let (mut connection, mut theirs) = pair(LIMIT);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let (header, text) = encode_text(Challenge::HEADER, &CHALLENGE);
+                theirs.write_all(&[&header.encode()[..], &text].concat()).unwrap();
+                let mut bytes = [0; HEADER_BYTES];
+                theirs.read_exact(&mut bytes).unwrap();
+                let request = Header::decode(&bytes).unwrap();
+                let mut text = vec![0; request.data_bytes() as usize];
+                theirs.read_exact(&mut text).unwrap();
+                let (outcome, text) = answer(&decode_text(&request, &text).unwrap());
+                let (header, text) = encode_text(request.response(outcome), &text);
+                theirs.write_all(&[&header.encode()[..], &text].concat()).unwrap();
+            });
+            connection.greet(claim(), &SECRET)
+        })
+    }
+
+    fn session_of(hello: &Hello, secret: &Secret) -> Session {
+        Session::new(secret, CHALLENGE.nonce, hello.nonce, &hello.claim)
+    }
+
+    #[test]
+    fn a_replica_that_has_the_secret_is_believed() {
+        let answer = |hello: &Hello| {
+            assert!(hello.is_proven(&CHALLENGE, &SECRET));
+            (Ok(()), session_of(hello, &SECRET).prove_welcome(&welcome()))
+        };
+        assert_eq!(greeted(answer).unwrap(), welcome());
+    }
+
+    #[test]
+    fn a_welcome_without_proof_is_refused() {
+        let other = Secret::new([4; 32]);
+        let of_other_secret = greeted(|hello| (Ok(()), session_of(hello, &other).prove_welcome(&welcome())));
+        // A welcome that was recorded at an earlier opening: the nonce of that engine was another one.
+        let replayed = greeted(|hello| {
+            let earlier = Hello { nonce: Nonce::new([8; 32]), ..hello.clone() };
+            (Ok(()), session_of(&earlier, &SECRET).prove_welcome(&welcome()))
+        });
+        let of_other_queue = greeted(|hello| {
+            let other = Hello { claim: Claim { queue: 1, ..claim() }, ..hello.clone() };
+            (Ok(()), session_of(&other, &SECRET).prove_welcome(&welcome()))
+        });
+        // The engine's own proof sent back.
+        let reflected = greeted(|hello| {
+            let welcome = serde_json::to_string(&welcome()).unwrap();
+            (Ok(()), serde_json::json!({ "welcome": welcome, "proof": hello.proof }))
+        });
+        for result in [of_other_secret, replayed, of_other_queue, reflected] {
+            let error = result.unwrap_err();
+            assert!(matches!(error, ConnectError::Unproven(Unproven::Welcome)), "{error}");
+            assert!(!error.is_refusal() && error.deposed_by().is_none() && !error.is_lasting());
+        }
+    }
+
+    #[test]
+    fn only_a_proven_and_newer_holder_deposes() {
+        let newer = Generation::new(4, 0);
+        let refused = |secret: Secret, holder: Generation| {
+            greeted(move |hello| {
+                let holder = Some(session_of(hello, &secret).prove_holder(holder));
+                (Err(Errno::NOT_PERMITTED), Refusal { message: "fenced".into(), holder })
+            })
+        };
+        let error = refused(SECRET, newer).unwrap_err();
+        assert_eq!(error.deposed_by(), Some(newer), "{error}");
+        for lie in [refused(Secret::new([4; 32]), newer), refused(SECRET, Generation::new(3, 1))] {
+            let error = lie.unwrap_err();
+            assert!(matches!(error, ConnectError::Unproven(_)) && error.deposed_by().is_none(), "{error}");
+        }
+        let bare = greeted(|_| {
+            (Err(Errno::NOT_PERMITTED), serde_json::json!({ "message": "fenced", "holder": newer }))
+        });
+        let error = bare.unwrap_err();
+        assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
     }
 
     #[test]

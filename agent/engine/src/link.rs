@@ -1,15 +1,15 @@
 //! The connection of one queue to one replica, on the queue's ring.
 
-use std::os::fd::OwnedFd;
-
 use serde::Serialize;
 use shorthorn_core::{Event, Operation, PeerIndex, SlotId, ZeroBlocks};
 use shorthorn_ring::{Arena, Completion, IoBuf, Received, Ring, Stream, StreamLimits, Token};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Generation, MarkRegions, ReplicaReport, View, ViewId};
-use shorthorn_wire::{Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, ViewMessage, encode_text};
+use shorthorn_wire::{
+    Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, Session, ViewMessage, encode_text,
+};
 
-use crate::connection::{ConnectError, refusal};
+use crate::connection::{ConnectError, Greeted, refusal};
 
 /// [`Token::source`] of the completions of links; [`Token::index`] is the peer.
 pub const SOURCE: u8 = 2;
@@ -52,6 +52,8 @@ pub struct Link {
     queue: u16,
     generation: Generation,
     stream: Option<Stream>,
+    /// Of the connection, or of the last one.
+    session: Option<Session>,
     closing: bool,
     told_closed: bool,
     /// Slots from here on are for copies.
@@ -79,6 +81,7 @@ impl Link {
             queue,
             generation,
             stream: None,
+            session: None,
             closing: true,
             told_closed: true,
             depth: slots.depth,
@@ -88,13 +91,15 @@ impl Link {
     }
 
     /// Takes a connection that has been greeted, where there is none. The socket is dropped where there is one.
-    pub fn connect(&mut self, socket: OwnedFd) -> bool {
+    pub fn connect(&mut self, greeted: Greeted) -> bool {
         if !self.is_absent() {
             return false;
         }
         let token = |kind| Token { source: SOURCE, kind, index: u16::from(self.peer), tag: 0 };
         let limits = StreamLimits { frames: self.asked.len() + CONTROL_FRAMES, receive_bytes: RECEIVE_BYTES };
+        let Greeted { socket, session } = greeted;
         self.stream = Some(Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits));
+        self.session = Some(session);
         (self.closing, self.told_closed, self.receiving) = (false, false, None);
         self.asked.fill(Asked::default());
         true
@@ -357,7 +362,7 @@ impl Link {
         let whole = HEADER_BYTES + header.data_bytes() as usize;
         let Some(stream) = &mut self.stream else { return Ok(false) };
         let Some(text) = stream.bytes().get(HEADER_BYTES..whole) else { return Ok(false) };
-        let outcome = header.outcome().map_err(|errno| refusal(header, text, errno));
+        let outcome = header.outcome().map_err(|errno| refusal(header, text, errno, self.session.as_ref()));
         stream.consume(whole);
         match outcome {
             Err(ConnectError::Deposed { holder, .. }) => *notice = Some(Notice::Deposed { holder }),

@@ -451,7 +451,7 @@ fn links(
     let link = |(peer, connection): (PeerIndex, Option<Connection>)| {
         let mut link = Link::new(peer, queue, generation, slots);
         if let Some(connection) = connection {
-            link.connect(connection.into_socket()?);
+            link.connect(connection.into_greeted()?);
             shared.note_connected(queue, peer, true);
         }
         Ok(link)

@@ -14,7 +14,7 @@ use shorthorn_recovery::{
 };
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View};
 use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
-use shorthorn_wire::{Hello, Welcome};
+use shorthorn_wire::{Claim, Welcome};
 
 use crate::connection::{ConnectError, Connection, finish};
 use crate::error::EngineError;
@@ -147,9 +147,9 @@ impl Greeter {
         queue: u16,
     ) -> Result<(Connection, Welcome), ConnectError> {
         let (volume, generation) = (self.volume.clone(), self.generation);
-        let hello = Hello { volume, replica, generation, queue, proof: String::new() };
+        let claim = Claim { volume, replica, generation, queue };
         let mut connection = Connection::open(address, self.timeout)?;
-        let mut welcome = connection.greet(hello, &self.secret)?;
+        let mut welcome = connection.greet(claim, &self.secret)?;
         let size_bytes = self.size_bytes();
         match finish(fit(&mut connection, &mut welcome, size_bytes)) {
             Ok(()) => Ok((connection, welcome)),

@@ -9,6 +9,7 @@ use shorthorn_frontend::{Parked, QueueFrontend, QueueIo};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
 use shorthorn_types::ByteRange;
 
+use crate::connection::Greeted;
 use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::link::{self, Link, Notice};
@@ -41,7 +42,7 @@ pub struct Queue {
 /// A new connection to a replica.
 struct Arrival {
     peer: PeerIndex,
-    link: Option<std::os::fd::OwnedFd>,
+    greeted: Option<Greeted>,
     installed: SyncSender<()>,
 }
 
@@ -206,8 +207,8 @@ impl Running {
                 for mail in self.mail.drain(..) {
                     match mail {
                         Mail::Do(output) => self.outputs.push(output),
-                        Mail::Connect { peer, socket, installed } => {
-                            self.arriving.push(Arrival { peer, link: Some(socket), installed });
+                        Mail::Connect { peer, greeted, installed } => {
+                            self.arriving.push(Arrival { peer, greeted: Some(greeted), installed });
                         }
                     }
                 }
@@ -223,8 +224,8 @@ impl Running {
             let Some(link) = links.get_mut(usize::from(arrival.peer)).filter(|link| link.is_absent()) else {
                 continue;
             };
-            if let Some(socket) = arrival.link.take()
-                && link.connect(socket)
+            if let Some(greeted) = arrival.greeted.take()
+                && link.connect(greeted)
             {
                 link.start(&mut self.ring);
                 shared.note_connected(*index, arrival.peer, true);
@@ -232,7 +233,7 @@ impl Running {
                 let _ = arrival.installed.try_send(());
             }
         }
-        self.arriving.retain(|arrival| arrival.link.is_some());
+        self.arriving.retain(|arrival| arrival.greeted.is_some());
     }
 
     /// No more requests are taken: the main thread is told when the last one is answered. The answers are out one

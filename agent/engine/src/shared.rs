@@ -13,6 +13,7 @@ use shorthorn_ring::Waker;
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
 
+use crate::connection::Greeted;
 use crate::courier::Told;
 use crate::{expansion, scrubber};
 
@@ -70,7 +71,7 @@ pub enum Mail {
     /// The core wants something done.
     Do(Output),
     /// A new connection to a replica; `installed` is told when the queue has it.
-    Connect { peer: PeerIndex, socket: OwnedFd, installed: SyncSender<()> },
+    Connect { peer: PeerIndex, greeted: Greeted, installed: SyncSender<()> },
 }
 
 /// One core for all threads. With one queue, which is the default, the lock is hardly ever contended; with
@@ -259,9 +260,9 @@ impl Shared {
     }
 
     /// Gives a queue a connection to a replica that has none there.
-    pub fn connect(&self, queue: u16, peer: PeerIndex, socket: OwnedFd, installed: SyncSender<()>) {
+    pub fn connect(&self, queue: u16, peer: PeerIndex, greeted: Greeted, installed: SyncSender<()>) {
         if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
-            lock(&mailbox.mail).push(Mail::Connect { peer, socket, installed });
+            lock(&mailbox.mail).push(Mail::Connect { peer, greeted, installed });
             mailbox.waker.wake();
         }
     }

@@ -14,13 +14,11 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use shorthorn_replica_core::Place;
 use shorthorn_ring::set_up_tcp;
-use shorthorn_wire::Header;
 use tracing::Span;
 
 use crate::error::ReplicaError;
-use crate::handshake::{Identity, greet};
+use crate::handshake::{Identity, Proven, greet};
 use crate::handshakes::{Handshakes, Origin};
 use crate::limits::{HANDSHAKE_TIMEOUT, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
@@ -222,8 +220,8 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
             handshake.handshakes().end(id);
             handshake.wake();
             match opened {
-                Ok((hello, place)) => {
-                    let candidate = Candidate { socket: socket.into(), hello, peer };
+                Ok(Proven { header, place, session }) => {
+                    let candidate = Candidate { socket: socket.into(), hello: header, session, peer };
                     // Where the data thread is gone, the process ends, and the socket with it.
                     let _ = handshake.data.send(Message::Candidate(place, candidate));
                 }
@@ -237,7 +235,7 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
 }
 
 /// Finds out who is there. The data thread answers the hello.
-fn open_here(socket: &UnixStream, shared: &Shared) -> Result<(Header, Place), Box<dyn std::error::Error>> {
+fn open_here(socket: &UnixStream, shared: &Shared) -> Result<Proven, Box<dyn std::error::Error>> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)?;
     let opened = greet(socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;

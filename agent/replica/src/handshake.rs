@@ -8,8 +8,8 @@ use shorthorn_control::Secret;
 use shorthorn_replica_core::Place;
 use shorthorn_types::{Errno, Generation, ReplicaId, VolumeName};
 use shorthorn_wire::{
-    CONTROL_QUEUE, Challenge, FrameError, HEADER_BYTES, Header, Hello, Opcode, Refusal, decode_text,
-    encode_text, proof, proofs_equal,
+    CONTROL_QUEUE, Challenge, FrameError, HEADER_BYTES, Header, Hello, Nonce, Opcode, Refusal, Session,
+    decode_text, encode_text,
 };
 use thiserror::Error;
 
@@ -66,6 +66,16 @@ impl HandshakeError {
     }
 }
 
+/// An engine that has proven who it is, and waits for the answer to its hello.
+#[derive(Debug)]
+pub(crate) struct Proven {
+    /// The hello, for the answer.
+    pub header: Header,
+    pub place: Place,
+    /// Proves the answer.
+    pub session: Session,
+}
+
 /// Sends the challenge, takes the hello and checks it, all within `timeout`; a refusal is sent.
 ///
 /// # Errors
@@ -75,13 +85,13 @@ pub(crate) fn greet(
     identity: &Identity,
     nonce: [u8; 32],
     timeout: Duration,
-) -> Result<(Header, Place), HandshakeError> {
+) -> Result<Proven, HandshakeError> {
     let mut socket = Deadline { socket, end: Instant::now() + timeout };
-    let nonce: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
-    let (header, text) = encode_text(Challenge::HEADER, &Challenge { nonce: nonce.clone() });
+    let challenge = Challenge { nonce: Nonce::new(nonce) };
+    let (header, text) = encode_text(Challenge::HEADER, &challenge);
     socket.write_all(&[&header.encode()[..], &text].concat())?;
     let (header, hello) = read_hello(&mut socket)?;
-    let checked = identity.check(&hello, &nonce);
+    let checked = identity.check(&hello, &challenge);
     if let Err(error) = &checked
         && let Some(errno) = error.errno()
     {
@@ -89,7 +99,9 @@ pub(crate) fn greet(
         socket.write_all(&refusal_frame(&header, errno, &refusal))?;
     }
     checked?;
-    Ok((header, Place { generation: hello.generation, queue: hello.queue }))
+    let place = Place { generation: hello.claim.generation, queue: hello.claim.queue };
+    let session = Session::new(&identity.secret, challenge.nonce, hello.nonce, &hello.claim);
+    Ok(Proven { header, place, session })
 }
 
 /// The frame that refuses the hello of `header`.
@@ -113,22 +125,23 @@ fn read_hello(socket: &mut impl Read) -> Result<(Header, Hello), HandshakeError>
 }
 
 impl Identity {
-    fn check(&self, hello: &Hello, nonce: &str) -> Result<(), HandshakeError> {
-        if (&hello.volume, hello.replica) != (&self.volume, self.replica) {
+    fn check(&self, hello: &Hello, challenge: &Challenge) -> Result<(), HandshakeError> {
+        let claim = &hello.claim;
+        if (&claim.volume, claim.replica) != (&self.volume, self.replica) {
             return Err(HandshakeError::SomebodyElse {
                 volume: self.volume.clone(),
                 replica: self.replica,
-                asked_volume: hello.volume.clone(),
-                asked_replica: hello.replica,
+                asked_volume: claim.volume.clone(),
+                asked_replica: claim.replica,
             });
         }
-        if !proofs_equal(&proof(self.secret.bytes(), nonce, hello), &hello.proof) {
+        if !hello.is_proven(challenge, &self.secret) {
             return Err(HandshakeError::Proof(self.volume.clone()));
         }
-        if hello.queue > CONTROL_QUEUE {
-            return Err(HandshakeError::Queue(hello.queue));
+        if claim.queue > CONTROL_QUEUE {
+            return Err(HandshakeError::Queue(claim.queue));
         }
-        if hello.generation == Generation::NEVER {
+        if claim.generation == Generation::NEVER {
             return Err(HandshakeError::Generation);
         }
         Ok(())
@@ -172,43 +185,39 @@ impl Write for Deadline<'_> {
 mod tests {
     use std::thread;
 
+    use shorthorn_wire::Claim;
+
     use super::*;
 
     const TIMEOUT: Duration = Duration::from_secs(10);
+    const NONCE: Nonce = Nonce::new([6; 32]);
 
     fn identity() -> Identity {
         let replica = ReplicaId::from_random(7);
         Identity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]) }
     }
 
-    fn hello() -> Hello {
+    fn claim() -> Claim {
         let generation = Generation::new(2, 1);
-        Hello {
-            volume: "v1".parse().unwrap(),
-            replica: ReplicaId::from_random(7),
-            generation,
-            queue: 1,
-            proof: String::new(),
-        }
+        Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 1 }
     }
 
-    /// What comes out when an engine answers the challenge with `hello`, its proof made with `secret`; and what
+    /// What comes out when an engine answers the challenge with `claim`, its proof made with `secret`; and what
     /// the engine is answered.
-    fn open(hello: Hello, secret: [u8; 32]) -> (Result<Place, HandshakeError>, Option<(Header, Refusal)>) {
+    fn open(claim: Claim, secret: [u8; 32]) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let engine = thread::spawn(move || {
             let (_, challenge) = read_frame::<Challenge>(&mut theirs).unwrap();
-            assert_eq!(challenge.nonce, "05".repeat(32));
-            let proof = proof(&secret, &challenge.nonce, &hello);
-            let (header, text) =
-                encode_text(Header::request(Opcode::Hello, 9, 0, 0), &Hello { proof, ..hello });
+            assert_eq!(challenge.nonce, Nonce::new([5; 32]));
+            let hello = Hello::new(claim, NONCE, &challenge, &Secret::new(secret));
+            let (header, text) = encode_text(Header::request(Opcode::Hello, 9, 0, 0), &hello);
             theirs.write_all(&header.encode()).unwrap();
             theirs.write_all(&text).unwrap();
             read_frame::<Refusal>(&mut theirs)
         });
         let opened = greet(&ours, &identity(), [5; 32], TIMEOUT);
         drop(ours);
-        (opened.map(|(_, place)| place), engine.join().unwrap())
+        (opened, engine.join().unwrap())
     }
 
     fn read_frame<T: serde::de::DeserializeOwned>(socket: &mut impl Read) -> Option<(Header, T)> {
@@ -222,24 +231,28 @@ mod tests {
 
     #[test]
     fn takes_who_proves_the_secret() {
-        let (opened, refusal) = open(hello(), [3; 32]);
-        assert_eq!(opened.unwrap(), Place { generation: Generation::new(2, 1), queue: 1 });
-        assert_eq!(refusal, None);
+        let (opened, refusal) = open(claim(), [3; 32]);
+        let Proven { place, session, .. } = opened.unwrap();
+        assert_eq!(place, Place { generation: Generation::new(2, 1), queue: 1 });
+        assert!(refusal.is_none());
+        let engine = Session::new(&identity().secret, Nonce::new([5; 32]), NONCE, &claim());
+        let newer = Generation::new(3, 0);
+        assert_eq!(engine.take_holder(&session.prove_holder(newer)), Ok(newer), "both have the same keys");
     }
 
     #[test]
     fn refuses_and_says_why() {
-        let stranger = Hello { volume: "v2".parse().unwrap(), ..hello() };
-        let other = Hello { replica: ReplicaId::from_random(8), ..hello() };
+        let stranger = Claim { volume: "v2".parse().unwrap(), ..claim() };
+        let other = Claim { replica: ReplicaId::from_random(8), ..claim() };
         let cases = [
             (stranger, [3; 32], libc::ENXIO, "of volume v1, not"),
             (other, [3; 32], libc::ENXIO, "this is replica 00000007"),
-            (hello(), [4; 32], libc::EACCES, "the proof is wrong"),
-            (Hello { queue: 9, ..hello() }, [3; 32], libc::EINVAL, "queue 9 is out of bounds"),
-            (Hello { generation: Generation::NEVER, ..hello() }, [3; 32], libc::EINVAL, "generation 0.0"),
+            (claim(), [4; 32], libc::EACCES, "the proof is wrong"),
+            (Claim { queue: 9, ..claim() }, [3; 32], libc::EINVAL, "queue 9 is out of bounds"),
+            (Claim { generation: Generation::NEVER, ..claim() }, [3; 32], libc::EINVAL, "generation 0.0"),
         ];
-        for (hello, secret, errno, words) in cases {
-            let (opened, refusal) = open(hello, secret);
+        for (claim, secret, errno, words) in cases {
+            let (opened, refusal) = open(claim, secret);
             assert!(opened.is_err());
             let (header, refusal) = refusal.unwrap();
             assert_eq!((header.opcode, header.id, header.status), (Opcode::Hello, 9, errno));

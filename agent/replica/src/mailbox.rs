@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use shorthorn_replica_core::Place;
 use shorthorn_ring::{Ring, Token, Wake, Waker};
 use shorthorn_types::Generation;
-use shorthorn_wire::Header;
+use shorthorn_wire::{Header, Session};
 
 /// One message to the data thread.
 #[derive(Debug)]
@@ -27,6 +27,8 @@ pub(crate) struct Candidate {
     pub socket: OwnedFd,
     /// The hello, which is still to be answered.
     pub hello: Header,
+    /// Proves the answer.
+    pub session: Session,
     /// Where it comes from, for logs.
     pub peer: String,
 }

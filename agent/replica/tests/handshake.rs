@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use shorthorn_control::{Command, Status};
 use shorthorn_types::{Generation, ReplicaId};
-use shorthorn_wire::{Flags, Hello, Opcode};
+use shorthorn_wire::{Claim, Flags, Opcode};
 
 #[test]
 fn an_engine_is_told_size_and_views() {
@@ -35,19 +35,19 @@ fn an_engine_is_told_size_and_views() {
 fn strangers_are_refused_and_told_why() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
-    let hello = || replica.hello(generation(1), 0);
-    let cases: [(Hello, [u8; 32], &str); 4] = [
-        (Hello { volume: "v2".parse().unwrap(), ..hello() }, SECRET, "volume v1, not"),
-        (Hello { replica: ReplicaId::from_random(9), ..hello() }, SECRET, "replica 00000007"),
-        (hello(), [0; 32], "the proof is wrong"),
-        (Hello { queue: 99, ..hello() }, SECRET, "queue 99"),
+    let claim = || replica.claim(generation(1), 0);
+    let cases: [(Claim, [u8; 32], &str); 4] = [
+        (Claim { volume: "v2".parse().unwrap(), ..claim() }, SECRET, "volume v1, not"),
+        (Claim { replica: ReplicaId::from_random(9), ..claim() }, SECRET, "replica 00000007"),
+        (claim(), [0; 32], "the proof is wrong"),
+        (Claim { queue: 99, ..claim() }, SECRET, "queue 99"),
     ];
-    for (hello, secret, words) in cases {
-        let Ok(Err((status, refusal))) = Client::open(replica.connect(), hello, secret) else {
+    for (claim, secret, words) in cases {
+        let Ok(Err((status, refusal))) = Client::open(replica.connect(), &claim, secret) else {
             panic!("{words}")
         };
         assert!(status != 0 && refusal.message.contains(words), "{status} {refusal:?}");
-        assert_eq!(refusal.holder, None);
+        assert!(refusal.holder.is_none());
     }
     assert_eq!(replica.status().generation, generation(0), "nobody of them has fenced anybody");
 }
@@ -76,7 +76,7 @@ fn a_lower_generation_is_refused_and_told_who_holds_the_replica() {
     let replica = Replica::start(&spec(base.path(), MIB));
     let mut client = replica.open(generation(5));
     let (status, refusal) = replica.try_open(generation(4), 0).err().unwrap();
-    assert_eq!((status, refusal.holder), (libc::EPERM, Some(generation(5))));
+    assert_eq!((status, refusal.holder.unwrap().generation), (libc::EPERM, generation(5)));
     client.ping().unwrap();
 }
 
@@ -110,7 +110,7 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
     assert_eq!(views.committed.members, replica.spec.first_members);
     assert!(old.closed());
     let (_, refusal) = replica.try_open(generation(5), 0).err().unwrap();
-    assert_eq!(refusal.holder, Some(generation(6)));
+    assert_eq!(refusal.holder.unwrap().generation, generation(6));
     // A late one of a lower number changes nothing, and the next engine comes in; also after a restart.
     control.order(&Command::Fence { generation: generation(4) }).unwrap();
     let spec = replica.spec.clone();
@@ -169,7 +169,7 @@ fn a_generation_outlives_a_kill() {
     let replica = Replica::start(&replica.spec);
     assert_eq!(replica.status().generation, generation(5));
     let (_, refusal) = replica.try_open(generation(4), 0).err().unwrap();
-    assert_eq!(refusal.holder, Some(generation(5)));
+    assert_eq!(refusal.holder.unwrap().generation, generation(5));
     replica.open(generation(5));
 }
 
@@ -193,7 +193,7 @@ fn engines_on_other_hosts_come_by_tcp() {
     spec.data_address = Some("127.0.0.1:0".parse().unwrap());
     let replica = Replica::start(&spec);
     let socket = connect_by_tcp(&replica);
-    let (mut client, _) = Client::open(socket, replica.hello(generation(1), 0), SECRET).unwrap().unwrap();
+    let (mut client, _) = Client::open(socket, &replica.claim(generation(1), 0), SECRET).unwrap().unwrap();
     client.write(4096, &pattern(1, 8192)).unwrap();
     assert_eq!(client.read(4096, 8192).unwrap(), pattern(1, 8192));
 }
@@ -214,7 +214,7 @@ fn silent_connections_keep_no_engine_out() {
     let begin = Instant::now();
     let silent: Vec<UnixStream> = (0..200).map(|_| connect_by_tcp(&replica)).collect();
     let socket = connect_by_tcp(&replica);
-    let (mut remote, _) = Client::open(socket, replica.hello(generation(1), 0), SECRET).unwrap().unwrap();
+    let (mut remote, _) = Client::open(socket, &replica.claim(generation(1), 0), SECRET).unwrap().unwrap();
     let (mut local, _) = replica.try_open(generation(1), 1).unwrap();
     remote.ping().unwrap();
     local.ping().unwrap();

@@ -379,11 +379,11 @@ fn a_newer_engine_waits_for_writes_in_flight() {
     let ping = old.send(Opcode::Ping, Flags::NONE, 0, 0, &[]);
     assert_eq!(old.receive().unwrap().0.id, ping);
 
-    let hello = replica.hello(generation(2), 0);
+    let claim = replica.claim(generation(2), 0);
     let socket = replica.connect();
     let (told, welcome) = std::sync::mpsc::channel();
     let newer = std::thread::spawn(move || {
-        let opened = Client::open(socket, hello, SECRET).unwrap().unwrap();
+        let opened = Client::open(socket, &claim, SECRET).unwrap().unwrap();
         told.send(()).unwrap();
         opened.0
     });
@@ -496,8 +496,8 @@ fn an_engine_that_waits_for_what_fails_is_refused() {
     old.send(Opcode::Write, Flags::NONE, 0, 4096, &pattern(1, 4096));
     let ping = old.send(Opcode::Ping, Flags::NONE, 0, 0, &[]);
     assert_eq!(old.receive().unwrap().0.id, ping);
-    let (hello, socket) = (replica.hello(generation(2), 0), replica.connect());
-    let newer = std::thread::spawn(move || Client::open(socket, hello, SECRET).unwrap());
+    let (claim, socket) = (replica.claim(generation(2), 0), replica.connect());
+    let newer = std::thread::spawn(move || Client::open(socket, &claim, SECRET).unwrap());
     assert!(old.closed(), "the older one is closed at once");
     break_down(&disk.0);
     drop(frozen);

@@ -1,21 +1,22 @@
-use hmac::{Hmac, KeyInit, Mac};
+use hmac::Hmac;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
-use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName};
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, Secret, View, VolumeName};
 
 use crate::header::{FrameError, Header, MAX_TEXT_BYTES, Opcode};
+use crate::session::{Holder, Nonce, Proof, derive};
 
 /// First frame of a connection, from the replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Challenge {
-    /// 32 random bytes in hexadecimal, new for every connection.
-    pub nonce: String,
+    /// Of the replica.
+    pub nonce: Nonce,
 }
 
 /// Who the engine is and whom it means to talk to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hello {
+pub struct Claim {
     /// The volume that the engine serves.
     pub volume: VolumeName,
     /// The replica that it expects at this address.
@@ -24,8 +25,17 @@ pub struct Hello {
     pub generation: Generation,
     /// Which of the engine's queues this connection serves, from 0.
     pub queue: u16,
-    /// [`proof`] over the fields above and the nonce, in hexadecimal.
-    pub proof: String,
+}
+
+/// What the engine claims, and the proof that it has the volume's secret.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// Who it is, and whom it means.
+    pub claim: Claim,
+    /// Of the engine: the replica's proofs are over it.
+    pub nonce: Nonce,
+    /// An HMAC with the volume's secret over both nonces and the claim.
+    pub proof: Proof,
 }
 
 /// The replica takes the engine.
@@ -51,13 +61,13 @@ pub struct Welcome {
 }
 
 /// The replica does not take the engine, or not this request; the status of the frame has the errno.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Refusal {
     /// Why, for people.
     pub message: String,
-    /// The generation that holds the volume, where that is the reason.
+    /// The generation that holds the volume, if that is the reason. An engine that believes it ends for good, so it needs a proof.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub holder: Option<Generation>,
+    pub holder: Option<Holder>,
 }
 
 /// A proposed view, or the mark that it is committed.
@@ -69,30 +79,23 @@ pub struct ViewMessage {
     pub basis: ReplicaReport,
 }
 
-/// The proof that the engine has the volume's secret: HMAC-SHA-256 over the nonce and what the hello claims.
-#[must_use]
-pub fn proof(secret: &[u8], nonce: &str, hello: &Hello) -> String {
-    // A key of any length is fine for HMAC: the error of new_from_slice cannot occur.
-    let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(secret) else { return String::new() };
-    let Hello { volume, replica, generation, queue, .. } = hello;
-    mac.update(format!("shorthorn-1\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n").as_bytes());
-    mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+impl Hello {
+    /// The hello that answers `challenge`. `nonce` was drawn for it alone.
+    #[must_use]
+    pub fn new(claim: Claim, nonce: Nonce, challenge: &Challenge, secret: &Secret) -> Hello {
+        let proof = Proof::of(mac_of_hello(secret, challenge, nonce, &claim));
+        Hello { claim, nonce, proof }
+    }
+
+    /// Whether the engine has the volume's secret, and means this connection.
+    #[must_use]
+    pub fn is_proven(&self, challenge: &Challenge, secret: &Secret) -> bool {
+        self.proof.is(mac_of_hello(secret, challenge, self.nonce, &self.claim))
+    }
 }
 
-/// Tells the volume of that secret from another one that had its name before, and does not tell the secret: 16 hexadecimal
-/// digits of an HMAC-SHA-256.
-#[must_use]
-pub fn fingerprint(secret: &[u8]) -> String {
-    let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(secret) else { return String::new() };
-    mac.update(b"shorthorn-1\nfingerprint\n");
-    mac.finalize().into_bytes().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Compares two proofs in a time that does not tell where they differ.
-#[must_use]
-pub fn proofs_equal(one: &str, other: &str) -> bool {
-    let different = one.bytes().zip(other.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
-    one.len() == other.len() && different == 0 && !one.is_empty()
+fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &Claim) -> Hmac<Sha256> {
+    derive(secret, "shorthorn-2 hello", challenge.nonce, nonce, claim)
 }
 
 /// Header and text of a control frame; `request` is the request that it answers, if it does.
@@ -130,36 +133,7 @@ mod tests {
     use shorthorn_types::{Members, ViewId};
 
     use super::*;
-
-    fn hello() -> Hello {
-        Hello {
-            volume: "v1".parse().unwrap(),
-            replica: ReplicaId::from_random(7),
-            generation: Generation::new(3, 1),
-            queue: 0,
-            proof: String::new(),
-        }
-    }
-
-    #[test]
-    fn a_proof_binds_every_field() {
-        let mine = proof(b"secret", "nonce", &hello());
-        assert_eq!(mine.len(), 64);
-        assert!(proofs_equal(&mine, &proof(b"secret", "nonce", &hello())));
-        let others = [
-            proof(b"Secret", "nonce", &hello()),
-            proof(b"secret", "other", &hello()),
-            proof(b"secret", "nonce", &Hello { volume: "v2".parse().unwrap(), ..hello() }),
-            proof(b"secret", "nonce", &Hello { replica: ReplicaId::from_random(8), ..hello() }),
-            proof(b"secret", "nonce", &Hello { generation: Generation::new(3, 2), ..hello() }),
-            proof(b"secret", "nonce", &Hello { generation: Generation::new(3, 1).of_nonce(4), ..hello() }),
-            proof(b"secret", "nonce", &Hello { queue: 1, ..hello() }),
-        ];
-        for other in others {
-            assert!(!proofs_equal(&mine, &other));
-        }
-        assert!(!proofs_equal("", ""));
-    }
+    use crate::session::Session;
 
     #[test]
     fn the_longest_view_message_fits() {
@@ -175,8 +149,28 @@ mod tests {
     }
 
     #[test]
+    fn the_longest_welcome_fits_with_its_proof() {
+        let generation = Generation::new(u64::MAX, u32::MAX).of_nonce(u64::MAX);
+        let id = ViewId { generation, number: u32::MAX };
+        let members = Members::new((0..8).map(|n| ReplicaId::from_random(n * 1_000_003))).unwrap();
+        let view = View { id, members };
+        let report = ReplicaReport { committed: view, proposed: vec![view; 16] };
+        let (lost_cache, rebuilding, stamp) = (false, false, Some(u32::MAX));
+        let welcome =
+            Welcome { size_bytes: u64::MAX, report, lost_cache, rebuilding, tracks: members, stamp };
+        let claim =
+            Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 0 };
+        let nonce = Nonce::new([7; 32]);
+        let session = Session::new(&Secret::new([3; 32]), nonce, nonce, &claim);
+        let request = Header::request(Opcode::Hello, 1, 0, 0);
+        let (header, bytes) = encode_text(request.response(Ok(())), &session.prove_welcome(&welcome));
+        assert!(Header::decode(&header.encode()).is_ok(), "{} bytes", bytes.len());
+        assert_eq!(session.take_welcome(&decode_text(&header, &bytes).unwrap()), Ok(welcome));
+    }
+
+    #[test]
     fn damaged_texts_are_refused() {
-        let (header, mut bytes) = encode_text(Challenge::HEADER, &Challenge { nonce: "ab".into() });
+        let (header, mut bytes) = encode_text(Challenge::HEADER, &Challenge { nonce: Nonce::new([7; 32]) });
         assert!(decode_text::<Challenge>(&header, &bytes).is_ok());
         assert_eq!(decode_text::<Welcome>(&header, &bytes), Err(FrameError::Text(Opcode::Challenge)));
         bytes[3] ^= 1;

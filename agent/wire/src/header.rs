@@ -12,7 +12,7 @@ pub const MAX_TEXT_BYTES: u32 = 16 << 10;
 pub const MAX_LAYERS_TEXT_BYTES: u32 = MAX_IO_BYTES;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"SHRN");
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// What a frame asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,7 +20,7 @@ const VERSION: u8 = 1;
 pub enum Opcode {
     /// Replica to engine, first of all: a nonce. Text: [`crate::Challenge`].
     Challenge = 1,
-    /// Engine to replica. Text: [`crate::Hello`]; the response carries [`crate::Welcome`].
+    /// Engine to replica. Text: [`crate::Hello`]; the response carries [`crate::ProvenWelcome`].
     Hello = 2,
     /// Data of the range; the response carries it.
     Read = 3,
@@ -423,7 +423,7 @@ mod tests {
         fn any_bytes_are_refused_or_within_bounds(mut bytes in prop::array::uniform32(any::<u8>()), opcode in 0u8..24) {
             let mut whole = [0; HEADER_BYTES];
             bytes[..4].copy_from_slice(b"SHRN");
-            (bytes[4], bytes[5]) = (1, opcode);
+            (bytes[4], bytes[5]) = (VERSION, opcode);
             whole[..32].copy_from_slice(&bytes);
             let check = crc32c::crc32c(&whole[..36]);
             whole[36..].copy_from_slice(&check.to_le_bytes());
@@ -440,7 +440,7 @@ mod tests {
         header.flags = Flags::FUA;
         header.data_check = 0xdead_beef;
         let bytes = header.encode();
-        assert_eq!(&bytes[..8], b"SHRN\x01\x04\x01\x00");
+        assert_eq!(&bytes[..8], b"SHRN\x02\x04\x01\x00");
         assert_eq!(&bytes[8..16], &[8, 7, 6, 5, 4, 3, 2, 1]);
         assert_eq!(&bytes[16..32], &[0, 16, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(&bytes[32..36], &[0xef, 0xbe, 0xad, 0xde]);

@@ -7,7 +7,7 @@
 //! | offset | bytes | field |
 //! |---|---|---|
 //! | 0 | 4 | magic, "SHRN" |
-//! | 4 | 1 | version, 1 |
+//! | 4 | 1 | version, 2 |
 //! | 5 | 1 | opcode |
 //! | 6 | 2 | flags |
 //! | 8 | 8 | request id |
@@ -17,9 +17,10 @@
 //! | 32 | 4 | CRC-32C of the data behind the header, 0 where there is none |
 //! | 36 | 4 | CRC-32C of bytes 0 to 35 |
 //!
-//! Opening: the replica sends CHALLENGE with a nonce, the engine answers HELLO (who it is, whom it means,
-//! its generation, the proof that it has the volume's secret), the replica answers WELCOME (the response to
-//! HELLO) or a response with an errno and a text, and closes. Only then other frames are taken.
+//! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: who it is, whom it means, its generation,
+//! a nonce of its own, and the proof that it has the volume's secret. The replica answers WELCOME (the response to HELLO)
+//! with the proof that it has the secret too, or a response with an errno and a text, and closes. Only then other frames are
+//! taken. A refusal that names a newer generation counts only with a proof: see [`Session`].
 //!
 //! What the engine promises: no two requests that modify data and overlap, rounded to
 //! [`shorthorn_types::limits::BLOCK_BYTES`], are in flight at once over all its connections.
@@ -30,16 +31,15 @@ mod header;
 mod layers;
 mod pages;
 mod regions;
+mod session;
 mod sums;
 
-pub use handshake::{
-    Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text, fingerprint, proof,
-    proofs_equal,
-};
+pub use handshake::{Challenge, Claim, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text};
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
 pub use pages::BadPage;
 pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
+pub use session::{HexError, Holder, Nonce, Proof, ProvenWelcome, Session, Unproven, fingerprint};
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, PATCH_BYTES_MAX, SUM_PIECE_BYTES, SummedRun,

@@ -102,11 +102,11 @@ impl shorthorn_recovery::Courier for Courier {
                 .greeter
                 .greet(&peer.endpoint, queue)
                 .map_err(Trouble::while_doing("connecting a queue"))?;
-            let socket = connection.into_socket().map_err(|source| Trouble::Failed {
+            let greeted = connection.into_greeted().map_err(|source| Trouble::Failed {
                 doing: "connecting a queue",
                 error: ConnectError::Io { action: "set up the socket".to_owned(), source },
             })?;
-            desk.shared.connect(queue, self.peer, socket, installed.clone());
+            desk.shared.connect(queue, self.peer, greeted, installed.clone());
         }
         for _ in 0..desk.queues {
             acknowledged

@@ -4,14 +4,25 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use shorthorn_types::{Errno, MarkAction, Members, RegionsOf, ReplicaId};
-use shorthorn_wire::{Refusal, decode_text};
+use shorthorn_types::{Errno, MarkAction, Members, RegionsOf, ReplicaId, Secret};
+use shorthorn_wire::{Claim, Holder, Nonce, Refusal, decode_text};
 
 use super::*;
 
 const DEPTH: u16 = 4;
 const COPIES: u16 = 2;
 const GENERATION: Generation = Generation::new(3, 1);
+
+/// The keys of the connection, as both ends have them.
+fn session() -> Session {
+    let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
+    let claim = Claim { volume, replica, generation: GENERATION, queue: 0 };
+    Session::new(&Secret::new([3; 32]), Nonce::new([5; 32]), Nonce::new([6; 32]), &claim)
+}
+
+fn greeted(socket: UnixStream) -> Greeted {
+    Greeted { socket: socket.into(), session: session() }
+}
 
 struct Bench {
     link: Link,
@@ -34,7 +45,7 @@ impl Bench {
             events: Vec::new(),
             notice: None,
         };
-        assert!(bench.link.connect(ours.into()));
+        assert!(bench.link.connect(greeted(ours)));
         bench.link.start(&mut bench.ring);
         bench
     }
@@ -200,15 +211,28 @@ fn a_stored_view_is_told_by_its_number() {
     assert_eq!(bench.events, [Event::ViewStored { peer: 1, view: id }]);
 }
 
+fn refusal_of_a_proposal(holder: Holder) -> Vec<u8> {
+    let refusal = Refusal { message: "fenced".into(), holder: Some(holder) };
+    let request = Header::request(Opcode::Propose, ID_PROPOSE | 7, 0, 0);
+    let (header, text) = encode_text(request.response(Err(Errno::NOT_PERMITTED)), &refusal);
+    [&header.encode()[..], &text].concat()
+}
+
 #[test]
 fn a_newer_engine_is_noticed() {
     let mut bench = Bench::new();
-    let holder = Some(Generation::new(4, 0));
-    let refusal = Refusal { message: "fenced".into(), holder };
-    let request = Header::request(Opcode::Propose, ID_PROPOSE | 7, 0, 0);
-    let (header, text) = encode_text(request.response(Err(Errno::NOT_PERMITTED)), &refusal);
-    bench.say(&[&header.encode()[..], &text].concat());
-    assert!(matches!(bench.notice, Some(Notice::Deposed { holder }) if holder == Generation::new(4, 0)));
+    let newer = Generation::new(4, 0);
+    bench.say(&refusal_of_a_proposal(session().prove_holder(newer)));
+    assert!(matches!(bench.notice, Some(Notice::Deposed { holder }) if holder == newer));
+}
+
+#[test]
+fn a_newer_engine_without_proof_is_a_failure_of_the_replica() {
+    let mut bench = Bench::new();
+    let proof = session().prove_holder(Generation::new(4, 0)).proof;
+    bench.say(&refusal_of_a_proposal(Holder { generation: Generation::new(5, 0), proof }));
+    assert!(bench.notice.is_none());
+    assert!(bench.lost().contains("without the proof"), "{}", bench.lost());
 }
 
 #[test]
@@ -273,12 +297,12 @@ fn a_mark_is_told_by_its_number() {
 fn another_connection_takes_the_place_of_one_that_is_gone() {
     let mut bench = Bench::new();
     let (ours, theirs) = UnixStream::pair().unwrap();
-    assert!(!bench.link.connect(ours.try_clone().unwrap().into()), "the place is taken");
+    assert!(!bench.link.connect(greeted(ours.try_clone().unwrap())), "the place is taken");
     bench.link.close();
     while bench.link.take_closed().is_none() {
         bench.turn();
     }
-    assert!(bench.link.connect(ours.into()));
+    assert!(bench.link.connect(greeted(ours)));
     (bench.replica, bench.events) = (theirs, Vec::new());
     bench.link.start(&mut bench.ring);
     let request = bench.ask_read(1, 4096);

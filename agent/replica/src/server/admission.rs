@@ -88,7 +88,7 @@ impl Server {
     }
 
     fn welcome(&mut self, index: usize, place: Place, candidate: Candidate) {
-        let Candidate { socket, hello, peer } = candidate;
+        let Candidate { socket, hello, session, peer } = candidate;
         let welcome = Welcome {
             size_bytes: self.executor.size_bytes(),
             report: self.executor.state().views().report().clone(),
@@ -97,7 +97,7 @@ impl Server {
             tracks: self.executor.state().keeper().tracks(),
             stamp: self.executor.state().keeper().stamp(),
         };
-        let (header, text) = encode_text(hello.response(Ok(())), &welcome);
+        let (header, text) = encode_text(hello.response(Ok(())), &session.prove_welcome(&welcome));
         tracing::info!(generation = %place.generation, queue = place.queue, peer, "connection opened");
         let number = u16::try_from(index).unwrap_or(u16::MAX);
         let mut connection = Connection::new(socket, peer, number);
@@ -115,7 +115,7 @@ impl Server {
     /// nothing is waited for; where it does not, the engine sees the end of the connection alone.
     pub(super) fn refuse(&self, place: Place, candidate: Candidate, errno: Errno, message: String) {
         let generation = self.executor.state().views().generation();
-        let holder = (place.generation < generation).then_some(generation);
+        let holder = (place.generation < generation).then(|| candidate.session.prove_holder(generation));
         let frame = refusal_frame(&candidate.hello, errno, &Refusal { message, holder });
         let mut socket = UnixStream::from(candidate.socket);
         let written = socket.set_nonblocking(true).and_then(|()| socket.write_all(&frame));

@@ -11,7 +11,8 @@ use serde::de::DeserializeOwned;
 use shorthorn_control::{ReplicaSpec, ReplicaStatus, Secret, Status, store_spec};
 use shorthorn_types::{Generation, Members, ReplicaId};
 use shorthorn_wire::{
-    Challenge, Flags, HEADER_BYTES, Header, Hello, Opcode, Refusal, Welcome, decode_text, encode_text, proof,
+    Challenge, Claim, Flags, HEADER_BYTES, Header, Hello, Nonce, Opcode, ProvenWelcome, Refusal, Session,
+    Welcome, decode_text, encode_text,
 };
 
 /// Nothing here takes so long unless it hangs.
@@ -124,13 +125,13 @@ impl Replica {
     }
 
     pub fn try_open(&self, generation: Generation, queue: u16) -> Result<(Client, Welcome), (i32, Refusal)> {
-        let hello = self.hello(generation, queue);
-        Client::open(self.connect(), hello, SECRET).unwrap()
+        let claim = self.claim(generation, queue);
+        Client::open(self.connect(), &claim, SECRET).unwrap()
     }
 
-    pub fn hello(&self, generation: Generation, queue: u16) -> Hello {
+    pub fn claim(&self, generation: Generation, queue: u16) -> Claim {
         let (volume, replica) = (self.spec.volume.clone(), self.spec.replica);
-        Hello { volume, replica, generation, queue, proof: String::new() }
+        Claim { volume, replica, generation, queue }
     }
 
     pub fn connect(&self) -> UnixStream {
@@ -152,25 +153,33 @@ pub struct Client {
 }
 
 impl Client {
-    /// Answers the challenge with `hello`; the proof is made with `secret`. The error is the refusal.
+    /// Answers the challenge with `claim`; the proof is made with `secret`. The error is the refusal.
     pub fn open(
         mut socket: UnixStream,
-        hello: Hello,
+        claim: &Claim,
         secret: [u8; 32],
     ) -> io::Result<Result<(Client, Welcome), (i32, Refusal)>> {
         socket.set_read_timeout(Some(TIMEOUT))?;
         let (header, text) = read_frame(&mut socket)?;
         assert_eq!(header.opcode, Opcode::Challenge);
         let challenge: Challenge = decode_text(&header, &text).unwrap();
-        let proof = proof(&secret, &challenge.nonce, &hello);
-        let (header, text) = encode_text(Header::request(Opcode::Hello, 77, 0, 0), &Hello { proof, ..hello });
+        let (nonce, secret) = (Nonce::new([9; 32]), Secret::new(secret));
+        let hello = Hello::new(claim.clone(), nonce, &challenge, &secret);
+        let (header, text) = encode_text(Header::request(Opcode::Hello, 77, 0, 0), &hello);
         socket.write_all(&[&header.encode()[..], &text].concat())?;
         let (header, text) = read_frame(&mut socket)?;
         assert_eq!((header.opcode, header.id, header.is_response()), (Opcode::Hello, 77, true));
+        let session = Session::new(&secret, challenge.nonce, nonce, claim);
         if header.status != 0 {
-            return Ok(Err((header.status, decode_text(&header, &text).unwrap())));
+            let refusal: Refusal = decode_text(&header, &text).unwrap();
+            if let Some(holder) = &refusal.holder {
+                assert_eq!(session.take_holder(holder), Ok(holder.generation));
+            }
+            return Ok(Err((header.status, refusal)));
         }
-        Ok(Ok((Client { socket, next_id: 0 }, decode_text(&header, &text).unwrap())))
+        let proven: ProvenWelcome = decode_text(&header, &text).unwrap();
+        let welcome = session.take_welcome(&proven).unwrap();
+        Ok(Ok((Client { socket, next_id: 0 }, welcome)))
     }
 
     /// Sends a request; its id.

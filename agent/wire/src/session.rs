@@ -1,0 +1,416 @@
+//! What both ends of one connection derive from the volume's secret.
+
+use std::fmt;
+
+use hmac::{Hmac, KeyInit, Mac};
+use serde::{Deserialize, Serialize};
+use sha2::Sha256;
+use shorthorn_types::{Generation, SECRET_BYTES, Secret};
+use thiserror::Error;
+
+use crate::handshake::{Claim, Welcome};
+
+const BYTES: usize = 32;
+/// HMAC-SHA-256 fills a shorter key up with zeroes to this length.
+const MAC_BLOCK_BYTES: usize = 64;
+
+/// Random bytes that one end draws anew for every connection: 64 lower-case hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Nonce([u8; BYTES]);
+
+/// An HMAC-SHA-256 made with the volume's secret, or with a key derived from it: 64 lower-case hexadecimal digits.
+/// Not comparable: [`Session`] and [`Hello`](crate::Hello) compare in a time that does not depend on the difference.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Proof([u8; BYTES]);
+
+/// A text is no nonce or proof.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("a nonce or a proof is not 64 lower-case hexadecimal digits")]
+pub struct HexError;
+
+/// The replica has not proven that it has the volume's secret. Nothing that it says counts.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Unproven {
+    /// Its welcome.
+    #[error(
+        "the welcome does not prove the volume's secret: find out which process answers at this address, and whether it was \
+         started with the secret of this volume"
+    )]
+    Welcome,
+    /// Its welcome is proven, but this version cannot read it.
+    #[error("the welcome is not what this version expects: run the same version on both hosts")]
+    Text,
+    /// The generation that it refuses the engine for.
+    #[error(
+        "a refusal says that generation {0} holds the volume, without the proof of the volume's secret: find out which process \
+         answers at this address, and whether it was started with the secret of this volume"
+    )]
+    Holder(Generation),
+    /// The generation that it refuses the engine for is not newer.
+    #[error(
+        "a refusal names generation {holder}, which does not depose generation {own}: look for faults of that replica"
+    )]
+    NotNewer {
+        /// Which the replica names.
+        holder: Generation,
+        /// Of the engine.
+        own: Generation,
+    },
+}
+
+/// The generation that holds a replica, with the proof that a process with the volume's secret says so to this engine.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Holder {
+    /// Which one.
+    pub generation: Generation,
+    /// See [`Session::prove_holder`].
+    pub proof: Proof,
+}
+
+/// A [`Welcome`] with the proof that the replica has the volume's secret.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ProvenWelcome {
+    /// The welcome as JSON: the proof is over these very bytes.
+    welcome: String,
+    proof: Proof,
+}
+
+/// The keys of one connection. Both ends derive them from the volume's secret, from a nonce of each, and from all that the
+/// hello claims. So nothing that is proven with them proves anything on another connection, of another queue, or for a
+/// replica or an engine of another name.
+///
+/// All replicas of a volume have the same secret. So a proof says that some process with the secret has answered as the
+/// replica that the hello names; it does not say that it is no other replica of the volume.
+#[derive(Clone)]
+pub struct Session {
+    /// Of the engine.
+    generation: Generation,
+    /// Proves what the replica answers.
+    answers: [u8; BYTES],
+}
+
+impl Session {
+    /// The keys of the connection on which the replica has sent `challenge` as its nonce, and the engine `nonce` with `claim`.
+    #[must_use]
+    pub fn new(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
+        let answers = derive(secret, "shorthorn-2 answers", challenge, nonce, claim).finalize();
+        Session { generation: claim.generation, answers: answers.into_bytes().into() }
+    }
+
+    /// The welcome of a replica, with its proof.
+    #[must_use]
+    pub fn prove_welcome(&self, welcome: &Welcome) -> ProvenWelcome {
+        let welcome = serde_json::to_string(welcome).unwrap_or_default();
+        let proof = Proof::of(self.mac_of_welcome(&welcome));
+        ProvenWelcome { welcome, proof }
+    }
+
+    /// What the replica says in its welcome.
+    ///
+    /// # Errors
+    /// [`Unproven`]: the replica does not have the secret, or has said that to somebody else.
+    pub fn take_welcome(&self, proven: &ProvenWelcome) -> Result<Welcome, Unproven> {
+        if !proven.proof.is(self.mac_of_welcome(&proven.welcome)) {
+            return Err(Unproven::Welcome);
+        }
+        serde_json::from_str(&proven.welcome).map_err(|_| Unproven::Text)
+    }
+
+    /// The generation that a replica refuses the engine for, with its proof.
+    #[must_use]
+    pub fn prove_holder(&self, generation: Generation) -> Holder {
+        Holder { generation, proof: Proof::of(self.mac_of_holder(generation)) }
+    }
+
+    /// The generation of the newer engine that a refusal tells of.
+    ///
+    /// # Errors
+    /// [`Unproven`]: then the engine must not believe that it is deposed.
+    pub fn take_holder(&self, holder: &Holder) -> Result<Generation, Unproven> {
+        if !holder.proof.is(self.mac_of_holder(holder.generation)) {
+            return Err(Unproven::Holder(holder.generation));
+        }
+        if holder.generation <= self.generation {
+            return Err(Unproven::NotNewer { holder: holder.generation, own: self.generation });
+        }
+        Ok(holder.generation)
+    }
+
+    fn mac_of_welcome(&self, welcome: &str) -> Hmac<Sha256> {
+        mac(&self.answers, "welcome", welcome)
+    }
+
+    fn mac_of_holder(&self, holder: Generation) -> Hmac<Sha256> {
+        mac(&self.answers, "holder", &holder.to_string())
+    }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session").field("generation", &self.generation).finish_non_exhaustive()
+    }
+}
+
+/// A MAC over both nonces and all that the engine claims. None of the fields has a line feed, so no two different lists of
+/// fields give the same text.
+pub(crate) fn derive(
+    secret: &Secret,
+    label: &str,
+    challenge: Nonce,
+    nonce: Nonce,
+    claim: &Claim,
+) -> Hmac<Sha256> {
+    let (challenge, nonce) = (String::from(challenge), String::from(nonce));
+    let Claim { volume, replica, generation, queue } = claim;
+    mac(secret.bytes(), label, &format!("{challenge}\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n"))
+}
+
+/// The label has no line feed.
+fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Hmac<Sha256> {
+    let mut block = [0; MAC_BLOCK_BYTES];
+    block[..SECRET_BYTES].copy_from_slice(key);
+    let mut mac = Hmac::<Sha256>::new(&block.into());
+    mac.update(label.as_bytes());
+    mac.update(b"\n");
+    mac.update(content.as_bytes());
+    mac
+}
+
+/// Tells the volume of that secret from another one that had its name before, and does not tell the secret: 16 hexadecimal
+/// digits of an HMAC-SHA-256.
+#[must_use]
+pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
+    // Names of state files have it: it must not change.
+    let digest = mac(secret, "shorthorn-1", "fingerprint\n").finalize().into_bytes();
+    digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl Nonce {
+    /// The nonce that these random bytes are.
+    #[must_use]
+    pub const fn new(random: [u8; BYTES]) -> Nonce {
+        Nonce(random)
+    }
+}
+
+impl Proof {
+    pub(crate) fn of(mac: Hmac<Sha256>) -> Proof {
+        Proof(mac.finalize().into_bytes().into())
+    }
+
+    /// Compares in a time that does not tell the place of the difference.
+    pub(crate) fn is(&self, mac: Hmac<Sha256>) -> bool {
+        mac.verify_slice(&self.0).is_ok()
+    }
+}
+
+impl TryFrom<String> for Nonce {
+    type Error = HexError;
+    fn try_from(text: String) -> Result<Nonce, HexError> {
+        bytes(&text).map(Nonce)
+    }
+}
+
+impl From<Nonce> for String {
+    fn from(nonce: Nonce) -> String {
+        digits(&nonce.0)
+    }
+}
+
+impl TryFrom<String> for Proof {
+    type Error = HexError;
+    fn try_from(text: String) -> Result<Proof, HexError> {
+        bytes(&text).map(Proof)
+    }
+}
+
+impl From<Proof> for String {
+    fn from(proof: Proof) -> String {
+        digits(&proof.0)
+    }
+}
+
+impl fmt::Debug for Nonce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&digits(&self.0))
+    }
+}
+
+impl fmt::Debug for Proof {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&digits(&self.0))
+    }
+}
+
+fn digits(bytes: &[u8; BYTES]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Lower case only: the same bytes have one text.
+fn bytes(text: &str) -> Result<[u8; BYTES], HexError> {
+    let value = |digit: u8| match digit {
+        b'0'..=b'9' => Ok(digit - b'0'),
+        b'a'..=b'f' => Ok(digit - b'a' + 10),
+        _ => Err(HexError),
+    };
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    if pairs.len() != BYTES || !rest.is_empty() {
+        return Err(HexError);
+    }
+    let mut bytes = [0; BYTES];
+    for (byte, [high, low]) in bytes.iter_mut().zip(pairs) {
+        *byte = value(*high)? << 4 | value(*low)?;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, ViewId};
+
+    use super::*;
+    use crate::handshake::{Challenge, Hello};
+
+    const SECRET: Secret = Secret::new([3; 32]);
+    const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]) };
+    const NONCE: Nonce = Nonce::new([6; 32]);
+
+    fn claim() -> Claim {
+        Claim {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(7),
+            generation: Generation::new(3, 1),
+            queue: 0,
+        }
+    }
+
+    fn session() -> Session {
+        Session::new(&SECRET, CHALLENGE.nonce, NONCE, &claim())
+    }
+
+    fn welcome() -> Welcome {
+        let id = ViewId { generation: Generation::new(2, 0), number: 1 };
+        let view = View { id, members: Members::new([ReplicaId::from_random(7)]).unwrap() };
+        Welcome {
+            size_bytes: 1 << 30,
+            report: ReplicaReport { committed: view, proposed: vec![view] },
+            lost_cache: false,
+            rebuilding: false,
+            tracks: Members::default(),
+            stamp: Some(4),
+        }
+    }
+
+    /// All connections that differ from [`session`] in one thing.
+    fn others() -> Vec<(Secret, Nonce, Nonce, Claim)> {
+        let with = |claim| (SECRET, CHALLENGE.nonce, NONCE, claim);
+        vec![
+            (Secret::new([4; 32]), CHALLENGE.nonce, NONCE, claim()),
+            (SECRET, Nonce::new([9; 32]), NONCE, claim()),
+            (SECRET, CHALLENGE.nonce, Nonce::new([9; 32]), claim()),
+            (SECRET, NONCE, CHALLENGE.nonce, claim()),
+            with(Claim { volume: "v2".parse().unwrap(), ..claim() }),
+            with(Claim { replica: ReplicaId::from_random(8), ..claim() }),
+            with(Claim { generation: Generation::new(3, 2), ..claim() }),
+            with(Claim { generation: Generation::new(3, 1).of_nonce(4), ..claim() }),
+            with(Claim { queue: 1, ..claim() }),
+        ]
+    }
+
+    #[test]
+    fn a_hello_is_proven_for_one_challenge_and_as_it_is() {
+        let hello = Hello::new(claim(), NONCE, &CHALLENGE, &SECRET);
+        assert!(hello.is_proven(&CHALLENGE, &SECRET));
+        for (secret, challenge, nonce, claim) in others() {
+            let other = Hello { claim, nonce, ..hello.clone() };
+            assert!(!other.is_proven(&Challenge { nonce: challenge }, &secret), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_welcome_is_proven_on_one_connection_and_as_it_is() {
+        let proven = session().prove_welcome(&welcome());
+        assert_eq!(session().take_welcome(&proven), Ok(welcome()));
+        for (secret, challenge, nonce, claim) in others() {
+            let other = Session::new(&secret, challenge, nonce, &claim);
+            assert_eq!(other.take_welcome(&proven), Err(Unproven::Welcome), "{claim:?}");
+        }
+        for at in 0..proven.welcome.len() {
+            let mut changed = proven.clone();
+            changed.welcome.replace_range(at..=at, "#");
+            assert_eq!(session().take_welcome(&changed), Err(Unproven::Welcome), "byte {at}");
+            changed.welcome.truncate(at);
+            assert_eq!(session().take_welcome(&changed), Err(Unproven::Welcome), "{at} bytes");
+        }
+        let longer = ProvenWelcome { welcome: format!("{} ", proven.welcome), ..proven };
+        assert_eq!(session().take_welcome(&longer), Err(Unproven::Welcome));
+    }
+
+    #[test]
+    fn no_proof_stands_for_another() {
+        let hello = Hello::new(claim(), NONCE, &CHALLENGE, &SECRET);
+        let mut proven = session().prove_welcome(&welcome());
+        let holder = session().prove_holder(Generation::new(4, 0));
+        for proof in [hello.proof, holder.proof] {
+            proven.proof = proof;
+            assert_eq!(session().take_welcome(&proven), Err(Unproven::Welcome));
+        }
+        let as_welcome = ProvenWelcome { welcome: "4.0".into(), proof: holder.proof };
+        assert_eq!(session().take_welcome(&as_welcome), Err(Unproven::Welcome));
+        let reflected = Holder { generation: Generation::new(4, 0), proof: hello.proof };
+        assert_eq!(session().take_holder(&reflected), Err(Unproven::Holder(reflected.generation)));
+    }
+
+    #[test]
+    fn a_holder_is_proven_on_one_connection_and_is_newer() {
+        let newer = Generation::new(4, 0);
+        let holder = session().prove_holder(newer);
+        assert_eq!(session().take_holder(&holder), Ok(newer));
+        for (secret, challenge, nonce, claim) in others() {
+            let other = Session::new(&secret, challenge, nonce, &claim);
+            assert_eq!(other.take_holder(&holder), Err(Unproven::Holder(newer)), "{claim:?}");
+        }
+        let other = Holder { generation: Generation::new(5, 0), ..holder };
+        assert_eq!(session().take_holder(&other), Err(Unproven::Holder(other.generation)));
+        let own = claim().generation;
+        for holder in [own, Generation::new(3, 0)] {
+            let proven = session().prove_holder(holder);
+            assert_eq!(session().take_holder(&proven), Err(Unproven::NotNewer { holder, own }));
+        }
+    }
+
+    #[test]
+    fn texts_of_nonces_are_all_checked() {
+        let text =
+            serde_json::to_string(&Nonce::new(std::array::from_fn(|at| u8::try_from(at * 8 + 3).unwrap())))
+                .unwrap();
+        assert_eq!(text.len(), 2 + 2 * BYTES);
+        assert_eq!(serde_json::to_string(&serde_json::from_str::<Nonce>(&text).unwrap()).unwrap(), text);
+        for bad in [
+            String::new(),
+            "0".repeat(63),
+            "0".repeat(65),
+            "0".repeat(66),
+            "A".repeat(64),
+            format!("{}\n", "0".repeat(63)),
+        ] {
+            assert_eq!(Nonce::try_from(bad.clone()), Err(HexError), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn keys_are_never_debugged() {
+        assert_eq!(
+            format!("{:?}", session()),
+            "Session { generation: Generation { attach: 3, restart: 1, nonce: 0 }, .. }"
+        );
+    }
+
+    #[test]
+    fn fingerprints_stay_as_they_are() {
+        // As OpenSSL computes it: printf 'shorthorn-1\nfingerprint\n' | openssl dgst -sha256 -mac HMAC -macopt hexkey:0303…
+        assert_eq!(fingerprint(SECRET.bytes()), "b0c03de4980e5acf");
+    }
+}
