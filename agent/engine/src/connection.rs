@@ -107,7 +107,7 @@ pub struct Connection {
     stream: Stream,
     /// How long each step may take; none: for ever.
     timeout: Option<Duration>,
-    /// What proves that an answer is the replica's. None before the hello.
+    /// Makes and reads the headers of frames. None before the welcome.
     session: Option<Session>,
 }
 
@@ -185,11 +185,14 @@ impl Connection {
     pub fn greet(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
         let nonce = draw_nonce()?;
-        let session = Session::new(secret, challenge.nonce, nonce, &claim);
-        self.session = Some(session.clone());
-        let hello = Hello::new(claim, nonce, &challenge, secret);
-        let proven: ProvenWelcome = self.ask(Opcode::Hello, &hello)?;
-        Ok(session.take_welcome(&proven)?)
+        let session = Session::of_engine(secret, challenge.nonce, nonce, &claim);
+        self.send_text(Opcode::Hello, &Hello::new(claim, nonce, &challenge, secret))?;
+        let (header, text) = self.receive_answer(Opcode::Hello)?;
+        header.outcome().map_err(|errno| refusal(&header, &text, errno, &session))?;
+        let proven: ProvenWelcome = decode_text(&header, &text)?;
+        let welcome = session.take_welcome(&proven)?;
+        self.session = Some(session);
+        Ok(welcome)
     }
 
     /// Asks whether the replica is there; it counts as heard of from then on.
@@ -216,9 +219,7 @@ impl Connection {
         let request = layer_request(Opcode::ReadLayer, layer, offset_bytes, data);
         self.send(&request, &[])?;
         let header = self.receive_header(Opcode::ReadLayer)?;
-        if let Err(errno) = header.outcome() {
-            return Err(refusal(&header, &[], errno, self.session.as_ref()));
-        }
+        self.judge(&header, &[])?;
         if header.data_bytes() as usize != data.len() {
             return Err(ConnectError::Unexpected(header));
         }
@@ -290,7 +291,11 @@ impl Connection {
     }
 
     fn send(&mut self, header: &Header, data: &[u8]) -> Result<(), ConnectError> {
-        self.write_all(&[&header.encode()[..], data].concat()).map_err(broken)
+        let header = match &mut self.session {
+            Some(session) => session.encode(header),
+            None => header.encode(),
+        };
+        self.write_all(&[&header[..], data].concat()).map_err(broken)
     }
 
     fn receive<T: DeserializeOwned>(&mut self, opcode: Opcode) -> Result<T, ConnectError> {
@@ -299,19 +304,36 @@ impl Connection {
     }
 
     fn receive_frame(&mut self, opcode: Opcode) -> Result<(Header, Vec<u8>), ConnectError> {
+        let (header, text) = self.receive_answer(opcode)?;
+        self.judge(&header, &text)?;
+        Ok((header, text))
+    }
+
+    /// Whether the replica has done as it was asked.
+    fn judge(&self, header: &Header, text: &[u8]) -> Result<(), ConnectError> {
+        let Err(errno) = header.outcome() else { return Ok(()) };
+        match &self.session {
+            Some(session) => Err(refusal(header, text, errno, session)),
+            // Before the hello there is nothing to refuse.
+            None => Err(ConnectError::Unexpected(*header)),
+        }
+    }
+
+    /// A frame with its text, whatever it says.
+    fn receive_answer(&mut self, opcode: Opcode) -> Result<(Header, Vec<u8>), ConnectError> {
         let header = self.receive_header(opcode)?;
         let mut text = vec![0; header.data_bytes() as usize];
         self.read_all(&mut text).map_err(broken)?;
-        match header.outcome() {
-            Ok(()) => Ok((header, text)),
-            Err(errno) => Err(refusal(&header, &text, errno, self.session.as_ref())),
-        }
+        Ok((header, text))
     }
 
     fn receive_header(&mut self, opcode: Opcode) -> Result<Header, ConnectError> {
         let mut bytes = [0; HEADER_BYTES];
         self.read_all(&mut bytes).map_err(broken)?;
-        let header = Header::decode(&bytes)?;
+        let header = match &mut self.session {
+            Some(session) => session.decode(&bytes).inspect(|_| session.advance())?,
+            None => Header::decode(&bytes)?,
+        };
         if header.opcode == opcode { Ok(header) } else { Err(ConnectError::Unexpected(header)) }
     }
 }
@@ -398,13 +420,11 @@ fn broken(source: io::Error) -> ConnectError {
 
 /// What a refusal says, in either form: with or without a text. One that names a newer engine counts only with the proof
 /// that `session` asks for.
-pub fn refusal(header: &Header, text: &[u8], errno: Errno, session: Option<&Session>) -> ConnectError {
+pub fn refusal(header: &Header, text: &[u8], errno: Errno, session: &Session) -> ConnectError {
     let Ok(Refusal { message, holder }) = decode_text::<Refusal>(header, text) else {
         return ConnectError::Refused { message: format!("it refuses {:?}", header.opcode), errno };
     };
     let Some(holder) = holder else { return ConnectError::Refused { message, errno } };
-    // Before the hello nobody can be deposed: the replica does not know yet who asks.
-    let Some(session) = session else { return Unproven::Holder(holder.generation).into() };
     match session.take_holder(&holder) {
         Ok(holder) => ConnectError::Deposed { holder, message },
         Err(unproven) => unproven.into(),
@@ -461,16 +481,19 @@ mod tests {
 
     /// Answers one request with `text`.
     fn answer_with(text: &(impl Serialize + Sync)) -> Connection {
-        let (connection, mut theirs) = pair(LIMIT);
+        let (mut connection, mut theirs) = pair(LIMIT);
+        let nonces = (CHALLENGE.nonce, Nonce::new([6; 32]));
+        connection.session = Some(Session::of_engine(&SECRET, nonces.0, nonces.1, &claim()));
+        let mut session = Session::of_replica(&SECRET, nonces.0, nonces.1, &claim());
         let text = serde_json::to_value(text).unwrap();
         thread::spawn(move || {
             let mut bytes = [0; HEADER_BYTES];
             theirs.read_exact(&mut bytes).unwrap();
-            let request = Header::decode(&bytes).unwrap();
+            let request = session.decode(&bytes).unwrap();
             let mut question = vec![0; request.data_bytes() as usize];
             theirs.read_exact(&mut question).unwrap();
             let (header, answer) = encode_text(request.response(Ok(())), &text);
-            theirs.write_all(&[&header.encode()[..], &answer].concat()).unwrap();
+            theirs.write_all(&[&session.encode(&header)[..], &answer].concat()).unwrap();
         });
         connection
     }
@@ -521,7 +544,7 @@ mod tests {
     }
 
     fn session_of(hello: &Hello, secret: &Secret) -> Session {
-        Session::new(secret, CHALLENGE.nonce, hello.nonce, &hello.claim)
+        Session::of_replica(secret, CHALLENGE.nonce, hello.nonce, &hello.claim)
     }
 
     #[test]

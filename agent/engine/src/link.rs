@@ -5,11 +5,13 @@ use shorthorn_core::{Event, Operation, PeerIndex, SlotId, ZeroBlocks};
 use shorthorn_ring::{Arena, Completion, IoBuf, Received, Ring, Stream, StreamLimits, Token};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Generation, MarkRegions, ReplicaReport, View, ViewId};
-use shorthorn_wire::{
-    Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, Session, ViewMessage, encode_text,
-};
+use shorthorn_wire::{Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, ViewMessage, encode_text};
 
 use crate::connection::{ConnectError, Greeted, refusal};
+
+mod framed;
+
+use framed::Framed;
 
 /// [`Token::source`] of the completions of links; [`Token::index`] is the peer.
 pub const SOURCE: u8 = 2;
@@ -51,9 +53,7 @@ pub struct Link {
     peer: PeerIndex,
     queue: u16,
     generation: Generation,
-    stream: Option<Stream>,
-    /// Of the connection, or of the last one.
-    session: Option<Session>,
+    framed: Option<Framed>,
     closing: bool,
     told_closed: bool,
     /// Slots from here on are for copies.
@@ -80,8 +80,7 @@ impl Link {
             peer,
             queue,
             generation,
-            stream: None,
-            session: None,
+            framed: None,
             closing: true,
             told_closed: true,
             depth: slots.depth,
@@ -98,8 +97,8 @@ impl Link {
         let token = |kind| Token { source: SOURCE, kind, index: u16::from(self.peer), tag: 0 };
         let limits = StreamLimits { frames: self.asked.len() + CONTROL_FRAMES, receive_bytes: RECEIVE_BYTES };
         let Greeted { socket, session } = greeted;
-        self.stream = Some(Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits));
-        self.session = Some(session);
+        let stream = Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits);
+        self.framed = Some(Framed { stream, session });
         (self.closing, self.told_closed, self.receiving) = (false, false, None);
         self.asked.fill(Asked::default());
         true
@@ -107,13 +106,13 @@ impl Link {
 
     /// Whether there is no connection, and nothing left of the last one.
     pub fn is_absent(&self) -> bool {
-        self.stream.is_none()
+        self.framed.is_none()
     }
 
     /// Starts to receive.
     pub fn start(&mut self, ring: &mut Ring) {
-        if let Some(stream) = &mut self.stream {
-            stream.arm(ring);
+        if let Some(framed) = &mut self.framed {
+            framed.stream.arm(ring);
         }
     }
 
@@ -150,8 +149,8 @@ impl Link {
             return events
                 .push(Event::Lost { peer: self.peer, reason: "there is no connection to it".into() });
         }
-        let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
-        if let Err(error) = stream.send(&header.encode(), payload, None) {
+        let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
+        if let Err(error) = framed.send(&header, payload) {
             self.fail(&format!("sending: {error}"), events);
         }
     }
@@ -159,8 +158,8 @@ impl Link {
     /// Queues a PING.
     pub fn ping(&mut self, events: &mut Vec<Event>) {
         let header = Header::request(Opcode::Ping, ID_PING, 0, 0);
-        let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
-        if let Err(error) = stream.send(&header.encode(), None, None) {
+        let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
+        if let Err(error) = framed.send(&header, None) {
             self.fail(&format!("sending: {error}"), events);
         }
     }
@@ -194,16 +193,16 @@ impl Link {
 
     fn send_text(&mut self, opcode: Opcode, id: u64, text: &impl Serialize, events: &mut Vec<Event>) {
         let (header, text) = encode_text(Header::request(opcode, id, 0, 0), text);
-        let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) else { return };
-        if let Err(error) = stream.send_owned(&header.encode(), text) {
+        let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
+        if let Err(error) = framed.send_owned(&header, text) {
             self.fail(&format!("sending: {error}"), events);
         }
     }
 
     /// Sends what is queued.
     pub fn flush(&mut self, ring: &mut Ring) {
-        if let Some(stream) = self.stream.as_mut().filter(|_| !self.closing) {
-            stream.flush(ring);
+        if let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) {
+            framed.stream.flush(ring);
         }
     }
 
@@ -212,19 +211,19 @@ impl Link {
     pub fn close(&mut self) {
         self.closing = true;
         self.told_closed = false;
-        if let Some(stream) = &self.stream {
-            stream.shutdown();
+        if let Some(framed) = &self.framed {
+            framed.stream.shutdown();
         }
     }
 
     /// Once, when the connection was closed and no operation on it is under way: its buffers are free.
     pub fn take_closed(&mut self) -> Option<Event> {
-        let idle = self.stream.as_ref().is_none_or(Stream::is_idle);
+        let idle = self.framed.as_ref().is_none_or(|framed| framed.stream.is_idle());
         if !self.closing || self.told_closed || !idle {
             return None;
         }
         self.told_closed = true;
-        self.stream = None;
+        self.framed = None;
         Some(Event::Closed { peer: self.peer, queue: self.queue })
     }
 
@@ -236,7 +235,7 @@ impl Link {
         arena: &Arena,
         events: &mut Vec<Event>,
     ) -> Option<Notice> {
-        let Some(stream) = &mut self.stream else { return None };
+        let Some(Framed { stream, .. }) = &mut self.framed else { return None };
         if completion.token.kind == KIND_SEND {
             let mut owners = Vec::new(); // frames of requests have no owners: it stays empty
             if let Err(error) = stream.on_sent(completion, &mut owners) {
@@ -277,8 +276,8 @@ impl Link {
     /// Takes every whole frame out of the receive buffer.
     fn parse(&mut self, arena: &Arena, events: &mut Vec<Event>) -> Result<Option<Notice>, String> {
         let mut notice = None;
-        while let Some(bytes) = self.stream.as_ref().and_then(|stream| stream.bytes().first_chunk()) {
-            let header = Header::decode(bytes).map_err(|error| error.to_string())?;
+        while let Some(header) = self.framed.as_ref().and_then(Framed::header) {
+            let header = header.map_err(|error| error.to_string())?;
             if !header.is_response() {
                 return Err(format!("it sends a request: {header}"));
             }
@@ -292,16 +291,16 @@ impl Link {
                     break;
                 }
             } else {
-                self.consume(HEADER_BYTES);
+                self.take_header();
                 self.take_answer(&header, events)?;
             }
         }
         Ok(notice)
     }
 
-    fn consume(&mut self, count: usize) {
-        if let Some(stream) = &mut self.stream {
-            stream.consume(count);
+    fn take_header(&mut self) {
+        if let Some(framed) = &mut self.framed {
+            framed.take(0);
         }
     }
 
@@ -312,10 +311,10 @@ impl Link {
         if bytes != header.length_bytes || bytes == 0 {
             return Err(format!("it answers {header} with {bytes} bytes asked for"));
         }
-        self.consume(HEADER_BYTES);
+        self.take_header();
         let target = arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, bytes as usize);
         self.receiving = Some((header, target));
-        Ok(self.stream.as_mut().is_some_and(|stream| stream.receive_into(target)))
+        Ok(self.framed.as_mut().is_some_and(|framed| framed.stream.receive_into(target)))
     }
 
     /// The data of a read is in its slot.
@@ -360,10 +359,10 @@ impl Link {
         notice: &mut Option<Notice>,
     ) -> Result<bool, String> {
         let whole = HEADER_BYTES + header.data_bytes() as usize;
-        let Some(stream) = &mut self.stream else { return Ok(false) };
-        let Some(text) = stream.bytes().get(HEADER_BYTES..whole) else { return Ok(false) };
-        let outcome = header.outcome().map_err(|errno| refusal(header, text, errno, self.session.as_ref()));
-        stream.consume(whole);
+        let Some(framed) = &mut self.framed else { return Ok(false) };
+        let Some(text) = framed.stream.bytes().get(HEADER_BYTES..whole) else { return Ok(false) };
+        let outcome = header.outcome().map_err(|errno| refusal(header, text, errno, &framed.session));
+        framed.take(text.len());
         match outcome {
             Err(ConnectError::Deposed { holder, .. }) => *notice = Some(Notice::Deposed { holder }),
             Err(error) => return Err(error.to_string()),

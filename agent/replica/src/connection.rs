@@ -1,6 +1,8 @@
+use std::io;
 use std::os::fd::OwnedFd;
 
-use shorthorn_ring::{Stream, StreamLimits, Token};
+use shorthorn_ring::{IoBuf, Stream, StreamLimits, Token};
+use shorthorn_wire::{FrameError, HEADER_BYTES, Header, Session};
 
 use crate::limits::{RECEIVE_BYTES, SLOTS};
 
@@ -12,8 +14,10 @@ pub(crate) const SOURCE_RECEIVE: u8 = 3;
 /// One connection of an engine.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    /// The socket.
+    /// The socket, for all but headers of frames.
     pub stream: Stream,
+    /// Makes and reads the headers, so that none is left out of the numbers.
+    session: Session,
     /// Who it is, for logs.
     pub peer: String,
     /// It is over: nothing is read or sent any more. It goes when the kernel has let go of it and its
@@ -29,18 +33,35 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// The connection number `index`, on a socket that is open already.
-    pub fn new(socket: OwnedFd, peer: String, index: u16) -> Connection {
+    pub fn new(socket: OwnedFd, session: Session, peer: String, index: u16) -> Connection {
         let token = |source| Token { source, kind: 0, index, tag: 0 };
         // Every response has a slot, and there is one welcome beside.
         let limits = StreamLimits { frames: SLOTS + 1, receive_bytes: RECEIVE_BYTES };
         Connection {
             stream: Stream::new(socket, token(SOURCE_SEND), token(SOURCE_RECEIVE), limits),
+            session,
             peer,
             ending: false,
             receiving: None,
             heard: true,
             silent_ticks: 0,
         }
+    }
+
+    /// The header of the next frame, if it is here whole. The frame stays the next one until its header is taken.
+    pub fn header(&self) -> Option<Result<Header, FrameError>> {
+        self.stream.bytes().first_chunk().map(|bytes| self.session.decode(bytes))
+    }
+
+    /// The next frame's header is taken; its data comes next.
+    pub fn take_header(&mut self) {
+        self.session.advance();
+        self.stream.consume(HEADER_BYTES);
+    }
+
+    /// Queues a response; `slot` has its data. After an error the connection is of no more use: the number of the frame is gone.
+    pub fn send(&mut self, response: &Header, data: Option<IoBuf>, slot: u16) -> io::Result<()> {
+        self.stream.send(&self.session.encode(response), data, Some(u32::from(slot)))
     }
 
     /// A tick has passed. How many have since the last byte came.
@@ -55,13 +76,20 @@ impl Connection {
 mod tests {
     use std::os::unix::net::UnixStream;
 
+    use shorthorn_types::{Generation, ReplicaId, Secret};
+    use shorthorn_wire::{Claim, Nonce};
+
     use super::*;
     use crate::limits::{SILENT_TICKS_MAX, TICK};
 
     #[test]
     fn silence_is_counted_from_the_last_byte() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let mut connection = Connection::new(ours.into(), "test".to_owned(), 0);
+        let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
+        let claim = Claim { volume, replica, generation: Generation::new(1, 0), queue: 0 };
+        let nonce = Nonce::new([5; 32]);
+        let session = Session::of_replica(&Secret::new([3; 32]), nonce, nonce, &claim);
+        let mut connection = Connection::new(ours.into(), session, "test".to_owned(), 0);
         assert_eq!(connection.tick(), 0, "it has just come");
         assert_eq!([connection.tick(), connection.tick()], [1, 2]);
         connection.heard = true;

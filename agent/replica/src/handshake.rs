@@ -72,7 +72,7 @@ pub(crate) struct Proven {
     /// The hello, for the answer.
     pub header: Header,
     pub place: Place,
-    /// Proves the answer.
+    /// Proves the answer, and makes and reads all frames after it.
     pub session: Session,
 }
 
@@ -100,7 +100,7 @@ pub(crate) fn greet(
     }
     checked?;
     let place = Place { generation: hello.claim.generation, queue: hello.claim.queue };
-    let session = Session::new(&identity.secret, challenge.nonce, hello.nonce, &hello.claim);
+    let session = Session::of_replica(&identity.secret, challenge.nonce, hello.nonce, &hello.claim);
     Ok(Proven { header, place, session })
 }
 
@@ -235,9 +235,9 @@ mod tests {
         let Proven { place, session, .. } = opened.unwrap();
         assert_eq!(place, Place { generation: Generation::new(2, 1), queue: 1 });
         assert!(refusal.is_none());
-        let engine = Session::new(&identity().secret, Nonce::new([5; 32]), NONCE, &claim());
-        let newer = Generation::new(3, 0);
-        assert_eq!(engine.take_holder(&session.prove_holder(newer)), Ok(newer), "both have the same keys");
+        let mut engine = Session::of_engine(&identity().secret, Nonce::new([5; 32]), NONCE, &claim());
+        let request = Header::request(Opcode::Flush, 1, 0, 0);
+        assert_eq!(session.decode(&engine.encode(&request)), Ok(request), "both have the same keys");
     }
 
     #[test]

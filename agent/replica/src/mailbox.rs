@@ -13,7 +13,7 @@ use shorthorn_wire::{Header, Session};
 #[derive(Debug)]
 pub(crate) enum Message {
     /// An engine has proven who it is: which one, and which of its queues.
-    Candidate(Place, Candidate),
+    Candidate(Place, Box<Candidate>),
     /// No engine of a lower generation may use the replica from here on.
     Fence(Generation),
     /// End.
@@ -27,7 +27,7 @@ pub(crate) struct Candidate {
     pub socket: OwnedFd,
     /// The hello, which is still to be answered.
     pub hello: Header,
-    /// Proves the answer.
+    /// Proves the answer, and makes and reads all frames after it.
     pub session: Session,
     /// Where it comes from, for logs.
     pub peer: String,

@@ -54,7 +54,7 @@ fn on_layer(
     if !data.is_empty() {
         header.data_check = crc32c(data);
     }
-    client.raw(&[&header.encode()[..], data].concat());
+    client.raw(&[&client.encode(&header)[..], data].concat());
     let (response, data) = client.receive().unwrap();
     assert_eq!((response.id, response.opcode), (header.id, opcode));
     if response.status == 0 { Ok(data) } else { Err(response.status) }

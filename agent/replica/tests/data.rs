@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use common::*;
 use shorthorn_store::{OpenOptions, Store};
 use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
-use shorthorn_wire::{Flags, Header, Opcode};
+use shorthorn_wire::{Flags, HEADER_BYTES, Header, Opcode};
 
 const SIZE: u64 = 64 * MIB;
 /// Data in flight that the replica takes with one more request. Of a client that waits until more is taken, and reads no
@@ -271,7 +271,7 @@ fn damaged_data_is_not_written() {
         client.write(0, &data).unwrap();
         let mut header = Header::request(Opcode::Write, 9, 0, length);
         header.data_check = crc32c(&data) ^ 1;
-        client.raw(&header.encode());
+        client.raw(&client.encode(&header));
         client.raw(&vec![7; length as usize]);
         assert!(client.closed(), "the connection is of no more use");
         assert!(replica.open(generation(1)).read(0, length).unwrap() == data);
@@ -283,21 +283,63 @@ fn damaged_and_senseless_frames_end_the_connection() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let read = Header::request(Opcode::Read, 1, 0, 512);
-    let mut damaged = read.encode();
-    damaged[20] ^= 1;
-    let frames = [
-        damaged,
-        read.response(Ok(())).encode(),
-        Header::request(Opcode::Hello, 1, 0, 0).encode(),
-        Header::request(Opcode::Challenge, 1, 0, 0).encode(),
-        Header::request(Opcode::Propose, 1, 0, 0).encode(),
+    let frames: [fn(&Client, &Header) -> [u8; HEADER_BYTES]; 5] = [
+        |client, read| {
+            let mut damaged = client.encode(read);
+            damaged[20] ^= 1;
+            damaged
+        },
+        |client, read| client.encode(&read.response(Ok(()))),
+        |client, _| client.encode(&Header::request(Opcode::Hello, 1, 0, 0)),
+        |client, _| client.encode(&Header::request(Opcode::Challenge, 1, 0, 0)),
+        |client, _| client.encode(&Header::request(Opcode::Propose, 1, 0, 0)),
     ];
     for frame in frames {
         let mut client = replica.open(generation(1));
-        client.raw(&frame);
+        let bytes = frame(&client, &read);
+        client.raw(&bytes);
         assert!(client.closed());
     }
     replica.open(generation(1)).ping().unwrap();
+}
+
+/// Makes a header of this one, which was sent once in these bytes.
+type Forge = fn(&Client, Header, [u8; HEADER_BYTES]) -> [u8; HEADER_BYTES];
+
+/// All of this is possible on the way between engine and replica without the volume's secret.
+#[test]
+fn requests_that_are_repeated_or_forged_change_nothing() {
+    let base = base();
+    let replica = Replica::start(&spec(base.path(), MIB));
+    let (old, new) = (pattern(1, 4096), pattern(2, 4096));
+    let header = |data: &[u8]| {
+        let length = u32::try_from(data.len()).unwrap();
+        Header { data_check: crc32c(data), ..Header::request(Opcode::Write, 9, 0, length) }
+    };
+    let forgeries: [(&str, Forge); 4] = [
+        ("once more", |_, _, sent| sent),
+        ("without a key", |_, header, _| header.encode()),
+        ("after one that is missing", |client, header, _| {
+            let _missing = client.encode(&header);
+            client.encode(&header)
+        }),
+        ("to another range", |client, header, _| {
+            let mut bytes = client.encode(&Header { offset_bytes: 4096, ..header });
+            bytes[..40].copy_from_slice(&header.encode()[..40]);
+            bytes
+        }),
+    ];
+    for (how, forge) in forgeries {
+        let mut client = replica.open(generation(1));
+        let sent = client.encode(&header(&old));
+        client.raw(&[&sent[..], &old].concat());
+        assert_eq!(client.receive().unwrap().0.outcome(), Ok(()));
+        client.write(0, &new).unwrap();
+        let forged = forge(&client, header(&old), sent);
+        client.raw(&[&forged[..], &old].concat());
+        assert!(client.closed(), "{how}: the connection is of no more use");
+        assert!(replica.open(generation(1)).read(0, 4096).unwrap() == new, "{how}");
+    }
 }
 
 /// An engine promises not to do this. What it writes over itself is undefined, but nothing else may change.
@@ -332,10 +374,14 @@ fn a_queue_that_does_not_read_its_answers_blocks_nobody_else() {
     let replica = Replica::start(&spec(base.path(), 64 * MIB));
     let mut greedy = replica.open(generation(1));
     greedy.socket.set_nonblocking(true).unwrap();
-    let read = |id| Header::request(Opcode::Read, id, 0, MAX_IO_BYTES).encode();
+    let read = |id| Header::request(Opcode::Read, id, 0, MAX_IO_BYTES);
     let mut sent = 0;
     // Until the replica stops reading from it: then it has all that it may have in flight.
-    while std::io::Write::write_all(&mut greedy.socket, &read(sent)).is_ok() {
+    loop {
+        let request = greedy.encode(&read(sent));
+        if std::io::Write::write_all(&mut greedy.socket, &request).is_err() {
+            break;
+        }
         sent += 1;
     }
     let (mut modest, _) = replica.try_open(generation(1), 1).unwrap();

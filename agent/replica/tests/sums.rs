@@ -136,7 +136,7 @@ fn rot_shows_and_is_put_right() {
     let patch = LayerPatch { image, offset_bytes: MIB, length_bytes: 512 << 10, runs };
     let data = [pattern(1, 8192), vec![0; 4096]].concat();
     let send = |client: &mut Client, header: &Header, text: &[u8]| {
-        client.raw(&[&header.encode()[..], text].concat());
+        client.raw(&[&client.encode(header)[..], text].concat());
         client.receive().map(|(response, _)| response.status)
     };
     let (header, text) = encode_patch(5, &patch, &data);

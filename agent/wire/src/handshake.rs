@@ -161,7 +161,7 @@ mod tests {
         let claim =
             Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 0 };
         let nonce = Nonce::new([7; 32]);
-        let session = Session::new(&Secret::new([3; 32]), nonce, nonce, &claim);
+        let session = Session::of_engine(&Secret::new([3; 32]), nonce, nonce, &claim);
         let request = Header::request(Opcode::Hello, 1, 0, 0);
         let (header, bytes) = encode_text(request.response(Ok(())), &session.prove_welcome(&welcome));
         assert!(Header::decode(&header.encode()).is_ok(), "{} bytes", bytes.len());

@@ -5,7 +5,9 @@ use shorthorn_types::{ByteRange, Errno};
 use thiserror::Error;
 
 /// Length of an encoded [`Header`].
-pub const HEADER_BYTES: usize = 40;
+pub const HEADER_BYTES: usize = 48;
+/// Where its keyed check is, at its end.
+const KEYED_CHECK_AT: usize = 40;
 /// The longest text of a control frame, but for those that carry a list of layers.
 pub const MAX_TEXT_BYTES: u32 = 16 << 10;
 /// The longest list of layers: a chain has up to 250, whose documents and names have no small bound.
@@ -192,6 +194,15 @@ pub enum FrameError {
         /// What its bytes give.
         computed: u32,
     },
+    /// The frame is not the one that the peer has sent at this place.
+    #[error(
+        "the keyed check of frame {number} is wrong: the frame was repeated, put in another place, or made without the volume's \
+         secret; look for somebody in the network between the two hosts"
+    )]
+    KeyedCheck {
+        /// How many frames of this direction came before it.
+        number: u64,
+    },
     /// The data was damaged on the way.
     #[error(
         "data check {found:#010x}, computed {computed:#010x} over {length_bytes} bytes: damaged on the way"
@@ -285,29 +296,49 @@ impl Header {
         }
     }
 
-    /// The bytes of the header.
+    /// The bytes of the header of a frame of the opening, which has no keyed check yet. [`Session`](crate::Session) makes all others.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        self.encode_keyed(|_| 0)
+    }
+
+    /// The bytes of the header, with the keyed check that `check` computes from those before it.
+    pub(crate) fn encode_keyed(
+        &self,
+        check: impl FnOnce(&mut [u8; HEADER_BYTES]) -> u64,
+    ) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
-        out[0..4].copy_from_slice(&MAGIC.to_le_bytes());
-        out[4] = VERSION;
-        out[5] = self.opcode as u8;
-        out[6..8].copy_from_slice(&self.flags.0.to_le_bytes());
+        // As whole words: reading back for the checks what was just written in smaller pieces makes the processor wait.
+        let kind = [VERSION, self.opcode as u8];
+        let first =
+            u64::from(MAGIC) | u64::from(u16::from_le_bytes(kind)) << 32 | u64::from(self.flags.0) << 48;
+        let status = u32::from_le_bytes(self.status.to_le_bytes());
+        out[0..8].copy_from_slice(&first.to_le_bytes());
         out[8..16].copy_from_slice(&self.id.to_le_bytes());
         out[16..24].copy_from_slice(&self.offset_bytes.to_le_bytes());
-        out[24..28].copy_from_slice(&self.length_bytes.to_le_bytes());
-        out[28..32].copy_from_slice(&self.status.to_le_bytes());
+        out[24..32].copy_from_slice(&two(self.length_bytes, status).to_le_bytes());
         out[32..36].copy_from_slice(&self.data_check.to_le_bytes());
-        let check = crc32c::crc32c(&out[..36]);
-        out[36..40].copy_from_slice(&check.to_le_bytes());
+        let crc = crc32c::crc32c(&out[..36]);
+        out[32..40].copy_from_slice(&two(self.data_check, crc).to_le_bytes());
+        let check = check(&mut out);
+        out[KEYED_CHECK_AT..].copy_from_slice(&check.to_le_bytes());
         out
     }
 
-    /// Reads and checks a header.
+    /// Reads and checks the header of a frame of the opening. [`Session`](crate::Session) reads all others.
     ///
     /// # Errors
     /// [`FrameError`] says what is wrong; the connection has to be closed.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
+        Header::decode_keyed(bytes, 0, 0)
+    }
+
+    /// Reads and checks the header of frame `number`, whose keyed check has to be `check`.
+    pub(crate) fn decode_keyed(
+        bytes: &[u8; HEADER_BYTES],
+        number: u64,
+        check: u64,
+    ) -> Result<Header, FrameError> {
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
@@ -318,8 +349,12 @@ impl Header {
         if u32_at(36) != computed {
             return Err(FrameError::HeaderCheck { found: u32_at(36), computed });
         }
+        // Bytes 0 to 39 are alike in every version, so that each of two versions can say that it is another one.
         if bytes[4] != VERSION {
             return Err(FrameError::Version(bytes[4]));
+        }
+        if u64_at(KEYED_CHECK_AT) != check {
+            return Err(FrameError::KeyedCheck { number });
         }
         if u16_at(6) & !Flags::KNOWN != 0 {
             return Err(FrameError::Flags(u16_at(6)));
@@ -369,6 +404,11 @@ impl Header {
     }
 }
 
+/// Two fields of four bytes as a word.
+const fn two(first: u32, second: u32) -> u64 {
+    first as u64 | (second as u64) << 32
+}
+
 impl fmt::Display for Header {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = if self.is_response() { "response" } else { "request" };
@@ -385,6 +425,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Challenge;
 
     fn header() -> impl Strategy<Value = Header> {
         let opcode = prop::sample::select(Opcode::ALL.to_vec());
@@ -425,8 +466,8 @@ mod tests {
             bytes[..4].copy_from_slice(b"SHRN");
             (bytes[4], bytes[5]) = (VERSION, opcode);
             whole[..32].copy_from_slice(&bytes);
-            let check = crc32c::crc32c(&whole[..36]);
-            whole[36..].copy_from_slice(&check.to_le_bytes());
+            let crc = crc32c::crc32c(&whole[..36]);
+            whole[36..40].copy_from_slice(&crc.to_le_bytes());
             if let Ok(header) = Header::decode(&whole) {
                 prop_assert!(header.data_bytes() <= MAX_IO_BYTES.max(MAX_LAYERS_TEXT_BYTES));
                 prop_assert!(header.range().is_ok());
@@ -444,7 +485,21 @@ mod tests {
         assert_eq!(&bytes[8..16], &[8, 7, 6, 5, 4, 3, 2, 1]);
         assert_eq!(&bytes[16..32], &[0, 16, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(&bytes[32..36], &[0xef, 0xbe, 0xad, 0xde]);
-        assert_eq!(&bytes[36..], &crc32c::crc32c(&bytes[..36]).to_le_bytes());
+        assert_eq!(&bytes[36..40], &crc32c::crc32c(&bytes[..36]).to_le_bytes());
+        assert_eq!(&bytes[40..], &[0; 8]);
+    }
+
+    #[test]
+    fn another_version_says_so() {
+        // The bytes of version 1, whose header ended after the CRC.
+        let mut bytes = Challenge::HEADER.encode();
+        bytes[4] = 1;
+        let crc = crc32c::crc32c(&bytes[..36]);
+        bytes[36..40].copy_from_slice(&crc.to_le_bytes());
+        bytes[40..].copy_from_slice(b"{\"nonce\"");
+        let error = Header::decode(&bytes).unwrap_err();
+        assert_eq!(error, FrameError::Version(1));
+        assert!(error.to_string().contains("protocol version 1, this build speaks 2"), "{error}");
     }
 
     #[test]

@@ -6,9 +6,11 @@ use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 use shorthorn_types::{Generation, SECRET_BYTES, Secret};
+use siphasher::sip::SipHasher24;
 use thiserror::Error;
 
 use crate::handshake::{Claim, Welcome};
+use crate::header::{FrameError, HEADER_BYTES, Header};
 
 const BYTES: usize = 32;
 /// HMAC-SHA-256 fills a shorter key up with zeroes to this length.
@@ -77,26 +79,70 @@ pub struct ProvenWelcome {
     proof: Proof,
 }
 
-/// The keys of one connection. Both ends derive them from the volume's secret, from a nonce of each, and from all that the
-/// hello claims. So nothing that is proven with them proves anything on another connection, of another queue, or for a
-/// replica or an engine of another name.
+/// The keys of one end of one connection. Both ends derive them from the volume's secret, from a nonce of each, and from all
+/// that the hello claims. So nothing that is proven with them proves anything on another connection, of another queue, or
+/// for a replica or an engine of another name.
 ///
 /// All replicas of a volume have the same secret. So a proof says that some process with the secret has answered as the
 /// replica that the hello names; it does not say that it is no other replica of the volume.
-#[derive(Clone)]
 pub struct Session {
     /// Of the engine.
     generation: Generation,
-    /// Proves what the replica answers.
+    /// Proves what the replica answers to the hello, and that there is a newer engine.
     answers: [u8; BYTES],
+    sends: Direction,
+    receives: Direction,
+}
+
+/// The frames that go one way after the opening. Each has a number, which is not sent.
+struct Direction {
+    key: SipHasher24,
+    /// Of the next frame.
+    number: u64,
 }
 
 impl Session {
-    /// The keys of the connection on which the replica has sent `challenge` as its nonce, and the engine `nonce` with `claim`.
+    /// The engine's end of the connection on which the replica has sent `challenge` as its nonce, and the engine `nonce`
+    /// with `claim`.
     #[must_use]
-    pub fn new(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
-        let answers = derive(secret, "shorthorn-2 answers", challenge, nonce, claim).finalize();
-        Session { generation: claim.generation, answers: answers.into_bytes().into() }
+    pub fn of_engine(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
+        let key = |label| derive(secret, label, challenge, nonce, claim).finalize().into_bytes().into();
+        Session {
+            generation: claim.generation,
+            answers: key("shorthorn-2 answers"),
+            sends: Direction::new(&key("shorthorn-2 frames to replica")),
+            receives: Direction::new(&key("shorthorn-2 frames to engine")),
+        }
+    }
+
+    /// The replica's end of the same connection.
+    #[must_use]
+    pub fn of_replica(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
+        let Session { generation, answers, sends, receives } =
+            Session::of_engine(secret, challenge, nonce, claim);
+        Session { generation, answers, sends: receives, receives: sends }
+    }
+
+    /// The bytes of the header of the next frame that this end sends.
+    #[must_use]
+    pub fn encode(&mut self, header: &Header) -> [u8; HEADER_BYTES] {
+        let bytes = header.encode_keyed(|bytes| self.sends.check(bytes));
+        self.sends.number += 1;
+        bytes
+    }
+
+    /// Reads and checks the header of the next frame that this end receives. It stays the next one until [`Session::advance`].
+    ///
+    /// # Errors
+    /// [`FrameError`] says what is wrong; the connection has to be closed.
+    pub fn decode(&self, bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
+        let check = self.receives.check(&mut { *bytes });
+        Header::decode_keyed(bytes, self.receives.number, check)
+    }
+
+    /// The frame whose header was read is taken: the next one is another.
+    pub fn advance(&mut self) {
+        self.receives.number += 1;
     }
 
     /// The welcome of a replica, with its proof.
@@ -144,6 +190,22 @@ impl Session {
 
     fn mac_of_holder(&self, holder: Generation) -> Hmac<Sha256> {
         mac(&self.answers, "holder", &holder.to_string())
+    }
+}
+
+impl Direction {
+    /// SipHash has keys of 16 bytes.
+    fn new(key: &[u8; BYTES]) -> Direction {
+        let (key, _) = key.split_first_chunk().unwrap_or((&[0; 16], &[]));
+        Direction { key: SipHasher24::new_with_key(key), number: 0 }
+    }
+
+    /// The keyed check of the next frame, whose header this is. Its number takes the place of the check meanwhile.
+    fn check(&self, header: &mut [u8; HEADER_BYTES]) -> u64 {
+        if let Some(end) = header.last_chunk_mut() {
+            *end = self.number.to_le_bytes();
+        }
+        self.key.hash(header)
     }
 }
 
@@ -272,6 +334,7 @@ mod tests {
 
     use super::*;
     use crate::handshake::{Challenge, Hello};
+    use crate::header::Opcode;
 
     const SECRET: Secret = Secret::new([3; 32]);
     const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]) };
@@ -287,7 +350,11 @@ mod tests {
     }
 
     fn session() -> Session {
-        Session::new(&SECRET, CHALLENGE.nonce, NONCE, &claim())
+        Session::of_engine(&SECRET, CHALLENGE.nonce, NONCE, &claim())
+    }
+
+    fn replica() -> Session {
+        Session::of_replica(&SECRET, CHALLENGE.nonce, NONCE, &claim())
     }
 
     fn welcome() -> Welcome {
@@ -331,10 +398,10 @@ mod tests {
 
     #[test]
     fn a_welcome_is_proven_on_one_connection_and_as_it_is() {
-        let proven = session().prove_welcome(&welcome());
+        let proven = replica().prove_welcome(&welcome());
         assert_eq!(session().take_welcome(&proven), Ok(welcome()));
         for (secret, challenge, nonce, claim) in others() {
-            let other = Session::new(&secret, challenge, nonce, &claim);
+            let other = Session::of_engine(&secret, challenge, nonce, &claim);
             assert_eq!(other.take_welcome(&proven), Err(Unproven::Welcome), "{claim:?}");
         }
         for at in 0..proven.welcome.len() {
@@ -351,8 +418,8 @@ mod tests {
     #[test]
     fn no_proof_stands_for_another() {
         let hello = Hello::new(claim(), NONCE, &CHALLENGE, &SECRET);
-        let mut proven = session().prove_welcome(&welcome());
-        let holder = session().prove_holder(Generation::new(4, 0));
+        let mut proven = replica().prove_welcome(&welcome());
+        let holder = replica().prove_holder(Generation::new(4, 0));
         for proof in [hello.proof, holder.proof] {
             proven.proof = proof;
             assert_eq!(session().take_welcome(&proven), Err(Unproven::Welcome));
@@ -366,19 +433,142 @@ mod tests {
     #[test]
     fn a_holder_is_proven_on_one_connection_and_is_newer() {
         let newer = Generation::new(4, 0);
-        let holder = session().prove_holder(newer);
+        let holder = replica().prove_holder(newer);
         assert_eq!(session().take_holder(&holder), Ok(newer));
         for (secret, challenge, nonce, claim) in others() {
-            let other = Session::new(&secret, challenge, nonce, &claim);
+            let other = Session::of_engine(&secret, challenge, nonce, &claim);
             assert_eq!(other.take_holder(&holder), Err(Unproven::Holder(newer)), "{claim:?}");
         }
         let other = Holder { generation: Generation::new(5, 0), ..holder };
         assert_eq!(session().take_holder(&other), Err(Unproven::Holder(other.generation)));
         let own = claim().generation;
         for holder in [own, Generation::new(3, 0)] {
-            let proven = session().prove_holder(holder);
+            let proven = replica().prove_holder(holder);
             assert_eq!(session().take_holder(&proven), Err(Unproven::NotNewer { holder, own }));
         }
+    }
+
+    fn write(id: u64) -> Header {
+        Header { data_check: 7, ..Header::request(Opcode::Write, id, 4096, 512) }
+    }
+
+    /// Takes the frame at its end, if it is good.
+    fn take(session: &mut Session, bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
+        let header = session.decode(bytes)?;
+        session.advance();
+        Ok(header)
+    }
+
+    #[test]
+    fn frames_come_through_in_their_order() {
+        let (mut engine, mut replica) = (session(), replica());
+        let sent = [1, 2, 2, 3].map(|id| engine.encode(&write(id)));
+        assert_ne!(sent[1], sent[2], "the same request twice has two checks");
+        for (bytes, id) in sent.iter().zip([1, 2, 2, 3]) {
+            assert_eq!(replica.decode(bytes), Ok(write(id)), "reading does not take it");
+            assert_eq!(take(&mut replica, bytes), Ok(write(id)));
+        }
+        let answer = write(1).response(Ok(()));
+        assert_eq!(take(&mut engine, &replica.encode(&answer)), Ok(answer));
+    }
+
+    #[test]
+    fn a_frame_is_good_at_one_place_only() {
+        let (mut engine, mut replica) = (session(), replica());
+        let sent = [1, 2, 3].map(|id| engine.encode(&write(id)));
+        let refused = |number| Err(FrameError::KeyedCheck { number });
+        assert_eq!(take(&mut replica, &sent[1]), refused(0), "one is missing");
+        assert_eq!(take(&mut replica, &sent[0]), Ok(write(1)));
+        assert_eq!(take(&mut replica, &sent[0]), refused(1), "once more");
+        assert_eq!(take(&mut replica, &sent[2]), refused(1), "out of order");
+        assert_eq!(take(&mut engine, &sent[0]), refused(0), "sent back to its sender");
+        assert_eq!(take(&mut replica, &write(2).encode()), refused(1), "made without a key");
+    }
+
+    #[test]
+    fn no_bit_of_a_frame_can_change() {
+        let mut engine = session();
+        let sent = engine.encode(&write(1));
+        for bit in 0..HEADER_BYTES * 8 {
+            let mut changed = sent;
+            changed[bit / 8] ^= 1 << (bit % 8);
+            // An attacker makes the CRC fit.
+            let crc = crc32c::crc32c(&changed[..36]);
+            if bit < 36 * 8 {
+                changed[36..40].copy_from_slice(&crc.to_le_bytes());
+            }
+            let error = replica().decode(&changed).unwrap_err();
+            let is_early = matches!(
+                error,
+                FrameError::Magic(_) | FrameError::Version(_) | FrameError::HeaderCheck { .. }
+            );
+            let early = [0..40, 36 * 8..40 * 8].iter().any(|bits| bits.contains(&bit));
+            assert_eq!(is_early, early, "bit {bit}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_frame_is_good_on_one_connection_only() {
+        let sent = session().encode(&write(1));
+        for (secret, challenge, nonce, claim) in others() {
+            let other = Session::of_replica(&secret, challenge, nonce, &claim);
+            assert_eq!(other.decode(&sent), Err(FrameError::KeyedCheck { number: 0 }), "{claim:?}");
+        }
+    }
+
+    #[test]
+    fn the_keyed_check_is_siphash_2_4_of_header_and_number() {
+        let mut engine = session();
+        engine.sends = Direction {
+            key: SipHasher24::new_with_key(&std::array::from_fn(|at| u8::try_from(at).unwrap())),
+            number: 0x1f,
+        };
+        let sent = engine.encode(&write(1));
+        let mut message = sent;
+        message[40..].copy_from_slice(&[0x1f, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(message[..8], *b"SHRN\x02\x04\0\0");
+        assert_eq!(u64::from_le_bytes(sent[40..].try_into().unwrap()), siphash_2_4(&message));
+        // The vector of the paper, for a message of 15 bytes.
+        assert_eq!(
+            siphash_2_4(&std::array::from_fn::<u8, 15, _>(|at| u8::try_from(at).unwrap())),
+            0xa129_ca61_49be_45e5
+        );
+    }
+
+    /// As the paper has it, with its key of the bytes 0 to 15.
+    fn siphash_2_4(message: &[u8]) -> u64 {
+        let (k0, k1) = (0x0706_0504_0302_0100_u64, 0x0f0e_0d0c_0b0a_0908_u64);
+        let mut v = [
+            k0 ^ 0x736f_6d65_7073_6575,
+            k1 ^ 0x646f_7261_6e64_6f6d,
+            k0 ^ 0x6c79_6765_6e65_7261,
+            k1 ^ 0x7465_6462_7974_6573,
+        ];
+        let round = |v: &mut [u64; 4]| {
+            v[0] = v[0].wrapping_add(v[1]);
+            v[2] = v[2].wrapping_add(v[3]);
+            v[1] = v[1].rotate_left(13) ^ v[0];
+            v[3] = v[3].rotate_left(16) ^ v[2];
+            v[0] = v[0].rotate_left(32);
+            v[2] = v[2].wrapping_add(v[1]);
+            v[0] = v[0].wrapping_add(v[3]);
+            v[1] = v[1].rotate_left(17) ^ v[2];
+            v[3] = v[3].rotate_left(21) ^ v[0];
+            v[2] = v[2].rotate_left(32);
+        };
+        let mut padded = message.to_vec();
+        padded.resize(message.len() / 8 * 8 + 7, 0);
+        padded.push(u8::try_from(message.len() % 256).unwrap());
+        for word in padded.chunks_exact(8) {
+            let word = u64::from_le_bytes(word.try_into().unwrap());
+            v[3] ^= word;
+            round(&mut v);
+            round(&mut v);
+            v[0] ^= word;
+        }
+        v[2] ^= 0xff;
+        (0..4).for_each(|_| round(&mut v));
+        v[0] ^ v[1] ^ v[2] ^ v[3]
     }
 
     #[test]

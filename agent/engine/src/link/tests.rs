@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use shorthorn_types::{Errno, MarkAction, Members, RegionsOf, ReplicaId, Secret};
-use shorthorn_wire::{Claim, Holder, Nonce, Refusal, decode_text};
+use shorthorn_wire::{Claim, Holder, Nonce, Refusal, Session, decode_text};
 
 use super::*;
 
@@ -13,20 +13,28 @@ const DEPTH: u16 = 4;
 const COPIES: u16 = 2;
 const GENERATION: Generation = Generation::new(3, 1);
 
-/// The keys of the connection, as both ends have them.
-fn session() -> Session {
+const SECRET: Secret = Secret::new([3; 32]);
+const NONCES: [Nonce; 2] = [Nonce::new([5; 32]), Nonce::new([6; 32])];
+
+fn claim() -> Claim {
     let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
-    let claim = Claim { volume, replica, generation: GENERATION, queue: 0 };
-    Session::new(&Secret::new([3; 32]), Nonce::new([5; 32]), Nonce::new([6; 32]), &claim)
+    Claim { volume, replica, generation: GENERATION, queue: 0 }
 }
 
 fn greeted(socket: UnixStream) -> Greeted {
-    Greeted { socket: socket.into(), session: session() }
+    let session = Session::of_engine(&SECRET, NONCES[0], NONCES[1], &claim());
+    Greeted { socket: socket.into(), session }
+}
+
+/// The replica's end.
+fn session() -> Session {
+    Session::of_replica(&SECRET, NONCES[0], NONCES[1], &claim())
 }
 
 struct Bench {
     link: Link,
     replica: UnixStream,
+    session: Session,
     ring: Ring,
     arena: Arena,
     events: Vec<Event>,
@@ -40,6 +48,7 @@ impl Bench {
         let mut bench = Bench {
             link: Link::new(1, 0, GENERATION, LinkSlots { depth: DEPTH, copies: COPIES }),
             replica,
+            session: session(),
             ring: Ring::new(8).unwrap(),
             arena: Arena::new(usize::from(DEPTH + COPIES), 1 << 20).unwrap(),
             events: Vec::new(),
@@ -68,7 +77,20 @@ impl Bench {
         self.turn();
         let mut header = [0; HEADER_BYTES];
         self.replica.read_exact(&mut header).unwrap();
-        Header::decode(&header).unwrap()
+        let request = self.session.decode(&header).unwrap();
+        self.session.advance();
+        request
+    }
+
+    /// A frame of the replica.
+    fn frame(&mut self, header: &Header, data: &[u8]) -> Vec<u8> {
+        [&self.session.encode(header)[..], data].concat()
+    }
+
+    fn answer(&mut self, request: &Header, data: &[u8]) -> Vec<u8> {
+        let mut header = request.response(Ok(()));
+        header.data_check = crc32c(data);
+        self.frame(&header, data)
     }
 
     /// What the replica says, in one piece; then everything that has happened is taken.
@@ -98,12 +120,6 @@ impl Bench {
     }
 }
 
-fn answer(request: &Header, data: &[u8]) -> Vec<u8> {
-    let mut header = request.response(Ok(()));
-    header.data_check = crc32c(data);
-    [&header.encode()[..], data].concat()
-}
-
 fn crc32c(data: &[u8]) -> u32 {
     let arena = Arena::new(1, data.len()).unwrap();
     arena.buf(0).copy_from(data);
@@ -118,7 +134,7 @@ fn data_of_a_read_lands_in_its_slot() {
         assert_eq!((request.opcode, request.offset_bytes), (Opcode::Read, 8192));
         let data: Vec<u8> = (0..bytes).map(|at| u8::try_from(at % 251).unwrap()).collect();
         let mut replica = bench.replica.try_clone().unwrap();
-        let said = answer(&request, &data);
+        let said = bench.answer(&request, &data);
         let writer = std::thread::spawn(move || replica.write_all(&said).unwrap());
         while bench.events.is_empty() {
             bench.turn();
@@ -136,7 +152,8 @@ fn data_of_a_read_lands_in_its_slot() {
 fn an_error_is_passed_on() {
     let mut bench = Bench::new();
     let request = bench.ask_read(0, 4096);
-    bench.say(&request.response(Err(Errno::NO_SPACE)).encode());
+    let said = bench.frame(&request.response(Err(Errno::NO_SPACE)), &[]);
+    bench.say(&said);
     let slot = SlotId { queue: 0, slot: 0 };
     assert_eq!(bench.events, [Event::Reply { peer: 1, slot, outcome: Err(Errno::NO_SPACE) }]);
 }
@@ -145,7 +162,7 @@ fn an_error_is_passed_on() {
 fn damaged_data_is_a_failure_of_the_replica() {
     let mut bench = Bench::new();
     let request = bench.ask_read(0, 4096);
-    let mut said = answer(&request, &[7; 4096]);
+    let mut said = bench.answer(&request, &[7; 4096]);
     said[HEADER_BYTES + 100] ^= 1;
     bench.say(&said);
     assert!(bench.lost().contains("data check"), "{}", bench.lost());
@@ -155,10 +172,11 @@ fn damaged_data_is_a_failure_of_the_replica() {
 fn answers_to_what_was_not_asked_are_failures() {
     let read = Header::request(Opcode::Read, ID_REQUEST | 1, 8192, 4096);
     let far = Header::request(Opcode::Write, ID_REQUEST | 99, 8192, 4096);
+    let mut replica = Bench::new();
     let lies = [
-        (answer(&read, &[0; 4096]), "0 bytes asked for"),
-        (far.response(Ok(())).encode().to_vec(), "not asked"),
-        (Header::request(Opcode::Ping, ID_PING, 0, 0).encode().to_vec(), "sends a request"),
+        (replica.answer(&read, &[0; 4096]), "0 bytes asked for"),
+        (session().encode(&far.response(Ok(()))).to_vec(), "not asked"),
+        (session().encode(&Header::request(Opcode::Ping, ID_PING, 0, 0)).to_vec(), "sends a request"),
         (vec![0; HEADER_BYTES], "magic"),
     ];
     for (said, expected) in lies {
@@ -169,11 +187,40 @@ fn answers_to_what_was_not_asked_are_failures() {
 }
 
 #[test]
+fn an_answer_that_is_repeated_or_forged_acknowledges_nothing() {
+    for forge in [
+        |_: &mut Bench, answer: &[u8], _: &Header| answer.to_vec(),
+        |_: &mut Bench, _: &[u8], other: &Header| other.response(Ok(())).encode().to_vec(),
+        |bench: &mut Bench, _: &[u8], other: &Header| {
+            let _missing =
+                bench.session.encode(&Header::request(Opcode::Ping, ID_PING, 0, 0).response(Ok(())));
+            bench.session.encode(&other.response(Ok(()))).to_vec()
+        },
+        |_: &mut Bench, _: &[u8], other: &Header| session().encode(&other.response(Ok(()))).to_vec(),
+    ] {
+        let mut bench = Bench::new();
+        let flush = bench.ask(Operation::Flush, 0, 4096, 0);
+        let answer = bench.frame(&flush.response(Ok(())), &[]);
+        bench.say(&answer);
+        let slot = SlotId { queue: 0, slot: 0 };
+        assert_eq!(bench.events, [Event::Reply { peer: 1, slot, outcome: Ok(()) }]);
+        bench.events.clear();
+        // The same slot asks again, so the answer of before would fit it.
+        let again = bench.ask(Operation::Flush, 0, 4096, 0);
+        assert_eq!(again, flush);
+        let forged = forge(&mut bench, &answer, &again);
+        bench.say(&forged);
+        assert!(bench.lost().contains("keyed check of frame 1 is wrong"), "{}", bench.lost());
+    }
+}
+
+#[test]
 fn more_or_less_data_than_asked_for_is_a_failure() {
     let mut bench = Bench::new();
     let mut request = bench.ask_read(0, 4096);
     request.length_bytes = 8192;
-    bench.say(&answer(&request, &[0; 8192]));
+    let said = bench.answer(&request, &[0; 8192]);
+    bench.say(&said);
     assert!(bench.lost().contains("4096 bytes asked for"), "{}", bench.lost());
 }
 
@@ -207,7 +254,9 @@ fn a_stored_view_is_told_by_its_number() {
     let view = View { id, members: Members::new([ReplicaId::from_random(1)]).unwrap() };
     let honoured = ReplicaReport { committed: view, proposed: Vec::new() };
     bench.link.propose(view, honoured, &mut bench.events);
-    bench.say(&Header::request(Opcode::Propose, ID_PROPOSE | 7, 0, 0).response(Ok(())).encode());
+    let stored = Header::request(Opcode::Propose, ID_PROPOSE | 7, 0, 0).response(Ok(()));
+    let said = bench.frame(&stored, &[]);
+    bench.say(&said);
     assert_eq!(bench.events, [Event::ViewStored { peer: 1, view: id }]);
 }
 
@@ -215,7 +264,7 @@ fn refusal_of_a_proposal(holder: Holder) -> Vec<u8> {
     let refusal = Refusal { message: "fenced".into(), holder: Some(holder) };
     let request = Header::request(Opcode::Propose, ID_PROPOSE | 7, 0, 0);
     let (header, text) = encode_text(request.response(Err(Errno::NOT_PERMITTED)), &refusal);
-    [&header.encode()[..], &text].concat()
+    [&session().encode(&header)[..], &text].concat()
 }
 
 #[test]
@@ -242,7 +291,8 @@ fn a_copy_is_looked_at_block_by_block() {
     let mut data = vec![0; 64 << 10];
     data[3 * 4096 + 4095] = 1;
     data[15 * 4096] = 1;
-    bench.say(&answer(&request, &data));
+    let said = bench.answer(&request, &data);
+    bench.say(&said);
     let slot = SlotId { queue: 0, slot: DEPTH };
     let zeroes = [0xffff & !(1 << 3) & !(1 << 15), 0, 0, 0];
     assert_eq!(bench.events, [Event::CopyRead { peer: 1, slot, zeroes }]);
@@ -269,7 +319,8 @@ fn a_check_comes_without_data() {
     assert_eq!((request.opcode, request.length_bytes), (Opcode::Verify, 64 << 10));
     let mut said = request.response(Ok(()));
     said.data_check = 0x1234_5678;
-    bench.say(&said.encode());
+    let said = bench.frame(&said, &[]);
+    bench.say(&said);
     let slot = SlotId { queue: 0, slot: DEPTH + 1 };
     assert_eq!(bench.events, [Event::Verified { peer: 1, slot, outcome: Ok(0x1234_5678) }]);
 }
@@ -289,7 +340,8 @@ fn a_mark_is_told_by_its_number() {
     let mut text = vec![0; request.data_bytes() as usize];
     bench.replica.read_exact(&mut text).unwrap();
     assert_eq!(decode_text::<MarkRegions>(&request, &text).unwrap(), change);
-    bench.say(&request.response(Ok(())).encode());
+    let said = bench.frame(&request.response(Ok(())), &[]);
+    bench.say(&said);
     assert_eq!(bench.events, [Event::Marked { peer: 1, mark: 70_000 }]);
 }
 
@@ -303,10 +355,11 @@ fn another_connection_takes_the_place_of_one_that_is_gone() {
         bench.turn();
     }
     assert!(bench.link.connect(greeted(ours)));
-    (bench.replica, bench.events) = (theirs, Vec::new());
+    (bench.replica, bench.session, bench.events) = (theirs, session(), Vec::new());
     bench.link.start(&mut bench.ring);
     let request = bench.ask_read(1, 4096);
-    bench.say(&answer(&request, &[7; 4096]));
+    let said = bench.answer(&request, &[7; 4096]);
+    bench.say(&said);
     let slot = SlotId { queue: 0, slot: 1 };
     assert_eq!(bench.events, [Event::Reply { peer: 1, slot, outcome: Ok(()) }]);
 }

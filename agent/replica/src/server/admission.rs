@@ -100,7 +100,7 @@ impl Server {
         let (header, text) = encode_text(hello.response(Ok(())), &session.prove_welcome(&welcome));
         tracing::info!(generation = %place.generation, queue = place.queue, peer, "connection opened");
         let number = u16::try_from(index).unwrap_or(u16::MAX);
-        let mut connection = Connection::new(socket, peer, number);
+        let mut connection = Connection::new(socket, session, peer, number);
         // The stream is empty: it has room for one frame.
         let sent = connection.stream.send_owned(&header.encode(), text);
         connection.stream.arm(&mut self.ring);

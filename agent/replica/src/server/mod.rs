@@ -127,7 +127,7 @@ impl Server {
         self.inbox.arm(&mut self.ring, WAKE_TOKEN);
         while let Some(message) = self.inbox.next() {
             match message {
-                Message::Candidate(place, candidate) => self.admit(place, candidate),
+                Message::Candidate(place, candidate) => self.admit(place, *candidate),
                 Message::Fence(generation) => self.fence(generation),
                 Message::Stop => self.stop(),
             }

@@ -76,13 +76,11 @@ impl Server {
             debug_assert!(slot.is_none(), "an ended connection waits for nothing");
             return Parsed::NoSlot;
         }
-        let Some(bytes) = connection.stream.bytes().first_chunk::<HEADER_BYTES>() else {
-            return Parsed::MoreBytes;
-        };
-        let header = match Header::decode(bytes) {
-            Ok(header) if is_request(&header) => header,
-            Ok(header) => return Parsed::Broken(format!("{header} is nothing that an engine sends")),
-            Err(error) => return Parsed::Broken(error.to_string()),
+        let header = match connection.header() {
+            Some(Ok(header)) if is_request(&header) => header,
+            Some(Ok(header)) => return Parsed::Broken(format!("{header} is nothing that an engine sends")),
+            Some(Err(error)) => return Parsed::Broken(error.to_string()),
+            None => return Parsed::MoreBytes,
         };
         let data_bytes = header.data_bytes() as usize;
         let missing = (HEADER_BYTES + data_bytes).saturating_sub(connection.stream.bytes().len());
@@ -95,7 +93,7 @@ impl Server {
         self.busy = true;
         self.memory_to_release = true;
         self.executor.assign(slot, header);
-        connection.stream.consume(HEADER_BYTES);
+        connection.take_header();
         if data_bytes > 0 && !connection.stream.receive_into(self.executor.payload(slot)) {
             connection.receiving = Some(slot);
             return Parsed::MoreBytes;
@@ -220,7 +218,7 @@ impl Server {
         let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else {
             return self.free(slot);
         };
-        if let Err(error) = connection.stream.send(&response.encode(), payload, Some(u32::from(slot))) {
+        if let Err(error) = connection.send(response, payload, slot) {
             self.free(slot);
             self.end(index, error);
         }

@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -149,6 +150,8 @@ impl Drop for Replica {
 /// An engine's end of a connection.
 pub struct Client {
     pub socket: UnixStream,
+    /// Of all twins.
+    session: Arc<Mutex<Session>>,
     next_id: u64,
 }
 
@@ -169,7 +172,7 @@ impl Client {
         socket.write_all(&[&header.encode()[..], &text].concat())?;
         let (header, text) = read_frame(&mut socket)?;
         assert_eq!((header.opcode, header.id, header.is_response()), (Opcode::Hello, 77, true));
-        let session = Session::new(&secret, challenge.nonce, nonce, claim);
+        let session = Session::of_engine(&secret, challenge.nonce, nonce, claim);
         if header.status != 0 {
             let refusal: Refusal = decode_text(&header, &text).unwrap();
             if let Some(holder) = &refusal.holder {
@@ -179,7 +182,8 @@ impl Client {
         }
         let proven: ProvenWelcome = decode_text(&header, &text).unwrap();
         let welcome = session.take_welcome(&proven).unwrap();
-        Ok(Ok((Client { socket, next_id: 0 }, welcome)))
+        let session = Arc::new(Mutex::new(session));
+        Ok(Ok((Client { socket, session, next_id: 0 }, welcome)))
     }
 
     /// Sends a request; its id.
@@ -201,14 +205,24 @@ impl Client {
         if !data.is_empty() {
             header.data_check = crc32c(data);
         }
-        self.socket.write_all(&header.encode())?;
+        let header = self.encode(&header);
+        self.socket.write_all(&header)?;
         self.socket.write_all(data)?;
         Ok(self.next_id)
     }
 
-    /// Another one on the same socket, for another thread to send with.
+    /// The bytes of the header of the next frame, which has to be sent next.
+    pub fn encode(&self, header: &Header) -> [u8; HEADER_BYTES] {
+        self.session.lock().unwrap().encode(header)
+    }
+
+    /// Another one on the same socket, for another thread to send with: one sends at a time.
     pub fn twin(client: &Client) -> Client {
-        Client { socket: client.socket.try_clone().unwrap(), next_id: 1 << 32 }
+        Client {
+            socket: client.socket.try_clone().unwrap(),
+            session: Arc::clone(&client.session),
+            next_id: 1 << 32,
+        }
     }
 
     /// Sends bytes, whatever they are. The replica may have closed already.
@@ -218,7 +232,7 @@ impl Client {
 
     /// The next response and its data, whose check is right.
     pub fn receive(&mut self) -> io::Result<(Header, Vec<u8>)> {
-        let (header, data) = read_frame(&mut self.socket)?;
+        let (header, data) = self.read_frame()?;
         assert!(header.is_response());
         if header.data_bytes() > 0 {
             header.check_data(crc32c(&data)).unwrap();
@@ -261,8 +275,8 @@ impl Client {
     pub fn tell<T: serde::Serialize>(&mut self, opcode: Opcode, text: &T) -> Result<(), (i32, Refusal)> {
         self.next_id += 1;
         let (header, text) = encode_text(Header::request(opcode, self.next_id, 0, 0), text);
-        self.socket.write_all(&[&header.encode()[..], &text].concat()).unwrap();
-        let (header, text) = read_frame(&mut self.socket).unwrap();
+        self.socket.write_all(&[&self.encode(&header)[..], &text].concat()).unwrap();
+        let (header, text) = self.read_frame().unwrap();
         assert_eq!((header.id, header.opcode), (self.next_id, opcode));
         if header.status == 0 { Ok(()) } else { Err((header.status, decode_text(&header, &text).unwrap())) }
     }
@@ -275,14 +289,24 @@ impl Client {
     ) -> Result<A, (i32, Refusal)> {
         self.next_id += 1;
         let (header, text) = encode_text(Header::request(opcode, self.next_id, 0, 0), text);
-        self.socket.write_all(&[&header.encode()[..], &text].concat()).unwrap();
-        let (header, text) = read_frame(&mut self.socket).unwrap();
+        self.socket.write_all(&[&self.encode(&header)[..], &text].concat()).unwrap();
+        let (header, text) = self.read_frame().unwrap();
         assert_eq!((header.id, header.opcode), (self.next_id, opcode));
         if header.status == 0 {
             Ok(decode(&header, &text))
         } else {
             Err((header.status, decode(&header, &text)))
         }
+    }
+
+    fn read_frame(&mut self) -> io::Result<(Header, Vec<u8>)> {
+        let session = &self.session;
+        read_frame_with(&mut self.socket, |bytes| {
+            let mut session = session.lock().unwrap();
+            let header = session.decode(bytes).unwrap();
+            session.advance();
+            header
+        })
     }
 
     /// Waits until the replica closes; whether it sent nothing more before.
@@ -295,10 +319,18 @@ impl Client {
     }
 }
 
+/// Reads a frame of the opening.
 pub fn read_frame(socket: &mut impl Read) -> io::Result<(Header, Vec<u8>)> {
+    read_frame_with(socket, |bytes| Header::decode(bytes).unwrap())
+}
+
+fn read_frame_with(
+    socket: &mut impl Read,
+    decode: impl FnOnce(&[u8; HEADER_BYTES]) -> Header,
+) -> io::Result<(Header, Vec<u8>)> {
     let mut bytes = [0; HEADER_BYTES];
     socket.read_exact(&mut bytes)?;
-    let header = Header::decode(&bytes).unwrap();
+    let header = decode(&bytes);
     let mut data = vec![0; header.data_bytes() as usize];
     socket.read_exact(&mut data)?;
     Ok((header, data))
