@@ -50,6 +50,7 @@ pub struct ExtentsPage {
     /// In order, at most [`ExtentsPage::EXTENTS_MAX`].
     pub extents: Vec<Extent>,
     /// Where the next page begins, if there is one.
+    #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub next_bytes: Option<u64>,
 }
 
@@ -62,5 +63,33 @@ impl ExtentsPage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyEnd {
     /// The layer that is whole; none: everything is, and the replica no longer counts as being rebuilt.
+    #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub layer: Option<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::de::DeserializeOwned;
+
+    use super::*;
+    use crate::{LayerCheck, RegionsPage};
+
+    /// Whether `text` is a `T` only if it has `field`.
+    fn needs<T: DeserializeOwned>(text: &str, field: &str) -> bool {
+        assert!(serde_json::from_str::<T>(text).is_ok() && text.contains(field), "{text}");
+        serde_json::from_str::<T>(&text.replace(field, "unknown")).is_err()
+    }
+
+    #[test]
+    fn a_field_that_is_missing_does_not_say_none() {
+        assert!(needs::<CopyEnd>(r#"{"layer":null}"#, "layer"), "it would end the whole copy");
+        assert!(
+            needs::<ExtentsPage>(r#"{"extents":[],"next_bytes":null}"#, "next_bytes"),
+            "pages would be left out"
+        );
+        assert!(needs::<RegionsPage>(r#"{"kept":true,"runs":[],"next":null}"#, "next"));
+        for field in ["sum", "kept", "next_bytes"] {
+            assert!(needs::<LayerCheck>(r#"{"sum":null,"kept":null,"next_bytes":null}"#, field), "{field}");
+        }
+    }
 }

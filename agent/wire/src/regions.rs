@@ -35,6 +35,7 @@ pub struct RegionsPage {
     /// [`RUNS_PER_MARK_MAX`](shorthorn_types::RUNS_PER_MARK_MAX).
     pub runs: Vec<(u32, u32)>,
     /// Where the next page begins, if there is one.
+    #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub next: Option<u32>,
     /// The stamp that is kept with the set: see [`is_current`](shorthorn_types::is_current). 0 of a set that is not kept.
     #[serde(default)]

@@ -52,10 +52,13 @@ pub struct LayerRange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerCheck {
     /// The sum as it is now; none where the layer cannot be read there.
+    #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub sum: Option<u32>,
     /// The sum that the replica has kept, if it has kept one.
+    #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub kept: Option<u32>,
     /// The next piece in which the layer has blocks, or had when its sums were kept.
+    #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub next_bytes: Option<u64>,
 }
 
