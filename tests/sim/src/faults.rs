@@ -71,7 +71,7 @@ pub enum Fault {
     RestoreDisk { victim: usize, for_us: u64 },
 }
 
-/// What a disk cannot do.
+/// What a disk cannot do, or its process does not say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Broken {
@@ -87,6 +87,12 @@ pub enum Broken {
     State,
     /// Pages of sets of regions.
     Page,
+    /// Nothing, but its process answers with an error when all is done.
+    Answer,
+    /// Nothing, but its process answers with regions that cannot be.
+    Regions,
+    /// Nothing, but its process answers with extents that cannot be.
+    Extents,
 }
 
 impl Broken {
@@ -99,6 +105,9 @@ impl Broken {
             Broken::Verify => "error: verify",
             Broken::State => "error: state",
             Broken::Page => "error: page",
+            Broken::Answer => "lie: an error where all is done",
+            Broken::Regions => "lie: regions that cannot be",
+            Broken::Extents => "lie: extents that cannot be",
         }
     }
 }
@@ -125,6 +134,9 @@ pub enum Kind {
     BreakVerify,
     BreakState,
     BreakPage,
+    LieInAnswer,
+    LieInRegions,
+    LieInExtents,
     SlowDisk,
     PauseEngine,
     PauseReplica,

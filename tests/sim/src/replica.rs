@@ -649,6 +649,28 @@ impl Replica {
         ExtentsPage { extents, next_bytes: held.next().map(|block| block * BLOCK_BYTES) }
     }
 
+    /// A page that cannot be, in place of the true one: an engine that uses it leaves out what has to be copied.
+    fn spoil_extents(&mut self, page: &mut ExtentsPage) {
+        let extent = |offset_bytes, length_bytes| Extent { offset_bytes, length_bytes };
+        (page.extents, page.next_bytes) = match self.rng.u8(0..4) {
+            0 => (vec![extent(0, 512)], None),
+            1 => (vec![extent(u64::MAX - BLOCK_BYTES + 1, BLOCK_BYTES)], None),
+            2 => (vec![extent(BLOCK_BYTES, BLOCK_BYTES), extent(0, BLOCK_BYTES)], None),
+            _ => (Vec::new(), Some(0)),
+        };
+    }
+
+    /// As [`Replica::spoil_extents`].
+    fn spoil_regions(&mut self, page: &mut RegionsPage) {
+        page.kept = true;
+        (page.runs, page.next) = match self.rng.u8(0..4) {
+            0 => (vec![(u32::MAX, 1)], None),
+            1 => (vec![(0, 0)], None),
+            2 => (vec![(1, 1), (0, 1)], None),
+            _ => (Vec::new(), Some(0)),
+        };
+    }
+
     fn regions(&self, query: &RegionsQuery) -> RegionsPage {
         let regions = match query.size_bytes {
             0 => self.state.keeper().regions(),

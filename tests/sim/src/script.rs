@@ -75,7 +75,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// How often each kind of fault is chosen.
-const WEIGHTS: [(Kind, u32); 29] = [
+const WEIGHTS: [(Kind, u32); 32] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -93,6 +93,9 @@ const WEIGHTS: [(Kind, u32); 29] = [
     (Kind::BreakVerify, 1),
     (Kind::BreakState, 3),
     (Kind::BreakPage, 2),
+    (Kind::LieInAnswer, 3),
+    (Kind::LieInRegions, 4),
+    (Kind::LieInExtents, 4),
     (Kind::SlowDisk, 4),
     (Kind::PauseEngine, 3),
     (Kind::PauseReplica, 4),
@@ -201,6 +204,9 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::BreakVerify => broken(Broken::Verify, rng),
         Kind::BreakState => broken(Broken::State, rng),
         Kind::BreakPage => broken(Broken::Page, rng),
+        Kind::LieInAnswer => broken(Broken::Answer, rng),
+        Kind::LieInRegions => broken(Broken::Regions, rng),
+        Kind::LieInExtents => broken(Broken::Extents, rng),
         Kind::SlowDisk => {
             // The same disk may hold every replica.
             let victims = if rng.u8(0..3) == 0 { 0..REPLICAS_MAX } else { victim..victim + 1 };

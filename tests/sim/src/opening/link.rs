@@ -118,7 +118,7 @@ impl<T: Asks> Link for Via<T> {
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, CallError> {
         match self.0.ask(Ask::Regions(query)).await? {
-            Answer::Page(page) => Ok(page),
+            Answer::Page(page) => page.check(&query).map(|()| page).map_err(|_| CallError::Broken),
             _ => Err(CallError::Broken),
         }
     }
@@ -138,7 +138,7 @@ impl<T: Asks> Link for Via<T> {
 
     async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, CallError> {
         match self.0.ask(Ask::HeadExtents(query.from_bytes)).await? {
-            Answer::Extents(page) => Ok(page),
+            Answer::Extents(page) => page.check(&query).map(|()| page).map_err(|_| CallError::Broken),
             _ => Err(CallError::Broken),
         }
     }

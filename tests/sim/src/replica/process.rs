@@ -183,6 +183,12 @@ impl World {
                 )
             });
         }
+        // A check that fails without need says nothing about the volume.
+        let may_lie = !matches!(answer, Answer::Error(_)) && !matches!(op.ask, Ask::Verify(_));
+        if may_lie && self.replicas[at].takes_error(Broken::Answer) {
+            answer = Answer::Error(Errno::IO);
+            self.count(Broken::Answer.name());
+        }
         if matches!(answer, Answer::Error(Errno::NO_SPACE)) {
             self.count("error: no space");
         }
@@ -248,7 +254,11 @@ impl World {
                 return self.answer(op.conn, op.number, Answer::Layers(has, file));
             }
             Ask::HeadExtents(from_bytes) => {
-                let page = replica.head_extents(*from_bytes);
+                let mut page = replica.head_extents(*from_bytes);
+                if replica.takes_error(Broken::Extents) {
+                    replica.spoil_extents(&mut page);
+                    self.count(Broken::Extents.name());
+                }
                 return self.answer(op.conn, op.number, Answer::Extents(page));
             }
             Ask::CopyBegin { has_snapshot } => {
@@ -265,7 +275,11 @@ impl World {
             }),
             Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),
             Ask::Regions(query) => {
-                let page = replica.regions(query);
+                let mut page = replica.regions(query);
+                if replica.takes_error(Broken::Regions) {
+                    replica.spoil_regions(&mut page);
+                    self.count(Broken::Regions.name());
+                }
                 return self.answer(op.conn, op.number, Answer::Page(page));
             }
             _ => Ok(()),
