@@ -3,7 +3,7 @@
 //! - The *main* thread opens the directory and the sockets, answers for the process (status, signals), and
 //!   leaves the directory clean at the end.
 //! - The *accept* thread takes connections, and a few short-lived threads open them: an engine proves there
-//!   that it has the volume's secret.
+//!   that it has the volume's secret. The replica proves the same in its welcome.
 //! - The *data* thread does everything else: it has the ring, the buffers, the directory and all connections,
 //!   and shares none of them.
 //!
