@@ -9,15 +9,26 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 
-/// Reads the attribute in `$0`, and writes `$1` if it is larger.
-const LOWER: &str = r#"read -r now <"$0" && { [ "$now" -le "$1" ] || echo "$1" >"$0"; }"#;
+/// Reads the attribute in `$0`, and writes `$2` if it is `$1` or more.
+const LOWER: &str = r#"read -r now <"$0" && { [ "$now" -lt "$1" ] || echo "$2" >"$0"; }"#;
 
-/// Has `attribute` of the disk `kernel_name` lowered to `value`, and returns at once. If that fails, `consequence` says in the log
-/// what it is good for.
+/// Has `attribute` of the disk `kernel_name` lowered to `value` if it is larger, and returns at once. If that fails, `consequence`
+/// says in the log what it is good for.
 pub(crate) fn lower(kernel_name: &str, attribute: &str, value: u32, consequence: &'static str) {
+    lower_from(kernel_name, attribute, value.saturating_add(1), value, consequence);
+}
+
+/// The same if it is `from` or more.
+pub(crate) fn lower_from(
+    kernel_name: &str,
+    attribute: &str,
+    from: u32,
+    value: u32,
+    consequence: &'static str,
+) {
     let path = Path::new("/sys/block").join(kernel_name).join("queue").join(attribute);
     let work = move || {
-        if let Err(error) = lower_in(&path, value) {
+        if let Err(error) = lower_in(&path, from, value) {
             tracing::warn!(path = %path.display(), value, error, "cannot be set: {consequence}");
         }
     };
@@ -26,9 +37,9 @@ pub(crate) fn lower(kernel_name: &str, attribute: &str, value: u32, consequence:
     }
 }
 
-fn lower_in(path: &Path, value: u32) -> Result<(), String> {
+fn lower_in(path: &Path, from: u32, value: u32) -> Result<(), String> {
     let mut shell = Command::new("/bin/sh");
-    shell.args(["-c", LOWER]).arg(path).arg(value.to_string()).stdin(Stdio::null());
+    shell.args(["-c", LOWER]).arg(path).args([from.to_string(), value.to_string()]).stdin(Stdio::null());
     let output = shell.output().map_err(|error| format!("/bin/sh: {error}"))?;
     if output.status.success() {
         return Ok(());
@@ -46,9 +57,11 @@ mod tests {
     fn what_is_larger_is_lowered() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("an attribute");
-        for (before, after) in [("30000\n", "1000\n"), ("1000\n", "1000\n"), ("999\n", "999\n")] {
+        for (before, after) in
+            [("30000\n", "1000\n"), ("5000\n", "1000\n"), ("4999\n", "4999\n"), ("999\n", "999\n")]
+        {
             fs::write(&path, before).unwrap();
-            lower_in(&path, 1000).unwrap();
+            lower_in(&path, 5000, 1000).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), after);
         }
     }
@@ -56,7 +69,7 @@ mod tests {
     #[test]
     fn why_it_cannot_be_set_is_told() {
         let dir = tempfile::tempdir().unwrap();
-        let error = lower_in(&dir.path().join("missing"), 1).unwrap_err();
+        let error = lower_in(&dir.path().join("missing"), 2, 1).unwrap_err();
         assert!(error.contains("missing"), "{error}");
     }
 }

@@ -3,6 +3,8 @@
 
 mod guest;
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, MINUTE, NODE, SIZE_BYTES};
 use shorthorn_vmkit::Kernel;
@@ -95,21 +97,47 @@ fn every_request_does_what_it_says() -> Result<()> {
     guest.no_io_errors()
 }
 
+/// A child process of the server does that, soon after a device of one queue is ready.
+fn timer_is_short(guest: &Guest) -> Result<()> {
+    let is_short = "test $(cat /sys/block/nbd0/queue/io_timeout) = 2000";
+    let wait = format!("for n in $(seq 600); do {is_short} && exit; sleep 0.05; done; exit 1");
+    guest.vm.sh(&wait).map(drop).context("the timer of requests is not 2 s")
+}
+
+/// The longest that a request has taken, from what fio says in `file`.
+fn worst_wait(guest: &Guest, file: &str) -> Result<Duration> {
+    let report: serde_json::Value = serde_json::from_str(&guest.vm.sh(&format!("cat {file}"))?)?;
+    let of = |direction: &str| report["jobs"][0][direction]["clat_ns"]["max"].as_u64();
+    let longest = of("read").max(of("write")).context("fio tells no latency")?;
+    Ok(Duration::from_nanos(longest))
+}
+
+fn kernel_lines(guest: &Guest, pattern: &str) -> Result<usize> {
+    Ok(guest.vm.sh(&format!("dmesg | grep -cE '{pattern}' || true"))?.parse()?)
+}
+
 #[test]
 fn killed_under_load_and_back_without_an_error() -> Result<()> {
     let guest = start()?;
-    let mut pid = guest.serve("memory", "")?;
+    let mut pid = guest.serve("memory", "--queues 1")?;
+    timer_is_short(&guest)?;
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount {NODE} /mnt/m"))?;
-    let fio = guest.start_fio("/mnt/m/file", "randwrite", 60)?;
-    for _ in 0..3 {
-        guest.vm.sh("sleep 2")?;
+    let fio = guest.start_fio("/mnt/m/file", "randwrite", 40)?;
+    let mut longest_restart = Duration::ZERO;
+    for _ in 0..4 {
+        guest.vm.sh("sleep 4")?;
+        let begin = Instant::now();
         guest.end(pid, "KILL")?;
-        pid = guest.serve("memory", "")?;
-        // Requests that were in flight come back after the request time-out of 15 s.
-        guest.vm.sh("sleep 16")?;
+        pid = guest.serve("memory", "--queues 1")?;
+        longest_restart = longest_restart.max(begin.elapsed());
     }
     let output = fio.wait(10 * MINUTE)?;
     ensure!(output.success(), "fio: {output}");
+    let (worst, resent) = (worst_wait(&guest, "/mem/fio.json")?, kernel_lines(&guest, "Possible stuck")?);
+    println!("worst wait {worst:?}, longest restart {longest_restart:?}, {resent} times a timer ran out");
+    ensure!(resent > 0, "no request was in flight at a kill: the test shows nothing");
+    // The timer, what the block layer rounds it up by, and a second for the emulated machine.
+    ensure!(worst < longest_restart + Duration::from_secs(2 + 1 + 1), "a request has waited {worst:?}");
     guest.vm.sh("umount /mnt/m")?;
     guest.vm.sh(&format!("fsck.ext4 -fn {NODE}"))?;
     guest.end(pid, "TERM")?;
@@ -117,15 +145,59 @@ fn killed_under_load_and_back_without_an_error() -> Result<()> {
 }
 
 #[test]
-fn a_server_that_hangs_gets_its_connections_back() -> Result<()> {
+fn several_queues_are_back_after_the_request_time_out() -> Result<()> {
     let guest = start()?;
-    let pid = guest.serve("memory", "")?;
+    let pid = guest.serve("memory", "--queues 2")?;
+    let fio = guest.start_fio(NODE, "randwrite", 25)?;
+    guest.vm.sh("sleep 2")?;
+    guest.end(pid, "KILL")?;
+    let pid = guest.serve("memory", "--queues 2")?;
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    let replaced = kernel_lines(&guest, "reconnected socket")?;
+    ensure!(replaced == 2, "{replaced} connections were replaced, not two");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_server_that_hangs_keeps_its_connection() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "--queues 1")?;
+    timer_is_short(&guest)?;
+    // Small requests: while the socket is full, no timer runs out.
+    let fio = guest
+        .vm
+        .command(&format!(
+            "fio --name=small --filename={NODE} --rw=randrw --bs=4k --direct=1 --ioengine=libaio --iodepth=16 \
+             --time_based --runtime=30 --output-format=json --output=/mem/fio.json"
+        ))
+        .limit(10 * MINUTE)
+        .spawn()?;
+    guest.vm.sh(&format!("sleep 2; kill -STOP {pid}; sleep 20; kill -CONT {pid}"))?;
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    let worst = worst_wait(&guest, "/mem/fio.json")?;
+    let ran_out = kernel_lines(&guest, "Possible stuck")?;
+    println!("worst wait {worst:?}, {ran_out} times a timer ran out");
+    ensure!(ran_out > 0, "no timer ran out: the test shows nothing");
+    let lost = kernel_lines(&guest, "timed out|reconnected|send failed|control failed")?;
+    ensure!(lost == 0, "the kernel has given up the connection");
+    guest.vm.sh(&format!("dd if=/dev/zero of={NODE} bs=1M count=64 oflag=direct status=none"))?;
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_server_of_several_queues_that_hangs_gets_its_connections_back() -> Result<()> {
+    let guest = start()?;
+    let pid = guest.serve("memory", "--queues 2")?;
     let fio = guest.start_fio(NODE, "randwrite", 40)?;
     guest.vm.sh(&format!("sleep 2; kill -STOP {pid}; sleep 20; kill -CONT {pid}"))?;
     let output = fio.wait(10 * MINUTE)?;
     ensure!(output.success(), "fio: {output}");
-    let log = guest.vm.sh("dmesg | grep -c 'Connection timed out' || true")?;
-    ensure!(log != "0", "no connection was given up: the test shows nothing");
+    let given_up = kernel_lines(&guest, "Connection timed out")?;
+    ensure!(given_up != 0, "no connection was given up: the test shows nothing");
     guest.vm.sh(&format!("dd if=/dev/zero of={NODE} bs=1M count=64 oflag=direct status=none"))?;
     guest.end(pid, "TERM")?;
     guest.no_io_errors()

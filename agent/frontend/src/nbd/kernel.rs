@@ -25,20 +25,30 @@ use crate::{
     QueueIo, QueueSocket, probe, wait,
 };
 
-/// After this many seconds without an answer the kernel gives up the connection and sends its requests again on
-/// another one: nothing else makes it do that with a request that it has sent (nbd_xmit_timeout in
-/// drivers/block/nbd.c). So it is how long requests wait that were in flight when an engine died; one that ends in
-/// order hands its sockets over instead. Longer than any time-out between engine and replicas.
+/// For devices with several queues: after this many seconds without an answer the kernel gives up the connection and sends its
+/// requests again on another one. Nothing else makes it do that with a request that it has sent. So it is how long requests wait
+/// that were in flight when an engine died; one that ends in order hands its sockets over instead. It is longer than most pauses
+/// of an engine that lives, which loses its connection by that.
 const REQUEST_TIMEOUT_S: u64 = 15;
+/// For devices with one queue: the driver gives up no connection for time. When the timer of a request runs out, it sends the
+/// request again if the socket was replaced since, else it starts the timer anew (`nbd_xmit_timeout` in drivers/block/nbd.c, Linux
+/// 5.8 and later; with several sockets it does not come there).
+const NO_TIMEOUT: u64 = 0;
+/// The timer that the driver gives the requests of a device with [`NO_TIMEOUT`].
+const DEFAULT_TIMER_MS: u32 = 30_000;
+/// The timer that they get instead: how long requests wait after the next engine has come. The block layer rounds it up by a
+/// second. Each time it runs out, the driver logs a line ("Possible stuck request") without a limit. At 2 s the most that it can
+/// log while a volume stands still is one line for each of its 128 requests in 2 s.
+const REQUEST_TIMER_MS: u32 = 2000;
 /// How long the kernel keeps requests for a device without any connection. An hour: whoever starts engines
 /// decides long before.
 const DEAD_CONNECTION_TIMEOUT_S: u64 = 3600;
 /// Connections of one queue: one that lives, and broken ones whose requests are still in progress in a volume
-/// that has stopped for longer than the request time-out.
+/// that has stopped for longer than the kernel waits.
 const CONNECTIONS: u16 = 4;
 /// How long kernel and udev have to show a new device.
 const SETTLE_LIMIT: Duration = Duration::from_secs(10);
-/// How long a recovered device has to answer a first read: longer than the time-out, so that a connection that
+/// How long a recovered device has to answer a first read: longer than the longer time-out, so that a connection that
 /// broke meanwhile is replaced before.
 const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
 /// How long the device of a dead engine has to answer a read, to show that it is not dead.
@@ -177,6 +187,11 @@ fn disconnect(index: u32) -> io::Result<()> {
         let text = "it is disconnected, but somebody has it open; it is gone when that one closes it";
         io::Error::new(io::ErrorKind::TimedOut, text)
     })
+}
+
+/// The request time-out of a device that is made with so many sockets. See [`NO_TIMEOUT`].
+fn request_timeout_s(sockets: usize) -> u64 {
+    if sockets == 1 { NO_TIMEOUT } else { REQUEST_TIMEOUT_S }
 }
 
 fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
@@ -346,7 +361,7 @@ impl NbdDevice {
                 size_bytes,
                 block_bytes: SECTOR_BYTES,
                 server_flags: transmission_flags::ALL.into(),
-                timeout_s: REQUEST_TIMEOUT_S,
+                timeout_s: request_timeout_s(sockets.len()),
                 dead_connection_timeout_s: DEAD_CONNECTION_TIMEOUT_S,
                 backend: &backend,
                 sockets: &sockets,
@@ -371,6 +386,9 @@ impl NbdDevice {
         let number = node::settle(&name, self.export.size_bytes(), SETTLE_LIMIT)?;
         // The kernel would cut requests at 1280 KiB, which takes two slots. It works as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
+        if self.record.queues == 1 {
+            sysfs::set_request_timer(index, DEFAULT_TIMER_MS, REQUEST_TIMER_MS);
+        }
         let path = node::publish(&self.device_dir, &self.volume, number)?;
         self.number = Some(number);
         if !self.refuses_requests {

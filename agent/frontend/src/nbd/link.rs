@@ -1,7 +1,7 @@
 //! The sockets between the kernel's NBD driver and our queues, and how broken ones are replaced.
 //!
-//! The kernel gives up a socket when a request on it was not answered within the time-out, or when we close it.
-//! RECONFIGURE puts a new socket in place of a dead one, and does nothing, without a word, where none is dead.
+//! The kernel gives up a socket when we close it. With several queues it also does so when a request was not answered within the
+//! time-out. RECONFIGURE puts a new socket in place of a dead one.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,8 +12,8 @@ use std::thread;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, getsockopt, socketpair, sockopt::SendTimeout};
-use nix::sys::time::TimeValLike;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt::SendTimeout};
+use nix::sys::time::{TimeVal, TimeValLike};
 use shorthorn_ring::protect_thread;
 
 use super::netlink::Driver;
@@ -23,12 +23,20 @@ use crate::{QueueSocket, wait};
 /// How long a new socket is offered. A dead socket is known as such within milliseconds after it broke.
 const OFFER_LIMIT: Duration = Duration::from_secs(10);
 /// How long one call to the driver may take. It waits for locks that are held for the time of another call, and
-/// a change of size for requests in flight, which end or are requeued within the request time-out of 15 s.
+/// a change of size for requests in flight. Those of an engine that was killed are sent again within the 15 s of
+/// `kernel::REQUEST_TIMEOUT_S`.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
+/// How long the kernel tries to send one request before it gives up the connection: as long as an engine may be slow. A send waits
+/// only if the engine has no free slot and the socket is full. Without a limit, who disconnects a device of a process that hangs
+/// would wait for that send for ever.
+const SEND_LIMIT_S: i64 = 60;
 
 /// A connected pair: one end for us, one for the kernel, which takes no other sockets than SOCK_STREAM.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    Ok(socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?)
+    let (ours, kernels) = socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?;
+    // The driver puts its request time-out here instead, if the device has one.
+    setsockopt(&kernels, SendTimeout, &TimeVal::seconds(SEND_LIMIT_S))?;
+    Ok((ours, kernels))
 }
 
 /// The sockets of the queues that an earlier process has handed over, by the number of the queue. One that the kernel has
@@ -79,8 +87,9 @@ impl Target {
         let taken = wait::until(OFFER_LIMIT, || {
             let offered = socket.try_clone()?;
             let target = self.clone();
-            call(move |driver| driver.reconnect(target.index, &target.backend, offered.as_fd()))?;
-            Ok::<_, io::Error>(is_taken(socket)?.then_some(()))
+            let is_taken =
+                call(move |driver| driver.reconnect(target.index, &target.backend, offered.as_fd()))?;
+            Ok::<_, io::Error>(is_taken.then_some(()))
         })?;
         taken.ok_or_else(|| {
             io::Error::new(
@@ -94,12 +103,6 @@ impl Target {
     pub(super) fn is_there(&self) -> bool {
         sysfs::backend(self.index).as_deref() == Some(self.backend.as_str())
     }
-}
-
-/// Whether the kernel uses its end `socket` of a pair. The driver gives each socket that it takes its request
-/// time-out as the time-out for sending (nbd_reconnect_socket in drivers/block/nbd.c), and only then.
-fn is_taken(socket: &OwnedFd) -> io::Result<bool> {
-    Ok(getsockopt(socket, SendTimeout)?.num_microseconds() != 0)
 }
 
 /// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from `broken`.
@@ -133,8 +136,7 @@ pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<Atomic
 
 #[cfg(test)]
 mod tests {
-    use nix::sys::socket::setsockopt;
-    use nix::sys::time::TimeVal;
+    use nix::sys::socket::getsockopt;
 
     use super::*;
 
@@ -155,11 +157,9 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_with_a_time_out_is_taken() {
-        let (ours, theirs) = pair().unwrap();
-        assert!(!is_taken(&theirs).unwrap());
-        setsockopt(&theirs, SendTimeout, &TimeVal::seconds(15)).unwrap();
-        assert!(is_taken(&theirs).unwrap());
-        assert!(!is_taken(&ours).unwrap());
+    fn the_kernel_sends_with_a_limit() {
+        let (ours, kernels) = pair().unwrap();
+        let limit_s = |socket| getsockopt(socket, SendTimeout).unwrap().num_seconds();
+        assert_eq!((limit_s(&ours), limit_s(&kernels)), (0, SEND_LIMIT_S));
     }
 }

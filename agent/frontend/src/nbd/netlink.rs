@@ -35,6 +35,9 @@ const ATTR_BACKEND_IDENTIFIER: u16 = 10;
 const SOCK_ITEM: u16 = 1;
 const SOCK_FD: u16 = 1;
 
+/// The driver answers EBADF to it.
+const NO_DESCRIPTOR: RawFd = -1;
+
 const NLMSG_ERROR: u16 = 2;
 const NLM_F_REQUEST: u16 = 1;
 const NLM_F_ACK: u16 = 4;
@@ -111,11 +114,24 @@ impl Driver {
         Ok(u32::from_ne_bytes(index.ok_or_else(|| unexpected("no number of the new device"))?))
     }
 
-    /// Offers `socket` to device `index` in place of a dead one. That none was dead is no error to the kernel.
-    pub(super) fn reconnect(&mut self, index: u32, backend: &str, socket: BorrowedFd<'_>) -> io::Result<()> {
+    /// Offers `socket` to device `index` in place of a dead one. Returns whether the driver has taken it.
+    ///
+    /// The driver answers the same if it has taken a socket and if none was dead. So a descriptor follows that is none. The
+    /// driver goes through the list until it finds no dead socket: it comes to that descriptor, and refuses it, only if it
+    /// has taken the one before (nbd_genl_reconfigure in drivers/block/nbd.c).
+    pub(super) fn reconnect(
+        &mut self,
+        index: u32,
+        backend: &str,
+        socket: BorrowedFd<'_>,
+    ) -> io::Result<bool> {
         let mut attributes = Attributes::for_device(index, backend);
-        attributes.sockets([socket.as_raw_fd()].into_iter());
-        self.call(CMD_RECONFIGURE, NBD_VERSION, &attributes).map(drop)
+        attributes.sockets([socket.as_raw_fd(), NO_DESCRIPTOR].into_iter());
+        match self.call(CMD_RECONFIGURE, NBD_VERSION, &attributes) {
+            Ok(_) => Ok(false),
+            Err(error) if error.raw_os_error() == Some(libc::EBADF) => Ok(true),
+            Err(error) => Err(error),
+        }
     }
 
     /// Changes the size of device `index`. Waits for requests in flight.

@@ -74,12 +74,13 @@ impl Guest {
         ))
     }
 
-    /// Starts fio on `target`: what `mode` (randwrite, randtrimwrite) writes is read back and compared.
+    /// Starts fio on `target`: what `mode` (randwrite, randtrimwrite) writes is read back and compared. It reports to
+    /// /mem/fio.json.
     pub fn start_fio(&self, target: &str, mode: &str, seconds: u32) -> Result<Running> {
         let command = format!(
             "cd /mem && fio --name=verify --filename={target} --size=96m --rw={mode} --bsrange=4k-64k --blockalign=4k --direct=1 \
              --ioengine=libaio --iodepth=16 --time_based --runtime={seconds} --verify=crc32c --verify_backlog=256 \
-             --verify_fatal=1 --output-format=terse"
+             --verify_fatal=1 --output-format=json --output=/mem/fio.json"
         );
         self.vm.command(&command).limit(10 * MINUTE).spawn()
     }
