@@ -91,6 +91,23 @@ fn every_request_does_what_it_says() -> Result<()> {
 }
 
 #[test]
+fn the_host_reads_no_partition_table() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    let pid = guest.serve("memory", "--queues 2")?;
+    // One partition of 64 MiB, which begins at 1 MiB.
+    let table =
+        r#"print "\0" x 446, pack("C8VV", 0, 0, 2, 0, 0x83, 0, 0, 0, 2048, 131072), "\0" x 48, "\x55\xaa""#;
+    vm.sh(&format!("perl -e '{table}' | dd of={NODE} bs=512 conv=fsync status=none"))?;
+    guest.end(pid, "TERM")?;
+    guest.serve("memory", "--queues 2")?;
+    vm.sh("udevadm settle && test -e /sys/block/ublkb0 && ! test -e /sys/block/ublkb0/ublkb0p1")?;
+    vm.sh("partx -a /dev/ublkb0 && test -e /sys/block/ublkb0/ublkb0p1")
+        .context("on demand they are there")?;
+    guest.no_io_errors()
+}
+
+#[test]
 fn file_systems_and_who_uses_them() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "")?;

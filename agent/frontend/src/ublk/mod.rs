@@ -9,6 +9,7 @@
 
 mod abi;
 mod control;
+mod privilege;
 mod queue;
 mod recovery;
 
@@ -47,7 +48,7 @@ pub(crate) const REQUIRED_FEATURES: [(u64, &str); 3] = [
 
 /// Commands that only change state in the driver: milliseconds, or a driver that hangs.
 const COMMAND_LIMIT: Duration = Duration::from_secs(10);
-/// START_DEV reads the partition table through the volume (before Linux 6.19), which may have to wait for a replica.
+/// START_DEV makes the block device, and udev may open it before the command is over.
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// STOP_DEV waits for the requests in flight, which end by the time-outs of the replicas.
 const STOP_LIMIT: Duration = Duration::from_secs(60);

@@ -15,6 +15,7 @@ use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{ByteRange, Errno};
 
 use super::abi::{self, IoCommand, IoDescriptor};
+use super::privilege;
 use crate::{Parked, QueueFrontend, QueueIo, SOURCE, probe};
 
 /// A queue: tag N of the driver is slot N.
@@ -113,6 +114,9 @@ impl QueueFrontend for UblkQueue {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
         }
         let Some(device) = &self.device else { return Err(io::ErrorKind::NotConnected.into()) };
+        if let Err(error) = privilege::drop_sys_admin() {
+            tracing::warn!(%error, queue = self.queue, "the kernel may look for partitions in the volume: CAP_SYS_ADMIN cannot be given up");
+        }
         // Not earlier: the driver lets no other process map them any more.
         self.descriptors = Some(Descriptors::map(device.as_fd(), self.queue, depth)?);
         for tag in (0..).take(depth) {
