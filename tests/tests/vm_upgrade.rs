@@ -137,7 +137,7 @@ fn killed_after_a_handover(host: &VmHost) -> Result<()> {
 #[test]
 fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
     let host = VmHost::bare(VmHost::options(Kernel::Nbd))?;
-    host.sh("modprobe nbd nbds_max=0")?;
+    host.sh("modprobe nbd")?;
     let running = host.spawn(
         "shorthorn-agent run v1 --dir /var/lib/longhorn/v1 --size 64MiB --replicas 2 --frontend nbd",
     )?;
