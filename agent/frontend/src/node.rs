@@ -27,6 +27,9 @@ pub use users::in_use;
 const NODE_MODE: u32 = 0o660;
 /// The group of disks on every distribution; where it is missing, root alone may open the device.
 const NODE_GROUP: &str = "disk";
+/// How long the page cache of a device may take to be written out before the device is stopped. As long as requests of a volume that
+/// goes on may take: they end by the time-outs of the replicas.
+const WRITE_BACK_LIMIT: Duration = Duration::from_secs(30);
 const SYSFS: &str = "/sys";
 const UDEV_CONTROL: &str = "/run/udev/control";
 const UDEV_DATA: &str = "/run/udev/data";
@@ -166,6 +169,19 @@ pub fn settle(name: &str, size_bytes: u64, limit: Duration) -> Result<DeviceNumb
         tracing::warn!(disk = name, "udev has not handled the disk within {limit:?}; going on without it");
     }
     Ok(device)
+}
+
+/// Writes out what the page cache holds for the block device `path` of `volume`, as far as that is possible within [`WRITE_BACK_LIMIT`]:
+/// its driver throws away what is left when the device goes. A failure is logged only: nobody was promised that these writes are
+/// durable, and the device has to go.
+pub(crate) fn write_back(volume: &VolumeName, path: PathBuf) {
+    let written = wait::within(WRITE_BACK_LIMIT, move || match fs::File::open(path) {
+        Err(error) if is_gone(&error) => Ok(()),
+        opened => opened?.sync_all(),
+    });
+    if let Err(error) = written {
+        tracing::error!(%volume, %error, "writes to the device that are still in the page cache may be lost");
+    }
 }
 
 /// Size of the disk `name` (as in /sys/block) in bytes; None where there is none.

@@ -90,10 +90,23 @@ fn every_request_does_what_it_says() -> Result<()> {
     guest.end(pid, "TERM")?;
     let pid = guest.serve("memory", "")?;
     ensure!(vm.sh(&format!("sha256sum <{NODE}"))? == before, "the content changed over a stop and a start");
-    // Buffered writes that nobody has flushed are written when the last opener closes.
-    vm.sh(&format!("dd if=/mem/random of={NODE} bs=1M count=8 conv=notrunc status=none"))?;
+    // Buffered writes that nobody has flushed, of a process that has the device open.
+    let writer = vm.spawn(&format!(
+        "exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; for n in $(seq 1200); do test -e /mem/enough && exit; sleep 0.05; done"
+    ))?;
+    vm.sh("for n in $(seq 1200); do test -e /mem/written && exit; sleep 0.05; done; exit 1")?;
+    ensure!(
+        !vm.run("cmp -n 8388608 /mem/random /mem/memory.data")?.success(),
+        "nothing is left to be written"
+    );
+    vm.sh(&format!(
+        "kill -TERM {pid}; for n in $(seq 200); do test -e {NODE} || exit 0; sleep 0.05; done; exit 1"
+    ))?;
+    let written = "cmp -n 8388608 /mem/random /mem/memory.data";
+    vm.sh(&format!("for n in $(seq 200); do {written} && exit; sleep 0.05; done; {written}"))?;
+    vm.sh("touch /mem/enough")?;
+    writer.wait(MINUTE)?;
     guest.end(pid, "TERM")?;
-    vm.sh("cmp -n 8388608 /mem/random /mem/memory.data")?;
     guest.no_io_errors()
 }
 

@@ -343,6 +343,9 @@ impl Device for NbdDevice {
     fn stop(&mut self) -> Result<(), FrontendError> {
         if let Some(number) = self.number.take() {
             node::remove(&self.device_dir, &self.volume, number)?;
+            if let Some(index) = self.record.kernel_id {
+                node::write_back(&self.volume, Path::new("/dev").join(sysfs::name(index)));
+            }
         }
         self.closed.store(true, Ordering::Release);
         self.kernel_ends.clear();

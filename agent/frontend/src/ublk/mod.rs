@@ -52,8 +52,6 @@ const COMMAND_LIMIT: Duration = Duration::from_secs(10);
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// STOP_DEV waits for the requests in flight, which end by the time-outs of the replicas.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
-/// Writing out what the page cache holds for the device, before it is stopped.
-const FLUSH_LIMIT: Duration = Duration::from_secs(30);
 /// sysfs and udev follow within milliseconds; a busy udev takes longer.
 const SETTLE_LIMIT: Duration = Duration::from_secs(10);
 /// devtmpfs makes the node of the character device before ADD_DEV ends; udev alone needs a moment.
@@ -306,18 +304,6 @@ impl UblkDevice {
             _ => Ok(wanted),
         }
     }
-
-    /// Writes out what the page cache holds for the device: STOP_DEV would throw it away.
-    fn write_back(&self) {
-        let path = self.kernel_path();
-        let written = wait::within(FLUSH_LIMIT, move || match File::open(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            opened => opened?.sync_all(),
-        });
-        if let Err(error) = written {
-            tracing::warn!(%error, volume = %self.volume, "cached writes to the device may be lost");
-        }
-    }
 }
 
 impl Device for UblkDevice {
@@ -373,7 +359,7 @@ impl Device for UblkDevice {
     fn stop(&mut self) -> Result<(), FrontendError> {
         if let Some(number) = self.number {
             node::remove(&self.device_dir, &self.volume, number)?;
-            self.write_back();
+            node::write_back(&self.volume, self.kernel_path());
         }
         let stopped = self.control.run(abi::CMD_STOP_DEV, self.info.id, 0, STOP_LIMIT);
         unless_gone(stopped).map_err(during(format!(
