@@ -3,6 +3,7 @@
 //! A node is a name for a device number and outlives the device. So a node says nothing before sysfs has been
 //! asked whether the number still belongs to a device.
 
+mod udev;
 mod users;
 
 use std::ffi::OsStr;
@@ -21,6 +22,7 @@ use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::{FrontendError, wait};
 
+pub use udev::UdevBefore;
 pub use users::in_use;
 
 /// Who may open the device: root and the group `disk`, as for every disk of the host.
@@ -148,12 +150,18 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
 }
 
 /// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, where it
-/// runs, has handled it: before that, udev may still have it open.
+/// runs, has handled it: before that, udev may still have it open. `before` is what udev knew before the event that it has to handle;
+/// without it, any record of udev will do.
 ///
 /// # Errors
 /// [`FrontendError::System`] where the disk does not come up within `limit`. A udev that is slow or stuck is
 /// worth a warning only: the device works without its links.
-pub fn settle(name: &str, size_bytes: u64, limit: Duration) -> Result<DeviceNumber, FrontendError> {
+pub fn settle(
+    name: &str,
+    size_bytes: u64,
+    before: Option<&UdevBefore>,
+    limit: Duration,
+) -> Result<DeviceNumber, FrontendError> {
     let disk = Path::new(SYSFS).join("block").join(name);
     let action = || format!("wait for the disk {name} of {size_bytes} bytes in {}", disk.display());
     let seen = wait::until(limit, || match disk_of(&disk)? {
@@ -163,12 +171,22 @@ pub fn settle(name: &str, size_bytes: u64, limit: Duration) -> Result<DeviceNumb
     let device = seen
         .and_then(|seen| seen.ok_or_else(|| wait::timed_out(limit)))
         .map_err(|source| FrontendError::System { action: action(), source })?;
-    let record = Path::new(UDEV_DATA).join(format!("b{device}"));
-    let handled = || Ok::<_, ()>((!Path::new(UDEV_CONTROL).exists() || record.exists()).then_some(()));
+    let handled = || {
+        let is_handled =
+            !Path::new(UDEV_CONTROL).exists() || udev::has_handled(Path::new(UDEV_DATA), device, before);
+        Ok::<_, ()>(is_handled.then_some(()))
+    };
     if wait::until(limit, handled) != Ok(Some(())) {
         tracing::warn!(disk = name, "udev has not handled the disk within {limit:?}; going on without it");
     }
     Ok(device)
+}
+
+/// What udev knows of the disk `name` (as in /sys/block) now, for [`settle`].
+#[must_use]
+pub fn before(name: &str) -> UdevBefore {
+    let number = disk_of(&Path::new(SYSFS).join("block").join(name)).ok().flatten();
+    UdevBefore::look(Path::new(UDEV_DATA), number.map(|(device, _)| device))
 }
 
 /// Writes out what the page cache holds for the block device `path` of `volume`, as far as that is possible within [`WRITE_BACK_LIMIT`]:
@@ -420,7 +438,7 @@ mod tests {
         assert_eq!(disk_of(sys.path()).unwrap(), Some((device, 1 << 20)));
         fs::write(sys.path().join("size"), "many").unwrap();
         assert!(disk_of(sys.path()).is_err());
-        let error = settle("no-such-disk", 1 << 20, Duration::from_millis(1)).unwrap_err().to_string();
+        let error = settle("no-such-disk", 1 << 20, None, Duration::from_millis(1)).unwrap_err().to_string();
         assert!(error.contains("no-such-disk of 1048576 bytes"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::Service;
 use super::sysfs;
-use crate::node::{self, DeviceNumber};
+use crate::node::{self, DeviceNumber, UdevBefore};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Parked, Prepared, QueueFrontend,
     QueueIo, QueueSocket, probe, wait,
@@ -307,10 +307,12 @@ impl Device for NbdDevice {
             None => (self.connect()?, true),
         };
         self.record.kernel_id = Some(index);
+        let mut before = new.then(|| node::before(&sysfs::name(index)));
         if let Err(error) = sysfs::announce(index) {
             tracing::warn!(index, %error, "nbd: udev can not be told of the device: its rules may not have matched");
+            before = None;
         }
-        let path = self.bring_up(index, new);
+        let path = self.bring_up(index, new, before.as_ref());
         if path.is_err() && new {
             self.closed.store(true, Ordering::Release);
             if let Err(error) = disconnect(index) {
@@ -373,7 +375,12 @@ impl NbdDevice {
         connected.map_err(|source| system(format!("make an NBD device for {}", self.volume), source))
     }
 
-    fn bring_up(&mut self, index: u32, new: bool) -> Result<PathBuf, FrontendError> {
+    fn bring_up(
+        &mut self,
+        index: u32,
+        new: bool,
+        before: Option<&UdevBefore>,
+    ) -> Result<PathBuf, FrontendError> {
         let name = sysfs::name(index);
         let target = Target { index, backend: self.backend.clone() };
         for socket in std::mem::take(&mut self.kernel_ends) {
@@ -386,7 +393,7 @@ impl NbdDevice {
         if !new {
             self.catch_up(index, &name)?;
         }
-        let number = node::settle(&name, self.export.size_bytes(), SETTLE_LIMIT)?;
+        let number = node::settle(&name, self.export.size_bytes(), before, SETTLE_LIMIT)?;
         // The kernel would cut requests at 1280 KiB, which takes two slots. It works as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
         if self.record.queues == 1 {

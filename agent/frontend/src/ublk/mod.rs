@@ -317,10 +317,12 @@ impl Device for UblkDevice {
     }
 
     fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
+        // Nothing happens to a device that is taken over.
+        let before = (!self.recovered).then(|| node::before(&self.kernel_name()));
         self.start()?;
         recovery::notice_deaths_soon(&self.kernel_name());
         let size_bytes = self.catch_up()?;
-        let number = node::settle(&self.kernel_name(), size_bytes, SETTLE_LIMIT)?;
+        let number = node::settle(&self.kernel_name(), size_bytes, before.as_ref(), SETTLE_LIMIT)?;
         self.number = Some(number);
         node::publish(&self.device_dir, &self.volume, number)
     }
@@ -349,7 +351,7 @@ impl Device for UblkDevice {
         self.control
             .run(abi::CMD_UPDATE_SIZE, self.info.id, size_bytes / SECTOR_BYTES, COMMAND_LIMIT)
             .map_err(during(action))?;
-        node::settle(&self.kernel_name(), size_bytes, SETTLE_LIMIT).map(drop)
+        node::settle(&self.kernel_name(), size_bytes, None, SETTLE_LIMIT).map(drop)
     }
 
     fn in_use(&self) -> Option<String> {
