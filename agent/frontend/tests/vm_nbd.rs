@@ -86,6 +86,7 @@ fn every_request_does_what_it_says() -> Result<()> {
          cmp -n 3584 /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
          cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} /dev/zero"
     ))?;
+    guest.zeroes_take_space_unless_a_hole_is_allowed()?;
     let before = vm.sh("sha256sum </mem/memory.data")?;
     guest.end(pid, "TERM")?;
     let pid = guest.serve("memory", "")?;

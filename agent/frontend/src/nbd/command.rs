@@ -13,6 +13,8 @@ pub(super) struct Command {
     pub(super) connection: u16,
     pub(super) kind: CommandKind,
     pub(super) fua: bool,
+    /// Zeroes are written as data: a hole is not wanted.
+    pub(super) no_hole: bool,
     pub(super) cookie: u64,
     /// Where the next part starts.
     pub(super) offset_bytes: u64,
@@ -33,6 +35,7 @@ impl Command {
             connection,
             kind,
             fua,
+            no_hole: false,
             cookie,
             offset_bytes: 0,
             rest_bytes: 0,
@@ -48,6 +51,7 @@ impl Command {
     pub(super) fn next_part_bytes(&self) -> u32 {
         let in_block = u32::try_from(self.offset_bytes % BLOCK_BYTES).unwrap_or(0);
         let longest = match self.kind {
+            CommandKind::WriteZeroes if self.no_hole => MAX_IO_BYTES - in_block,
             CommandKind::Trim | CommandKind::WriteZeroes => MAX_ZERO_BYTES - in_block,
             _ => MAX_IO_BYTES,
         };
@@ -174,6 +178,13 @@ mod tests {
             assert_eq!(Command { offset_bytes: 8192, ..command }.next_part_bytes(), MAX_ZERO_BYTES);
             assert_eq!(Command { rest_bytes: 1024, ..command }.next_part_bytes(), 1024);
         }
+        let data = Command {
+            offset_bytes,
+            rest_bytes,
+            no_hole: true,
+            ..Command::new(0, CommandKind::WriteZeroes, false, 1)
+        };
+        assert_eq!(data.next_part_bytes(), MAX_IO_BYTES - 512, "as much as a slot has");
         let write = Command { offset_bytes, rest_bytes, ..Command::new(0, CommandKind::Write, false, 1) };
         assert_eq!(write.next_part_bytes(), MAX_IO_BYTES);
     }

@@ -332,6 +332,7 @@ impl Connection {
 
     fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared) {
         let mut command = Command::new(self.id, header.kind, header.fua(), header.cookie);
+        command.no_hole = header.no_hole();
         command.offset_bytes = header.offset_bytes;
         command.rest_bytes = match header.kind {
             CommandKind::Flush => 1,
@@ -571,6 +572,11 @@ fn submit(slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
         CommandKind::Read => (Operation::Read, part.length_bytes),
         CommandKind::Write => (Operation::Write { fua }, part.length_bytes),
         CommandKind::Trim => (Operation::Discard, part.length_bytes),
+        // Replicas make holes of zeroes. Data they store as it is, also those of earlier versions.
+        CommandKind::WriteZeroes if command.no_hole => {
+            buffer(io, slot, part).zero();
+            (Operation::Write { fua }, part.length_bytes)
+        }
         CommandKind::WriteZeroes => (Operation::WriteZeroes { fua }, part.length_bytes),
         CommandKind::Flush | CommandKind::Disconnect | CommandKind::Unknown(_) => (Operation::Flush, 0),
     };

@@ -101,6 +101,11 @@ impl RequestHeader {
         self.flags & COMMAND_FLAG_FUA != 0
     }
 
+    /// Whether zeroes that are written have to take space: later writes there do not fail for lack of it.
+    pub(crate) fn no_hole(&self) -> bool {
+        self.flags & COMMAND_FLAG_NO_HOLE != 0
+    }
+
     /// Checks flags, alignment and bounds against a volume of `size_bytes`.
     pub(crate) fn check(&self, size_bytes: u64) -> Result<(), NbdError> {
         let allowed = match self.kind {

@@ -63,6 +63,8 @@ pub(crate) const IO_OP_DISCARD: u32 = 3;
 pub(crate) const IO_OP_WRITE_ZEROES: u32 = 5;
 /// Durable before it is answered.
 pub(crate) const IO_F_FUA: u32 = 1 << 13;
+/// Zeroes that are written have to take space.
+pub(crate) const IO_F_NOUNMAP: u32 = 1 << 15;
 
 /// [`ParamBasic::attributes`]: writes need a FLUSH to become durable.
 pub(crate) const ATTR_VOLATILE_CACHE: u32 = 1 << 2;

@@ -11,7 +11,7 @@ use io_uring::opcode;
 use io_uring::types::Fd;
 use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Completion, TaskWork, Token};
-use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{ByteRange, Errno};
 
 use super::abi::{self, IoCommand, IoDescriptor};
@@ -31,6 +31,8 @@ pub(super) struct UblkQueue {
     size_bytes: Arc<AtomicU64>,
     /// What a tag that we work on is to be answered with where all goes well.
     success: Box<[i32]>,
+    /// What is still to be written of a tag's zeroes that must take space.
+    zeroes: Box<[Option<ByteRange>]>,
     /// For the ring of its thread.
     task_work: TaskWork,
     /// Whether requests are left to the next process.
@@ -57,6 +59,7 @@ impl UblkQueue {
             max_io_bytes,
             size_bytes,
             success: vec![0; usize::from(depth)].into(),
+            zeroes: vec![None; usize::from(depth)].into(),
             task_work: match probe::is_deferral_safe(&probe::release()) {
                 true => TaskWork::Deferred,
                 false => TaskWork::Cooperative,
@@ -80,6 +83,16 @@ impl UblkQueue {
         unsafe { io.ring.push(entry, token) }
     }
 
+    /// Writes zeroes as data, as much as a slot has; what is left comes when that is done. Replicas make holes of zeroes. Data they
+    /// store as it is, also those of earlier versions.
+    fn write_zeroes(&mut self, io: &mut QueueIo<'_>, tag: u16, range: ByteRange, fua: bool) {
+        let (now, later) = first_part(range, u64::from(self.max_io_bytes.min(MAX_IO_BYTES)));
+        self.zeroes[usize::from(tag)] = later;
+        let length = usize::try_from(now.length()).unwrap_or(0);
+        io.arena.buf(usize::from(tag)).part(0, length).zero();
+        io.requests.push(Request { slot: tag, operation: Operation::Write { fua }, range: now });
+    }
+
     /// The driver has given us `tag` with a request in its descriptor.
     fn accept(&mut self, io: &mut QueueIo<'_>, tag: u16) {
         if self.is_parked {
@@ -87,7 +100,14 @@ impl UblkQueue {
         }
         let Some(descriptors) = &self.descriptors else { return };
         let descriptor = descriptors.get(usize::from(tag));
+        let takes_space = descriptor.op_flags & abi::IO_F_NOUNMAP != 0;
         match translate(tag, descriptor, self.max_io_bytes, self.size_bytes.load(Ordering::Relaxed)) {
+            Ok((Request { operation: Operation::WriteZeroes { fua }, range, .. }, success))
+                if takes_space =>
+            {
+                self.success[usize::from(tag)] = success;
+                self.write_zeroes(io, tag, range, fua);
+            }
             Ok((request, success)) => {
                 self.success[usize::from(tag)] = success;
                 io.requests.push(request);
@@ -146,6 +166,11 @@ impl QueueFrontend for UblkQueue {
     }
 
     fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
+        let rest = self.zeroes[usize::from(slot)].take();
+        if let (Ok(()), Some(rest), Some(descriptors)) = (outcome, rest, &self.descriptors) {
+            let fua = descriptors.get(usize::from(slot)).op_flags & abi::IO_F_FUA != 0;
+            return self.write_zeroes(io, slot, rest, fua);
+        }
         let result = match outcome {
             Ok(()) => self.success[usize::from(slot)],
             Err(errno) => -errno.raw(),
@@ -168,6 +193,19 @@ impl QueueFrontend for UblkQueue {
     fn is_idle(&self) -> bool {
         // The driver copies while it takes a command, and before it completes one: what lies between is a request.
         true
+    }
+}
+
+/// The first `limit_bytes` of `range` at most, up to the end of a block, and what is left.
+fn first_part(range: ByteRange, limit_bytes: u64) -> (ByteRange, Option<ByteRange>) {
+    let limit = range.offset() + limit_bytes;
+    let last_block = limit / BLOCK_BYTES * BLOCK_BYTES;
+    // A limit of less than a block has no end of a block in it.
+    let end = if last_block > range.offset() { last_block } else { limit };
+    let part = |start: u64, end: u64| ByteRange::new(start, end - start).ok();
+    match part(range.offset(), end.min(range.end())) {
+        Some(first) if end < range.end() => (first, part(end, range.end())),
+        _ => (range, None),
     }
 }
 
@@ -305,6 +343,29 @@ mod tests {
         assert!(ask(abi::IO_OP_READ, SIZE / 512 - 1, 1).is_ok());
         assert_eq!(ask(abi::IO_OP_READ, SIZE / 512, 1), Err(Errno::INVALID));
         assert_eq!(ask(abi::IO_OP_READ, u64::MAX, 1), Err(Errno::INVALID));
+    }
+
+    #[test]
+    fn parts_cover_a_range_once_and_end_with_blocks() {
+        let range = |offset, length| ByteRange::new(offset, length).unwrap();
+        for (whole, parts) in [
+            (range(512, 1024), vec![range(512, 1024)]),
+            (range(0, 1 << 20), vec![range(0, 1 << 20)]),
+            (range(512, 1 << 20), vec![range(512, (1 << 20) - 512), range(1 << 20, 512)]),
+            (
+                range(4096, (2 << 20) + 512),
+                vec![range(4096, 1 << 20), range((1 << 20) + 4096, 1 << 20), range((2 << 20) + 4096, 512)],
+            ),
+        ] {
+            let (mut rest, mut found) = (Some(whole), Vec::new());
+            while let Some(range) = rest {
+                let (part, later) = first_part(range, 1 << 20);
+                found.push(part);
+                rest = later;
+            }
+            assert_eq!(found, parts);
+        }
+        assert_eq!(first_part(range(512, 4096), 1024), (range(512, 1024), Some(range(1536, 3072))));
     }
 
     proptest! {

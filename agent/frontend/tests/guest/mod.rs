@@ -85,6 +85,20 @@ impl Guest {
         self.vm.command(&command).limit(10 * MINUTE).spawn()
     }
 
+    /// BLKZEROOUT, which blkdiscard -z uses, asks for no hole, fallocate -p for one.
+    pub fn zeroes_take_space_unless_a_hole_is_allowed(&self) -> Result<()> {
+        let allocated =
+            || -> Result<u64> { Ok(self.vm.sh("stat -c %b /mem/memory.data")?.parse::<u64>()? * 512) };
+        let before = allocated()?;
+        let range = "-o 134217728 -l 12582912";
+        self.vm.sh(&format!("blkdiscard -z {range} {NODE}"))?;
+        let taken = allocated()? - before;
+        ensure!(taken == 12 << 20, "12 MiB of zeroes take {taken} bytes");
+        self.vm.sh(&format!("fallocate -p {range} {NODE}"))?;
+        ensure!(allocated()? == before, "a hole takes space");
+        Ok(())
+    }
+
     pub fn no_io_errors(&self) -> Result<()> {
         let log = self.vm.sh("dmesg | grep -iE 'i/o error|oops:|bug:|warning:|call trace' || true")?;
         ensure!(log.is_empty(), "the kernel complains:\n{log}");

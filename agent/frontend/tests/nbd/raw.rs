@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::thread;
@@ -192,6 +192,25 @@ fn trim_zeroes_and_flush() {
     let before = server.volume.flushes();
     assert_eq!(client.error_of(FLUSH, 0, 0, 0), 0);
     assert_eq!(server.volume.flushes(), before + 1);
+    server.stop();
+}
+
+#[test]
+fn zeroes_without_a_hole_take_space() {
+    const NO_HOLE: u16 = 2;
+    let server = Server::new(1, 8);
+    let allocated = || server.volume.file().metadata().unwrap().blocks() * 512;
+    let mut client = server.client(false);
+    client.send_write(1, 0, &pattern(1, 8192));
+    assert_eq!(client.reply(0).error, 0);
+    let length = 5 * MIB + 512;
+    assert_eq!(client.error_of(ZERO, NO_HOLE | FUA, 512, length), 0);
+    assert!(allocated() >= length as u64, "{} bytes take {}", length, allocated());
+    let back = client.read(2, 0, 8192).data;
+    assert_eq!(back[..512], pattern(1, 8192)[..512]);
+    assert!(back[512..].iter().all(|byte| *byte == 0));
+    assert_eq!(client.error_of(ZERO, 0, 0, 6 * MIB), 0);
+    assert_eq!(allocated(), 0, "without the flag there is a hole");
     server.stop();
 }
 
