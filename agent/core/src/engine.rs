@@ -205,6 +205,7 @@ impl EngineCore {
             Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
             Event::Marked { peer, mark } => self.marked(peer, mark),
             Event::Pong { peer } => self.patience.ponged(peer),
+            Event::PingFailed { peer, errno } => self.ping_failed(peer, errno, out),
             Event::ViewStored { peer, view } => {
                 let step = self.membership.stored(peer, view);
                 self.follow(step, out);

@@ -104,6 +104,13 @@ pub enum Event {
         /// Which replica.
         peer: PeerIndex,
     },
+    /// A replica has answered a PING with an error: it does nothing any more, whatever it is sent.
+    PingFailed {
+        /// Which replica.
+        peer: PeerIndex,
+        /// What it has answered.
+        errno: Errno,
+    },
     /// A replica has answered a proposal.
     ViewStored {
         /// Which replica.
@@ -211,6 +218,7 @@ impl Event {
             | Event::Verified { peer, .. }
             | Event::Marked { peer, .. }
             | Event::ViewStored { peer, .. }
+            | Event::PingFailed { peer, .. }
             | Event::Pong { peer } => Some(*peer),
             _ => None,
         }

@@ -154,7 +154,7 @@ impl EngineCore {
             return self.copy_reply(peer, id, outcome, out);
         }
         let is_member = self.membership.answering().has(peer);
-        let alone = is_member && self.membership.answering().is_one();
+        let alone = self.is_alone(peer);
         let slot = self.slots.at_mut(id);
         match outcome {
             Ok(()) => {}
@@ -174,6 +174,20 @@ impl EngineCore {
         if self.answered_by(peer, id) {
             self.finish(id, out);
         }
+    }
+
+    fn is_alone(&self, peer: PeerIndex) -> bool {
+        let members = self.membership.answering();
+        members.has(peer) && members.is_one()
+    }
+
+    /// A replica that cannot even answer a PING has failed, whether a request has shown that or not. Unless it is the last
+    /// member: its errors go to the frontend, request by request, and its loss would freeze the volume.
+    pub(crate) fn ping_failed(&mut self, peer: PeerIndex, errno: Errno, out: &mut Outputs) {
+        if self.is_alone(peer) {
+            return self.patience.ponged(peer);
+        }
+        self.lose(peer, format!("Ping: {errno}"), out);
     }
 
     /// Nobody has to answer any more, because the last that had to is gone.

@@ -337,7 +337,10 @@ impl Link {
     fn take_answer(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), String> {
         let peer = self.peer;
         if header.id & ID_KIND == ID_PING {
-            events.push(Event::Pong { peer });
+            events.push(match header.outcome() {
+                Ok(()) => Event::Pong { peer },
+                Err(errno) => Event::PingFailed { peer, errno },
+            });
             return Ok(());
         }
         let slot = self.slot_of(header)?;

@@ -642,7 +642,16 @@ impl World {
             _ => Ok(()),
         };
         match number & ID_KIND {
-            ID_PING => self.apply(engine, Event::Pong { peer }),
+            ID_PING => {
+                let event = match outcome {
+                    Ok(()) => Event::Pong { peer },
+                    Err(errno) => {
+                        self.count("error: ping");
+                        Event::PingFailed { peer, errno }
+                    }
+                };
+                self.apply(engine, event);
+            }
             ID_PROPOSE => {
                 let view = ViewId { generation: process.generation, number: low(number) };
                 match outcome {

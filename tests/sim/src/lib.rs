@@ -128,6 +128,7 @@ pub const COVERED: &[&str] = &[
     "lie: an error where all is done",
     "lie: regions that cannot be",
     "lie: extents that cannot be",
+    "error: ping",
     "error: no space",
     "error: no space for a page",
     "fault: kill replica",

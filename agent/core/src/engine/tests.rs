@@ -385,3 +385,27 @@ fn an_answer_that_nobody_asked_for_is_a_failure() {
     let out = bench.apply(Event::Reply { peer: 0, slot: SlotId { queue: 9, slot: 0 }, outcome: Ok(()) });
     assert!(matches!(&out[0], Output::Drop { peer: 0, .. }));
 }
+
+/// It has met an error after which it does nothing any more, while nobody was asking for anything.
+#[test]
+fn a_member_that_answers_a_ping_with_an_error_leaves() {
+    let mut bench = Bench::new(3);
+    bench.tick(1000);
+    let out = bench.apply(Event::PingFailed { peer: 1, errno: Errno::IO });
+    assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("Ping")), "{out:?}");
+}
+
+/// Its errors go to whoever uses the volume, one by one; without it there would be no volume.
+#[test]
+fn the_last_member_stays_when_it_answers_a_ping_with_an_error() {
+    let mut bench = Bench::with(&config(2, 1));
+    bench.apply(Event::Join { peer: 1, missing: Box::new(region_set(&[0])) });
+    bench.tick(1000);
+    let out = bench.apply(Event::PingFailed { peer: 0, errno: Errno::IO });
+    assert_eq!((drops(&out), is_frozen(&out)), (vec![], false));
+    let out = bench.apply(Event::PingFailed { peer: 1, errno: Errno::IO });
+    assert!(matches!(drops(&out)[..], [(1, _)]), "one that is brought up does not: {out:?}");
+    // It was an answer: the next PING follows.
+    let out = bench.tick(2000);
+    assert!(out.contains(&Output::Ping { peer: 0 }), "{out:?}");
+}

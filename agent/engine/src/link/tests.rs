@@ -159,6 +159,21 @@ fn an_error_is_passed_on() {
 }
 
 #[test]
+fn a_ping_that_is_answered_with_an_error_is_no_pong() {
+    for outcome in [Ok(()), Err(Errno::IO)] {
+        let mut bench = Bench::new();
+        bench.link.ping(&mut bench.events);
+        let request = bench.request();
+        bench.say(&request.response(outcome).encode());
+        let told = match outcome {
+            Ok(()) => Event::Pong { peer: 1 },
+            Err(errno) => Event::PingFailed { peer: 1, errno },
+        };
+        assert_eq!(bench.events, [told]);
+    }
+}
+
+#[test]
 fn damaged_data_is_a_failure_of_the_replica() {
     let mut bench = Bench::new();
     let request = bench.ask_read(0, 4096);
