@@ -156,6 +156,9 @@ pub struct IoCounters {
     pub flush: IoCounter,
     /// Discards and zeroes.
     pub discard: IoCounter,
+    /// Requests that no volume can do, which were answered with an error and are counted nowhere else.
+    #[serde(default)]
+    pub refused: u64,
 }
 
 /// What an engine has done of one kind of request.

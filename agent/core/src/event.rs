@@ -2,6 +2,7 @@
 
 use shorthorn_types::{ByteRange, Errno, MarkRegions, Members, RegionSet, ReplicaReport, View, ViewId};
 
+use crate::cause::Failure;
 use crate::membership::{PeerConfig, PeerIndex};
 use crate::request::{Operation, Request};
 use crate::slot::SlotId;
@@ -262,6 +263,8 @@ pub enum Output {
         /// How it went.
         outcome: Result<(), Errno>,
     },
+    /// For people: why the next [`Output::Complete`] of this slot has an error.
+    Failed(Failure),
     /// Send a PING on every connection.
     Ping {
         /// To which replica.

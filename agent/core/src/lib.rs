@@ -25,12 +25,14 @@
 //! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them, end
 //!   nothing but their joining.
 //! - Copies keep to their limits, except where a request waits for one.
+//! - Every request that is completed with an error is told before ([`Output::Failed`]), with the replicas that have caused it.
 //! - A core that refuses requests answers each with an error at once, whatever else is under way; it makes the members
 //!   equal and brings replicas up as any other.
 #![forbid(unsafe_code)]
 
 mod absent;
 mod bucket;
+mod cause;
 mod clearing;
 mod copy;
 mod engine;
@@ -52,6 +54,7 @@ mod serve;
 mod slot;
 mod verdict;
 
+pub use cause::{Blamed, Cause, Failure};
 pub use engine::EngineCore;
 pub use event::{
     CopyLimits, CopyProgress, CoreConfig, DropCause, Event, FlightLimits, Output, Outputs, ScrubConfig,

@@ -2,6 +2,7 @@
 
 use shorthorn_types::{ByteRange, Errno};
 
+use crate::cause::{Blamed, Cause, Failure};
 use crate::engine::EngineCore;
 use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
@@ -32,6 +33,9 @@ impl EngineCore {
         assert!(slot.phase == Phase::Free, "slot {id:?} is submitted twice");
         if self.refuses_requests {
             // Before anything is counted, ordered or held: so nothing can keep it waiting.
+            let Request { operation, range, .. } = request;
+            let failure = Failure { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
+            out.push(Output::Failed(failure));
             out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
             return;
         }
@@ -244,6 +248,12 @@ impl EngineCore {
         slot.phase = Phase::Free;
         let Slot { operation, range, is_in_flight, .. } = *slot;
         self.unfinished -= 1;
+        if let Err(errno) = outcome {
+            // Only the last member can have an error beside a lack of space.
+            let blamed = Blamed(if slot.error.is_some() { slot.erred } else { slot.no_space });
+            let cause = Cause::Replicas(blamed);
+            out.push(Output::Failed(Failure { slot: id, operation, range, errno, cause }));
+        }
         out.push(Output::Complete { slot: id, outcome });
         if is_in_flight {
             self.lands(operation, range);

@@ -261,12 +261,11 @@ impl World {
             Output::ScrubFound { range, odd, .. } => panic!("{odd:?} differ in {range}"),
             Output::Awaited { .. }
             | Output::Prompt { .. }
+            | Output::Failed(_)
             | Output::ViewChanged { .. }
             | Output::ScrubDone
             | Output::Settled
-            | Output::Expanded { .. } => {
-                return;
-            }
+            | Output::Expanded { .. } => return,
         };
         self.told[usize::from(peer)].push(told);
     }

@@ -20,10 +20,13 @@ enum Kind {
     Discard,
 }
 
-/// Counters of one queue. Two lines, as processors fetch lines in pairs.
+/// Counters of one queue. Lines in pairs, as processors fetch them so.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub struct QueueCounters([Counter; 4]);
+pub struct QueueCounters {
+    kinds: [Counter; 4],
+    refused: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Counter {
@@ -40,7 +43,7 @@ fn add(to: &AtomicU64, more: u64) {
 
 impl QueueCounters {
     fn shown(&self, kind: Kind) -> IoCounter {
-        let Counter { operations, bytes, failed, duration_ns } = &self.0[kind as usize];
+        let Counter { operations, bytes, failed, duration_ns } = &self.kinds[kind as usize];
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         IoCounter {
             operations: get(operations),
@@ -60,6 +63,7 @@ pub fn sum(queues: &[Arc<QueueCounters>]) -> IoCounters {
         write: of(Kind::Write),
         flush: of(Kind::Flush),
         discard: of(Kind::Discard),
+        refused: queues.iter().map(|queue| queue.refused.load(Ordering::Relaxed)).fold(0, u64::wrapping_add),
     }
 }
 
@@ -100,10 +104,15 @@ impl RequestMeter {
         }
     }
 
+    /// The frontend has refused so many requests, which never had a slot.
+    pub fn refused(&mut self, count: usize) {
+        add(&self.counters.refused, count as u64);
+    }
+
     /// The request in that slot is completed. Bytes count where it went well.
     pub fn end(&mut self, slot: u16, is_ok: bool, now: Instant) {
         let Some(begun) = self.slots.get(usize::from(slot)) else { return };
-        let counter = &self.counters.0[begun.kind as usize];
+        let counter = &self.counters.kinds[begun.kind as usize];
         add(&counter.operations, 1);
         if is_ok {
             add(&counter.bytes, begun.bytes);
@@ -146,6 +155,9 @@ mod tests {
         // A slot is used again.
         meters[0].begin(&[request(1, Operation::Read, 512)], after(7));
         meters[0].end(1, true, after(8));
+        for (meter, count) in meters.iter_mut().zip([2, 1]) {
+            meter.refused(count);
+        }
         let counter = |operations, bytes, failed, ms: u64| IoCounter {
             operations,
             bytes,
@@ -157,5 +169,6 @@ mod tests {
         assert_eq!(counted.flush, counter(2, 0, 0, 8));
         assert_eq!(counted.discard, counter(2, 2 << 20, 0, 0));
         assert_eq!(counted.read, counter(1, 512, 0, 1));
+        assert_eq!(counted.refused, 3);
     }
 }

@@ -12,6 +12,7 @@ mod counters;
 mod courier;
 mod error;
 mod expansion;
+mod failures;
 mod handover;
 mod link;
 mod main_loop;

@@ -252,13 +252,13 @@ impl Start<'_> {
             opened,
             device,
         )?;
-        let ending = serving.run(&self.news)?;
+        let ending = serving.run(&self.news).inspect_err(|_| serving.log_rest(&self.news))?;
         notify_systemd(sd_notify::NotifyState::Stopping);
         // While requests go on: the next process finds little to make equal, and nobody waits for that.
         let (ending, is_settled) = serving.settle(&self.news, ending, SETTLE_LIMIT)?;
         publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         if ending == Ending::Terminate && may_be_left {
-            let sockets = drain(&volume, generation, &self.news, shared, threads.len())?;
+            let sockets = drain(&serving, (&volume, generation), &self.news, shared, threads.len())?;
             // Much was written since: one more flush takes less time than requests would wait for copies.
             if is_settled && serving.dirty_bytes() > LEFT_DIRTY_MAX_BYTES {
                 serving.settle(&self.news, ending, SETTLE_DRAINED_LIMIT)?;
@@ -277,6 +277,7 @@ impl Start<'_> {
             // A queue thread that panicked has taken the process with it.
             let _ = thread.join();
         }
+        serving.log_rest(&self.news);
         let ended = if ending == Ending::Stop { Ended::Stopped } else { Ended::LeftToNext };
         tracing::info!(%volume, ?ended, "ended");
         Ok(ended)
@@ -296,8 +297,8 @@ impl Start<'_> {
 /// Has the queues answer what is in flight, as far as it can be answered soon. What is not is given to the next
 /// process by the kernel, as what comes from now on. Returns the sockets that the next process can go on with.
 fn drain(
-    volume: &VolumeName,
-    generation: Generation,
+    serving: &Serving<'_>,
+    (volume, generation): (&VolumeName, Generation),
     news: &Receiver<News>,
     shared: &Shared,
     queues: usize,
@@ -319,6 +320,7 @@ fn drain(
                 tracing::warn!(%volume, queue, reason, "a queue has failed: its requests are left to the next process");
                 return Ok(sockets);
             }
+            Ok(News::Trouble(trouble)) => serving.log(trouble),
             Ok(_) => {}
             Err(_) => {
                 tracing::warn!(%volume, "requests in flight are left to the next process");

@@ -5,13 +5,14 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
-use shorthorn_frontend::{Parked, QueueFrontend, QueueIo};
+use shorthorn_frontend::{Parked, QueueFrontend, QueueIo, Refusal};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
 use shorthorn_types::ByteRange;
 
 use crate::connection::Greeted;
 use crate::counters::RequestMeter;
 use crate::error::EngineError;
+use crate::failures::{Limiter, Trouble};
 use crate::link::{self, Link, Notice};
 use crate::shared::{Mail, News, Shared};
 
@@ -52,6 +53,7 @@ struct Running {
     ring: Ring,
     completions: Vec<Completion>,
     requests: Vec<Request>,
+    refusals: Vec<Refusal>,
     events: Vec<Event>,
     scratch: Outputs,
     outputs: Outputs,
@@ -70,6 +72,8 @@ struct Running {
     is_swollen: bool,
     /// Whether nothing has happened in the turn before this one.
     was_idle: bool,
+    /// Of errors that reach the user of the device.
+    limiter: Limiter,
 }
 
 impl Queue {
@@ -97,6 +101,7 @@ impl Queue {
             queue: self,
             completions: Vec::with_capacity(room),
             requests: Vec::with_capacity(room),
+            refusals: Vec::with_capacity(room),
             events: Vec::with_capacity(room),
             scratch: Vec::with_capacity(room),
             outputs: Vec::with_capacity(room),
@@ -108,8 +113,11 @@ impl Queue {
             is_quiet: false,
             is_swollen: false,
             was_idle: false,
+            limiter: Limiter::default(),
         };
         let served = running.serve();
+        let untold = running.limiter.end();
+        running.tell(untold);
         if served.is_err() || running.queue.shared.is_draining() {
             // The kernel has requests of the device in this ring: the next process gets them.
             running.ring.leave_open();
@@ -137,8 +145,9 @@ impl Running {
     }
 
     fn with_frontend<T>(&mut self, act: impl FnOnce(&mut dyn QueueFrontend, &mut QueueIo<'_>) -> T) -> T {
-        let mut io = QueueIo { ring: &mut self.ring, arena: &self.queue.arena, requests: &mut self.requests };
-        act(self.queue.frontend.as_mut(), &mut io)
+        let Running { queue, ring, requests, refusals, .. } = self;
+        let mut io = QueueIo { ring, arena: &queue.arena, requests, refusals };
+        act(queue.frontend.as_mut(), &mut io)
     }
 
     /// One turn: wait, take what has happened, let the core decide, do what it says, send.
@@ -171,6 +180,7 @@ impl Running {
             self.install();
         }
         self.with_frontend(|frontend, io| frontend.flush(io));
+        self.tell_refusals();
         for link in &mut self.queue.links {
             link.flush(&mut self.ring);
         }
@@ -180,11 +190,38 @@ impl Running {
         Ok(())
     }
 
+    /// What the frontend has refused in this turn, and how much was not told in an interval that is over.
+    fn tell_refusals(&mut self) {
+        if self.refusals.is_empty() && !self.limiter.is_active() {
+            return;
+        }
+        let now = Instant::now();
+        self.queue.meter.refused(self.refusals.len());
+        for at in 0..self.refusals.len() {
+            self.troubled(Trouble::Refused(self.refusals[at]), now);
+        }
+        self.refusals.clear();
+        let untold = self.limiter.turn(now);
+        self.tell(untold);
+    }
+
+    fn troubled(&mut self, trouble: Trouble, now: Instant) {
+        let trouble = self.limiter.admits(now).then_some(trouble);
+        self.tell(trouble);
+    }
+
+    fn tell(&self, trouble: Option<Trouble>) {
+        if let Some(trouble) = trouble {
+            self.queue.shared.tell(News::Trouble(trouble));
+        }
+    }
+
     fn dispatch(&mut self, completion: Completion) -> Result<(), EngineError> {
-        let Queue { arena, links, frontend, shared, wake, index, .. } = &mut self.queue;
+        let Running { queue, ring, requests, refusals, .. } = self;
+        let Queue { arena, links, frontend, shared, wake, index, .. } = queue;
         match completion.token.source {
             shorthorn_frontend::SOURCE => {
-                let mut io = QueueIo { ring: &mut self.ring, arena, requests: &mut self.requests };
+                let mut io = QueueIo { ring, arena, requests, refusals };
                 frontend
                     .on_completion(&mut io, completion)
                     .map_err(EngineError::system("the frontend's queue"))?;
@@ -192,7 +229,7 @@ impl Running {
             link::SOURCE => {
                 let peer = usize::from(link::peer_of(completion.token));
                 let Some(link) = links.get_mut(peer) else { return Ok(()) };
-                let notice = link.on_completion(completion, &mut self.ring, arena, &mut self.events);
+                let notice = link.on_completion(completion, ring, arena, &mut self.events);
                 if let Some(Notice::Deposed { holder }) = notice {
                     shared.tell(News::Deposed { holder });
                 }
@@ -202,7 +239,7 @@ impl Running {
                 }
             }
             _ => {
-                wake.arm(&mut self.ring, WAKE);
+                wake.arm(ring, WAKE);
                 shared.take_mail(*index, &mut self.mail);
                 for mail in self.mail.drain(..) {
                     match mail {
@@ -307,10 +344,11 @@ impl Running {
                 Output::Complete { slot, outcome } => {
                     checked = None;
                     let now = *now.get_or_insert_with(Instant::now);
-                    let Queue { arena, frontend, meter, .. } = &mut self.queue;
-                    meter.end(slot.slot, outcome.is_ok(), now);
-                    let mut io = QueueIo { ring: &mut self.ring, arena, requests: &mut self.requests };
-                    frontend.complete(&mut io, slot.slot, outcome);
+                    self.queue.meter.end(slot.slot, outcome.is_ok(), now);
+                    self.with_frontend(|frontend, io| frontend.complete(io, slot.slot, outcome));
+                }
+                Output::Failed(failure) => {
+                    self.troubled(Trouble::Failed(failure), *now.get_or_insert_with(Instant::now));
                 }
                 Output::Ping { peer } => self.with_link(peer, Link::ping),
                 Output::Propose { peer, view, honoured } => {

@@ -9,7 +9,8 @@ use shorthorn_control::{
     Command, CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
     MemberStatus, Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
 };
-use shorthorn_core::{DropCause, Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_core::{Cause, DropCause, Event, Failure, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_frontend::Refusal;
 use shorthorn_recovery::{ServingEngine, Standing, Stay};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
@@ -17,6 +18,7 @@ use shorthorn_types::{ByteRange, ReplicaId, View};
 use crate::courier::{Couriers, Desk, Peer, Told};
 use crate::error::EngineError;
 use crate::expansion::{self, SharedDevice};
+use crate::failures::{self, Trouble};
 use crate::main_loop::copy_limits;
 use crate::open::Opened;
 use crate::scrubber::{self, Done, Finding, Scrubbing};
@@ -249,11 +251,47 @@ impl<'a> Serving<'a> {
                 let source = std::io::Error::other(format!("queue {queue}: {reason}"));
                 return Err(EngineError::System { action: "serving", source });
             }
+            News::Trouble(trouble) => self.log(trouble),
             News::Expanded { size_bytes } => self.expanded(size_bytes)?,
             News::Expansion(told) => self.expansion_told(told),
             News::Settled | News::Drained { .. } => {}
         }
         Ok(None)
+    }
+
+    /// Logs an error that the user of the device has got.
+    pub fn log(&self, trouble: Trouble) {
+        let volume = &self.spec.volume;
+        match trouble {
+            Trouble::Failed(Failure { operation, range, errno, cause, .. }) => {
+                let (operation, reason) = (failures::name(operation), failures::reason(cause, errno));
+                let replicas = self.names(cause);
+                let (offset_bytes, length_bytes) = (range.offset(), range.length());
+                tracing::error!(%volume, replicas, operation, offset_bytes, length_bytes, %errno, reason, "a request has failed: whoever uses the volume gets the error");
+            }
+            Trouble::Refused(Refusal { operation, offset_bytes, length_bytes, errno }) => {
+                let operation = operation.map_or("unknown operation", failures::name);
+                tracing::warn!(%volume, operation, offset_bytes, length_bytes, %errno, "a request is refused: no volume of this size can do it");
+            }
+            Trouble::More { count } => {
+                tracing::error!(%volume, count, "more requests have failed or were refused than are logged one by one");
+            }
+        }
+    }
+
+    fn names(&self, cause: Cause) -> String {
+        let Cause::Replicas(blamed) = cause else { return String::new() };
+        let names = blamed.iter().filter_map(|peer| self.replica(peer));
+        names.map(|replica| replica.to_string()).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Logs the errors that nobody has taken yet: the process ends.
+    pub fn log_rest(&self, news: &Receiver<News>) {
+        for item in news.try_iter() {
+            if let News::Trouble(trouble) = item {
+                self.log(trouble);
+            }
+        }
     }
 
     fn view_changed(&mut self, view: View) -> Result<(), EngineError> {

@@ -15,6 +15,7 @@ use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
 
 use crate::connection::Greeted;
 use crate::courier::Told;
+use crate::failures::Trouble;
 use crate::{expansion, scrubber};
 
 /// What the main thread wants to know.
@@ -58,6 +59,8 @@ pub enum News {
     Frozen(String),
     /// A newer engine holds the volume.
     Deposed { holder: Generation },
+    /// The user of the device has got an error.
+    Trouble(Trouble),
     /// A queue cannot go on.
     QueueFailed { queue: u16, reason: String },
     /// A queue that was to finish its requests has answered all of them; the next process goes on with its socket, where
@@ -158,6 +161,7 @@ impl Shared {
         for output in outputs.drain(..) {
             let to = match &output {
                 Output::Send { slot, .. } | Output::Complete { slot, .. } => Some(slot.queue),
+                Output::Failed(failure) => Some(failure.slot.queue),
                 Output::Mark { .. } | Output::Commit { .. } => Some(0),
                 Output::Propose { view, honoured, .. } => {
                     self.note_pending(**view, honoured);

@@ -232,18 +232,31 @@ fn serve(
     let mut ring = ManuallyDrop::new(Ring::with(u32::from(depth) * 2, task_work)?);
     let arena = Arena::new(usize::from(depth), MAX_IO_BYTES as usize)?;
     let mut requests = Vec::with_capacity(usize::from(depth));
+    let mut refusals = Vec::with_capacity(usize::from(depth));
     let mut completions: Vec<Completion> = Vec::with_capacity(usize::from(depth) * 8);
     let wake_token = Token { source: WAKE_SOURCE, kind: 0, index: 0, tag: 0 };
     wake.arm(&mut ring, wake_token);
-    frontend.start(&mut QueueIo { ring: &mut ring, arena: &arena, requests: &mut requests })?;
+    frontend.start(&mut QueueIo {
+        ring: &mut ring,
+        arena: &arena,
+        requests: &mut requests,
+        refusals: &mut refusals,
+    })?;
     while !stopping.load(Ordering::Acquire) {
+        refusals.clear();
         for request in requests.drain(..) {
             submit(&mut ring, &arena, file, request);
         }
-        frontend.flush(&mut QueueIo { ring: &mut ring, arena: &arena, requests: &mut requests });
+        frontend.flush(&mut QueueIo {
+            ring: &mut ring,
+            arena: &arena,
+            requests: &mut requests,
+            refusals: &mut refusals,
+        });
         ring.wait(None, &mut completions)?;
         for completion in completions.drain(..) {
-            let mut io = QueueIo { ring: &mut ring, arena: &arena, requests: &mut requests };
+            let mut io =
+                QueueIo { ring: &mut ring, arena: &arena, requests: &mut requests, refusals: &mut refusals };
             match completion.token.source {
                 SOURCE => frontend.on_completion(&mut io, completion)?,
                 FILE_SOURCE => frontend.complete(&mut io, completion.token.index, outcome(completion)),

@@ -1,7 +1,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use shorthorn_core::Request;
+use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Arena, Completion, Ring, TaskWork};
 use shorthorn_types::Errno;
 
@@ -17,6 +17,22 @@ pub struct QueueIo<'a> {
     pub arena: &'a Arena,
     /// Where the frontend puts new requests. The engine takes them after every call.
     pub requests: &'a mut Vec<Request>,
+    /// Where the frontend notes each request that it answers with an error itself: it has one answer for each, so this gets
+    /// no longer than `requests`. The engine takes them after every call.
+    pub refusals: &'a mut Vec<Refusal>,
+}
+
+/// A request that no volume can do: the frontend has answered it with an error, and the engine does not see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What was asked for; none: nothing that a volume has.
+    pub operation: Option<Operation>,
+    /// Where. It need not be a place in the volume.
+    pub offset_bytes: u64,
+    /// How much.
+    pub length_bytes: u64,
+    /// The answer.
+    pub errno: Errno,
 }
 
 /// How far a queue is that was told to [`QueueFrontend::park`].

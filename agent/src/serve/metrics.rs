@@ -232,9 +232,14 @@ fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut Page) {
     let operations = page.counters("shorthorn_volume_operations", "Requests that were completed");
     let bytes = page.counters("shorthorn_volume_bytes", "Bytes of the requests that went well");
     let failed = page.counters("shorthorn_volume_operation_errors", "Requests that ended with an error");
+    let refused = page.counters(
+        "shorthorn_volume_refused_operations",
+        "Requests that no volume can do, which were answered with an error",
+    );
     let seconds =
         page.seconds("shorthorn_volume_operation_seconds", "How long requests took in the engine, added up");
     for (volume, counters) in answers {
+        refused.add(&[("volume", volume.as_str())], counters.refused);
         let kinds = [
             ("read", counters.read),
             ("write", counters.write),
@@ -325,7 +330,7 @@ mod tests {
         let mut page = Page::default();
         show_instances(&[instance], &mut page);
         let write = IoCounter { operations: 3, bytes: 12288, failed: 1, duration_us: 1500 };
-        let counters = IoCounters { write, ..IoCounters::default() };
+        let counters = IoCounters { write, refused: 2, ..IoCounters::default() };
         show_io(&BTreeMap::from([("v1".parse().unwrap(), counters)]), &mut page);
         let disk =
             v1::Disk { path: "/d".into(), available_bytes: 7, problem: "full".into(), ..v1::Disk::default() };
@@ -345,6 +350,7 @@ mod tests {
             "shorthorn_volume_rebuild_left_bytes{volume=\"v1\",replica=\"0000000b\"} 40\n",
             "shorthorn_volume_operations_total{volume=\"v1\",operation=\"write\"} 3\n",
             "shorthorn_volume_bytes_total{volume=\"v1\",operation=\"write\"} 12288\n",
+            "shorthorn_volume_refused_operations_total{volume=\"v1\"} 2\n",
             "shorthorn_volume_operation_errors_total{volume=\"v1\",operation=\"write\"} 1\n",
             "shorthorn_volume_operation_seconds_total{volume=\"v1\",operation=\"write\"} 0.0015\n",
             "shorthorn_disk_available_bytes{disk=\"/d\"} 7\n",

@@ -507,6 +507,7 @@ impl World {
                 self.send_request(engine, peer, slot, operation, ask);
             }
             Output::Complete { slot, outcome } => self.complete(engine, slot, outcome),
+            Output::Failed(failure) => self.note(|| format!("engine {engine}: {failure:?}")),
             Output::Ping { peer } => {
                 for queue in 0..self.queues {
                     self.ask(engine, peer, queue, ID_PING, Ask::Ping);

@@ -3,6 +3,7 @@
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, View, ViewId};
 
 use super::*;
+use crate::cause::{Cause, Failure};
 use crate::event::{CopyLimits, DropCause, FlightLimits};
 use crate::membership::PeerConfig;
 use crate::request::{Operation, Request};
@@ -384,6 +385,39 @@ fn an_answer_that_nobody_asked_for_is_a_failure() {
     assert!(matches!(&out[0], Output::Drop { peer: 1, reason, .. } if reason.contains("not asked")));
     let out = bench.apply(Event::Reply { peer: 0, slot: SlotId { queue: 9, slot: 0 }, outcome: Ok(()) });
     assert!(matches!(&out[0], Output::Drop { peer: 0, .. }));
+}
+
+fn blamed(out: &[Output], slot: u16) -> Vec<(PeerIndex, Errno)> {
+    let failure = out.iter().find_map(|output| match output {
+        Output::Failed(failure) if failure.slot == id(slot) => Some(failure),
+        _ => None,
+    });
+    let Some(Failure { errno, cause: Cause::Replicas(blamed), .. }) = failure else { return Vec::new() };
+    blamed.iter().map(|peer| (peer, *errno)).collect()
+}
+
+#[test]
+fn an_error_names_the_replicas_that_have_caused_it() {
+    let mut bench = Bench::new(1);
+    bench.submit(0, WRITE, 0);
+    assert_eq!(blamed(&bench.reply(0, 0, Err(Errno::TIMED_OUT)), 0), [(0, Errno::TIMED_OUT)]);
+    bench.submit(0, WRITE, 0);
+    assert_eq!(blamed(&bench.reply(0, 0, Err(Errno::NO_SPACE)), 0), [(0, Errno::NO_SPACE)]);
+    bench.submit(0, WRITE, 0);
+    assert_eq!(blamed(&bench.reply(0, 0, Ok(())), 0), []);
+
+    let mut bench = Bench::new(3);
+    bench.submit(0, WRITE, 0);
+    bench.reply(0, 0, Err(Errno::NO_SPACE));
+    bench.reply(1, 0, Ok(()));
+    let out = bench.reply(2, 0, Err(Errno::NO_SPACE));
+    let out = bench.answer(out, &[]);
+    assert_eq!(blamed(&out, 0), [(0, Errno::NO_SPACE), (2, Errno::NO_SPACE)]);
+    let at = |find: &dyn Fn(&Output) -> bool| out.iter().position(find);
+    assert!(
+        at(&|output| matches!(output, Output::Failed(_)))
+            < at(&|output| matches!(output, Output::Complete { .. }))
+    );
 }
 
 /// It has met an error after which it does nothing any more, while nobody was asking for anything.

@@ -3,6 +3,7 @@
 
 mod accounts;
 mod ends;
+mod errors;
 mod expansions;
 mod late;
 mod load;

@@ -2,7 +2,9 @@
 
 use std::cell::Cell;
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -14,7 +16,7 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
-    RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
+    IoCounters, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
 };
 use shorthorn_regions::{Marked, RegionKeeper, SetKey};
 use shorthorn_store::{OpenOptions, Store};
@@ -256,6 +258,15 @@ impl Volume {
 
     pub fn order(&self, order: &Order) {
         Client::connect(&self.file("engine.control")).unwrap().order(order).unwrap();
+    }
+
+    /// What the engine has done.
+    pub fn counters(&self) -> IoCounters {
+        let mut stream = UnixStream::connect(self.file("engine.control")).unwrap();
+        stream.write_all(b"\"io\"\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
     }
 
     /// The first status of the engine that is as `wanted`.

@@ -15,7 +15,7 @@ use super::protocol::{
     CommandKind, MAX_REQUEST_BYTES, NbdError, RequestHeader, data_chunk, error_chunk, simple_reply,
 };
 use super::share::SlotShare;
-use crate::{QueueIo, SOURCE};
+use crate::{QueueIo, Refusal, SOURCE};
 
 /// [`Token::kind`] of a finished send.
 pub(super) const SENT: u8 = 1;
@@ -326,11 +326,11 @@ impl Connection {
             self.phase = Phase::Leaving;
             return false;
         }
-        self.take_on(&header, shared);
+        self.take_on(&header, shared, io);
         true
     }
 
-    fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared) {
+    fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared, io: &mut QueueIo<'_>) {
         let mut command = Command::new(self.id, header.kind, header.fua(), header.cookie);
         command.no_hole = header.no_hole();
         command.offset_bytes = header.offset_bytes;
@@ -343,6 +343,9 @@ impl Connection {
         let parts = command.rest_bytes.div_ceil(MAX_IO_BYTES);
         if self.waits_for_all(&command) && parts > shared.share.largest_claim().into() {
             command.error.get_or_insert(NbdError::INVALID);
+        }
+        if let Some(error) = command.error {
+            io.refusals.push(refusal(header, error));
         }
         self.current = shared.commands.insert(command);
         debug_assert!(self.current.is_some(), "more commands than slots and connections");
@@ -557,6 +560,20 @@ impl Connection {
 /// How much is missing of a request's header of which `here` bytes are here; nothing where it has not begun.
 fn missing_of_header(here: usize) -> u32 {
     if here == 0 { 0 } else { u32::try_from(RequestHeader::BYTES.saturating_sub(here)).unwrap_or(0) }
+}
+
+fn refusal(header: &RequestHeader, error: NbdError) -> Refusal {
+    let fua = header.fua();
+    let operation = match header.kind {
+        CommandKind::Read => Some(Operation::Read),
+        CommandKind::Write => Some(Operation::Write { fua }),
+        CommandKind::Flush => Some(Operation::Flush),
+        CommandKind::Trim => Some(Operation::Discard),
+        CommandKind::WriteZeroes => Some(Operation::WriteZeroes { fua }),
+        CommandKind::Disconnect | CommandKind::Unknown(_) => None,
+    };
+    let (offset_bytes, length_bytes) = (header.offset_bytes, header.length_bytes.into());
+    Refusal { operation, offset_bytes, length_bytes, errno: error.errno() }
 }
 
 fn buffer(io: &QueueIo<'_>, slot: u16, part: Part) -> IoBuf {

@@ -50,7 +50,8 @@ impl Process {
     }
 
     fn with_queue(&mut self, act: impl FnOnce(&mut KernelQueue, &mut QueueIo<'_>)) {
-        let mut io = QueueIo { ring: &mut self.ring, arena: &self.arena, requests: &mut self.requests };
+        let Process { ring, arena, requests, .. } = self;
+        let mut io = QueueIo { ring, arena, requests, refusals: &mut Vec::new() };
         act(&mut self.queue, &mut io);
         self.undone.append(&mut self.requests);
     }

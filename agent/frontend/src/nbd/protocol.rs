@@ -150,6 +150,11 @@ impl NbdError {
     pub(crate) const IO: NbdError = NbdError(5);
     pub(crate) const INVALID: NbdError = NbdError(22);
     pub(crate) const NO_SPACE: NbdError = NbdError(28);
+
+    /// NBD's numbers are those of Linux.
+    pub(crate) fn errno(self) -> Errno {
+        i32::try_from(self.0).map_or(Errno::IO, Errno::new)
+    }
 }
 
 impl From<Errno> for NbdError {

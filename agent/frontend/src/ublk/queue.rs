@@ -16,7 +16,7 @@ use shorthorn_types::{ByteRange, Errno};
 
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::privilege;
-use crate::{Parked, QueueFrontend, QueueIo, SOURCE, probe};
+use crate::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE, probe};
 
 /// A queue: tag N of the driver is slot N.
 ///
@@ -112,7 +112,10 @@ impl UblkQueue {
                 self.success[usize::from(tag)] = success;
                 io.requests.push(request);
             }
-            Err(errno) => self.submit(io, abi::IO_COMMIT_AND_FETCH_REQ, tag, -errno.raw()),
+            Err(errno) => {
+                io.refusals.push(refusal(descriptor, errno));
+                self.submit(io, abi::IO_COMMIT_AND_FETCH_REQ, tag, -errno.raw());
+            }
         }
     }
 }
@@ -217,17 +220,11 @@ fn translate(
     max_io_bytes: u32,
     size_bytes: u64,
 ) -> Result<(Request, i32), Errno> {
-    let fua = descriptor.op_flags & abi::IO_F_FUA != 0;
-    let (operation, limit_bytes) = match descriptor.op_flags & abi::IO_OP_MASK {
-        abi::IO_OP_READ => (Operation::Read, max_io_bytes.min(MAX_IO_BYTES)),
-        abi::IO_OP_WRITE => (Operation::Write { fua }, max_io_bytes.min(MAX_IO_BYTES)),
-        abi::IO_OP_FLUSH => {
-            let range = ByteRange::new(0, 0).map_err(|_| Errno::INVALID)?;
-            return Ok((Request { slot, operation: Operation::Flush, range }, 0));
-        }
-        abi::IO_OP_DISCARD => (Operation::Discard, MAX_ZERO_BYTES),
-        abi::IO_OP_WRITE_ZEROES => (Operation::WriteZeroes { fua }, MAX_ZERO_BYTES),
-        _ => return Err(Errno::NOT_SUPPORTED),
+    let operation = operation_of(descriptor).ok_or(Errno::NOT_SUPPORTED)?;
+    let limit_bytes = match operation {
+        Operation::Flush => return Ok((Request { slot, operation, range: ByteRange::EMPTY }, 0)),
+        Operation::Discard | Operation::WriteZeroes { .. } => MAX_ZERO_BYTES,
+        _ => max_io_bytes.min(MAX_IO_BYTES),
     };
     let start = descriptor.start_sector.checked_mul(SECTOR_BYTES).ok_or(Errno::INVALID)?;
     let length = u64::from(descriptor.sectors) * SECTOR_BYTES;
@@ -243,6 +240,28 @@ fn translate(
         _ => 0,
     };
     Ok((Request { slot, operation, range }, success))
+}
+
+/// None: nothing that a volume does.
+fn operation_of(descriptor: IoDescriptor) -> Option<Operation> {
+    let fua = descriptor.op_flags & abi::IO_F_FUA != 0;
+    match descriptor.op_flags & abi::IO_OP_MASK {
+        abi::IO_OP_READ => Some(Operation::Read),
+        abi::IO_OP_WRITE => Some(Operation::Write { fua }),
+        abi::IO_OP_FLUSH => Some(Operation::Flush),
+        abi::IO_OP_DISCARD => Some(Operation::Discard),
+        abi::IO_OP_WRITE_ZEROES => Some(Operation::WriteZeroes { fua }),
+        _ => None,
+    }
+}
+
+fn refusal(descriptor: IoDescriptor, errno: Errno) -> Refusal {
+    Refusal {
+        operation: operation_of(descriptor),
+        offset_bytes: descriptor.start_sector.saturating_mul(SECTOR_BYTES),
+        length_bytes: u64::from(descriptor.sectors) * SECTOR_BYTES,
+        errno,
+    }
 }
 
 /// The descriptors of a queue, which the driver writes and we may only read.
@@ -332,6 +351,15 @@ mod tests {
         assert_eq!(ask(abi::IO_OP_WRITE_ZEROES | other_flags, 8, 8), Ok((zeroes, 4096, 4096, 0)));
         assert_eq!(ask(4, 0, 8), Err(Errno::NOT_SUPPORTED), "WRITE_SAME");
         assert_eq!(ask(18, 0, 8), Err(Errno::NOT_SUPPORTED), "REPORT_ZONES");
+    }
+
+    #[test]
+    fn a_refusal_says_what_was_asked_for() {
+        let (operation, errno) = (Some(Operation::Write { fua: true }), Errno::INVALID);
+        let too_long = refusal(descriptor(abi::IO_OP_WRITE | abi::IO_F_FUA, 8, 4096), errno);
+        assert_eq!(too_long, Refusal { operation, offset_bytes: 4096, length_bytes: 2 << 20, errno });
+        let unknown = refusal(descriptor(4, u64::MAX, 1), Errno::NOT_SUPPORTED);
+        assert_eq!((unknown.operation, unknown.offset_bytes), (None, u64::MAX));
     }
 
     #[test]

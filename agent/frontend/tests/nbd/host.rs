@@ -189,7 +189,8 @@ impl Thread {
     }
 
     fn with_queue<T>(&mut self, work: impl FnOnce(&mut dyn QueueFrontend, &mut QueueIo<'_>) -> T) -> T {
-        let mut io = QueueIo { ring: &mut self.ring, arena: &self.arena, requests: &mut self.requests };
+        let Thread { ring, arena, requests, .. } = self;
+        let mut io = QueueIo { ring, arena, requests, refusals: &mut Vec::new() };
         let result = work(&mut *self.queue, &mut io);
         for request in std::mem::take(&mut self.requests) {
             let before = self.in_flight[usize::from(request.slot)].replace(request);

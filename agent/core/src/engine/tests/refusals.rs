@@ -23,8 +23,13 @@ fn refusing(members: u64) -> Bench {
 
 /// Each kind of request, twice in the same slot and to the same block, is answered with an error and with nothing else.
 fn assert_refuses(bench: &mut Bench, when: &str) {
-    let refused = [Output::Complete { slot: id(3), outcome: Err(Errno::IO) }];
     for operation in ALL.into_iter().chain(ALL) {
+        let range = ByteRange::new(4096, if operation == Operation::Flush { 0 } else { 4096 }).unwrap();
+        let (slot, errno, cause) = (id(3), Errno::IO, Cause::LostWrites);
+        let refused = [
+            Output::Failed(Failure { slot, operation, range, errno, cause }),
+            Output::Complete { slot, outcome: Err(errno) },
+        ];
         let out = bench.submit(3, operation, 1);
         assert_eq!(out, refused, "{operation:?} {when}");
         assert_eq!(bench.core.unfinished(), 0);

@@ -1,0 +1,40 @@
+use shorthorn_types::{ByteRange, Errno};
+
+use crate::membership::{PeerIndex, PeerMask};
+use crate::request::Operation;
+use crate::slot::SlotId;
+
+/// A request of the frontend that is completed with an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Whose request.
+    pub slot: SlotId,
+    /// What was asked for.
+    pub operation: Operation,
+    /// About which bytes. Of a flush it is empty.
+    pub range: ByteRange,
+    /// What the frontend answers.
+    pub errno: Errno,
+    /// Why.
+    pub cause: Cause,
+}
+
+/// Why a request is completed with an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// These replicas have answered with it: the last member, or the members without space.
+    Replicas(Blamed),
+    /// The volume refuses every request: see [`CoreConfig::refuses_requests`](crate::CoreConfig::refuses_requests).
+    LostWrites,
+}
+
+/// The replicas that have caused an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blamed(pub(crate) PeerMask);
+
+impl Blamed {
+    /// Each of them.
+    pub fn iter(self) -> impl Iterator<Item = PeerIndex> {
+        self.0.iter()
+    }
+}

@@ -1,0 +1,120 @@
+//! Errors that reach the user of the device: each kind of trouble leaves a trace, and a storm of errors floods no log.
+//!
+//! A queue thread only hands them over: it never writes to the log itself. The log may be on this very volume, and then a
+//! thread that waits for the log would wait for itself.
+
+use std::time::{Duration, Instant};
+
+use shorthorn_core::{Cause, Failure, Operation};
+use shorthorn_frontend::Refusal;
+use shorthorn_types::Errno;
+
+/// Each queue tells so many errors in one [`INTERVAL`]: enough to show ranges and causes side by side. With
+/// [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight lines per second at most.
+const TOLD_MAX: u32 = 10;
+/// After this the number of errors that were not told is told, and single errors are told again.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// What a queue tells the main thread about errors that reach the user of the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// The volume has failed a request.
+    Failed(Failure),
+    /// The frontend has refused a request, so that the volume has not seen it.
+    Refused(Refusal),
+    /// So many more errors were not told one by one.
+    More {
+        /// How many.
+        count: u64,
+    },
+}
+
+/// Limits what a queue tells.
+#[derive(Debug, Default)]
+pub struct Limiter {
+    /// When the interval began, if one is under way.
+    since: Option<Instant>,
+    told: u32,
+    untold: u64,
+}
+
+impl Limiter {
+    /// Whether this error is to be told; else it is counted.
+    pub fn admits(&mut self, now: Instant) -> bool {
+        self.since.get_or_insert(now);
+        if self.told == TOLD_MAX {
+            self.untold += 1;
+            return false;
+        }
+        self.told += 1;
+        true
+    }
+
+    /// Whether an interval is under way: [`Limiter::turn`] is needed.
+    pub fn is_active(&self) -> bool {
+        self.since.is_some()
+    }
+
+    /// Ends the interval if its time is over: returns what was not told in it.
+    pub fn turn(&mut self, now: Instant) -> Option<Trouble> {
+        let since = self.since?;
+        (now.saturating_duration_since(since) >= INTERVAL).then(|| self.end()).flatten()
+    }
+
+    /// Ends the interval: returns what was not told in it.
+    pub fn end(&mut self) -> Option<Trouble> {
+        let count = std::mem::take(self).untold;
+        (count > 0).then_some(Trouble::More { count })
+    }
+}
+
+/// The operation, for people.
+pub fn name(operation: Operation) -> &'static str {
+    match operation {
+        Operation::Read => "read",
+        Operation::Write { fua: false } => "write",
+        Operation::Write { fua: true } => "durable write",
+        Operation::Flush => "flush",
+        Operation::Discard => "discard",
+        Operation::WriteZeroes { .. } => "write of zeroes",
+        Operation::Verify => "check",
+    }
+}
+
+/// The cause, for people.
+pub fn reason(cause: Cause, errno: Errno) -> &'static str {
+    match cause {
+        Cause::Replicas(_) if errno == Errno::NO_SPACE => "the disks of these replicas have no space for it",
+        Cause::Replicas(_) => "this replica cannot do it, and no other one is left",
+        Cause::LostWrites => {
+            "writes that were acknowledged may be gone: every request is refused until the volume is attached anew"
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_storm_is_told_as_a_few_errors_and_a_number() {
+        let mut limiter = Limiter::default();
+        let start = Instant::now();
+        assert_eq!((limiter.is_active(), limiter.turn(start)), (false, None));
+        let storm = |limiter: &mut Limiter, at| (0..1000).filter(|_| limiter.admits(at)).count();
+        assert_eq!(storm(&mut limiter, start), 10);
+        assert_eq!(limiter.turn(start + INTERVAL - Duration::from_millis(1)), None, "one line per interval");
+        assert_eq!(limiter.turn(start + INTERVAL), Some(Trouble::More { count: 990 }));
+        assert!(!limiter.is_active());
+        assert_eq!(storm(&mut limiter, start + INTERVAL), 10, "then single errors are told again");
+        assert_eq!(limiter.end(), Some(Trouble::More { count: 990 }), "nothing is left out at the end");
+    }
+
+    #[test]
+    fn few_errors_are_told_one_by_one_and_no_number_follows() {
+        let mut limiter = Limiter::default();
+        let start = Instant::now();
+        assert!((0..TOLD_MAX).all(|_| limiter.admits(start)));
+        assert_eq!((limiter.turn(start + INTERVAL), limiter.end()), (None, None));
+    }
+}
