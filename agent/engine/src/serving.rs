@@ -680,8 +680,12 @@ impl Serving<'_> {
             self.ignore("grant", &format!("view {view} is of a later attachment than {}", self.spec.attach));
             return Ok(());
         }
+        let is_known = self.state.granted().is_some_and(|known| known.id >= view.id);
         // Durable before it is used: the next start has to honour it.
         self.state.keep_grant(view)?;
+        if self.asked != Some(view) && is_known {
+            return Ok(()); // it is told again and again while another one is asked for
+        }
         if self.asked != Some(view) {
             self.ignore("grant", &format!("view {view} was not asked for; the next start honours it"));
             return Ok(());

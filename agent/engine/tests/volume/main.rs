@@ -15,7 +15,7 @@ mod volume;
 use std::time::Duration;
 
 use load::Load;
-use shorthorn_control::{Command, EnginePhase, MemberMode, RebuildLimits};
+use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode, RebuildLimits};
 use shorthorn_testkit::nbd::Nbd;
 use shorthorn_types::Regions;
 use volume::Volume;
@@ -295,6 +295,44 @@ fn a_directory_that_is_lost_while_its_replica_is_away_is_filled_again() {
         engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 3
     });
     assert!(volume.log_of_engine().contains("is_copy=true"), "{}", volume.log_of_engine());
+    volume.stop();
+    volume.assert_equal();
+}
+
+/// As an agent that is restarted between the question and the answer, and whose engine is restarted too. Nobody has to notice
+/// the change from no question to a question: it is shown until it is answered.
+#[test]
+fn a_question_to_the_arbiter_that_nobody_answers_is_asked_until_somebody_does() {
+    let mut volume = Volume::start(2, 16 << 20);
+    let load = Load::start(&volume, 26);
+    load.wait_for_writes(100);
+    volume.kill(1);
+    let asks = |engine: &EngineStatus| engine.grant_wanted.is_some();
+    let first = volume.wait("it asks the arbiter", asks).grant_wanted.unwrap().view;
+    // This client has taken the question and is gone.
+    let again = volume.wait("it still asks", asks).grant_wanted.unwrap().view;
+    assert_eq!(again, first);
+    volume.kill_engine();
+    load.abandon();
+    volume.start_engine();
+    let next = volume.wait("the next engine asks", asks).grant_wanted.unwrap().view;
+    assert!(next.id > first.id, "{next} after {first}");
+    // The answer to the one before comes late. The arbiter has granted it, so it has to be honoured.
+    volume.order(&Command::Grant { view: first });
+    let honours = move |engine: &EngineStatus| {
+        engine.grant_wanted.as_ref().is_some_and(|wanted| {
+            wanted.view.id > next.id && wanted.honoured.views().any(|view| view.id >= first.id)
+        }) || engine.phase == EnginePhase::Serving
+    };
+    let last = volume.wait("it asks for one that honours the grant, or needs no other", honours);
+    if let Some(wanted) = last.grant_wanted {
+        volume.order(&Command::Grant { view: wanted.view });
+    }
+    volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving && engine.grant_wanted.is_none());
+    let load = Load::start(&volume, 27);
+    volume.start_replica(1);
+    volume.wait("both are members", |engine| engine.view.is_some_and(|view| view.members.len() == 2));
+    load.stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();
 }

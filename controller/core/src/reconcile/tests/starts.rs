@@ -1,7 +1,11 @@
 //! What is stored of a start, and when.
 
+use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
+use shorthorn_views::Arbiter;
+
 use super::*;
 use crate::Decision;
+use crate::observed::GrantWanted;
 
 const ID: u64 = 1;
 
@@ -202,4 +206,54 @@ fn an_engine_that_goes_on_with_its_grant_is_not_called_faulted_while_it_says_tha
     assert!(again.is_some_and(|again| again <= START_CHECK), "{again:?}");
     assert_eq!(health_of_frozen(Some(Finding::Well), now() + START_CHECK).0, Robustness::Faulted);
     assert_eq!(health_of_frozen(None, now()).0, Robustness::Faulted);
+}
+
+/// A host that has lost its state file starts an engine that does not know the last grant. The call that tells it fails, or the
+/// agent ends before it has passed it on: nobody sees that but by the question, which is still there.
+#[test]
+fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {
+    let view = |attach, number, members: &[u64]| View {
+        id: ViewId { generation: Generation::new(attach, 0), number },
+        members: Members::new(members.iter().copied().map(ReplicaId::from_random)).unwrap(),
+    };
+    let honoured = ReplicaReport { committed: view(1, 1, &[1, 2]), proposed: Vec::new() };
+    let granted = view(1, 2, &[1]);
+    let mut world = starting(VolumeState::Attaching);
+    let mut volume = world.volumes["v"].clone();
+    volume.spec.node_id = Some(NodeName::new("a").unwrap());
+    volume.status.current_node_id = volume.spec.node_id.clone();
+    volume.status.arbiter = Arbiter::default().ask(1, granted, &honoured, &granted.members).unwrap();
+    world.insert(volume.into());
+
+    let target = view(ATTACH, 1, &[2]);
+    let wanted = GrantWanted { view: target, honoured, stored: target.members };
+    let shown = EngineView { attach: ATTACH, grant_wanted: Some(Box::new(wanted)), ..EngineView::default() };
+    let detail = Detail::Engine(Box::new(shown));
+    let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+    let mut agents = agents(None);
+    let on_a = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
+    on_a.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
+
+    for time in 0..3 {
+        let settings = Settings::default();
+        let context =
+            Context { world: &world, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings };
+        let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
+        let tells = decision.actions.iter().filter(
+            |action| matches!(action, Action::Call(_, AgentCall::Grant { view, .. }) if **view == granted),
+        );
+        assert_eq!(tells.count(), 1, "time {time}: {decision:#?}");
+        assert!(decision.look_again.is_some_and(|again| again <= START_CHECK));
+        let warns = |action: &&Action| matches!(action, Action::Emit(event) if event.reason == "NotGranted");
+        assert_eq!(
+            decision.actions.iter().filter(warns).count(),
+            usize::from(time == 0),
+            "people hear it once"
+        );
+        for action in decision.actions {
+            if let Action::Write(object) = action {
+                world.insert(*object);
+            }
+        }
+    }
 }
