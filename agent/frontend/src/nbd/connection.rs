@@ -160,16 +160,6 @@ impl Connection {
         token.tag == self.incarnation
     }
 
-    /// Whether the client has not chosen an export yet.
-    pub(super) fn is_negotiating(&self) -> bool {
-        matches!(self.phase, Phase::Handshake(_))
-    }
-
-    /// How many connections were opened since, if `newest` is the last one.
-    pub(super) fn age(&self, newest: u32) -> u32 {
-        newest.wrapping_sub(self.incarnation)
-    }
-
     /// Says the first word, where it is ours, and begins to listen.
     pub(super) fn start(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
         if matches!(self.phase, Phase::Handshake(_)) && self.stream.send_owned(&[], greeting()).is_err() {

@@ -36,27 +36,6 @@ impl Service {
         usize::from(self.open) < self.connections.len()
     }
 
-    /// Whether a connection is in its negotiation.
-    pub(super) fn is_negotiating(&self) -> bool {
-        self.connections.iter().flatten().any(Connection::is_negotiating)
-    }
-
-    /// Ends the oldest negotiation. Its place is free soon.
-    pub(super) fn end_oldest_negotiation(&mut self, io: &mut QueueIo<'_>) {
-        let negotiating = self
-            .connections
-            .iter()
-            .enumerate()
-            .filter_map(|(place, connection)| Some((place, connection.as_ref()?)));
-        let oldest = negotiating
-            .filter(|(_, connection)| connection.is_negotiating())
-            .max_by_key(|(_, connection)| connection.age(self.incarnation));
-        if let Some(id) = oldest.and_then(|(place, _)| u16::try_from(place).ok()) {
-            tracing::debug!(volume = %self.shared.export.name, "an NBD client that has not chosen an export makes room for another one");
-            self.with(id, io, |connection, _, _| connection.leave());
-        }
-    }
-
     /// Whether a connection broke off since this was asked last. Its requests may still be in progress.
     pub(super) fn take_lost(&mut self) -> bool {
         std::mem::take(&mut self.lost)

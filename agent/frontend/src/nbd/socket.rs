@@ -63,7 +63,6 @@ pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
         queues.push(Box::new(SocketQueue {
             listener: Arc::clone(&listener),
             accepting: false,
-            waiting: None,
             service: Service::new(Shared::new(Arc::clone(&export), depth, connections), connections),
             wake,
             stopping: Arc::clone(&stopping),
@@ -119,8 +118,6 @@ struct SocketQueue {
     /// All queues accept from it; the kernel wakes them in turn.
     listener: Arc<OwnedFd>,
     accepting: bool,
-    /// A client for which another one is to make room.
-    waiting: Option<OwnedFd>,
     service: Service,
     wake: Wake,
     stopping: Arc<AtomicBool>,
@@ -134,26 +131,12 @@ impl SocketQueue {
         Token { source: SOURCE, kind, index: 0, tag: 0 }
     }
 
-    /// Asks for the next client if there is room for it, or if a silent one can make room. Those that come meanwhile wait, or go to
-    /// another queue.
+    /// Asks for the next client where there is room for it. Those that come meanwhile wait, or go to another
+    /// queue.
     fn accept(&mut self, io: &mut QueueIo<'_>) {
-        let has_room = self.service.has_room() || self.service.is_negotiating();
-        if has_room && self.waiting.is_none() && !self.accepting && !self.stopping.load(Ordering::Acquire) {
+        if !self.accepting && self.service.has_room() && !self.stopping.load(Ordering::Acquire) {
             io.ring.accept(self.listener.as_raw_fd(), Self::token(ACCEPTED));
             self.accepting = true;
-        }
-    }
-
-    /// Serves the client that waits, if there is room now.
-    fn admit(&mut self, io: &mut QueueIo<'_>) {
-        if !self.service.has_room() {
-            return;
-        }
-        if let Some(fd) = self.waiting.take()
-            && let Some(id) = self.service.add(fd, Opening::Negotiate)
-        {
-            self.service.start(io, id);
-            self.accept(io);
         }
     }
 
@@ -174,20 +157,16 @@ impl SocketQueue {
         }
         // SAFETY: the descriptor is the result of an accept: new, and nobody else's.
         let fd = unsafe { OwnedFd::from_raw_fd(completion.result) };
-        if !self.stopping.load(Ordering::Acquire) {
-            self.waiting = Some(fd);
-            // A client that says at once which export it wants gets through, however many others stay silent.
-            if !self.service.has_room() {
-                self.service.end_oldest_negotiation(io);
-            }
-            self.admit(io);
+        if !self.stopping.load(Ordering::Acquire)
+            && let Some(id) = self.service.add(fd, Opening::Negotiate)
+        {
+            self.service.start(io, id);
         }
         self.accept(io);
     }
 
     /// After anything that may have changed the number of clients.
     fn count(&mut self, io: &mut QueueIo<'_>) {
-        self.admit(io);
         let (open, counted) = (self.service.open(), self.counted);
         if open != counted {
             self.counted = open;
@@ -209,7 +188,6 @@ impl QueueFrontend for SocketQueue {
             ACCEPTED => self.on_accepted(io, completion),
             WOKEN => {
                 // Only stop() calls.
-                self.waiting = None;
                 self.service.leave(io);
                 self.wake.arm(io.ring, Self::token(WOKEN));
             }

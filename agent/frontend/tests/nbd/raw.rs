@@ -452,30 +452,6 @@ fn clients_beyond_the_bound_wait_for_their_turn() {
 }
 
 #[test]
-fn silent_clients_keep_nobody_out() {
-    let server = Server::new(1, 16); // room for four
-    let mut served = server.client(false);
-    let silent: Vec<UnixStream> = (0..100)
-        .map(|_| {
-            let mut silent = server.raw();
-            silent.read_exact(&mut [0; 18]).unwrap();
-            silent
-        })
-        .collect();
-    let newest = server.client(false);
-    assert_eq!(served.read(1, 0, 512).error, 0, "a client that is served stays");
-    let open = |mut stream: &UnixStream| {
-        stream.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
-        stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
-    };
-    // It has taken the place of the oldest of the last three.
-    let open: Vec<usize> = (0..100).filter(|at| open(&silent[*at])).collect();
-    assert_eq!(open, [98, 99]);
-    drop(newest);
-    server.stop();
-}
-
-#[test]
 fn stop_answers_what_is_in_progress_and_closes_the_rest() {
     let mut server = Server::new(2, 16);
     let mut busy = server.client(false);
