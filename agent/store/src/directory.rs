@@ -24,7 +24,7 @@ const FILE_MODE: Mode = Mode::S_IRUSR.union(Mode::S_IWUSR);
 const DOCUMENT_MAX_BYTES: u64 = 64 << 20;
 
 /// Written out, so that its blocks can be had back by removing it.
-const RESERVE_FILE: &str = "shorthorn.reserve";
+pub(crate) const RESERVE_FILE: &str = "shorthorn.reserve";
 /// Room for every document of a replica twice, for a file of regions (33 pages at most), and for the journal of
 /// the file system to be content.
 const RESERVE_BYTES: usize = 256 << 10;
@@ -149,10 +149,14 @@ impl Directory {
             Err(error) if is_full(error.errno()) => {
                 self.unlink(RESERVE_FILE)?;
                 let result = attempt();
-                // What was freed can be had again only once that is on the disk; without that the next attempt may fail.
-                let _ = self.fd.sync_all();
+                // What was freed can be had again only once that is on the disk. The kernel tells a write error once, and this
+                // may be of what has just succeeded: only a lack of space is left to the next attempt.
+                let synced = self.fd.sync_all().map_err(|error| self.error("sync", ".", error));
                 self.keep_reserve();
-                result
+                match synced {
+                    Err(error) if !is_full(error.errno()) => result.and(Err(error)),
+                    _ => result,
+                }
             }
             result => result,
         }
@@ -259,7 +263,7 @@ impl Directory {
 }
 
 /// Whether something has failed for lack of space, which the reserve may give.
-fn is_full(errno: shorthorn_types::Errno) -> bool {
+pub(crate) fn is_full(errno: shorthorn_types::Errno) -> bool {
     errno == shorthorn_types::Errno::NO_SPACE || errno.raw() == nix::libc::EDQUOT
 }
 

@@ -8,6 +8,9 @@ use std::os::fd::AsRawFd;
 /// How many extents one call asks for: 14 KiB of memory, and few calls for a file in many pieces.
 const EXTENTS: usize = 256;
 
+/// FIEMAP_FLAG_SYNC: the file is written first. A file system may note later than it says that a write is done that the extent is
+/// written.
+const SYNC: u32 = 0x1;
 /// FIEMAP_EXTENT_LAST.
 const LAST: u32 = 0x1;
 /// FIEMAP_EXTENT_UNWRITTEN: allocated, and reads as zeroes.
@@ -84,6 +87,7 @@ impl ExtentPage {
         map.head = Head {
             start,
             length: end.saturating_sub(start),
+            flags: SYNC,
             extent_count: u32::try_from(EXTENTS).unwrap_or(0),
             ..Head::default()
         };

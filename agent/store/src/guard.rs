@@ -92,9 +92,15 @@ impl Guard {
     /// Records that `temp` is about to become `volume.meta`.
     pub fn vouch(&mut self, directory: &Directory, temp: &str) -> Result<(), StoreError> {
         let next = identity(directory, temp)?;
-        // Only the last one of ours can still be in place.
+        // One of ours is still in place: not the last one, if that could not be put there.
+        let in_place = match directory.stat(VOLUME_META)? {
+            Some(_) => {
+                Some(identity(directory, VOLUME_META)?).filter(|known| self.volume_meta.contains(known))
+            }
+            None => None,
+        };
         let last = self.volume_meta.pop();
-        self.volume_meta = last.into_iter().chain([next]).collect();
+        self.volume_meta = in_place.or(last).into_iter().chain([next]).collect();
         self.save(directory)
     }
 

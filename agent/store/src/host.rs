@@ -16,7 +16,7 @@ use crate::error::StoreError;
 use crate::files::signed;
 
 /// The file that is tried on where the file system has no unnamed ones.
-const PROBE_FILE: &str = "shorthorn.probe";
+pub(crate) const PROBE_FILE: &str = "shorthorn.probe";
 const PROBE_BYTES: u64 = 1 << 20;
 /// An odd number of blocks, so that it is the second half of any larger unit.
 const PROBE_OFFSET: u64 = 129 * BLOCK_BYTES;

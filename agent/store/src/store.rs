@@ -14,12 +14,12 @@ use shorthorn_types::ByteRange;
 use crate::boot::Boot;
 use crate::buffer::AlignedBuffer;
 use crate::copy::Copy;
-use crate::directory::Directory;
+use crate::directory::{Directory, RESERVE_FILE};
 use crate::error::StoreError;
 use crate::facts::collect;
 use crate::files::{Files, Writable};
 use crate::guard::{GUARD_FILE, Guard};
-use crate::host::HostFileSystem;
+use crate::host::{HostFileSystem, PROBE_FILE};
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
 use crate::lock::{LOCK_FILE, Lock};
 use crate::options::{CreateOptions, FaultHook, OpenOptions};
@@ -447,7 +447,7 @@ fn sweep_for_create(directory: &Directory) -> Result<()> {
             DirectoryEntry::Image(image) => {
                 image == first && facts.images.get(&image).is_some_and(|image| !image.holds_data)
             }
-            _ => name == GUARD_FILE,
+            _ => [GUARD_FILE, RESERVE_FILE, PROBE_FILE].contains(&name.as_str()),
         };
         if !ours && name != LOCK_FILE {
             return Err(StoreError::NotEmpty { directory: directory.path().to_owned(), entry: name });

@@ -13,6 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use shorthorn_types::ByteRange;
 
+use crate::directory::is_full;
 use crate::error::StoreError;
 use crate::fiemap::ExtentPage;
 use crate::files::signed;
@@ -37,7 +38,8 @@ impl Store {
                      them for zeroes"
                 ));
             }
-            Err(error) if error.errno() == shorthorn_types::Errno::NO_SPACE => {
+            // A flush that has failed has lost data, whatever its reason.
+            Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => {
                 let head = self.layout.head();
                 self.repairs.push(format!(
                     "{head} may have blocks that are allocated and were never written, and there is no space to make \
@@ -91,6 +93,7 @@ fn punch(file: &File, range: ByteRange) -> nix::Result<u64> {
             Ok(extents) => extents,
             // Longhorn cannot use a file system that has no answer.
             Err(Errno::EOPNOTSUPP | Errno::ENOTTY) => return Ok(0),
+            Err(Errno::EINTR) => continue,
             Err(errno) => return Err(errno),
         };
         for extent in extents.iter().filter(|extent| extent.is_unwritten()) {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
-use shorthorn_types::limits::MAX_IO_BYTES;
+use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
 use shorthorn_types::{ByteRange, VolumeName};
 
 use super::command::{Command, Commands, Part};
@@ -322,7 +322,9 @@ impl Connection {
 
     fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared, io: &mut QueueIo<'_>) {
         let mut command = Command::new(self.id, header.kind, header.fua(), header.cookie);
-        command.no_hole = header.no_hole();
+        // Of a longer range the zeroes are made without taking space. All requests behind it on this connection wait until its last
+        // part is under way, and as data it may be 4 GiB.
+        command.no_hole = header.no_hole() && header.length_bytes <= MAX_ZERO_BYTES;
         command.offset_bytes = header.offset_bytes;
         command.rest_bytes = match header.kind {
             CommandKind::Flush => 1,

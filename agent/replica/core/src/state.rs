@@ -216,8 +216,11 @@ impl ReplicaState {
     /// Takes that back if all views that may count have the replica.
     fn note_joined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         if self.is_left_noted && is_in_all(self.me, &self.views) {
-            self.perform(disk, Step::NoteJoined)?;
+            // First: if only the end of the step fails, the note is gone. One more note does no harm.
             self.is_left_noted = false;
+            let noted = self.perform(disk, Step::NoteJoined);
+            self.is_left_noted = noted.is_err();
+            noted?;
         }
         Ok(())
     }

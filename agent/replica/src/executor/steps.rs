@@ -68,8 +68,11 @@ impl Disk for Shelf<'_> {
     fn perform(&mut self, step: Step<'_>) -> Result<(), ReplicaError> {
         match step {
             Step::SaveViews(views) => {
-                // First: a number that is ahead does no harm, because the replica is in all of these views.
-                self.tell_revision(views)?;
+                // First: a number that is ahead does no harm, because the replica is in all of these views. One that is behind has
+                // Longhorn rebuild the replica, which costs less than a view that is not stored.
+                if let Err(error) = self.tell_revision(views) {
+                    tracing::warn!(%error, "revision.counter could not be stored: Longhorn would take this replica for an older one");
+                }
                 self.store.save_state(&self.owner.with_views(views)?)?;
             }
             Step::MakeSet(key, bytes) => {
