@@ -517,7 +517,15 @@ mod tests {
         };
         let report = ReplicaReport { committed, proposed: Vec::new() };
         let tracks = Members::default();
-        Welcome { size_bytes: 1 << 30, report, lost_cache: false, rebuilding: false, tracks, stamp: None }
+        Welcome {
+            run: 7,
+            size_bytes: 1 << 30,
+            report,
+            lost_cache: false,
+            rebuilding: false,
+            tracks,
+            stamp: None,
+        }
     }
 
     /// What a greeting ends in if the replica answers the hello with what `answer` makes of it: an errno or success,

@@ -10,7 +10,7 @@ use shorthorn_control::{
     Command, EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
 };
 use shorthorn_recovery::{
-    Grant, Misfit, NotOpen, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
+    Grant, Misfit, NotOpen, OTHER_RUN, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View};
 use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
@@ -566,7 +566,10 @@ fn connect_queues(
     let mut connections = vec![one.link];
     for queue in 1..spec.queues {
         let opened = greeter.greet(endpoint, queue);
-        let (connection, _) = opened.map_err(|error| format!("{replica}: {error}"))?;
+        let (connection, welcome) = opened.map_err(|error| format!("{replica}: {error}"))?;
+        if welcome.run != one.welcome.run {
+            return Err(format!("{replica}: {OTHER_RUN}"));
+        }
         connections.push(connection);
     }
     Ok((replica, connections))

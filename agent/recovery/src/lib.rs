@@ -28,6 +28,6 @@ pub use link::{Link, LinkError, Misfit, fit, regions};
 pub use open::{
     Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
 };
-pub use rebuild::{Courier, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
+pub use rebuild::{Courier, OTHER_RUN, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
 pub use serving::{Address, Peer, PendingView, ServingEngine, members};
 pub use standing::{Standing, Stay};

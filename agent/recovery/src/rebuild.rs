@@ -40,6 +40,8 @@ impl<E> Trouble<E> {
     }
 }
 
+/// What a replica has said counts for one run of its process only: see [`Welcome::run`].
+pub const OTHER_RUN: &str = "it was started again since it was asked for what it holds";
 /// Why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
@@ -85,9 +87,10 @@ pub trait Courier {
         state: &CopyState,
     ) -> Result<(), Trouble<Error<Self>>>;
 
-    /// Opens a connection to `replica` for every queue and waits until the queues have them. Returns the size that it has at
-    /// least: the size of the volume before the first was opened.
-    async fn connect_queues(&self, replica: ReplicaId) -> Result<u64, Trouble<Error<Self>>>;
+    /// Opens a connection to `replica` for every queue and waits until the queues have them. Fails with [`OTHER_RUN`] if one of them
+    /// leads to another run of its process than `run`. Returns the size that it has at least: the size of the volume before
+    /// the first was opened.
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<Error<Self>>>;
 
     /// Learns that the replica's disk has not kept all that it had stored: it will be a copy.
     fn is_restored(&self, kept: Option<u32>, sent: u32);
@@ -141,7 +144,7 @@ impl<C: Courier> Attempt<'_, C> {
         }
         let lack = self.find_lack(peer, &welcome, remembers).await?;
         self.keep_accounts(&welcome, lack.is_copy).await?;
-        let size_bytes = match self.courier.connect_queues(self.replica).await {
+        let size_bytes = match self.courier.connect_queues(self.replica, welcome.run).await {
             Ok(size_bytes) => size_bytes,
             Err(trouble) => {
                 self.drop_queues("not every queue is connected to it");

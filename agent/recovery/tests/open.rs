@@ -211,6 +211,7 @@ fn volume(count: u64) -> Volume {
 fn engine(count: u64, reached: &[u64], lost_cache: bool) -> Engine {
     let calls = Calls::default();
     let welcome = |_: &u64| Welcome {
+        run: 7,
         size_bytes: SIZE_BYTES,
         report: ReplicaReport { committed: last_view(count), proposed: Vec::new() },
         lost_cache,

@@ -174,6 +174,7 @@ impl ServingEngine for Engine {
         assert_eq!(to, Address { peer: AWAY, replica: id(2) });
         self.reaches(Moment::Greeting);
         Ok(Welcome {
+            run: 7,
             size_bytes: SIZE_BYTES,
             report: ReplicaReport { committed: view(&[1, 2, 4]), proposed: Vec::new() },
             lost_cache: false,
@@ -273,7 +274,7 @@ impl Courier for &Engine {
         Ok(())
     }
 
-    async fn connect_queues(&self, replica: ReplicaId) -> Result<u64, Trouble<Gone>> {
+    async fn connect_queues(&self, replica: ReplicaId, _: u64) -> Result<u64, Trouble<Gone>> {
         assert_eq!(replica, id(2));
         self.reaches(Moment::Connecting);
         Ok(SIZE_BYTES)

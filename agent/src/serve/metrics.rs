@@ -345,7 +345,7 @@ mod tests {
             "shorthorn_volume_replica_waits_total{volume=\"v1\",replica=\"0000000c\"} 2\n",
             "shorthorn_volume_frozen{volume=\"v1\"} 1\n",
             "shorthorn_volume_lost_writes{volume=\"v1\"} 1\n",
-            "shorthorn_volume_replicas{volume=\"v1\",mode=\"member\"} 1\n",
+            "shorthorn_volume_replicas{volume=\"v1\",mode=\"member\"} 2\n",
             "shorthorn_volume_replicas{volume=\"v1\",mode=\"failed\"} 0\n",
             "shorthorn_volume_rebuild_left_bytes{volume=\"v1\",replica=\"0000000b\"} 40\n",
             "shorthorn_volume_operations_total{volume=\"v1\",operation=\"write\"} 3\n",

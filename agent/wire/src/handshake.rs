@@ -41,6 +41,9 @@ pub struct Hello {
 /// The replica takes the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
+    /// Drawn at random by each run of the replica's process. An engine takes no connection of another run together with what it was told in
+    /// this one: the replica may have lost power in between, and with it what was not flushed.
+    pub run: u64,
     /// Size of the volume as the replica has it.
     pub size_bytes: u64,
     /// The views that it knows.
@@ -156,8 +159,15 @@ mod tests {
         let view = View { id, members };
         let report = ReplicaReport { committed: view, proposed: vec![view; 16] };
         let (lost_cache, rebuilding, stamp) = (false, false, Some(u32::MAX));
-        let welcome =
-            Welcome { size_bytes: u64::MAX, report, lost_cache, rebuilding, tracks: members, stamp };
+        let welcome = Welcome {
+            run: u64::MAX,
+            size_bytes: u64::MAX,
+            report,
+            lost_cache,
+            rebuilding,
+            tracks: members,
+            stamp,
+        };
         let claim =
             Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 0 };
         let nonce = Nonce::new([7; 32]);

@@ -361,6 +361,7 @@ mod tests {
         let id = ViewId { generation: Generation::new(2, 0), number: 1 };
         let view = View { id, members: Members::new([ReplicaId::from_random(7)]).unwrap() };
         Welcome {
+            run: 7,
             size_bytes: 1 << 30,
             report: ReplicaReport { committed: view, proposed: vec![view] },
             lost_cache: false,

@@ -155,6 +155,7 @@ fn texts() -> Vec<Vec<u8>> {
     let session = Session::of_replica(&SECRET, NONCE, NONCE, &claim());
     let challenge = Challenge { nonce: NONCE };
     let welcome = Welcome {
+        run: 7,
         size_bytes: 1 << 40,
         report: report(),
         lost_cache: true,

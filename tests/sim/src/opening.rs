@@ -566,14 +566,19 @@ impl Process {
         // A mark that gets lost only leaves more to honour.
         let _ = conclude(&mut one, proposal).await;
         let queues = self.sim.borrow().queues;
-        let Reached { replica, link, .. } = one;
+        let Reached { replica, link, welcome } = one;
         let peer = replicas.iter().position(|id| *id == replica)?;
         if !proposal.view.members.contains(replica) {
             return Some((peer, Vec::new()));
         }
         let mut links = vec![link];
         for queue in 1..queues {
-            links.push(self.greet(replica, queue).await.ok()?.0);
+            let (link, greeting) = self.greet(replica, queue).await.ok()?;
+            if greeting.run != welcome.run {
+                self.close(link.0.into_conn());
+                return None;
+            }
+            links.push(link);
         }
         Some((peer, links))
     }

@@ -415,6 +415,7 @@ impl Replica {
 
     fn greeting(&self) -> Greeting {
         Greeting {
+            run: self.boot,
             report: self.state.views().report().clone(),
             lost_cache: self.state.keeper().has_lost_cache(),
             rebuilding: self.durable.rebuilding,

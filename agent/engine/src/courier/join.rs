@@ -4,7 +4,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use shorthorn_core::{EngineCore, Outputs, PeerIndex};
-use shorthorn_recovery::{Address, PendingView, ServingEngine, Source};
+use shorthorn_recovery::{Address, OTHER_RUN, PendingView, ServingEngine, Source};
 use shorthorn_types::ReplicaId;
 use shorthorn_wire::{CopyState, LayerList, Welcome};
 
@@ -91,17 +91,20 @@ impl shorthorn_recovery::Courier for Courier {
         self.copy_layers(target, source, layers, state)
     }
 
-    async fn connect_queues(&self, replica: ReplicaId) -> Result<u64, Trouble> {
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble> {
         let desk = &self.desk;
         let size_bytes = desk.greeter.size_bytes();
         let peer = desk.known_peer(self.peer).filter(|peer| peer.endpoint.replica == replica);
         let Some(peer) = peer else { return Err(Trouble::Ended) };
         let (installed, acknowledged) = mpsc::sync_channel(usize::from(desk.queues));
         for queue in 0..desk.queues {
-            let (connection, _) = desk
+            let (connection, welcome) = desk
                 .greeter
                 .greet(&peer.endpoint, queue)
                 .map_err(Trouble::while_doing("connecting a queue"))?;
+            if welcome.run != run {
+                return Err(Trouble::NotYet(OTHER_RUN));
+            }
             let greeted = connection.into_greeted().map_err(|source| Trouble::Failed {
                 doing: "connecting a queue",
                 error: ConnectError::Io { action: "set up the socket".to_owned(), source },

@@ -164,7 +164,8 @@ fn a_ping_that_is_answered_with_an_error_is_no_pong() {
         let mut bench = Bench::new();
         bench.link.ping(&mut bench.events);
         let request = bench.request();
-        bench.say(&request.response(outcome).encode());
+        let said = bench.frame(&request.response(outcome), &[]);
+        bench.say(&said);
         let told = match outcome {
             Ok(()) => Event::Pong { peer: 1 },
             Err(errno) => Event::PingFailed { peer: 1, errno },

@@ -90,6 +90,7 @@ impl Server {
     fn welcome(&mut self, index: usize, place: Place, candidate: Candidate) {
         let Candidate { socket, hello, session, peer } = candidate;
         let welcome = Welcome {
+            run: self.run,
             size_bytes: self.executor.size_bytes(),
             report: self.executor.state().views().report().clone(),
             lost_cache: self.executor.state().keeper().has_lost_cache(),

@@ -31,6 +31,8 @@ const WAKE_TOKEN: Token = Token { source: SOURCE_WAKE, kind: 0, index: 0, tag: 0
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Server {
+    /// See [`Welcome::run`](shorthorn_wire::Welcome::run).
+    run: u64,
     ring: Ring,
     inbox: Inbox,
     executor: Executor,
@@ -60,7 +62,10 @@ impl Server {
             Ring::new(RING_ENTRIES).map_err(|source| ReplicaError::system("set up io_uring", source))?;
         let mut connections = Vec::with_capacity(CONNECTIONS_MAX);
         connections.resize_with(CONNECTIONS_MAX, || None);
+        let run = getrandom::u64()
+            .map_err(|error| ReplicaError::system("draw a number", std::io::Error::other(error)))?;
         Ok(Server {
+            run,
             ring,
             inbox,
             executor,

@@ -1,7 +1,9 @@
 //! The couriers: each brings one replica back, in the steps of [`shorthorn_recovery::rebuild`].
 
 use shorthorn_core::PeerIndex;
-use shorthorn_recovery::{Address, Courier, Peer, PendingView, Source, Trouble, forget_in_vain, rebuild};
+use shorthorn_recovery::{
+    Address, Courier, OTHER_RUN, Peer, PendingView, Source, Trouble, forget_in_vain, rebuild,
+};
 use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
 
 use super::link::ControlLine;
@@ -244,13 +246,17 @@ impl Courier for Rebuild<'_> {
         written.map(drop).map_err(Trouble::while_doing("writing a layer"))
     }
 
-    async fn connect_queues(&self, replica: ReplicaId) -> Result<u64, Trouble<CallError>> {
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<CallError>> {
         let size_bytes = self.process.size_bytes();
         let queues = self.process.sim.borrow().queues;
         for queue in 0..queues {
             let greeted = self.process.greet(replica, queue).await;
-            let (link, _) = greeted.map_err(Trouble::while_doing("connecting a queue"))?;
+            let (link, welcome) = greeted.map_err(Trouble::while_doing("connecting a queue"))?;
             let conn = link.0.into_conn();
+            if welcome.run != run {
+                self.process.close(conn);
+                return Err(Trouble::NotYet(OTHER_RUN));
+            }
             let mut world = self.process.sim.borrow_mut();
             let engine = world.engines.get_mut(&self.process.engine).ok_or(Trouble::Ended)?;
             let place = &mut engine.links[self.peer][usize::from(queue)];
