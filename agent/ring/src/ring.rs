@@ -1,23 +1,13 @@
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::time::Duration;
 
 use io_uring::squeue::Entry;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::{IoBuf, Token};
-
-/// A thread that has waited for so long counts as idle. Linux counts a thread that waits in a ring with requests as one that
-/// waits for a disk (from 6.1.39 and 6.5 on), even if these requests only listen to sockets: a host with an idle volume would show 100 % I/O
-/// wait. One that waits in poll(2) does not count. Under load nobody waits so long, and pays for that.
-const BUSY_WAIT: Duration = Duration::from_millis(20);
-/// IORING_ENTER_GETEVENTS: io_uring_enter(2) looks for completions, and does what was deferred until then.
-const ENTER_GETEVENTS: u32 = 1;
 
 /// What the kernel has finished.
 #[derive(Clone, Copy, Debug)]
@@ -52,9 +42,6 @@ pub struct Ring {
     ring: IoUring,
     /// Entries that found the submission queue full; they go in before any new one.
     overflow: VecDeque<Entry>,
-    /// The kernel signals completions by it while this thread is idle. None on kernels before 5.19: those before 5.18 would wait for
-    /// all requests when it is registered.
-    idle: Option<EventFd>,
 }
 
 impl std::fmt::Debug for Ring {
@@ -84,15 +71,13 @@ impl Ring {
             TaskWork::Cooperative => builder.setup_coop_taskrun(),
         };
         let best = builder.build(entries);
-        let (ring, is_new) = match best {
+        let ring = match best {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                (IoUring::builder().setup_cqsize(entries * 4).build(entries)?, false)
+                IoUring::builder().setup_cqsize(entries * 4).build(entries)?
             }
-            other => (other?, true),
+            other => other?,
         };
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        let idle = if is_new { Some(EventFd::from_flags(flags)?) } else { None };
-        Ok(Ring { ring, overflow: VecDeque::with_capacity(entries as usize), idle })
+        Ok(Ring { ring, overflow: VecDeque::with_capacity(entries as usize) })
     }
 
     /// Leaves the ring to the kernel, which closes it when the process has ended. A driver that has commands of this ring
@@ -137,20 +122,17 @@ impl Ring {
             self.drain_overflow();
         }
         let ready = !self.ring.completion().is_empty();
-        let busy_wait = timeout.map_or(BUSY_WAIT, |timeout| timeout.min(BUSY_WAIT));
         let entered = match timeout {
             _ if ready => self.ring.submitter().submit_and_wait(0),
-            None if self.idle.is_none() => self.ring.submitter().submit_and_wait(1),
-            Some(timeout) if self.idle.is_none() => self.submit_and_wait_for(timeout),
-            _ => self.submit_and_wait_for(busy_wait),
+            None => self.ring.submitter().submit_and_wait(1),
+            Some(timeout) => {
+                let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
+            }
         };
         match entered {
             Err(error) if !is_passing(&error) => return Err(error),
             _ => {}
-        }
-        let rest = timeout.map(|timeout| timeout.saturating_sub(busy_wait));
-        if !ready && rest != Some(Duration::ZERO) && self.ring.completion().is_empty() {
-            self.wait_idle(rest)?;
         }
         out.extend(
             self.ring
@@ -158,49 +140,6 @@ impl Ring {
                 .map(|entry| Completion { token: Token::unpack(entry.user_data()), result: entry.result() }),
         );
         Ok(())
-    }
-
-    fn submit_and_wait_for(&self, timeout: Duration) -> io::Result<usize> {
-        let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
-        self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
-    }
-
-    /// Waits for a completion outside of the ring, at most `timeout`.
-    fn wait_idle(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        let Some(signal) = &self.idle else { return Ok(()) };
-        // Of the last time, if it came after the look that ended it.
-        let _ = signal.read();
-        self.ring.submitter().register_eventfd(signal.as_raw_fd())?;
-        let waited = self.poll_idle(timeout);
-        self.ring.submitter().unregister_eventfd().and(waited)
-    }
-
-    fn poll_idle(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        // What has come before the registration is not signalled.
-        self.look()?;
-        let Some(signal) = self.idle.as_ref().filter(|_| self.ring.completion().is_empty()) else {
-            return Ok(());
-        };
-        let timeout = match timeout {
-            Some(timeout) => PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX),
-            None => PollTimeout::NONE,
-        };
-        match poll(&mut [PollFd::new(signal.as_fd(), PollFlags::POLLIN)], timeout) {
-            Ok(0) | Err(Errno::EINTR) => {}
-            // Its number says nothing.
-            Ok(_) => drop(signal.read()),
-            Err(errno) => return Err(errno.into()),
-        }
-        self.look()
-    }
-
-    /// Has the kernel do what it has deferred, without waiting.
-    fn look(&self) -> io::Result<()> {
-        // SAFETY: without an argument no memory is involved.
-        match unsafe { self.ring.submitter().enter::<libc::sigset_t>(0, 0, ENTER_GETEVENTS, None) } {
-            Err(error) if !is_passing(&error) => Err(error),
-            _ => Ok(()),
-        }
     }
 
     /// Reads `buf.len()` bytes at `offset_bytes` of a file.
@@ -306,39 +245,6 @@ mod tests {
         let mut tags: Vec<u32> = out.iter().map(|completion| completion.token.tag).collect();
         tags.sort_unstable();
         assert_eq!(tags, (0..20).collect::<Vec<_>>());
-    }
-
-    /// Another thread sees that this one waits in poll(2), and only then has something happen in the ring.
-    #[test]
-    fn an_idle_thread_waits_outside_of_the_ring_and_wakes() {
-        for task_work in [TaskWork::Deferred, TaskWork::Cooperative] {
-            let mut ring = Ring::with(4, task_work).unwrap();
-            let (wake, waker) = crate::Wake::new().unwrap();
-            wake.arm(&mut ring, TOKEN);
-            for timeout in [None, Some(Duration::from_secs(60))] {
-                let me = nix::unistd::gettid();
-                let waker = waker.clone();
-                let other = std::thread::spawn(move || {
-                    let begin = std::time::Instant::now();
-                    while !is_in_poll(me) {
-                        assert!(begin.elapsed() < Duration::from_secs(30), "it never waits in poll");
-                        std::thread::yield_now();
-                    }
-                    waker.wake();
-                });
-                let mut out = Vec::new();
-                ring.wait(timeout, &mut out).unwrap();
-                other.join().unwrap();
-                assert_eq!(out.len(), 1, "{task_work:?}, {timeout:?}");
-                wake.arm(&mut ring, TOKEN);
-            }
-        }
-    }
-
-    fn is_in_poll(thread: nix::unistd::Pid) -> bool {
-        let call = std::fs::read_to_string(format!("/proc/self/task/{thread}/syscall")).unwrap();
-        let number = call.split_whitespace().next().and_then(|number| number.parse().ok());
-        number.is_some_and(|number: i64| [libc::SYS_poll, libc::SYS_ppoll].contains(&number))
     }
 
     #[test]
