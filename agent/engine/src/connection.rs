@@ -14,7 +14,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
-use shorthorn_recovery::{Link, LinkError};
+use shorthorn_recovery::{Link, LinkError, OTHER_RUN};
 use shorthorn_ring::set_up_tcp;
 use shorthorn_types::{Errno, Generation, MarkRegions, View};
 use shorthorn_wire::{
@@ -37,6 +37,9 @@ pub enum ConnectError {
     /// The volume no longer has the replica.
     #[error("the replica was given up")]
     GivenUp,
+    /// It is another process than the one that the engine has learned from.
+    #[error("{OTHER_RUN}")]
+    OtherRun,
     /// The connection cannot be made or broke.
     #[error("{action}: {source}")]
     Io {
@@ -85,6 +88,7 @@ impl ConnectError {
             ConnectError::Refused { errno, .. } => MISTAKEN.contains(&errno.raw()),
             ConnectError::Io { .. }
             | ConnectError::GivenUp
+            | ConnectError::OtherRun
             | ConnectError::Page(_)
             // A stranger on the way must not be able to keep the engine from the replica for long.
             | ConnectError::Unproven(_)

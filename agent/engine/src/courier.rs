@@ -80,6 +80,8 @@ pub struct Peer {
     pub is_complete: bool,
     /// The last view of this engine that it was in: it has stored that.
     pub last_view: Option<View>,
+    /// The run of its process that the engine knows: see [`Welcome::run`](shorthorn_wire::Welcome::run).
+    pub run: Option<u64>,
 }
 
 impl Desk {

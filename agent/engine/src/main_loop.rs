@@ -464,12 +464,14 @@ fn links(
 /// What couriers have to know.
 fn desk(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> Desk {
     let complete = opened.is_missed_complete.iter().copied().chain(std::iter::repeat(false));
-    let peer = |(endpoint, is_complete): (&ReplicaEndpoint, bool)| Peer {
+    let runs = opened.runs.iter().copied().chain(std::iter::repeat(None));
+    let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| Peer {
+        run,
         endpoint: endpoint.clone(),
         is_complete,
         last_view: Some(opened.last_view).filter(|view| view.members.contains(endpoint.replica)),
     };
-    let peers = spec.replicas.iter().zip(complete).map(peer).collect();
+    let peers = spec.replicas.iter().zip(complete).zip(runs).map(peer).collect();
     let desk = Desk::new(Greeter::new(spec, opened.view.id.generation), spec.queues, shared, peers);
     desk.limit(spec.rebuild.bytes_per_s);
     desk

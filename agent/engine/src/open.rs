@@ -54,6 +54,8 @@ pub struct Opened {
     pub stamp: u32,
     /// For every replica that is no member: the newest stamp that it was sent.
     pub missed_stamps: Vec<u32>,
+    /// For every replica that was reached: the run of its process.
+    pub runs: Vec<Option<u64>>,
     /// A size that was ordered meanwhile.
     pub expand_to_bytes: Option<u64>,
     /// See [`EngineState::lost_writes`].
@@ -328,6 +330,7 @@ impl Opener<'_> {
             is_missed_complete: opened.is_missed_complete,
             stamp: opened.stamp,
             missed_stamps: opened.missed_stamps,
+            runs: opened.runs,
             expand_to_bytes: self.expand_to_bytes,
             lost_writes: self.state.lost_writes(),
         }

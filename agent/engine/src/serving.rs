@@ -773,7 +773,7 @@ impl Serving<'_> {
         member.away_since_ms = Some(status::now_ms());
         self.publish(|engine| engine.members.push(member));
         let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
-        self.desk().set(index, Some(Peer { endpoint, is_complete: false, last_view: None }));
+        self.desk().set(index, Some(Peer { endpoint, is_complete: false, last_view: None, run: None }));
         self.shared().tell_core(Event::Track { peer: index, config });
         self.standings[usize::from(index)] = Standing::default();
         self.couriers.attend(index, NO_STAY)

@@ -78,6 +78,8 @@ pub struct Opened<C> {
     pub stamp: u32,
     /// For every replica that is no member: the newest stamp that it was sent.
     pub missed_stamps: Vec<u32>,
+    /// For every replica that was reached: the run of its process.
+    pub runs: Vec<Option<u64>>,
 }
 
 /// Why an attempt did not open the volume.
@@ -281,6 +283,8 @@ async fn bring_through<E: OpeningEngine>(
     let combined = combine(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
     let stamp = combined.first_stamp(stored.iter().map(|one| one.welcome.stamp));
     let Combined { dirty, missed, stamps, is_complete, .. } = combined;
+    let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
+    let runs = volume.replicas.iter().map(run).collect();
     let connections = engine.connect(stored, &proposal).await?;
     let last_view = proposal.honoured.committed;
     Ok(Opened {
@@ -292,6 +296,7 @@ async fn bring_through<E: OpeningEngine>(
         is_missed_complete: is_complete,
         stamp,
         missed_stamps: stamps,
+        runs,
     })
 }
 

@@ -70,6 +70,8 @@ pub struct Peer {
     pub is_complete: bool,
     /// The last view of this engine that it was in.
     pub last_view: Option<View>,
+    /// The run of its process that the engine knows.
+    pub run: Option<u64>,
     /// The volume is not to have it any more.
     pub is_given_up: bool,
     /// Its courier is in an attempt.
@@ -147,8 +149,14 @@ impl EngineProc {
 
     /// Adds a replica, at an index that is free.
     pub fn add(&mut self, replica: ReplicaId) -> Option<usize> {
-        let peer =
-            Peer { replica, is_complete: false, last_view: None, is_given_up: false, has_courier: false };
+        let peer = Peer {
+            replica,
+            is_complete: false,
+            last_view: None,
+            run: None,
+            is_given_up: false,
+            has_courier: false,
+        };
         let is_free = |at: &usize| {
             let peer = &self.peers[*at];
             peer.is_given_up && !peer.has_courier && self.is_disconnected(*at)

@@ -280,7 +280,7 @@ impl Process {
     /// `lost_writes`: the members had lost writes when the volume was opened.
     fn serve(&self, opened: Opened<Connections>, volume: &Volume, lost_writes: bool) {
         let config = self.config(&opened, volume);
-        let Opened { last_view, connections: links, is_missed_complete: is_complete, .. } = opened;
+        let Opened { last_view, connections: links, is_missed_complete: is_complete, runs, .. } = opened;
         let mut world = self.sim.borrow_mut();
         let engine = self.engine;
         let now_ms = world.clock_ms(engine);
@@ -298,6 +298,9 @@ impl Process {
         for (peer, is_complete) in process.peers.iter_mut().zip(&is_complete) {
             peer.is_complete = *is_complete;
             peer.last_view = Some(last_view).filter(|view| view.members.contains(peer.replica));
+        }
+        for (peer, run) in process.peers.iter_mut().zip(runs) {
+            peer.run = run;
         }
         let mut broken = Vec::new();
         for (peer, conns) in links {

@@ -41,6 +41,11 @@ impl Desk {
         *place = None;
         let (line, welcome) = self.make_line(to)?;
         *place = Some(line);
+        self.update(to.peer, |peer| {
+            if peer.endpoint.replica == to.replica {
+                peer.run = Some(welcome.run);
+            }
+        });
         Ok(welcome)
     }
 
@@ -56,7 +61,7 @@ impl Desk {
         let is_usable = |line: &Line| line.replica == to.replica && line.used.elapsed() < IDLE_LIMIT;
         let mut line = match place.take().filter(is_usable) {
             Some(line) => line,
-            None => self.make_line(to)?.0,
+            None => self.make_line_again(to)?,
         };
         let answer = ask(&mut line.connection);
         // After a refusal the connection is as good as before.
@@ -80,6 +85,16 @@ impl Desk {
     fn find_at(&self, address: Address) -> Result<Peer, ConnectError> {
         let known = self.known_peer(address.peer);
         known.filter(|peer| peer.endpoint.replica == address.replica).ok_or(ConnectError::GivenUp)
+    }
+
+    /// A new connection in the place of one that was closed. What was done over that one counts for its run of the process only: a later
+    /// run may lack what was not flushed.
+    fn make_line_again(&self, to: Address) -> Result<Line, ConnectError> {
+        let (line, welcome) = self.make_line(to)?;
+        match self.find_at(to)?.run {
+            Some(run) if run != welcome.run => Err(ConnectError::OtherRun),
+            _ => Ok(line),
+        }
     }
 
     fn make_line(&self, to: Address) -> Result<(Line, Welcome), ConnectError> {

@@ -67,7 +67,15 @@ impl ReplicaState {
         };
         let noted = views.clone();
         let is_loss_noted = lost_cache;
-        let mut state = ReplicaState { me, views, keeper, is_loss_noted, is_left_noted, failure: None };
+        let mut state = ReplicaState {
+            me,
+            views,
+            keeper,
+            is_loss_noted,
+            is_left_noted,
+            may_be_left_noted: false,
+            failure: None,
+        };
         state.note_left(disk, &noted)?;
         state.renew(disk, SetKey::Intent, is_whole)?;
         for (replica, file) in missed {

@@ -19,6 +19,8 @@ pub struct ReplicaState {
     pub(crate) is_loss_noted: bool,
     /// The disk says to Longhorn that the replica has left a view.
     pub(crate) is_left_noted: bool,
+    /// Taking that note back has failed, perhaps only at its end: nobody knows whether it is there.
+    pub(crate) may_be_left_noted: bool,
     pub(crate) failure: Option<String>,
 }
 
@@ -215,12 +217,11 @@ impl ReplicaState {
 
     /// Takes that back if all views that may count have the replica.
     fn note_joined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
-        if self.is_left_noted && is_in_all(self.me, &self.views) {
-            // First: if only the end of the step fails, the note is gone. One more note does no harm.
-            self.is_left_noted = false;
-            let noted = self.perform(disk, Step::NoteJoined);
-            self.is_left_noted = noted.is_err();
-            noted?;
+        if (self.is_left_noted || self.may_be_left_noted) && is_in_all(self.me, &self.views) {
+            // If only the end of the step fails, the note is gone: the next view without the replica has it made once more.
+            (self.is_left_noted, self.may_be_left_noted) = (false, true);
+            self.perform(disk, Step::NoteJoined)?;
+            self.may_be_left_noted = false;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 
 use shorthorn_regions::SetKey;
-use shorthorn_replica_core::{Disk, Fault, Step, revision_counter};
+use shorthorn_replica_core::{Disk, Fault, Step, is_final, revision_counter};
 use shorthorn_store::{RegionFile, Store};
 use shorthorn_types::Errno;
 use shorthorn_views::ReplicaViews;
@@ -69,8 +69,12 @@ impl Disk for Shelf<'_> {
         match step {
             Step::SaveViews(views) => {
                 // First: a number that is ahead does no harm, because the replica is in all of these views. One that is behind has
-                // Longhorn rebuild the replica, which costs less than a view that is not stored.
+                // Longhorn rebuild the replica, which costs less than a view that is not stored. Any other error of the disk is told once,
+                // and may be about other data.
                 if let Err(error) = self.tell_revision(views) {
+                    if is_final(error.errno()) {
+                        return Err(error);
+                    }
                     tracing::warn!(%error, "revision.counter could not be stored: Longhorn would take this replica for an older one");
                 }
                 self.store.save_state(&self.owner.with_views(views)?)?;

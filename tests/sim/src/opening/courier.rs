@@ -98,6 +98,22 @@ impl Process {
         }
     }
 
+    /// In the place of a connection that was closed: to the same run of the replica's process only.
+    async fn make_line_again(&self, to: Address) -> Result<ConnId, CallError> {
+        let (conn, welcome) = self.make_line(to).await?;
+        let known = self
+            .sim
+            .borrow()
+            .engines
+            .get(&self.engine)
+            .and_then(|process| process.peers[usize::from(to.peer)].run);
+        if known.is_some_and(|run| run != welcome.run) {
+            self.close(conn);
+            return Err(CallError::Broken);
+        }
+        Ok(conn)
+    }
+
     /// Asks a replica something over its control connection, which is closed if that fails.
     pub(super) async fn with_line(&self, to: Address, ask: Ask) -> Result<Answer, CallError> {
         let peer = usize::from(to.peer);
@@ -112,7 +128,7 @@ impl Process {
                 if let Some(conn) = other {
                     self.close(conn);
                 }
-                self.make_line(to).await.map(|(conn, _)| conn)
+                self.make_line_again(to).await
             }
         };
         let conn = match conn {
@@ -199,6 +215,12 @@ impl ServingEngine for Process {
             self.close(old);
         }
         let made = self.make_line(to).await;
+        if let (Ok((_, welcome)), Some(process)) =
+            (&made, self.sim.borrow_mut().engines.get_mut(&self.engine))
+            && process.index_of(to.replica) == Some(peer)
+        {
+            process.peers[peer].run = Some(welcome.run);
+        }
         self.give_line(peer, made.as_ref().ok().map(|(conn, _)| *conn));
         made.map(|(_, welcome)| welcome)
     }
