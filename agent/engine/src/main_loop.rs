@@ -95,6 +95,8 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {
         // A device that is recovered keeps its queues.
         (spec.queues, spec.depth) = (record.queues, record.depth);
+    } else {
+        spec.queues = queues_on(planned(spec.frontend), spec.queues);
     }
     let orders = sender.clone();
     let (_server, publisher) =
@@ -135,6 +137,23 @@ fn check(spec: &EngineSpec) -> Result<(), EngineError> {
         return bad("attach 0: the first attachment has number 1".to_owned());
     }
     Ok(())
+}
+
+/// The frontend that a new device will have, if there is one.
+fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
+    match choice {
+        FrontendChoice::Socket => Some(FrontendKind::Socket),
+        FrontendChoice::Ublk => Some(FrontendKind::Ublk),
+        FrontendChoice::Nbd => Some(FrontendKind::Nbd),
+        // If there is none, that is told when the device is made.
+        FrontendChoice::Auto => choose(None, &probe()).ok(),
+    }
+}
+
+/// How many queues a new device has. On NBD one: with several sockets the kernel gives one up whose requests take 15 s, and sends them over
+/// another one. The engine may read an old copy of a write from the first one later, when a newer write is acknowledged already.
+fn queues_on(kind: Option<FrontendKind>, wanted: u16) -> u16 {
+    if kind == Some(FrontendKind::Nbd) { 1 } else { wanted }
 }
 
 /// Signals are taken by a thread of their own, so that the main thread waits for one thing only.
@@ -475,4 +494,17 @@ fn desk(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> Desk {
     let desk = Desk::new(Greeter::new(spec, opened.view.id.generation), spec.queues, shared, peers);
     desk.limit(spec.rebuild.bytes_per_s);
     desk
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_nbd_device_has_one_queue() {
+        let planned_queues = |choice| queues_on(planned(choice), 4);
+        assert_eq!(planned_queues(FrontendChoice::Nbd), 1);
+        assert_eq!(planned_queues(FrontendChoice::Ublk), 4);
+        assert_eq!(planned_queues(FrontendChoice::Socket), 4);
+    }
 }
