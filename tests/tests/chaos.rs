@@ -1,9 +1,11 @@
 //! A local volume under a load that checks every answer, while its processes are killed and stopped.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
+use shorthorn_control::{Client, Command, ScrubOrder};
 use shorthorn_tests::{
     BareVolume, BareVolumeOptions, Guest, GuestOptions, Load, LocalVolume, LocalVolumeOptions, NbdClient,
     NbdRequest, SmallDisk, compare_exports, engine_status, is_whole, signal, under_load, until, until_whole,
@@ -224,6 +226,7 @@ fn come_back(
     chunks: impl IntoIterator<Item = u64>,
 ) -> Result<u64> {
     let (control, pid) = (volume.engine_control()?, volume.replica_pid(2)?);
+    forgive(&control)?;
     signal(pid, Signal::SIGSTOP)?;
     write_chunks(client, chunks)?;
     let left = engine_status(&control).map(|status| !is_whole(&status));
@@ -245,6 +248,15 @@ fn come_back(
     );
     ensure!(waited < Duration::from_secs(60), "coming back took {waited:?}");
     Ok(copied)
+}
+
+/// A replica that was late again and again stays out for longer each time, unless somebody orders a scrub meanwhile.
+fn forgive(control: &Path) -> Result<()> {
+    let order = ScrubOrder { bytes_per_s: 1 << 20, repair: false };
+    for scrub in [Some(order), None] {
+        Client::connect(control)?.order(&Command::Scrub { scrub })?;
+    }
+    Ok(())
 }
 
 /// Writes chunks with these numbers, a few at a time.
