@@ -250,7 +250,7 @@ fn come_back(
     Ok(copied)
 }
 
-/// A replica that was late again and again stays out for longer each time, unless somebody orders a scrub meanwhile.
+/// A replica that was late again and again stays out for longer each time, unless an operator orders a scrub meanwhile.
 fn forgive(control: &Path) -> Result<()> {
     let order = ScrubOrder { bytes_per_s: 1 << 20, repair: false };
     for scrub in [Some(order), None] {

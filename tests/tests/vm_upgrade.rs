@@ -8,7 +8,7 @@ use shorthorn_tests::{NODE, Ready, VmHost, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(300);
-/// After so long without an answer the block layer asks the driver what to do, if nobody has lowered that. The engines have, to notice
+/// After so long without an answer the block layer asks the driver what to do, unless the time was lowered. The engines have lowered it, to notice
 /// the death of a process soon: a request that has waited for the lower one has not failed.
 const REQUEST_TIMEOUT_MS: f64 = 30_000.0;
 

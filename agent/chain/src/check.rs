@@ -1,5 +1,5 @@
 //! A check in a JSON document, as its last field: readers that know nothing of it, Longhorn among them, skip the field.
-//! A document without one is taken as it is: somebody else has written it, or an older version of ours.
+//! A document without a check is accepted: Longhorn or an older version of ours has written it.
 
 use crate::error::ChainError;
 
@@ -20,7 +20,7 @@ pub fn with_check(mut document: Vec<u8>) -> Vec<u8> {
 /// The document `name` without its check, if it has one.
 ///
 /// # Errors
-/// [`ChainError::Check`]: it is not what was written.
+/// [`ChainError::Check`]: the document has changed since it was written.
 pub fn without_check(name: &str, bytes: &[u8]) -> Result<Vec<u8>, ChainError> {
     let wrong = || ChainError::Check { name: name.to_owned(), field: FIELD };
     // A quote in a string has a backslash before it, so this is no part of a string.
@@ -31,7 +31,7 @@ pub fn without_check(name: &str, bytes: &[u8]) -> Result<Vec<u8>, ChainError> {
     let length = field(&[]).len() + END.len();
     let at = bytes.len().checked_sub(length).ok_or_else(wrong)?;
     let document = [&bytes[..at], END].concat();
-    // The check is at the end, or somebody has put the document into another form.
+    // The check is at the end, unless another program has formatted the document anew.
     if with_check(document.clone()) == bytes { Ok(document) } else { Err(wrong()) }
 }
 
@@ -55,7 +55,7 @@ mod tests {
         let text = String::from_utf8(checked.clone()).unwrap();
         assert!(text.ends_with("\"}\n") && text.contains(",\"ShorthornCheck\":\""), "{text}");
         assert_eq!(without_check("x", &checked).unwrap(), DOCUMENT);
-        assert_eq!(without_check("x", DOCUMENT).unwrap(), DOCUMENT, "nobody has to write one");
+        assert_eq!(without_check("x", DOCUMENT).unwrap(), DOCUMENT, "a check is optional");
     }
 
     #[test]

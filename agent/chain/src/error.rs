@@ -9,9 +9,9 @@ use crate::limits::MAX_LAYERS;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChainError {
-    /// A document is not what was written.
+    /// A document has changed since it was written.
     #[error(
-        "{name} is not what was written, by its check: it is damaged. Rebuild the replica from another one, or put the file back \
+        "{name} does not match its check: it is damaged. Rebuild the replica from another one, or put the file back \
          from a copy; if it was edited on purpose, take the field {field} out of it"
     )]
     Check {

@@ -9,11 +9,11 @@ use crate::slot::SlotId;
 pub struct Failure {
     /// Whose request.
     pub slot: SlotId,
-    /// What was asked for.
+    /// The operation that failed.
     pub operation: Operation,
     /// About which bytes. Of a flush it is empty.
     pub range: ByteRange,
-    /// What the frontend answers.
+    /// The errno that the frontend answers.
     pub errno: Errno,
     /// Why.
     pub cause: Cause,

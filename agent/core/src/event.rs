@@ -21,7 +21,7 @@ pub struct CoreConfig {
     /// A replica that does not answer for so long is dropped if the others can go on without it: the table in the description of
     /// `patience` has all limits.
     pub replica_timeout_ms: u64,
-    /// A replica that does not answer for so long is dropped in any case. Shorter than the time-out of every frontend.
+    /// A replica that does not answer for so long is dropped in any case.
     pub late_limit_ms: u64,
     /// How much may be with the replicas at once.
     pub flight_limits: FlightLimits,
@@ -105,11 +105,11 @@ pub enum Event {
         /// Which replica.
         peer: PeerIndex,
     },
-    /// A replica has answered a PING with an error: it does nothing any more, whatever it is sent.
+    /// A replica has answered a PING with an error: it has failed for good, and answers every request with an error.
     PingFailed {
         /// Which replica.
         peer: PeerIndex,
-        /// What it has answered.
+        /// The errno of its answer.
         errno: Errno,
     },
     /// A replica has answered a proposal.

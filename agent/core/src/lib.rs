@@ -25,7 +25,7 @@
 //! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them, end
 //!   nothing but their joining.
 //! - Copies keep to their limits, except where a request waits for one.
-//! - Every request that is completed with an error is told before ([`Output::Failed`]), with the replicas that have caused it.
+//! - Before the core completes a request with an error, it names the replicas that have caused it ([`Output::Failed`]).
 //! - A core that refuses requests answers each with an error at once, whatever else is under way; it makes the members
 //!   equal and brings replicas up as any other.
 #![forbid(unsafe_code)]

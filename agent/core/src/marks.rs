@@ -52,7 +52,7 @@ impl Marks {
         self.outstanding = None;
     }
 
-    /// The replicas that have not answered what is outstanding, and when it was sent.
+    /// The replicas that have not answered the mark, and when it was sent.
     pub fn pending(&self) -> Option<(PeerMask, u64)> {
         self.outstanding.as_ref().map(|mark| (mark.pending, mark.sent_at_ms))
     }

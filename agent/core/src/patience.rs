@@ -32,7 +32,7 @@ const ZEROING_BYTES_PER_S: u64 = 8 << 20;
 /// after which the drivers of SCSI disks in guests give a request up.
 const TIMES_LONGER_FOR_HALF: u64 = 3;
 
-/// What is known of the replicas' answers.
+/// When the replicas were asked, and when they have answered.
 #[derive(Debug)]
 pub(crate) struct Patience {
     timeout_ms: u64,
@@ -89,7 +89,7 @@ impl Patience {
         }
     }
 
-    /// By how much the clock goes on with one tick at most, so that a pause of this process makes nobody late.
+    /// By how much the clock goes on with one tick at most, so that a pause of this process makes no replica late.
     pub fn step_ms_max(&self) -> u64 {
         self.timeout_ms / 2
     }
@@ -122,7 +122,7 @@ impl Patience {
         self.slow
     }
 
-    /// How late a member is if the engine is told that the volume waits for it: before it is dropped for that.
+    /// How late a member is when the core tells the engine that the volume waits for it. Less than the limit at which it is dropped.
     fn told_ms(&self) -> u64 {
         self.timeout_ms.min(self.limit_ms / 2)
     }

@@ -185,7 +185,7 @@ impl Connection {
         if is_short { self.set_read_timeout(self.timeout) } else { Ok(()) }
     }
 
-    /// Says who we are. When it answers, the replica has fenced every older engine, and has proven that it has the secret.
+    /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it has the secret.
     pub fn greet(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
         let nonce = draw_nonce()?;
@@ -266,7 +266,7 @@ impl Connection {
     /// The socket, ready for a ring, and what proves that an answer is the replica's.
     ///
     /// # Errors
-    /// What the system answers, and if the replica was not greeted.
+    /// The error of the system; also if the replica was not greeted.
     pub fn into_greeted(mut self) -> io::Result<Greeted> {
         self.set_timeout(None)?;
         let session = self.session.ok_or(io::ErrorKind::NotConnected)?;
@@ -323,7 +323,7 @@ impl Connection {
         }
     }
 
-    /// A frame with its text, whatever it says.
+    /// A frame with its text, of any opcode.
     fn receive_answer(&mut self, opcode: Opcode) -> Result<(Header, Vec<u8>), ConnectError> {
         let header = self.receive_header(opcode)?;
         let mut text = vec![0; header.data_bytes() as usize];
@@ -422,7 +422,7 @@ fn broken(source: io::Error) -> ConnectError {
     ConnectError::Io { action: action.to_owned(), source }
 }
 
-/// What a refusal says, in either form: with or without a text. One that names a newer engine counts only with the proof
+/// The error that a refusal stands for, with or without a text. One that names a newer engine counts only with the proof
 /// that `session` asks for.
 pub fn refusal(header: &Header, text: &[u8], errno: Errno, session: &Session) -> ConnectError {
     let Ok(Refusal { message, holder }) = decode_text::<Refusal>(header, text) else {

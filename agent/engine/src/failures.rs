@@ -12,10 +12,10 @@ use shorthorn_types::Errno;
 /// Each queue tells so many errors in one [`INTERVAL`]: enough to show ranges and causes side by side. With
 /// [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight lines per second at most.
 const TOLD_MAX: u32 = 10;
-/// After this the number of errors that were not told is told, and single errors are told again.
+/// After this the queue tells the number of errors that it has left out, and tells single errors again.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// What a queue tells the main thread about errors that reach the user of the device.
+/// An error that reaches the user of the device, as a queue tells it to the main thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// The volume has failed a request.
@@ -29,7 +29,7 @@ pub enum Trouble {
     },
 }
 
-/// Limits what a queue tells.
+/// Limits the number of errors that a queue tells.
 #[derive(Debug, Default)]
 pub struct Limiter {
     /// When the interval began, if one is under way.
@@ -55,13 +55,13 @@ impl Limiter {
         self.since.is_some()
     }
 
-    /// Ends the interval if its time is over: returns what was not told in it.
+    /// Ends the interval if its time is over: returns the number of errors that were left out.
     pub fn turn(&mut self, now: Instant) -> Option<Trouble> {
         let since = self.since?;
         (now.saturating_duration_since(since) >= INTERVAL).then(|| self.end()).flatten()
     }
 
-    /// Ends the interval: returns what was not told in it.
+    /// Ends the interval: returns the number of errors that were left out.
     pub fn end(&mut self) -> Option<Trouble> {
         let count = std::mem::take(self).untold;
         (count > 0).then_some(Trouble::More { count })

@@ -47,7 +47,7 @@ const INTENT_KEEP_BYTES: u64 = 1 << 30;
 /// How long the volume waits for replicas that are connected and do not answer, if the others cannot go on without them. A disk that
 /// has taken longer does not come back soon, and the next start may find other replicas.
 const LATE_LIMIT_MS: u64 = 60_000;
-/// As much as a replica takes up at once: what is beyond would wait in sockets, in front of PINGs and proposals.
+/// As much as a replica takes up at once: more would wait in sockets, in front of PINGs and proposals.
 const FLIGHT_LIMITS: FlightLimits =
     FlightLimits { bytes: ENGINE_FLIGHT_BYTES_MAX, requests: ENGINE_FLIGHT_REQUESTS_MAX };
 /// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
@@ -145,7 +145,7 @@ fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
         FrontendChoice::Socket => Some(FrontendKind::Socket),
         FrontendChoice::Ublk => Some(FrontendKind::Ublk),
         FrontendChoice::Nbd => Some(FrontendKind::Nbd),
-        // If there is none, that is told when the device is made.
+        // If the host has no driver, making the device fails and says so.
         FrontendChoice::Auto => choose(None, &probe()).ok(),
     }
 }

@@ -190,7 +190,7 @@ impl Running {
         Ok(())
     }
 
-    /// What the frontend has refused in this turn, and how much was not told in an interval that is over.
+    /// Requests that the frontend has refused in this turn, and the number of errors that an interval has left out.
     fn tell_refusals(&mut self) {
         if self.refusals.is_empty() && !self.limiter.is_active() {
             return;

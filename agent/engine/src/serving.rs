@@ -267,7 +267,7 @@ impl<'a> Serving<'a> {
                 let (operation, reason) = (failures::name(operation), failures::reason(cause, errno));
                 let replicas = self.names(cause);
                 let (offset_bytes, length_bytes) = (range.offset(), range.length());
-                tracing::error!(%volume, replicas, operation, offset_bytes, length_bytes, %errno, reason, "a request has failed: whoever uses the volume gets the error");
+                tracing::error!(%volume, replicas, operation, offset_bytes, length_bytes, %errno, reason, "a request has failed: the user of the volume gets the error");
             }
             Trouble::Refused(Refusal { operation, offset_bytes, length_bytes, errno }) => {
                 let operation = operation.map_or("unknown operation", failures::name);
@@ -285,7 +285,7 @@ impl<'a> Serving<'a> {
         names.map(|replica| replica.to_string()).collect::<Vec<_>>().join(" ")
     }
 
-    /// Logs the errors that nobody has taken yet: the process ends.
+    /// Logs the errors that still wait to be logged: the process ends.
     pub fn log_rest(&self, news: &Receiver<News>) {
         for item in news.try_iter() {
             if let News::Trouble(trouble) = item {
@@ -382,7 +382,7 @@ impl<'a> Serving<'a> {
         tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, "requests wait for a member that is late");
         self.publish_member(replica, |member| {
             if member.mode == MemberMode::Member {
-                // It is told again if the replica begins or ceases to answer PING.
+                // The core tells it again if the replica begins or ceases to answer PING.
                 member.times_awaited += u64::from(member.message.is_empty());
                 member.message = message;
             }
@@ -684,7 +684,7 @@ impl Serving<'_> {
         // Durable before it is used: the next start has to honour it.
         self.state.keep_grant(view)?;
         if self.asked != Some(view) && is_known {
-            return Ok(()); // it is told again and again while another one is asked for
+            return Ok(()); // the agent repeats it while the engine asks for another grant
         }
         if self.asked != Some(view) {
             self.ignore("grant", &format!("view {view} was not asked for; the next start honours it"));
@@ -720,7 +720,7 @@ impl Serving<'_> {
             });
             return Ok(());
         };
-        // Who orders this looks after the volume: what was late may try again.
+        // An operator who orders a scrub looks after the volume: replicas that were late may try again.
         self.standings = Default::default();
         self.desk().known_peers().iter().for_each(|(index, _)| self.couriers.relent(*index));
         self.scrubs += 1;

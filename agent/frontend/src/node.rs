@@ -182,7 +182,7 @@ pub fn settle(
     Ok(device)
 }
 
-/// What udev knows of the disk `name` (as in /sys/block) now, for [`settle`].
+/// The record that udev has of the disk `name` (as in /sys/block) now, for [`settle`].
 #[must_use]
 pub fn before(name: &str) -> UdevBefore {
     let number = disk_of(&Path::new(SYSFS).join("block").join(name)).ok().flatten();
@@ -190,7 +190,7 @@ pub fn before(name: &str) -> UdevBefore {
 }
 
 /// Writes out what the page cache holds for the block device `path` of `volume`, as far as that is possible within [`WRITE_BACK_LIMIT`]:
-/// its driver throws away what is left when the device goes. A failure is logged only: nobody was promised that these writes are
+/// its driver throws away what is left when the device goes. A failure is only logged: these writes were never acknowledged as
 /// durable, and the device has to go.
 pub(crate) fn write_back(volume: &VolumeName, path: PathBuf) {
     let written = wait::within(WRITE_BACK_LIMIT, move || match fs::File::open(path) {

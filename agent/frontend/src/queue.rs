@@ -25,7 +25,7 @@ pub struct QueueIo<'a> {
 /// A request that no volume can do: the frontend has answered it with an error, and the engine does not see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// What was asked for; none: nothing that a volume has.
+    /// The operation; none: one that a volume does not have.
     pub operation: Option<Operation>,
     /// Where. It need not be a place in the volume.
     pub offset_bytes: u64,

@@ -91,7 +91,7 @@ fn every_request_does_what_it_says() -> Result<()> {
     guest.end(pid, "TERM")?;
     let pid = guest.serve("memory", "")?;
     ensure!(vm.sh(&format!("sha256sum <{NODE}"))? == before, "the content changed over a stop and a start");
-    // Buffered writes that nobody has flushed, of a process that has the device open.
+    // Buffered writes without a flush, of a process that has the device open.
     let writer = vm.spawn(&format!(
         "exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; for n in $(seq 1200); do test -e /mem/enough && exit; sleep 0.05; done"
     ))?;
@@ -118,7 +118,7 @@ fn timer_is_short(guest: &Guest) -> Result<()> {
     guest.vm.sh(&wait).map(drop).context("the timer of requests is not 2 s")
 }
 
-/// The longest that a request has taken, from what fio says in `file`.
+/// The longest latency of a request in fio's report `file`.
 fn worst_wait(guest: &Guest, file: &str) -> Result<Duration> {
     let report: serde_json::Value = serde_json::from_str(&guest.vm.sh(&format!("cat {file}"))?)?;
     let of = |direction: &str| report["jobs"][0][direction]["clat_ns"]["max"].as_u64();

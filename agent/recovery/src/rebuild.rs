@@ -40,7 +40,7 @@ impl<E> Trouble<E> {
     }
 }
 
-/// What a replica has said counts for one run of its process only: see [`Welcome::run`].
+/// The answers of a replica count for one run of its process only: see [`Welcome::run`].
 pub const OTHER_RUN: &str = "it was started again since it was asked for what it holds";
 /// Why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";

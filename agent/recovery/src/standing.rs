@@ -22,7 +22,7 @@ const LATE_PAUSES: [Duration; 6] = [
 ];
 /// The longest pause of a replica without which too few are left.
 const LONGEST_PAUSE_OF_NEEDED: Duration = Duration::from_secs(30);
-/// As [`LATE_FORGIVEN`], for connections that break: who is restarted once is not unsteady.
+/// As [`LATE_FORGIVEN`], for connections that break: a replica that is restarted once is not unsteady.
 const BREAKS_FORGIVEN: Duration = Duration::from_secs(60);
 /// So many breaks in a row cost no pause: processes are restarted, upgraded and killed.
 const FREE_BREAKS: u32 = 3;
@@ -39,7 +39,7 @@ pub enum Stay {
     Out,
 }
 
-/// What counts against a replica.
+/// How often a replica was dropped lately.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
     late: Strikes,

@@ -257,7 +257,7 @@ fn a_restart_of_the_host_is_told_until_it_is_made_up_for() {
     replica.kill();
     let mut found: serde_json::Value = serde_json::from_slice(&std::fs::read(&boot).unwrap()).unwrap();
     found["boot_id"] = "another".into();
-    // It would not fit: without one it is taken as it is.
+    // The old check would not match. A document without a check is accepted.
     found.as_object_mut().unwrap().remove("ShorthornCheck");
     std::fs::write(&boot, found.to_string()).unwrap();
     for _ in 0..2 {

@@ -190,7 +190,7 @@ mod tests {
         let boot = directory.join("shorthorn.boot");
         let mut found: serde_json::Value = serde_json::from_slice(&fs::read(&boot).unwrap()).unwrap();
         found["boot_id"] = "another".into();
-        // It would not fit: without one it is taken as it is.
+        // The old check would not match. A document without a check is accepted.
         found.as_object_mut().unwrap().remove("ShorthornCheck");
         fs::write(&boot, found.to_string()).unwrap();
         let shown = inspect(&directory, false).unwrap();

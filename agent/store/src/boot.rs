@@ -29,12 +29,12 @@ pub(crate) struct Boot {
     is_lost_now: bool,
 }
 
-/// What the file says.
+/// The content of the file.
 enum Found {
-    /// There is none.
+    /// The file does not exist.
     Nothing,
     Boot(Boot),
-    /// Nobody knows what it said.
+    /// The file is damaged.
     Damaged,
 }
 

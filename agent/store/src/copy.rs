@@ -62,7 +62,7 @@ impl Copy {
     pub fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
         let directory = executor.directory;
         let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
-        // The copy has ended: whatever the record says, damaged or not, it is over.
+        // The copy has ended. Its record does not matter any more, even if it is damaged.
         if !read_volume(directory)?.is_rebuilding() {
             Copy::remove(directory)?;
             return Ok(None);

@@ -69,7 +69,7 @@ pub enum StoreError {
     AllocationUnit {
         /// The replica's directory.
         directory: PathBuf,
-        /// What it allocates.
+        /// The size of its blocks.
         unit_bytes: u64,
     },
     /// The file system allocates less than a block at a time.
@@ -81,7 +81,7 @@ pub enum StoreError {
     SmallAllocationUnit {
         /// The replica's directory.
         directory: PathBuf,
-        /// What it allocates.
+        /// The size of its blocks.
         unit_bytes: u64,
     },
     /// There is a replica in the directory.
@@ -100,18 +100,18 @@ pub enum StoreError {
     StateDamaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The damage.
         reason: String,
     },
     /// The record of an unfinished copy cannot be read.
     #[error(
-        "{} is damaged: {reason}; the replica was being copied to, and nobody knows what it lacks: remove its directory, \
+        "{} is damaged: {reason}; the replica was being copied to, and it is not known which data it lacks: remove its directory, \
          and it is made anew from another replica", path.display()
     )]
     CopyDamaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The damage.
         reason: String,
     },
     /// The stop hook of a test stopped the operation.

@@ -16,7 +16,7 @@ const LAST: u32 = 0x1;
 /// FIEMAP_EXTENT_UNWRITTEN: allocated, and reads as zeroes.
 const UNWRITTEN: u32 = 0x800;
 
-/// `struct fiemap` without its array: that is what the number of the call is made from.
+/// `struct fiemap` without its array: the number of the call contains its size.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Head {

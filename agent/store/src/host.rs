@@ -32,7 +32,7 @@ pub(crate) struct HostFileSystem {
     /// Holes can be made.
     pub can_punch: bool,
     /// What it allocates, if that is less than a block. Then a part of a block can be data and the rest of it a hole: a
-    /// loss of power or a failed write leaves that, and the rest would read as zeroes, which nobody wrote.
+    /// loss of power or a failed write leaves that, and the rest would read as zeroes that were never written.
     smaller_unit_bytes: Option<u64>,
 }
 

@@ -153,7 +153,7 @@ impl Executor<'_> {
     }
 }
 
-/// What the step before has written to the file, if it has.
+/// The content that the step before has written to the file, if it has.
 fn written<'a>(before: Option<&'a Step>, file: &str) -> Option<&'a [u8]> {
     match before {
         Some(Step::Write { name, bytes }) if name == file => Some(bytes),

@@ -38,7 +38,7 @@ impl Store {
                      them for zeroes"
                 ));
             }
-            // A flush that has failed has lost data, whatever its reason.
+            // A failed flush has lost data, for a lack of space too.
             Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => {
                 let head = self.layout.head();
                 self.repairs.push(format!(
@@ -54,7 +54,7 @@ impl Store {
     /// The same where writes have failed. No request may be in flight. How many bytes were such.
     pub(crate) fn punch_unwritten(&mut self) -> Result<u64> {
         let Some(range) = self.unwritten else { return Ok(0) };
-        // Where all file systems know what was never written, they also make holes.
+        // File systems that have unwritten extents can also make holes.
         if !self.host.can_punch {
             self.unwritten = None;
             return Ok(0);
@@ -141,7 +141,7 @@ mod tests {
         File::options().read(true).write(true).open(path.join(name)).unwrap()
     }
 
-    /// What a direct write leaves that has not ended.
+    /// The extents that an unfinished direct write leaves.
     fn allocate(file: &File, offset: u64, length: u64) {
         fallocate(file.as_fd(), FallocateFlags::empty(), signed(offset), signed(length)).unwrap();
         file.sync_all().unwrap();

@@ -161,7 +161,7 @@ fn a_full_disk_is_an_error_and_nothing_else() {
     store.close().unwrap();
 }
 
-/// A loss of power there could leave a part of a block: the rest would be zeroes that nobody wrote.
+/// A loss of power there could leave a part of a block: the rest would be zeroes that were never written.
 #[test]
 fn small_blocks_are_refused_but_for_reading() {
     for (mkfs, options, block_bytes) in

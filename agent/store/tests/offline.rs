@@ -151,7 +151,7 @@ fn a_restart_of_the_host_under_an_open_replica_shows() {
     let boot = path.join("shorthorn.boot");
     let mut found: serde_json::Value = serde_json::from_slice(&std::fs::read(&boot).unwrap()).unwrap();
     found["boot_id"] = "another".into();
-    // It would not fit: without one it is taken as it is.
+    // The old check would not match. A document without a check is accepted.
     found.as_object_mut().unwrap().remove("ShorthornCheck");
     std::fs::write(&boot, found.to_string()).unwrap();
     let before = traces(&path);

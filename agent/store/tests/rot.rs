@@ -1,4 +1,4 @@
-//! Small files that are not what was written: a changed byte that still makes sense is noticed too.
+//! Damaged small files: a changed byte is noticed even if the document still parses.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 mod common;

@@ -27,10 +27,10 @@ pub struct Claim {
     pub queue: u16,
 }
 
-/// What the engine claims, and the proof that it has the volume's secret.
+/// The claim of the engine, and the proof that it has the volume's secret.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hello {
-    /// Who it is, and whom it means.
+    /// The volume, the replica, the generation and the queue.
     pub claim: Claim,
     /// Of the engine: the replica's proofs are over it.
     pub nonce: Nonce,
@@ -41,8 +41,8 @@ pub struct Hello {
 /// The replica takes the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// Drawn at random by each run of the replica's process. An engine takes no connection of another run together with what it was told in
-    /// this one: the replica may have lost power in between, and with it what was not flushed.
+    /// Drawn at random by each run of the replica's process. An engine does not combine answers and connections of two runs: the
+    /// replica may have lost power in between, and with it data that was not flushed.
     pub run: u64,
     /// Size of the volume as the replica has it.
     pub size_bytes: u64,

@@ -197,7 +197,7 @@ pub enum FrameError {
     /// The frame is not the one that the peer has sent at this place.
     #[error(
         "the keyed check of frame {number} is wrong: the frame was repeated, put in another place, or made without the volume's \
-         secret; look for somebody in the network between the two hosts"
+         secret; look for an attacker in the network between the two hosts"
     )]
     KeyedCheck {
         /// How many frames of this direction came before it.
@@ -308,7 +308,7 @@ impl Header {
         check: impl FnOnce(&mut [u8; HEADER_BYTES]) -> u64,
     ) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
-        // As whole words: reading back for the checks what was just written in smaller pieces makes the processor wait.
+        // As whole words: the checks read them back, and a processor waits if they were written in smaller pieces.
         let kind = [VERSION, self.opcode as u8];
         let first =
             u64::from(MAGIC) | u64::from(u16::from_le_bytes(kind)) << 32 | u64::from(self.flags.0) << 48;

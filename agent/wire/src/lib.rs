@@ -21,7 +21,7 @@
 //! Bytes 0 to 39 mean the same in every version of the protocol, so that each end can say that the other one speaks another
 //! version.
 //!
-//! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: who it is, whom it means, its generation,
+//! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: the volume, the replica, its generation,
 //! a nonce of its own, and the proof that it has the volume's secret. The replica answers WELCOME (the response to HELLO)
 //! with the proof that it has the secret too, or a response with an errno and a text, and closes. Only then other frames are
 //! taken. A refusal that names a newer generation counts only with a proof: see [`Session`].

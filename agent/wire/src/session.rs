@@ -1,4 +1,4 @@
-//! What both ends of one connection derive from the volume's secret.
+//! Keys and proofs that both ends of one connection derive from the volume's secret.
 
 use std::fmt;
 
@@ -42,7 +42,7 @@ pub enum Unproven {
     )]
     Welcome,
     /// Its welcome is proven, but this version cannot read it.
-    #[error("the welcome is not what this version expects: run the same version on both hosts")]
+    #[error("this version cannot read the welcome: run the same version on both hosts")]
     Text,
     /// The generation that it refuses the engine for.
     #[error(
@@ -88,7 +88,7 @@ pub struct ProvenWelcome {
 pub struct Session {
     /// Of the engine.
     generation: Generation,
-    /// Proves what the replica answers to the hello, and that there is a newer engine.
+    /// Proves the replica's answer to the hello, and that a newer engine exists.
     answers: [u8; BYTES],
     sends: Direction,
     receives: Direction,
@@ -153,10 +153,10 @@ impl Session {
         ProvenWelcome { welcome, proof }
     }
 
-    /// What the replica says in its welcome.
+    /// The welcome of the replica.
     ///
     /// # Errors
-    /// [`Unproven`]: the replica does not have the secret, or has said that to somebody else.
+    /// [`Unproven`]: the replica does not have the secret, or has made this proof for another connection.
     pub fn take_welcome(&self, proven: &ProvenWelcome) -> Result<Welcome, Unproven> {
         if !proven.proof.is(self.mac_of_welcome(&proven.welcome)) {
             return Err(Unproven::Welcome);

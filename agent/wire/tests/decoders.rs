@@ -1,5 +1,5 @@
-//! What decoders do with bytes that a hostile or rotten peer may send: they never panic, they hold no more than the stated bound,
-//! and what they accept encodes back to itself.
+//! Decoders get bytes that a hostile or rotten peer may send. They never panic, they hold no more memory than the stated bound,
+//! and a text that they accept encodes back to itself.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::fmt::Debug;

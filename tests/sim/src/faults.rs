@@ -71,7 +71,7 @@ pub enum Fault {
     RestoreDisk { victim: usize, for_us: u64 },
 }
 
-/// What a disk cannot do, or its process does not say.
+/// An operation that a disk fails, or an answer in which its process lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Broken {

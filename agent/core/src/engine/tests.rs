@@ -420,7 +420,7 @@ fn an_error_names_the_replicas_that_have_caused_it() {
     );
 }
 
-/// It has met an error after which it does nothing any more, while nobody was asking for anything.
+/// Its disk has failed for good while the volume was idle.
 #[test]
 fn a_member_that_answers_a_ping_with_an_error_leaves() {
     let mut bench = Bench::new(3);
@@ -429,7 +429,7 @@ fn a_member_that_answers_a_ping_with_an_error_leaves() {
     assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("Ping")), "{out:?}");
 }
 
-/// Its errors go to whoever uses the volume, one by one; without it there would be no volume.
+/// The user of the volume gets its errors, one by one. If it left, the volume would freeze.
 #[test]
 fn the_last_member_stays_when_it_answers_a_ping_with_an_error() {
     let mut bench = Bench::with(&config(2, 1));

@@ -87,8 +87,8 @@ impl Desk {
         known.filter(|peer| peer.endpoint.replica == address.replica).ok_or(ConnectError::GivenUp)
     }
 
-    /// A new connection in the place of one that was closed. What was done over that one counts for its run of the process only: a later
-    /// run may lack what was not flushed.
+    /// A new connection in the place of one that was closed. It has to lead to the same run of the replica's process: a later run may lack
+    /// data that was written over the closed connection and not flushed.
     fn make_line_again(&self, to: Address) -> Result<Line, ConnectError> {
         let (line, welcome) = self.make_line(to)?;
         match self.find_at(to)?.run {

@@ -1,4 +1,4 @@
-//! Errors that reach whoever uses the volume: each leaves a trace with its cause, and many leave little more.
+//! Errors that reach the user of the volume: each leaves a trace with its cause, and many leave little more.
 
 use std::fs;
 
@@ -65,7 +65,7 @@ fn what_no_volume_can_do_is_logged_and_counted() {
     volume.stop();
 }
 
-/// A member has lost power, and nobody else has what was written: every request fails until the volume is attached anew.
+/// The only member has lost power with writes that were not flushed: every request fails until the volume is attached anew.
 #[test]
 fn a_storm_of_errors_is_a_few_lines_and_a_number() {
     const ERRORS: usize = 500;

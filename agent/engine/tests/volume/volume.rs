@@ -91,7 +91,7 @@ impl Volume {
         self.disk.as_ref().unwrap().freeze(true);
     }
 
-    /// What was written meanwhile is done.
+    /// Writes that have waited meanwhile are done.
     pub fn thaw_disk(&self) {
         self.disk.as_ref().unwrap().freeze(false);
     }
@@ -202,7 +202,7 @@ impl Volume {
         let boot = directory.join("shorthorn.boot");
         let mut content: serde_json::Value = serde_json::from_slice(&fs::read(&boot).unwrap()).unwrap();
         content["boot_id"] = "another boot".into();
-        // It would not fit: without one it is taken as it is.
+        // The old check would not match. A document without a check is accepted.
         content.as_object_mut().unwrap().remove("ShorthornCheck");
         fs::write(&boot, content.to_string()).unwrap();
         let head = fs::File::options().write(true).open(directory.join("volume-head-000.img")).unwrap();
@@ -260,7 +260,7 @@ impl Volume {
         Client::connect(&self.file("engine.control")).unwrap().order(order).unwrap();
     }
 
-    /// What the engine has done.
+    /// The counters of the engine.
     pub fn counters(&self) -> IoCounters {
         let mut stream = UnixStream::connect(self.file("engine.control")).unwrap();
         stream.write_all(b"\"io\"\n").unwrap();

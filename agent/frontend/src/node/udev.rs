@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::DeviceNumber;
 
-/// What udev knew of a disk before an event.
+/// The record that udev had of a disk before an event.
 #[derive(Debug)]
 pub struct UdevBefore {
     /// When that was, by the clock of the stamps in records.
@@ -41,7 +41,7 @@ impl UdevBefore {
     }
 }
 
-/// Whether udev has handled what has happened to `device` since `before`.
+/// Whether udev has handled an event of `device` since `before`.
 pub(super) fn has_handled(records: &Path, device: DeviceNumber, before: Option<&UdevBefore>) -> bool {
     let path = path(records, device);
     let (Some(version), Ok(text)) = (version(&path), fs::read_to_string(&path)) else { return false };

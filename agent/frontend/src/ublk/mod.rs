@@ -317,7 +317,7 @@ impl Device for UblkDevice {
     }
 
     fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
-        // Nothing happens to a device that is taken over.
+        // A device that is taken over has no new event.
         let before = (!self.recovered).then(|| node::before(&self.kernel_name()));
         self.start()?;
         recovery::notice_deaths_soon(&self.kernel_name());

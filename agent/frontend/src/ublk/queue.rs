@@ -31,7 +31,7 @@ pub(super) struct UblkQueue {
     size_bytes: Arc<AtomicU64>,
     /// What a tag that we work on is to be answered with where all goes well.
     success: Box<[i32]>,
-    /// What is still to be written of a tag's zeroes that must take space.
+    /// The rest of a tag's zeroes that must take space.
     zeroes: Box<[Option<ByteRange>]>,
     /// For the ring of its thread.
     task_work: TaskWork,

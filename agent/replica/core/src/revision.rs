@@ -1,4 +1,4 @@
-//! What Longhorn's revision counter says of a replica of ours.
+//! The value of Longhorn's revision counter for a replica of ours.
 //!
 //! Longhorn counts the writes of a replica in `revision.counter`, if a volume has that enabled. Of the replicas that it
 //! opens it takes those with the highest number, and drops the others. We count no writes: a number that we left alone
@@ -34,7 +34,7 @@ pub fn revision_counter(me: ReplicaId, views: &ReplicaViews) -> Option<u64> {
     if newest.generation == Generation::NEVER {
         return None;
     }
-    // What does not fit counts as the greatest that does: then two views can have one number, as without a counter.
+    // A part that is too large counts as the largest that fits: then two views can have one number, as without a counter.
     let fit = |value: u64, bits: u32| value.min((1 << bits) - 2);
     let attach = fit(attach, ATTACH_BITS) << (RESTART_BITS + NUMBER_BITS);
     let restart = fit(u64::from(restart), RESTART_BITS) << NUMBER_BITS;

@@ -19,7 +19,7 @@ pub struct ReplicaState {
     pub(crate) is_loss_noted: bool,
     /// The disk says to Longhorn that the replica has left a view.
     pub(crate) is_left_noted: bool,
-    /// Taking that note back has failed, perhaps only at its end: nobody knows whether it is there.
+    /// Taking that note back has failed, perhaps only at its end: the note may be there or not.
     pub(crate) may_be_left_noted: bool,
     pub(crate) failure: Option<String>,
 }
