@@ -21,7 +21,8 @@ pub struct CoreConfig {
     /// A replica that does not answer for so long is dropped if the others can go on without it: the table in the description of
     /// `patience` has all limits.
     pub replica_timeout_ms: u64,
-    /// A replica that does not answer for so long is dropped in any case.
+    /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go on without it: then the
+    /// volume is frozen until it answers.
     pub late_limit_ms: u64,
     /// How much may be with the replicas at once.
     pub flight_limits: FlightLimits,
@@ -338,7 +339,8 @@ pub enum Output {
         /// Of which kind that is.
         cause: DropCause,
     },
-    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` changes.
+    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` or
+    /// `is_freezing` changes.
     Awaited {
         /// Which replica.
         peer: PeerIndex,
@@ -346,6 +348,8 @@ pub enum Output {
         late_ms: u64,
         /// Whether it does not answer PING either.
         is_silent: bool,
+        /// Whether it has been late for longer than [`CoreConfig::late_limit_ms`]: the volume is frozen.
+        is_freezing: bool,
     },
     /// A member that was [awaited](Output::Awaited) has answered.
     Prompt {

@@ -2,13 +2,17 @@
 //!
 //! A replica whose connection breaks is lost at once. One whose connection stays and that does not answer is *late*: its disk
 //! may be slow, or its process may have been stopped. The volume drops it after [`CoreConfig::replica_timeout_ms`] if the others can go
-//! on without it, and else waits for it: a freeze would cost its users more than the wait. These are the limits:
+//! on without it, and else waits for it. These are the limits:
 //!
 //! | Without the late replicas the view has | it has answered no request | it has not answered PING either |
 //! |---|---|---|
 //! | a majority | the time-out | the time-out |
 //! | exactly half, so that the arbiter has to be asked, which may be away | three times the time-out | the time-out |
-//! | less | [`CoreConfig::late_limit_ms`] | [`CoreConfig::late_limit_ms`] |
+//! | less, while the view changes | [`CoreConfig::late_limit_ms`] | [`CoreConfig::late_limit_ms`] |
+//! | less, and the view does not change | none | [`CoreConfig::late_limit_ms`] |
+//!
+//! In the last case the volume is frozen from [`CoreConfig::late_limit_ms`] on. Its engine goes on waiting, because a new start would need the
+//! same replicas. A change of the view has a limit: replicas that have come back since can be members after a new start only.
 //!
 //! One disk may hold several replicas. All of them are late at almost the same time then, and answer at almost the same time again. None of
 //! them may be dropped because another one is a moment ahead of it. So only those replicas count as able to go on that have answered
@@ -45,9 +49,11 @@ pub(crate) struct Patience {
     /// Since when the replicas that answer in time are a majority of the view, and since when at least half of it.
     majority_since_ms: u64,
     half_since_ms: u64,
-    /// The late members that the volume waits for, and those of them that do not answer PING, as the engine was last told.
+    /// The late members that the volume waits for, as the core last told the engine: all of them, those that do not answer PING, and
+    /// those that freeze the volume.
     awaited: PeerMask,
     silent: PeerMask,
+    freezing: PeerMask,
     /// The members that owe answers for longer than half of the time-out.
     slow: PeerMask,
 }
@@ -85,6 +91,7 @@ impl Patience {
             half_since_ms: 0,
             awaited: PeerMask::NONE,
             silent: PeerMask::NONE,
+            freezing: PeerMask::NONE,
             slow: PeerMask::NONE,
         }
     }
@@ -114,6 +121,7 @@ impl Patience {
         self.heard(peer, now_ms);
         self.awaited = self.awaited.without(PeerMask::one(peer));
         self.silent = self.silent.without(PeerMask::one(peer));
+        self.freezing = self.freezing.without(PeerMask::one(peer));
         self.slow = self.slow.without(PeerMask::one(peer));
     }
 
@@ -143,13 +151,18 @@ impl Patience {
         }
     }
 
-    /// How late a replica may be whose loss leaves the view with `left`.
-    fn limit_ms(&self, left: Quorum, is_silent: bool) -> u64 {
+    /// Whether a replica with this debt is too late, if its loss leaves the view with `left`.
+    fn is_over(&self, debt: Debt, left: Quorum, is_changing: bool) -> bool {
+        let is_silent = debt.silent_ms > self.timeout_ms;
         match left {
-            Quorum::More => self.timeout_ms,
-            Quorum::Half if is_silent => self.timeout_ms,
-            Quorum::Half => self.timeout_ms.saturating_mul(TIMES_LONGER_FOR_HALF).min(self.limit_ms),
-            Quorum::Less => self.limit_ms,
+            Quorum::More => debt.worst_ms() > self.timeout_ms,
+            Quorum::Half if is_silent => debt.worst_ms() > self.timeout_ms,
+            Quorum::Half => {
+                let longer_ms = self.timeout_ms.saturating_mul(TIMES_LONGER_FOR_HALF);
+                debt.worst_ms() > longer_ms.min(self.limit_ms)
+            }
+            Quorum::Less if is_changing => debt.worst_ms() > self.limit_ms,
+            Quorum::Less => debt.silent_ms > self.limit_ms,
         }
     }
 }
@@ -164,13 +177,13 @@ impl EngineCore {
         let prompt = members.filter(|peer| of(peer).worst_ms() <= timeout_ms / 2);
         self.patience.slow = members.without(prompt);
         let left = self.patience.steady(self.membership.quorum_of(prompt), self.now_ms);
+        let is_changing = self.membership.is_changing();
         let mut awaited = PeerMask::NONE;
         for peer in self.membership.connected().iter() {
             let debt = of(peer);
             // A joiner is dropped like one without which the others can go on.
             let left = if members.has(peer) { left } else { Quorum::More };
-            let is_silent = debt.silent_ms > timeout_ms;
-            if debt.worst_ms() > self.patience.limit_ms(left, is_silent) {
+            if self.patience.is_over(debt, left, is_changing) {
                 self.drop_late(peer, debt, out);
             } else if members.has(peer) && debt.worst_ms() > self.patience.told_ms() {
                 awaited = awaited.with(PeerMask::one(peer));
@@ -194,13 +207,18 @@ impl EngineCore {
 
     fn tell_awaited(&mut self, awaited: PeerMask, debts: &Debts, out: &mut Outputs) {
         let awaited = awaited.and(self.membership.answering());
-        let silent = awaited.filter(|peer| debts[usize::from(peer)].silent_ms > self.patience.timeout_ms / 2);
+        let of = |peer: PeerIndex| debts[usize::from(peer)];
+        let silent = awaited.filter(|peer| of(peer).silent_ms > self.patience.timeout_ms / 2);
+        let freezing = awaited.filter(|peer| of(peer).worst_ms() > self.patience.limit_ms);
         let before = std::mem::replace(&mut self.patience.awaited, awaited);
         let silent_before = std::mem::replace(&mut self.patience.silent, silent);
+        let freezing_before = std::mem::replace(&mut self.patience.freezing, freezing);
         for peer in awaited.iter() {
-            let is_silent = silent.has(peer);
-            if !before.has(peer) || is_silent != silent_before.has(peer) {
-                out.push(Output::Awaited { peer, late_ms: debts[usize::from(peer)].worst_ms(), is_silent });
+            let (is_silent, is_freezing) = (silent.has(peer), freezing.has(peer));
+            let is_same = is_silent == silent_before.has(peer) && is_freezing == freezing_before.has(peer);
+            if !before.has(peer) || !is_same {
+                let late_ms = of(peer).worst_ms();
+                out.push(Output::Awaited { peer, late_ms, is_silent, is_freezing });
             }
         }
         let answered = before.without(awaited).and(self.membership.answering());

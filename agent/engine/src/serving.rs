@@ -1,17 +1,20 @@
 //! What the main thread does while the volume is served: it shows what happens, does what clients of the control
 //! socket order, and sends couriers after replicas that are not in the view.
 
+mod members;
+mod orders;
+
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use shorthorn_control::{
-    Command, CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
-    MemberStatus, Publisher, RebuildLimits, ReplicaEndpoint, ScrubOrder, ScrubStatus,
+    CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
+    MemberStatus, Publisher, ScrubStatus,
 };
-use shorthorn_core::{Cause, DropCause, Event, Failure, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_core::{Cause, Event, Failure, PeerIndex, ScrubConfig};
 use shorthorn_frontend::Refusal;
-use shorthorn_recovery::{ServingEngine, Standing, Stay};
+use shorthorn_recovery::{Standing, Stay};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
@@ -19,7 +22,6 @@ use crate::courier::{Couriers, Desk, Peer, Told};
 use crate::error::EngineError;
 use crate::expansion::{self, SharedDevice};
 use crate::failures::{self, Trouble};
-use crate::main_loop::copy_limits;
 use crate::open::Opened;
 use crate::scrubber::{self, Done, Finding, Scrubbing};
 use crate::shared::{News, Shared, lock};
@@ -59,6 +61,8 @@ pub struct Serving<'a> {
     copies: [Option<Meter>; MAX_MEMBERS],
     /// Per replica: how often it was dropped.
     standings: [Standing; MAX_MEMBERS],
+    /// Per replica: whether the volume is frozen because it has been late for too long.
+    freezing: [bool; MAX_MEMBERS],
     begun: Instant,
     is_scrubbing: bool,
     /// The scrub of the snapshots, while that is under way, and how it is to go on with the volume.
@@ -94,6 +98,7 @@ impl<'a> Serving<'a> {
             equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
             standings: Default::default(),
+            freezing: [false; MAX_MEMBERS],
             begun: now,
             is_scrubbing: false,
             snapshots: None,
@@ -234,7 +239,9 @@ impl<'a> Serving<'a> {
             News::Proposed => self.couriers.hurry(),
             News::View(view) => self.view_changed(view)?,
             News::Dropped { peer, reason, cause } => self.dropped(peer, reason, cause)?,
-            News::Awaited { peer, late_ms, is_silent } => self.awaited(peer, late_ms, is_silent),
+            News::Awaited { peer, late_ms, is_silent, is_freezing } => {
+                self.awaited(peer, late_ms, is_silent, is_freezing);
+            }
             News::Prompt { peer } => self.prompt(peer),
             News::AskGrant { wanted } => self.ask_grant(*wanted),
             News::Joined { peer } => self.joined(peer),
@@ -298,15 +305,11 @@ impl<'a> Serving<'a> {
         tracing::info!(volume = %self.spec.volume, %view, "the view has changed");
         let before = std::mem::replace(&mut self.view, view);
         self.asked = None;
-        let message = status::of_serving(self.state.lost_writes());
         self.publish(|engine| {
             engine.view = Some(view);
             engine.grant_wanted = None;
-            if engine.phase == EnginePhase::Frozen {
-                engine.phase = EnginePhase::Serving;
-                message.clone_into(&mut engine.message);
-            }
         });
+        self.show_thawed();
         if 2 * view.members.len() <= self.spec.replicas.len() {
             // Too few are left to be choosy about those that were away before.
             let was_away = |peer: &Peer| !before.members.contains(peer.endpoint.replica);
@@ -317,84 +320,15 @@ impl<'a> Serving<'a> {
         self.give_up_unwanted()
     }
 
-    /// A replica has failed, as a member or while it was being brought up.
-    fn dropped(&mut self, peer: PeerIndex, reason: String, cause: DropCause) -> Result<(), EngineError> {
-        self.copies[usize::from(peer)] = None;
-        let Some(replica) = self.replica(peer) else { return Ok(()) };
-        tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
-        let view = self.view;
-        if view.members.contains(replica) {
-            // Members and core count all that it misses from here on.
-            self.desk().update(peer, |peer| {
-                peer.is_complete = true;
-                peer.last_view = Some(view);
-            });
+    fn show_thawed(&self) {
+        if self.asked.is_some() {
+            return; // it is frozen until that view is granted
         }
-        let (stay, told) = self.stay_of(peer, cause);
-        if stay != NO_STAY {
-            tracing::warn!(volume = %self.spec.volume, %replica, "a replica is left out for a while: {told}");
-        }
-        self.publish_member(replica, |member| {
-            member.mode = MemberMode::Failed;
-            member.message = format!("{reason}{told}");
-            member.copy = None;
-            member.away_since_ms.get_or_insert_with(status::now_ms);
-        });
-        self.couriers.attend(peer, stay)
-    }
-
-    /// How long the replica stays away that was dropped, and the words for that.
-    fn stay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (Stay, String) {
-        let peers = self.desk().known_peers();
-        let members = self.shared().look(|core| {
-            let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
-            peers.iter().filter(|(index, _)| is_member(*index)).count()
-        });
-        let is_needed = 2 * members <= self.spec.replicas.len();
-        let standing = &mut self.standings[usize::from(peer)];
-        // From long before the start on: else the first drop would seem to follow another one.
-        let now = self.begun.elapsed() + Duration::from_secs(1 << 20);
-        let stay = standing.dropped(cause, now, is_needed);
-        let times = standing.times_late();
-        let told = match stay {
-            NO_STAY => String::new(),
-            Stay::For(pause) if cause == DropCause::Late => {
-                format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
-            }
-            Stay::For(pause) => {
-                format!("; its connections break often: it stays out for {} ms", pause.as_millis())
-            }
-            Stay::Out => format!(
-                "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
-                 volume is attached anew"
-            ),
-        };
-        (stay, told)
-    }
-
-    /// A member is late, and the others cannot go on without it.
-    fn awaited(&mut self, peer: PeerIndex, late_ms: u64, is_silent: bool) {
-        let Some(replica) = self.replica(peer) else { return };
-        let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };
-        let message = format!(
-            "it has been late for {late_ms} ms and answers {answers}; requests wait for it, as the others cannot go on without it"
-        );
-        tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, "requests wait for a member that is late");
-        self.publish_member(replica, |member| {
-            if member.mode == MemberMode::Member {
-                // The core tells it again if the replica begins or ceases to answer PING.
-                member.times_awaited += u64::from(member.message.is_empty());
-                member.message = message;
-            }
-        });
-    }
-
-    fn prompt(&mut self, peer: PeerIndex) {
-        let Some(replica) = self.replica(peer) else { return };
-        tracing::info!(volume = %self.spec.volume, %replica, "a member that was late has answered");
-        self.publish_member(replica, |member| {
-            if member.mode == MemberMode::Member {
-                member.message.clear();
+        let message = status::of_serving(self.state.lost_writes());
+        self.publish(|engine| {
+            if engine.phase == EnginePhase::Frozen {
+                engine.phase = EnginePhase::Serving;
+                message.clone_into(&mut engine.message);
             }
         });
     }
@@ -650,160 +584,5 @@ impl Serving<'_> {
                 });
             }
         }
-    }
-}
-
-/// Orders of clients of the control socket.
-impl Serving<'_> {
-    fn obey(&mut self, order: Command) -> Result<Option<Ending>, EngineError> {
-        match order {
-            Command::Stop => return Ok(Some(Ending::Stop)),
-            Command::Handover => return Ok(Some(Ending::Terminate)),
-            Command::Grant { view } => self.granted(view)?,
-            Command::Replicas { replicas } => self.set_replicas(replicas)?,
-            Command::Scrub { scrub } => self.scrub(scrub)?,
-            Command::Limits { limits } => self.limit(limits),
-            Command::Fence { .. } => self.ignore("fence", "it is for replicas"),
-            Command::Expand { size_bytes } => self.expand(size_bytes)?,
-            // The server answers these itself.
-            Command::Status | Command::Watch | Command::Io => {}
-        }
-        Ok(None)
-    }
-
-    fn ignore(&self, what: &str, reason: &str) {
-        tracing::warn!(volume = %self.spec.volume, reason, "an order is ignored: {what}");
-    }
-
-    fn granted(&mut self, view: View) -> Result<(), EngineError> {
-        if view.id.generation.attach > self.spec.attach {
-            self.ignore("grant", &format!("view {view} is of a later attachment than {}", self.spec.attach));
-            return Ok(());
-        }
-        let is_known = self.state.granted().is_some_and(|known| known.id >= view.id);
-        // Durable before it is used: the next start has to honour it.
-        self.state.keep_grant(view)?;
-        if self.asked != Some(view) && is_known {
-            return Ok(()); // the agent repeats it while the engine asks for another grant
-        }
-        if self.asked != Some(view) {
-            self.ignore("grant", &format!("view {view} was not asked for; the next start honours it"));
-            return Ok(());
-        }
-        tracing::info!(volume = %self.spec.volume, %view, "the arbiter has granted the view");
-        self.shared().tell_core(Event::Granted { view: view.id });
-        Ok(())
-    }
-
-    fn limit(&mut self, limits: RebuildLimits) {
-        if !(1..=100).contains(&limits.share_percent) {
-            return self.ignore("limits", &format!("share_percent {}: 1 to 100", limits.share_percent));
-        }
-        tracing::info!(volume = %self.spec.volume, ?limits, "other limits for copies");
-        self.spec.rebuild = limits;
-        self.desk().limit(limits.bytes_per_s);
-        self.shared().tell_core(Event::SetCopyLimits(copy_limits(limits)));
-    }
-
-    /// The snapshots come first: what has rotten in them shows in the volume too, where two members cannot tell who is
-    /// right.
-    fn scrub(&mut self, order: Option<ScrubOrder>) -> Result<(), EngineError> {
-        tracing::info!(volume = %self.spec.volume, ?order, "scrub");
-        self.is_scrubbing = order.is_some();
-        self.snapshots = None;
-        self.shared().tell_core(Event::Scrub(None));
-        let Some(order) = order else {
-            self.publish(|engine| {
-                if let Some(scrub) = &mut engine.scrub {
-                    scrub.running = false;
-                }
-            });
-            return Ok(());
-        };
-        // An operator who orders a scrub looks after the volume: replicas that were late may try again.
-        self.standings = Default::default();
-        self.desk().known_peers().iter().for_each(|(index, _)| self.couriers.relent(*index));
-        self.scrubs += 1;
-        let number = self.scrubs;
-        self.publish(|engine| {
-            engine.scrub = Some(ScrubStatus { number, running: true, ..ScrubStatus::default() });
-        });
-        let config = ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair };
-        let scrubbing = Scrubbing::start(Arc::clone(self.couriers.desk()), order, number)?;
-        self.snapshots = Some((scrubbing, config));
-        Ok(())
-    }
-
-    fn set_replicas(&mut self, replicas: Vec<ReplicaEndpoint>) -> Result<(), EngineError> {
-        if let Err(reason) = status::check_replicas(&replicas) {
-            self.ignore("replicas", &reason);
-            return Ok(());
-        }
-        self.spec.replicas = replicas;
-        self.give_up_unwanted()?;
-        for endpoint in self.spec.replicas.clone() {
-            match self.desk().find(endpoint.replica) {
-                Some((index, _)) => self.readdress(index, endpoint),
-                None => self.add(endpoint)?,
-            }
-        }
-        self.couriers.hurry();
-        Ok(())
-    }
-
-    /// Where a replica is found from the next attempt on.
-    fn readdress(&self, index: PeerIndex, endpoint: ReplicaEndpoint) {
-        let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
-        self.desk().update(index, |peer| peer.endpoint = endpoint);
-        self.publish_member(replica, |member| member.address = address);
-    }
-
-    fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {
-        let is_free = |index: &PeerIndex| self.desk().is_free(*index);
-        let places = PeerIndex::try_from(MAX_MEMBERS).unwrap_or(PeerIndex::MAX);
-        let Some(index) = (0..places).find(is_free) else {
-            self.ignore(
-                "a new replica",
-                &format!("there are {MAX_MEMBERS}, those among them that are leaving"),
-            );
-            return Ok(());
-        };
-        tracing::info!(volume = %self.spec.volume, replica = %endpoint.replica, "a new replica");
-        let mut member = status::connecting(&endpoint);
-        member.away_since_ms = Some(status::now_ms());
-        self.publish(|engine| engine.members.push(member));
-        let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
-        self.desk().set(index, Some(Peer { endpoint, is_complete: false, last_view: None, run: None }));
-        self.shared().tell_core(Event::Track { peer: index, config });
-        self.standings[usize::from(index)] = Standing::default();
-        self.couriers.attend(index, NO_STAY)
-    }
-
-    /// Gives up the replicas that the volume is not to have any more, as soon as they are not in the view.
-    fn give_up_unwanted(&mut self) -> Result<(), EngineError> {
-        for (index, peer) in self.desk().known_peers() {
-            let replica = peer.endpoint.replica;
-            if self.spec.replicas.iter().any(|wanted| wanted.replica == replica) {
-                continue;
-            }
-            // Under one lock: it must not become a member in between.
-            let is_given_up = self.shared().decide(|core, outputs| {
-                let may_go = !core.membership().view().members.contains(replica)
-                    && core.membership().state(index) != PeerState::Member;
-                if may_go {
-                    core.apply(Event::Forget { peer: index }, outputs);
-                }
-                may_go
-            });
-            if !is_given_up {
-                self.ignore("giving a replica up", &format!("{replica} is in the view {}", self.view));
-                continue;
-            }
-            tracing::info!(volume = %self.spec.volume, %replica, "a replica is given up");
-            self.copies[usize::from(index)] = None;
-            self.couriers.give_up(index, replica)?;
-            self.publish(|engine| engine.members.retain(|member| member.replica != replica));
-        }
-        Ok(())
     }
 }

@@ -32,7 +32,7 @@ pub enum News {
     /// A replica has failed.
     Dropped { peer: PeerIndex, reason: String, cause: DropCause },
     /// A member is late, and the volume waits for it.
-    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool },
+    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool, is_freezing: bool },
     /// That member has answered.
     Prompt { peer: PeerIndex },
     /// A view needs the arbiter's grant.
@@ -226,7 +226,9 @@ impl Shared {
                 News::AskGrant { wanted: Box::new(wanted) }
             }
             Output::Joined { peer } => News::Joined { peer },
-            Output::Awaited { peer, late_ms, is_silent } => News::Awaited { peer, late_ms, is_silent },
+            Output::Awaited { peer, late_ms, is_silent, is_freezing } => {
+                News::Awaited { peer, late_ms, is_silent, is_freezing }
+            }
             Output::Prompt { peer } => News::Prompt { peer },
             Output::Equalised => News::Equalised,
             Output::Settled => News::Settled,

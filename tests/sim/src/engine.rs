@@ -547,9 +547,9 @@ impl World {
             Output::Mark { peer, mark, change } => {
                 self.ask(engine, peer, 0, ID_MARK | u64::from(mark), Ask::Mark(change));
             }
-            Output::Awaited { peer, .. } => {
+            Output::Awaited { peer, is_freezing, .. } => {
                 self.note(|| format!("engine {engine} waits for {peer}"));
-                self.count("waits for late members");
+                self.count(if is_freezing { "frozen by late members" } else { "waits for late members" });
             }
             Output::Prompt { peer } => {
                 self.note(|| format!("engine {engine}: {peer} has answered"));

@@ -110,11 +110,48 @@ fn one_that_is_a_moment_ahead_of_the_others_on_its_disk_drops_none_of_them() {
 }
 
 #[test]
-fn a_disk_that_hangs_for_good_is_dropped_at_the_limit() {
+fn disks_that_hang_for_longer_than_the_limit_freeze_the_volume_and_end_nothing() {
     let mut bench = Bench::new(3);
     write(&mut bench, &[1, 2], &[]);
-    let (dropped, out) = pass(&mut bench, LATE_LIMIT_MS + 1000, &[1, 2], &[]);
-    assert_eq!(dropped, [(LATE_LIMIT_MS + 250, 1), (LATE_LIMIT_MS + 250, 2)]);
+    let (dropped, out) = pass(&mut bench, 3 * LATE_LIMIT_MS, &[1, 2], &[]);
+    assert_eq!((dropped, is_frozen(&out)), (vec![], false));
+    let freezing = |output: &Output| match output {
+        Output::Awaited { peer, late_ms, is_freezing, .. } => Some((*peer, *late_ms, *is_freezing)),
+        _ => None,
+    };
+    let told: Vec<_> = out.iter().filter_map(freezing).collect();
+    let (late_ms, too_late_ms) = (TIMEOUT_MS + 250, LATE_LIMIT_MS + 250);
+    let each = |late_ms, is_freezing| [(1, late_ms, is_freezing), (2, late_ms, is_freezing)];
+    assert_eq!(told, [each(late_ms, false), each(too_late_ms, true)].concat());
+    // One of the disks has written: the volume goes on, and drops the other replica.
+    bench.reply(1, 0, Ok(()));
+    let since_ms = bench.now_ms;
+    let (dropped, out) = pass(&mut bench, since_ms + TIMEOUT_MS, &[2], &[]);
+    assert_eq!((dropped, prompt(&out)), (vec![(since_ms + TIMEOUT_MS / 2, 2)], vec![1]));
+    assert_eq!(completed(&answer_but(&mut bench, out, &[2], &[]), 0), None);
+    assert_eq!(completed(&bench.apply(Event::Closed { queue: 0, peer: 2 }), 0), Some(Ok(())));
+}
+
+#[test]
+fn replicas_that_do_not_answer_ping_for_the_limit_are_dropped() {
+    let mut bench = Bench::new(3);
+    write(&mut bench, &[], &[1, 2]);
+    let (dropped, out) = pass(&mut bench, LATE_LIMIT_MS + 2000, &[], &[1, 2]);
+    assert_eq!(
+        dropped,
+        [(LATE_LIMIT_MS + 1250, 1), (LATE_LIMIT_MS + 1250, 2)],
+        "the first PING is sent after a second"
+    );
+    assert!(is_frozen(&out));
+}
+
+#[test]
+fn a_change_of_the_view_is_waited_for_up_to_the_limit() {
+    let mut bench = Bench::new(3);
+    let out = bench.lose(2);
+    answer_but(&mut bench, out, &[0, 1], &[]);
+    let (dropped, out) = pass(&mut bench, LATE_LIMIT_MS + 1000, &[0, 1], &[]);
+    assert_eq!(dropped[0], (LATE_LIMIT_MS + 250, 0), "replicas that have come back need a new start");
     assert!(is_frozen(&out));
 }
 

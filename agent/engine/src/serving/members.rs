@@ -1,0 +1,130 @@
+//! Members that fail, are late, and answer again.
+
+use std::time::Duration;
+
+use shorthorn_control::{EnginePhase, MemberMode};
+use shorthorn_core::{DropCause, PeerIndex, PeerState};
+use shorthorn_recovery::Stay;
+
+use super::{NO_STAY, Serving};
+use crate::error::EngineError;
+use crate::main_loop::LATE_LIMIT_MS;
+use crate::status;
+
+impl Serving<'_> {
+    /// A replica has failed, as a member or while it was being brought up.
+    pub(super) fn dropped(
+        &mut self,
+        peer: PeerIndex,
+        reason: String,
+        cause: DropCause,
+    ) -> Result<(), EngineError> {
+        self.copies[usize::from(peer)] = None;
+        self.set_freezing(peer, false);
+        let Some(replica) = self.replica(peer) else { return Ok(()) };
+        tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
+        let view = self.view;
+        if view.members.contains(replica) {
+            // Members and core count all that it misses from here on.
+            self.desk().update(peer, |peer| {
+                peer.is_complete = true;
+                peer.last_view = Some(view);
+            });
+        }
+        let (stay, told) = self.stay_of(peer, cause);
+        if stay != NO_STAY {
+            tracing::warn!(volume = %self.spec.volume, %replica, "a replica is left out for a while: {told}");
+        }
+        self.publish_member(replica, |member| {
+            member.mode = MemberMode::Failed;
+            member.message = format!("{reason}{told}");
+            member.copy = None;
+            member.away_since_ms.get_or_insert_with(status::now_ms);
+        });
+        self.couriers.attend(peer, stay)
+    }
+
+    /// How long the replica stays away that was dropped, and the words for that.
+    fn stay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (Stay, String) {
+        let peers = self.desk().known_peers();
+        let members = self.shared().look(|core| {
+            let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
+            peers.iter().filter(|(index, _)| is_member(*index)).count()
+        });
+        let is_needed = 2 * members <= self.spec.replicas.len();
+        let standing = &mut self.standings[usize::from(peer)];
+        // From long before the start on: else the first drop would seem to follow another one.
+        let now = self.begun.elapsed() + Duration::from_secs(1 << 20);
+        let stay = standing.dropped(cause, now, is_needed);
+        let times = standing.times_late();
+        let told = match stay {
+            NO_STAY => String::new(),
+            Stay::For(pause) if cause == DropCause::Late => {
+                format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
+            }
+            Stay::For(pause) => {
+                format!("; its connections break often: it stays out for {} ms", pause.as_millis())
+            }
+            Stay::Out => format!(
+                "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
+                 volume is attached anew"
+            ),
+        };
+        (stay, told)
+    }
+
+    /// A member is late, and the others cannot go on without it.
+    pub(super) fn awaited(&mut self, peer: PeerIndex, late_ms: u64, is_silent: bool, is_freezing: bool) {
+        let Some(replica) = self.replica(peer) else { return };
+        let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };
+        let message = format!(
+            "it has been late for {late_ms} ms and answers {answers}; requests wait for it, as the others cannot go on without it"
+        );
+        tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, is_freezing, "requests wait for a member that is late");
+        self.publish_member(replica, |member| {
+            if member.mode == MemberMode::Member {
+                // The core repeats it if the replica begins or ceases to answer PING, or if it freezes the volume.
+                member.times_awaited += u64::from(member.message.is_empty());
+                member.message = message;
+            }
+        });
+        self.set_freezing(peer, is_freezing);
+    }
+
+    pub(super) fn prompt(&mut self, peer: PeerIndex) {
+        let Some(replica) = self.replica(peer) else { return };
+        tracing::info!(volume = %self.spec.volume, %replica, "a member that was late has answered");
+        self.publish_member(replica, |member| {
+            if member.mode == MemberMode::Member {
+                member.message.clear();
+            }
+        });
+        self.set_freezing(peer, false);
+    }
+
+    /// Shows the volume as frozen while a member has been late for longer than the limit. The engine goes on waiting.
+    fn set_freezing(&mut self, peer: PeerIndex, is_freezing: bool) {
+        let was = std::mem::replace(&mut self.freezing[usize::from(peer)], is_freezing);
+        if was == is_freezing {
+            return;
+        }
+        let names = (0..).zip(&self.freezing).filter(|(_, is_freezing)| **is_freezing);
+        let names: Vec<String> =
+            names.filter_map(|(peer, _)| self.replica(peer)).map(|replica| replica.to_string()).collect();
+        if names.is_empty() {
+            return self.show_thawed();
+        }
+        let message = format!(
+            "requests wait for {}: it answers PING, but has answered no request for {} s, and the others cannot go on without it",
+            names.join(" and "),
+            LATE_LIMIT_MS / 1000
+        );
+        if is_freezing {
+            tracing::error!(volume = %self.spec.volume, "frozen: {message}");
+        }
+        self.publish(|engine| {
+            engine.phase = EnginePhase::Frozen;
+            engine.message = message;
+        });
+    }
+}
