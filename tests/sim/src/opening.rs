@@ -14,8 +14,8 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Outputs, PeerConfig, PeerState, ScrubConfig,
 };
 use shorthorn_recovery::{
-    Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude, grow_replicas,
-    open, propose_to,
+    Grant, NotOpen, Offenders, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude,
+    grow_replicas, open, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
 use shorthorn_views::{CannotStart, Change, Kept, NoPlan, Plan, Witness};
@@ -155,19 +155,35 @@ impl Process {
     }
 
     async fn open_patiently(&self) {
+        let mut offenders = Offenders::default();
         loop {
-            match self.attempt_to_open().await {
+            let mut failed_by = Members::NONE;
+            match self.attempt_to_open(offenders.left_out()).await {
                 Ok((opened, volume, lost_writes)) => {
                     return self.serve(opened, &volume, lost_writes);
                 }
                 Err(NotOpen::Deposed(holder)) => return self.depose(holder),
                 Err(NotOpen::Waiting(_)) => self.sleep(RETRY_US).await,
-                Err(NotOpen::Torn(_) | NotOpen::Stopped(())) => {
+                Err(torn @ (NotOpen::Torn { .. } | NotOpen::Stopped(()))) => {
+                    if let NotOpen::Torn { blamed, .. } = torn {
+                        failed_by = blamed;
+                    }
                     self.sleep(RETRY_US).await;
                     self.take_next_generation();
                 }
             }
+            self.note_failed(&mut offenders, &failed_by);
             self.take_orders();
+        }
+    }
+
+    fn note_failed(&self, offenders: &mut Offenders, blamed: &Members) {
+        let mut world = self.sim.borrow_mut();
+        let Some(engine) = world.engines.get(&self.engine) else { return };
+        let replicas: Vec<ReplicaId> = engine.peers.iter().map(|peer| peer.replica).collect();
+        offenders.failed(&replicas, blamed);
+        if !offenders.left_out().is_empty() {
+            world.count("attempts that leave replicas out");
         }
     }
 
@@ -199,7 +215,10 @@ impl Process {
     }
 
     /// One attempt to open the volume. Returns whether the members had lost writes, too.
-    async fn attempt_to_open(&self) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
+    async fn attempt_to_open(
+        &self,
+        left_out: Members,
+    ) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
         let volume = {
             let world = self.sim.borrow();
             let engine = world.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
@@ -211,6 +230,7 @@ impl Process {
                 granted: [host.granted, host.granted_before].into_iter().flatten().max_by_key(|view| view.id),
                 missing_limit_ms: MISSING_LIMIT_MS,
                 keeper_limit_ms: KEEPER_LIMIT_MS,
+                left_out,
             }
         };
         let mut attempt = Attempt {
@@ -494,7 +514,7 @@ impl OpeningEngine for Attempt {
                 }
                 if has_others {
                     world.count("starts with another list of replicas");
-                    return Poll::Ready(Err(NotOpen::Torn("the volume has other replicas now".to_owned())));
+                    return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
                 }
             }
             let mut back = None;
@@ -549,8 +569,8 @@ impl OpeningEngine for Attempt {
         let (process, replicas) = (&self.process, &self.replicas);
         let connect = |one| process.connect_member(one, proposal, replicas);
         let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;
-        let links: Option<Vec<_>> = connected.into_iter().collect();
-        let links = links.ok_or_else(|| NotOpen::Torn("a queue is not connected".to_owned()))?;
+        let links: Result<Vec<_>, ReplicaId> = connected.into_iter().collect();
+        let links = links.map_err(|replica| NotOpen::torn_by(replica, "a queue is not connected"))?;
         let into_conns = |(peer, links): (usize, Vec<Via<Wire>>)| {
             (peer, links.into_iter().map(|link| link.0.into_conn()).collect())
         };
@@ -559,31 +579,31 @@ impl OpeningEngine for Attempt {
 }
 
 impl Process {
-    /// Has a replica mark the view as committed; connects all queues to a member.
+    /// Has a replica mark the view as committed; connects all queues to a member. Fails with the replica.
     async fn connect_member(
         &self,
         mut one: Reached<Via<Wire>>,
         proposal: &Proposal,
         replicas: &[ReplicaId],
-    ) -> Option<(usize, Vec<Via<Wire>>)> {
+    ) -> Result<(usize, Vec<Via<Wire>>), ReplicaId> {
         // A mark that gets lost only leaves more to honour.
         let _ = conclude(&mut one, proposal).await;
         let queues = self.sim.borrow().queues;
         let Reached { replica, link, welcome } = one;
-        let peer = replicas.iter().position(|id| *id == replica)?;
+        let peer = replicas.iter().position(|id| *id == replica).ok_or(replica)?;
         if !proposal.view.members.contains(replica) {
-            return Some((peer, Vec::new()));
+            return Ok((peer, Vec::new()));
         }
         let mut links = vec![link];
         for queue in 1..queues {
-            let (link, greeting) = self.greet(replica, queue).await.ok()?;
+            let (link, greeting) = self.greet(replica, queue).await.map_err(|_| replica)?;
             if greeting.run != welcome.run {
                 self.close(link.0.into_conn());
-                return None;
+                return Err(replica);
             }
             links.push(link);
         }
-        Some((peer, links))
+        Ok((peer, links))
     }
 
     fn cannot_start(&self, witnesses: &[Witness], none: &NoPlan) {
