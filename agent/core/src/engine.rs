@@ -195,8 +195,8 @@ impl EngineCore {
 
     /// Takes an event in and appends what follows from it to `out`.
     pub fn apply(&mut self, event: Event, out: &mut Outputs) {
-        if let Some(peer) = event.answered_by() {
-            self.patience.heard(peer, self.now_ms);
+        if let Some((peer, queue)) = event.answered_by() {
+            self.patience.heard(peer, queue, self.now_ms);
         }
         match event {
             Event::Submit { queue, request } => self.submit(queue, request, out),
@@ -204,8 +204,8 @@ impl EngineCore {
             Event::CopyRead { peer, slot, zeroes } => self.copy_read(peer, slot, zeroes, out),
             Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
             Event::Marked { peer, mark } => self.marked(peer, mark),
-            Event::Pong { peer } => self.patience.ponged(peer),
-            Event::PingFailed { peer, errno } => self.ping_failed(peer, errno, out),
+            Event::Pong { peer, queue } => self.patience.ponged(peer, queue),
+            Event::PingFailed { peer, queue, errno } => self.ping_failed(peer, queue, errno, out),
             Event::ViewStored { peer, view } => {
                 let step = self.membership.stored(peer, view);
                 self.follow(step, out);

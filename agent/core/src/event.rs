@@ -21,8 +21,7 @@ pub struct CoreConfig {
     /// A replica that does not answer for so long is dropped if the others can go on without it: the table in the description of
     /// `patience` has all limits.
     pub replica_timeout_ms: u64,
-    /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go on without it: then the
-    /// volume is frozen until it answers.
+    /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go on without it.
     pub late_limit_ms: u64,
     /// How much may be with the replicas at once.
     pub flight_limits: FlightLimits,
@@ -105,11 +104,15 @@ pub enum Event {
     Pong {
         /// Which replica.
         peer: PeerIndex,
+        /// Over the connection of this queue.
+        queue: u16,
     },
     /// A replica has answered a PING with an error: it has failed for good, and answers every request with an error.
     PingFailed {
         /// Which replica.
         peer: PeerIndex,
+        /// Over the connection of this queue.
+        queue: u16,
         /// The errno of its answer.
         errno: Errno,
     },
@@ -212,16 +215,15 @@ pub enum Event {
 }
 
 impl Event {
-    /// The replica that has said something by this.
-    pub(crate) fn answered_by(&self) -> Option<PeerIndex> {
+    /// The replica that has said something by this, and over the connection of which queue.
+    pub(crate) fn answered_by(&self) -> Option<(PeerIndex, u16)> {
         match self {
-            Event::Reply { peer, .. }
-            | Event::CopyRead { peer, .. }
-            | Event::Verified { peer, .. }
-            | Event::Marked { peer, .. }
-            | Event::ViewStored { peer, .. }
-            | Event::PingFailed { peer, .. }
-            | Event::Pong { peer } => Some(*peer),
+            Event::Reply { peer, slot, .. }
+            | Event::CopyRead { peer, slot, .. }
+            | Event::Verified { peer, slot, .. } => Some((*peer, slot.queue)),
+            Event::Pong { peer, queue } => Some((*peer, *queue)),
+            // These are asked over the first connection.
+            Event::Marked { peer, .. } | Event::ViewStored { peer, .. } => Some((*peer, 0)),
             _ => None,
         }
     }
@@ -266,10 +268,12 @@ pub enum Output {
     },
     /// For people: why the next [`Output::Complete`] of this slot has an error.
     Failed(Failure),
-    /// Send a PING on every connection.
+    /// Send a PING.
     Ping {
         /// To which replica.
         peer: PeerIndex,
+        /// Over the connection of this queue.
+        queue: u16,
     },
     /// Send a proposed view.
     Propose {
@@ -339,8 +343,7 @@ pub enum Output {
         /// Of which kind that is.
         cause: DropCause,
     },
-    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` or
-    /// `is_freezing` changes.
+    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` changes.
     Awaited {
         /// Which replica.
         peer: PeerIndex,
@@ -348,8 +351,6 @@ pub enum Output {
         late_ms: u64,
         /// Whether it does not answer PING either.
         is_silent: bool,
-        /// Whether it has been late for longer than [`CoreConfig::late_limit_ms`]: the volume is frozen.
-        is_freezing: bool,
     },
     /// A member that was [awaited](Output::Awaited) has answered.
     Prompt {

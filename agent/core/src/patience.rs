@@ -11,14 +11,16 @@
 //! | less, while the view changes | [`CoreConfig::late_limit_ms`] | [`CoreConfig::late_limit_ms`] |
 //! | less, and the view does not change | none | [`CoreConfig::late_limit_ms`] |
 //!
-//! In the last case the volume is frozen from [`CoreConfig::late_limit_ms`] on. Its engine goes on waiting, because a new start would need the
-//! same replicas. A change of the view has a limit: replicas that have come back since can be members after a new start only.
+//! In the last case the engine goes on waiting, because a new start would need the same replicas. A change of the view has a limit, from when
+//! it was proposed: replicas that have come back since can be members after a new start only.
 //!
 //! One disk may hold several replicas. All of them are late at almost the same time then, and answer at almost the same time again. None of
 //! them may be dropped because another one is a moment ahead of it. So only those replicas count as able to go on that have answered
-//! all that is older than half of the time-out, and the others are dropped only when there have been enough of these for as long.
+//! all that is older than half of the time-out, and the others are dropped only when there have been enough of these for as long. A
+//! replica that is late beyond [`CoreConfig::late_limit_ms`] is compared with less: with those that have answered all that is older than half of
+//! that limit. Others may be slow because they do its reads too.
 
-use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_views::Quorum;
 
 use crate::engine::EngineCore;
@@ -41,21 +43,62 @@ const TIMES_LONGER_FOR_HALF: u64 = 3;
 pub(crate) struct Patience {
     timeout_ms: u64,
     limit_ms: u64,
-    /// Per replica: when the oldest PING without an answer was sent.
-    pings: [Option<u64>; MAX_MEMBERS],
-    /// Per replica: when it has last answered anything.
-    heard_at_ms: [u64; MAX_MEMBERS],
+    /// Per replica and queue: one connection may be dead while others carry answers.
+    lines: [[Line; MAX_QUEUES as usize]; MAX_MEMBERS],
+    queues: usize,
     pinged_at_ms: u64,
-    /// Since when the replicas that answer in time are a majority of the view, and since when at least half of it.
-    majority_since_ms: u64,
-    half_since_ms: u64,
-    /// The late members that the volume waits for, as the core last told the engine: all of them, those that do not answer PING, and
-    /// those that freeze the volume.
+    /// The replicas that answer in time, and those that are not late beyond the limit.
+    prompt: Steady,
+    alive: Steady,
+    /// The late members that the volume waits for, and those of them that do not answer PING, as the core last told the engine.
     awaited: PeerMask,
     silent: PeerMask,
-    freezing: PeerMask,
     /// The members that owe answers for longer than half of the time-out.
     slow: PeerMask,
+}
+
+/// A connection of one queue.
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    /// When the PING was sent that has no answer yet.
+    pinged_at_ms: Option<u64>,
+    /// When the replica has last answered anything.
+    heard_at_ms: u64,
+}
+
+/// How much of the view certain replicas have been without a break.
+#[derive(Clone, Copy, Debug, Default)]
+struct Steady {
+    /// Since when they are a majority, and since when at least half of it.
+    majority_since_ms: u64,
+    half_since_ms: u64,
+}
+
+impl Steady {
+    /// How much they have been for `time_ms`, if they are `left` at the moment.
+    fn update(&mut self, left: Quorum, now_ms: u64, time_ms: u64) -> Quorum {
+        if left < Quorum::More {
+            self.majority_since_ms = now_ms;
+        }
+        if left < Quorum::Half {
+            self.half_since_ms = now_ms;
+        }
+        let is_steady = |since_ms: u64| now_ms.saturating_sub(since_ms) >= time_ms;
+        match left {
+            Quorum::More if is_steady(self.majority_since_ms) => Quorum::More,
+            Quorum::More | Quorum::Half if is_steady(self.half_since_ms) => Quorum::Half,
+            _ => Quorum::Less,
+        }
+    }
+}
+
+/// What the others are without a late replica.
+#[derive(Clone, Copy, Debug)]
+struct Others {
+    prompt: Quorum,
+    alive: Quorum,
+    /// For how long the view has been changing, if it is.
+    changing_ms: Option<u64>,
 }
 
 /// For how long a replica owes answers.
@@ -84,14 +127,13 @@ impl Patience {
         Patience {
             timeout_ms: config.replica_timeout_ms,
             limit_ms: config.late_limit_ms.max(config.replica_timeout_ms),
-            pings: [None; MAX_MEMBERS],
-            heard_at_ms: [0; MAX_MEMBERS],
+            lines: Default::default(),
+            queues: usize::from(config.queues.min(MAX_QUEUES)),
             pinged_at_ms: 0,
-            majority_since_ms: 0,
-            half_since_ms: 0,
+            prompt: Steady::default(),
+            alive: Steady::default(),
             awaited: PeerMask::NONE,
             silent: PeerMask::NONE,
-            freezing: PeerMask::NONE,
             slow: PeerMask::NONE,
         }
     }
@@ -101,27 +143,31 @@ impl Patience {
         self.timeout_ms / 2
     }
 
-    /// `peer` has answered something.
-    pub fn heard(&mut self, peer: PeerIndex, now_ms: u64) {
-        if let Some(at) = self.heard_at_ms.get_mut(usize::from(peer)) {
-            *at = now_ms;
+    fn line(&mut self, peer: PeerIndex, queue: u16) -> Option<&mut Line> {
+        self.lines.get_mut(usize::from(peer))?.get_mut(usize::from(queue))
+    }
+
+    /// `peer` has answered something over its connection of `queue`.
+    pub fn heard(&mut self, peer: PeerIndex, queue: u16, now_ms: u64) {
+        if let Some(line) = self.line(peer, queue) {
+            line.heard_at_ms = now_ms;
         }
     }
 
-    /// `peer` has answered a PING.
-    pub fn ponged(&mut self, peer: PeerIndex) {
-        if let Some(ping) = self.pings.get_mut(usize::from(peer)) {
-            *ping = None;
+    /// `peer` has answered a PING over its connection of `queue`.
+    pub fn ponged(&mut self, peer: PeerIndex, queue: u16) {
+        if let Some(line) = self.line(peer, queue) {
+            line.pinged_at_ms = None;
         }
     }
 
     /// `peer` is lost, or connected anew: it owes nothing.
     pub fn forgive(&mut self, peer: PeerIndex, now_ms: u64) {
-        self.ponged(peer);
-        self.heard(peer, now_ms);
+        if let Some(lines) = self.lines.get_mut(usize::from(peer)) {
+            *lines = [Line { pinged_at_ms: None, heard_at_ms: now_ms }; MAX_QUEUES as usize];
+        }
         self.awaited = self.awaited.without(PeerMask::one(peer));
         self.silent = self.silent.without(PeerMask::one(peer));
-        self.freezing = self.freezing.without(PeerMask::one(peer));
         self.slow = self.slow.without(PeerMask::one(peer));
     }
 
@@ -135,34 +181,21 @@ impl Patience {
         self.timeout_ms.min(self.limit_ms / 2)
     }
 
-    /// How much of the view has answered in time for a while, if it is `left` at the moment.
-    fn steady(&mut self, left: Quorum, now_ms: u64) -> Quorum {
-        if left < Quorum::More {
-            self.majority_since_ms = now_ms;
-        }
-        if left < Quorum::Half {
-            self.half_since_ms = now_ms;
-        }
-        let is_steady = |since_ms: u64| now_ms.saturating_sub(since_ms) >= self.timeout_ms / 2;
-        match left {
-            Quorum::More if is_steady(self.majority_since_ms) => Quorum::More,
-            Quorum::More | Quorum::Half if is_steady(self.half_since_ms) => Quorum::Half,
-            _ => Quorum::Less,
-        }
-    }
-
-    /// Whether a replica with this debt is too late, if its loss leaves the view with `left`.
-    fn is_over(&self, debt: Debt, left: Quorum, is_changing: bool) -> bool {
+    /// Whether a replica with this debt is too late.
+    fn is_over(&self, debt: Debt, others: Others) -> bool {
         let is_silent = debt.silent_ms > self.timeout_ms;
-        match left {
+        match others.prompt {
             Quorum::More => debt.worst_ms() > self.timeout_ms,
             Quorum::Half if is_silent => debt.worst_ms() > self.timeout_ms,
             Quorum::Half => {
                 let longer_ms = self.timeout_ms.saturating_mul(TIMES_LONGER_FOR_HALF);
                 debt.worst_ms() > longer_ms.min(self.limit_ms)
             }
-            Quorum::Less if is_changing => debt.worst_ms() > self.limit_ms,
-            Quorum::Less => debt.silent_ms > self.limit_ms,
+            Quorum::Less => match others.changing_ms {
+                Some(changing_ms) => debt.worst_ms().min(changing_ms) > self.limit_ms,
+                None if others.alive >= Quorum::Half => debt.worst_ms() > self.limit_ms,
+                None => debt.silent_ms > self.limit_ms,
+            },
         }
     }
 }
@@ -176,14 +209,13 @@ impl EngineCore {
         let members = self.membership.answering();
         let prompt = members.filter(|peer| of(peer).worst_ms() <= timeout_ms / 2);
         self.patience.slow = members.without(prompt);
-        let left = self.patience.steady(self.membership.quorum_of(prompt), self.now_ms);
-        let is_changing = self.membership.is_changing();
+        let others = self.others(members, prompt, &debts);
         let mut awaited = PeerMask::NONE;
         for peer in self.membership.connected().iter() {
             let debt = of(peer);
             // A joiner is dropped like one without which the others can go on.
-            let left = if members.has(peer) { left } else { Quorum::More };
-            if self.patience.is_over(debt, left, is_changing) {
+            let others = if members.has(peer) { others } else { Others { prompt: Quorum::More, ..others } };
+            if self.patience.is_over(debt, others) {
                 self.drop_late(peer, debt, out);
             } else if members.has(peer) && debt.worst_ms() > self.patience.told_ms() {
                 awaited = awaited.with(PeerMask::one(peer));
@@ -191,6 +223,18 @@ impl EngineCore {
         }
         self.tell_awaited(awaited, &debts, out);
         self.keep_in_touch(&debts);
+    }
+
+    fn others(&mut self, members: PeerMask, prompt: PeerMask, debts: &Debts) -> Others {
+        let (now_ms, time_ms, limit_ms) = (self.now_ms, self.patience.timeout_ms / 2, self.patience.limit_ms);
+        let alive = members.filter(|peer| debts[usize::from(peer)].worst_ms() <= limit_ms / 2);
+        let (prompt, alive) = (self.membership.quorum_of(prompt), self.membership.quorum_of(alive));
+        let is_changing = self.membership.is_changing();
+        Others {
+            prompt: self.patience.prompt.update(prompt, now_ms, time_ms),
+            alive: self.patience.alive.update(alive, now_ms, time_ms),
+            changing_ms: is_changing.then(|| now_ms.saturating_sub(self.proposed_at_ms)),
+        }
     }
 
     fn drop_late(&mut self, peer: PeerIndex, debt: Debt, out: &mut Outputs) {
@@ -207,18 +251,13 @@ impl EngineCore {
 
     fn tell_awaited(&mut self, awaited: PeerMask, debts: &Debts, out: &mut Outputs) {
         let awaited = awaited.and(self.membership.answering());
-        let of = |peer: PeerIndex| debts[usize::from(peer)];
-        let silent = awaited.filter(|peer| of(peer).silent_ms > self.patience.timeout_ms / 2);
-        let freezing = awaited.filter(|peer| of(peer).worst_ms() > self.patience.limit_ms);
+        let silent = awaited.filter(|peer| debts[usize::from(peer)].silent_ms > self.patience.timeout_ms / 2);
         let before = std::mem::replace(&mut self.patience.awaited, awaited);
         let silent_before = std::mem::replace(&mut self.patience.silent, silent);
-        let freezing_before = std::mem::replace(&mut self.patience.freezing, freezing);
         for peer in awaited.iter() {
-            let (is_silent, is_freezing) = (silent.has(peer), freezing.has(peer));
-            let is_same = is_silent == silent_before.has(peer) && is_freezing == freezing_before.has(peer);
-            if !before.has(peer) || !is_same {
-                let late_ms = of(peer).worst_ms();
-                out.push(Output::Awaited { peer, late_ms, is_silent, is_freezing });
+            let is_silent = silent.has(peer);
+            if !before.has(peer) || is_silent != silent_before.has(peer) {
+                out.push(Output::Awaited { peer, late_ms: debts[usize::from(peer)].worst_ms(), is_silent });
             }
         }
         let answered = before.without(awaited).and(self.membership.answering());
@@ -262,11 +301,12 @@ impl EngineCore {
                 owe(pending, sent_at_ms);
             }
         }
-        for (peer, ping) in self.patience.pings.iter().enumerate() {
-            if let Some(sent_at_ms) = ping {
-                let since_ms = (*sent_at_ms).max(self.patience.heard_at_ms[peer]);
-                debts[peer].silent_ms = now_ms.saturating_sub(since_ms);
-            }
+        for (debt, lines) in debts.iter_mut().zip(&self.patience.lines) {
+            let silent_ms = |line: &Line| {
+                let since_ms = line.pinged_at_ms?.max(line.heard_at_ms);
+                Some(now_ms.saturating_sub(since_ms))
+            };
+            debt.silent_ms = lines.iter().filter_map(silent_ms).max().unwrap_or(0);
         }
         debts
     }
@@ -278,10 +318,15 @@ impl EngineCore {
             return;
         }
         self.patience.pinged_at_ms = now_ms;
+        let queues = self.patience.queues;
         for peer in self.membership.connected().iter() {
-            if let Some(ping @ None) = self.patience.pings.get_mut(usize::from(peer)) {
-                *ping = Some(now_ms);
-                out.push(Output::Ping { peer });
+            let Some(lines) = self.patience.lines.get_mut(usize::from(peer)) else { continue };
+            // On every connection: a replica closes one that is silent for long, and one may be dead while others are not.
+            if lines.iter().all(|line| line.pinged_at_ms.is_none()) {
+                for (queue, line) in (0..).zip(lines.iter_mut().take(queues)) {
+                    line.pinged_at_ms = Some(now_ms);
+                    out.push(Output::Ping { peer, queue });
+                }
             }
         }
     }

@@ -187,9 +187,9 @@ impl EngineCore {
 
     /// A replica that cannot even answer a PING has failed, whether a request has shown that or not. Unless it is the last
     /// member: its errors go to the frontend, request by request, and its loss would freeze the volume.
-    pub(crate) fn ping_failed(&mut self, peer: PeerIndex, errno: Errno, out: &mut Outputs) {
+    pub(crate) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
-            return self.patience.ponged(peer);
+            return self.patience.ponged(peer, queue);
         }
         self.lose(peer, format!("Ping: {errno}"), out);
     }

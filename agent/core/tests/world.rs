@@ -236,7 +236,7 @@ impl World {
             Output::Commit { peer, view } => (peer, Told::Commit { view: *view }),
             Output::Mark { peer, mark, change } => (peer, Told::Mark { mark, change }),
             Output::Complete { slot, outcome } => return self.completed(slot, outcome),
-            Output::Ping { peer } => return self.apply(Event::Pong { peer }),
+            Output::Ping { peer, queue } => return self.apply(Event::Pong { peer, queue }),
             Output::AskGrant { view, .. } => {
                 self.granting = Some(*view);
                 return;

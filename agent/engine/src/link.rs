@@ -338,8 +338,8 @@ impl Link {
         let peer = self.peer;
         if header.id & ID_KIND == ID_PING {
             events.push(match header.outcome() {
-                Ok(()) => Event::Pong { peer },
-                Err(errno) => Event::PingFailed { peer, errno },
+                Ok(()) => Event::Pong { peer, queue: self.queue },
+                Err(errno) => Event::PingFailed { peer, queue: self.queue, errno },
             });
             return Ok(());
         }

@@ -44,9 +44,9 @@ const COPY_SLOTS: u16 = 8;
 /// As much may have to be made equal after a crash in any case: a few seconds' work, for which requests that do not touch
 /// it do not wait.
 const INTENT_KEEP_BYTES: u64 = 1 << 30;
-/// How long the volume waits for replicas that are connected and do not answer, if the others cannot go on without them: see
-/// `shorthorn_core::patience`. A disk that has taken longer does not come back soon, and the next start may find other replicas.
-pub const LATE_LIMIT_MS: u64 = 60_000;
+/// How long the volume waits for replicas that do not answer PING, if the others cannot go on without them, and for a view to be stored: see
+/// `shorthorn_core::patience`. After that the next start may find other replicas.
+const LATE_LIMIT_MS: u64 = 60_000;
 /// As much as a replica takes up at once: more would wait in sockets, in front of PINGs and proposals.
 const FLIGHT_LIMITS: FlightLimits =
     FlightLimits { bytes: ENGINE_FLIGHT_BYTES_MAX, requests: ENGINE_FLIGHT_REQUESTS_MAX };

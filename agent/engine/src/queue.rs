@@ -350,7 +350,7 @@ impl Running {
                 Output::Failed(failure) => {
                     self.troubled(Trouble::Failed(failure), *now.get_or_insert_with(Instant::now));
                 }
-                Output::Ping { peer } => self.with_link(peer, Link::ping),
+                Output::Ping { peer, .. } => self.with_link(peer, Link::ping),
                 Output::Propose { peer, view, honoured } => {
                     self.with_link(peer, |link, events| link.propose(*view, *honoured, events));
                 }

@@ -61,8 +61,6 @@ pub struct Serving<'a> {
     copies: [Option<Meter>; MAX_MEMBERS],
     /// Per replica: how often it was dropped.
     standings: [Standing; MAX_MEMBERS],
-    /// Per replica: whether the volume is frozen because it has been late for too long.
-    freezing: [bool; MAX_MEMBERS],
     begun: Instant,
     is_scrubbing: bool,
     /// The scrub of the snapshots, while that is under way, and how it is to go on with the volume.
@@ -98,7 +96,6 @@ impl<'a> Serving<'a> {
             equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
             standings: Default::default(),
-            freezing: [false; MAX_MEMBERS],
             begun: now,
             is_scrubbing: false,
             snapshots: None,
@@ -239,9 +236,7 @@ impl<'a> Serving<'a> {
             News::Proposed => self.couriers.hurry(),
             News::View(view) => self.view_changed(view)?,
             News::Dropped { peer, reason, cause } => self.dropped(peer, reason, cause)?,
-            News::Awaited { peer, late_ms, is_silent, is_freezing } => {
-                self.awaited(peer, late_ms, is_silent, is_freezing);
-            }
+            News::Awaited { peer, late_ms, is_silent } => self.awaited(peer, late_ms, is_silent),
             News::Prompt { peer } => self.prompt(peer),
             News::AskGrant { wanted } => self.ask_grant(*wanted),
             News::Joined { peer } => self.joined(peer),
@@ -305,11 +300,15 @@ impl<'a> Serving<'a> {
         tracing::info!(volume = %self.spec.volume, %view, "the view has changed");
         let before = std::mem::replace(&mut self.view, view);
         self.asked = None;
+        let message = status::of_serving(self.state.lost_writes());
         self.publish(|engine| {
             engine.view = Some(view);
             engine.grant_wanted = None;
+            if engine.phase == EnginePhase::Frozen {
+                engine.phase = EnginePhase::Serving;
+                message.clone_into(&mut engine.message);
+            }
         });
-        self.show_thawed();
         if 2 * view.members.len() <= self.spec.replicas.len() {
             // Too few are left to be choosy about those that were away before.
             let was_away = |peer: &Peer| !before.members.contains(peer.endpoint.replica);
@@ -318,19 +317,6 @@ impl<'a> Serving<'a> {
         }
         self.couriers.hurry();
         self.give_up_unwanted()
-    }
-
-    fn show_thawed(&self) {
-        if self.asked.is_some() {
-            return; // it is frozen until that view is granted
-        }
-        let message = status::of_serving(self.state.lost_writes());
-        self.publish(|engine| {
-            if engine.phase == EnginePhase::Frozen {
-                engine.phase = EnginePhase::Serving;
-                message.clone_into(&mut engine.message);
-            }
-        });
     }
 
     fn ask_grant(&mut self, wanted: GrantWanted) {

@@ -32,7 +32,7 @@ pub enum News {
     /// A replica has failed.
     Dropped { peer: PeerIndex, reason: String, cause: DropCause },
     /// A member is late, and the volume waits for it.
-    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool, is_freezing: bool },
+    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool },
     /// That member has answered.
     Prompt { peer: PeerIndex },
     /// A view needs the arbiter's grant.
@@ -167,8 +167,8 @@ impl Shared {
                     self.note_pending(**view, honoured);
                     Some(0)
                 }
-                // A replica closes a connection that is silent for long: every queue has to be heard.
-                Output::Ping { .. } | Output::Drop { .. } => None,
+                Output::Ping { queue, .. } => Some(*queue),
+                Output::Drop { .. } => None,
                 _ => {
                     self.report(output);
                     continue;
@@ -226,9 +226,7 @@ impl Shared {
                 News::AskGrant { wanted: Box::new(wanted) }
             }
             Output::Joined { peer } => News::Joined { peer },
-            Output::Awaited { peer, late_ms, is_silent, is_freezing } => {
-                News::Awaited { peer, late_ms, is_silent, is_freezing }
-            }
+            Output::Awaited { peer, late_ms, is_silent } => News::Awaited { peer, late_ms, is_silent },
             Output::Prompt { peer } => News::Prompt { peer },
             Output::Equalised => News::Equalised,
             Output::Settled => News::Settled,

@@ -516,11 +516,7 @@ impl World {
             }
             Output::Complete { slot, outcome } => self.complete(engine, slot, outcome),
             Output::Failed(failure) => self.note(|| format!("engine {engine}: {failure:?}")),
-            Output::Ping { peer } => {
-                for queue in 0..self.queues {
-                    self.ask(engine, peer, queue, ID_PING, Ask::Ping);
-                }
-            }
+            Output::Ping { peer, queue } => self.ask(engine, peer, queue, ID_PING, Ask::Ping),
             Output::Propose { peer, view, honoured } => {
                 if let Some(process) = self.engines.get_mut(&engine) {
                     process.pending = Some((*view, (*honoured).clone()));
@@ -547,9 +543,9 @@ impl World {
             Output::Mark { peer, mark, change } => {
                 self.ask(engine, peer, 0, ID_MARK | u64::from(mark), Ask::Mark(change));
             }
-            Output::Awaited { peer, is_freezing, .. } => {
+            Output::Awaited { peer, .. } => {
                 self.note(|| format!("engine {engine} waits for {peer}"));
-                self.count(if is_freezing { "frozen by late members" } else { "waits for late members" });
+                self.count("waits for late members");
             }
             Output::Prompt { peer } => {
                 self.note(|| format!("engine {engine}: {peer} has answered"));
@@ -653,10 +649,10 @@ impl World {
         match number & ID_KIND {
             ID_PING => {
                 let event = match outcome {
-                    Ok(()) => Event::Pong { peer },
+                    Ok(()) => Event::Pong { peer, queue },
                     Err(errno) => {
                         self.count("error: ping");
-                        Event::PingFailed { peer, errno }
+                        Event::PingFailed { peer, queue, errno }
                     }
                 };
                 self.apply(engine, event);

@@ -148,7 +148,7 @@ fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
         Output::Send { peer, slot, .. } => Event::Reply { peer: *peer, slot: *slot, outcome: Ok(()) },
         Output::Propose { peer, view, .. } => Event::ViewStored { peer: *peer, view: view.id },
         Output::Mark { peer, mark, .. } => Event::Marked { peer: *peer, mark: *mark },
-        Output::Ping { peer } => Event::Pong { peer: *peer },
+        Output::Ping { peer, queue } => Event::Pong { peer: *peer, queue: *queue },
         _ => return None,
     };
     match &event {
@@ -156,7 +156,7 @@ fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
         | Event::Reply { peer, .. }
         | Event::ViewStored { peer, .. }
         | Event::Marked { peer, .. }
-        | Event::Pong { peer } => Some((*peer, event)),
+        | Event::Pong { peer, .. } => Some((*peer, event)),
         _ => None,
     }
 }
@@ -425,7 +425,7 @@ fn an_error_names_the_replicas_that_have_caused_it() {
 fn a_member_that_answers_a_ping_with_an_error_leaves() {
     let mut bench = Bench::new(3);
     bench.tick(1000);
-    let out = bench.apply(Event::PingFailed { peer: 1, errno: Errno::IO });
+    let out = bench.apply(Event::PingFailed { peer: 1, queue: 0, errno: Errno::IO });
     assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("Ping")), "{out:?}");
 }
 
@@ -435,11 +435,12 @@ fn the_last_member_stays_when_it_answers_a_ping_with_an_error() {
     let mut bench = Bench::with(&config(2, 1));
     bench.apply(Event::Join { peer: 1, missing: Box::new(region_set(&[0])) });
     bench.tick(1000);
-    let out = bench.apply(Event::PingFailed { peer: 0, errno: Errno::IO });
+    drop(bench.apply(Event::PingFailed { peer: 0, queue: 1, errno: Errno::IO }));
+    let out = bench.apply(Event::PingFailed { peer: 0, queue: 0, errno: Errno::IO });
     assert_eq!((drops(&out), is_frozen(&out)), (vec![], false));
-    let out = bench.apply(Event::PingFailed { peer: 1, errno: Errno::IO });
+    let out = bench.apply(Event::PingFailed { peer: 1, queue: 0, errno: Errno::IO });
     assert!(matches!(drops(&out)[..], [(1, _)]), "one that is brought up does not: {out:?}");
     // It was an answer: the next PING follows.
     let out = bench.tick(2000);
-    assert!(out.contains(&Output::Ping { peer: 0 }), "{out:?}");
+    assert!(out.contains(&Output::Ping { peer: 0, queue: 0 }), "{out:?}");
 }

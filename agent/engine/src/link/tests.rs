@@ -167,8 +167,8 @@ fn a_ping_that_is_answered_with_an_error_is_no_pong() {
         let said = bench.frame(&request.response(outcome), &[]);
         bench.say(&said);
         let told = match outcome {
-            Ok(()) => Event::Pong { peer: 1 },
-            Err(errno) => Event::PingFailed { peer: 1, errno },
+            Ok(()) => Event::Pong { peer: 1, queue: 0 },
+            Err(errno) => Event::PingFailed { peer: 1, queue: 0, errno },
         };
         assert_eq!(bench.events, [told]);
     }

@@ -2,13 +2,12 @@
 
 use std::time::Duration;
 
-use shorthorn_control::{EnginePhase, MemberMode};
+use shorthorn_control::MemberMode;
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
 use shorthorn_recovery::Stay;
 
 use super::{NO_STAY, Serving};
 use crate::error::EngineError;
-use crate::main_loop::LATE_LIMIT_MS;
 use crate::status;
 
 impl Serving<'_> {
@@ -20,7 +19,6 @@ impl Serving<'_> {
         cause: DropCause,
     ) -> Result<(), EngineError> {
         self.copies[usize::from(peer)] = None;
-        self.set_freezing(peer, false);
         let Some(replica) = self.replica(peer) else { return Ok(()) };
         tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
         let view = self.view;
@@ -74,57 +72,29 @@ impl Serving<'_> {
     }
 
     /// A member is late, and the others cannot go on without it.
-    pub(super) fn awaited(&mut self, peer: PeerIndex, late_ms: u64, is_silent: bool, is_freezing: bool) {
+    pub(super) fn awaited(&self, peer: PeerIndex, late_ms: u64, is_silent: bool) {
         let Some(replica) = self.replica(peer) else { return };
         let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };
         let message = format!(
             "it has been late for {late_ms} ms and answers {answers}; requests wait for it, as the others cannot go on without it"
         );
-        tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, is_freezing, "requests wait for a member that is late");
+        tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, "requests wait for a member that is late");
         self.publish_member(replica, |member| {
             if member.mode == MemberMode::Member {
-                // The core repeats it if the replica begins or ceases to answer PING, or if it freezes the volume.
+                // The core repeats it if the replica begins or ceases to answer PING.
                 member.times_awaited += u64::from(member.message.is_empty());
                 member.message = message;
             }
         });
-        self.set_freezing(peer, is_freezing);
     }
 
-    pub(super) fn prompt(&mut self, peer: PeerIndex) {
+    pub(super) fn prompt(&self, peer: PeerIndex) {
         let Some(replica) = self.replica(peer) else { return };
         tracing::info!(volume = %self.spec.volume, %replica, "a member that was late has answered");
         self.publish_member(replica, |member| {
             if member.mode == MemberMode::Member {
                 member.message.clear();
             }
-        });
-        self.set_freezing(peer, false);
-    }
-
-    /// Shows the volume as frozen while a member has been late for longer than the limit. The engine goes on waiting.
-    fn set_freezing(&mut self, peer: PeerIndex, is_freezing: bool) {
-        let was = std::mem::replace(&mut self.freezing[usize::from(peer)], is_freezing);
-        if was == is_freezing {
-            return;
-        }
-        let names = (0..).zip(&self.freezing).filter(|(_, is_freezing)| **is_freezing);
-        let names: Vec<String> =
-            names.filter_map(|(peer, _)| self.replica(peer)).map(|replica| replica.to_string()).collect();
-        if names.is_empty() {
-            return self.show_thawed();
-        }
-        let message = format!(
-            "requests wait for {}: it answers PING, but has answered no request for {} s, and the others cannot go on without it",
-            names.join(" and "),
-            LATE_LIMIT_MS / 1000
-        );
-        if is_freezing {
-            tracing::error!(volume = %self.spec.volume, "frozen: {message}");
-        }
-        self.publish(|engine| {
-            engine.phase = EnginePhase::Frozen;
-            engine.message = message;
         });
     }
 }

@@ -42,26 +42,6 @@ fn two_of_three_on_a_disk_that_hangs_are_waited_for() {
     volume.assert_equal();
 }
 
-/// For longer than `LATE_LIMIT_MS`, a minute.
-#[test]
-fn a_disk_that_hangs_for_long_freezes_the_volume_and_ends_no_engine() {
-    let mut volume = volume(1);
-    let load = Load::start(&volume, 43);
-    load.wait_for_writes(100);
-    volume.freeze_disk();
-    let told = volume.wait("the volume is frozen", |engine| engine.phase == EnginePhase::Frozen);
-    assert_eq!((awaited(&told), told.view.unwrap().members.len()), (2, 3));
-    assert!(told.message.contains("but has answered no request for 60 s"), "{}", told.message);
-    volume.thaw_disk();
-    let thawed = volume.wait("they have answered", is_whole);
-    assert_eq!((thawed.phase, thawed.pid), (EnginePhase::Serving, told.pid));
-    load.wait_for_writes(100);
-    load.stop_and_verify(&volume);
-    assert!(!volume.log_of_engine().contains("a replica has failed"), "{}", volume.log_of_engine());
-    volume.stop();
-    volume.assert_equal();
-}
-
 #[test]
 fn one_of_three_whose_disk_hangs_is_dropped_and_comes_back_later_each_time() {
     let mut volume = volume(2);

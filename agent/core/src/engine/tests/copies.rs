@@ -151,8 +151,8 @@ pub(super) fn cooled() -> Bench {
     bench.answer(out, &[]);
     let out = bench.tick(2 * INTERVAL_MS);
     assert_eq!(sent(&out, COPY), [(0, Operation::Flush), (1, Operation::Flush)]);
-    bench.apply(Event::Pong { peer: 0 });
-    bench.apply(Event::Pong { peer: 1 });
+    pong(&mut bench, 0);
+    pong(&mut bench, 1);
     bench
 }
 
@@ -244,7 +244,7 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
     assert_eq!(bench.core.stamp_of(1), 1, "it may have that one, and has the one before");
     bench.view_stored(0, 2);
     assert_eq!(marks(&bench.granted(2)), [], "the turn is over");
-    bench.apply(Event::Pong { peer: 0 });
+    pong(&mut bench, 0);
     let out = bench.apply(Event::Settle);
     assert_eq!(sent(&out, COPY), [(0, Operation::Flush)]);
     assert_eq!(stamps(&bench.reply(0, COPY, Ok(()))), [(0, 1)], "first everybody has it");
@@ -464,4 +464,11 @@ fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
     let out = bench.apply(Event::Settle);
     assert!(is_settled(&bench.answer(out, &[])));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
+}
+
+/// An answer to PING over every connection.
+fn pong(bench: &mut Bench, peer: PeerIndex) {
+    for queue in 0..2 {
+        bench.apply(Event::Pong { peer, queue });
+    }
 }

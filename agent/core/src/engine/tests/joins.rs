@@ -279,7 +279,7 @@ fn a_joiner_that_is_given_up_is_dropped() {
 fn joiners_are_pinged() {
     let (mut bench, _) = joining(&[1]);
     let out = bench.tick(1000);
-    assert!(out.contains(&Output::Ping { peer: 2 }));
+    assert!(out.contains(&Output::Ping { peer: 2, queue: 0 }));
     let out = bench.tick(1001 + TIMEOUT_MS);
     assert!(matches!(drops(&out)[..], [(2, _)]), "the members are waited for: {out:?}");
 }
