@@ -10,7 +10,7 @@ use shorthorn_control::{
     Command, EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
 };
 use shorthorn_recovery::{
-    Grant, Misfit, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
+    Grant, Misfit, NotOpen, OTHER_RUN, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View};
 use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
@@ -89,8 +89,8 @@ enum OpenError {
     Ended { for_good: bool },
     /// Perhaps later; nothing was proposed.
     Missing { reason: String, members: Vec<MemberStatus> },
-    /// Perhaps later, with a new generation: a view was proposed and may be stored somewhere. `blamed` have made the attempt fail.
-    Torn { reason: String, blamed: Members },
+    /// Perhaps later, with a new generation: a view was proposed and may be stored somewhere.
+    Torn(String),
 }
 
 /// Who is greeted, and as whom.
@@ -185,11 +185,9 @@ impl Opener<'_> {
         let begin = Instant::now();
         let mut pause = FIRST_RETRY;
         let mut told = String::new();
-        let mut offenders = Offenders::default();
         loop {
             self.take_size();
-            let mut failed_by = Members::NONE;
-            match self.attempt(begin.elapsed(), offenders.left_out()) {
+            match self.attempt(begin.elapsed()) {
                 Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
                 Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
@@ -203,9 +201,8 @@ impl Opener<'_> {
                         engine.members = members;
                     });
                 }
-                Err(OpenError::Torn { reason, blamed }) => {
+                Err(OpenError::Torn(reason)) => {
                     tracing::warn!(volume = %self.spec.volume, reason, "opening failed half-way, trying again");
-                    failed_by = blamed;
                     let generation = self.state.next_generation()?;
                     status::publish(self.publisher, |engine| {
                         engine.message = reason;
@@ -213,9 +210,6 @@ impl Opener<'_> {
                     });
                 }
             }
-            let replicas: Vec<ReplicaId> =
-                self.spec.replicas.iter().map(|endpoint| endpoint.replica).collect();
-            offenders.failed(&replicas, &failed_by);
             match self.wait(pause) {
                 Ok(_) => {}
                 Err(Stop::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
@@ -269,8 +263,8 @@ impl Opener<'_> {
         Ok(Heard::Nothing)
     }
 
-    /// One attempt, after the others have taken so long, without the replicas in `left_out`.
-    fn attempt(&mut self, waited: Duration, left_out: Members) -> Result<Opened, OpenError> {
+    /// One attempt, after the others have taken so long.
+    fn attempt(&mut self, waited: Duration) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
         let volume = Volume {
@@ -283,11 +277,7 @@ impl Opener<'_> {
                 .max_by_key(|view| view.id),
             missing_limit_ms: millis(MISSING_LIMIT),
             keeper_limit_ms: millis(KEEPER_LIMIT),
-            left_out,
         };
-        if !left_out.is_empty() {
-            tracing::warn!(volume = %self.spec.volume, %left_out, "the next attempt leaves replicas out that made others fail");
-        }
         let mut attempt = Attempt {
             greeter: Greeter::new(self.spec, generation),
             endpoints: self.spec.replicas.clone(),
@@ -302,7 +292,7 @@ impl Opener<'_> {
         let Attempt { members, reached_ms, .. } = attempt;
         let opened = opened.map_err(|error| match error {
             NotOpen::Waiting(reason) => OpenError::Missing { reason, members: members.clone() },
-            NotOpen::Torn { reason, blamed } => OpenError::Torn { reason, blamed },
+            NotOpen::Torn(reason) => OpenError::Torn(reason),
             NotOpen::Deposed(holder) => OpenError::Fatal(EngineError::Deposed { generation, holder }),
             NotOpen::Stopped(Stop::Fatal(error)) => OpenError::Fatal(error),
             NotOpen::Stopped(Stop::Ended { for_good }) => OpenError::Ended { for_good },
@@ -463,7 +453,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
             Heard::Grant(view) => return Ok(Grant::Told(view)),
-            Heard::Replicas => return Err(NotOpen::torn("the volume has other replicas now")),
+            Heard::Replicas => return Err(NotOpen::Torn("the volume has other replicas now".to_owned())),
             Heard::Nothing => {}
         }
         if self.search.is_none() {
@@ -477,7 +467,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         if self.pinged.elapsed() >= PING_INTERVAL {
             self.pinged = Instant::now();
             for one in reached {
-                one.link.ping().map_err(|error| NotOpen::torn_by(one.replica, error))?;
+                one.link.ping().map_err(|error| NotOpen::Torn(format!("{}: {error}", one.replica)))?;
             }
         }
         Ok(Grant::Nothing)
@@ -519,7 +509,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         let connected = at_once(reached, |one| connect_queues(spec, one, greeter, proposal));
         let mut connections: Vec<Vec<Connection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         for result in connected {
-            let (replica, opened) = result.map_err(|(replica, reason)| NotOpen::torn_by(replica, reason))?;
+            let (replica, opened) = result.map_err(NotOpen::Torn)?;
             let index = self.endpoints.iter().position(|endpoint| endpoint.replica == replica);
             if let Some(place) = index.and_then(|index| connections.get_mut(index)) {
                 *place = opened;
@@ -566,7 +556,7 @@ fn connect_queues(
     mut one: Reached,
     greeter: &Greeter,
     proposal: &Proposal,
-) -> Result<(ReplicaId, Vec<Connection>), (ReplicaId, String)> {
+) -> Result<(ReplicaId, Vec<Connection>), String> {
     let replica = one.replica;
     if let Err(error) = finish(conclude(&mut one, proposal)) {
         tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is through, or still counts what replicas miss that are gone");
@@ -575,13 +565,13 @@ fn connect_queues(
         return Ok((replica, Vec::new()));
     }
     let endpoint = spec.replicas.iter().find(|endpoint| endpoint.replica == replica);
-    let endpoint = endpoint.ok_or_else(|| (replica, "it is no replica of the volume".to_owned()))?;
+    let endpoint = endpoint.ok_or_else(|| format!("{replica} is no replica of the volume"))?;
     let mut connections = vec![one.link];
     for queue in 1..spec.queues {
         let opened = greeter.greet(endpoint, queue);
-        let (connection, welcome) = opened.map_err(|error| (replica, error.to_string()))?;
+        let (connection, welcome) = opened.map_err(|error| format!("{replica}: {error}"))?;
         if welcome.run != one.welcome.run {
-            return Err((replica, OTHER_RUN.to_owned()));
+            return Err(format!("{replica}: {OTHER_RUN}"));
         }
         connections.push(connection);
     }

@@ -26,8 +26,6 @@ pub struct Volume {
     pub missing_limit_ms: u64,
     /// The same if the others have lost writes that a user counts on: one of the missing may have kept them.
     pub keeper_limit_ms: u64,
-    /// The replicas that the attempt leaves out, as if they did not answer: see [`Offenders`](crate::Offenders).
-    pub left_out: Members,
 }
 
 /// A replica that answers, fenced.
@@ -91,29 +89,11 @@ pub enum NotOpen<S> {
     Waiting(String),
     /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer generation, because a
     /// view's number never stands for two sets.
-    Torn {
-        /// Why, for people.
-        reason: String,
-        /// The replicas that have made the attempt fail, if it was replicas.
-        blamed: Members,
-    },
+    Torn(String),
     /// A newer engine holds a replica.
     Deposed(Generation),
     /// The process has to end, or cannot go on.
     Stopped(S),
-}
-
-impl<S> NotOpen<S> {
-    /// The attempt has failed halfway, and not because of a replica.
-    pub fn torn(reason: impl Into<String>) -> NotOpen<S> {
-        NotOpen::Torn { reason: reason.into(), blamed: Members::NONE }
-    }
-
-    /// The attempt has failed halfway because of `replica`.
-    pub fn torn_by(replica: ReplicaId, reason: impl std::fmt::Display) -> NotOpen<S> {
-        let blamed = Members::new([replica]).unwrap_or_default();
-        NotOpen::Torn { reason: format!("{replica}: {reason}"), blamed }
-    }
 }
 
 /// The next thing that happens to an engine that waits for a grant.
@@ -186,8 +166,6 @@ pub async fn open<E: OpeningEngine>(
     volume: &Volume,
 ) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
     let mut reached = engine.reach().await?;
-    // They have been fenced, and that is all that they are good for.
-    reached.retain(|one| !volume.left_out.contains(one.replica));
     let plan = plan_view(engine, volume, &reached)?;
     let view = View { id: ViewId { generation: volume.generation, number: 1 }, members: plan.members };
     let mut change = Change::new(plan.basis.honoured, view);
@@ -197,7 +175,7 @@ pub async fn open<E: OpeningEngine>(
         // Nothing is proposed before: a view that one half has stored and that is never granted would stand in the way of
         // the other half for ever.
         engine.ask_arbiter(&change, stored);
-        let granted = await_grant(engine, volume, &change, &mut reached).await;
+        let granted = await_grant(engine, &change, &mut reached).await;
         engine.ask_no_more();
         granted?;
         change.granted();
@@ -221,12 +199,6 @@ fn plan_view<E: OpeningEngine>(
     let plan = plan(&witnesses, volume.granted);
     engine.planned(&witnesses, plan.as_ref());
     let plan = plan.map_err(|none| NotOpen::Waiting(with_unfit(&none)))?;
-    if plan.lost_writes && !volume.left_out.is_empty() {
-        let left_out = volume.left_out;
-        return Err(NotOpen::Waiting(format!(
-            "{left_out} made other attempts fail, and the other replicas have lost what was not flushed"
-        )));
-    }
     let answers = |id| reached.iter().any(|one| one.replica == id);
     let silent = plan.basis.holders.filter(|id| !answers(id));
     let loses = plan.lost_writes && engine.has_user();
@@ -259,7 +231,6 @@ fn with_unfit(none: &NoPlan) -> String {
 /// comes late is for the view that was asked for, and never for another of its number.
 async fn await_grant<E: OpeningEngine>(
     engine: &mut E,
-    volume: &Volume,
     change: &Change,
     reached: &mut [Reached<E::Link>],
 ) -> Result<(), NotOpen<E::Stop>> {
@@ -267,14 +238,12 @@ async fn await_grant<E: OpeningEngine>(
         match engine.next_grant(reached).await? {
             Grant::Told(view) if view == change.target => return Ok(()),
             Grant::Told(view) if view.id > change.honoured.committed.id => {
-                return Err(NotOpen::torn(format!(
+                return Err(NotOpen::Torn(format!(
                     "the arbiter has granted view {view}, which this start does not honour"
                 )));
             }
-            Grant::Back(replica) if !volume.left_out.contains(replica) => {
-                return Err(NotOpen::torn(format!("{replica} is back")));
-            }
-            Grant::Told(_) | Grant::Back(_) | Grant::Nothing => {}
+            Grant::Back(replica) => return Err(NotOpen::Torn(format!("{replica} is back"))),
+            Grant::Told(_) | Grant::Nothing => {}
         }
     }
 }
@@ -301,7 +270,7 @@ async fn bring_through<E: OpeningEngine>(
             }
             Err(error) => {
                 deposed_by = deposed_by.max(error.deposed_by());
-                refused.push((one.replica, error.to_string()));
+                refused.push(format!("{}: {error}", one.replica));
             }
         }
     }
@@ -309,7 +278,7 @@ async fn bring_through<E: OpeningEngine>(
         return Err(NotOpen::Deposed(holder));
     }
     if change.progress() != Progress::Through || kept.len() != view.members.len() {
-        return Err(not_through(view, &refused));
+        return Err(NotOpen::Torn(format!("view {view} is not through: {}", refused.join("; "))));
     }
     let combined = combine(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
     let stamp = combined.first_stamp(stored.iter().map(|one| one.welcome.stamp));
@@ -329,14 +298,6 @@ async fn bring_through<E: OpeningEngine>(
         missed_stamps: stamps,
         runs,
     })
-}
-
-fn not_through<S>(view: View, refused: &[(ReplicaId, String)]) -> NotOpen<S> {
-    let reasons: Vec<String> = refused.iter().map(|(replica, error)| format!("{replica}: {error}")).collect();
-    let reason = format!("view {view} is not through: {}", reasons.join("; "));
-    // There are no more replicas than a set can have.
-    let blamed = Members::new(refused.iter().map(|(replica, _)| *replica)).unwrap_or_default();
-    NotOpen::Torn { reason, blamed }
 }
 
 /// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may begin some by

@@ -14,8 +14,8 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Outputs, PeerConfig, PeerState, ScrubConfig,
 };
 use shorthorn_recovery::{
-    Grant, NotOpen, Offenders, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude,
-    grow_replicas, open, propose_to,
+    Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude, grow_replicas,
+    open, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
 use shorthorn_views::{CannotStart, Change, Kept, NoPlan, Plan, Witness};
@@ -155,35 +155,19 @@ impl Process {
     }
 
     async fn open_patiently(&self) {
-        let mut offenders = Offenders::default();
         loop {
-            let mut failed_by = Members::NONE;
-            match self.attempt_to_open(offenders.left_out()).await {
+            match self.attempt_to_open().await {
                 Ok((opened, volume, lost_writes)) => {
                     return self.serve(opened, &volume, lost_writes);
                 }
                 Err(NotOpen::Deposed(holder)) => return self.depose(holder),
                 Err(NotOpen::Waiting(_)) => self.sleep(RETRY_US).await,
-                Err(torn @ (NotOpen::Torn { .. } | NotOpen::Stopped(()))) => {
-                    if let NotOpen::Torn { blamed, .. } = torn {
-                        failed_by = blamed;
-                    }
+                Err(NotOpen::Torn(_) | NotOpen::Stopped(())) => {
                     self.sleep(RETRY_US).await;
                     self.take_next_generation();
                 }
             }
-            self.note_failed(&mut offenders, &failed_by);
             self.take_orders();
-        }
-    }
-
-    fn note_failed(&self, offenders: &mut Offenders, blamed: &Members) {
-        let mut world = self.sim.borrow_mut();
-        let Some(engine) = world.engines.get(&self.engine) else { return };
-        let replicas: Vec<ReplicaId> = engine.peers.iter().map(|peer| peer.replica).collect();
-        offenders.failed(&replicas, blamed);
-        if !offenders.left_out().is_empty() {
-            world.count("attempts that leave replicas out");
         }
     }
 
@@ -215,10 +199,7 @@ impl Process {
     }
 
     /// One attempt to open the volume. Returns whether the members had lost writes, too.
-    async fn attempt_to_open(
-        &self,
-        left_out: Members,
-    ) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
+    async fn attempt_to_open(&self) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
         let volume = {
             let world = self.sim.borrow();
             let engine = world.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
@@ -230,7 +211,6 @@ impl Process {
                 granted: [host.granted, host.granted_before].into_iter().flatten().max_by_key(|view| view.id),
                 missing_limit_ms: MISSING_LIMIT_MS,
                 keeper_limit_ms: KEEPER_LIMIT_MS,
-                left_out,
             }
         };
         let mut attempt = Attempt {
@@ -514,7 +494,7 @@ impl OpeningEngine for Attempt {
                 }
                 if has_others {
                     world.count("starts with another list of replicas");
-                    return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
+                    return Poll::Ready(Err(NotOpen::Torn("the volume has other replicas now".to_owned())));
                 }
             }
             let mut back = None;
@@ -569,8 +549,8 @@ impl OpeningEngine for Attempt {
         let (process, replicas) = (&self.process, &self.replicas);
         let connect = |one| process.connect_member(one, proposal, replicas);
         let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;
-        let links: Result<Vec<_>, ReplicaId> = connected.into_iter().collect();
-        let links = links.map_err(|replica| NotOpen::torn_by(replica, "a queue is not connected"))?;
+        let links: Option<Vec<_>> = connected.into_iter().collect();
+        let links = links.ok_or_else(|| NotOpen::Torn("a queue is not connected".to_owned()))?;
         let into_conns = |(peer, links): (usize, Vec<Via<Wire>>)| {
             (peer, links.into_iter().map(|link| link.0.into_conn()).collect())
         };
@@ -579,31 +559,31 @@ impl OpeningEngine for Attempt {
 }
 
 impl Process {
-    /// Has a replica mark the view as committed; connects all queues to a member. Fails with the replica.
+    /// Has a replica mark the view as committed; connects all queues to a member.
     async fn connect_member(
         &self,
         mut one: Reached<Via<Wire>>,
         proposal: &Proposal,
         replicas: &[ReplicaId],
-    ) -> Result<(usize, Vec<Via<Wire>>), ReplicaId> {
+    ) -> Option<(usize, Vec<Via<Wire>>)> {
         // A mark that gets lost only leaves more to honour.
         let _ = conclude(&mut one, proposal).await;
         let queues = self.sim.borrow().queues;
         let Reached { replica, link, welcome } = one;
-        let peer = replicas.iter().position(|id| *id == replica).ok_or(replica)?;
+        let peer = replicas.iter().position(|id| *id == replica)?;
         if !proposal.view.members.contains(replica) {
-            return Ok((peer, Vec::new()));
+            return Some((peer, Vec::new()));
         }
         let mut links = vec![link];
         for queue in 1..queues {
-            let (link, greeting) = self.greet(replica, queue).await.map_err(|_| replica)?;
+            let (link, greeting) = self.greet(replica, queue).await.ok()?;
             if greeting.run != welcome.run {
                 self.close(link.0.into_conn());
-                return Err(replica);
+                return None;
             }
             links.push(link);
         }
-        Ok((peer, links))
+        Some((peer, links))
     }
 
     fn cannot_start(&self, witnesses: &[Witness], none: &NoPlan) {
