@@ -1,5 +1,7 @@
 //! Threads that wait in rings for requests that may never come: the host must not count them as waiting for a disk.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
