@@ -17,11 +17,16 @@ use clap::Parser;
 use cli::{Cli, Command, LogArgs, ReplicaCommand, ServeArgs};
 use serve::config::Config;
 use shorthorn_engine::EngineError;
+use shorthorn_replica::ReplicaError;
 
 const DEFAULT_LOG_LEVEL: &str = "info";
 /// How an engine ends that a newer one has fenced: it must not be started again (RestartPreventExitStatus in
 /// shorthorn-engine@.service).
 const DEPOSED: u8 = 10;
+/// How a replica ends that has failed: it is to be started again, and has waited before it ended.
+const FAILED: u8 = 13;
+/// How a process ends by any other error.
+const FAILURE: u8 = 1;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -30,11 +35,19 @@ fn main() -> ExitCode {
         Err(error) => {
             // Where standard error is closed nobody can be told.
             let _ = writeln!(std::io::stderr(), "shorthorn-agent: {error:#}");
-            match error.downcast_ref() {
-                Some(EngineError::Deposed { .. }) => ExitCode::from(DEPOSED),
-                _ => ExitCode::FAILURE,
-            }
+            ExitCode::from(code_of(&error))
         }
+    }
+}
+
+/// The exit code for an error.
+fn code_of(error: &anyhow::Error) -> u8 {
+    if let Some(EngineError::Deposed { .. }) = error.downcast_ref() {
+        DEPOSED
+    } else if let Some(ReplicaError::Failed { .. }) = error.downcast_ref() {
+        FAILED
+    } else {
+        FAILURE
     }
 }
 
@@ -80,4 +93,16 @@ fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let level = log.log_level.as_deref().unwrap_or(&config.log_level);
     shorthorn_logging::start(level, log.log_format.unwrap_or(config.log_format), &[]);
     serve::serve(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_replica_that_has_failed_ends_with_a_code_of_its_own() {
+        let failed = ReplicaError::Failed { message: "the disk".to_owned(), in_a_row: 1 };
+        assert_eq!(code_of(&failed.into()), FAILED);
+        assert_eq!(code_of(&ReplicaError::ThreadEnded.into()), FAILURE);
+    }
 }

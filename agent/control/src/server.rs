@@ -218,6 +218,8 @@ mod tests {
             replica: ReplicaId::from_random(1),
             pid: 1,
             serving: false,
+            failed: false,
+            failures: 0,
             message: String::new(),
             addresses: vec![],
             size_bytes: 4096,

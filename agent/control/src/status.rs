@@ -291,6 +291,12 @@ pub struct ReplicaStatus {
     pub pid: u32,
     /// Whether it takes connections.
     pub serving: bool,
+    /// Whether it has failed: it answers everything with an error until its process ends.
+    #[serde(default)]
+    pub failed: bool,
+    /// How often in a row it has failed, lately and in earlier processes.
+    #[serde(default)]
+    pub failures: u32,
     /// Why not, for people; empty where all is well.
     pub message: String,
     /// `unix:<path>` and `tcp:<ip>:<port>`.

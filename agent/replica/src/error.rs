@@ -114,6 +114,14 @@ pub enum ReplicaError {
         /// What the system says.
         source: io::Error,
     },
+    /// The replica has failed, which its disk says, and no engine is connected any more. A new process serves again.
+    #[error("{message}: the process ends, to be started again; failures in a row: {in_a_row}")]
+    Failed {
+        /// What has failed, and how.
+        message: String,
+        /// How often in a row that has happened.
+        in_a_row: u32,
+    },
     /// The data thread has ended although nobody asked it to.
     #[error("the data thread has ended unexpectedly")]
     ThreadEnded,

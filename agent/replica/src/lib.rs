@@ -10,7 +10,9 @@
 //! What is promised to engines: an answer to WRITE, DISCARD or WRITE_ZEROES means that later reads see it; an
 //! answer to FLUSH that everything answered before is durable, and FUA the same for one request. The generation
 //! and the views are durable before they are answered. When making data durable has failed once, nothing is
-//! served any more, which the status tells and every answer says with EIO.
+//! served any more, which the status tells and every answer says with EIO. The process ends when no engine is connected any
+//! more, and only if the disk says that data may be gone; the next one serves again. If that happens again and again, it waits
+//! before it ends.
 //!
 //! A region that is about to be modified is noted first, durably: in the intent set, which tells a new engine where
 //! replicas may differ, and in the set of each replica that is away, which tells what that one has missed. The rules

@@ -27,11 +27,11 @@ use crate::server::Server;
 use crate::state::{Owner, load_views};
 
 /// Serves the replica that the spec file describes, until SIGTERM, SIGINT or a `stop` on the control socket.
-/// Blocks; the directory is clean when it returns without an error.
+/// Blocks; the directory is clean when it returns without an error, unless the replica has failed before.
 ///
 /// # Errors
-/// [`ReplicaError`] says what is wrong, where, and what to do. Errors of single requests are answered to the engine
-/// that made them and do not end the process.
+/// [`ReplicaError`] says what is wrong, where, and what to do. After [`ReplicaError::Failed`] it is to be started again. Other
+/// errors of single requests are answered to the engine that made them and do not end the process.
 pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let spec: ReplicaSpec = load_spec(spec_file)?;
     let span = tracing::info_span!("replica", volume = %spec.volume, replica = %spec.replica);
@@ -46,7 +46,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
-    let first = first_status(&spec, state.views(), &listeners, store.size_bytes());
+    let first = first_status(&spec, state.views(), &listeners, &store);
     // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
     let executor = Executor::new(store, owner, state, marks)
@@ -67,7 +67,9 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     publisher.update(|status| {
         change(status, |replica| {
             replica.serving = false;
-            replica.message = "stopping".to_owned();
+            if !replica.failed {
+                replica.message = "stopping".to_owned();
+            }
         })
     });
     acceptor.stop();
@@ -113,16 +115,18 @@ fn first_status(
     spec: &ReplicaSpec,
     views: &ReplicaViews,
     listeners: &Listeners,
-    size_bytes: u64,
+    store: &Store,
 ) -> ReplicaStatus {
     ReplicaStatus {
         volume: spec.volume.clone(),
         replica: spec.replica,
         pid: std::process::id(),
         serving: false,
+        failed: false,
+        failures: store.info().failures,
         message: String::new(),
         addresses: listeners.addresses(),
-        size_bytes,
+        size_bytes: store.size_bytes(),
         allocated_bytes: allocated_bytes(&spec.directory),
         generation: views.generation(),
         views: Some(views.report().clone()),

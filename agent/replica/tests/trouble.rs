@@ -4,56 +4,15 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
+use common::disks::{Mounted, break_down, may_mount, move_head, run};
 use common::*;
 use shorthorn_store::{OpenOptions, Store};
 use shorthorn_types::limits::{ENGINE_FLIGHT_BYTES_MAX, MAX_IO_BYTES};
 use shorthorn_types::{MarkAction, MarkRegions, Members, RegionsOf, ReplicaId, View, ViewId};
 use shorthorn_wire::{Flags, Opcode, RegionsPage, RegionsQuery, ViewMessage};
-
-/// Something mounted under a directory, until it is dropped.
-struct Mounted(PathBuf);
-
-impl Mounted {
-    fn tmpfs(at: &Path, size_bytes: u64) -> Mounted {
-        std::fs::create_dir_all(at).unwrap();
-        run("mount", &["-t", "tmpfs", "-o", &format!("size={size_bytes}"), "tmpfs", at.to_str().unwrap()]);
-        Mounted(at.to_owned())
-    }
-
-    /// An ext4 of `size_bytes` in a sparse file.
-    fn ext4(image: &Path, at: &Path, size_bytes: u64) -> Mounted {
-        std::fs::create_dir_all(at).unwrap();
-        std::fs::File::create(image).unwrap().set_len(size_bytes).unwrap();
-        run("mkfs.ext4", &["-q", "-b", "4096", "-O", "^has_journal", image.to_str().unwrap()]);
-        run("mount", &["-o", "loop", image.to_str().unwrap(), at.to_str().unwrap()]);
-        Mounted(at.to_owned())
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
-/// Runs a program that must succeed; what it prints.
-fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
-}
-
-fn may_mount() -> bool {
-    let root = nix::unistd::geteuid().is_root();
-    if !root {
-        println!("skipped: mounting needs root");
-    }
-    root
-}
 
 /// Runs a test in a new ext4 of this size, if this user may mount one.
 fn on_ext4(bytes: u64, test: impl FnOnce(&Path)) {
@@ -244,22 +203,6 @@ fn marks_on_a_full_tmpfs() {
     on_tmpfs(8 * MIB, a_full_disk_loses_no_marks);
 }
 
-nix::ioctl_read!(
-    /// FS_IOC_SHUTDOWN of ext4 and XFS.
-    shut_down_file_system,
-    b'X',
-    125,
-    u32
-);
-
-/// From now on everything on the file system of `directory` is an I/O error.
-fn break_down(directory: &Path) {
-    let file = std::fs::File::open(directory).unwrap();
-    let mut without_flushing = 2;
-    // SAFETY: the call reads the number that it is given and writes nothing else.
-    unsafe { shut_down_file_system(file.as_raw_fd(), &mut without_flushing) }.unwrap();
-}
-
 /// A mark of the regions that another replica misses.
 fn missed(action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
     let of = RegionsOf::Missed(ReplicaId::from_random(8));
@@ -347,16 +290,6 @@ impl Drop for Frozen<'_> {
     fn drop(&mut self) {
         let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.0.0).status();
     }
-}
-
-/// The head of the replica in `directory` comes to lie on another file system, which can be frozen without the
-/// rest of the directory.
-fn move_head(directory: &Path, to: &Mounted) -> Mounted {
-    let head = directory.join("volume-head-000.img");
-    let moved = to.0.join("head");
-    run("cp", &["--sparse=always", head.to_str().unwrap(), moved.to_str().unwrap()]);
-    run("mount", &["--bind", moved.to_str().unwrap(), head.to_str().unwrap()]);
-    Mounted(head)
 }
 
 /// A newer engine is not welcome as long as a write of the older one may still land.

@@ -8,7 +8,8 @@
 //! A file that is damaged may have said that data is gone: then it counts as if it had.
 //!
 //! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it is told:
-//! the next process, in the same boot, would hear of nothing.
+//! the next process, in the same boot, would hear of nothing. With it goes how often in a row the replica has failed, by which
+//! the caller decides how soon the next process is started.
 
 use serde::{Deserialize, Serialize};
 use shorthorn_chain::{with_check, without_check};
@@ -24,9 +25,21 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub(crate) struct Boot {
     boot_id: String,
     lost_cache: bool,
+    /// How often in a row the replica has failed. Programs from before that do not write it.
+    #[serde(default)]
+    failures: u32,
     /// It was lost in this process: nothing here makes up for it.
     #[serde(skip)]
     is_lost_now: bool,
+}
+
+/// What has become of the note that data may be gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LossNote {
+    /// It is written, with the count of failures.
+    Written,
+    /// It could not be written. The file is removed, which means the same, and the count with it.
+    FileRemoved,
 }
 
 /// The content of the file.
@@ -69,6 +82,11 @@ impl Boot {
         self.lost_cache
     }
 
+    /// How often in a row the replica has failed.
+    pub fn failures(&self) -> u32 {
+        self.failures
+    }
+
     /// Whether it was lost since the directory was opened.
     pub fn is_lost_now(&self) -> bool {
         self.is_lost_now
@@ -79,27 +97,32 @@ impl Boot {
         Boot { lost_cache: self.is_lost_now, ..self.clone() }
     }
 
-    /// Data may be gone from now on, whatever becomes of the note. Where it cannot be written, the file is
-    /// removed: an open directory without it counts as one that has lost data too.
+    /// Data may be gone from now on, whatever becomes of the note; the replica has failed so often in a row. If that cannot be
+    /// written, the file is removed: an open directory without it counts as one that has lost data too.
     ///
     /// # Errors
     /// Neither is durable: the error of the note.
-    pub fn lose(&mut self, directory: &Directory) -> Result<(), StoreError> {
-        (self.lost_cache, self.is_lost_now) = (true, true);
-        self.save(directory).or_else(|error| {
-            let removed = directory.unlink(BOOT_FILE).and_then(|()| directory.sync());
-            removed.map_err(|_| error)
-        })
+    pub fn lose(&mut self, directory: &Directory, failures: u32) -> Result<LossNote, StoreError> {
+        (self.lost_cache, self.is_lost_now, self.failures) = (true, true, failures);
+        match self.save(directory) {
+            Ok(()) => Ok(LossNote::Written),
+            Err(error) => {
+                let removed = directory.unlink(BOOT_FILE).and_then(|()| directory.sync());
+                removed.map(|()| LossNote::FileRemoved).map_err(|_| error)
+            }
+        }
     }
 }
 
 fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
-    let (same_boot, lost_before) = match found {
-        Found::Nothing => (false, false),
-        Found::Boot(found) => (found.boot_id == boot_id && !boot_id.is_empty(), found.lost_cache),
-        Found::Damaged => (false, true),
+    let (same_boot, lost_before, failures) = match found {
+        Found::Nothing => (false, false, 0),
+        Found::Boot(found) => {
+            (found.boot_id == boot_id && !boot_id.is_empty(), found.lost_cache, found.failures)
+        }
+        Found::Damaged => (false, true, 0),
     };
-    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), is_lost_now: false }
+    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), failures, is_lost_now: false }
 }
 
 #[cfg(test)]
@@ -109,7 +132,7 @@ mod tests {
     #[test]
     fn only_a_dirty_directory_of_another_boot_has_lost_something() {
         let boot =
-            |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache, is_lost_now: false };
+            |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache, ..Boot::default() };
         let lost = |found: Option<Boot>, now: &str, dirty| {
             judge(&found.map_or(Found::Nothing, Found::Boot), now.to_owned(), dirty).lost_cache
         };
@@ -124,5 +147,16 @@ mod tests {
         assert!(!boot("b", true).made_up_for().lost_cache());
         let now = Boot { is_lost_now: true, ..boot("b", true) };
         assert!(now.made_up_for().lost_cache(), "not by the process that has lost it");
+    }
+
+    #[test]
+    fn failures_are_counted_on_in_every_boot_and_by_documents_from_before_there_were_any() {
+        let failed = Boot { boot_id: "a".to_owned(), failures: 3, ..Boot::default() };
+        assert_eq!(failed.made_up_for().failures(), 3);
+        for now in ["a", "b"] {
+            assert_eq!(judge(&Found::Boot(failed.clone()), now.to_owned(), true).failures(), 3);
+        }
+        let before: Boot = serde_json::from_str(r#"{"boot_id":"a","lost_cache":true}"#).unwrap();
+        assert_eq!((before.failures(), before.lost_cache()), (0, true));
     }
 }

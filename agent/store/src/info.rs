@@ -32,6 +32,8 @@ pub struct StoreInfo {
     pub has_left: bool,
     /// Whether the host was restarted or the disk has failed while data was not durable, and nobody has made up for it.
     pub lost_cache: bool,
+    /// How often in a row the replica has failed, as was noted last.
+    pub failures: u32,
     /// Who had the directory last.
     pub provenance: Provenance,
     /// Goes up whenever somebody else may have changed the volume.

@@ -48,6 +48,7 @@ mod timestamp;
 mod unwritten;
 
 pub use allocated::AllocatedRuns;
+pub use boot::LossNote;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};

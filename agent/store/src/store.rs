@@ -11,7 +11,7 @@ use shorthorn_chain::{
 };
 use shorthorn_types::ByteRange;
 
-use crate::boot::Boot;
+use crate::boot::{Boot, LossNote};
 use crate::buffer::AlignedBuffer;
 use crate::copy::Copy;
 use crate::directory::{Directory, RESERVE_FILE};
@@ -263,6 +263,7 @@ impl Store {
             rebuilding: self.layout.volume().is_rebuilding(),
             has_left: self.layout.volume().has_left(),
             lost_cache: self.boot.lost_cache(),
+            failures: self.boot.failures(),
             provenance: self.provenance.clone(),
             epoch: self.guard.epoch,
             repairs: self.repairs.clone(),
@@ -339,15 +340,16 @@ impl Store {
 
     /// Data that was written, and is not durable, may be gone: the disk has failed. Durable on return, so that the
     /// next opening says so, in this boot of the host too; and whatever is returned, it holds for this store, and
-    /// nothing makes up for it here. To be called before anybody hears of the failure.
+    /// nothing makes up for it here. To be called before anybody hears of the failure. `failures`: how often in a row the
+    /// replica has failed.
     ///
     /// # Errors
     /// An I/O error: the next process may not know of it.
-    pub fn note_lost_cache(&mut self) -> Result<()> {
+    pub fn note_lost_cache(&mut self, failures: u32) -> Result<LossNote> {
         if self.read_only {
             return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
         }
-        self.boot.lose(&self.directory)
+        self.boot.lose(&self.directory, failures)
     }
 
     /// Whether that was noted since the store was opened, by [`Store::note_lost_cache`] or by an operation that could
@@ -360,7 +362,8 @@ impl Store {
     /// Notes that data may be gone where that is what an operation has met.
     pub(crate) fn noting_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
         if let Err(StoreError::NotDurable { noted, .. }) = &mut result {
-            *noted = self.note_lost_cache().is_ok();
+            // Whether it fails by that, and how often it has, is for the caller to say.
+            *noted = self.note_lost_cache(self.boot.failures()).is_ok();
         }
         result
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use common::scratch;
-use shorthorn_store::{CreateOptions, Fault, FaultHook, OpenOptions, Store, StoreError};
+use shorthorn_store::{CreateOptions, Fault, FaultHook, LossNote, OpenOptions, Store, StoreError};
 
 const EIO: i32 = 5;
 const CREATED: &str = "2026-01-01T00:00:00Z";
@@ -83,12 +83,29 @@ fn where_it_cannot_be_noted_the_directory_counts_as_one_that_nobody_knows() {
     let path = prepared(base.path());
     let mut store = open(&path);
     block_the_note(&path);
-    store.note_lost_cache().unwrap();
+    assert_eq!(store.note_lost_cache(2).unwrap(), LossNote::FileRemoved);
     assert!(!path.join("shorthorn.boot").exists());
     assert!(store.info().lost_cache);
     assert!(matches!(store.close(), Err(StoreError::Broken(_))), "that it is dirty tells of it");
     std::fs::remove_dir(path.join("shorthorn.boot.tmp")).unwrap();
     assert!(open(&path).info().lost_cache);
+}
+
+#[test]
+fn failures_are_counted_until_the_next_note() {
+    let base = scratch();
+    let path = prepared(base.path());
+    for failures in [1, 2, 1] {
+        let mut store = open(&path);
+        assert_eq!(store.note_lost_cache(failures).unwrap(), LossNote::Written);
+        drop(store);
+        let mut store = open(&path);
+        assert_eq!(store.info().failures, failures);
+        store.cache_made_up_for().unwrap();
+        store.close().unwrap();
+        let info = open(&path).info();
+        assert_eq!((info.failures, info.lost_cache), (failures, false), "whatever was made up for");
+    }
 }
 
 #[test]
@@ -99,7 +116,7 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
     block_the_note(&path);
     std::fs::remove_file(path.join("shorthorn.boot")).unwrap();
     std::fs::create_dir(path.join("shorthorn.boot")).unwrap();
-    let error = store.note_lost_cache().unwrap_err();
+    let error = store.note_lost_cache(1).unwrap_err();
     assert!(error.to_string().contains("shorthorn.boot.tmp"), "{error}");
     assert!(store.has_lost_cache_now() && store.info().lost_cache);
     std::fs::remove_dir(path.join("shorthorn.boot")).unwrap();

@@ -87,6 +87,8 @@ pub enum Broken {
     State,
     /// Pages of sets of regions.
     Page,
+    /// The note that data may be gone, once the replica has failed by something else.
+    Note,
     /// Nothing, but its process answers with an error when all is done.
     Answer,
     /// Nothing, but its process answers with regions that cannot be.
@@ -105,6 +107,7 @@ impl Broken {
             Broken::Verify => "error: verify",
             Broken::State => "error: state",
             Broken::Page => "error: page",
+            Broken::Note => "error: note",
             Broken::Answer => "lie: an error where all is done",
             Broken::Regions => "lie: regions that cannot be",
             Broken::Extents => "lie: extents that cannot be",
@@ -134,6 +137,7 @@ pub enum Kind {
     BreakVerify,
     BreakState,
     BreakPage,
+    BreakNote,
     LieInAnswer,
     LieInRegions,
     LieInExtents,
@@ -163,7 +167,7 @@ pub enum Mend {
     Disk(usize),
     /// The disk is fast.
     Speed(usize),
-    /// The replica process that has failed is started again.
+    /// The replica process that has failed ends, if it may, and is started again.
     Failed(usize, u64),
     /// The engine process goes on.
     Engine(u64, bool),
@@ -418,12 +422,7 @@ impl World {
             Mend::Controller => self.controller.up = true,
             Mend::Disk(replica) => self.replicas[replica].has_space(),
             Mend::Speed(replica) => self.replicas[replica].slow_by_us = 0,
-            Mend::Failed(replica, boot) => {
-                if self.replicas[replica].boot == boot && self.replicas[replica].failed {
-                    let mut rng = self.rng.fork();
-                    self.kill_replica(replica, false, 1000, &mut rng);
-                }
-            }
+            Mend::Failed(replica, boot) => self.end_failed(replica, boot),
             Mend::Engine(engine, tick_first) => self.resume_engine(engine, tick_first),
             Mend::Replica(replica, boot) => self.resume_replica(replica, boot),
         }
@@ -472,10 +471,12 @@ impl World {
             replica.has_space();
             replica.slow_by_us = 0;
             replica.broken.clear();
-            // A replica that has seen an error of its disk serves nothing until somebody starts it again.
+            // A replica that has seen an error of its disk serves nothing until it is started again. If that is not noted, its
+            // host is.
             if replica.failed {
+                let power = !replica.may_end();
                 let mut rng = self.rng.fork();
-                self.kill_replica(at, false, 1000, &mut rng);
+                self.kill_replica(at, power, 1000, &mut rng);
             }
         }
     }

@@ -71,6 +71,8 @@ pub enum Sabotage {
     OldProposals,
     /// Nobody looks at stamps.
     NoStamps,
+    /// A replica that has failed ends although its disk does not say that data may be gone.
+    EndUnnoted,
 }
 
 /// How to run a script.
@@ -125,6 +127,9 @@ pub const COVERED: &[&str] = &[
     "error: verify",
     "error: state",
     "error: page",
+    "error: note",
+    "failed replicas that ended",
+    "failed replicas that were ended",
     "lie: an error where all is done",
     "lie: regions that cannot be",
     "lie: extents that cannot be",

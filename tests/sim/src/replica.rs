@@ -1,5 +1,6 @@
 //! A replica process: the real rules of views, regions and layers, over a simulated disk.
 
+mod durable;
 mod process;
 
 use std::collections::BTreeMap;
@@ -9,8 +10,7 @@ use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
 use shorthorn_regions::{PAGE_BYTES, RegionKeeper, SetKey};
 use shorthorn_replica_core::{
-    Admission, Disk, Displaced, Found, PageEnd, Place, Ready, ReplicaState, Started, Step, Waiter, Waiting,
-    Why,
+    Admission, Displaced, PageEnd, Place, Ready, ReplicaState, Waiter, Waiting, Why,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
@@ -20,28 +20,13 @@ use shorthorn_types::{
 use shorthorn_views::ReplicaViews;
 use shorthorn_wire::{Extent, ExtentsPage, RegionsPage, RegionsQuery};
 
+use self::durable::{Durable, Pages, Shelf, takes_error};
 use crate::checker::{Id, Micros};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::{Broken, Mend};
 use crate::net::{Answer, Ask, ConnId, Greeting, Message};
 use crate::script::Layout;
 use crate::world::{Occurrence, World};
-
-/// What is on the disk of a replica beside its data.
-#[derive(Clone, Debug)]
-struct Durable {
-    me: ReplicaId,
-    views: ReplicaViews,
-    /// The files of its sets of regions.
-    sets: BTreeMap<SetKey, Vec<u8>>,
-    rebuilding: bool,
-    /// `volume.meta` says to Longhorn that the replica has left a view.
-    says_left: bool,
-    /// There is a snapshot below the head.
-    has_snapshot: bool,
-    /// The host was off while data was not durable, and not all of that has been made equal since.
-    power_was_lost: bool,
-}
 
 /// A copy of a disk.
 #[derive(Clone, Debug)]
@@ -96,6 +81,8 @@ pub struct Replica {
     pub restarts_after: Micros,
     /// After an error of the disk: nothing is served until the process is restarted.
     pub failed: bool,
+    /// A process that has failed is ended by somebody else, who does not look whether engines are connected.
+    pub is_ended_by_others: bool,
     /// It has answered a check with an error.
     pub could_not_verify: bool,
     /// Of delays, and of what errors leave behind.
@@ -131,107 +118,6 @@ pub struct Judgement {
     pub stamp: Option<u32>,
 }
 
-/// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
-type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
-
-/// What a disk does for a process that changes what it keeps beside the data.
-struct Shelf<'a> {
-    durable: &'a mut Durable,
-    pages: &'a mut Pages,
-    broken: &'a mut BTreeMap<Broken, u32>,
-    rng: &'a mut Rng,
-    is_full: bool,
-}
-
-impl Disk for Shelf<'_> {
-    type Error = Errno;
-
-    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
-        if self.is_full && matches!(step, Step::MakeSet(..)) {
-            return Err(Errno::NO_SPACE);
-        }
-        let breaks = step != Step::NoteLostCache && takes_error(self.broken, Broken::State);
-        let is_done = !breaks || self.rng.bool();
-        if is_done {
-            self.durable.perform(step);
-            // What is being written goes to the file from before, and not to one that may follow.
-            if let Step::MakeSet(of, _) | Step::RemoveSet(of) = step {
-                self.pages.values_mut().for_each(|(_, key, ..)| *key = key.filter(|key| *key != of));
-            }
-        }
-        // It may be done, and yet the last part of that has failed.
-        if breaks { Err(Errno::IO) } else { Ok(()) }
-    }
-}
-
-fn takes_error(broken: &mut BTreeMap<Broken, u32>, what: Broken) -> bool {
-    let Some(left) = broken.get_mut(&what).filter(|left| **left > 0) else { return false };
-    *left -= 1;
-    true
-}
-
-/// A disk on which nothing fails.
-impl Disk for Durable {
-    type Error = Errno;
-
-    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
-        Durable::perform(self, step);
-        Ok(())
-    }
-}
-
-impl Durable {
-    fn perform(&mut self, step: Step<'_>) {
-        match step {
-            Step::SaveViews(views) => {
-                let is_member = views.report().views().all(|view| view.members.contains(self.me));
-                assert!(
-                    is_member || self.says_left,
-                    "Longhorn would take it as whole, though it knows it has left"
-                );
-                self.views = views.clone();
-            }
-            Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
-            Step::RemoveSet(key) => drop(self.sets.remove(&key)),
-            Step::NoteLostCache => self.power_was_lost = true,
-            Step::NoteMadeUpFor => self.power_was_lost = false,
-            Step::NoteLeft => self.says_left = true,
-            Step::NoteJoined => self.says_left = false,
-        }
-    }
-
-    /// What a process that starts makes of it.
-    fn start(&mut self, me: ReplicaId, regions: Regions, holds_data: bool) -> ReplicaState {
-        let missed = self.sets.iter().filter_map(|(key, file)| match key {
-            SetKey::Missed(replica) => Some((*replica, file.clone())),
-            SetKey::Intent => None,
-        });
-        let found = Found {
-            me,
-            views: self.views.clone(),
-            regions,
-            epoch: 1,
-            intent: self.sets.get(&SetKey::Intent).cloned(),
-            missed: missed.collect(),
-            holds_data,
-            lost_cache: self.power_was_lost,
-            is_left_noted: self.says_left,
-        };
-        match ReplicaState::start(self, found) {
-            Ok(Started { state, .. }) => state,
-            Err(errno) => unreachable!("nothing fails here: {errno}"),
-        }
-    }
-
-    fn write_page(&mut self, key: SetKey, page: u32, bytes: &[u8]) {
-        if let Some(file) = self.sets.get_mut(&key) {
-            let at = page as usize * PAGE_BYTES;
-            file.resize(file.len().max(at + PAGE_BYTES), 0);
-            file[at..at + bytes.len()].copy_from_slice(bytes);
-        }
-    }
-}
-
 fn chain_map(size_bytes: u64, has_snapshot: bool, can_punch: bool) -> BlockMap {
     let below = [Files::SNAPSHOT].into_iter().filter(|_| has_snapshot);
     let files = [Files::HEAD].into_iter().chain(below).filter_map(FileIndex::new).collect();
@@ -254,11 +140,13 @@ impl Replica {
         let mut durable = Durable {
             me: id,
             views,
+            views_before: None,
             sets,
             rebuilding: false,
             says_left: false,
             has_snapshot,
             power_was_lost: false,
+            failures: 0,
         };
         // Nothing was written to it since it was made.
         let state = durable.start(id, regions, false);
@@ -279,6 +167,7 @@ impl Replica {
             broken: BTreeMap::new(),
             restarts_after: 0,
             failed: false,
+            is_ended_by_others: false,
             could_not_verify: false,
             rng: Rng::with_seed(seed),
             can_punch,
@@ -378,6 +267,7 @@ impl Replica {
         // Nobody has held these.
         let _ = views.fence(generation);
         self.durable.views = views;
+        self.durable.views_before = None;
         self.durable.sets.clear();
         (self.durable.rebuilding, self.durable.says_left) = (false, false);
         self.is_rolled_back = false;
@@ -404,6 +294,21 @@ impl Replica {
 
     fn remap(&mut self) {
         self.map = chain_map(self.size_bytes, self.durable.has_snapshot, self.can_punch);
+    }
+
+    /// Whether the process may end after a failure: the next one knows that data may be gone.
+    pub fn may_end(&self) -> bool {
+        self.state.failure().is_some_and(|failure| failure.pause_before_end().is_some())
+    }
+
+    /// Whether no engine is connected, and nothing is being done.
+    pub fn is_quiet(&self) -> bool {
+        self.admission.connections().next().is_none() && self.ops.is_empty() && self.pages.is_empty()
+    }
+
+    /// Tries the note of a failure once more.
+    pub fn note_again(&mut self) {
+        self.change(|state, disk| state.note_again(disk));
     }
 
     /// Whether something is being done that was sent on this connection.

@@ -75,7 +75,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// How often each kind of fault is chosen.
-const WEIGHTS: [(Kind, u32); 32] = [
+const WEIGHTS: [(Kind, u32); 33] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -93,6 +93,7 @@ const WEIGHTS: [(Kind, u32); 32] = [
     (Kind::BreakVerify, 1),
     (Kind::BreakState, 3),
     (Kind::BreakPage, 2),
+    (Kind::BreakNote, 2),
     (Kind::LieInAnswer, 3),
     (Kind::LieInRegions, 4),
     (Kind::LieInExtents, 4),
@@ -204,6 +205,10 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::BreakVerify => broken(Broken::Verify, rng),
         Kind::BreakState => broken(Broken::State, rng),
         Kind::BreakPage => broken(Broken::Page, rng),
+        Kind::BreakNote => {
+            let other = [Broken::Write, Broken::Flush, Broken::Flush, Broken::State][rng.usize(0..4)];
+            return vec![(0, broken(Broken::Note, rng)), (0, broken(other, rng))];
+        }
         Kind::LieInAnswer => broken(Broken::Answer, rng),
         Kind::LieInRegions => broken(Broken::Regions, rng),
         Kind::LieInExtents => broken(Broken::Extents, rng),

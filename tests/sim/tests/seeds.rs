@@ -10,7 +10,7 @@ const SEEDS: u64 = 1000;
 const FRESH_SECONDS: u64 = 60;
 
 /// Each has to be noticed within as many seeds.
-const SABOTAGES: [&str; 11] = [
+const SABOTAGES: [&str; 12] = [
     "no-intent",
     "lying-flush",
     "serve-before-fenced",
@@ -22,6 +22,7 @@ const SABOTAGES: [&str; 11] = [
     "no-give-back",
     "old-proposals",
     "no-stamps",
+    "end-unnoted",
 ];
 
 fn simulate(arguments: &[&str]) -> Output {

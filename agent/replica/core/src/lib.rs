@@ -3,11 +3,13 @@
 //! - [`Admission`]: which engine is let in, and when.
 //! - [`ReplicaState`]: what a replica keeps beside the data, the [steps](Step) by which it becomes durable, in their order, and
 //!   what holds when one of them fails. The shell performs each step ([`Disk`]).
+//! - [`Failure`]: when the process of a replica that has failed ends.
 //! - [`revision_counter`]: which number tells Longhorn how new a replica is.
 //! - [`Waiting`]: what waits until regions are noted.
 #![forbid(unsafe_code)]
 
 mod admission;
+mod failure;
 mod revision;
 mod start;
 mod state;
@@ -15,6 +17,7 @@ mod steps;
 mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, Displaced, Place, Ready, Why};
+pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
 pub use revision::revision_counter;
 pub use start::{Found, Started};
 pub use state::ReplicaState;

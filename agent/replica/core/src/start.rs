@@ -28,6 +28,8 @@ pub struct Found {
     pub lost_cache: bool,
     /// The disk says to Longhorn that the replica has left a view.
     pub is_left_noted: bool,
+    /// How often in a row the replica has failed.
+    pub failures: u32,
 }
 
 /// What it makes of that.
@@ -47,14 +49,25 @@ impl ReplicaState {
     /// - A set of missed regions that is worth nothing is removed, and so is one that there is no room for: that costs a full
     ///   copy of the replica that it is about, and never data.
     /// - Sets of replicas that all views have again are removed.
+    /// - If data may be gone, views and sets are stored again.
     /// - The note that data may be gone is taken back if no region was written lately.
     /// - If a view that may count lacks the replica, that is noted for Longhorn.
     ///
     /// # Errors
     /// A step has failed: the replica does not start.
     pub fn start<D: Disk>(disk: &mut D, found: Found) -> Result<Started, D::Error> {
-        let Found { me, views, regions, epoch, intent, missed, holds_data, lost_cache, is_left_noted } =
-            found;
+        let Found {
+            me,
+            views,
+            regions,
+            epoch,
+            intent,
+            missed,
+            holds_data,
+            lost_cache,
+            is_left_noted,
+            failures,
+        } = found;
         let mut damages = Vec::new();
         let (keeper, is_whole) = match intent {
             Some(file) => {
@@ -74,9 +87,14 @@ impl ReplicaState {
             is_loss_noted,
             is_left_noted,
             may_be_left_noted: false,
+            failures,
             failure: None,
         };
         state.note_left(disk, &noted)?;
+        if lost_cache {
+            // As for the sets: what was read may be in the page cache alone, and engines rely on a stored view.
+            state.perform(disk, Step::SaveViews(&noted))?;
+        }
         state.renew(disk, SetKey::Intent, is_whole)?;
         for (replica, file) in missed {
             let key = SetKey::Missed(replica);
@@ -130,6 +148,7 @@ mod tests {
     use shorthorn_types::{Errno, Generation, MarkAction, MarkRegions, Members, RegionsOf, View, ViewId};
 
     use super::*;
+    use crate::failure::Noted;
 
     const SIZE_BYTES: u64 = 64 << 20;
 
@@ -174,6 +193,7 @@ mod tests {
             holds_data: true,
             lost_cache: false,
             is_left_noted: false,
+            failures: 0,
         }
     }
 
@@ -192,12 +212,15 @@ mod tests {
                     format!("make {key}")
                 }
                 Step::RemoveSet(key) => format!("remove {key}"),
-                Step::NoteLostCache => "lost".to_owned(),
                 Step::NoteMadeUpFor => "made up for".to_owned(),
                 Step::NoteLeft => "left".to_owned(),
                 Step::NoteJoined => "joined".to_owned(),
             });
             Ok(())
+        }
+
+        fn note_failure(&mut self, _: u32) -> Noted {
+            unreachable!("no step fails")
         }
     }
 
@@ -296,11 +319,15 @@ mod tests {
     #[test]
     fn after_a_loss_what_was_read_is_written_again() {
         let (state, damages, steps) = start(Found { lost_cache: true, ..found() });
-        let made = ["make intent".to_owned(), format!("make missed-{}", id(3)), "made up for".to_owned()];
+        let made =
+            ["views", "make intent", &format!("make missed-{}", id(3)), "made up for"].map(str::to_owned);
         assert_eq!((damages, steps), (vec![], made.to_vec()));
         assert!(!state.keeper().has_lost_cache(), "nothing was written lately");
         let full = Found { intent: None, lost_cache: true, missed: vec![], ..found() };
         let (state, _, steps) = start(full);
-        assert_eq!((state.keeper().has_lost_cache(), steps), (true, vec!["make intent".to_owned()]));
+        assert_eq!(
+            (state.keeper().has_lost_cache(), steps),
+            (true, vec!["views".to_owned(), "make intent".to_owned()])
+        );
     }
 }

@@ -1,15 +1,18 @@
 //! What a replica keeps beside the data, and the order in which changes of it become durable.
 
+use std::time::Duration;
+
 use shorthorn_regions::{Marked, NewSet, RegionKeeper, SetKey, Ticket};
 use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Fence, ReplicaViews};
 
+use crate::failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
 use crate::steps::{Denied, Disk, Fault, Step, is_final};
 
 /// What a replica keeps beside the data: in memory as it is on the disk, but for a step that has failed.
 ///
 /// A step that has failed for lack of space or memory has changed nothing. After any other error nobody can say what is on
-/// the disk: the replica has failed, and the shell answers everything with an error until the process is restarted.
+/// the disk: the replica has failed, and the shell answers everything with an error until the process ends: see [`Failure`].
 #[derive(Debug)]
 pub struct ReplicaState {
     pub(crate) me: ReplicaId,
@@ -21,7 +24,9 @@ pub struct ReplicaState {
     pub(crate) is_left_noted: bool,
     /// Taking that note back has failed, perhaps only at its end: the note may be there or not.
     pub(crate) may_be_left_noted: bool,
-    pub(crate) failure: Option<String>,
+    /// How often in a row the replica had failed before.
+    pub(crate) failures: u32,
+    pub(crate) failure: Option<Failure>,
 }
 
 impl ReplicaState {
@@ -50,8 +55,15 @@ impl ReplicaState {
 
     /// Why nothing is served any more, if that is so.
     #[must_use]
-    pub fn failure(&self) -> Option<&str> {
-        self.failure.as_deref()
+    pub fn failure(&self) -> Option<&Failure> {
+        self.failure.as_ref()
+    }
+
+    /// This process has served for so long, by a clock that does not jump.
+    pub fn served_for(&mut self, time: Duration) {
+        if time >= FAILURES_FORGIVEN_AFTER {
+            self.failures = 0;
+        }
     }
 
     /// Nothing is served from now on. First of all, before anybody hears of it, it is noted that the data here may not be
@@ -62,13 +74,23 @@ impl ReplicaState {
     /// of regions or a document: the disk, or the journal of its file system, tells of a loss only once, to whoever
     /// asks first, and whose data it was nobody knows. To be wrong costs a copy of the regions written lately.
     ///
-    /// If even the note fails, that changes nothing here: the shell tells the operator.
+    /// If even the note fails, the process must not end ([`Failure::pause_before_end`]).
     pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {
         if self.failure.is_none() {
-            let _ = disk.perform(Step::NoteLostCache);
+            let in_a_row = self.failures.saturating_add(1);
+            let noted = disk.note_failure(in_a_row);
             self.is_loss_noted = true;
-            self.failure = Some(message);
+            self.failure = Some(Failure { message, in_a_row, noted });
         }
+    }
+
+    /// Tries the note of a failure once more that could not be made durable. Whether it is durable now and was not before.
+    pub fn note_again<D: Disk>(&mut self, disk: &mut D) -> bool {
+        let Some(failure) = self.failure.as_mut().filter(|failure| failure.noted == Noted::Not) else {
+            return false;
+        };
+        failure.noted = disk.note_failure(failure.in_a_row);
+        failure.noted != Noted::Not
     }
 
     /// An engine of `generation` opens the replica, or the node of older ones is fenced. It is stored before anybody is let in
@@ -250,9 +272,7 @@ fn describe(step: Step<'_>, error: &impl Fault) -> String {
         Step::SaveViews(_) => format!("the state of the replica could not be saved: {error}"),
         Step::MakeSet(key, _) => format!("the set of regions '{key}' could not be begun: {error}"),
         Step::RemoveSet(key) => format!("the set of regions '{key}' could not be removed: {error}"),
-        Step::NoteLostCache | Step::NoteMadeUpFor => {
-            format!("whether data may be gone could not be noted: {error}")
-        }
+        Step::NoteMadeUpFor => format!("that lost data is made up for could not be noted: {error}"),
         Step::NoteLeft | Step::NoteJoined => {
             format!("whether the replica has left its view could not be noted in volume.meta: {error}")
         }

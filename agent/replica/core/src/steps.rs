@@ -7,6 +7,8 @@ use shorthorn_types::{Errno, ReplicaId};
 use shorthorn_views::{Refused, ReplicaViews};
 use thiserror::Error;
 
+use crate::failure::Noted;
+
 /// Resource busy (EBUSY).
 const BUSY: Errno = Errno::new(16);
 /// Out of memory (ENOMEM).
@@ -23,9 +25,7 @@ pub enum Step<'a> {
     MakeSet(SetKey, &'a [u8]),
     /// Removes the file of a set, if there is one.
     RemoveSet(SetKey),
-    /// Notes that data may be gone that was written here.
-    NoteLostCache,
-    /// Notes that it is made up for.
+    /// Notes that data that may be gone is made up for.
     NoteMadeUpFor,
     /// Notes for Longhorn, which has no views, that the replica has left one and may lack data.
     NoteLeft,
@@ -43,6 +43,9 @@ pub trait Disk {
     /// # Errors
     /// Nobody knows whether it is done.
     fn perform(&mut self, step: Step<'_>) -> Result<(), Self::Error>;
+
+    /// Notes durably that data may be gone that was written here, and that the replica has failed `in_a_row` times.
+    fn note_failure(&mut self, in_a_row: u32) -> Noted;
 }
 
 /// The error of a step.

@@ -106,6 +106,7 @@ fn look_at(store: &Store, owner: &Owner, views: ReplicaViews) -> Result<Found, R
         holds_data: holds_data(store)?,
         lost_cache: info.lost_cache,
         is_left_noted: info.has_left,
+        failures: info.failures,
     })
 }
 

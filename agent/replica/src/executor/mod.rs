@@ -18,8 +18,9 @@ mod zeroing;
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::time::Instant;
 
-use shorthorn_replica_core::{ReplicaState, is_final};
+use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, Failure, ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{AllocatedRuns, CopyLayer, FileIndex, ReadSegment, Store, StoreError};
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
@@ -83,6 +84,8 @@ pub(crate) struct Executor {
     in_flight: usize,
     /// Failed reads so far; only the first is logged.
     read_failures: u64,
+    /// When the process has begun to serve.
+    since: Instant,
 }
 
 /// A request in execution.
@@ -130,6 +133,7 @@ impl Executor {
             finished: Vec::with_capacity(SLOTS),
             in_flight: 0,
             read_failures: 0,
+            since: Instant::now(),
         })
     }
 
@@ -349,8 +353,18 @@ impl Executor {
     }
 
     /// Why nothing is served any more, if that is so.
-    pub fn failure(&self) -> Option<&str> {
+    pub fn failure(&self) -> Option<&Failure> {
         self.state.failure()
+    }
+
+    /// Whether the process has served for so long that earlier failures do not count any more.
+    pub fn has_served_long(&self) -> bool {
+        self.since.elapsed() >= FAILURES_FORGIVEN_AFTER
+    }
+
+    /// Tries again what a failure has to leave on the disk and could not: see [`ReplicaState::note_again`]. Waits for the disk.
+    pub fn note_failure_again(&mut self) -> bool {
+        self.change(|state, disk| state.note_again(disk))
     }
 
     /// The size of the volume.
@@ -365,6 +379,7 @@ impl Executor {
     pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
         if self.state.failure().is_some() {
+            self.note_failure_again();
             return Ok(());
         }
         self.close_marks();
@@ -465,11 +480,12 @@ impl Executor {
     /// Those of the change.
     pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
         let was_serving = self.state.failure().is_none();
+        self.state.served_for(self.since.elapsed());
         let Executor { store, owner, marks, .. } = self;
         let mut shelf = Shelf { store, files: &mut marks.files, owner };
         let changed = change(&mut self.state, &mut shelf);
         if let Some(failure) = self.state.failure().filter(|_| was_serving) {
-            tracing::error!("{failure}; nothing is served until the replica is restarted");
+            tracing::error!("nothing is served any more: {}", failure.outlook());
             self.give_up_waiting(Errno::IO);
         }
         changed

@@ -3,8 +3,8 @@
 use std::os::fd::RawFd;
 
 use shorthorn_regions::SetKey;
-use shorthorn_replica_core::{Disk, Fault, Step, is_final, revision_counter};
-use shorthorn_store::{RegionFile, Store};
+use shorthorn_replica_core::{Disk, Fault, Noted, Step, is_final, revision_counter};
+use shorthorn_store::{LossNote, RegionFile, Store};
 use shorthorn_types::Errno;
 use shorthorn_views::ReplicaViews;
 
@@ -94,7 +94,6 @@ impl Disk for Shelf<'_> {
                     return Err(error.into());
                 }
             },
-            Step::NoteLostCache => self.note_lost_cache()?,
             Step::NoteMadeUpFor => match self.store.cache_made_up_for() {
                 Ok(()) => tracing::info!("what was lost with the page cache is made up for"),
                 Err(error) => {
@@ -117,6 +116,22 @@ impl Disk for Shelf<'_> {
         }
         Ok(())
     }
+
+    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+        let is_first = !self.store.has_lost_cache_now();
+        match self.store.note_lost_cache(in_a_row) {
+            Ok(LossNote::Written) => Noted::Counted,
+            Ok(LossNote::FileRemoved) => Noted::Uncounted,
+            Err(error) if is_first => {
+                tracing::error!(%error, "that data may be gone could not be noted");
+                Noted::Not
+            }
+            Err(error) => {
+                tracing::debug!(%error, "that data may be gone could not be noted");
+                Noted::Not
+            }
+        }
+    }
 }
 
 impl Shelf<'_> {
@@ -126,18 +141,6 @@ impl Shelf<'_> {
             Some(counter) => Ok(self.store.set_revision_counter(counter)?),
             None => Ok(()),
         }
-    }
-
-    fn note_lost_cache(&mut self) -> Result<(), ReplicaError> {
-        let noted = self.store.note_lost_cache();
-        if let Err(error) = &noted {
-            tracing::error!(
-                %error,
-                "that data may be gone could not be noted: if the replica is restarted before the host is, it will count \
-                 as one that lacks nothing; rebuild it"
-            );
-        }
-        Ok(noted?)
     }
 }
 

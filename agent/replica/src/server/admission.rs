@@ -65,7 +65,7 @@ impl Server {
 
     /// Why nobody is let in any more, if that is so.
     fn failed(&self) -> Option<String> {
-        self.executor.failure().map(|failure| format!("the replica has failed: {failure}"))
+        self.executor.failure().map(|failure| format!("the replica has failed: {}", failure.outlook()))
     }
 
     fn fenced(&self, place: Place) -> Refused {

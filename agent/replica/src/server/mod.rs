@@ -14,7 +14,7 @@ mod sums;
 use std::time::Instant;
 
 use shorthorn_control::{Publisher, Status};
-use shorthorn_replica_core::Admission;
+use shorthorn_replica_core::{Admission, Failure};
 use shorthorn_ring::{Completion, Ring, Token};
 use shorthorn_types::Errno;
 
@@ -48,7 +48,10 @@ pub(crate) struct Server {
     busy: bool,
     /// Whether free slots may have memory that idleness should give back.
     memory_to_release: bool,
-    failure_published: bool,
+    /// When the replica has failed.
+    failed_at: Option<Instant>,
+    /// Whether earlier failures do not count any more.
+    is_forgiven: bool,
     stopping: bool,
 }
 
@@ -77,7 +80,8 @@ impl Server {
             sent: Vec::with_capacity(SLOTS),
             busy: false,
             memory_to_release: false,
-            failure_published: false,
+            failed_at: None,
+            is_forgiven: false,
             stopping: false,
         })
     }
@@ -85,12 +89,15 @@ impl Server {
     /// Serves until it is told to stop; leaves the directory clean.
     ///
     /// # Errors
-    /// Where the ring fails or the directory can not be closed.
+    /// The ring fails, the directory cannot be closed, or the replica has failed: see [`Failure`].
     pub fn run(mut self) -> Result<(), ReplicaError> {
         let mut completions = Vec::with_capacity(RING_ENTRIES as usize * 4);
         let mut last_tick = Instant::now();
         self.inbox.arm(&mut self.ring, WAKE_TOKEN);
         while !(self.stopping && self.is_quiet()) {
+            if let Some(failure) = self.ends_by() {
+                return Err(failure);
+            }
             let timeout = self.needs_ticks().then_some(TICK);
             self.ring
                 .wait(timeout, &mut completions)
@@ -110,12 +117,21 @@ impl Server {
         Ok(())
     }
 
+    /// The failure by which the process ends now. The directory stays as it is.
+    fn ends_by(&self) -> Option<ReplicaError> {
+        let failed_at = self.failed_at.filter(|_| !self.stopping && self.is_quiet())?;
+        let Failure { message, in_a_row, .. } = self.executor.failure()?;
+        let pause = self.executor.failure()?.pause_before_end()?;
+        (failed_at.elapsed() >= pause)
+            .then(|| ReplicaError::Failed { message: message.clone(), in_a_row: *in_a_row })
+    }
+
     fn is_quiet(&self) -> bool {
         self.executor.is_idle() && self.connections.iter().all(Option::is_none)
     }
 
     fn needs_ticks(&self) -> bool {
-        self.memory_to_release || self.connections.iter().any(Option::is_some)
+        self.memory_to_release || self.failed_at.is_some() || self.connections.iter().any(Option::is_some)
     }
 
     fn dispatch(&mut self, completion: Completion) {
@@ -184,7 +200,10 @@ impl Server {
         for connection in self.connections.iter_mut().flatten().filter(|connection| !connection.ending) {
             connection.stream.flush(&mut self.ring);
         }
-        self.publish_failure();
+        if self.failed_at.is_none() && self.executor.failure().is_some() {
+            self.failed_at = Some(Instant::now());
+            self.publish_failure();
+        }
     }
 
     /// Removes the connection if it is over and nothing of it is in flight any more.
@@ -228,16 +247,34 @@ impl Server {
             self.memory_to_release = false;
         }
         self.busy = false;
+        self.look_at_failure();
+    }
+
+    /// Notes a failure that could not be noted, and tells if earlier ones count no more.
+    fn look_at_failure(&mut self) {
+        if self.failed_at.is_none() && !self.is_forgiven && self.executor.has_served_long() {
+            self.is_forgiven = true;
+            self.publisher.update(|status| {
+                if let Status::Replica(replica) = status {
+                    replica.failures = 0;
+                }
+            });
+        }
+        // The disk may hang: an engine that is connected is answered all the same.
+        if self.failed_at.is_some() && self.is_quiet() && self.executor.note_failure_again() {
+            tracing::warn!("that data may be gone is noted now");
+            self.failed_at = Some(Instant::now());
+            self.publish_failure();
+        }
     }
 
     fn publish_failure(&mut self) {
-        let Some(failure) = self.executor.failure().filter(|_| !self.failure_published) else { return };
-        self.failure_published = true;
-        let failure = failure.to_owned();
+        let Some(failure) = self.executor.failure() else { return };
+        let (failures, message) = (failure.in_a_row, failure.outlook());
         self.publisher.update(|status| {
             if let Status::Replica(replica) = status {
-                replica.serving = false;
-                replica.message = failure;
+                (replica.serving, replica.failed) = (false, true);
+                (replica.failures, replica.message) = (failures, message);
             }
         });
     }

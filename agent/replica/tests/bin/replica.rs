@@ -4,13 +4,21 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use shorthorn_replica::ReplicaError;
+
+/// As that of the program that is installed.
+const FAILED: u8 = 13;
+
 fn main() -> ExitCode {
     let spec = PathBuf::from(std::env::args_os().nth(1).unwrap_or_default());
     match shorthorn_replica::run(&spec) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error}");
-            ExitCode::FAILURE
+            match error {
+                ReplicaError::Failed { .. } => ExitCode::from(FAILED),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }

@@ -1,6 +1,8 @@
 //! A replica process to test, and an engine's side of a connection, blocking.
 #![allow(dead_code)] // not every test uses everything
 
+pub mod disks;
+
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};

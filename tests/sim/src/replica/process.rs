@@ -2,6 +2,9 @@
 
 use super::*;
 
+/// How often a process that has failed looks whether it may end.
+const FAILED_POLL_US: Micros = 50_000;
+
 impl World {
     fn disk_delay(&mut self, replica: usize) -> Micros {
         let replica = &mut self.replicas[replica];
@@ -213,9 +216,39 @@ impl World {
             return;
         }
         let (boot, restarts_after) = (replica.boot, replica.restarts_after.max(1));
+        replica.is_ended_by_others = replica.rng.bool();
+        let is_noted = replica.may_end();
         self.count(error.name());
+        if !is_noted {
+            self.count(Broken::Note.name());
+        }
         self.give_up_waiting(at, Errno::IO);
         self.after(restarts_after, Occurrence::Mend(Mend::Failed(at, boot)));
+    }
+
+    /// The process of a replica that has failed ends, if it may; else this is tried again.
+    pub fn end_failed(&mut self, at: usize, boot: u64) {
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
+        let replica = &mut self.replicas[at];
+        if replica.boot != boot || !replica.failed || !replica.up {
+            return;
+        }
+        if !replica.paused && !replica.may_end() && !sabotaged {
+            replica.note_again();
+        }
+        let may_end = replica.may_end() || sabotaged;
+        let ends_itself = !replica.paused && replica.is_quiet();
+        if !may_end || !(ends_itself || replica.is_ended_by_others) {
+            self.after(FAILED_POLL_US, Occurrence::Mend(Mend::Failed(at, boot)));
+            return;
+        }
+        self.count(if ends_itself {
+            "failed replicas that ended"
+        } else {
+            "failed replicas that were ended"
+        });
+        let mut rng = self.rng.fork();
+        self.kill_replica(at, false, 1000, &mut rng);
     }
 
     /// Answers everything that waits for a page with an error.
@@ -387,8 +420,14 @@ impl World {
 
     /// The process is killed; with `power`, its host is off. It is back after `for_us`; 0: some time. False where there is
     /// none.
+    ///
+    /// One that has failed and could not note that stays until it can, or its host has no power. If somebody kills it all the
+    /// same, the next process takes what it finds for whole; the real one tells the operator so.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
-        if !self.replicas[at].up {
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
+        let replica = &self.replicas[at];
+        let has_to_stay = replica.failed && !replica.may_end() && !power && !sabotaged;
+        if !replica.up || has_to_stay {
             return false;
         }
         self.note(|| format!("replica {at} is killed{}", if power { ", its host has no power" } else { "" }));
@@ -416,7 +455,7 @@ impl World {
         let admission = std::mem::take(&mut replica.admission);
         if power {
             replica.files.head.lose_power(rng);
-            replica.durable.power_was_lost = true;
+            replica.durable.lose_power(rng);
         }
         let mut open: Vec<ConnId> = admission.connections().collect();
         open.extend(admission.candidates().map(|(conn, _)| *conn));

@@ -23,6 +23,9 @@ pub(crate) struct Memory {
     views: ReplicaViews,
     sets: BTreeMap<SetKey, Vec<u8>>,
     lost_cache: bool,
+    failures: u32,
+    /// What becomes of the note of a failure.
+    noted: Noted,
     says_left: bool,
     /// What was done.
     done: Vec<String>,
@@ -34,7 +37,16 @@ impl Memory {
     fn new() -> Memory {
         let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, ..view(0, &[1, 2, 3]) };
         let (views, sets) = (ReplicaViews::new(first), BTreeMap::new());
-        Memory { views, sets, lost_cache: false, says_left: false, done: Vec::new(), fails: None }
+        Memory {
+            views,
+            sets,
+            lost_cache: false,
+            failures: 0,
+            noted: Noted::Counted,
+            says_left: false,
+            done: Vec::new(),
+            fails: None,
+        }
     }
 
     fn start(&mut self) -> ReplicaState {
@@ -52,6 +64,7 @@ impl Memory {
             holds_data: false,
             lost_cache: self.lost_cache,
             is_left_noted: self.says_left,
+            failures: self.failures,
         };
         let Started { state, damages } = ReplicaState::start(self, found).unwrap();
         assert!(damages.is_empty());
@@ -82,7 +95,6 @@ impl Disk for Memory {
             Step::SaveViews(_) => "views".to_owned(),
             Step::MakeSet(key, _) => format!("make {key}"),
             Step::RemoveSet(key) => format!("remove {key}"),
-            Step::NoteLostCache => "lost".to_owned(),
             Step::NoteMadeUpFor => "made up for".to_owned(),
             Step::NoteLeft => "left".to_owned(),
             Step::NoteJoined => "joined".to_owned(),
@@ -91,12 +103,21 @@ impl Disk for Memory {
             Step::SaveViews(views) => self.views = views.clone(),
             Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
             Step::RemoveSet(key) => drop(self.sets.remove(&key)),
-            Step::NoteLostCache => self.lost_cache = true,
             Step::NoteMadeUpFor => self.lost_cache = false,
             Step::NoteLeft => self.says_left = true,
             Step::NoteJoined => self.says_left = false,
         }
         failure.map_or(Ok(()), |(errno, _)| Err(errno))
+    }
+
+    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+        self.done.push(format!("lost, {in_a_row}"));
+        match self.noted {
+            Noted::Counted => (self.lost_cache, self.failures) = (true, in_a_row),
+            Noted::Uncounted => (self.lost_cache, self.failures) = (true, 0),
+            Noted::Not => {}
+        }
+        self.noted
     }
 }
 
@@ -329,7 +350,7 @@ fn a_set_that_cannot_be_removed_by_a_broken_disk_fails_the_replica() {
     disk.done();
     disk.fails = Some((0, Errno::IO, false));
     assert_eq!(state.mark(&mut disk, &forget(2)), Err(Errno::IO));
-    assert_eq!(disk.done(), ["lost"]);
+    assert_eq!(disk.done(), ["lost, 1"]);
     assert!(state.failure().is_some());
 }
 
@@ -358,7 +379,49 @@ fn a_replica_fails_once() {
     let (mut disk, mut state) = opened();
     state.fail(&mut disk, "first".to_owned());
     state.fail(&mut disk, "second".to_owned());
-    assert_eq!((state.failure(), disk.done()), (Some("first"), vec!["lost".to_owned()]));
+    let message = state.failure().map(|failure| failure.message.as_str());
+    assert_eq!((message, disk.done()), (Some("first"), vec!["lost, 1".to_owned()]));
+}
+
+fn pause_s(state: &ReplicaState) -> Option<u64> {
+    state.failure().unwrap().pause_before_end().map(|pause| pause.as_secs())
+}
+
+/// Fails once after it has served for so long.
+fn failed_after(disk: &mut Memory, served: Duration) -> ReplicaState {
+    let mut state = disk.start();
+    state.served_for(served);
+    state.fail(disk, "again".to_owned());
+    state
+}
+
+#[test]
+fn failures_in_a_row_are_counted_across_processes_and_forgiven_after_an_hour() {
+    let mut disk = Memory::new();
+    let just_before = FAILURES_FORGIVEN_AFTER.saturating_sub(Duration::from_secs(1));
+    for (served, in_a_row, pause) in [
+        (Duration::ZERO, 1, 0),
+        (just_before, 2, 60),
+        (Duration::ZERO, 3, 600),
+        (FAILURES_FORGIVEN_AFTER, 1, 0),
+        (Duration::ZERO, 2, 60),
+    ] {
+        let state = failed_after(&mut disk, served);
+        assert_eq!((disk.failures, pause_s(&state)), (in_a_row, Some(pause)));
+    }
+}
+
+#[test]
+fn a_replica_whose_loss_could_not_be_noted_stays_until_it_is() {
+    let mut disk = Memory { noted: Noted::Not, ..Memory::new() };
+    let mut state = failed_after(&mut disk, Duration::ZERO);
+    assert_eq!((pause_s(&state), disk.lost_cache), (None, false));
+    assert!(!state.note_again(&mut disk));
+    assert_eq!(pause_s(&state), None);
+    disk.noted = Noted::Counted;
+    assert!(state.note_again(&mut disk));
+    assert_eq!((pause_s(&state), disk.lost_cache, disk.failures), (Some(0), true, 1));
+    assert!(!state.note_again(&mut disk), "once is enough");
 }
 
 #[test]

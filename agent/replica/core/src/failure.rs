@@ -1,0 +1,97 @@
+//! When the process of a replica that has failed ends, to be started again.
+//!
+//! Only a new process serves again: this one does not know what its disk holds. It must not end before the disk says that data
+//! may be gone. The next process would start in the same boot of the host, and would count as one that has kept everything.
+//! A disk that fails again and again makes its replica leave the volume and come back each time. So the pauses grow.
+
+use std::time::Duration;
+
+/// The pauses before the process ends, by how often in a row the replica has failed. Any disk may have a bad moment: the
+/// first pause is none.
+const PAUSES: [Duration; 4] =
+    [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(600), Duration::from_secs(3600)];
+/// The pause if the disk could not keep the count: it is one that can hardly be written.
+const UNCOUNTED_PAUSE: Duration = Duration::from_secs(600);
+/// Once a process has served for so long, earlier failures do not count any more.
+pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
+
+/// What the disk says after a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Noted {
+    /// Durable: data may be gone, and how often in a row the replica has failed.
+    Counted,
+    /// Durable: data may be gone. The count could not be kept.
+    Uncounted,
+    /// Nothing for sure: the next process in the same boot of the host may not know that data may be gone.
+    Not,
+}
+
+/// Why nothing is served any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What has failed, and how.
+    pub message: String,
+    /// How often in a row the replica has failed, this time included.
+    pub in_a_row: u32,
+    /// What the disk says of it.
+    pub noted: Noted,
+}
+
+impl Failure {
+    /// How long after the failure the process ends, or later if engines are still connected then. None: it must not end.
+    #[must_use]
+    pub fn pause_before_end(&self) -> Option<Duration> {
+        let at = usize::try_from(self.in_a_row.saturating_sub(1)).unwrap_or(usize::MAX);
+        match self.noted {
+            Noted::Counted => Some(PAUSES[at.min(PAUSES.len() - 1)]),
+            Noted::Uncounted => Some(UNCOUNTED_PAUSE),
+            Noted::Not => None,
+        }
+    }
+
+    /// The failure, and what becomes of the process, for people.
+    #[must_use]
+    pub fn outlook(&self) -> String {
+        let Failure { message, in_a_row, .. } = self;
+        let times = if *in_a_row > 1 { format!(" (failure {in_a_row} in a row)") } else { String::new() };
+        match self.pause_before_end() {
+            Some(Duration::ZERO) => format!(
+                "{message}{times}; the process ends once no engine is connected, and is started again"
+            ),
+            Some(pause) => format!(
+                "{message}{times}; the process ends {} s after the failure, once no engine is connected, and is started again",
+                pause.as_secs()
+            ),
+            None => format!(
+                "{message}{times}; that data may be gone could not be noted, so the process stays and answers with errors until \
+                 that is possible; if it is restarted before that and before the host is, rebuild the replica"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pause_s(in_a_row: u32, noted: Noted) -> Option<u64> {
+        let failure = Failure { message: "the disk".to_owned(), in_a_row, noted };
+        failure.pause_before_end().map(|pause| pause.as_secs())
+    }
+
+    #[test]
+    fn pauses_grow_up_to_an_hour() {
+        let pauses = [1, 2, 3, 4, 5, u32::MAX].map(|times| pause_s(times, Noted::Counted));
+        assert_eq!(pauses, [0, 60, 600, 3600, 3600, 3600].map(Some));
+    }
+
+    #[test]
+    fn without_a_count_no_end_is_at_once() {
+        assert_eq!([1, 9].map(|times| pause_s(times, Noted::Uncounted)), [Some(600), Some(600)]);
+    }
+
+    #[test]
+    fn a_loss_that_is_not_noted_keeps_the_process() {
+        assert_eq!([1, 2, 9].map(|times| pause_s(times, Noted::Not)), [None; 3]);
+    }
+}

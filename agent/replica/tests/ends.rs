@@ -1,0 +1,104 @@
+//! A replica whose disk has failed ends, and the next process serves again. Needs root, for mounts; without it these tests say
+//! so and pass.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::disks::{Mounted, break_down, may_mount, move_head};
+use common::*;
+use shorthorn_control::ReplicaSpec;
+
+/// Of a replica that is to be started again.
+const FAILED: i32 = 13;
+
+/// A replica whose head alone lies on a disk that has broken down, and an engine that has heard of it. The rest of the directory
+/// can be written until `meets_it`.
+struct Broken {
+    replica: Replica,
+    client: Client,
+    _head: Mounted,
+    _disk: Mounted,
+}
+
+impl Broken {
+    /// `number`: of the disk under `base`, and of the engine.
+    fn new(base: &Path, spec: &ReplicaSpec, number: u64, prepare: impl FnOnce(&Path)) -> Broken {
+        let mut replica = Replica::start(spec);
+        replica.kill();
+        let (image, point) = (base.join(format!("image-{number}")), base.join(format!("disk-{number}")));
+        let disk = Mounted::ext4(&image, &point, 64 * MIB);
+        let head = move_head(&spec.directory, &disk);
+        let replica = Replica::start(spec);
+        let mut client = replica.open(generation(number));
+        prepare(&spec.directory);
+        break_down(&disk.0);
+        assert_eq!(client.write(4096, &[1; 4096]), Err(libc::EIO));
+        Broken { replica, client, _head: head, _disk: disk }
+    }
+}
+
+#[test]
+fn it_ends_once_no_engine_is_connected_and_serves_again() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let spec = spec(base.path(), MIB);
+    let Broken { replica, mut client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, |_| ());
+    assert_eq!(client.ping(), Err(libc::EIO), "the engine may keep it: its errors go to the writer");
+    let told = replica.status();
+    assert!(told.failed && !told.serving && told.failures == 1, "{told:?}");
+    drop(client);
+    assert_eq!(replica.wait().code(), Some(FAILED));
+    drop(head);
+
+    let mut replica = Replica::start(&spec);
+    let told = replica.status();
+    assert!(told.serving && !told.failed && told.failures == 1, "{told:?}");
+    let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert!(welcome.lost_cache, "what was written before may be gone");
+    client.write(0, &pattern(1, 4096)).unwrap();
+    replica.kill();
+
+    // The next failure in a row, in another process.
+    let Broken { replica, client, .. } = Broken::new(base.path(), &spec, 3, |_| ());
+    let told = replica.status();
+    assert!(told.failed && told.failures == 2 && told.message.contains("60 s"), "{told:?}");
+    drop(client);
+    let (status, refusal) = replica.try_open(generation(4), 0).err().unwrap();
+    assert!(status == libc::EIO && refusal.message.contains("60 s"), "{refusal:?}");
+}
+
+/// Nothing can be put in the place of the note, nor can it be removed.
+fn block_the_note(directory: &Path) -> [PathBuf; 2] {
+    let blocked = [directory.join("shorthorn.boot"), directory.join("shorthorn.boot.tmp")];
+    fs::remove_file(&blocked[0]).unwrap();
+    blocked.iter().for_each(|path| fs::create_dir(path).unwrap());
+    blocked
+}
+
+#[test]
+fn it_stays_until_the_disk_says_that_data_may_be_gone() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let spec = spec(base.path(), MIB);
+    let mut blocked = None;
+    let block = |directory: &Path| blocked = Some(block_the_note(directory));
+    let Broken { replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
+    drop(client);
+    let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
+    assert!(status == libc::EIO && refusal.message.contains("could not be noted"), "{refusal:?}");
+    assert!(replica.status().failed);
+    for path in blocked.unwrap() {
+        fs::remove_dir(path).unwrap();
+    }
+    assert_eq!(replica.wait().code(), Some(FAILED), "it is noted at the next try");
+    drop(head);
+    let replica = Replica::start(&spec);
+    assert!(replica.try_open(generation(3), 0).unwrap().1.lost_cache);
+}

@@ -1,0 +1,166 @@
+//! What is on the disk of a replica beside its data, and how that changes step by step.
+
+use std::collections::BTreeMap;
+
+use fastrand::Rng;
+use shorthorn_regions::{PAGE_BYTES, SetKey};
+use shorthorn_replica_core::{Disk, Found, Noted, ReplicaState, Started, Step};
+use shorthorn_types::{Errno, Regions, ReplicaId};
+use shorthorn_views::ReplicaViews;
+
+use crate::faults::Broken;
+
+/// What is on the disk of a replica beside its data.
+#[derive(Clone, Debug)]
+pub(super) struct Durable {
+    pub me: ReplicaId,
+    pub views: ReplicaViews,
+    /// Those before, if storing these has failed at its end: a loss of power may bring them back.
+    pub views_before: Option<ReplicaViews>,
+    /// The files of its sets of regions.
+    pub sets: BTreeMap<SetKey, Vec<u8>>,
+    pub rebuilding: bool,
+    /// `volume.meta` says to Longhorn that the replica has left a view.
+    pub says_left: bool,
+    /// There is a snapshot below the head.
+    pub has_snapshot: bool,
+    /// The host was off while data was not durable, and not all of that has been made equal since.
+    pub power_was_lost: bool,
+    /// How often in a row the replica has failed.
+    pub failures: u32,
+}
+
+/// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
+pub(super) type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
+
+/// What a disk does for a process that changes what it keeps beside the data.
+pub(super) struct Shelf<'a> {
+    pub durable: &'a mut Durable,
+    pub pages: &'a mut Pages,
+    pub broken: &'a mut BTreeMap<Broken, u32>,
+    pub rng: &'a mut Rng,
+    pub is_full: bool,
+}
+
+impl Disk for Shelf<'_> {
+    type Error = Errno;
+
+    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+        if self.is_full && matches!(step, Step::MakeSet(..)) {
+            return Err(Errno::NO_SPACE);
+        }
+        let breaks = takes_error(self.broken, Broken::State);
+        let is_done = !breaks || self.rng.bool();
+        if is_done {
+            let before = (breaks && matches!(step, Step::SaveViews(_))).then(|| self.durable.views.clone());
+            self.durable.perform(step);
+            self.durable.views_before = before.or_else(|| self.durable.views_before.take());
+            // What is being written goes to the file from before, and not to one that may follow.
+            if let Step::MakeSet(of, _) | Step::RemoveSet(of) = step {
+                self.pages.values_mut().for_each(|(_, key, ..)| *key = key.filter(|key| *key != of));
+            }
+        }
+        // It may be done, and yet the last part of that has failed.
+        if breaks { Err(Errno::IO) } else { Ok(()) }
+    }
+
+    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+        if !takes_error(self.broken, Broken::Note) {
+            return self.durable.note_failure(in_a_row);
+        }
+        match self.rng.u8(0..3) {
+            0 => {
+                self.durable.note_failure(in_a_row);
+                Noted::Uncounted
+            }
+            // It may be noted, and yet the last part of that has failed.
+            1 => {
+                self.durable.note_failure(in_a_row);
+                Noted::Not
+            }
+            _ => Noted::Not,
+        }
+    }
+}
+
+pub(super) fn takes_error(broken: &mut BTreeMap<Broken, u32>, what: Broken) -> bool {
+    let Some(left) = broken.get_mut(&what).filter(|left| **left > 0) else { return false };
+    *left -= 1;
+    true
+}
+
+/// A disk on which nothing fails.
+impl Disk for Durable {
+    type Error = Errno;
+
+    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+        Durable::perform(self, step);
+        Ok(())
+    }
+
+    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+        (self.power_was_lost, self.failures) = (true, in_a_row);
+        Noted::Counted
+    }
+}
+
+impl Durable {
+    fn perform(&mut self, step: Step<'_>) {
+        match step {
+            Step::SaveViews(views) => {
+                let is_member = views.report().views().all(|view| view.members.contains(self.me));
+                assert!(
+                    is_member || self.says_left,
+                    "Longhorn would take it as whole, though it knows it has left"
+                );
+                self.views = views.clone();
+                self.views_before = None;
+            }
+            Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
+            Step::RemoveSet(key) => drop(self.sets.remove(&key)),
+            Step::NoteMadeUpFor => self.power_was_lost = false,
+            Step::NoteLeft => self.says_left = true,
+            Step::NoteJoined => self.says_left = false,
+        }
+    }
+
+    /// What a process that starts makes of it.
+    pub fn start(&mut self, me: ReplicaId, regions: Regions, holds_data: bool) -> ReplicaState {
+        let missed = self.sets.iter().filter_map(|(key, file)| match key {
+            SetKey::Missed(replica) => Some((*replica, file.clone())),
+            SetKey::Intent => None,
+        });
+        let found = Found {
+            me,
+            views: self.views.clone(),
+            regions,
+            epoch: 1,
+            intent: self.sets.get(&SetKey::Intent).cloned(),
+            missed: missed.collect(),
+            holds_data,
+            lost_cache: self.power_was_lost,
+            is_left_noted: self.says_left,
+            failures: self.failures,
+        };
+        match ReplicaState::start(self, found) {
+            Ok(Started { state, .. }) => state,
+            Err(errno) => unreachable!("nothing fails here: {errno}"),
+        }
+    }
+
+    /// The host of the replica is off.
+    pub fn lose_power(&mut self, rng: &mut Rng) {
+        self.power_was_lost = true;
+        if let Some(before) = self.views_before.take().filter(|_| rng.bool()) {
+            self.views = before;
+        }
+    }
+
+    pub fn write_page(&mut self, key: SetKey, page: u32, bytes: &[u8]) {
+        if let Some(file) = self.sets.get_mut(&key) {
+            let at = page as usize * PAGE_BYTES;
+            file.resize(file.len().max(at + PAGE_BYTES), 0);
+            file[at..at + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+}
