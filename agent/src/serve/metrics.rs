@@ -156,6 +156,14 @@ fn show_instances(instances: &[v1::Instance], page: &mut Page) {
             gauges.set(&[("state", word)], number(here));
         }
     }
+    let failures =
+        page.gauges("shorthorn_replica_failures", "How often in a row the disk of a replica has failed");
+    for instance in instances {
+        if let Some(Detail::Replica(replica)) = &instance.detail {
+            let labels = [("volume", replica.volume.as_str()), ("replica", replica.replica_id.as_str())];
+            failures.set(&labels, u64::from(replica.failures));
+        }
+    }
     let engines: Vec<&v1::EngineStatus> = instances
         .iter()
         .filter_map(|instance| match &instance.detail {
@@ -328,7 +336,19 @@ mod tests {
             ..v1::Instance::default()
         };
         let mut page = Page::default();
-        show_instances(&[instance], &mut page);
+        let replica = v1::ReplicaStatus {
+            volume: "v1".into(),
+            replica_id: "0000000a".into(),
+            failures: 2,
+            ..v1::ReplicaStatus::default()
+        };
+        let failed = v1::Instance {
+            kind: InstanceKind::Replica.into(),
+            state: InstanceState::Error.into(),
+            detail: Some(Detail::Replica(replica)),
+            ..v1::Instance::default()
+        };
+        show_instances(&[instance, failed], &mut page);
         let write = IoCounter { operations: 3, bytes: 12288, failed: 1, duration_us: 1500 };
         let counters = IoCounters { write, refused: 2, ..IoCounters::default() };
         show_io(&BTreeMap::from([("v1".parse().unwrap(), counters)]), &mut page);
@@ -340,6 +360,8 @@ mod tests {
         for line in [
             "shorthorn_agent_engines{state=\"running\"} 1\n",
             "shorthorn_agent_replicas{state=\"running\"} 0\n",
+            "shorthorn_agent_replicas{state=\"error\"} 1\n",
+            "shorthorn_replica_failures{volume=\"v1\",replica=\"0000000a\"} 2\n",
             "shorthorn_volume_size_bytes{volume=\"v1\"} 4096\n",
             "shorthorn_volume_replicas_awaited{volume=\"v1\"} 1\n",
             "shorthorn_volume_replica_waits_total{volume=\"v1\",replica=\"0000000c\"} 2\n",

@@ -14,6 +14,7 @@ pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::
         Some(Status::Replica(replica)) if replica.serving => {
             (InstanceState::Running, replica.message.as_str())
         }
+        Some(Status::Replica(replica)) if replica.failed => (InstanceState::Error, replica.message.as_str()),
         Some(Status::Replica(replica)) => (InstanceState::Starting, replica.message.as_str()),
         None => (InstanceState::Starting, ""),
     };
@@ -107,6 +108,7 @@ fn replica(spec: &ReplicaSpec, status: Option<&Status>) -> v1::ReplicaStatus {
     shown.addresses.clone_from(&status.addresses);
     shown.size_bytes = status.size_bytes;
     shown.allocated_bytes = status.allocated_bytes;
+    shown.failures = status.failures;
     shown.generation = status.generation.to_string();
     if let Some(views) = &status.views {
         shown.committed = Some(words::of_view(&views.committed));
