@@ -1,6 +1,7 @@
 //! What the tests of whole processes, the demonstration and the benchmarks share.
 
 pub mod apiserver;
+mod bad_disk;
 mod bare_volume;
 #[allow(clippy::cast_precision_loss)] // figures for people
 pub mod bench;
@@ -22,6 +23,7 @@ mod small_disk;
 mod vm_host;
 mod waiting;
 
+pub use bad_disk::BadDisk;
 pub use bare_volume::{BareVolume, BareVolumeOptions};
 pub use binaries::binary;
 pub use caller::Caller;

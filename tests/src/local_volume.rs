@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Deserializer};
+use shorthorn_control::ReplicaStatus;
 
 use crate::{NbdClient, binary, engine_status, replica_status};
 
@@ -164,9 +165,16 @@ impl LocalVolume {
     /// # Errors
     /// It does not run.
     pub fn replica_pid(&self, index: usize) -> Result<i32> {
+        Ok(self.replica_status(index)?.pid.try_into()?)
+    }
+
+    /// What a replica says of itself.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn replica_status(&self, index: usize) -> Result<ReplicaStatus> {
         let replica = self.ready.replicas.get(index).context("no such replica")?;
-        let control = self.runtime()?.join(format!("{}.control", replica.id));
-        Ok(replica_status(&control)?.pid.try_into()?)
+        replica_status(&self.runtime()?.join(format!("{}.control", replica.id)))
     }
 
     /// The directories of all replicas.

@@ -66,7 +66,7 @@ impl Drop for SmallDisk {
     }
 }
 
-fn run(command: &mut Command) -> Result<()> {
+pub(crate) fn run(command: &mut Command) -> Result<()> {
     let output = command.output().with_context(|| format!("starting {command:?}"))?;
     let told = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{command:?}: {}", told.trim());
