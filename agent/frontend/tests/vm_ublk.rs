@@ -283,7 +283,7 @@ fn devices_belong_to_their_volumes() -> Result<()> {
     guest.end(first, "KILL")?;
     vm.sh("rm /mem/memory.state")?;
     let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
-    vm.sh("sleep 0.5")?;
+    guest.waits_for_disk("dd")?;
     let first = guest.serve("memory", "")?;
     let output = waiting.wait(MINUTE)?;
     ensure!(!output.success(), "a write to the device that was removed: {output}");

@@ -99,6 +99,13 @@ impl Guest {
         Ok(())
     }
 
+    /// Waits until a process of this name waits for a disk.
+    pub fn waits_for_disk(&self, process: &str) -> Result<()> {
+        let is_waiting = format!("ps -o stat= -C {process} | grep -q D");
+        let wait = format!("for n in $(seq 1200); do {is_waiting} && exit; sleep 0.05; done; exit 1");
+        self.vm.sh(&wait).map(drop).with_context(|| format!("{process} does not wait for a disk"))
+    }
+
     pub fn no_io_errors(&self) -> Result<()> {
         let log = self.vm.sh("dmesg | grep -iE 'i/o error|oops:|bug:|warning:|call trace' || true")?;
         ensure!(log.is_empty(), "the kernel complains:\n{log}");
