@@ -11,10 +11,11 @@
 //! the next process, in the same boot, would hear of nothing. With it goes how often in a row the replica has failed, by which
 //! the caller decides how soon the next process is started.
 
+use nix::libc::ENOMEM;
 use serde::{Deserialize, Serialize};
 use shorthorn_chain::{with_check, without_check};
 
-use crate::directory::Directory;
+use crate::directory::{Directory, is_full};
 use crate::error::StoreError;
 
 const BOOT_FILE: &str = "shorthorn.boot";
@@ -111,6 +112,25 @@ impl Boot {
                 removed.map(|()| LossNote::FileRemoved).map_err(|_| error)
             }
         }
+    }
+
+    /// The same result of writes of an opening. A failure is noted as a loss, as the kernel may have told of one by it: the
+    /// next opening would hear of nothing. A lack of space or memory tells of none.
+    pub fn noting(
+        &mut self,
+        directory: &Directory,
+        mut result: Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
+        let tells = match &result {
+            Err(error @ StoreError::Io { .. }) => !is_full(error.errno()) && error.errno().raw() != ENOMEM,
+            Err(StoreError::NotDurable { noted, .. }) => !noted,
+            _ => false,
+        };
+        let is_noted = tells && self.lose(directory, self.failures).is_ok();
+        if let Err(StoreError::NotDurable { noted, .. }) = &mut result {
+            *noted |= is_noted;
+        }
+        result
     }
 }
 

@@ -87,7 +87,8 @@ impl Store {
         Store::open_locked(directory, lock, host, options)
     }
 
-    /// Opens a replica, and finishes or takes back what a crash interrupted.
+    /// Opens a replica, and finishes or takes back what a crash interrupted. A disk that fails at that counts as one that has lost
+    /// data ([`StoreInfo::lost_cache`]) when it is opened again.
     ///
     /// # Errors
     /// [`StoreError`]; the directory is then as it was, unless a repair was under way.
@@ -125,16 +126,17 @@ impl Store {
             guard.known_sizes = layout.short_layers();
         }
         let was_dirty = layout.volume().dirty;
-        let (boot, damage) = Boot::judge(&directory, was_dirty)?;
+        let (mut boot, damage) = Boot::judge(&directory, was_dirty)?;
         let (layout, files, map) = if options.read_only {
             open_chain(&directory, layout, host, Writable::None)?
         } else {
-            executor.run(&steps, &mut guard)?;
+            boot.noting(&directory, executor.run(&steps, &mut guard))?;
             let writable = if copy.is_some() { Writable::All } else { Writable::Head };
             let (mut layout, files, map) = open_chain(&directory, layout, host, writable)?;
-            boot.save(&directory)?;
+            let saved = boot.save(&directory);
+            boot.noting(&directory, saved)?;
             layout.volume_mut().dirty = true;
-            executor.run(&layout.volume_steps(), &mut guard)?;
+            boot.noting(&directory, executor.run(&layout.volume_steps(), &mut guard))?;
             sweep_sums(&directory, |image| layout.disks().contains_key(image))?;
             directory.keep_reserve();
             (layout, files, map)
@@ -161,7 +163,8 @@ impl Store {
             _lock: lock,
         };
         if was_dirty && !options.read_only {
-            store.mend_head()?;
+            let mended = store.mend_head();
+            store.boot.noting(&store.directory, mended)?;
         }
         Ok(store)
     }

@@ -22,9 +22,12 @@ fn prepared(base: &Path) -> PathBuf {
 
 /// A store whose head cannot be made durable.
 fn with_a_failing_disk(path: &Path) -> Store {
-    let fails = |done: &str| done.starts_with("about to sync volume-head");
-    let hook = FaultHook::new(move |done| if fails(done) { Fault::Fail(EIO) } else { Fault::None });
-    Store::open(path, OpenOptions { fault: Some(hook), ..OpenOptions::default() }).unwrap()
+    with_fault(path, "about to sync volume-head", Fault::Fail(EIO)).unwrap()
+}
+
+fn with_fault(path: &Path, at: &'static str, fault: Fault) -> Result<Store, StoreError> {
+    let hook = FaultHook::new(move |done| if done.starts_with(at) { fault } else { Fault::None });
+    Store::open(path, OpenOptions { fault: Some(hook), ..OpenOptions::default() })
 }
 
 fn open(path: &Path) -> Store {
@@ -70,6 +73,28 @@ fn so_is_an_expansion() {
     assert!(store.has_lost_cache_now());
     drop(store);
     assert!(open(&path).info().lost_cache);
+}
+
+/// The kernel tells of a lost write once, and an opening may be the first to hear of it.
+#[test]
+fn so_is_an_opening() {
+    // The head of an expansion that was interrupted, and the mark that the directory is open.
+    for (fails, is_expanding) in
+        [("about to sync volume-head", true), ("SyncFile { name: \"volume.meta.tmp\" }", false)]
+    {
+        let base = scratch();
+        let path = prepared(base.path());
+        let mut store = with_fault(&path, "Grow", Fault::Die).unwrap();
+        store.write_at(&[1; 4096], 0, false).unwrap();
+        if is_expanding {
+            store.expand(2 << 20).unwrap_err();
+        }
+        drop(store); // as if its process had been killed
+        let error = with_fault(&path, fails, Fault::Fail(EIO)).unwrap_err();
+        assert_eq!(error.errno().raw(), EIO, "{error}");
+        let store = open(&path);
+        assert!(store.info().lost_cache && !store.has_lost_cache_now(), "{error}");
+    }
 }
 
 /// Nothing can be written in place of the note.
