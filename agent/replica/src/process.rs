@@ -93,11 +93,15 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     if !there && !spec.create {
         return Err(ReplicaError::Missing(directory.clone()));
     }
+    // With systemd sockets are in /run, which a disk that fails leaves as it is, and which goes with the boot of the host.
+    let loss_note = Some(spec.control_socket.with_extension("lost"));
     let store = if there {
         // One that lacks data serves all the same: it is to be made whole, and says what it is.
-        Store::open(directory, OpenOptions { accept_rebuilding: true, ..OpenOptions::default() })?
+        let options = OpenOptions { accept_rebuilding: true, loss_note, ..OpenOptions::default() };
+        Store::open(directory, options)?
     } else {
-        Store::create(directory, CreateOptions { size_bytes: spec.size_bytes, ..CreateOptions::default() })?
+        let size_bytes = spec.size_bytes;
+        Store::create(directory, CreateOptions { size_bytes, loss_note, ..CreateOptions::default() })?
     };
     for repair in store.info().repairs {
         tracing::warn!("{repair}");

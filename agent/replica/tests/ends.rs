@@ -73,11 +73,51 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
 }
 
 /// Nothing can be put in the place of the note, nor can it be removed.
-fn block_the_note(directory: &Path) -> [PathBuf; 2] {
-    let blocked = [directory.join("shorthorn.boot"), directory.join("shorthorn.boot.tmp")];
-    fs::remove_file(&blocked[0]).unwrap();
-    blocked.iter().for_each(|path| fs::create_dir(path).unwrap());
-    blocked
+struct NoteBlocked {
+    paths: [PathBuf; 2],
+    note: Vec<u8>,
+}
+
+impl NoteBlocked {
+    fn new(directory: &Path) -> NoteBlocked {
+        let paths = [directory.join("shorthorn.boot"), directory.join("shorthorn.boot.tmp")];
+        let note = fs::read(&paths[0]).unwrap();
+        fs::remove_file(&paths[0]).unwrap();
+        paths.iter().for_each(|path| fs::create_dir(path).unwrap());
+        NoteBlocked { paths, note }
+    }
+
+    /// There is no note now.
+    fn end(&self) {
+        self.paths.iter().for_each(|path| fs::remove_dir(path).unwrap());
+    }
+
+    /// The note is as it was.
+    fn restore(&self) {
+        self.end();
+        fs::write(&self.paths[0], &self.note).unwrap();
+    }
+}
+
+#[test]
+fn it_may_end_if_it_can_note_the_loss_beside_its_socket() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let spec = spec(base.path(), MIB);
+    let mut blocked = None;
+    let block = |directory: &Path| blocked = Some(NoteBlocked::new(directory));
+    let Broken { mut replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
+    let told = replica.status();
+    assert!(told.failed && told.message.contains("600 s"), "{told:?}");
+    drop(client);
+    replica.kill();
+    drop(head);
+    blocked.unwrap().restore();
+    let replica = Replica::start(&spec);
+    assert!(replica.try_open(generation(2), 0).unwrap().1.lost_cache);
+    assert!(!base.path().join("control.lost").exists(), "the disk says so now");
 }
 
 #[test]
@@ -88,15 +128,18 @@ fn it_stays_until_the_disk_says_that_data_may_be_gone() {
     let base = base();
     let spec = spec(base.path(), MIB);
     let mut blocked = None;
-    let block = |directory: &Path| blocked = Some(block_the_note(directory));
+    let elsewhere = base.path().join("control.lost");
+    let block = |directory: &Path| {
+        fs::create_dir(&elsewhere).unwrap();
+        blocked = Some(NoteBlocked::new(directory));
+    };
     let Broken { replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
     drop(client);
     let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
     assert!(status == libc::EIO && refusal.message.contains("could not be noted"), "{refusal:?}");
     assert!(replica.status().failed);
-    for path in blocked.unwrap() {
-        fs::remove_dir(path).unwrap();
-    }
+    blocked.unwrap().end();
+    fs::remove_dir(&elsewhere).unwrap();
     assert_eq!(replica.wait().code(), Some(FAILED), "it is noted at the next try");
     drop(head);
     let replica = Replica::start(&spec);

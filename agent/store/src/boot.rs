@@ -9,7 +9,12 @@
 //!
 //! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it is told:
 //! the next process, in the same boot, would hear of nothing. With it goes how often in a row the replica has failed, by which
-//! the caller decides how soon the next process is started.
+//! the caller decides how soon the next process is started. A file system that has given up takes no note: then it is made
+//! outside of the directory, and has to last no longer than the boot of the host.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
 
 use nix::libc::ENOMEM;
 use serde::{Deserialize, Serialize};
@@ -32,6 +37,9 @@ pub(crate) struct Boot {
     /// It was lost in this process: nothing here makes up for it.
     #[serde(skip)]
     is_lost_now: bool,
+    /// See [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
+    #[serde(skip)]
+    elsewhere: Option<PathBuf>,
 }
 
 /// What has become of the note that data may be gone.
@@ -41,6 +49,8 @@ pub enum LossNote {
     Written,
     /// It could not be written. The file is removed, which means the same, and the count with it.
     FileRemoved,
+    /// Nothing in the directory could be changed. It is noted in [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
+    Elsewhere,
 }
 
 /// The content of the file.
@@ -55,7 +65,18 @@ enum Found {
 impl Boot {
     /// What holds in a directory that is being opened, and was found as `was_dirty` says. Beside it what is wrong with the
     /// file.
-    pub fn judge(directory: &Directory, was_dirty: bool) -> Result<(Boot, Option<String>), StoreError> {
+    pub fn judge(
+        directory: &Directory,
+        was_dirty: bool,
+        elsewhere: Option<PathBuf>,
+    ) -> Result<(Boot, Option<String>), StoreError> {
+        let (mut boot, damage) = Boot::judge_file(directory, was_dirty)?;
+        boot.lost_cache |= elsewhere.as_deref().is_some_and(may_exist);
+        boot.elsewhere = elsewhere;
+        Ok((boot, damage))
+    }
+
+    fn judge_file(directory: &Directory, was_dirty: bool) -> Result<(Boot, Option<String>), StoreError> {
         // Without the kernel's word every boot is another one.
         let boot_id = std::fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
         let Some(bytes) = directory.read(BOOT_FILE)? else {
@@ -68,6 +89,19 @@ impl Boot {
             return Ok((judge(&Found::Damaged, boot_id, was_dirty), Some(note)));
         };
         Ok((judge(&Found::Boot(found), boot_id, was_dirty), None))
+    }
+
+    /// Writes it down. A note elsewhere is not needed any more then.
+    ///
+    /// # Errors
+    /// An I/O error; a note elsewhere stays.
+    pub fn take_over(&self, directory: &Directory) -> Result<(), StoreError> {
+        self.save(directory)?;
+        if let Some(note) = &self.elsewhere {
+            // If it stays, the next opening counts as one after a loss: that does no harm.
+            drop(fs::remove_file(note));
+        }
+        Ok(())
     }
 
     /// Writes it down.
@@ -99,17 +133,22 @@ impl Boot {
     }
 
     /// Data may be gone from now on, whatever becomes of the note; the replica has failed so often in a row. If that cannot be
-    /// written, the file is removed: an open directory without it counts as one that has lost data too.
+    /// written, the file is removed: an open directory without it counts as one that has lost data too. If that is not
+    /// possible either, it is noted elsewhere.
     ///
     /// # Errors
-    /// Neither is durable: the error of the note.
+    /// Nothing of that is durable: the error of the note.
     pub fn lose(&mut self, directory: &Directory, failures: u32) -> Result<LossNote, StoreError> {
         (self.lost_cache, self.is_lost_now, self.failures) = (true, true, failures);
         match self.save(directory) {
             Ok(()) => Ok(LossNote::Written),
             Err(error) => {
                 let removed = directory.unlink(BOOT_FILE).and_then(|()| directory.sync());
-                removed.map(|()| LossNote::FileRemoved).map_err(|_| error)
+                if removed.is_ok() {
+                    return Ok(LossNote::FileRemoved);
+                }
+                let noted = self.elsewhere.as_deref().is_some_and(|note| leave_note(note).is_ok());
+                if noted { Ok(LossNote::Elsewhere) } else { Err(error) }
             }
         }
     }
@@ -134,6 +173,17 @@ impl Boot {
     }
 }
 
+/// Whether there is a file, as far as anybody can say.
+fn may_exist(file: &Path) -> bool {
+    !fs::symlink_metadata(file).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+}
+
+/// Makes the file. It may lie on the disk that has failed: it counts only if the disk says that it is durable.
+fn leave_note(file: &Path) -> io::Result<()> {
+    File::create(file)?.sync_all()?;
+    File::open(file.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
+}
+
 fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
     let (same_boot, lost_before, failures) = match found {
         Found::Nothing => (false, false, 0),
@@ -142,7 +192,7 @@ fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
         }
         Found::Damaged => (false, true, 0),
     };
-    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), failures, is_lost_now: false }
+    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), failures, ..Boot::default() }
 }
 
 #[cfg(test)]

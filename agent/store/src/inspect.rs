@@ -251,7 +251,7 @@ fn lost_cache(
     epoch: u64,
     problems: &mut Vec<Problem>,
 ) -> Result<bool, StoreError> {
-    let (boot, damage) = Boot::judge(directory, volume.dirty)?;
+    let (boot, damage) = Boot::judge(directory, volume.dirty, None)?;
     problems.extend(damage.map(|damage| problem(Severity::Repair, damage)));
     if !boot.lost_cache() {
         return Ok(false);

@@ -1,6 +1,7 @@
 //! How a store is created and opened.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// For a new replica.
@@ -10,6 +11,8 @@ pub struct CreateOptions {
     pub size_bytes: u64,
     /// When it was made, RFC 3339 in UTC; `None` is now.
     pub created: Option<String>,
+    /// See [`OpenOptions::loss_note`].
+    pub loss_note: Option<PathBuf>,
     /// Stops or fails in the middle; for crash tests.
     pub fault: Option<FaultHook>,
 }
@@ -24,6 +27,10 @@ pub struct OpenOptions {
     /// Take layers that are shorter than the one above although nothing tells of an expansion. The
     /// sizes are remembered, so that it need be said only once.
     pub accept_short_layers: bool,
+    /// Where it is noted that data may be gone if nothing in the directory can be changed, as after a file system has given up. A
+    /// file that is not there yet, on another file system, which keeps it until the host is restarted: `/run` does. Whoever
+    /// opens the directory next has to name the same file.
+    pub loss_note: Option<PathBuf>,
     /// Stops or fails in the middle; for crash tests.
     pub fault: Option<FaultHook>,
 }

@@ -83,7 +83,8 @@ impl Store {
             Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
         let mut guard = Guard::new();
         executor.run(&operation.steps, &mut guard)?;
-        let options = OpenOptions { fault: options.fault, ..OpenOptions::default() };
+        let CreateOptions { fault, loss_note, .. } = options;
+        let options = OpenOptions { fault, loss_note, ..OpenOptions::default() };
         Store::open_locked(directory, lock, host, options)
     }
 
@@ -126,14 +127,14 @@ impl Store {
             guard.known_sizes = layout.short_layers();
         }
         let was_dirty = layout.volume().dirty;
-        let (mut boot, damage) = Boot::judge(&directory, was_dirty)?;
+        let (mut boot, damage) = Boot::judge(&directory, was_dirty, options.loss_note.clone())?;
         let (layout, files, map) = if options.read_only {
             open_chain(&directory, layout, host, Writable::None)?
         } else {
             boot.noting(&directory, executor.run(&steps, &mut guard))?;
             let writable = if copy.is_some() { Writable::All } else { Writable::Head };
             let (mut layout, files, map) = open_chain(&directory, layout, host, writable)?;
-            let saved = boot.save(&directory);
+            let saved = boot.take_over(&directory);
             boot.noting(&directory, saved)?;
             layout.volume_mut().dirty = true;
             boot.noting(&directory, executor.run(&layout.volume_steps(), &mut guard))?;
@@ -342,9 +343,9 @@ impl Store {
     }
 
     /// Data that was written, and is not durable, may be gone: the disk has failed. Durable on return, so that the
-    /// next opening says so, in this boot of the host too; and whatever is returned, it holds for this store, and
-    /// nothing makes up for it here. To be called before anybody hears of the failure. `failures`: how often in a row the
-    /// replica has failed.
+    /// next opening says so, in this boot of the host too, with [`OpenOptions::loss_note`] if nothing in the directory can be
+    /// changed; and whatever is returned, it holds for this store, and nothing makes up for it here. To be called before
+    /// anybody hears of the failure. `failures`: how often in a row the replica has failed.
     ///
     /// # Errors
     /// An I/O error: the next process may not know of it.

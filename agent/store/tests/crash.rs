@@ -26,7 +26,8 @@ struct View {
 
 /// A chain `a` ← `b` ← `c` ← head with a side branch on `a`; `b` is removed. All layers overlap.
 fn prepare(path: &Path) {
-    let options = CreateOptions { size_bytes: SIZE_BYTES, created: Some(TIME.to_owned()), fault: None };
+    let options =
+        CreateOptions { size_bytes: SIZE_BYTES, created: Some(TIME.to_owned()), ..CreateOptions::default() };
     let mut store = Store::create(path, options).unwrap();
     let write = |store: &mut Store, seed: u64, offset: u64, length: usize| {
         store.write_at(&pattern(seed, length), offset, false).unwrap();
@@ -321,7 +322,10 @@ fn create() {
     for steps in 1.. {
         let path = directory.path().join(format!("case-{steps}"));
         let (hook, _) = after(steps, Fault::Die);
-        let options = |fault| CreateOptions { size_bytes: SIZE_BYTES, created: Some(TIME.to_owned()), fault };
+        let options = |fault| {
+            let created = Some(TIME.to_owned());
+            CreateOptions { size_bytes: SIZE_BYTES, created, fault, ..CreateOptions::default() }
+        };
         if Store::create(&path, options(Some(hook))).is_ok() {
             assert!(steps > 10);
             break;

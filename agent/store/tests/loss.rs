@@ -151,3 +151,28 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
     drop(store);
     assert!(open(&path).info().lost_cache);
 }
+
+/// As after a file system has given up: nothing in the directory can be changed.
+#[test]
+fn where_nothing_can_be_changed_it_is_noted_elsewhere() {
+    let base = scratch();
+    let path = prepared(base.path());
+    let note = base.path().join("lost");
+    let open = || {
+        let options = OpenOptions { loss_note: Some(note.clone()), ..OpenOptions::default() };
+        Store::open(&path, options).unwrap()
+    };
+    let mut store = open();
+    let blocked = [path.join("shorthorn.boot.tmp"), path.join("shorthorn.boot")];
+    let boot = std::fs::read(&blocked[1]).unwrap();
+    std::fs::remove_file(&blocked[1]).unwrap();
+    blocked.iter().for_each(|path| std::fs::create_dir(path).unwrap());
+    assert_eq!(store.note_lost_cache(1).unwrap(), LossNote::Elsewhere);
+    drop(store);
+    blocked.iter().for_each(|path| std::fs::remove_dir(path).unwrap());
+    std::fs::write(&blocked[1], boot).unwrap();
+    let store = open();
+    assert!(store.info().lost_cache && !note.exists(), "the directory says so now");
+    drop(store);
+    assert!(open().info().lost_cache);
+}

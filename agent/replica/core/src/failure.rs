@@ -20,7 +20,7 @@ pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 pub enum Noted {
     /// Durable: data may be gone, and how often in a row the replica has failed.
     Counted,
-    /// Durable: data may be gone. The count could not be kept.
+    /// Data may be gone: durable, or for as long as the boot of the host. The count could not be kept.
     Uncounted,
     /// Nothing for sure: the next process in the same boot of the host may not know that data may be gone.
     Not,

@@ -121,7 +121,7 @@ impl Disk for Shelf<'_> {
         let is_first = !self.store.has_lost_cache_now();
         match self.store.note_lost_cache(in_a_row) {
             Ok(LossNote::Written) => Noted::Counted,
-            Ok(LossNote::FileRemoved) => Noted::Uncounted,
+            Ok(LossNote::FileRemoved | LossNote::Elsewhere) => Noted::Uncounted,
             Err(error) if is_first => {
                 tracing::error!(%error, "that data may be gone could not be noted");
                 Noted::Not
