@@ -68,8 +68,11 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     let told = replica.status();
     assert!(told.failed && told.failures == 2 && told.message.contains("60 s"), "{told:?}");
     drop(client);
+    let (status, refusal) = replica.try_open(generation(3), 0).err().unwrap();
+    assert!(status == libc::EIO && refusal.message.contains("60 s"), "the same engine: {refusal:?}");
     let (status, refusal) = replica.try_open(generation(4), 0).err().unwrap();
-    assert!(status == libc::EIO && refusal.message.contains("60 s"), "{refusal:?}");
+    assert!(status == libc::EIO && refusal.message.contains("10 s"), "it may need it: {refusal:?}");
+    assert_eq!(replica.wait().code(), Some(FAILED));
 }
 
 /// Nothing can be put in the place of the note, nor can it be removed.

@@ -2,7 +2,8 @@
 //!
 //! Only a new process serves again: this one does not know what its disk holds. It must not end before the disk says that data
 //! may be gone. The next process would start in the same boot of the host, and would count as one that has kept everything.
-//! A disk that fails again and again makes its replica leave the volume and come back each time. So the pauses grow.
+//! A disk that fails again and again makes its replica leave the volume and come back each time. So the pauses grow. But an engine
+//! that starts may need the replica: all disks of a volume may have failed together, and work again.
 
 use std::time::Duration;
 
@@ -12,6 +13,9 @@ const PAUSES: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(600), Duration::from_secs(3600)];
 /// The pause if the disk could not keep the count: it is one that can hardly be written.
 const UNCOUNTED_PAUSE: Duration = Duration::from_secs(600);
+/// The pause at most if an engine asks for the replica that came after the failure: its volume may not start without it. A replica
+/// that fails again at once still meets no start limit of a supervisor.
+const ASKED_PAUSE: Duration = Duration::from_secs(10);
 /// Once a process has served for so long, earlier failures do not count any more.
 pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 
@@ -35,6 +39,8 @@ pub struct Failure {
     pub in_a_row: u32,
     /// What the disk says of it.
     pub noted: Noted,
+    /// Whether an engine that came later has asked for the replica.
+    pub is_asked_for: bool,
 }
 
 impl Failure {
@@ -42,11 +48,12 @@ impl Failure {
     #[must_use]
     pub fn pause_before_end(&self) -> Option<Duration> {
         let at = usize::try_from(self.in_a_row.saturating_sub(1)).unwrap_or(usize::MAX);
-        match self.noted {
-            Noted::Counted => Some(PAUSES[at.min(PAUSES.len() - 1)]),
-            Noted::Uncounted => Some(UNCOUNTED_PAUSE),
-            Noted::Not => None,
-        }
+        let pause = match self.noted {
+            Noted::Counted => PAUSES[at.min(PAUSES.len() - 1)],
+            Noted::Uncounted => UNCOUNTED_PAUSE,
+            Noted::Not => return None,
+        };
+        Some(if self.is_asked_for { pause.min(ASKED_PAUSE) } else { pause })
     }
 
     /// The failure, and what becomes of the process, for people.
@@ -75,7 +82,10 @@ mod tests {
     use super::*;
 
     fn pause_s(in_a_row: u32, noted: Noted) -> Option<u64> {
-        let failure = Failure { message: "the disk".to_owned(), in_a_row, noted };
+        pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, noted, is_asked_for: false })
+    }
+
+    fn pause_s_of(failure: &Failure) -> Option<u64> {
         failure.pause_before_end().map(|pause| pause.as_secs())
     }
 
@@ -93,5 +103,13 @@ mod tests {
     #[test]
     fn a_loss_that_is_not_noted_keeps_the_process() {
         assert_eq!([1, 2, 9].map(|times| pause_s(times, Noted::Not)), [None; 3]);
+    }
+    #[test]
+    fn an_engine_that_comes_later_does_not_wait_for_long() {
+        let asked = |in_a_row, noted| {
+            pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, noted, is_asked_for: true })
+        };
+        assert_eq!([1, 2, 9].map(|times| asked(times, Noted::Counted)), [Some(0), Some(10), Some(10)]);
+        assert_eq!([Noted::Uncounted, Noted::Not].map(|noted| asked(1, noted)), [Some(10), None]);
     }
 }

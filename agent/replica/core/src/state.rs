@@ -80,7 +80,7 @@ impl ReplicaState {
             let in_a_row = self.failures.saturating_add(1);
             let noted = disk.note_failure(in_a_row);
             self.is_loss_noted = true;
-            self.failure = Some(Failure { message, in_a_row, noted });
+            self.failure = Some(Failure { message, in_a_row, noted, is_asked_for: false });
         }
     }
 
@@ -91,6 +91,17 @@ impl ReplicaState {
         };
         failure.noted = disk.note_failure(failure.in_a_row);
         failure.noted != Noted::Not
+    }
+
+    /// An engine of `generation` asks for a replica that has failed. The engine that has served it may leave it out; one that starts
+    /// may need it. Whether the process ends sooner by that.
+    pub fn asked_by(&mut self, generation: Generation) -> bool {
+        let is_newer = generation > self.views.generation();
+        let Some(failure) = self.failure.as_mut().filter(|failure| is_newer && !failure.is_asked_for) else {
+            return false;
+        };
+        failure.is_asked_for = true;
+        true
     }
 
     /// An engine of `generation` opens the replica, or the node of older ones is fenced. It is stored before anybody is let in

@@ -24,7 +24,7 @@ use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, Failure, ReplicaState, is_
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{AllocatedRuns, CopyLayer, FileIndex, ReadSegment, Store, StoreError};
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
-use shorthorn_types::{ByteRange, Errno, Regions};
+use shorthorn_types::{ByteRange, Errno, Generation, Regions};
 use shorthorn_wire::{Flags, Header, Opcode};
 
 use self::buffers::Buffers;
@@ -355,6 +355,11 @@ impl Executor {
     /// Why nothing is served any more, if that is so.
     pub fn failure(&self) -> Option<&Failure> {
         self.state.failure()
+    }
+
+    /// See [`ReplicaState::asked_by`].
+    pub fn asked_by(&mut self, generation: Generation) -> bool {
+        self.state.asked_by(generation)
     }
 
     /// Whether the process has served for so long that earlier failures do not count any more.

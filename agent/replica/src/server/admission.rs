@@ -21,6 +21,9 @@ impl Server {
         if self.stopping {
             return self.refuse(place, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
         }
+        if self.executor.asked_by(place.generation) {
+            self.publish_failure();
+        }
         if let Some(message) = self.failed() {
             return self.refuse(place, candidate, Errno::IO, message);
         }

@@ -425,6 +425,22 @@ fn a_replica_whose_loss_could_not_be_noted_stays_until_it_is() {
 }
 
 #[test]
+fn an_engine_that_starts_later_ends_the_pause() {
+    let mut disk = Memory { failures: 2, ..Memory::new() };
+    let mut state = disk.start();
+    state.fence(&mut disk, Generation::new(5, 1)).unwrap();
+    assert!(!state.asked_by(Generation::new(6, 1)), "it has not failed");
+    state.fail(&mut disk, "again".to_owned());
+    for left_out in [Generation::new(5, 1), Generation::new(4, 9)] {
+        assert!(!state.asked_by(left_out));
+    }
+    assert_eq!(pause_s(&state), Some(600));
+    assert!(state.asked_by(Generation::new(5, 2)));
+    assert_eq!(pause_s(&state), Some(10));
+    assert!(!state.asked_by(Generation::new(5, 2)), "once is enough");
+}
+
+#[test]
 fn a_member_with_data_is_never_made_anew() {
     let (_, state) = opened();
     assert_eq!(state.may_be_made_anew(false, true, false), Err(Denied::IsMember(id(1))));
