@@ -1,5 +1,5 @@
-//! The frontend nbd on a real kernel, in a virtual machine that has no ublk. These tests fail where VMs cannot
-//! run.
+//! The frontend nbd on real kernels, in a virtual machine: most of them on Debian 12's, which has no ublk. These tests
+//! fail where VMs cannot run.
 
 mod guest;
 
@@ -65,9 +65,10 @@ fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
     guest.no_io_errors()
 }
 
+/// On a kernel whose driver knows WRITE_ZEROES: Linux 6.12 or later.
 #[test]
 fn every_request_does_what_it_says() -> Result<()> {
-    let guest = start()?;
+    let guest = Guest::start(Kernel::Ublk, "nbd")?;
     let vm = &guest.vm;
     // The kernel writes nothing back by itself for an hour. 0 would have it look at once for too many dirty pages.
     vm.sh("cd /proc/sys/vm && echo 360000 | tee dirty_writeback_centisecs >dirty_expire_centisecs")?;
@@ -142,7 +143,16 @@ fn kernel_lines(guest: &Guest, pattern: &str) -> Result<usize> {
 
 #[test]
 fn killed_under_load_and_back_without_an_error() -> Result<()> {
-    let guest = start()?;
+    killed_under_load(Kernel::Nbd)
+}
+
+#[test]
+fn killed_under_load_and_back_without_an_error_on_the_newest_kernel() -> Result<()> {
+    killed_under_load(Kernel::Newest)
+}
+
+fn killed_under_load(kernel: Kernel) -> Result<()> {
+    let guest = Guest::start(kernel, "nbd")?;
     let mut pid = guest.serve("memory", "--queues 1")?;
     timer_is_short(&guest)?;
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount {NODE} /mnt/m"))?;
@@ -216,7 +226,7 @@ fn a_server_that_hangs_keeps_its_connection() -> Result<()> {
 
 #[test]
 fn a_server_of_several_queues_that_hangs_gets_its_connections_back() -> Result<()> {
-    let guest = start()?;
+    let guest = Guest::start(Kernel::Ublk, "nbd")?;
     let pid = guest.serve("memory", "--queues 2")?;
     let fio = guest.start_fio(NODE, "randwrite", 40)?;
     requests_are_in_flight(&guest)?;

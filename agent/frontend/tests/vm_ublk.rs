@@ -17,7 +17,16 @@ fn start() -> Result<Guest> {
 
 #[test]
 fn the_block_layer_sees_what_we_offer() -> Result<()> {
-    let guest = start()?;
+    the_block_layer_sees(Kernel::Ublk)
+}
+
+#[test]
+fn the_newest_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
+    the_block_layer_sees(Kernel::Newest)
+}
+
+fn the_block_layer_sees(kernel: Kernel) -> Result<()> {
+    let guest = Guest::start(kernel, "ublk")?;
     let pid = guest.serve("memory", "--queues 8 --depth 64")?;
     let read = |file: &str| guest.vm.sh(&format!("cat /sys/block/ublkb0/{file}"));
     for (file, expected) in [
@@ -49,8 +58,20 @@ fn the_block_layer_sees_what_we_offer() -> Result<()> {
     guest.vm.sh(&format!("test -e /run/udev/data/b{number}")).context("udev was not waited for")?;
 
     guest.vm.sh(&format!("kill -USR1 {pid}; for n in $(seq 600); do grep -q 'volume has' /mem/memory.err && exit; sleep 0.05; done; exit 1"))?;
-    let refusal = guest.vm.sh("cat /mem/memory.err")?;
-    ensure!(refusal.contains("can not resize a device that is in use"), "{refusal}");
+    let said = guest.vm.sh("cat /mem/memory.err")?;
+    let sectors = read("size")?;
+    if kernel == Kernel::Newest {
+        let grown = SIZE_BYTES + (64 << 20);
+        ensure!(said.contains(&format!("the volume has {grown} bytes")), "{said}");
+        ensure!(sectors == (grown / 512).to_string(), "{sectors} sectors: {said}");
+        guest.vm.sh(&format!(
+            "dd if={NODE} of=/dev/null bs=1M skip={} count=64 iflag=direct status=none",
+            SIZE_BYTES >> 20
+        ))?;
+    } else {
+        ensure!(said.contains("can not resize a device that is in use"), "{said}");
+        ensure!(sectors == (SIZE_BYTES / 512).to_string(), "{sectors} sectors: {said}");
+    }
     guest.end(pid, "TERM")?;
     guest.vm.sh(&format!("test ! -e {NODE} && test ! -e /dev/ublkb0 && test ! -e /dev/ublkc0"))?;
     guest.no_io_errors()
@@ -137,7 +158,16 @@ fn file_systems_and_who_uses_them() -> Result<()> {
 
 #[test]
 fn killed_under_load_and_back_without_an_error() -> Result<()> {
-    let guest = start()?;
+    killed_under_load(Kernel::Ublk)
+}
+
+#[test]
+fn killed_under_load_and_back_without_an_error_on_the_newest_kernel() -> Result<()> {
+    killed_under_load(Kernel::Newest)
+}
+
+fn killed_under_load(kernel: Kernel) -> Result<()> {
+    let guest = Guest::start(kernel, "ublk")?;
     let mut pid = guest.serve("memory", "")?;
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount -o discard {NODE} /mnt/m"))?;
     let fio = guest.start_fio("/mnt/m/file", "randwrite", 20)?;
@@ -178,10 +208,19 @@ fn left_to_the_next_process_again_and_again() -> Result<()> {
     guest.no_io_errors()
 }
 
-/// No command waits to be cancelled: the driver notices the end of the process by the timer of a request.
 #[test]
 fn ended_with_every_tag_taken() -> Result<()> {
-    let guest = start()?;
+    every_tag_taken(Kernel::Ublk)
+}
+
+#[test]
+fn ended_with_every_tag_taken_on_the_newest_kernel() -> Result<()> {
+    every_tag_taken(Kernel::Newest)
+}
+
+/// No command waits to be cancelled: some drivers notice the end of the process by the timer of a request only.
+fn every_tag_taken(kernel: Kernel) -> Result<()> {
+    let guest = Guest::start(kernel, "ublk")?;
     let options = "--queues 1 --depth 4";
     let mut pid = guest.serve("memory", options)?;
     let fio = guest.start_fio(NODE, "randwrite", 60)?;

@@ -18,7 +18,7 @@ struct Arguments {
     /// Only prepares the machine (agent and controller run, a disk is added) and gives a root shell in it.
     #[arg(long)]
     shell: bool,
-    /// The kernel of the machine: ublk (with ublk and NBD) or nbd (with NBD only).
+    /// The kernel of the machine: ublk (Debian 13's, with ublk and NBD), nbd (Debian 12's, with NBD only) or newest.
     #[arg(long, default_value = "ublk")]
     kernel: String,
 }
@@ -39,7 +39,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     let kernel = match arguments.kernel.as_str() {
         "ublk" => Kernel::Ublk,
         "nbd" => Kernel::Nbd,
-        other => bail!("--kernel {other}: use ublk or nbd"),
+        "newest" => Kernel::Newest,
+        other => bail!("--kernel {other}: use ublk, nbd or newest"),
     };
     let mut steps = Steps { start: Instant::now(), number: 0 };
     steps.say("Starting a virtual machine with its own Linux kernel, agent and controller")?;

@@ -16,7 +16,7 @@ pub fn check_template(kernel: Kernel) -> Result<String> {
     let uname = vm.sh("uname -r")?;
     let ready = started.elapsed();
 
-    let expected = Image::open()?.kernel_version()?;
+    let expected = Image::open()?.kernel_version(kernel)?;
     ensure!(uname == expected, "the guest runs kernel {uname}, not {expected}");
     let state = vm.run("systemctl is-system-running")?.text();
     if state.trim() != "running" {
@@ -27,15 +27,11 @@ pub fn check_template(kernel: Kernel) -> Result<String> {
     let has_ublk = loads(&vm, "ublk_drv", "/dev/ublk-control")?;
     let has_nbd = loads(&vm, "nbd", "/dev/nbd0")?;
     ensure!(
-        has_ublk == (kernel == Kernel::Ublk),
+        has_ublk == kernel.has_ublk(),
         "a VM for {kernel} {} ublk",
         if has_ublk { "has" } else { "has no" }
     );
-    ensure!(
-        has_nbd == (kernel != Kernel::Iscsi),
-        "a VM for {kernel} {} NBD",
-        if has_nbd { "has" } else { "has no" }
-    );
+    ensure!(has_nbd == kernel.has_nbd(), "a VM for {kernel} {} NBD", if has_nbd { "has" } else { "has no" });
     Ok(format!(
         "{kernel}: kernel {uname}, systemd running, ublk {has_ublk}, nbd {has_nbd}, \
          first command after {:.1} s",

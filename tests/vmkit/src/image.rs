@@ -1,4 +1,4 @@
-//! The disk image, kernel and initramfs that all VMs boot.
+//! The disk image, kernels and initramfs that all VMs boot.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use crate::cache;
-use crate::machine::{Accelerator, QEMU};
+use crate::machine::{Accelerator, Kernel, QEMU};
 use crate::process::wait_at_most;
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../vm/build-image");
@@ -89,12 +89,20 @@ impl Image {
         self.dir.join("root.img")
     }
 
-    /// The exact version of the guest's kernel, as `uname -r` prints it.
-    pub fn kernel_version(&self) -> Result<String> {
-        let path = self.dir.join("kernel-version");
+    pub(crate) fn kernel_dir(&self, kernel: Kernel) -> PathBuf {
+        kernel_dir(&self.dir, kernel)
+    }
+
+    /// The exact version of a guest's kernel, as `uname -r` prints it.
+    pub fn kernel_version(&self, kernel: Kernel) -> Result<String> {
+        let path = self.kernel_dir(kernel).join("version");
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(text.trim().to_owned())
     }
+}
+
+fn kernel_dir(image: &Path, kernel: Kernel) -> PathBuf {
+    image.join("kernels").join(kernel.build())
 }
 
 fn build(arguments: &[&str]) -> Result<PathBuf> {
@@ -131,15 +139,16 @@ fn kvm_boots(dir: &Path) -> Result<bool> {
         return Ok(false);
     }
     let console = dir.join("kvm-probe.log");
+    let kernel = kernel_dir(dir, Kernel::Ublk);
     let mut qemu = Command::new(QEMU)
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
         .args(["-machine", "q35,accel=kvm", "-cpu", "host", "-smp", "2", "-m", "512M"])
         .arg("-serial")
         .arg(format!("file:{}", console.display()))
         .arg("-kernel")
-        .arg(dir.join("vmlinuz"))
+        .arg(kernel.join("vmlinuz"))
         .arg("-initrd")
-        .arg(dir.join("initramfs.gz"))
+        .arg(kernel.join("initramfs.gz"))
         .args(["-append", "console=ttyS0 quiet shorthorn.probe"])
         .stdin(Stdio::null())
         .stdout(Stdio::null())

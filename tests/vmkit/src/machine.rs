@@ -23,14 +23,16 @@ pub const DISK_BUS: &str = "disks.0";
 /// The name QEMU gives the port forwarding on its command line and in its tables.
 pub const CONTROL_NETWORK: &str = "control";
 
-/// Which block drivers the guest's kernel offers.
+/// Which kernel the guest boots, by the block drivers that it offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
-    /// ublk and NBD.
+    /// Debian 13's, Linux 6.12: ublk and NBD.
     Ublk,
-    /// NBD, no ublk.
+    /// Debian 12's, Linux 6.1: NBD, no ublk.
     Nbd,
-    /// Neither: only iSCSI is left.
+    /// The newest kernel in Debian's archive: ublk and NBD.
+    Newest,
+    /// Debian 13's without both drivers: only iSCSI is left.
     Iscsi,
 }
 
@@ -40,19 +42,38 @@ impl Kernel {
         match self {
             Self::Ublk => "ublk",
             Self::Nbd => "nbd",
+            Self::Newest => "newest",
             Self::Iscsi => "iscsi",
         }
     }
 
     /// The kernel of that name.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Ublk, Self::Nbd, Self::Iscsi].into_iter().find(|kernel| kernel.name() == name)
+        [Self::Ublk, Self::Nbd, Self::Newest, Self::Iscsi].into_iter().find(|kernel| kernel.name() == name)
+    }
+
+    /// Its name in the disk image.
+    pub(crate) fn build(self) -> &'static str {
+        match self {
+            Self::Ublk | Self::Iscsi => "debian13",
+            Self::Nbd => "debian12",
+            Self::Newest => "newest",
+        }
+    }
+
+    /// Whether it has the driver ublk.
+    pub(crate) fn has_ublk(self) -> bool {
+        matches!(self, Self::Ublk | Self::Newest)
+    }
+
+    /// Whether it has the driver nbd.
+    pub(crate) fn has_nbd(self) -> bool {
+        self != Self::Iscsi
     }
 
     fn blacklist(self) -> &'static str {
         match self {
-            Self::Ublk => "",
-            Self::Nbd => " module_blacklist=ublk_drv",
+            Self::Ublk | Self::Nbd | Self::Newest => "",
             Self::Iscsi => " module_blacklist=ublk_drv,nbd",
         }
     }
@@ -205,10 +226,11 @@ pub fn hardware_arguments(hardware: Hardware, image: &Image) -> Vec<OsString> {
     }
     add("-display", "none");
     add("-append", &command_line(hardware.kernel));
+    let kernel = image.kernel_dir(hardware.kernel);
     arguments.push("-kernel".into());
-    arguments.push(image.dir().join("vmlinuz").into());
+    arguments.push(kernel.join("vmlinuz").into());
     arguments.push("-initrd".into());
-    arguments.push(image.dir().join("initramfs.gz").into());
+    arguments.push(kernel.join("initramfs.gz").into());
     arguments
 }
 

@@ -20,7 +20,8 @@ Usage: shorthorn-vm COMMAND
   run [OPTIONS] -- CMD ...  run one command in a new VM, end with its exit status
 
 Options of shell and run:
-  --kernel ublk|nbd|iscsi   block drivers the kernel offers (default: ublk)
+  --kernel KERNEL           ublk (Debian 13's, the default), nbd (Debian 12's),
+                            newest, or iscsi (neither driver)
   --push HOST:GUEST         copy a file or a folder into the VM (repeatable)
   --data-disk ext4|xfs      a disk of 16 GiB at /var/lib/longhorn
   --icount                  virtual time counts instructions
@@ -72,7 +73,7 @@ fn prepare_all(arguments: &[String]) -> Result<ExitCode> {
 }
 
 fn check() -> Result<ExitCode> {
-    for kernel in [Kernel::Ublk, Kernel::Nbd] {
+    for kernel in [Kernel::Ublk, Kernel::Nbd, Kernel::Newest] {
         let line = check_template(kernel).with_context(|| format!("the {kernel} template"))?;
         println!("{line}");
     }
@@ -126,7 +127,7 @@ impl Options {
                 "--kernel" => {
                     let name = value()?;
                     kernel = Kernel::from_name(name)
-                        .with_context(|| format!("{name} is not ublk, nbd or iscsi"))?;
+                        .with_context(|| format!("{name} is not ublk, nbd, newest or iscsi"))?;
                 }
                 "--push" => {
                     let pair = value()?;

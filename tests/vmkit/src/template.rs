@@ -75,7 +75,9 @@ impl Template {
 
 /// Bakes the templates that the tests and benchmarks use.
 pub fn prepare(image: &Image, mut progress: impl FnMut(&str)) -> Result<()> {
-    for (kernel, icount) in [(Kernel::Ublk, false), (Kernel::Nbd, false), (Kernel::Ublk, true)] {
+    for (kernel, icount) in
+        [(Kernel::Ublk, false), (Kernel::Nbd, false), (Kernel::Newest, false), (Kernel::Ublk, true)]
+    {
         let started = Instant::now();
         Template::open(image, standard_hardware(image, kernel, icount))?;
         let clock = if icount { " with icount" } else { "" };

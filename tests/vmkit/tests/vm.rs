@@ -18,6 +18,12 @@ fn the_ublk_template_has_ublk_and_nbd() -> Result<()> {
 }
 
 #[test]
+fn the_newest_template_has_ublk_and_nbd() -> Result<()> {
+    println!("{}", check_template(Kernel::Newest)?);
+    Ok(())
+}
+
+#[test]
 fn the_nbd_template_has_nbd_only() -> Result<()> {
     println!("{}", check_template(Kernel::Nbd)?);
     Ok(())
