@@ -202,6 +202,14 @@ pub(crate) fn write_back(volume: &VolumeName, path: PathBuf) {
     }
 }
 
+/// Number of the disk `name` (as in /sys/block); None if it does not exist.
+///
+/// # Errors
+/// What sysfs answers.
+pub(crate) fn disk_number(name: &str) -> io::Result<Option<DeviceNumber>> {
+    Ok(disk_of(&Path::new(SYSFS).join("block").join(name))?.map(|(number, _)| number))
+}
+
 /// Size of the disk `name` (as in /sys/block) in bytes; None where there is none.
 ///
 /// # Errors

@@ -19,6 +19,7 @@ use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::Service;
 use super::sysfs;
+use crate::leftovers::remove_node_first;
 use crate::node::{self, DeviceNumber, UdevBefore};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Parked, Prepared, QueueFrontend,
@@ -174,9 +175,9 @@ fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), Front
         }
     }
     let number = sysfs::number(index).map_err(|source| system(action(), source))?;
-    disconnect(index).map_err(|source| system(action(), source))?;
-    // Whoever still has it open keeps it looking alive for a moment: its name must not be in the new one's way.
-    node::remove(device_dir, volume, number)
+    remove_node_first(device_dir, volume, Some(number), || {
+        disconnect(index).map_err(|source| system(action(), source))
+    })
 }
 
 /// Disconnects device `index` and waits until it is gone.
@@ -315,7 +316,12 @@ impl Device for NbdDevice {
         let path = self.bring_up(index, new, before.as_ref());
         if path.is_err() && new {
             self.closed.store(true, Ordering::Release);
-            if let Err(error) = disconnect(index) {
+            let number = self.number.take();
+            let removed = remove_node_first(&self.device_dir, &self.volume, number, || {
+                disconnect(index)
+                    .map_err(|source| system(format!("disconnect {}", sysfs::name(index)), source))
+            });
+            if let Err(error) = removed {
                 tracing::warn!(index, %error, "nbd: a device that did not come up can not be taken away");
             }
             self.record.kernel_id = None;

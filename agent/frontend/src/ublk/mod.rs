@@ -85,7 +85,7 @@ pub fn prepare_ublk(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
     let info = match previous {
         Some(info) => info,
         None => {
-            recovery::clear(&mut control, &spec.volume)?;
+            recovery::clear(&mut control, &spec.volume, &spec.device_dir)?;
             add(&mut control, spec)?
         }
     };

@@ -29,6 +29,7 @@
 
 use std::fs;
 use std::io;
+use std::path::Path;
 use std::time::Duration;
 
 use shorthorn_types::VolumeName;
@@ -36,7 +37,8 @@ use shorthorn_types::VolumeName;
 use super::abi::{self, DeviceInfo};
 use super::control::Control;
 use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
-use crate::{FrontendError, probe, queue_attribute, wait};
+use crate::leftovers::remove_node_first;
+use crate::{FrontendError, node, probe, queue_attribute, wait};
 
 /// How long the descriptors of a dead process may take to be closed. Its memory has to be given back first, and
 /// what it had in flight on a slow disk has to end.
@@ -107,22 +109,26 @@ fn needs_timer(release: &str) -> bool {
     matches!(probe::version(release), [Some(6), Some(7..=14), _])
 }
 
-/// Stops and deletes every device of `volume`: what an engine left behind that does not come back. Requests that
-/// wait there fail. Returns how many devices there were.
+/// Stops and deletes every device of `volume`, each after its node in `device_dir`: what an engine left behind that does
+/// not come back. Requests that wait there fail. Returns how many devices there were.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where a living process serves one.
-pub fn remove_leftovers(volume: &VolumeName) -> Result<usize, FrontendError> {
+pub fn remove_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize, FrontendError> {
     let mut control = match Control::open() {
         // No driver, no devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
         opened => opened.map_err(during(format!("open {}", super::CONTROL_PATH)))?,
     };
-    clear(&mut control, volume)
+    clear(&mut control, volume, device_dir)
 }
 
 /// [`remove_leftovers`] with an open control device.
-pub(super) fn clear(control: &mut Control, volume: &VolumeName) -> Result<usize, FrontendError> {
+pub(super) fn clear(
+    control: &mut Control,
+    volume: &VolumeName,
+    device_dir: &Path,
+) -> Result<usize, FrontendError> {
     let action = || format!("look for ublk devices that were left behind for {volume}");
     let mut removed = 0;
     for id in devices().map_err(during(action()))? {
@@ -140,9 +146,12 @@ pub(super) fn clear(control: &mut Control, volume: &VolumeName) -> Result<usize,
             return Err(FrontendError::Refused { action: action(), reason });
         }
         tracing::info!(%volume, id, state = info.state, "removing a ublk device that was left behind");
-        let stopped = control.run(abi::CMD_STOP_DEV, id, 0, STOP_LIMIT);
-        unless_gone(stopped).map_err(during(format!("stop ublkb{id}, left behind for {volume}")))?;
-        delete(control, id)?;
+        let number = node::disk_number(&format!("ublkb{id}")).map_err(during(action()))?;
+        remove_node_first(device_dir, volume, number, || {
+            let stopped = control.run(abi::CMD_STOP_DEV, id, 0, STOP_LIMIT);
+            unless_gone(stopped).map_err(during(format!("stop ublkb{id}, left behind for {volume}")))?;
+            delete(control, id)
+        })?;
         removed += 1;
     }
     Ok(removed)
