@@ -61,8 +61,12 @@ impl Control {
 
     /// Runs a command that needs no more than one number.
     pub(crate) fn run(&mut self, command: u32, id: u32, value: u64, limit: Duration) -> io::Result<()> {
+        let header = ControlCommand { id, length_bytes: 0, address: 0, value };
         // SAFETY: the command has no memory.
-        unsafe { self.submit(command, ControlCommand { id, length_bytes: 0, address: 0, value }, limit) }
+        match unsafe { self.submit(command, header, limit) } {
+            Outcome::Ended(result) => result,
+            Outcome::NotQueued(error) | Outcome::GivenUp(error) => Err(error),
+        }
     }
 
     /// Runs a command that reads or writes a `T`.
@@ -70,23 +74,18 @@ impl Control {
         let length_bytes = u16::try_from(size_of::<T>()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let data = Box::into_raw(Box::new(data));
         let header = ControlCommand { id, length_bytes, address: data.addr() as u64, value: 0 };
-        // SAFETY: the memory is on the heap and is given back only once the command has ended.
-        let ended = unsafe { self.submit(command, header, limit) };
-        if ended.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-            // The kernel may still write there: the memory is lost, for the rest of the process.
-            return Err(wait::timed_out(limit));
-        }
-        // SAFETY: it came from Box::into_raw above, and any bits that the kernel wrote are a valid T.
-        let data = unsafe { Box::from_raw(data) };
-        ended.map(|()| *data)
+        // SAFETY: the memory is on the heap, and take_back leaves it alone unless the kernel is done with it.
+        let outcome = unsafe { self.submit(command, header, limit) };
+        // SAFETY: the pointer came from Box::into_raw above, and any bits that the kernel wrote are a valid T.
+        unsafe { take_back(data, outcome) }
     }
 
     /// Submits a command and waits for its end.
     ///
     /// # Safety
-    /// The memory at the command's address stays valid until the command has ended: after
-    /// [`io::ErrorKind::TimedOut`] it has not.
-    unsafe fn submit(&mut self, command: u32, header: ControlCommand, limit: Duration) -> io::Result<()> {
+    /// The memory at the command's address stays valid until the command has ended: for ever after
+    /// [`Outcome::GivenUp`].
+    unsafe fn submit(&mut self, command: u32, header: ControlCommand, limit: Duration) -> Outcome {
         self.newest += 1;
         let entry = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), command)
             .cmd(header.encode())
@@ -95,7 +94,9 @@ impl Control {
             .flags(squeue::Flags::ASYNC)
             .user_data(self.newest);
         // SAFETY: promised by the caller; the descriptor lives as long as the ring.
-        unsafe { self.ring.submission().push(&entry) }.map_err(|_| io::ErrorKind::ResourceBusy)?;
+        if unsafe { self.ring.submission().push(&entry) }.is_err() {
+            return Outcome::NotQueued(io::ErrorKind::ResourceBusy.into());
+        }
         let deadline = Instant::now() + limit;
         loop {
             let rest = deadline.saturating_duration_since(Instant::now());
@@ -104,20 +105,46 @@ impl Control {
             let newest = self.newest;
             let done = self.ring.completion().find(|completion| completion.user_data() == newest);
             if let Some(completion) = done {
-                return match completion.result() {
+                return Outcome::Ended(match completion.result() {
                     result if result < 0 => Err(io::Error::from_raw_os_error(-result)),
                     _ => Ok(()),
-                };
+                });
             }
             match entered {
                 Err(error) if !matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {
-                    return Err(error);
+                    return Outcome::GivenUp(error);
                 }
-                _ if rest.is_zero() => return Err(wait::timed_out(limit)),
+                _ if rest.is_zero() => return Outcome::GivenUp(wait::timed_out(limit)),
                 _ => {}
             }
         }
     }
+}
+
+/// How far a command got.
+enum Outcome {
+    /// The kernel has never seen it, and will not.
+    NotQueued(io::Error),
+    /// The kernel is done with it.
+    Ended(io::Result<()>),
+    /// The kernel works on it, or finds it in the submission queue when the ring is entered again.
+    GivenUp(io::Error),
+}
+
+/// Frees the memory that a command was given and returns what is in it, if the command has ended well. The memory of
+/// a command that was given up is leaked on purpose: the kernel may still read and write it.
+///
+/// # Safety
+/// `data` is from [`Box::into_raw`], and the command of `outcome` is the only one that was given it.
+unsafe fn take_back<T>(data: *mut T, outcome: Outcome) -> io::Result<T> {
+    let ended = match outcome {
+        Outcome::GivenUp(error) => return Err(error),
+        Outcome::NotQueued(error) => Err(error),
+        Outcome::Ended(result) => result,
+    };
+    // SAFETY: from Box::into_raw, as promised by the caller, and the kernel has no pointer to it any more.
+    let data = unsafe { Box::from_raw(data) };
+    ended.map(|()| *data)
 }
 
 /// Integers without gaps between them: every pattern of bits is a valid value.
@@ -131,3 +158,62 @@ unsafe impl Plain for u64 {}
 unsafe impl Plain for DeviceInfo {}
 // SAFETY: as above.
 unsafe impl Plain for Params {}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// A ring whose commands go to /dev/null, which answers every one at once.
+    fn control(ring: IoUring<squeue::Entry128, cqueue::Entry>) -> Control {
+        Control { file: File::open("/dev/null").unwrap(), ring, newest: 0 }
+    }
+
+    #[test]
+    fn memory_that_the_kernel_may_still_use_is_never_freed() {
+        let held = |outcome| {
+            let value = Arc::new(());
+            let data = Box::into_raw(Box::new(Arc::clone(&value)));
+            // SAFETY: from Box::into_raw, and there is no command.
+            let taken = unsafe { take_back(data, outcome) };
+            let is_ok = taken.is_ok();
+            drop(taken);
+            (is_ok, Arc::strong_count(&value) > 1)
+        };
+        let error = || io::Error::from_raw_os_error(libc::EIO);
+        assert_eq!(held(Outcome::Ended(Ok(()))), (true, false));
+        assert_eq!(held(Outcome::Ended(Err(error()))), (false, false));
+        assert_eq!(held(Outcome::NotQueued(error())), (false, false));
+        assert_eq!(held(Outcome::GivenUp(error())), (false, true));
+    }
+
+    #[test]
+    fn a_command_that_ended_was_not_given_up() {
+        let mut control = control(IoUring::builder().build(RING_ENTRIES).unwrap());
+        let header = ControlCommand { id: 0, length_bytes: 0, address: 0, value: 0 };
+        // SAFETY: the command has no memory.
+        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT) };
+        assert!(matches!(outcome, Outcome::Ended(_)));
+    }
+
+    #[test]
+    fn a_command_in_a_ring_that_cannot_be_entered_was_given_up() {
+        // Its submission queue takes entries, and io_uring_enter answers EBADFD.
+        let mut control = control(IoUring::builder().setup_r_disabled().build(RING_ENTRIES).unwrap());
+        let header = ControlCommand { id: 0, length_bytes: 0, address: 0, value: 0 };
+        // SAFETY: the command has no memory.
+        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT) };
+        let Outcome::GivenUp(error) = outcome else { panic!("the entry is in the submission queue") };
+        assert_eq!(error.raw_os_error(), Some(libc::EBADFD));
+        // The kernel would find the next ones behind it, until the queue is full.
+        for _ in 1..RING_ENTRIES {
+            assert!(control.run(abi::CMD_GET_FEATURES, 0, 0, LIMIT).is_err());
+        }
+        // SAFETY: the command has no memory.
+        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT) };
+        assert!(matches!(outcome, Outcome::NotQueued(_)));
+    }
+}
