@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! memory_device --frontend ublk|nbd|socket|auto --backing FILE --size BYTES --state FILE
-//!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR] [--fault killed|stalled]
+//!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR] [--fault killed|mapped|stalled]
 //!               [--task-work cooperative]
 //! ```
 //!
@@ -49,11 +49,13 @@ struct Options {
 }
 
 /// What goes wrong between preparing the device and serving it.
-#[derive(PartialEq)]
+#[derive(Clone, Copy, PartialEq)]
 enum Fault {
     None,
     /// The process dies.
     Killed,
+    /// The process dies when a queue has mapped its descriptors, before it has fetched a tag.
+    Mapped,
     /// The queues never start.
     Stalled,
 }
@@ -80,7 +82,8 @@ fn main() -> Result<(), Anything> {
     let mut threads = Vec::new();
     for queue in queues.into_iter().filter(|_| options.fault != Fault::Stalled) {
         let task_work = options.task_work.unwrap_or_else(|| queue.task_work());
-        threads.push(serve_on_thread(queue, (record.depth, task_work), &backing, &stopping)?);
+        let how = How { depth: record.depth, task_work, fault: options.fault };
+        threads.push(serve_on_thread(queue, how, &backing, &stopping)?);
     }
     let path = device.go_live()?;
     let record = device.record(); // an NBD device has its number only now
@@ -149,6 +152,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Anythin
             "--device-dir" => options.spec.device_dir = value.into(),
             "--task-work" if value == "cooperative" => options.task_work = Some(TaskWork::Cooperative),
             "--fault" if value == "killed" => options.fault = Fault::Killed,
+            "--fault" if value == "mapped" => options.fault = Fault::Mapped,
             "--fault" if value == "stalled" => options.fault = Fault::Stalled,
             _ => return Err(format!("unknown option {name} {value}").into()),
         }
@@ -201,16 +205,24 @@ fn store(path: &Path, record: &DeviceRecord) -> Result<(), Anything> {
     Ok(fs::rename(new, path)?)
 }
 
+/// How a queue is served.
+#[derive(Clone, Copy)]
+struct How {
+    depth: u16,
+    task_work: TaskWork,
+    fault: Fault,
+}
+
 fn serve_on_thread(
     frontend: Box<dyn QueueFrontend>,
-    (depth, task_work): (u16, TaskWork),
+    how: How,
     file: &Arc<File>,
     stopping: &Arc<AtomicBool>,
 ) -> Result<(JoinHandle<io::Result<()>>, Waker), Anything> {
     let (wake, waker) = Wake::new()?;
     let (file, stopping) = (Arc::clone(file), Arc::clone(stopping));
     let thread = thread::Builder::new().name("queue".into()).spawn(move || {
-        let served = serve(frontend, (depth, task_work), &file, &wake, &stopping);
+        let served = serve(frontend, how, &file, &wake, &stopping);
         if let Err(error) = &served {
             eprintln!("a queue has failed: {error}");
         }
@@ -221,7 +233,7 @@ fn serve_on_thread(
 
 fn serve(
     mut frontend: Box<dyn QueueFrontend>,
-    (depth, task_work): (u16, TaskWork),
+    How { depth, task_work, fault }: How,
     file: &File,
     wake: &Wake,
     stopping: &AtomicBool,
@@ -242,6 +254,10 @@ fn serve(
         requests: &mut requests,
         refusals: &mut refusals,
     })?;
+    if fault == Fault::Mapped {
+        // What it has asked the ring for, the kernel has not seen yet.
+        raise(Signal::SIGKILL)?;
+    }
     while !stopping.load(Ordering::Acquire) {
         refusals.clear();
         for request in requests.drain(..) {

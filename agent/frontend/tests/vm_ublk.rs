@@ -264,6 +264,51 @@ fn killed_during_a_recovery() -> Result<()> {
     guest.no_io_errors()
 }
 
+/// Before Linux 6.15 the driver takes no other process after that.
+#[test]
+fn killed_between_mapping_and_fetching() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    let pid = guest.serve("memory", "")?;
+    let waiting = vm.spawn(&format!(
+        "dd if={NODE} of=/dev/null bs=4k count=1 iflag=direct status=none; kill -KILL {pid}; touch /mem/killed; \
+         dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"
+    ))?;
+    vm.sh("for n in $(seq 600); do test -e /mem/killed && exit; sleep 0.05; done; exit 1")?;
+    let dies = guest.command("memory", "--fault mapped");
+    let output = vm.run(&dies)?;
+    ensure!(output.status == 137, "{output}");
+    // At once, not when START_LIMIT is over.
+    let output = vm.run(&format!("timeout --signal=KILL 25 {}", guest.command("memory", "")))?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status == 1 && stderr.contains("resume the device ublkb0 of memory"), "{output}");
+    ensure!(stderr.contains("a process has died while it took the device over"), "{output}");
+    ensure!(stderr.contains("detach the volume"), "{output}");
+    // As a detachment and the next attachment do.
+    vm.sh("rm /mem/memory.state")?;
+    let pid = guest.serve("memory", "")?;
+    let output = waiting.wait(MINUTE)?;
+    ensure!(!output.success(), "a write to the device that was removed: {output}");
+    vm.sh(&format!("dd if={NODE} of=/dev/null bs=1M count=1 iflag=direct status=none"))?;
+    guest.end(pid, "TERM")
+}
+
+#[test]
+fn killed_between_mapping_and_fetching_on_the_newest_kernel() -> Result<()> {
+    let guest = Guest::start(Kernel::Newest, "ublk")?;
+    let pid = guest.serve("memory", "")?;
+    let fio = guest.start_fio(NODE, "randwrite", 5)?;
+    guest.vm.sh("sleep 2")?;
+    guest.end(pid, "KILL")?;
+    let output = guest.vm.run(&guest.command("memory", "--fault mapped"))?;
+    ensure!(output.status == 137, "{output}");
+    let pid = guest.serve("memory", "")?;
+    let output = fio.wait(10 * MINUTE)?;
+    ensure!(output.success(), "fio: {output}");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
 #[test]
 fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     let guest = start()?;
@@ -276,6 +321,7 @@ fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status == 1 && stderr.contains("start the device ublkb0"), "{output}");
     ensure!(stderr.contains("no answer within 30s"), "{output}");
+    ensure!(stderr.contains("0 of 2 have fetched their tags"), "{output}");
     let pid = guest.serve("memory", "")?;
     ensure!(vm.sh("ls /sys/class/ublk-char | wc -l")? == "1", "the device that never started is still there");
     guest.end(pid, "TERM")?;

@@ -19,6 +19,8 @@ use crate::wait;
 pub(crate) const CONTROL_PATH: &str = "/dev/ublk-control";
 /// Commands that may be under way at once: one, beside those that were given up.
 const RING_ENTRIES: u32 = 8;
+/// How often a command that waits for others is looked at.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// `/dev/ublk-control` with a ring of 128-byte submissions, which its commands need.
 pub(crate) struct Control {
@@ -61,9 +63,21 @@ impl Control {
 
     /// Runs a command that needs no more than one number.
     pub(crate) fn run(&mut self, command: u32, id: u32, value: u64, limit: Duration) -> io::Result<()> {
+        self.run_unless(command, id, value, limit, || false)
+    }
+
+    /// [`Control::run`], given up early if `is_hopeless`: with [`io::ErrorKind::Interrupted`].
+    pub(crate) fn run_unless(
+        &mut self,
+        command: u32,
+        id: u32,
+        value: u64,
+        limit: Duration,
+        is_hopeless: impl Fn() -> bool,
+    ) -> io::Result<()> {
         let header = ControlCommand { id, length_bytes: 0, address: 0, value };
         // SAFETY: the command has no memory.
-        match unsafe { self.submit(command, header, limit) } {
+        match unsafe { self.submit(command, header, limit, is_hopeless) } {
             Outcome::Ended(result) => result,
             Outcome::NotQueued(error) | Outcome::GivenUp(error) => Err(error),
         }
@@ -75,17 +89,23 @@ impl Control {
         let data = Box::into_raw(Box::new(data));
         let header = ControlCommand { id, length_bytes, address: data.addr() as u64, value: 0 };
         // SAFETY: the memory is on the heap, and take_back leaves it alone unless the kernel is done with it.
-        let outcome = unsafe { self.submit(command, header, limit) };
+        let outcome = unsafe { self.submit(command, header, limit, || false) };
         // SAFETY: the pointer came from Box::into_raw above, and any bits that the kernel wrote are a valid T.
         unsafe { take_back(data, outcome) }
     }
 
-    /// Submits a command and waits for its end.
+    /// Submits a command and waits for its end, unless `is_hopeless`.
     ///
     /// # Safety
     /// The memory at the command's address stays valid until the command has ended: for ever after
     /// [`Outcome::GivenUp`].
-    unsafe fn submit(&mut self, command: u32, header: ControlCommand, limit: Duration) -> Outcome {
+    unsafe fn submit(
+        &mut self,
+        command: u32,
+        header: ControlCommand,
+        limit: Duration,
+        is_hopeless: impl Fn() -> bool,
+    ) -> Outcome {
         self.newest += 1;
         let entry = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), command)
             .cmd(header.encode())
@@ -100,7 +120,8 @@ impl Control {
         let deadline = Instant::now() + limit;
         loop {
             let rest = deadline.saturating_duration_since(Instant::now());
-            let timespec = Timespec::new().sec(rest.as_secs()).nsec(rest.subsec_nanos());
+            let pause = rest.min(LOOK_INTERVAL);
+            let timespec = Timespec::new().sec(pause.as_secs()).nsec(pause.subsec_nanos());
             let entered = self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec));
             let newest = self.newest;
             let done = self.ring.completion().find(|completion| completion.user_data() == newest);
@@ -114,6 +135,7 @@ impl Control {
                 Err(error) if !matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {
                     return Outcome::GivenUp(error);
                 }
+                _ if is_hopeless() => return Outcome::GivenUp(io::ErrorKind::Interrupted.into()),
                 _ if rest.is_zero() => return Outcome::GivenUp(wait::timed_out(limit)),
                 _ => {}
             }
@@ -195,7 +217,7 @@ mod tests {
         let mut control = control(IoUring::builder().build(RING_ENTRIES).unwrap());
         let header = ControlCommand { id: 0, length_bytes: 0, address: 0, value: 0 };
         // SAFETY: the command has no memory.
-        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT) };
+        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
         assert!(matches!(outcome, Outcome::Ended(_)));
     }
 
@@ -205,7 +227,7 @@ mod tests {
         let mut control = control(IoUring::builder().setup_r_disabled().build(RING_ENTRIES).unwrap());
         let header = ControlCommand { id: 0, length_bytes: 0, address: 0, value: 0 };
         // SAFETY: the command has no memory.
-        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT) };
+        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
         let Outcome::GivenUp(error) = outcome else { panic!("the entry is in the submission queue") };
         assert_eq!(error.raw_os_error(), Some(libc::EBADFD));
         // The kernel would find the next ones behind it, until the queue is full.
@@ -213,7 +235,7 @@ mod tests {
             assert!(control.run(abi::CMD_GET_FEATURES, 0, 0, LIMIT).is_err());
         }
         // SAFETY: the command has no memory.
-        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT) };
+        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
         assert!(matches!(outcome, Outcome::NotQueued(_)));
     }
 }

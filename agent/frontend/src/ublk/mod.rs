@@ -9,6 +9,7 @@
 
 mod abi;
 mod control;
+mod fetching;
 mod privilege;
 mod queue;
 mod recovery;
@@ -28,6 +29,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_
 
 use abi::{DeviceInfo, ParamBasic, ParamDiscard, Params};
 use control::Control;
+use fetching::Fetching;
 use queue::UblkQueue;
 
 use crate::node::DeviceNumber;
@@ -144,6 +146,7 @@ fn assemble(
         }
     };
     let size_bytes = Arc::new(AtomicU64::new(spec.size_bytes));
+    let fetching = Arc::new(Fetching::default());
     let queue = |number| {
         UblkQueue::new(
             Arc::clone(&character_device),
@@ -151,6 +154,7 @@ fn assemble(
             info.depth,
             info.max_io_bytes,
             Arc::clone(&size_bytes),
+            Arc::clone(&fetching),
         )
     };
     let queues = (0..info.queues).map(|number| Box::new(queue(number)) as Box<dyn QueueFrontend>).collect();
@@ -161,6 +165,7 @@ fn assemble(
         info,
         recovered,
         size_bytes,
+        fetching,
         character_device: Some(character_device),
         number: None,
     };
@@ -262,6 +267,8 @@ struct UblkDevice {
     recovered: bool,
     /// Shared with the queues.
     size_bytes: Arc<AtomicU64>,
+    /// Shared with the queues.
+    fetching: Arc<Fetching>,
     /// Shared with the queues; given up by [`Device::stop`].
     character_device: Option<Arc<OwnedFd>>,
     /// Known once it is live.
@@ -283,9 +290,27 @@ impl UblkDevice {
             true => (abi::CMD_END_USER_RECOVERY, "resume"),
             false => (abi::CMD_START_DEV, "start"),
         };
-        self.control
-            .run(command, self.info.id, u64::from(process::id()), START_LIMIT)
-            .map_err(during(format!("{verb} the device {} of {}", self.kernel_name(), self.volume)))
+        let pid = u64::from(process::id());
+        let has_failed = || self.fetching.failure().is_some();
+        let started = self.control.run_unless(command, self.info.id, pid, START_LIMIT, has_failed);
+        started.map_err(|source| self.not_started(verb, source))
+    }
+
+    /// Says what a start waits for.
+    fn not_started(&self, verb: &str, source: io::Error) -> FrontendError {
+        let action = format!("{verb} the device {} of {}", self.kernel_name(), self.volume);
+        if let Some(failure) = self.fetching.failure() {
+            return FrontendError::Refused { action, reason: failure.to_owned() };
+        }
+        let (fetched, queues) = (self.fetching.queues(), self.info.queues);
+        if source.kind() == io::ErrorKind::TimedOut && fetched < queues {
+            let hint = format!(
+                ": the driver waits for all queues, and {fetched} of {queues} have fetched their tags; the thread of \
+                 another one hangs or has ended, and the log of this process has the reason"
+            );
+            return FrontendError::System { action: action + &hint, source };
+        }
+        during(action)(source)
     }
 
     /// A device that was taken over has the size that its last process gave it. The volume may have grown since.

@@ -15,6 +15,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_
 use shorthorn_types::{ByteRange, Errno};
 
 use super::abi::{self, IoCommand, IoDescriptor};
+use super::fetching::{Fetching, cannot_map};
 use super::privilege;
 use crate::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE, probe};
 
@@ -39,6 +40,8 @@ pub(super) struct UblkQueue {
     is_parked: bool,
     /// Tags that the driver will give no more requests for.
     ended: usize,
+    /// Tells the control half how far this queue is.
+    fetching: Arc<Fetching>,
     /// The character device. Gone once all tags have ended: a deletion of the device waits for that.
     device: Option<Arc<OwnedFd>>,
     /// Mapped from the start of the queue until all tags have ended.
@@ -53,6 +56,7 @@ impl UblkQueue {
         depth: u16,
         max_io_bytes: u32,
         size_bytes: Arc<AtomicU64>,
+        fetching: Arc<Fetching>,
     ) -> UblkQueue {
         UblkQueue {
             queue,
@@ -66,9 +70,35 @@ impl UblkQueue {
             },
             is_parked: false,
             ended: 0,
+            fetching,
             device: Some(device),
             descriptors: None,
         }
+    }
+
+    /// Maps the descriptors and asks for a request with every tag.
+    fn fetch_all(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
+        let (depth, needed) = (self.success.len(), self.max_io_bytes as usize);
+        if io.arena.slots() < depth || io.arena.slot_bytes() < needed {
+            let problem = format!(
+                "the arena of queue {} has {} slots of {} bytes; the device needs {depth} of {needed}",
+                self.queue,
+                io.arena.slots(),
+                io.arena.slot_bytes()
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
+        }
+        let Some(device) = &self.device else { return Err(io::ErrorKind::NotConnected.into()) };
+        if let Err(error) = privilege::drop_sys_admin() {
+            tracing::warn!(%error, queue = self.queue, "the kernel may look for partitions in the volume: CAP_SYS_ADMIN cannot be given up");
+        }
+        // Not earlier: the driver lets no other process map them any more.
+        let mapped = Descriptors::map(device.as_fd(), self.queue, depth);
+        self.descriptors = Some(mapped.map_err(|error| cannot_map(self.queue, &error))?);
+        for tag in (0..).take(depth) {
+            self.submit(io, abi::IO_FETCH_REQ, tag, 0);
+        }
+        Ok(())
     }
 
     /// Gives `tag` to the driver.
@@ -126,26 +156,9 @@ impl QueueFrontend for UblkQueue {
     }
 
     fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
-        let (depth, needed) = (self.success.len(), self.max_io_bytes as usize);
-        if io.arena.slots() < depth || io.arena.slot_bytes() < needed {
-            let problem = format!(
-                "the arena of queue {} has {} slots of {} bytes; the device needs {depth} of {needed}",
-                self.queue,
-                io.arena.slots(),
-                io.arena.slot_bytes()
-            );
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
-        }
-        let Some(device) = &self.device else { return Err(io::ErrorKind::NotConnected.into()) };
-        if let Err(error) = privilege::drop_sys_admin() {
-            tracing::warn!(%error, queue = self.queue, "the kernel may look for partitions in the volume: CAP_SYS_ADMIN cannot be given up");
-        }
-        // Not earlier: the driver lets no other process map them any more.
-        self.descriptors = Some(Descriptors::map(device.as_fd(), self.queue, depth)?);
-        for tag in (0..).take(depth) {
-            self.submit(io, abi::IO_FETCH_REQ, tag, 0);
-        }
-        Ok(())
+        let started = self.fetch_all(io);
+        self.fetching.note(&started);
+        started
     }
 
     fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()> {
@@ -162,7 +175,9 @@ impl QueueFrontend for UblkQueue {
             result => {
                 let source = io::Error::from_raw_os_error(-result);
                 let problem = format!("the ublk driver refuses tag {tag} of queue {}: {source}", self.queue);
-                return Err(io::Error::new(source.kind(), problem));
+                let error = io::Error::new(source.kind(), problem);
+                self.fetching.fail(&error);
+                return Err(error);
             }
         }
         Ok(())

@@ -23,9 +23,10 @@
 //! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every device
 //! carries the identity of its volume in the field that the driver keeps for its server.
 //!
-//! Known gap (Linux 6.12): where the new process dies as well, after some of its tags were fetched and before all
-//! were, the driver takes no third process, and the device can only be stopped. That is why a queue maps and
-//! fetches in one go, and why this is the last thing that a starting engine does.
+//! Known gap (before Linux 6.15): where the new process dies as well, after a queue has mapped its descriptors and before
+//! all of its tags were fetched, the driver takes no third process, and the device can only be stopped. That is why a
+//! queue maps and fetches in one go, and why this is the last thing that a starting engine does. The third process says
+//! so: see `fetching.rs`.
 
 use std::fs;
 use std::io;
