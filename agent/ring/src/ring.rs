@@ -49,6 +49,8 @@ pub struct Ring {
     overflow: VecDeque<Entry>,
     /// [`ENTER_NO_IOWAIT`], if the kernel knows it.
     no_iowait: u32,
+    /// For the entry of [`Ring::timer`], until the kernel has read it.
+    expiration: Box<Timespec>,
 }
 
 impl std::fmt::Debug for Ring {
@@ -85,7 +87,12 @@ impl Ring {
             other => other?,
         };
         let no_iowait = no_iowait_of(&ring);
-        Ok(Ring { ring, overflow: VecDeque::with_capacity(entries as usize), no_iowait })
+        Ok(Ring {
+            ring,
+            overflow: VecDeque::with_capacity(entries as usize),
+            no_iowait,
+            expiration: Box::default(),
+        })
     }
 
     /// Leaves the ring to the kernel, which closes it when the process has ended. A driver that has commands of this ring
@@ -203,6 +210,21 @@ impl Ring {
         unsafe { self.push(entry, token) }
     }
 
+    /// Completes once when there is something to read from a descriptor, or to accept; at once if there is already.
+    pub fn readable(&mut self, fd: RawFd, token: Token) {
+        let entry = opcode::PollAdd::new(Fd(fd), u32::from(libc::POLLIN.cast_unsigned())).build();
+        // SAFETY: no memory involved.
+        unsafe { self.push(entry, token) }
+    }
+
+    /// Completes once, `after` that time. One timer at a time: the time of the newest holds for all that are not submitted yet.
+    pub fn timer(&mut self, after: Duration, token: Token) {
+        *self.expiration = Timespec::new().sec(after.as_secs()).nsec(after.subsec_nanos());
+        let entry = opcode::Timeout::new(&raw const *self.expiration).build();
+        // SAFETY: the kernel reads the time when it takes the entry, which is in this ring; the time lives as long.
+        unsafe { self.push(entry, token) }
+    }
+
     /// Has the operation with the token `operation` end soon, unless it ends by itself before that; it completes in any
     /// case. The request to do so completes with `token`.
     pub fn cancel(&mut self, operation: Token, token: Token) {
@@ -280,6 +302,28 @@ mod tests {
         let mut out = Vec::new();
         ring.wait(Some(Duration::from_millis(1)), &mut out).unwrap();
         assert!(out.is_empty());
+    }
+
+    #[test]
+    fn says_when_there_is_something_to_read() {
+        let mut ring = Ring::new(2).unwrap();
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let mut out = Vec::new();
+        ring.readable(reader.as_raw_fd(), TOKEN);
+        ring.wait(Some(Duration::from_millis(1)), &mut out).unwrap();
+        assert!(out.is_empty(), "there is nothing yet");
+        std::io::Write::write_all(&mut writer, b"x").unwrap();
+        ring.wait(None, &mut out).unwrap();
+        assert_eq!((out[0].token, out[0].count().is_ok()), (TOKEN, true));
+    }
+
+    #[test]
+    fn a_timer_runs_out() {
+        let mut ring = Ring::new(2).unwrap();
+        let mut out = Vec::new();
+        ring.timer(Duration::from_millis(1), TOKEN);
+        ring.wait(None, &mut out).unwrap();
+        assert_eq!((out[0].token, out[0].result), (TOKEN, -libc::ETIME));
     }
 
     fn tempfile() -> std::fs::File {

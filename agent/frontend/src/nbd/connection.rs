@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
@@ -107,6 +108,7 @@ pub(super) enum Opening {
 pub(super) struct Connection {
     id: u16,
     incarnation: u32,
+    opened: Instant,
     stream: Stream,
     phase: Phase,
     structured: bool,
@@ -139,6 +141,7 @@ impl Connection {
         Connection {
             id,
             incarnation,
+            opened: Instant::now(),
             stream: Stream::new(fd, token(SENT), token(RECEIVED), limits),
             phase: match opening {
                 Opening::Negotiate => Phase::Handshake(Handshake::new()),
@@ -158,6 +161,11 @@ impl Connection {
     /// Whether `token` was given out by this connection, not by an earlier one in its place.
     pub(super) fn owns(&self, token: Token) -> bool {
         token.tag == self.incarnation
+    }
+
+    /// Since when the client negotiates, unless it has chosen an export.
+    pub(super) fn negotiates_since(&self) -> Option<Instant> {
+        matches!(self.phase, Phase::Handshake(_)).then_some(self.opened)
     }
 
     /// Says the first word, where it is ours, and begins to listen.

@@ -1,6 +1,7 @@
 //! The connections of one queue.
 
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 use shorthorn_ring::Completion;
 use shorthorn_types::Errno;
@@ -34,6 +35,21 @@ impl Service {
     /// Whether there can be one more.
     pub(super) fn has_room(&self) -> bool {
         usize::from(self.open) < self.connections.len()
+    }
+
+    /// The client that has negotiated for the longest time, and since when.
+    pub(super) fn oldest_negotiation(&self) -> Option<(u16, Instant)> {
+        let negotiating = (0..).zip(&self.connections).filter_map(|(id, connection)| {
+            let since = connection.as_ref()?.negotiates_since()?;
+            Some((id, since))
+        });
+        negotiating.min_by_key(|(_, since)| *since)
+    }
+
+    /// Ends connection `id`, which has chosen no export. Its place is free soon.
+    pub(super) fn end_negotiation(&mut self, io: &mut QueueIo<'_>, id: u16) {
+        tracing::info!(volume = %self.shared.export.name, "an NBD client that has chosen no export makes room for another one");
+        self.with(id, io, |connection, _, _| connection.leave());
     }
 
     /// Whether a connection broke off since this was asked last. Its requests may still be in progress.

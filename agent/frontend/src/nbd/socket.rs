@@ -31,6 +31,9 @@ const CLIENTS_MAX: u16 = 16;
 const SLOTS_PER_CLIENT: u16 = 4;
 /// Clients that wait to be accepted.
 const BACKLOG: i32 = 128;
+/// How long a client may negotiate before it has to make room for one that waits. Clients that follow the protocol need
+/// milliseconds, on a busy host a second or two.
+const NEGOTIATION_LIMIT: Duration = Duration::from_secs(10);
 /// How long a new server waits for the kernel to close the socket of a dead one.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
 /// How long [`Device::stop`] waits for the answers to requests in progress.
@@ -40,6 +43,10 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 const ACCEPTED: u8 = 3;
 /// [`Token::kind`] of a call from the main thread.
 const WOKEN: u8 = 4;
+/// [`Token::kind`] of the report that a client waits to be accepted.
+const WAITING: u8 = 5;
+/// [`Token::kind`] of the timer of the oldest negotiation.
+const DUE: u8 = 6;
 
 /// Makes the socket, under a name that nobody knows yet, and a queue for each of its threads.
 ///
@@ -63,6 +70,8 @@ pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
         queues.push(Box::new(SocketQueue {
             listener: Arc::clone(&listener),
             accepting: false,
+            watching: false,
+            making_room: false,
             service: Service::new(Shared::new(Arc::clone(&export), depth, connections), connections),
             wake,
             stopping: Arc::clone(&stopping),
@@ -118,6 +127,10 @@ struct SocketQueue {
     /// All queues accept from it; the kernel wakes them in turn.
     listener: Arc<OwnedFd>,
     accepting: bool,
+    /// Whether [`WAITING`] or [`DUE`] will come.
+    watching: bool,
+    /// Whether a client was ended whose place is not free yet.
+    making_room: bool,
     service: Service,
     wake: Wake,
     stopping: Arc<AtomicBool>,
@@ -132,11 +145,38 @@ impl SocketQueue {
     }
 
     /// Asks for the next client where there is room for it. Those that come meanwhile wait, or go to another
-    /// queue.
+    /// queue. If a client could make room that has not chosen an export, asks whether somebody waits.
     fn accept(&mut self, io: &mut QueueIo<'_>) {
-        if !self.accepting && self.service.has_room() && !self.stopping.load(Ordering::Acquire) {
-            io.ring.accept(self.listener.as_raw_fd(), Self::token(ACCEPTED));
-            self.accepting = true;
+        if self.stopping.load(Ordering::Acquire) {
+            return;
+        }
+        if self.service.has_room() {
+            self.making_room = false;
+            if !self.accepting {
+                io.ring.accept(self.listener.as_raw_fd(), Self::token(ACCEPTED));
+                self.accepting = true;
+            }
+        } else if !self.watching && !self.making_room && self.service.oldest_negotiation().is_some() {
+            io.ring.readable(self.listener.as_raw_fd(), Self::token(WAITING));
+            self.watching = true;
+        }
+    }
+
+    /// A client waits, or did: ends the oldest negotiation for it if that has taken long enough, or sets the timer.
+    fn make_room(&mut self, io: &mut QueueIo<'_>) {
+        self.watching = false;
+        let is_waiting = || is_readable(&self.listener) && !self.stopping.load(Ordering::Acquire);
+        if self.service.has_room() || self.making_room || !is_waiting() {
+            return;
+        }
+        let Some((id, since)) = self.service.oldest_negotiation() else { return };
+        let left = NEGOTIATION_LIMIT.saturating_sub(since.elapsed());
+        if left.is_zero() {
+            self.making_room = true;
+            self.service.end_negotiation(io, id);
+        } else {
+            io.ring.timer(left, Self::token(DUE));
+            self.watching = true;
         }
     }
 
@@ -186,6 +226,10 @@ impl QueueFrontend for SocketQueue {
     fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()> {
         match completion.token.kind {
             ACCEPTED => self.on_accepted(io, completion),
+            WAITING | DUE => {
+                self.make_room(io);
+                self.accept(io);
+            }
             WOKEN => {
                 // Only stop() calls.
                 self.service.leave(io);
@@ -369,6 +413,12 @@ fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
             Err(error) => return Err(system(format!("connecting to {}", path.display()), error.into())),
         }
     }
+}
+
+/// Whether a client waits at a listening socket.
+fn is_readable(listener: &OwnedFd) -> bool {
+    let mut asked = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+    poll(&mut asked, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
 fn connect_to(path: &Path) -> Result<OwnedFd, Error> {

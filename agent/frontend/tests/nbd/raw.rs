@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shorthorn_frontend::{FrontendError, prepare_socket};
 
@@ -448,6 +448,33 @@ fn clients_beyond_the_bound_wait_for_their_turn() {
     third.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     third.read_exact(&mut [0; 18]).unwrap();
     drop(second);
+    server.stop();
+}
+
+/// A client that has connected and says nothing.
+fn silent(server: &Server) -> UnixStream {
+    let mut silent = server.raw();
+    silent.read_exact(&mut [0; 18]).unwrap();
+    silent
+}
+
+fn is_open(mut stream: &UnixStream) -> bool {
+    stream.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+}
+
+#[test]
+fn a_client_that_chooses_no_export_makes_room_after_a_while() {
+    let server = Server::new(1, 12); // room for three
+    let mut served = server.client(false);
+    let begin = Instant::now();
+    let [oldest, second] = [silent(&server), silent(&server)];
+    // The next one waits in the backlog of the listening socket until the oldest has had its time.
+    let newest = silent(&server);
+    let waited = begin.elapsed();
+    assert!(waited >= Duration::from_secs(10), "a young client was ended after {waited:?}");
+    assert_eq!([&oldest, &second, &newest].map(is_open), [false, true, true]);
+    assert_eq!(served.read(1, 0, 512).error, 0, "a client that is served stays");
     server.stop();
 }
 
