@@ -41,9 +41,10 @@ const DEFAULT_TIMER_MS: u32 = 30_000;
 /// second. Each time it runs out, the driver logs a line ("Possible stuck request") without a limit. At 2 s the most that it can
 /// log while a volume stands still is one line for each of its 128 requests in 2 s.
 const REQUEST_TIMER_MS: u32 = 2000;
-/// How long the kernel keeps requests for a device without any connection. An hour: whoever starts engines
-/// decides long before.
-const DEAD_CONNECTION_TIMEOUT_S: u64 = 3600;
+/// How long the kernel lets a new request for a device without any connection wait before it fails. The kernel cannot tell an engine
+/// that does not come back from one that waits for its replicas, which may take as long as a site is down: a week is longer than that.
+/// To detach the volume fails the requests at any time. Those that a dead engine has read fail by that only: see [`NO_TIMEOUT`].
+const DEAD_CONNECTION_TIMEOUT_S: u64 = 7 * 24 * 3600;
 /// Connections of one queue: one that lives, and broken ones whose requests are still in progress in a volume
 /// that has stopped for longer than the kernel waits.
 const CONNECTIONS: u16 = 4;
