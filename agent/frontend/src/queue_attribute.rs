@@ -18,7 +18,12 @@ pub(crate) fn lower(kernel_name: &str, attribute: &str, value: u32, consequence:
     lower_from(kernel_name, attribute, value.saturating_add(1), value, consequence);
 }
 
-/// The same if it is `from` or more.
+/// Has it set to `value`, whatever it is.
+pub(crate) fn set(kernel_name: &str, attribute: &str, value: u32, consequence: &'static str) {
+    lower_from(kernel_name, attribute, 0, value, consequence);
+}
+
+/// The same as [`lower`] if it is `from` or more.
 pub(crate) fn lower_from(
     kernel_name: &str,
     attribute: &str,
@@ -64,6 +69,15 @@ mod tests {
             lower_in(&path, 5000, 1000).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), after);
         }
+    }
+
+    #[test]
+    fn what_is_to_be_set_whatever_it_is_may_be_smaller() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("an attribute");
+        fs::write(&path, "128\n").unwrap();
+        lower_in(&path, 0, 1024).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "1024\n");
     }
 
     #[test]

@@ -401,7 +401,7 @@ impl NbdDevice {
             self.catch_up(index, &name)?;
         }
         let number = node::settle(&name, self.export.size_bytes(), before, SETTLE_LIMIT)?;
-        // The kernel would cut requests at 1280 KiB, which takes two slots. It works as well.
+        // Of the size of a slot. Others work as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
         if self.record.queues == 1 {
             sysfs::set_request_timer(index, DEFAULT_TIMER_MS, REQUEST_TIMER_MS);

@@ -78,10 +78,11 @@ fn find_in(root: &Path, backend: &str) -> io::Result<Vec<u32>> {
     Ok(found)
 }
 
-/// Asks the kernel to make no request of device `index` longer than `bytes`. It does so soon.
+/// Asks the kernel to make requests of device `index` of up to `bytes`, and no longer ones. It does so soon. By itself the
+/// driver of Linux 6.1 ends them at 128 KiB, and that of Linux 6.12 at 1280 KiB.
 pub(super) fn limit_requests(index: u32, bytes: u32) {
-    let consequence = "a long request takes two slots";
-    queue_attribute::lower(&name(index), "max_sectors_kb", bytes / 1024, consequence);
+    let consequence = "long requests are cut, or take two slots";
+    queue_attribute::set(&name(index), "max_sectors_kb", bytes / 1024, consequence);
 }
 
 /// Has the timer of the requests of device `index` lowered from `default_ms`, the driver's own one of a device without a request
