@@ -42,4 +42,4 @@ pub use change::{Change, Progress};
 pub use plan::{Account, Combined, Kept, NoPlan, Plan, Witness, combine, plan, remembers};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
-pub use start::{Basis, CannotStart, basis, forgets, knows_no_engine};
+pub use start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};

@@ -3,7 +3,7 @@
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View, is_current};
 
 use crate::replica::stands_for;
-use crate::start::{Basis, CannotStart, basis, forgets, knows_no_engine};
+use crate::start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};
 
 /// What one fenced replica says of itself.
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ const BROKEN: &str = "it lacks data, although it is in the view: it was being re
     rebuilt again";
 
 /// How to start.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Plan {
     /// The views to honour.
     pub basis: Basis,
@@ -43,6 +43,30 @@ pub struct Plan {
     /// Nobody who kept everything is among the members: what was acknowledged and not flushed may be gone. Whoever goes on
     /// using the volume since then has to be told.
     pub lost_writes: bool,
+}
+
+impl Plan {
+    /// The same start without `offenders`: replicas that are fenced and have reported, but do not do as they are asked after that.
+    /// `witnesses` and `granted` are those that the plan was made with. None if the start needs an offender: as a member, because no
+    /// other replica has kept everything, or as one that stores the view.
+    ///
+    /// Only the members and the replicas that store the view become fewer, and the views to honour may become more
+    /// ([`basis_without`]). Who is unfit or blank, who may have lost writes, and whether writes are lost stays as it follows from the
+    /// reports of all, the offenders included.
+    #[must_use]
+    pub fn without(self, offenders: &Members, witnesses: &[Witness], granted: Option<View>) -> Option<Plan> {
+        let Plan { members, unfit, blank, lost_writes, .. } = self;
+        let counts = |witness: &&Witness| !blank.contains(witness.replica);
+        let reports: Vec<_> = witnesses
+            .iter()
+            .filter(counts)
+            .map(|witness| (witness.replica, witness.report.clone()))
+            .collect();
+        let stored = Members::new(reports.iter().map(|(replica, _)| *replica)).ok()?;
+        let basis = basis_without(&reports, granted, offenders, &stored).ok()?;
+        let members = members.intersection(&basis.members);
+        (!members.is_empty()).then_some(Plan { basis, members, unfit, blank, lost_writes })
+    }
 }
 
 /// Why there is no start now.
@@ -275,6 +299,74 @@ mod tests {
         let none = plan(&[broken], None).unwrap_err();
         assert_eq!(none.cannot, CannotStart::NoMember(Members::NONE));
         assert!(none.unfit[0].1.contains("lacks data"));
+    }
+
+    /// The plan with the reports of all, if it is possible without some of them as members.
+    fn without(witnesses: &[Witness], offenders: &[u64]) -> Option<Plan> {
+        plan(witnesses, None).ok()?.without(&ids(offenders), witnesses, None)
+    }
+
+    #[test]
+    fn an_offender_is_left_out_if_the_others_are_enough() {
+        let now = view(5, &[1, 2, 3]);
+        let all = [1, 2, 3].map(|n| witness(n, now, &[]));
+        let found = without(&all, &[3]).unwrap();
+        assert_eq!((found.members, found.basis.needs_grant), (ids(&[1, 2]), false));
+        assert_eq!(found.basis.holders, now.members);
+        assert!(without(&all, &[2, 3]).is_none());
+        let two = view(5, &[1, 2]);
+        let half = without(&[witness(1, two, &[]), witness(2, two, &[])], &[2]).unwrap();
+        assert_eq!((half.members, half.basis.needs_grant), (ids(&[1]), true));
+    }
+
+    #[test]
+    fn an_offender_that_alone_knows_the_newest_view_is_not_left_out() {
+        // The others were left out of it by a grant that a restored store has forgotten.
+        let (before, now) = (view(3, &[1, 2, 3]), view(5, &[3]));
+        let all = [witness(1, before, &[]), witness(2, before, &[]), witness(3, now, &[])];
+        assert_eq!(plan(&all[..2], None).unwrap().members, ids(&[1, 2]), "nobody else knows");
+        assert!(without(&all, &[3]).is_none());
+    }
+
+    #[test]
+    fn empty_directories_do_not_start_a_volume_whose_offender_has_data() {
+        let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
+        let all = [witness(1, first, &[]), witness(2, first, &[]), witness(3, now, &[])];
+        assert!(plan(&all[..2], None).is_ok(), "nobody else knows that there was an engine");
+        assert!(without(&all, &[3]).is_none());
+        // Nor do they count beside one that has the data.
+        let four = view(5, &[1, 2, 3, 4]);
+        let first = view(0, &[1, 2, 3, 4]);
+        let all =
+            [witness(1, four, &[]), witness(2, first, &[]), witness(3, four, &[]), witness(4, four, &[])];
+        assert_eq!(plan(&all, None).unwrap().members, ids(&[1, 3, 4]));
+        let found = without(&all, &[3]).unwrap();
+        assert_eq!((found.members, found.blank, found.basis.needs_grant), (ids(&[1, 4]), ids(&[2]), true));
+        assert!(without(&all, &[3, 4]).is_none());
+    }
+
+    #[test]
+    fn an_offender_that_alone_has_kept_everything_is_not_left_out() {
+        let now = view(5, &[1, 2, 3]);
+        let lost = |n| Witness { lost_cache: true, ..witness(n, now, &[]) };
+        let all = [lost(1), lost(2), witness(3, now, &[])];
+        assert_eq!(plan(&all, None).unwrap().members, ids(&[3]));
+        assert!(without(&all, &[3]).is_none());
+        let found = without(&all, &[2]).unwrap();
+        assert_eq!((found.members, found.lost_writes), (ids(&[3]), false));
+        let found = without(&[lost(1), lost(2), lost(3)], &[3]).unwrap();
+        assert_eq!((found.members, found.lost_writes), (ids(&[1, 2]), true), "as with 3");
+    }
+
+    #[test]
+    fn the_stamp_of_an_offender_tells_which_disks_were_restored() {
+        let now = view(5, &[1, 2, 3]);
+        let stamped = |n, stamp| Witness { stamp: Some(stamp), ..witness(n, now, &[]) };
+        let all = [stamped(1, 9), stamped(2, 7), stamped(3, 9)];
+        assert_eq!(plan(&all, None).unwrap().blank, ids(&[2]));
+        assert!(without(&all, &[3]).is_none(), "1 alone is less than half");
+        let found = without(&all, &[2]).unwrap();
+        assert_eq!((found.members, found.blank), (ids(&[1, 3]), ids(&[2])));
     }
 
     #[test]

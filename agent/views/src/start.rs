@@ -51,82 +51,123 @@ pub enum CannotStart {
 /// newest before it gives up.
 #[allow(clippy::result_large_err)] // made once per start, and it carries the view that is missing
 pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, CannotStart> {
-    let committed = reports.iter().map(|(_, report)| report.committed).reduce(newer);
-    let committed = committed.ok_or(CannotStart::Nobody)?;
-    // The operator has decided which replica is the volume: that ends whatever was before.
-    let salvaged = granted.filter(View::is_first);
-    let committed = salvaged.map_or(committed, |salvaged| newer(committed, salvaged));
-    let mut proposed: Vec<View> = reports.iter().flat_map(|(_, report)| report.proposed.clone()).collect();
-    proposed.extend(granted);
-    proposed.retain(|view| view.id > committed.id);
-    proposed.sort_unstable_by_key(|view| view.id);
-    proposed.dedup();
-    // From the oldest on: nothing can follow from what is dead.
-    let mut alive = vec![committed];
-    for view in &proposed {
-        if may_be_through(view, &alive, reports, granted) {
-            alive.push(*view);
-        }
-    }
-    let found = honour(committed, alive[1..].to_vec(), reports)?;
-    // The arbiter does not know that its grant is dead: who needs another one has to honour it.
-    let is_asked_for = |view: &View| found.needs_grant && granted == Some(*view);
-    let more: Vec<View> =
-        proposed.into_iter().filter(|view| alive.contains(view) || is_asked_for(view)).collect();
-    if more == found.honoured.proposed { Ok(found) } else { honour(committed, more, reports) }
+    let is_reached = |id| reports.iter().any(|(reached, _)| *reached == id);
+    Start { reports, granted, stores: &is_reached, is_doubted: &|_| false }.basis()
 }
 
-/// Who can be a member, and whether that is enough, where all of these views have to be honoured.
+/// As [`basis`], without `offenders`: replicas that are fenced and have reported, but do not do as they are asked after that. They are no
+/// members, and count for no quorum: those are the replicas in `stored`.
+///
+/// The report of an offender still adds views that have to be honoured. But it rules no view out: for that the offender counts as one
+/// that was not reached. So more has to be honoured than with the offenders, never less.
+///
+/// # Errors
+/// As [`basis`], with the offenders among those who are missing.
 #[allow(clippy::result_large_err)]
-fn honour(committed: View, proposed: Vec<View>, reports: &[Reported]) -> Result<Basis, CannotStart> {
-    let is_reached = |id| reports.iter().any(|(reached, _)| *reached == id);
-    let mut needs_grant = false;
-    for view in std::iter::once(&committed).chain(&proposed) {
-        let reached = view.members.filter(is_reached);
-        match quorum(&view.members, &reached) {
-            Quorum::More => {}
-            Quorum::Half => needs_grant = true,
-            Quorum::Less => {
-                let missing = view.members.filter(|id| !is_reached(id));
-                return Err(CannotStart::NoQuorum { view: *view, missing });
+pub fn basis_without(
+    reports: &[Reported],
+    granted: Option<View>,
+    offenders: &Members,
+    stored: &Members,
+) -> Result<Basis, CannotStart> {
+    let stores = |id| stored.contains(id) && !offenders.contains(id);
+    Start { reports, granted, stores: &stores, is_doubted: &|id| offenders.contains(id) }.basis()
+}
+
+/// What is known at a start.
+struct Start<'a> {
+    reports: &'a [Reported],
+    granted: Option<View>,
+    /// Whether a replica is to store the first view.
+    stores: &'a dyn Fn(ReplicaId) -> bool,
+    /// Whether it may have stored more than it has reported.
+    is_doubted: &'a dyn Fn(ReplicaId) -> bool,
+}
+
+impl Start<'_> {
+    #[allow(clippy::result_large_err)]
+    fn basis(&self) -> Result<Basis, CannotStart> {
+        let Start { reports, granted, .. } = *self;
+        let committed = reports.iter().map(|(_, report)| report.committed).reduce(newer);
+        let committed = committed.ok_or(CannotStart::Nobody)?;
+        // The operator has decided which replica is the volume: that ends whatever was before.
+        let salvaged = granted.filter(View::is_first);
+        let committed = salvaged.map_or(committed, |salvaged| newer(committed, salvaged));
+        let mut proposed: Vec<View> =
+            reports.iter().flat_map(|(_, report)| report.proposed.clone()).collect();
+        proposed.extend(granted);
+        proposed.retain(|view| view.id > committed.id);
+        proposed.sort_unstable_by_key(|view| view.id);
+        proposed.dedup();
+        // From the oldest on: nothing can follow from what is dead.
+        let mut alive = vec![committed];
+        for view in &proposed {
+            if self.may_be_through(view, &alive) {
+                alive.push(*view);
             }
         }
+        let found = self.honour(committed, alive[1..].to_vec())?;
+        // The arbiter does not know that its grant is dead: who needs another one has to honour it.
+        let is_asked_for = |view: &View| found.needs_grant && granted == Some(*view);
+        let more: Vec<View> =
+            proposed.into_iter().filter(|view| alive.contains(view) || is_asked_for(view)).collect();
+        if more == found.honoured.proposed { Ok(found) } else { self.honour(committed, more) }
     }
-    let holders = proposed.iter().fold(committed.members, |all, view| all.intersection(&view.members));
-    let members = holders.filter(is_reached);
-    if members.is_empty() {
-        return Err(CannotStart::NoMember(holders));
-    }
-    Ok(Basis { honoured: ReplicaReport { committed, proposed }, holders, members, needs_grant })
-}
 
-/// Whether `view`, which was proposed, can be through or come through yet; `older` are the views that it can follow from.
-///
-/// If it is through, all its members have stored it, and so has a quorum of the newest view through before it.
-/// That one is among `older`: whoever stores a proposal stores what it honours. So the view is dead
-///
-/// - if a member has not stored it, or less than half of each older view has. Who was reached and has not stored it never
-///   will, because it is fenced; who was not reached may have.
-/// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from outside of it.
-///   The arbiter does not grant it any more, and it has not been granted before either. For a grant is within the
-///   one before, unless something newer than that was committed between the two; that then has all members of the
-///   later grant in it, one of whom was reached and reports it: the view is not the newest one through.
-///
-/// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
-fn may_be_through(view: &View, older: &[View], reports: &[Reported], granted: Option<View>) -> bool {
-    let may_have_stored = |id: ReplicaId| {
-        let report = reports.iter().find(|(reached, _)| *reached == id);
-        report.is_none_or(|(_, report)| {
-            // One with the same members may have taken its place.
-            let has = |stored: &View| stored == view || stands_for(stored, view);
-            report.committed.id >= view.id || report.proposed.iter().any(has)
-        })
-    };
-    let is_overruled =
-        granted.is_some_and(|granted| view.id < granted.id && !granted.members.is_subset_of(&view.members));
-    let enough = if is_overruled { Quorum::More } else { Quorum::Half };
-    let mut stored = older.iter().map(|older| quorum(&older.members, &older.members.filter(may_have_stored)));
-    view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
+    /// Who can be a member, and whether that is enough, where all of these views have to be honoured.
+    #[allow(clippy::result_large_err)]
+    fn honour(&self, committed: View, proposed: Vec<View>) -> Result<Basis, CannotStart> {
+        let mut needs_grant = false;
+        for view in std::iter::once(&committed).chain(&proposed) {
+            let reached = view.members.filter(self.stores);
+            match quorum(&view.members, &reached) {
+                Quorum::More => {}
+                Quorum::Half => needs_grant = true,
+                Quorum::Less => {
+                    let missing = view.members.filter(|id| !(self.stores)(id));
+                    return Err(CannotStart::NoQuorum { view: *view, missing });
+                }
+            }
+        }
+        let holders = proposed.iter().fold(committed.members, |all, view| all.intersection(&view.members));
+        let members = holders.filter(self.stores);
+        if members.is_empty() {
+            return Err(CannotStart::NoMember(holders));
+        }
+        Ok(Basis { honoured: ReplicaReport { committed, proposed }, holders, members, needs_grant })
+    }
+
+    /// Whether `view`, which was proposed, can be through or come through yet; `older` are the views that it can follow from.
+    ///
+    /// If it is through, all its members have stored it, and so has a quorum of the newest view through before it.
+    /// That one is among `older`: whoever stores a proposal stores what it honours. So the view is dead
+    ///
+    /// - if a member has not stored it, or less than half of each older view has. Who was reached and has not stored it never
+    ///   will, because it is fenced; who was not reached may have.
+    /// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from outside of it.
+    ///   The arbiter does not grant it any more, and it has not been granted before either. For a grant is within the
+    ///   one before, unless something newer than that was committed between the two; that then has all members of the
+    ///   later grant in it, one of whom was reached and reports it: the view is not the newest one through.
+    ///
+    /// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
+    fn may_be_through(&self, view: &View, older: &[View]) -> bool {
+        let may_have_stored = |id: ReplicaId| {
+            let mut known =
+                self.reports.iter().filter(|(reached, _)| *reached == id && !(self.is_doubted)(id));
+            known.next().is_none_or(|(_, report)| {
+                // One with the same members may have taken its place.
+                let has = |stored: &View| stored == view || stands_for(stored, view);
+                report.committed.id >= view.id || report.proposed.iter().any(has)
+            })
+        };
+        let is_overruled = self
+            .granted
+            .is_some_and(|granted| view.id < granted.id && !granted.members.is_subset_of(&view.members));
+        let enough = if is_overruled { Quorum::More } else { Quorum::Half };
+        let mut stored =
+            older.iter().map(|older| quorum(&older.members, &older.members.filter(may_have_stored)));
+        view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
+    }
 }
 
 /// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed. One with
@@ -256,6 +297,50 @@ mod tests {
         assert!(matches!(alone, Err(CannotStart::NoQuorum { .. })), "{alone:?}");
         let found = basis(&[other, report(2, salvaged, &[])], Some(salvaged)).unwrap();
         assert_eq!(found.members, salvaged.members);
+    }
+
+    /// The start without some of those that were reached.
+    #[allow(clippy::result_large_err)]
+    fn without(reports: &[Reported], granted: Option<View>, offenders: &[u64]) -> Result<Basis, CannotStart> {
+        let stored = Members::new(reports.iter().map(|(replica, _)| *replica)).unwrap();
+        let offenders = Members::new(offenders.iter().copied().map(id)).unwrap();
+        basis_without(reports, granted, &offenders, &stored)
+    }
+
+    #[test]
+    fn an_offender_is_no_member_and_stores_nothing() {
+        let now = view(1, &[1, 2, 3]);
+        let all = [report(1, now, &[]), report(2, now, &[]), report(3, now, &[])];
+        let found = without(&all, None, &[3]).unwrap();
+        assert_eq!((found.members, found.needs_grant), (view(1, &[1, 2]).members, false));
+        assert_eq!(found.holders, now.members);
+        assert!(matches!(without(&all, None, &[2, 3]), Err(CannotStart::NoQuorum { .. })));
+        assert!(matches!(without(&all[1..], None, &[3]), Err(CannotStart::NoQuorum { .. })));
+        let two = view(1, &[1, 2]);
+        assert!(without(&[report(1, two, &[]), report(2, two, &[])], None, &[2]).unwrap().needs_grant);
+    }
+
+    #[test]
+    fn what_an_offender_reports_has_to_be_honoured_and_rules_nothing_out() {
+        let (old, new) = (view(1, &[1, 2, 3]), view(2, &[2, 3]));
+        let newer = [report(1, old, &[]), report(2, old, &[new]), report(3, new, &[])];
+        let found = without(&newer, None, &[3]).unwrap();
+        assert_eq!((found.honoured.committed, found.members), (new, Members::new([id(2)]).unwrap()));
+        assert!(found.needs_grant, "half of the view that only the offender knows to be committed");
+        let fewer = [report(1, old, &[]), report(2, old, &[new]), report(3, old, &[])];
+        assert_eq!(basis(&fewer, None).unwrap().honoured.proposed, [], "3 has not stored it");
+        let found = without(&fewer, None, &[3]).unwrap();
+        assert_eq!(found.honoured.proposed, [new], "3 is not believed that it has not stored it");
+        assert!(found.needs_grant);
+    }
+
+    #[test]
+    fn a_start_that_needs_a_grant_only_without_an_offender_honours_a_dead_one() {
+        let (old, granted) = (view(1, &[1, 2]), view(2, &[1]));
+        let both = [report(1, old, &[]), report(2, old, &[])];
+        let found = without(&both, Some(granted), &[2]).unwrap();
+        assert_eq!((found.needs_grant, found.honoured.proposed), (true, vec![granted]));
+        assert!(without(&both, Some(granted), &[1]).is_err(), "the grant leaves 2 out");
     }
 
     #[test]

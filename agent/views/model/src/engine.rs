@@ -10,8 +10,8 @@ use crate::rules::{Reported, view};
 use crate::state::{Engine, Proposal, State, Underway};
 
 impl Model {
-    /// What a starting engine has found among the replicas that it has reached.
-    pub(crate) fn found(&self, state: &State, engine: u8) -> Option<Basis> {
+    /// What a starting engine has found among the replicas that it has reached, if it leaves some of them out.
+    pub(crate) fn found(&self, state: &State, engine: u8, left_out: Bits) -> Option<Basis> {
         let at = state.engine(engine);
         if at.view.is_some() || at.underway.is_some() {
             return None;
@@ -19,19 +19,26 @@ impl Model {
         let report =
             |replica: u8| Some((id(replica), (**at.welcomes[usize::from(replica)].as_ref()?).clone()));
         let reports: Vec<Reported> = at.reached.iter().filter_map(report).collect();
-        self.rules.basis(reports, state.host(at.generation).known)
+        let known = state.host(at.generation).known;
+        if left_out.is_empty() {
+            return self.rules.basis(reports, known);
+        }
+        self.rules.basis_without(&reports, known, &members(left_out), &members(at.reached))
     }
 
     /// The first view is fixed, and the arbiter asked for it where that is needed. Whoever is reached from now on is
-    /// not proposed to, as nobody knows what it would have reported.
-    pub(crate) fn choose(&self, state: &mut State, engine: u8, chosen: Bits) {
-        let Some(found) = self.found(state, engine) else { return };
+    /// not proposed to, as nobody knows what it would have reported. Nor are those that are left out.
+    pub(crate) fn choose(&self, state: &mut State, engine: u8, chosen: Bits, left_out: Bits) {
+        let Some(found) = self.found(state, engine, left_out) else { return };
         let target = view(self.rules.view_id(state.engine(engine)), chosen);
         let at = state.engine_mut(engine);
         at.welcomes = Default::default();
         at.plan(target, found.honoured);
+        let reached = at.reached;
         let Some(underway) = &mut at.underway else { return };
-        underway.asks_first = self.rules.asks_first(&underway.change, &members(underway.reached));
+        underway.reached = left_out.iter().fold(reached, Bits::without);
+        let asked = self.rules.asked_to_store(reached, underway.reached);
+        underway.asks_first = self.rules.asks_first(&underway.change, &members(asked));
         if underway.asks_first {
             state.ask(engine);
         }

@@ -172,6 +172,7 @@ mod tests {
             keeps_grants: false,
             restores: 0,
             losses: 0,
+            offenders: false,
             healing,
         };
         Model::new(limits, None)

@@ -23,6 +23,8 @@
 //!   replicas that the engine holds; what was applied to the target and is not on the source is lost by it.
 //! - Time: the engine may take any replica for failed at any moment, and never has to.
 //! - Salvage by an operator, replacing a replica by an empty one, and more than sixteen proposed views.
+//! - Replicas that do not do as they are asked after they have reported: a start may leave out any that it has reached, for whatever
+//!   reason.
 //! - Lost caches: a start may choose any of those that hold everything as its members, for whatever reason.
 #![forbid(unsafe_code)]
 

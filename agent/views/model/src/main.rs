@@ -36,6 +36,9 @@ struct Options {
     /// How often hosts may lose what they remember
     #[arg(long, default_value_t = 0)]
     losses: u8,
+    /// Starts may leave out replicas that they have reached
+    #[arg(long)]
+    offenders: bool,
     /// Do not check that a healed volume can be started; with --giving-up that is not checked anyway
     #[arg(long)]
     safety_only: bool,
@@ -71,6 +74,7 @@ fn main() -> ExitCode {
         keeps_grants: options.keeps_grants,
         restores: options.restores,
         losses: options.losses,
+        offenders: options.offenders,
         healing: !options.safety_only && !options.giving_up && options.restores == 0,
     };
     let model = Model::new(limits, options.mutation);

@@ -27,6 +27,8 @@ pub struct Limits {
     pub restores: u8,
     /// How often hosts may lose what they remember.
     pub losses: u8,
+    /// Whether a start may leave out replicas that it has reached.
+    pub offenders: bool,
     /// Whether rule 6 is checked: that a volume can be started once everything has healed. It does not hold with
     /// `giving_up`: an engine that proposes, goes on in its old view, and then proposes a view that has nothing in
     /// common with the first leaves two of which nobody knows that it has given up one.
@@ -93,7 +95,7 @@ impl Model {
             Step::Crash { engine } => next.engine_mut(engine).die(),
             Step::ReplicaCrash { replica } => next.crash_replica(replica),
             Step::Deliver(message) => self.deliver(&mut next, message),
-            Step::Choose { engine, members } => self.choose(&mut next, engine, members),
+            Step::Choose { engine, members, left_out } => self.choose(&mut next, engine, members, left_out),
             Step::Begin { engine, source } => self.begin(&mut next, engine, source),
             Step::Leave { engine, replica } => self.leave(&mut next, engine, replica),
             Step::LeaveToo { engine, replica } => self.leave_too(&mut next, engine, replica),
@@ -164,9 +166,12 @@ impl Model {
     }
 
     fn start_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
-        if let Some(found) = self.found(state, engine) {
-            let chosen = bits(&found.members).subsets();
-            steps.extend(chosen.map(|members| Step::Choose { engine, members }));
+        let offenders = if self.limits.offenders { at.reached } else { Bits::NONE };
+        for left_out in std::iter::once(Bits::NONE).chain(offenders.subsets()) {
+            if let Some(found) = self.found(state, engine, left_out) {
+                let chosen = bits(&found.members).subsets();
+                steps.extend(chosen.map(|members| Step::Choose { engine, members, left_out }));
+            }
         }
         let Some(underway) = at.underway.as_ref().filter(|underway| underway.may_be_proposed()) else {
             return;

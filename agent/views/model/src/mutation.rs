@@ -11,6 +11,8 @@ pub enum Mutation {
     LessThanHalf,
     /// A first view is through when enough replicas are fenced, whether or not they have stored it.
     CountFenced,
+    /// A replica that a start leaves out counts as one that has stored its view. Found only where that happens.
+    CountOffenders,
     /// A starting engine takes its members from the newest proposed view alone.
     NewestMembers,
     /// A change is given up though the arbiter was asked for it, the arbiter grants views with members from outside of

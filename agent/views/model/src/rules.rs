@@ -1,6 +1,6 @@
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::{
-    Arbiter, Basis, Change, NotGranted, Progress, Quorum, Refused, ReplicaViews, basis, quorum,
+    Arbiter, Basis, Change, NotGranted, Progress, Quorum, Refused, ReplicaViews, basis, basis_without, quorum,
 };
 
 use crate::bits::{Bits, id, members};
@@ -98,6 +98,27 @@ impl Rules {
         Some(found).filter(|found| !found.members.is_empty())
     }
 
+    /// What a starting engine has to honour that leaves `offenders` out.
+    pub fn basis_without(
+        self,
+        reports: &[Reported],
+        known: Option<View>,
+        offenders: &Members,
+        stored: &Members,
+    ) -> Option<Basis> {
+        if !self.is(Mutation::CountOffenders) {
+            return basis_without(reports, known, offenders, stored).ok();
+        }
+        let mut found = basis(reports, known).ok()?;
+        found.members = found.members.filter(|id| !offenders.contains(id));
+        Some(found).filter(|found| !found.members.is_empty())
+    }
+
+    /// The replicas that a start with its first view counts on, of those that it has reached.
+    pub fn asked_to_store(self, reached: Bits, stored: Bits) -> Bits {
+        if self.is(Mutation::CountOffenders) { reached } else { stored }
+    }
+
     /// The number of the next view of an engine.
     pub fn view_id(self, engine: &Engine) -> ViewId {
         let generation = if self.is(Mutation::NoGeneration) { Generation::NEVER } else { engine.generation };
@@ -115,6 +136,10 @@ impl Rules {
             },
             Some(Mutation::CountFenced) if !engine.served && progress != Progress::Storing => {
                 with(change, &members(fenced)).progress()
+            }
+            Some(Mutation::CountOffenders) if !engine.served && progress != Progress::Storing => {
+                let left_out = underway.reached.iter().fold(engine.reached, Bits::without);
+                with(change, &members(left_out)).progress()
             }
             Some(Mutation::EarlyJoiner) if progress == Progress::Storing => match engine.joiner {
                 Some(joiner) if change.who_stored().contains(id(joiner)) => Progress::Through,

@@ -48,6 +48,8 @@ pub enum Step {
         engine: u8,
         /// The members.
         members: Bits,
+        /// The replicas that it has reached, and that are to store nothing.
+        left_out: Bits,
     },
     /// It makes its members equal, and proposes its first view to those that it had reached when it chose.
     Begin {

@@ -14,6 +14,7 @@ const THREE: Limits = Limits {
     keeps_grants: false,
     restores: 0,
     losses: 0,
+    offenders: false,
     healing: false,
 };
 
@@ -86,6 +87,11 @@ fn a_grant_for_less_than_half() {
 #[test]
 fn a_start_that_counts_the_fenced() {
     find(Mutation::CountFenced, Limits { engines: 4, ..NO_GIVING_UP }, SEEDS);
+}
+
+#[test]
+fn a_start_that_counts_those_that_it_leaves_out() {
+    find(Mutation::CountOffenders, Limits { offenders: true, ..NO_GIVING_UP }, SEEDS);
 }
 
 #[test]

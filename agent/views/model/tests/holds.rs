@@ -14,6 +14,7 @@ const LIMITS: Limits = Limits {
     keeps_grants: false,
     restores: 0,
     losses: 0,
+    offenders: false,
     healing: false,
 };
 
@@ -44,6 +45,37 @@ fn random_walks() {
         for limits in [LIMITS, HEALING] {
             walks(&Model::new(Limits { replicas, keeps_grants, ..limits }, None), replicas, 1..=500);
         }
+    }
+}
+
+/// A start leaves out replicas that it has reached.
+#[test]
+fn random_walks_where_starts_leave_replicas_out() {
+    for (replicas, keeps_grants) in [(2, false), (3, false), (2, true), (3, true)] {
+        for limits in [LIMITS, HEALING] {
+            let limits = Limits { replicas, keeps_grants, offenders: true, ..limits };
+            walks(&Model::new(limits, None), replicas, 1..=250);
+        }
+        let limits = Limits {
+            replicas,
+            keeps_grants,
+            offenders: true,
+            restores: 2,
+            losses: 1,
+            giving_up: false,
+            ..LIMITS
+        };
+        walks(&Model::new(limits, None), replicas, 1..=250);
+    }
+}
+
+#[test]
+fn the_states_nearest_to_the_start_where_starts_leave_replicas_out() {
+    for replicas in [2, 3] {
+        let limits =
+            Limits { replicas, writes: 2, changes: 2, replica_crashes: false, offenders: true, ..HEALING };
+        let found = search(&Model::new(limits, None), 40_000);
+        assert_eq!(found.violation, None);
     }
 }
 

@@ -1,0 +1,108 @@
+//! A start that leaves replicas out never does more than one with all of them, nor than one that does not reach them.
+#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_views::{Plan, Quorum, Witness, plan, quorum};
+
+const REPLICAS: u64 = 4;
+
+fn set(bits: u8) -> Members {
+    let of = (0..REPLICAS).filter(|n| bits & 1 << n != 0);
+    Members::new(of.map(ReplicaId::from_random)).unwrap()
+}
+
+/// Views of one number, oldest first: each has the members of some bits. The first is that of a new volume.
+fn views(members: &[u8]) -> Vec<View> {
+    let view = |(attach, bits): (u64, &u8)| View {
+        id: ViewId { generation: Generation::new(attach, 0), number: u32::from(attach > 0) },
+        members: set(if attach == 0 { u8::MAX } else { *bits }),
+    };
+    (0..).zip(members).map(view).collect()
+}
+
+/// What one replica says: the place of its committed view, bits for the proposed ones, whether it lacks data, whether it has
+/// lost power, and its stamp.
+type Said = (usize, u8, bool, bool, Option<u32>);
+
+fn witness(number: u64, said: &Said, views: &[View]) -> Witness {
+    let (committed, proposed, rebuilding, lost_cache, stamp) = *said;
+    let proposed = (committed + 1..views.len()).filter(|place| proposed & 1 << place != 0);
+    let report =
+        ReplicaReport { committed: views[committed], proposed: proposed.map(|place| views[place]).collect() };
+    Witness { replica: ReplicaId::from_random(number), report, rebuilding, lost_cache, stamp }
+}
+
+fn said() -> impl Strategy<Value = Said> {
+    let stamp = prop_oneof![6 => (5_u32..8).prop_map(Some), 1 => Just(None)];
+    let rarely = || prop::bool::weighted(0.2);
+    (0..3_usize, any::<u8>(), rarely(), rarely(), stamp)
+}
+
+fn is_part(some: &[View], of: &[View]) -> bool {
+    some.iter().all(|view| of.contains(view))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4096, ..ProptestConfig::default() })]
+
+    #[test]
+    fn leaving_replicas_out_gives_nothing_up(
+        members in vec(1_u8..16, 5),
+        sayings in vec(said(), 4),
+        reached in 1_u8..16,
+        offenders in 1_u8..16,
+        granted in prop::option::of(1..5_usize),
+    ) {
+        let views = views(&members);
+        let granted = granted.map(|place| views[place]);
+        let offenders = set(offenders);
+        let witnesses: Vec<Witness> = (0..)
+            .zip(&sayings)
+            .filter(|(number, _)| reached & 1 << number != 0)
+            .map(|(number, said)| witness(number, said, &views))
+            .collect();
+        let Ok(all) = plan(&witnesses, granted) else { return Ok(()) };
+        let plan_of_all = plan(&witnesses, granted).unwrap();
+        let Some(found) = all.without(&offenders, &witnesses, granted) else { return Ok(()) };
+
+        // It is a part of the start with all of them.
+        prop_assert!(!found.members.is_empty());
+        prop_assert!(found.members.is_subset_of(&plan_of_all.members));
+        prop_assert!(found.members.intersection(&offenders).is_empty());
+        prop_assert_eq!(found.blank, plan_of_all.blank);
+        prop_assert_eq!(found.lost_writes, plan_of_all.lost_writes);
+        let (honoured, of_all) = (&found.basis.honoured, &plan_of_all.basis.honoured);
+        prop_assert_eq!(honoured.committed, of_all.committed);
+        prop_assert!(is_part(&of_all.proposed, &honoured.proposed));
+
+        // The replicas that store the view are a quorum of every view, and the members are in all of them.
+        let stores = witnesses.iter().map(|one| one.replica);
+        let stores = Members::new(stores.filter(|id| !offenders.contains(*id) && !found.blank.contains(*id))).unwrap();
+        prop_assert!(found.members.is_subset_of(&stores));
+        for view in honoured.views() {
+            prop_assert!(found.members.is_subset_of(&view.members));
+            prop_assert!(quorum(&view.members, &stores) != Quorum::Less);
+            prop_assert!(quorum(&view.members, &stores) == Quorum::More || found.basis.needs_grant);
+        }
+
+        // A start that does not reach the offenders, but knows as new a view and the same blank ones, has to honour no more.
+        let others: Vec<Witness> =
+            witnesses.iter().filter(|one| !offenders.contains(one.replica)).cloned().collect();
+        let newest = others.iter().map(|one| one.report.committed).max_by_key(|view| view.id);
+        let is_blank = |of: &Plan| of.blank.filter(|id| !offenders.contains(id));
+        if newest == Some(honoured.committed) {
+            match plan(&others, granted) {
+                Ok(unreached) if unreached.blank == is_blank(&found) => {
+                    prop_assert!(is_part(&unreached.basis.honoured.proposed, &honoured.proposed));
+                    prop_assert!(found.members.is_subset_of(&unreached.basis.members));
+                    prop_assert!(found.lost_writes || found.members.is_subset_of(&unreached.members));
+                    prop_assert!(found.lost_writes || !unreached.lost_writes);
+                }
+                Ok(_) => {}
+                Err(none) => prop_assert!(false, "{none:?} without {offenders}"),
+            }
+        }
+    }
+}
