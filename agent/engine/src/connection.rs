@@ -96,6 +96,22 @@ impl ConnectError {
             | ConnectError::Deposed { .. } => false,
         }
     }
+
+    /// Whether the replica is there and has answered with an error or nonsense.
+    pub fn is_of_replica(&self) -> bool {
+        match self {
+            ConnectError::Frame(_)
+            | ConnectError::Page(_)
+            | ConnectError::Unexpected(_)
+            | ConnectError::Refused { .. } => true,
+            ConnectError::Address(_)
+            | ConnectError::GivenUp
+            | ConnectError::OtherRun
+            | ConnectError::Io { .. }
+            | ConnectError::Unproven(_)
+            | ConnectError::Deposed { .. } => false,
+        }
+    }
 }
 
 /// The socket of a replica that has taken this engine and proven itself.

@@ -16,8 +16,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shorthorn_control::ReplicaEndpoint;
-use shorthorn_core::PeerIndex;
-use shorthorn_recovery::{Stay, rebuild};
+use shorthorn_core::{DropCause, PeerIndex};
+use shorthorn_recovery::{BadSources, Standing, Stay, rebuild};
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ReplicaId, View};
 
@@ -70,6 +70,7 @@ pub struct Desk {
     couriers: [AtomicBool; MAX_MEMBERS],
     /// The most that is copied in a second; 0: no limit.
     bytes_per_s: AtomicU64,
+    begun: Instant,
 }
 
 /// What is known of one replica.
@@ -96,6 +97,7 @@ impl Desk {
             lines: Lines::default(),
             couriers: Default::default(),
             bytes_per_s: AtomicU64::new(0),
+            begun: Instant::now(),
         }
     }
 
@@ -194,6 +196,8 @@ impl Couriers {
             pause: FIRST_PAUSE,
             cause: None,
             later: Cell::default(),
+            bad_sources: BadSources::default(),
+            standing: Standing::default(),
         };
         self.desk.note_courier(peer, true);
         let desk = Arc::clone(&self.desk);
@@ -260,6 +264,10 @@ struct Courier {
     cause: Option<String>,
     /// A stay that was ordered in the middle of an attempt: it begins when that has failed.
     later: Cell<Option<Stay>>,
+    /// Members that could not be read to bring the replica back.
+    bad_sources: BadSources,
+    /// How often the replica has answered with an error or nonsense lately.
+    standing: Standing,
 }
 
 impl Courier {
@@ -301,18 +309,31 @@ impl Courier {
     fn attend(&mut self) -> bool {
         (self.pause, self.cause) = (FIRST_PAUSE, None);
         loop {
-            let pause = match finish(rebuild(&*self)) {
+            let mut bad_sources = std::mem::take(&mut self.bad_sources);
+            let rebuilt = finish(rebuild(&*self, &mut bad_sources));
+            self.bad_sources = bad_sources;
+            let pause = match rebuilt {
                 Ok(()) => return true,
                 Err(Trouble::Ended) => return false,
                 Err(Trouble::NotYet(why)) => {
                     self.tell(Told::Waiting(why.to_owned()));
                     self.next_pause()
                 }
-                Err(Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }) => {
+                Err(
+                    Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }
+                    | Trouble::SourceFailed { error: ConnectError::Deposed { holder, .. }, .. },
+                ) => {
                     self.desk.shared.tell(News::Deposed { holder });
                     return false;
                 }
-                Err(Trouble::Failed { doing, error }) => self.failed(doing, &error),
+                Err(Trouble::Failed { doing, error }) => {
+                    let pause = self.failed(&format!("{doing}: {error}"), error.is_lasting());
+                    if error.is_of_replica() { pause.max(self.stay_of_offender()) } else { pause }
+                }
+                // The next attempt reads another member, if there is one.
+                Err(Trouble::SourceFailed { source, doing, error }) => {
+                    self.failed(&format!("{doing}: {source}: {error}"), false)
+                }
             };
             if let Some(stay) = self.later.take()
                 && !self.stay(stay)
@@ -335,18 +356,25 @@ impl Courier {
     }
 
     /// Logs and shows a failure once for each cause; returns how long to wait.
-    fn failed(&mut self, doing: &'static str, error: &ConnectError) -> Duration {
-        let message = format!("{doing}: {error}");
-        if self.cause.as_ref() != Some(&message) {
+    fn failed(&mut self, message: &str, is_lasting: bool) -> Duration {
+        if self.cause.as_deref() != Some(message) {
             let (volume, replica) = (&self.desk.greeter.volume, self.replica());
             tracing::warn!(%volume, replica, "a replica is not brought back yet: {message}");
-            self.tell(Told::Waiting(message.clone()));
-            self.cause = Some(message);
+            self.tell(Told::Waiting(message.to_owned()));
+            self.cause = Some(message.to_owned());
         }
-        if error.is_lasting() {
-            return LASTING_PAUSE;
+        if is_lasting { LASTING_PAUSE } else { self.next_pause() }
+    }
+
+    /// How long to wait for a replica that has answered with an error or nonsense: longer each time, also if its courier is sent again
+    /// meanwhile.
+    fn stay_of_offender(&mut self) -> Duration {
+        // From long before the start on: else the first time would seem to follow another one.
+        let now = self.desk.begun.elapsed() + Duration::from_secs(1 << 20);
+        match self.standing.dropped(DropCause::Broken, now, false) {
+            Stay::For(pause) => pause,
+            Stay::Out => LASTING_PAUSE,
         }
-        self.next_pause()
     }
 
     fn next_pause(&mut self) -> Duration {

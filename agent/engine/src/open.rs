@@ -10,7 +10,7 @@ use shorthorn_control::{
     Command, EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
 };
 use shorthorn_recovery::{
-    Grant, Misfit, NotOpen, OTHER_RUN, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
+    Grant, Misfit, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View};
 use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
@@ -90,7 +90,7 @@ enum OpenError {
     /// Perhaps later; nothing was proposed.
     Missing { reason: String, members: Vec<MemberStatus> },
     /// Perhaps later, with a new generation: a view was proposed and may be stored somewhere.
-    Torn(String),
+    Torn { reason: String, members: Vec<MemberStatus> },
 }
 
 /// Who is greeted, and as whom.
@@ -185,9 +185,10 @@ impl Opener<'_> {
         let begin = Instant::now();
         let mut pause = FIRST_RETRY;
         let mut told = String::new();
+        let mut offenders = Offenders::default();
         loop {
             self.take_size();
-            match self.attempt(begin.elapsed()) {
+            match self.attempt(begin.elapsed(), &mut offenders) {
                 Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
                 Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
@@ -201,16 +202,17 @@ impl Opener<'_> {
                         engine.members = members;
                     });
                 }
-                Err(OpenError::Torn(reason)) => {
+                Err(OpenError::Torn { reason, members }) => {
                     tracing::warn!(volume = %self.spec.volume, reason, "opening failed half-way, trying again");
                     let generation = self.state.next_generation()?;
                     status::publish(self.publisher, |engine| {
                         engine.message = reason;
+                        engine.members = members;
                         engine.generation = generation;
                     });
                 }
             }
-            match self.wait(pause) {
+            match self.wait(pause.max(offenders.pause())) {
                 Ok(_) => {}
                 Err(Stop::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
                 Err(Stop::Fatal(error)) => return Err(error),
@@ -264,7 +266,7 @@ impl Opener<'_> {
     }
 
     /// One attempt, after the others have taken so long.
-    fn attempt(&mut self, waited: Duration) -> Result<Opened, OpenError> {
+    fn attempt(&mut self, waited: Duration, offenders: &mut Offenders) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
         let volume = Volume {
@@ -288,11 +290,11 @@ impl Opener<'_> {
             pinged: begin,
             opener: self,
         };
-        let opened = finish(shorthorn_recovery::open(&mut attempt, &volume));
+        let opened = finish(shorthorn_recovery::open(&mut attempt, &volume, offenders));
         let Attempt { members, reached_ms, .. } = attempt;
         let opened = opened.map_err(|error| match error {
             NotOpen::Waiting(reason) => OpenError::Missing { reason, members: members.clone() },
-            NotOpen::Torn(reason) => OpenError::Torn(reason),
+            NotOpen::Torn { reason, .. } => OpenError::Torn { reason, members: members.clone() },
             NotOpen::Deposed(holder) => OpenError::Fatal(EngineError::Deposed { generation, holder }),
             NotOpen::Stopped(Stop::Fatal(error)) => OpenError::Fatal(error),
             NotOpen::Stopped(Stop::Ended { for_good }) => OpenError::Ended { for_good },
@@ -424,10 +426,24 @@ impl OpeningEngine for Attempt<'_, '_> {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
             tracing::error!(%volume, %replica, why, "a replica of the view is not taken as a member");
-            for member in self.members.iter_mut().filter(|member| member.replica == *replica) {
-                member.message.clone_from(why);
-            }
+            let (replica, why) = (*replica, why.clone());
+            self.show(replica, why);
         }
+    }
+
+    fn offended(&mut self, replica: ReplicaId, reason: &str) {
+        let volume = &self.opener.spec.volume;
+        tracing::warn!(%volume, %replica, reason, "a replica that has welcomed the engine does not do as it is asked");
+        self.show(replica, format!("it makes attempts to open the volume fail: {reason}"));
+    }
+
+    fn leaves_out(&mut self, replica: ReplicaId, reason: &str) {
+        let volume = &self.opener.spec.volume;
+        tracing::warn!(%volume, %replica, reason, "the volume is to be opened without a replica that has made attempts fail");
+        self.show(
+            replica,
+            format!("the volume is opened without it, as it has made attempts fail: {reason}"),
+        );
     }
 
     fn waited_ms(&self) -> u64 {
@@ -453,7 +469,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
             Heard::Grant(view) => return Ok(Grant::Told(view)),
-            Heard::Replicas => return Err(NotOpen::Torn("the volume has other replicas now".to_owned())),
+            Heard::Replicas => return Err(NotOpen::torn("the volume has other replicas now")),
             Heard::Nothing => {}
         }
         if self.search.is_none() {
@@ -467,7 +483,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         if self.pinged.elapsed() >= PING_INTERVAL {
             self.pinged = Instant::now();
             for one in reached {
-                one.link.ping().map_err(|error| NotOpen::Torn(format!("{}: {error}", one.replica)))?;
+                one.link.ping().map_err(|error| NotOpen::torn_by(one.replica, error))?;
             }
         }
         Ok(Grant::Nothing)
@@ -509,7 +525,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         let connected = at_once(reached, |one| connect_queues(spec, one, greeter, proposal));
         let mut connections: Vec<Vec<Connection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         for result in connected {
-            let (replica, opened) = result.map_err(NotOpen::Torn)?;
+            let (replica, opened) = result.map_err(|(replica, reason)| NotOpen::torn_by(replica, reason))?;
             let index = self.endpoints.iter().position(|endpoint| endpoint.replica == replica);
             if let Some(place) = index.and_then(|index| connections.get_mut(index)) {
                 *place = opened;
@@ -523,6 +539,13 @@ impl OpeningEngine for Attempt<'_, '_> {
 type Proposed = (Reached, Result<Option<Kept>, ConnectError>);
 
 impl Attempt<'_, '_> {
+    /// Shows a message beside a replica.
+    fn show(&mut self, replica: ReplicaId, message: String) {
+        if let Some(member) = self.members.iter_mut().find(|member| member.replica == replica) {
+            member.message = message;
+        }
+    }
+
     /// Greets those who have not answered, on threads of their own; who answers comes out.
     fn search_others(&self, reached: &[Reached]) -> Receiver<ReplicaId> {
         let (sender, found) = mpsc::channel();
@@ -550,13 +573,13 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
 }
 
 /// Has a replica mark the view as committed, and opens the connections of a member: the one of queue 0 is there, those of
-/// the others are made now.
+/// the others are made now. Fails with the replica, and why.
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,
     greeter: &Greeter,
     proposal: &Proposal,
-) -> Result<(ReplicaId, Vec<Connection>), String> {
+) -> Result<(ReplicaId, Vec<Connection>), (ReplicaId, String)> {
     let replica = one.replica;
     if let Err(error) = finish(conclude(&mut one, proposal)) {
         tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is through, or still counts what replicas miss that are gone");
@@ -565,13 +588,13 @@ fn connect_queues(
         return Ok((replica, Vec::new()));
     }
     let endpoint = spec.replicas.iter().find(|endpoint| endpoint.replica == replica);
-    let endpoint = endpoint.ok_or_else(|| format!("{replica} is no replica of the volume"))?;
+    let endpoint = endpoint.ok_or_else(|| (replica, "it is no replica of the volume".to_owned()))?;
     let mut connections = vec![one.link];
     for queue in 1..spec.queues {
         let opened = greeter.greet(endpoint, queue);
-        let (connection, welcome) = opened.map_err(|error| format!("{replica}: {error}"))?;
+        let (connection, welcome) = opened.map_err(|error| (replica, error.to_string()))?;
         if welcome.run != one.welcome.run {
-            return Err(format!("{replica}: {OTHER_RUN}"));
+            return Err((replica, OTHER_RUN.to_owned()));
         }
         connections.push(connection);
     }

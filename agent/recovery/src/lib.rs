@@ -10,13 +10,15 @@
 //! - [`ServingEngine`]: the process while it serves.
 //! - [`Courier`]: the task that brings one replica back.
 //!
-//! [`Standing`] says how soon a replica that was dropped may come back.
+//! [`Offenders`] are the replicas that an attempt to open the volume goes without, [`BadSources`] the members that the next copy is not made
+//! of, and [`Standing`] says how soon a replica that was dropped may come back.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 
 mod accounts;
 mod grow;
 mod link;
+mod offenders;
 mod open;
 mod rebuild;
 mod serving;
@@ -25,6 +27,7 @@ mod standing;
 pub use accounts::{forget_in_vain, give_up};
 pub use grow::{NotGrown, grow_replicas};
 pub use link::{Link, LinkError, Misfit, fit, regions};
+pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
 };

@@ -10,6 +10,11 @@ use shorthorn_wire::Welcome;
 
 use crate::accounts::{forget, make_room};
 use crate::link::{Link, LinkError, regions, regions_or_all};
+use crate::offenders::{Offenders, Part};
+
+/// How often [`OpeningEngine::next_grant`] is called at most by an attempt that leaves replicas out: one of them may be well again, and
+/// then no grant is needed. The engine waits for a quarter of a second in each.
+const GRANT_WAITS_MAX: u32 = 20;
 
 /// The volume as one attempt to open it knows it. It stays the same until the attempt has ended.
 #[derive(Clone, Debug)]
@@ -22,7 +27,7 @@ pub struct Volume {
     pub size_bytes: u64,
     /// The newest grant of the arbiter that is known.
     pub granted: Option<View>,
-    /// How long members that do not answer are waited for when the others are enough.
+    /// How long members that do not answer, or not as they should, are waited for when the others are enough.
     pub missing_limit_ms: u64,
     /// The same if the others have lost writes that a user counts on: one of the missing may have kept them.
     pub keeper_limit_ms: u64,
@@ -89,11 +94,28 @@ pub enum NotOpen<S> {
     Waiting(String),
     /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer generation, because a
     /// view's number never stands for two sets.
-    Torn(String),
+    Torn {
+        /// Why, in words.
+        reason: String,
+        /// The replica that has not done as it was asked, if it was one and that is not noted yet.
+        by: Option<ReplicaId>,
+    },
     /// A newer engine holds a replica.
     Deposed(Generation),
     /// The process has to end, or cannot go on.
     Stopped(S),
+}
+
+impl<S> NotOpen<S> {
+    /// No replica is to blame.
+    pub fn torn(reason: impl Into<String>) -> NotOpen<S> {
+        NotOpen::Torn { reason: reason.into(), by: None }
+    }
+
+    /// A replica has not done as it was asked.
+    pub fn torn_by(replica: ReplicaId, error: impl std::fmt::Display) -> NotOpen<S> {
+        NotOpen::Torn { reason: error.to_string(), by: Some(replica) }
+    }
 }
 
 /// The next thing that happens to an engine that waits for a grant.
@@ -123,6 +145,12 @@ pub trait OpeningEngine {
     /// Learns how the attempt is to go on; shows it.
     fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>);
 
+    /// A replica that has welcomed the engine has not done as it was asked since. Shows and logs that.
+    fn offended(&mut self, replica: ReplicaId, reason: &str);
+
+    /// The attempt goes on without a replica that has made others fail; `reason` is how it failed last. Shows and logs that.
+    fn leaves_out(&mut self, replica: ReplicaId, reason: &str);
+
     /// How long the volume is being opened by now, over all attempts.
     fn waited_ms(&self) -> u64;
 
@@ -149,7 +177,8 @@ pub trait OpeningEngine {
         proposal: &Proposal,
     ) -> Vec<(Reached<Self::Link>, Result<Option<Kept>, <Self::Link as Link>::Error>)>;
 
-    /// Calls [`conclude`] for every replica, and connects all queues to the members.
+    /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with [`NotOpen::torn_by`] if a member is
+    /// to blame.
     async fn connect(
         &mut self,
         reached: Vec<Reached<Self::Link>>,
@@ -157,44 +186,51 @@ pub trait OpeningEngine {
     ) -> Result<Self::Connections, NotOpen<Self::Stop>>;
 }
 
-/// One attempt to open the volume.
+/// One attempt to open the volume. `offenders` come from the attempt before, and are for the next one.
 ///
 /// # Errors
 /// [`NotOpen`] says how to go on.
 pub async fn open<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
+    offenders: &mut Offenders,
 ) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
     let mut reached = engine.reach().await?;
-    let plan = plan_view(engine, volume, &reached)?;
+    offenders.reached(reached.iter().map(|one| (one.replica, one.welcome.run)), &volume.replicas);
+    let (plan, left_out) = plan_view(engine, volume, &reached, offenders)?;
     let view = View { id: ViewId { generation: volume.generation, number: 1 }, members: plan.members };
     let mut change = Change::new(plan.basis.honoured, view);
-    let asked = reached.iter().map(|one| one.replica).filter(|id| !plan.blank.contains(*id));
+    let is_asked = |id| !plan.blank.contains(id) && !left_out.contains(id);
+    let asked = reached.iter().map(|one| one.replica).filter(|id| is_asked(*id));
     let stored = Members::new(asked).unwrap_or_default(); // there are no more replicas than a set can have
     if change.would_need_grant(&stored) {
         // Nothing is proposed before: a view that one half has stored and that is never granted would stand in the way of
         // the other half for ever.
         engine.ask_arbiter(&change, stored);
-        let granted = await_grant(engine, &change, &mut reached).await;
+        let waits_max = (!left_out.is_empty()).then_some(GRANT_WAITS_MAX);
+        let granted = await_grant(engine, &change, &mut reached, waits_max).await;
         engine.ask_no_more();
-        granted?;
+        granted.map_err(|error| blamed(engine, offenders, Part::Storing, error))?;
         change.granted();
     }
     if plan.lost_writes {
         // Before anything is proposed: the proposal makes the members look as if nothing had happened.
         engine.note_lost_writes().map_err(NotOpen::Stopped)?;
     }
-    // Such a replica would learn the views by the proposal, and pass for one that has kept its data.
-    reached.retain(|one| !plan.blank.contains(one.replica));
-    bring_through(engine, volume, change, reached).await
+    let stamps: Vec<Option<u32>> = reached.iter().map(|one| one.welcome.stamp).collect();
+    // A blank replica would learn the views by the proposal, and pass for one that has kept its data.
+    reached.retain(|one| is_asked(one.replica));
+    bring_through(engine, volume, change, (reached, stamps), offenders).await
 }
 
-/// The plan for the first view, unless a member has to be waited for: a replica that is left out has to be rebuilt later.
+/// The plan for the first view, unless a member has to be waited for: a replica that is left out has to be rebuilt later. With the
+/// offenders that it leaves out: all that they have reported counts, but they are no members and store nothing.
 fn plan_view<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
     reached: &[Reached<E::Link>],
-) -> Result<Plan, NotOpen<E::Stop>> {
+    offenders: &mut Offenders,
+) -> Result<(Plan, Members), NotOpen<E::Stop>> {
     let witnesses: Vec<Witness> = reached.iter().map(witness).collect();
     let plan = plan(&witnesses, volume.granted);
     engine.planned(&witnesses, plan.as_ref());
@@ -203,11 +239,21 @@ fn plan_view<E: OpeningEngine>(
     let silent = plan.basis.holders.filter(|id| !answers(id));
     let loses = plan.lost_writes && engine.has_user();
     let limit_ms = if loses { volume.keeper_limit_ms } else { volume.missing_limit_ms };
-    if !silent.is_empty() && engine.waited_ms() <= limit_ms {
+    let has_waited = engine.waited_ms() > limit_ms;
+    if !silent.is_empty() && !has_waited {
         let why = if loses { ", and the others have lost what was not flushed" } else { "" };
         return Err(NotOpen::Waiting(format!("{silent} of the view do not answer{why}")));
     }
-    Ok(plan)
+    // An offender is left out no sooner than a replica that does not answer: it has to be brought up later too.
+    let left_out = if has_waited { offenders.next_left_out() } else { Members::NONE };
+    if left_out.is_empty() {
+        return Ok((plan, Members::NONE));
+    }
+    let Some(fewer) = plan.clone().without(&left_out, &witnesses, volume.granted) else {
+        return Ok((plan, Members::NONE));
+    };
+    left_out.iter().for_each(|replica| engine.leaves_out(replica, offenders.reason(replica)));
+    Ok((fewer, left_out))
 }
 
 fn witness<L>(one: &Reached<L>) -> Witness {
@@ -228,49 +274,60 @@ fn with_unfit(none: &NoPlan) -> String {
 /// Waits until the arbiter has granted the view of `change`.
 ///
 /// If another replica is back, or another view was granted, the start begins again with the next generation: a grant that
-/// comes late is for the view that was asked for, and never for another of its number.
+/// comes late is for the view that was asked for, and never for another of its number. The same after `waits_max` calls.
 async fn await_grant<E: OpeningEngine>(
     engine: &mut E,
     change: &Change,
     reached: &mut [Reached<E::Link>],
+    waits_max: Option<u32>,
 ) -> Result<(), NotOpen<E::Stop>> {
+    let mut waits = 0;
     loop {
+        if waits_max.is_some_and(|most| waits >= most) {
+            return Err(NotOpen::torn("the arbiter has not granted in time that replicas are left out"));
+        }
+        waits = waits.saturating_add(1);
         match engine.next_grant(reached).await? {
             Grant::Told(view) if view == change.target => return Ok(()),
             Grant::Told(view) if view.id > change.honoured.committed.id => {
-                return Err(NotOpen::Torn(format!(
+                return Err(NotOpen::torn(format!(
                     "the arbiter has granted view {view}, which this start does not honour"
                 )));
             }
-            Grant::Back(replica) => return Err(NotOpen::Torn(format!("{replica} is back"))),
+            Grant::Back(replica) => return Err(NotOpen::torn(format!("{replica} is back"))),
             Grant::Told(_) | Grant::Nothing => {}
         }
     }
 }
 
 /// Has the replicas store the view; if it is through, and every member has said which sets of regions it keeps, marks it
-/// as committed and connects the queues.
+/// as committed and connects the queues. `stamps` are those of all that were reached, also of those that are not asked.
 async fn bring_through<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
     mut change: Change,
-    reached: Vec<Reached<E::Link>>,
+    (asked, stamps): (Vec<Reached<E::Link>>, Vec<Option<u32>>),
+    offenders: &mut Offenders,
 ) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
     let (view, honoured) = (change.target, change.honoured.clone());
     let replicas = volume.replicas.clone();
     let proposal = Proposal { view, honoured, replicas, size_bytes: volume.size_bytes };
     let (mut kept, mut stored, mut refused) = (Vec::new(), Vec::new(), Vec::new());
     let mut deposed_by = None;
-    for (one, answer) in engine.propose(reached, &proposal).await {
+    for (one, answer) in engine.propose(asked, &proposal).await {
         match answer {
             Ok(sets) => {
+                offenders.did(one.replica, Part::Storing);
                 change.stored(one.replica);
                 kept.extend(sets);
                 stored.push(one);
             }
+            Err(error) if error.deposed_by().is_some() => deposed_by = deposed_by.max(error.deposed_by()),
             Err(error) => {
-                deposed_by = deposed_by.max(error.deposed_by());
-                refused.push(format!("{}: {error}", one.replica));
+                let reason = error.to_string();
+                engine.offended(one.replica, &reason);
+                refused.push(format!("{}: {reason}", one.replica));
+                offenders.failed(one.replica, Part::Storing, reason);
             }
         }
     }
@@ -278,14 +335,15 @@ async fn bring_through<E: OpeningEngine>(
         return Err(NotOpen::Deposed(holder));
     }
     if change.progress() != Progress::Through || kept.len() != view.members.len() {
-        return Err(NotOpen::Torn(format!("view {view} is not through: {}", refused.join("; "))));
+        return Err(NotOpen::torn(format!("view {view} is not through: {}", refused.join("; "))));
     }
     let combined = combine(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
-    let stamp = combined.first_stamp(stored.iter().map(|one| one.welcome.stamp));
+    let stamp = combined.first_stamp(stamps);
     let Combined { dirty, missed, stamps, is_complete, .. } = combined;
     let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
     let runs = volume.replicas.iter().map(run).collect();
-    let connections = engine.connect(stored, &proposal).await?;
+    let connected = engine.connect(stored, &proposal).await;
+    let connections = connected.map_err(|error| blamed(engine, offenders, Part::Connecting, error))?;
     let last_view = proposal.honoured.committed;
     Ok(Opened {
         view,
@@ -298,6 +356,24 @@ async fn bring_through<E: OpeningEngine>(
         missed_stamps: stamps,
         runs,
     })
+}
+
+/// Notes which replica has torn an attempt.
+fn blamed<E: OpeningEngine>(
+    engine: &mut E,
+    offenders: &mut Offenders,
+    part: Part,
+    error: NotOpen<E::Stop>,
+) -> NotOpen<E::Stop> {
+    match error {
+        NotOpen::Torn { reason, by: Some(replica) } => {
+            engine.offended(replica, &reason);
+            let torn = NotOpen::torn(format!("{replica}: {reason}"));
+            offenders.failed(replica, part, reason);
+            torn
+        }
+        error => error,
+    }
 }
 
 /// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may begin some by

@@ -10,6 +10,7 @@ use shorthorn_views::remembers;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
 
 use crate::link::{Link, LinkError, regions_or_all};
+use crate::offenders::BadSources;
 use crate::serving::{Address, Peer, ServingEngine, members};
 
 /// How often the end of a copy is told again, if that fails.
@@ -31,12 +32,26 @@ pub enum Trouble<E> {
         /// Why.
         error: E,
     },
+    /// A request to the member that is read to make a copy has failed.
+    SourceFailed {
+        /// The member.
+        source: ReplicaId,
+        /// The purpose of the request.
+        doing: &'static str,
+        /// Why.
+        error: E,
+    },
 }
 
 impl<E> Trouble<E> {
     /// For `map_err`: a request with this purpose has failed.
     pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
         move |error| Trouble::Failed { doing, error }
+    }
+
+    /// For `map_err`: a request with this purpose to the `source` of the copy has failed.
+    pub fn while_reading(source: Source, doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
+        move |error| Trouble::SourceFailed { source: source.address.replica, doing, error }
     }
 }
 
@@ -110,14 +125,24 @@ struct Lack {
     is_copy: bool,
 }
 
-/// One attempt, from the first word to the core.
+/// One attempt, from the first word to the core. `bad_sources` come from the attempt before, and are for the next one.
 ///
 /// # Errors
 /// [`Trouble`]; the replica is not in the view, and the attempt can be made again.
-pub async fn rebuild<C: Courier>(courier: &C) -> Result<(), Trouble<Error<C>>> {
+pub async fn rebuild<C: Courier>(courier: &C, bad_sources: &mut BadSources) -> Result<(), Trouble<Error<C>>> {
     let (engine, me) = (courier.engine(), courier.peer());
     let peer = engine.peer(me).ok_or(Trouble::Ended)?;
-    Attempt { courier, engine, me, replica: peer.replica }.run(&peer).await
+    let attempt = Attempt { courier, engine, me, replica: peer.replica, bad_sources };
+    let rebuilt = attempt.run(&peer).await;
+    match &rebuilt {
+        Ok(()) => bad_sources.clear(),
+        Err(Trouble::SourceFailed { source, .. }) => {
+            let members = engine.look(|core| core.membership().view().members).unwrap_or_default();
+            bad_sources.failed(*source, &members);
+        }
+        Err(_) => {}
+    }
+    rebuilt
 }
 
 /// One attempt. The replica may be given up at any time, and come back under another number.
@@ -126,6 +151,7 @@ struct Attempt<'a, C: Courier> {
     engine: &'a C::Engine,
     me: PeerIndex,
     replica: ReplicaId,
+    bad_sources: &'a BadSources,
 }
 
 impl<C: Courier> Attempt<'_, C> {
@@ -237,7 +263,7 @@ impl<C: Courier> Attempt<'_, C> {
     ) -> Result<Lack, Trouble<Error<C>>> {
         let source = self.source()?;
         let theirs = self.engine.line(source.address).layers().await;
-        let theirs = theirs.map_err(Trouble::while_doing("asking a member for its layers"))?;
+        let theirs = theirs.map_err(Trouble::while_reading(source, "asking a member for its layers"))?;
         let mine = self.line().layers().await;
         let mine = mine.map_err(Trouble::while_doing("asking for its layers"))?;
         let is_what_it_was =
@@ -254,14 +280,16 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(Lack { missing, regions, is_copy: !is_what_it_was })
     }
 
-    /// The member that it is compared with, and copied from if need be: one on this host, if there is one.
+    /// The member that it is compared with, and copied from if need be: one on this host, if there is one. After an attempt that has
+    /// failed because of its source, another one.
     fn source(&self) -> Result<Source, Trouble<Error<C>>> {
         let members = members(self.engine).ok_or(Trouble::Ended)?;
         let source = self.look(|core| {
-            members.into_iter().find_map(|(index, peer)| {
+            let sources = members.into_iter().filter_map(|(index, peer)| {
                 let losses = core.membership().losses_of_member(index)?;
                 Some(Source { address: Address { peer: index, replica: peer.replica }, losses })
-            })
+            });
+            self.bad_sources.best(sources, |source| source.address.replica)
         })?;
         source.ok_or(Trouble::NotYet("there is no member to copy from"))
     }
@@ -292,7 +320,7 @@ impl<C: Courier> Attempt<'_, C> {
         // First they begin to count, then the source is looked at: a change meanwhile is in one or the other.
         let accountants = self.accountants()?;
         self.keep_missed(&accountants, self.replica, &RegionSet::empty(regions.count()), regions).await?;
-        let missing = self.find_data(source.address, layers, regions).await?;
+        let missing = self.find_data(source, layers, regions).await?;
         self.keep_missed(&accountants, self.replica, &missing, regions).await?;
         match self.look(|core| source.has_stayed(core))? {
             true => Ok(missing),
@@ -303,14 +331,14 @@ impl<C: Courier> Attempt<'_, C> {
     /// The regions in which the head of the source has data; everything else it shares with the snapshots, which are there.
     async fn find_data(
         &self,
-        source: Address,
+        source: Source,
         layers: &LayerList,
         regions: Regions,
     ) -> Result<RegionSet, Trouble<Error<C>>> {
-        let mut line = self.engine.line(source);
+        let mut line = self.engine.line(source.address);
         let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
             let allocated = regions_or_all(&mut line, RegionsOf::Allocated, regions).await;
-            return allocated.map_err(Trouble::while_doing("asking a member where it has data"));
+            return allocated.map_err(Trouble::while_reading(source, "asking a member where it has data"));
         };
         let layer = u32::try_from(head).unwrap_or(u32::MAX);
         let mut data = RegionSet::empty(regions.count());
@@ -320,7 +348,8 @@ impl<C: Courier> Attempt<'_, C> {
                 return Err(Trouble::Ended);
             }
             let page = line.extents(ExtentsQuery { layer, from_bytes }).await;
-            let page = page.map_err(Trouble::while_doing("asking a member where a layer has data"))?;
+            let page =
+                page.map_err(Trouble::while_reading(source, "asking a member where a layer has data"))?;
             for Extent { offset_bytes, length_bytes } in page.extents {
                 if let Ok(range) = ByteRange::new(offset_bytes, length_bytes) {
                     data.insert_run(regions.touched(range));
@@ -508,6 +537,7 @@ fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
         Trouble::Ended => "it was given up".to_owned(),
         Trouble::NotYet(why) => (*why).to_owned(),
         Trouble::Failed { doing, error } => format!("{doing}: {error}"),
+        Trouble::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),
     }
 }
 

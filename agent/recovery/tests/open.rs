@@ -8,7 +8,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use shorthorn_recovery::{
-    Grant, Link, LinkError, NotOpen, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
+    Grant, Link, LinkError, NotOpen, Offenders, Opened, OpeningEngine, Proposal, Reached, Volume, conclude,
+    propose_to,
 };
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -51,6 +52,11 @@ impl LinkError for Broken {
 }
 
 type Calls = Rc<RefCell<Vec<String>>>;
+
+/// The first attempt to open the volume.
+fn open(engine: &mut Engine, volume: &Volume) -> Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>> {
+    finish(shorthorn_recovery::open(engine, volume, &mut Offenders::default()))
+}
 
 /// A replica that does as it is told, and answers proposals with `answer`.
 struct Replica {
@@ -113,7 +119,11 @@ struct Engine {
     calls: Calls,
     reached: Vec<Reached<Replica>>,
     grants: VecDeque<Grant>,
+    /// Nothing more is heard once these grants have come; else the process ends.
+    is_arbiter_silent: bool,
     waited_ms: u64,
+    /// Its queues cannot be connected.
+    unconnected: Option<ReplicaId>,
 }
 
 impl Engine {
@@ -133,6 +143,14 @@ impl OpeningEngine for Engine {
 
     fn planned(&mut self, _: &[Witness], _: Result<&Plan, &NoPlan>) {}
 
+    fn offended(&mut self, replica: ReplicaId, _: &str) {
+        self.called(&format!("{replica} offends"));
+    }
+
+    fn leaves_out(&mut self, replica: ReplicaId, reason: &str) {
+        self.called(&format!("without {replica}: {reason}"));
+    }
+
     fn waited_ms(&self) -> u64 {
         self.waited_ms
     }
@@ -147,7 +165,11 @@ impl OpeningEngine for Engine {
 
     async fn next_grant(&mut self, _: &mut [Reached<Replica>]) -> Result<Grant, NotOpen<&'static str>> {
         self.called("wait");
-        self.grants.pop_front().ok_or(NotOpen::Stopped("nobody answers"))
+        match self.grants.pop_front() {
+            Some(grant) => Ok(grant),
+            None if self.is_arbiter_silent => Ok(Grant::Nothing),
+            None => Err(NotOpen::Stopped("nobody answers")),
+        }
     }
 
     fn ask_no_more(&mut self) {
@@ -180,6 +202,9 @@ impl OpeningEngine for Engine {
         let mut members = Vec::new();
         for mut one in reached {
             conclude(&mut one, proposal).await.unwrap();
+            if self.unconnected == Some(one.replica) {
+                return Err(NotOpen::torn_by(one.replica, "a queue is not connected"));
+            }
             members.push(one.replica);
         }
         Ok(members)
@@ -227,7 +252,9 @@ fn engine(count: u64, reached: &[u64], lost_cache: bool) -> Engine {
     Engine {
         reached: reached.collect(),
         grants: VecDeque::new(),
+        is_arbiter_silent: false,
         waited_ms: 60_000,
+        unconnected: None,
         calls: Rc::clone(&calls),
     }
 }
@@ -239,7 +266,7 @@ fn calls(engine: &Engine) -> Vec<String> {
 #[test]
 fn sets_are_asked_for_after_the_proposal_and_nothing_is_committed_before_all_have_answered() {
     let mut engine = engine(2, &[1, 2], false);
-    let opened = finish(open(&mut engine, &volume(2))).unwrap();
+    let opened = open(&mut engine, &volume(2)).unwrap();
     assert_eq!(opened.connections, [id(1), id(2)]);
     assert_eq!(opened.last_view, last_view(2));
     let ids = (id(1), id(2));
@@ -257,7 +284,7 @@ fn half_of_a_view_proposes_nothing_before_the_grant() {
         members: Members::new([id(1)]).unwrap(),
     };
     engine.grants = [Grant::Nothing, Grant::Told(last_view(2)), Grant::Told(granted)].into();
-    assert_eq!(finish(open(&mut engine, &volume(2))).unwrap().view, granted);
+    assert_eq!(open(&mut engine, &volume(2)).unwrap().view, granted);
     assert_eq!(calls(&engine)[..5], ["ask", "wait", "wait", "wait", "ask no more"]);
     assert!(calls(&engine)[5].ends_with("propose"));
 }
@@ -271,8 +298,8 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
     for grant in [Grant::Told(other), Grant::Back(id(2))] {
         let mut engine = engine(2, &[1], false);
         engine.grants = [grant].into();
-        let error = finish(open(&mut engine, &volume(2))).unwrap_err();
-        assert!(matches!(error, NotOpen::Torn(_)), "{grant:?}: {error:?}");
+        let error = open(&mut engine, &volume(2)).unwrap_err();
+        assert!(matches!(error, NotOpen::Torn { .. }), "{grant:?}: {error:?}");
         assert_eq!(calls(&engine), ["ask", "wait", "ask no more"], "{grant:?}");
     }
 }
@@ -280,7 +307,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
 #[test]
 fn lost_writes_are_noted_before_the_proposal() {
     let mut engine = engine(2, &[1, 2], true);
-    finish(open(&mut engine, &volume(2))).unwrap();
+    open(&mut engine, &volume(2)).unwrap();
     assert_eq!(calls(&engine)[0], "note lost writes");
 }
 
@@ -295,7 +322,7 @@ fn a_missing_member_is_waited_for_longer_if_the_others_have_lost_writes() {
     ] {
         let mut engine = engine(3, &[1, 2], lost_cache);
         engine.waited_ms = waited_ms;
-        let opened = finish(open(&mut engine, &volume(3)));
+        let opened = open(&mut engine, &volume(3));
         assert_eq!(matches!(opened, Err(NotOpen::Waiting(_))), waits, "{lost_cache} {waited_ms}: {opened:?}");
         assert_eq!(calls(&engine).is_empty(), waits, "nothing is proposed before");
     }
@@ -307,11 +334,137 @@ fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_en
     for answer in [Broken::Refuses(Errno::IO), Broken::Deposed(holder)] {
         let mut engine = engine(3, &[1, 2, 3], false);
         engine.reached[1].link.answer = Err(answer);
-        match finish(open(&mut engine, &volume(3))).unwrap_err() {
-            NotOpen::Torn(why) => assert!(answer.is_refusal() && why.contains("Refuses"), "{why}"),
+        match open(&mut engine, &volume(3)).unwrap_err() {
+            NotOpen::Torn { reason, .. } => {
+                assert!(answer.is_refusal() && reason.contains("Refuses"), "{reason}")
+            }
             NotOpen::Deposed(by) => assert_eq!((by, answer), (holder, Broken::Deposed(holder))),
             other => panic!("{other:?}"),
         }
         assert!(!calls(&engine).iter().any(|call| call.ends_with("commit")), "{:?}", calls(&engine));
     }
+}
+
+/// An attempt to open a volume of `count` replicas of which the second refuses every proposal, and the calls that it makes.
+fn attempt_with_a_liar(
+    offenders: &mut Offenders,
+    count: u64,
+    change: impl Fn(&mut Engine),
+) -> (Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>>, Vec<String>) {
+    let all: Vec<u64> = (1..=count).collect();
+    let mut engine = engine(count, &all, false);
+    engine.reached[1].link.answer = Err(Broken::Refuses(Errno::IO));
+    change(&mut engine);
+    let opened = finish(shorthorn_recovery::open(&mut engine, &volume(count), offenders));
+    (opened, calls(&engine))
+}
+
+/// The attempts after which the second is an offender.
+fn fail(offenders: &mut Offenders, count: u64, change: impl Fn(&mut Engine)) {
+    for _ in 0..3 {
+        let (torn, _) = attempt_with_a_liar(offenders, count, &change);
+        assert!(matches!(torn, Err(NotOpen::Torn { by: None, .. })), "{torn:?}");
+    }
+}
+
+#[test]
+fn a_replica_that_fails_again_and_again_keeps_no_volume_from_opening() {
+    let mut offenders = Offenders::default();
+    for _ in 0..3 {
+        let (torn, calls) = attempt_with_a_liar(&mut offenders, 3, |_| {});
+        assert!(matches!(torn, Err(NotOpen::Torn { .. })), "{torn:?}");
+        assert!(calls.contains(&format!("{} offends", id(2))), "{calls:?}");
+    }
+    let (opened, calls) = attempt_with_a_liar(&mut offenders, 3, |_| {});
+    let opened = opened.unwrap();
+    assert_eq!(opened.view.members, Members::new([id(1), id(3)]).unwrap());
+    assert_eq!((opened.runs[1], opened.last_view), (None, last_view(3)));
+    assert_eq!(calls[0], format!("without {}: Refuses({:?})", id(2), Errno::IO));
+    assert!(
+        !calls.iter().any(|call| call.starts_with(&id(2).to_string())),
+        "nothing is asked of it: {calls:?}"
+    );
+}
+
+#[test]
+fn an_offender_is_waited_for_as_a_replica_that_does_not_answer() {
+    let mut offenders = Offenders::default();
+    let early = |engine: &mut Engine| engine.waited_ms = 1000;
+    for _ in 0..2 {
+        fail(&mut offenders, 3, early);
+    }
+    assert!(attempt_with_a_liar(&mut offenders, 3, |engine| engine.waited_ms = 1001).0.is_ok());
+}
+
+#[test]
+fn a_stamp_that_only_an_offender_knows_is_given_to_nobody() {
+    let mut offenders = Offenders::default();
+    let forget = |engine: &mut Engine| {
+        [0, 2].into_iter().for_each(|place| engine.reached[place].welcome.stamp = None);
+        engine.reached[1].welcome.stamp = Some(20);
+    };
+    fail(&mut offenders, 3, forget);
+    let (opened, _) = attempt_with_a_liar(&mut offenders, 3, forget);
+    assert_eq!(opened.unwrap().stamp, 22);
+}
+
+#[test]
+fn half_of_a_view_goes_on_without_an_offender_only_with_a_grant() {
+    let mut offenders = Offenders::default();
+    fail(&mut offenders, 2, |_| {});
+    let granted = View {
+        id: ViewId { generation: Generation::new(2, 0), number: 1 },
+        members: Members::new([id(1)]).unwrap(),
+    };
+    let grant = |engine: &mut Engine| engine.grants = [Grant::Nothing, Grant::Told(granted)].into();
+    let (opened, calls) = attempt_with_a_liar(&mut offenders, 2, grant);
+    assert_eq!(opened.unwrap().view, granted);
+    assert_eq!(calls[1..5], ["ask", "wait", "wait", "ask no more"]);
+}
+
+#[test]
+fn the_wait_for_that_grant_ends_and_the_next_attempt_has_all() {
+    let mut offenders = Offenders::default();
+    fail(&mut offenders, 2, |_| {});
+    let silent = |engine: &mut Engine| engine.is_arbiter_silent = true;
+    let (torn, calls) = attempt_with_a_liar(&mut offenders, 2, silent);
+    assert!(matches!(torn, Err(NotOpen::Torn { by: None, .. })), "{torn:?}");
+    assert_eq!(calls.iter().filter(|call| *call == "wait").count(), 20);
+    assert!(!calls.iter().any(|call| call.ends_with("propose")), "{calls:?}");
+    let well = |engine: &mut Engine| engine.reached[1].link.answer = Ok(());
+    let (opened, _) = attempt_with_a_liar(&mut offenders, 2, well);
+    assert_eq!(opened.unwrap().view.members, last_view(2).members);
+}
+
+#[test]
+fn an_offender_that_the_start_needs_is_asked_again() {
+    let mut offenders = Offenders::default();
+    // It is the only one that has kept everything.
+    let lose = |engine: &mut Engine| {
+        [0, 2].into_iter().for_each(|place| engine.reached[place].welcome.lost_cache = true);
+    };
+    fail(&mut offenders, 3, lose);
+    for _ in 0..4 {
+        let (torn, calls) = attempt_with_a_liar(&mut offenders, 3, lose);
+        assert!(matches!(torn, Err(NotOpen::Torn { .. })), "{torn:?}");
+        assert!(calls.contains(&format!("{} propose", id(2))), "{calls:?}");
+        assert!(!calls.contains(&"note lost writes".to_owned()), "{calls:?}");
+    }
+}
+
+#[test]
+fn a_member_whose_queues_cannot_be_connected_is_left_out_too() {
+    let mut offenders = Offenders::default();
+    let attempt = |offenders: &mut Offenders| {
+        let mut engine = engine(3, &[1, 2, 3], false);
+        engine.unconnected = Some(id(2));
+        finish(shorthorn_recovery::open(&mut engine, &volume(3), offenders))
+    };
+    for _ in 0..3 {
+        match attempt(&mut offenders) {
+            Err(NotOpen::Torn { reason, .. }) => assert!(reason.contains(&id(2).to_string()), "{reason}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(attempt(&mut offenders).unwrap().view.members, Members::new([id(1), id(3)]).unwrap());
 }

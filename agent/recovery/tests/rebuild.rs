@@ -11,7 +11,7 @@ use shorthorn_core::{
     PeerState,
 };
 use shorthorn_recovery::{
-    Address, Courier, Link, LinkError, Peer, PendingView, ServingEngine, Source, Trouble, rebuild,
+    Address, BadSources, Courier, Link, LinkError, Peer, PendingView, ServingEngine, Source, Trouble,
 };
 use shorthorn_types::{
     Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -29,6 +29,11 @@ fn finish<T>(steps: impl Future<Output = T>) -> T {
         Poll::Ready(result) => result,
         Poll::Pending => panic!("nothing here waits"),
     }
+}
+
+/// The first attempt to bring the replica back.
+fn rebuild(engine: &Engine) -> Result<(), Trouble<Gone>> {
+    finish(shorthorn_recovery::rebuild(&engine, &mut BadSources::default()))
 }
 
 fn id(number: u64) -> ReplicaId {
@@ -77,6 +82,10 @@ struct Engine {
     peers: RefCell<Vec<Peer>>,
     outputs: RefCell<Outputs>,
     moment: Moment,
+    /// Members that do not say where they have data.
+    rotten: Vec<ReplicaId>,
+    /// Members that were asked that, in order.
+    read: RefCell<Vec<ReplicaId>>,
 }
 
 impl Engine {
@@ -110,7 +119,14 @@ impl Engine {
             intent_keep_bytes: 0,
             refuses_requests: false,
         });
-        Engine { core: RefCell::new(core), peers: RefCell::new(peers), outputs: RefCell::default(), moment }
+        Engine {
+            core: RefCell::new(core),
+            peers: RefCell::new(peers),
+            outputs: RefCell::default(),
+            moment,
+            rotten: Vec::new(),
+            read: RefCell::default(),
+        }
     }
 
     /// At its moment the volume is to have replica 3 instead of replica 2, which gets the number of that one; or member 1 leaves.
@@ -216,7 +232,10 @@ impl Link for Line<'_> {
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Gone> {
         self.reach()?;
         if query.of == RegionsOf::Allocated {
-            assert_eq!(self.to, Address { peer: 0, replica: id(1) });
+            self.engine.read.borrow_mut().push(self.to.replica);
+            if self.engine.rotten.contains(&self.to.replica) {
+                return Err(Gone);
+            }
             self.engine.reaches(Moment::Allocated);
         }
         Ok(RegionsPage { kept: true, runs: vec![], next: None, stamp: 0 })
@@ -293,7 +312,7 @@ fn state_of_the_absent(engine: &Engine) -> PeerState {
 fn a_replica_that_was_away_joins() {
     for is_complete in [true, false] {
         let engine = Engine::new(Moment::Never, is_complete);
-        finish(rebuild(&&engine)).unwrap();
+        rebuild(&engine).unwrap();
         assert_eq!(state_of_the_absent(&engine), PeerState::Joining);
         assert!(
             engine.peers.borrow()[usize::from(AWAY)].is_complete,
@@ -306,7 +325,7 @@ fn a_replica_that_was_away_joins() {
 #[test]
 fn a_copy_of_a_member_that_has_left_does_not_join() {
     let engine = Engine::new(Moment::Allocated, false);
-    let trouble = finish(rebuild(&&engine)).unwrap_err();
+    let trouble = rebuild(&engine).unwrap_err();
     assert!(matches!(trouble, Trouble::NotYet(why) if why.contains("has left")), "{trouble:?}");
     assert_eq!(state_of_the_absent(&engine), PeerState::Failed);
 }
@@ -316,7 +335,7 @@ fn the_replica_that_has_got_its_number_does_not_join_in_its_place() {
     let moments = [Moment::Greeting, Moment::Layers, Moment::Connecting];
     for (moment, is_complete) in moments.into_iter().flat_map(|moment| [(moment, true), (moment, false)]) {
         let engine = Engine::new(moment, is_complete);
-        let trouble = finish(rebuild(&&engine)).unwrap_err();
+        let trouble = rebuild(&engine).unwrap_err();
         assert!(matches!(trouble, Trouble::Ended | Trouble::Failed { .. }), "{moment:?}: {trouble:?}");
         assert_eq!(engine.core.borrow().membership().replica(AWAY), Some(id(3)));
         assert_eq!(state_of_the_absent(&engine), PeerState::Failed, "{moment:?}");
@@ -325,4 +344,25 @@ fn the_replica_that_has_got_its_number_does_not_join_in_its_place() {
         let drops = engine.outputs.borrow().iter().filter(|output| is_drop(output)).count();
         assert_eq!(drops, usize::from(moment == Moment::Connecting), "the queues give its connections up");
     }
+}
+
+#[test]
+fn another_member_is_read_after_one_that_does_not_answer() {
+    let engine = Engine { rotten: vec![id(1)], ..Engine::new(Moment::Never, false) };
+    let mut bad_sources = BadSources::default();
+    let trouble = finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap_err();
+    assert!(matches!(trouble, Trouble::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
+    finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap();
+    assert_eq!(*engine.read.borrow(), [id(1), id(4)]);
+    assert_eq!(state_of_the_absent(&engine), PeerState::Joining);
+}
+
+#[test]
+fn members_that_do_not_answer_are_read_in_turn() {
+    let engine = Engine { rotten: vec![id(1), id(4)], ..Engine::new(Moment::Never, false) };
+    let mut bad_sources = BadSources::default();
+    for _ in 0..4 {
+        finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap_err();
+    }
+    assert_eq!(*engine.read.borrow(), [1, 4, 1, 4].map(id));
 }

@@ -43,6 +43,8 @@ pub enum Fault {
     /// A disk reports errors; with `partial` some blocks of a modification have changed all the same. A replica that ends by
     /// that is started again after `for_us`.
     BreakDisk { victim: usize, what: Broken, times: u32, partial: bool, for_us: u64 },
+    /// For a while the process of a replica lies. It welcomes engines, and reads and writes.
+    Lie { victim: usize, at: LieAt, for_us: u64 },
     /// A disk takes up to `by_us` longer for a while; its process answers as ever.
     SlowDisk { victim: usize, by_us: u64, for_us: u64 },
     /// The engine process is stopped, and then has everything to do at once.
@@ -97,6 +99,16 @@ pub enum Broken {
     Extents,
 }
 
+/// What is answered with an error or nonsense by a process that lies for a while.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LieAt {
+    /// Proposed views.
+    Proposals,
+    /// Questions for the data of a member that is copied.
+    Source,
+}
+
 impl Broken {
     /// Under which name an error is counted.
     pub fn name(self) -> &'static str {
@@ -141,6 +153,8 @@ pub enum Kind {
     LieInAnswer,
     LieInRegions,
     LieInExtents,
+    LieAtProposals,
+    LieAsSource,
     SlowDisk,
     PauseEngine,
     PauseReplica,
@@ -167,6 +181,8 @@ pub enum Mend {
     Disk(usize),
     /// The disk is fast.
     Speed(usize),
+    /// The replica does not lie, unless it has begun to do so once more.
+    Lie(usize, LieAt, u64),
     /// The replica process that has failed ends, if it may, and is started again.
     Failed(usize, u64),
     /// The engine process goes on.
@@ -194,6 +210,8 @@ impl Fault {
             Fault::FillDisk { .. } => "fault: fill disk",
             Fault::BreakDisk { .. } => "fault: break disk",
             Fault::SlowDisk { .. } => "fault: slow disk",
+            Fault::Lie { at: LieAt::Proposals, .. } => "fault: lie at proposals",
+            Fault::Lie { at: LieAt::Source, .. } => "fault: lie as source",
             Fault::PauseEngine { .. } => "fault: pause engine",
             Fault::PauseReplica { .. } => "fault: pause replica",
             Fault::ClockJump { .. } => "fault: clock jumps",
@@ -297,6 +315,12 @@ impl World {
                 let replica = &mut self.replicas[victim];
                 replica.broken.insert(what, times);
                 (replica.is_partial, replica.restarts_after) = (partial, for_us);
+                true
+            }
+            Fault::Lie { victim, at, for_us } => {
+                let (id, victim) = (self.fresh(), self.victim(victim));
+                self.replicas[victim].lies.insert(at, id);
+                self.after(for_us, Occurrence::Mend(Mend::Lie(victim, at, id)));
                 true
             }
             Fault::SlowDisk { victim, by_us, for_us } => {
@@ -422,6 +446,13 @@ impl World {
             Mend::Controller => self.controller.up = true,
             Mend::Disk(replica) => self.replicas[replica].has_space(),
             Mend::Speed(replica) => self.replicas[replica].slow_by_us = 0,
+            Mend::Lie(replica, at, id) => {
+                let lies = &mut self.replicas[replica].lies;
+                // Those that go on when all else is calm have an end of their own.
+                if !self.calm && lies.get(&at) == Some(&id) {
+                    lies.remove(&at);
+                }
+            }
             Mend::Failed(replica, boot) => self.end_failed(replica, boot),
             Mend::Engine(engine, tick_first) => self.resume_engine(engine, tick_first),
             Mend::Replica(replica, boot) => self.resume_replica(replica, boot),
@@ -478,6 +509,11 @@ impl World {
                 let mut rng = self.rng.fork();
                 self.kill_replica(at, power, 1000, &mut rng);
             }
+        }
+        if self.has_liar_at_proposals() {
+            // The volume has to be opened while it lies.
+            let mut rng = self.rng.fork();
+            self.kill_attached(0, 0, &mut rng);
         }
     }
 }

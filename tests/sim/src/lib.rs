@@ -19,6 +19,7 @@ mod disk;
 mod engine;
 mod faults;
 mod guest;
+mod liars;
 mod net;
 mod opening;
 mod replica;
@@ -73,6 +74,10 @@ pub enum Sabotage {
     NoStamps,
     /// A replica that has failed ends although its disk does not say that data may be gone.
     EndUnnoted,
+    /// A start never leaves a replica out that it has reached.
+    NoOffenders,
+    /// A copy is always made of the first member.
+    FirstSource,
 }
 
 /// How to run a script.
@@ -133,6 +138,10 @@ pub const COVERED: &[&str] = &[
     "lie: an error where all is done",
     "lie: regions that cannot be",
     "lie: extents that cannot be",
+    "lie: a proposal that fails",
+    "lie: a source that fails",
+    "starts without an offender",
+    "sources that fail",
     "error: ping",
     "error: no space",
     "error: no space for a page",
@@ -160,6 +169,8 @@ pub const COVERED: &[&str] = &[
     "fault: lose state file",
     "fault: restore controller",
     "fault: restore disk",
+    "fault: lie at proposals",
+    "fault: lie as source",
     "rolled back replicas that came back",
 ];
 
@@ -168,6 +179,8 @@ const RECOVERY_US: u64 = 60_000_000;
 const REGIONS: u64 = 10;
 /// How often the controller looks for replicas that are lost.
 const CONTROL_US: u64 = 400_000;
+/// How long replicas may lie when all other trouble is over.
+const LIES_US: u64 = 30_000_000;
 /// Whoever is back by himself is back by then.
 const PATIENCE_US: u64 = 8_000_000;
 
@@ -179,7 +192,8 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     world.borrow_mut().schedule(script);
     advance(&world, &mut tasks, script.trouble_us, |_| false);
     world.borrow_mut().calm_down();
-    let mut end = script.trouble_us + RECOVERY_US;
+    outlast_lies(&world, &mut tasks, script.trouble_us + LIES_US);
+    let mut end = world.borrow().now + RECOVERY_US;
     // While somebody who is gone for good is needed, only the operator can help.
     let is_stuck = |world: &World| is_recovered(world) || needs_what_is_gone(world);
     let mut recovered = advance(&world, &mut tasks, end, is_stuck);
@@ -203,6 +217,20 @@ pub fn run(script: &Script, options: Options) -> Outcome {
         counts: std::mem::take(&mut world.counts),
         log: std::mem::take(&mut world.log),
     }
+}
+
+/// All other trouble is over, and some replicas lie on. As far as the others are enough the volume has to start and to come back
+/// without them.
+fn outlast_lies(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64) {
+    if !world.borrow().has_liars() {
+        return;
+    }
+    let goes_on = advance(world, tasks, end, World::goes_on_with_liars);
+    let mut world = world.borrow_mut();
+    if !goes_on && world.violation.is_none() {
+        world.judge_liars();
+    }
+    world.end_lies();
 }
 
 fn make_world(script: &Script, options: Options) -> World {

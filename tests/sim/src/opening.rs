@@ -14,8 +14,8 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Outputs, PeerConfig, PeerState, ScrubConfig,
 };
 use shorthorn_recovery::{
-    Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude, grow_replicas,
-    open, propose_to,
+    Grant, NotOpen, Offenders, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude,
+    grow_replicas, open, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
 use shorthorn_views::{CannotStart, Change, Kept, NoPlan, Plan, Witness};
@@ -155,15 +155,20 @@ impl Process {
     }
 
     async fn open_patiently(&self) {
+        let mut offenders = Offenders::default();
         loop {
-            match self.attempt_to_open().await {
+            if self.sim.borrow().options.sabotage == Some(Sabotage::NoOffenders) {
+                offenders = Offenders::default();
+            }
+            match self.attempt_to_open(&mut offenders).await {
                 Ok((opened, volume, lost_writes)) => {
                     return self.serve(opened, &volume, lost_writes);
                 }
                 Err(NotOpen::Deposed(holder)) => return self.depose(holder),
                 Err(NotOpen::Waiting(_)) => self.sleep(RETRY_US).await,
-                Err(NotOpen::Torn(_) | NotOpen::Stopped(())) => {
-                    self.sleep(RETRY_US).await;
+                Err(NotOpen::Torn { .. } | NotOpen::Stopped(())) => {
+                    let pause_us = u64::try_from(offenders.pause().as_micros()).unwrap_or(0);
+                    self.sleep(RETRY_US.max(pause_us)).await;
                     self.take_next_generation();
                 }
             }
@@ -199,7 +204,10 @@ impl Process {
     }
 
     /// One attempt to open the volume. Returns whether the members had lost writes, too.
-    async fn attempt_to_open(&self) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
+    async fn attempt_to_open(
+        &self,
+        offenders: &mut Offenders,
+    ) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
         let volume = {
             let world = self.sim.borrow();
             let engine = world.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
@@ -218,8 +226,12 @@ impl Process {
             replicas: volume.replicas.clone(),
             search: Vec::new(),
             lost_writes: false,
+            leaves_out: false,
         };
-        let opened = open(&mut attempt, &volume).await?;
+        let opened = open(&mut attempt, &volume, offenders).await?;
+        if attempt.leaves_out {
+            self.sim.borrow_mut().count("starts without an offender");
+        }
         Ok((opened, volume, attempt.lost_writes))
     }
 
@@ -413,6 +425,8 @@ struct Attempt {
     /// Greets replicas that had not answered, while the arbiter is waited for. Each says whether it answers.
     search: Vec<(ReplicaId, Greeting)>,
     lost_writes: bool,
+    /// It goes on without replicas that it has reached.
+    leaves_out: bool,
 }
 
 type Greeting = Pin<Box<dyn Future<Output = bool>>>;
@@ -449,6 +463,20 @@ impl OpeningEngine for Attempt {
                 self.process.cannot_start(witnesses, none);
             }
         }
+    }
+
+    fn offended(&mut self, replica: ReplicaId, reason: &str) {
+        let engine = self.process.engine;
+        let mut world = self.process.sim.borrow_mut();
+        world.note(|| format!("engine {engine}: {replica} makes an attempt fail: {reason}"));
+    }
+
+    fn leaves_out(&mut self, replica: ReplicaId, _: &str) {
+        self.leaves_out = true;
+        let engine = self.process.engine;
+        let mut world = self.process.sim.borrow_mut();
+        world.note(|| format!("engine {engine} leaves {replica} out"));
+        world.count("attempts without an offender");
     }
 
     fn waited_ms(&self) -> u64 {
@@ -494,7 +522,7 @@ impl OpeningEngine for Attempt {
                 }
                 if has_others {
                     world.count("starts with another list of replicas");
-                    return Poll::Ready(Err(NotOpen::Torn("the volume has other replicas now".to_owned())));
+                    return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
                 }
             }
             let mut back = None;
@@ -549,8 +577,8 @@ impl OpeningEngine for Attempt {
         let (process, replicas) = (&self.process, &self.replicas);
         let connect = |one| process.connect_member(one, proposal, replicas);
         let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;
-        let links: Option<Vec<_>> = connected.into_iter().collect();
-        let links = links.ok_or_else(|| NotOpen::Torn("a queue is not connected".to_owned()))?;
+        let links: Result<Vec<_>, ReplicaId> = connected.into_iter().collect();
+        let links = links.map_err(|replica| NotOpen::torn_by(replica, "a queue is not connected"))?;
         let into_conns = |(peer, links): (usize, Vec<Via<Wire>>)| {
             (peer, links.into_iter().map(|link| link.0.into_conn()).collect())
         };
@@ -559,31 +587,31 @@ impl OpeningEngine for Attempt {
 }
 
 impl Process {
-    /// Has a replica mark the view as committed; connects all queues to a member.
+    /// Has a replica mark the view as committed; connects all queues to a member. Fails with the replica.
     async fn connect_member(
         &self,
         mut one: Reached<Via<Wire>>,
         proposal: &Proposal,
         replicas: &[ReplicaId],
-    ) -> Option<(usize, Vec<Via<Wire>>)> {
+    ) -> Result<(usize, Vec<Via<Wire>>), ReplicaId> {
         // A mark that gets lost only leaves more to honour.
         let _ = conclude(&mut one, proposal).await;
         let queues = self.sim.borrow().queues;
         let Reached { replica, link, welcome } = one;
-        let peer = replicas.iter().position(|id| *id == replica)?;
+        let peer = replicas.iter().position(|id| *id == replica).ok_or(replica)?;
         if !proposal.view.members.contains(replica) {
-            return Some((peer, Vec::new()));
+            return Ok((peer, Vec::new()));
         }
         let mut links = vec![link];
         for queue in 1..queues {
-            let (link, greeting) = self.greet(replica, queue).await.ok()?;
+            let (link, greeting) = self.greet(replica, queue).await.map_err(|_| replica)?;
             if greeting.run != welcome.run {
                 self.close(link.0.into_conn());
-                return None;
+                return Err(replica);
             }
             links.push(link);
         }
-        Some((peer, links))
+        Ok((peer, links))
     }
 
     fn cannot_start(&self, witnesses: &[Witness], none: &NoPlan) {

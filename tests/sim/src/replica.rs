@@ -23,7 +23,7 @@ use shorthorn_wire::{Extent, ExtentsPage, RegionsPage, RegionsQuery};
 use self::durable::{Durable, Pages, Shelf, takes_error};
 use crate::checker::{Id, Micros};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
-use crate::faults::{Broken, Mend};
+use crate::faults::{Broken, LieAt, Mend};
 use crate::net::{Answer, Ask, ConnId, Greeting, Message};
 use crate::script::Layout;
 use crate::world::{Occurrence, World};
@@ -77,6 +77,8 @@ pub struct Replica {
     pub slow_by_us: Micros,
     /// Errors to come.
     pub broken: BTreeMap<Broken, u32>,
+    /// When its process lies, and the number of the fault.
+    pub lies: BTreeMap<LieAt, u64>,
     /// When it is started again after it has failed.
     pub restarts_after: Micros,
     /// After an error of the disk: nothing is served until the process is restarted.
@@ -165,6 +167,7 @@ impl Replica {
             is_partial: false,
             slow_by_us: 0,
             broken: BTreeMap::new(),
+            lies: BTreeMap::new(),
             restarts_after: 0,
             failed: false,
             is_ended_by_others: false,

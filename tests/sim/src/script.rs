@@ -7,7 +7,7 @@
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};
 
-use crate::faults::{Broken, Fault, Kind};
+use crate::faults::{Broken, Fault, Kind, LieAt};
 
 /// The most replicas that a run ever has: those that take the place of others included.
 pub const REPLICAS_MAX: usize = 7;
@@ -75,7 +75,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// How often each kind of fault is chosen.
-const WEIGHTS: [(Kind, u32); 33] = [
+const WEIGHTS: [(Kind, u32); 35] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -97,6 +97,8 @@ const WEIGHTS: [(Kind, u32); 33] = [
     (Kind::LieInAnswer, 3),
     (Kind::LieInRegions, 4),
     (Kind::LieInExtents, 4),
+    (Kind::LieAtProposals, 4),
+    (Kind::LieAsSource, 4),
     (Kind::SlowDisk, 4),
     (Kind::PauseEngine, 3),
     (Kind::PauseReplica, 4),
@@ -212,6 +214,8 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::LieInAnswer => broken(Broken::Answer, rng),
         Kind::LieInRegions => broken(Broken::Regions, rng),
         Kind::LieInExtents => broken(Broken::Extents, rng),
+        Kind::LieAtProposals => Fault::Lie { victim, at: LieAt::Proposals, for_us: for_us * 3 },
+        Kind::LieAsSource => Fault::Lie { victim, at: LieAt::Source, for_us: for_us * 3 },
         Kind::SlowDisk => {
             // The same disk may hold every replica.
             let victims = if rng.u8(0..3) == 0 { 0..REPLICAS_MAX } else { victim..victim + 1 };

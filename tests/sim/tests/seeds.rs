@@ -10,7 +10,7 @@ const SEEDS: u64 = 1000;
 const FRESH_SECONDS: u64 = 60;
 
 /// Each has to be noticed within as many seeds.
-const SABOTAGES: [&str; 12] = [
+const SABOTAGES: [&str; 14] = [
     "no-intent",
     "lying-flush",
     "serve-before-fenced",
@@ -23,6 +23,8 @@ const SABOTAGES: [&str; 12] = [
     "old-proposals",
     "no-stamps",
     "end-unnoted",
+    "no-offenders",
+    "first-source",
 ];
 
 fn simulate(arguments: &[&str]) -> Output {

@@ -25,7 +25,7 @@ impl Courier {
         let missing: Vec<u32> = (0..).take(snapshots).filter(|layer| !is_done(layer)).collect();
         let mut total_bytes = 0;
         for layer in &missing {
-            self.for_each_extent(source.address, *layer, |extent| {
+            self.for_each_extent(source, *layer, |extent| {
                 total_bytes += extent.length_bytes;
                 Ok(())
             })?;
@@ -34,15 +34,8 @@ impl Courier {
         let mut pacer = Pacer::new(Instant::now());
         let mut buffer = Vec::new();
         for layer in missing {
-            self.for_each_extent(source.address, layer, |extent| {
-                self.copy_extent(
-                    (target, source.address),
-                    layer,
-                    extent,
-                    &mut buffer,
-                    &mut pacer,
-                    &mut progress,
-                )
+            self.for_each_extent(source, layer, |extent| {
+                self.copy_extent((target, source), layer, extent, &mut buffer, &mut pacer, &mut progress)
             })?;
             // Once the layer counts as whole, no later attempt copies it again.
             if !self.desk.shared.look(|core| source.has_stayed(core)) {
@@ -57,7 +50,7 @@ impl Courier {
 
     fn for_each_extent(
         &self,
-        source: Address,
+        source: Source,
         layer: u32,
         mut act: impl FnMut(Extent) -> Result<(), Trouble>,
     ) -> Result<(), Trouble> {
@@ -65,8 +58,9 @@ impl Courier {
         while let Some(from_bytes) = from {
             self.look_up()?;
             let query = ExtentsQuery { layer, from_bytes };
-            let page = self.desk.with_line(source, |line| line.list_extents(query));
-            let page = page.map_err(Trouble::while_doing("asking a member where a layer has data"))?;
+            let page = self.desk.with_line(source.address, |line| line.list_extents(query));
+            let page =
+                page.map_err(Trouble::while_reading(source, "asking a member where a layer has data"))?;
             for extent in page.extents {
                 act(extent)?;
             }
@@ -77,7 +71,7 @@ impl Courier {
 
     fn copy_extent(
         &self,
-        (target, source): (Address, Address),
+        (target, source): (Address, Source),
         layer: u32,
         extent: Extent,
         buffer: &mut Vec<u8>,
@@ -92,8 +86,8 @@ impl Courier {
             let piece = piece_bytes(rate).min(end - at);
             buffer.resize(usize::try_from(piece).unwrap_or(0), 0);
             self.desk
-                .with_line(source, |line| line.read_layer(layer, at, buffer))
-                .map_err(Trouble::while_doing("reading a layer"))?;
+                .with_line(source.address, |line| line.read_layer(layer, at, buffer))
+                .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
             self.desk
                 .with_line(target, |line| line.write_layer(layer, at, buffer))
                 .map_err(Trouble::while_doing("writing a layer"))?;

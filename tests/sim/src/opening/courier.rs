@@ -2,7 +2,7 @@
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, Courier, OTHER_RUN, Peer, PendingView, Source, Trouble, forget_in_vain, rebuild,
+    Address, BadSources, Courier, OTHER_RUN, Peer, PendingView, Source, Trouble, forget_in_vain, rebuild,
 };
 use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
 
@@ -12,6 +12,7 @@ use super::*;
 impl Process {
     /// The courier of a replica: brings it back whenever it is away.
     pub(super) async fn courier(&self, peer: usize) {
+        let mut bad_sources = BadSources::default();
         loop {
             until(|| self.is_away(peer)).await;
             let mut pause = FIRST_PAUSE_US;
@@ -19,12 +20,21 @@ impl Process {
                 self.sleep(pause).await;
                 let Some(replica) = self.is_away(peer) else { break };
                 self.note_courier(peer, true);
-                let rebuilt = rebuild(&Rebuild { process: self, peer, replica }).await;
+                if self.sim.borrow().options.sabotage == Some(Sabotage::FirstSource) {
+                    bad_sources = BadSources::default();
+                }
+                let rebuilt = rebuild(&Rebuild { process: self, peer, replica }, &mut bad_sources).await;
                 self.note_courier(peer, false);
                 match rebuilt {
                     Ok(()) => break,
-                    Err(Trouble::Failed { error: CallError::Deposed(holder), .. }) => {
-                        return self.depose(holder);
+                    Err(
+                        Trouble::Failed { error: CallError::Deposed(holder), .. }
+                        | Trouble::SourceFailed { error: CallError::Deposed(holder), .. },
+                    ) => return self.depose(holder),
+                    Err(Trouble::SourceFailed { source, doing, error }) => {
+                        let mut world = self.sim.borrow_mut();
+                        world.note(|| format!("{doing}: {source}: {error}"));
+                        world.count("sources that fail");
                     }
                     Err(_) => {}
                 }
@@ -261,9 +271,12 @@ impl Courier for Rebuild<'_> {
             return Ok(());
         }
         let read = self.process.with_line(source.address, Ask::Layers).await;
-        let Answer::Layers(_, snapshot) = read.map_err(Trouble::while_doing("reading a layer"))? else {
-            return Err(Trouble::NotYet("the member does not answer with its layers"));
+        let snapshot = match read {
+            Ok(Answer::Layers(_, snapshot)) => Ok(snapshot),
+            Ok(_) => Err(CallError::Broken),
+            Err(error) => Err(error),
         };
+        let snapshot = snapshot.map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
         let written = self.process.with_line(target, Ask::CopySnapshot(snapshot)).await;
         written.map(drop).map_err(Trouble::while_doing("writing a layer"))
     }

@@ -265,6 +265,9 @@ impl World {
     fn control(&mut self, at: usize, op: Op) {
         let Some(Place { generation, .. }) = self.replicas[at].admission.place(op.conn) else { return };
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::OldProposals);
+        if let Some(answer) = self.lie(at, generation, &op.ask) {
+            return self.answer(op.conn, op.number, answer);
+        }
         let replica = &mut self.replicas[at];
         let answer = match &op.ask {
             Ask::Propose(view, basis) => {
@@ -319,6 +322,36 @@ impl World {
         };
         self.look_at_failure(at, Broken::State);
         self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
+    }
+
+    /// The answer of a process that lies for a while, if it lies in this one.
+    fn lie(&mut self, at: usize, generation: Generation, ask: &Ask) -> Option<Answer> {
+        let replica = &mut self.replicas[at];
+        let lies = |lie: LieAt| replica.lies.contains_key(&lie);
+        let is_member = replica.state.views().report().committed.members.contains(replica.id);
+        match ask {
+            Ask::Propose(view, basis) if lies(LieAt::Proposals) => {
+                // It may have stored it all the same.
+                if replica.rng.bool() {
+                    let _ = replica.change(|state, disk| state.propose(disk, generation, *view, basis));
+                    self.look_at_failure(at, Broken::State);
+                }
+            }
+            Ask::Layers if lies(LieAt::Source) && is_member => {}
+            Ask::HeadExtents(_) if lies(LieAt::Source) => {
+                let mut page = replica.head_extents(0);
+                replica.spoil_extents(&mut page);
+                self.count("lie: a source that fails");
+                return Some(Answer::Extents(page));
+            }
+            Ask::Regions(RegionsQuery { of: RegionsOf::Allocated, .. }) if lies(LieAt::Source) => {}
+            _ => return None,
+        }
+        self.count(match ask {
+            Ask::Propose(..) => "lie: a proposal that fails",
+            _ => "lie: a source that fails",
+        });
+        Some(Answer::Error(Errno::IO))
     }
 
     fn write_pages(&mut self, at: usize) {

@@ -1,0 +1,258 @@
+//! Replicas that welcome an engine and then do not do as they are asked: attempts to open the volume fail because of them, although
+//! the others could open it. And members that are read to make a copy of them, and answer with an error or nonsense.
+//!
+//! All of this is remembered for one process of the engine, and for one run of the replica's process.
+
+use std::time::Duration;
+
+use shorthorn_types::{Members, ReplicaId};
+
+/// So many failures in a row make a replica an offender: the next attempt leaves it out, if that is possible.
+const FAILURES_MAX: u32 = 3;
+/// So many failures in a row cost no pause: with the attempt that leaves the offender out, nothing is waited for.
+const FREE_FAILURES: u32 = FAILURES_MAX + 1;
+/// The pause after the first failure beyond these; doubled with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// The part of an attempt in which a replica has failed. A replica that has come further than that is well again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Part {
+    /// It was asked to store the view, and which sets of regions it keeps.
+    Storing,
+    /// It was asked for a connection of each queue.
+    Connecting,
+}
+
+/// A replica that was greeted in the last attempt that has reached it.
+#[derive(Clone, Debug)]
+struct Greeted {
+    replica: ReplicaId,
+    /// The run of its process.
+    run: u64,
+    /// How often in a row it has failed.
+    failures: u32,
+    /// In which part of an attempt it has failed last.
+    part: Part,
+    /// How.
+    reason: String,
+}
+
+/// The replicas that make attempts to open the volume fail. It is kept from one attempt to the next.
+#[derive(Debug, Default)]
+pub struct Offenders {
+    /// No more than the volume has replicas.
+    greeted: Vec<Greeted>,
+    /// The last attempt that could leave offenders out did.
+    was_without: bool,
+}
+
+impl Offenders {
+    /// An attempt has reached these replicas, of which it knows the runs, out of all that the volume is to have. A replica that was
+    /// started again since has offended nobody.
+    pub(crate) fn reached(&mut self, reached: impl IntoIterator<Item = (ReplicaId, u64)>, of: &[ReplicaId]) {
+        self.greeted.retain(|known| of.contains(&known.replica));
+        for (replica, run) in reached.into_iter().filter(|(replica, _)| of.contains(replica)) {
+            let is_same = |known: &Greeted| known.replica == replica && known.run == run;
+            if self.greeted.iter().any(is_same) {
+                continue;
+            }
+            self.greeted.retain(|known| known.replica != replica);
+            let (failures, part, reason) = (0, Part::Storing, String::new());
+            self.greeted.push(Greeted { replica, run, failures, part, reason });
+        }
+    }
+
+    /// The replicas that this attempt leaves out if it can do without them. Every second attempt has all: an offender may be well again,
+    /// and the others may need it.
+    pub(crate) fn next_left_out(&mut self) -> Members {
+        let offenders = self.greeted.iter().filter(|known| known.failures >= FAILURES_MAX);
+        // There are no more replicas than a set can have.
+        let offenders = Members::new(offenders.map(|known| known.replica)).unwrap_or_default();
+        self.was_without = !self.was_without && !offenders.is_empty();
+        if self.was_without { offenders } else { Members::NONE }
+    }
+
+    /// A replica has not done as it was asked.
+    pub(crate) fn failed(&mut self, replica: ReplicaId, part: Part, reason: String) {
+        if let Some(known) = self.greeted.iter_mut().find(|known| known.replica == replica) {
+            known.failures = known.failures.saturating_add(1);
+            (known.part, known.reason) = (part, reason);
+        }
+    }
+
+    /// A replica has done all that it was asked in a part of an attempt.
+    pub(crate) fn did(&mut self, replica: ReplicaId, part: Part) {
+        if let Some(known) =
+            self.greeted.iter_mut().find(|known| known.replica == replica && known.part <= part)
+        {
+            known.failures = 0;
+        }
+    }
+
+    /// The last failure of a replica, in words.
+    pub(crate) fn reason(&self, replica: ReplicaId) -> &str {
+        let known = self.greeted.iter().find(|known| known.replica == replica);
+        known.map_or("", |known| &known.reason)
+    }
+
+    /// How long to wait at least before the next attempt.
+    #[must_use]
+    pub fn pause(&self) -> Duration {
+        let failures = self.greeted.iter().map(|known| known.failures).max().unwrap_or(0);
+        match failures.checked_sub(FREE_FAILURES + 1) {
+            Some(doublings) => FIRST_PAUSE.saturating_mul(1 << doublings.min(16)).min(LONGEST_PAUSE),
+            None => Duration::ZERO,
+        }
+    }
+}
+
+/// The members that were read to bring one replica back and have failed in that: the next attempt takes another one. It is kept from
+/// one attempt to the next, by the task that brings the replica back.
+#[derive(Debug, Default)]
+pub struct BadSources {
+    /// How often each has failed; no more than a volume has replicas.
+    failures: Vec<(ReplicaId, u32)>,
+}
+
+impl BadSources {
+    /// The member that has failed least often, of those the first. So all get their turns if all fail.
+    pub(crate) fn best<T>(
+        &self,
+        members: impl IntoIterator<Item = T>,
+        replica: impl Fn(&T) -> ReplicaId,
+    ) -> Option<T> {
+        members.into_iter().min_by_key(|member| self.failures_of(replica(member)))
+    }
+
+    fn failures_of(&self, replica: ReplicaId) -> u32 {
+        let known = self.failures.iter().find(|(known, _)| *known == replica);
+        known.map_or(0, |(_, failures)| *failures)
+    }
+
+    /// A member has answered with an error or nonsense, or not at all. `members` are those that there are.
+    pub(crate) fn failed(&mut self, replica: ReplicaId, members: &Members) {
+        self.failures.retain(|(known, _)| members.contains(*known));
+        match self.failures.iter_mut().find(|(known, _)| *known == replica) {
+            Some((_, failures)) => *failures = failures.saturating_add(1),
+            None if members.contains(replica) => self.failures.push((replica, 1)),
+            None => {}
+        }
+    }
+
+    /// The replica is back.
+    pub(crate) fn clear(&mut self) {
+        self.failures.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(number: u64) -> ReplicaId {
+        ReplicaId::from_random(number)
+    }
+
+    fn ids(of: &[u64]) -> Members {
+        Members::new(of.iter().copied().map(id)).unwrap()
+    }
+
+    /// An attempt that reaches replicas 1 to 3, and fails because of some of them unless it leaves them out. Returns those that
+    /// it has left out.
+    fn attempt(offenders: &mut Offenders, runs: [u64; 3], failing: &[u64]) -> Members {
+        let replicas = [1, 2, 3].map(id);
+        offenders.reached(replicas.into_iter().zip(runs), &replicas);
+        let left_out = offenders.next_left_out();
+        for number in [1, 2, 3] {
+            match failing.contains(&number) {
+                _ if left_out.contains(id(number)) => {}
+                true => offenders.failed(id(number), Part::Storing, "it lies".to_owned()),
+                false => offenders.did(id(number), Part::Storing),
+            }
+        }
+        left_out
+    }
+
+    #[test]
+    fn a_replica_that_fails_again_and_again_is_left_out_of_every_second_attempt() {
+        let mut offenders = Offenders::default();
+        let left_out = [(); 8].map(|()| attempt(&mut offenders, [7; 3], &[2]));
+        let (all, without) = (Members::NONE, ids(&[2]));
+        assert_eq!(left_out, [all, all, all, without, all, without, all, without]);
+        assert_eq!(offenders.reason(id(2)), "it lies");
+    }
+
+    #[test]
+    fn a_success_or_a_new_run_clears_the_failures() {
+        for (runs, failing) in [([7, 7, 7], &[][..]), ([7, 8, 7], &[2])] {
+            let mut offenders = Offenders::default();
+            for _ in 0..4 {
+                attempt(&mut offenders, [7; 3], &[2]);
+            }
+            attempt(&mut offenders, runs, failing);
+            assert_eq!(attempt(&mut offenders, runs, &[2]), Members::NONE, "{runs:?}");
+            assert_eq!(attempt(&mut offenders, runs, &[2]), Members::NONE, "{runs:?}");
+        }
+    }
+
+    #[test]
+    fn a_replica_that_stores_views_and_opens_no_queue_is_an_offender() {
+        let mut offenders = Offenders::default();
+        offenders.reached([(id(1), 7)], &[id(1)]);
+        for _ in 0..FAILURES_MAX {
+            assert_eq!(offenders.next_left_out(), Members::NONE);
+            offenders.did(id(1), Part::Storing);
+            offenders.failed(id(1), Part::Connecting, String::new());
+        }
+        assert_eq!(offenders.next_left_out(), ids(&[1]));
+        offenders.did(id(1), Part::Connecting);
+        offenders.next_left_out();
+        assert_eq!(offenders.next_left_out(), Members::NONE);
+    }
+
+    #[test]
+    fn a_replica_that_the_volume_no_longer_has_is_forgotten() {
+        let mut offenders = Offenders::default();
+        for _ in 0..4 {
+            attempt(&mut offenders, [7; 3], &[2]);
+        }
+        offenders.reached([(id(1), 7), (id(2), 7)], &[id(1), id(3)]);
+        assert_eq!(offenders.greeted.len(), 2);
+        offenders.failed(id(2), Part::Storing, String::new());
+        assert!(offenders.greeted.iter().all(|known| known.failures == 0));
+    }
+
+    #[test]
+    fn pauses_grow_and_have_an_end() {
+        let mut offenders = Offenders::default();
+        let mut pauses = Vec::new();
+        for _ in 0..24 {
+            attempt(&mut offenders, [7; 3], &[2]);
+            pauses.push(offenders.pause().as_millis());
+        }
+        pauses.dedup();
+        assert_eq!(pauses, [0, 250, 500, 1000, 2000, 4000, 5000]);
+        attempt(&mut offenders, [7; 3], &[]);
+        attempt(&mut offenders, [7; 3], &[]);
+        assert_eq!(offenders.pause(), Duration::ZERO);
+    }
+
+    #[test]
+    fn the_source_that_has_failed_least_is_the_next() {
+        let (mut bad, members) = (BadSources::default(), ids(&[1, 2]));
+        let best = |bad: &BadSources| bad.best([1, 2], |number| id(*number)).unwrap();
+        assert_eq!(best(&bad), 1);
+        bad.failed(id(1), &members);
+        assert_eq!(best(&bad), 2);
+        bad.failed(id(2), &members);
+        assert_eq!(best(&bad), 1, "each has its turn");
+        bad.failed(id(1), &members);
+        assert_eq!(best(&bad), 2);
+        bad.clear();
+        assert_eq!(best(&bad), 1);
+        bad.failed(id(3), &members);
+        bad.failed(id(1), &ids(&[2]));
+        assert!(bad.failures.is_empty(), "only members are counted");
+    }
+}

@@ -1,0 +1,123 @@
+//! Replicas that lie for a while, and lie on when all other trouble is over: as far as the others are enough, the volume has to start and
+//! to come back without their help.
+
+use shorthorn_types::{Members, ReplicaId, View};
+
+use crate::checker::Micros;
+use crate::faults::LieAt;
+use crate::replica::{Judgement, Replica};
+use crate::world::World;
+
+/// An engine that has begun so long ago has made several attempts to open the volume.
+const ATTEMPTS_US: Micros = 15_000_000;
+
+impl World {
+    /// Whether a replica lies.
+    pub fn has_liars(&self) -> bool {
+        self.replicas.iter().any(|replica| !replica.lies.is_empty() && !replica.gone)
+    }
+
+    /// They tell the truth from now on.
+    pub fn end_lies(&mut self) {
+        self.replicas.iter_mut().for_each(|replica| replica.lies.clear());
+    }
+
+    /// Whether a replica lies at proposals.
+    pub fn has_liar_at_proposals(&self) -> bool {
+        self.replicas.iter().any(|replica| lies(replica, LieAt::Proposals) && !replica.gone)
+    }
+
+    /// Whether an engine serves, and all replicas are members that can be while some lie.
+    pub fn goes_on_with_liars(&self) -> bool {
+        self.serving().is_some() && self.absent().is_none()
+    }
+
+    /// The time of the liars is over, and [`World::goes_on_with_liars`] did not hold. Is that their doing?
+    pub fn judge_liars(&mut self) {
+        match self.serving() {
+            None if self.could_start_without_liars() => {
+                self.violate("the volume does not start without a replica that lies".to_owned());
+            }
+            Some(members) if self.has_honest_source(&members) => {
+                if let Some(absent) = self.absent() {
+                    self.violate(format!("{absent} is not brought back from a member that does not lie"));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The members, if the engine that is attached serves, and does not change its view.
+    fn serving(&self) -> Option<Members> {
+        let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
+        let core = engine?.core.as_ref()?;
+        (!core.membership().is_changing()).then(|| core.membership().view().members)
+    }
+
+    /// A replica that could be a member and is none. Joining needs a view that every member stores, and so no liar at proposals.
+    fn absent(&self) -> Option<ReplicaId> {
+        let members = self.serving()?;
+        if self.has_liar_at_proposals() {
+            return None;
+        }
+        // One that lies may take itself for a member, and then does not even say which layers it has.
+        let is_there = |replica: &Replica| {
+            replica.up && !replica.gone && replica.lies.is_empty() && !members.contains(replica.id)
+        };
+        let absent = self.replicas.iter().find(|replica| is_there(replica) && self.is_wanted(replica));
+        absent.map(|replica| replica.id)
+    }
+
+    fn is_wanted(&self, replica: &Replica) -> bool {
+        self.guest.replicas.contains(&replica.id)
+    }
+
+    fn has_honest_source(&self, members: &Members) -> bool {
+        let is_one = |replica: &Replica| members.contains(replica.id) && !lies(replica, LieAt::Source);
+        self.replicas.iter().any(is_one)
+    }
+
+    /// Whether replicas that do not lie at proposals are more than half of every view that may count, and one of them is in all of these
+    /// views and has kept everything. It looks at the disks, with nobody between.
+    fn could_start_without_liars(&self) -> bool {
+        let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
+        let has_tried =
+            engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + ATTEMPTS_US < self.now);
+        let is_whole = |replica: &Replica| replica.up && !replica.gone && !replica.is_rolled_back;
+        let wanted: Vec<&Replica> = self.replicas.iter().filter(|replica| self.is_wanted(replica)).collect();
+        if !has_tried || !self.has_liar_at_proposals() || !wanted.iter().all(|replica| is_whole(replica)) {
+            return false;
+        }
+        let known: Vec<(&Replica, Judgement)> =
+            wanted.into_iter().map(|replica| (replica, replica.judgement())).collect();
+        let Some(newest) = known.iter().map(|(_, one)| one.report.committed).max_by_key(|view| view.id)
+        else {
+            return false;
+        };
+        let proposed = known.iter().flat_map(|(_, one)| one.report.proposed.clone());
+        let granted = self.hosts.iter().flat_map(|host| [host.granted, host.granted_before]).flatten();
+        let may_count: Vec<View> = proposed
+            .chain(granted)
+            .chain(self.controller.arbiter.granted())
+            .filter(|view| view.id > newest.id)
+            .chain([newest])
+            .collect();
+        let honest = |replica: &Replica| !lies(replica, LieAt::Proposals);
+        let is_quorum = |view: &View| {
+            let have =
+                known.iter().filter(|(replica, _)| honest(replica) && view.members.contains(replica.id));
+            2 * have.count() > view.members.len()
+        };
+        let has_all = |(replica, one): &(&Replica, Judgement)| {
+            honest(replica)
+                && !one.rebuilding
+                && !one.lost_cache
+                && may_count.iter().all(|view| view.members.contains(replica.id))
+        };
+        may_count.iter().all(is_quorum) && known.iter().any(has_all)
+    }
+}
+
+fn lies(replica: &Replica, at: LieAt) -> bool {
+    replica.lies.contains_key(&at)
+}
