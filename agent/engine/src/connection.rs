@@ -27,6 +27,8 @@ use thiserror::Error;
 
 /// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
+/// How long all pages of a set of regions may take together. There are at most some hundred.
+const SET_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why a replica could not be opened or does not do what it is asked.
 #[derive(Debug, Error)]
@@ -127,8 +129,19 @@ pub struct Connection {
     stream: Stream,
     /// How long each step may take; none: for ever.
     timeout: Option<Duration>,
+    /// When the exchange has to have ended of which the next steps are a part.
+    deadline: Option<Instant>,
+    /// When all pages of the set of regions have to be there whose first page was asked for last.
+    pages_deadline: Option<Instant>,
     /// Makes and reads the headers of frames. None before the welcome.
     session: Option<Session>,
+}
+
+/// To us or to the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    In,
+    Out,
 }
 
 #[derive(Debug)]
@@ -155,7 +168,8 @@ impl Connection {
     }
 
     fn new(stream: Stream, timeout: Duration) -> io::Result<Connection> {
-        let mut connection = Connection { stream, timeout: None, session: None };
+        let mut connection =
+            Connection { stream, timeout: None, deadline: None, pages_deadline: None, session: None };
         connection.set_timeout(Some(timeout))?;
         Ok(connection)
     }
@@ -163,42 +177,82 @@ impl Connection {
     /// How long every later step may take; none: for ever.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.timeout = timeout;
-        self.set_read_timeout(timeout)?;
-        match &self.stream {
-            Stream::Unix(stream) => stream.set_write_timeout(timeout),
-            Stream::Tcp(stream) => stream.set_write_timeout(timeout),
+        self.set_way_timeout(Way::In, timeout)?;
+        self.set_way_timeout(Way::Out, timeout)
+    }
+
+    fn set_way_timeout(&self, way: Way, timeout: Option<Duration>) -> io::Result<()> {
+        match (&self.stream, way) {
+            (Stream::Unix(stream), Way::In) => stream.set_read_timeout(timeout),
+            (Stream::Unix(stream), Way::Out) => stream.set_write_timeout(timeout),
+            (Stream::Tcp(stream), Way::In) => stream.set_read_timeout(timeout),
+            (Stream::Tcp(stream), Way::Out) => stream.set_write_timeout(timeout),
         }
     }
 
-    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        match &self.stream {
-            Stream::Unix(stream) => stream.set_read_timeout(timeout),
-            Stream::Tcp(stream) => stream.set_read_timeout(timeout),
-        }
+    /// Sets when the exchange has to have ended that begins now, with all of its steps; none: it has ended.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
+    /// Does a part of the exchange that has a deadline of its own.
+    fn within<T>(&mut self, deadline: Option<Instant>, act: impl FnOnce(&mut Connection) -> T) -> T {
+        let before = self.deadline;
+        self.deadline = before.into_iter().chain(deadline).min();
+        let result = act(self);
+        self.deadline = before;
+        result
     }
 
     /// Fills `data`, within the time that a step may take: a peer that sends a byte now and then gains nothing.
     fn read_all(&mut self, data: &mut [u8]) -> io::Result<()> {
-        let deadline = self.timeout.map(|timeout| Instant::now() + timeout);
-        let mut filled = 0;
-        let mut is_short = false;
-        while filled < data.len() {
-            match self.read(&mut data[filled..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => filled += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-            if let Some(deadline) = deadline.filter(|_| filled < data.len()) {
-                let left = deadline.saturating_duration_since(Instant::now());
+        let (length, mut rest) = (data.len(), data);
+        self.step(Way::In, length, |connection| {
+            let count = connection.read(rest)?;
+            rest = &mut std::mem::take(&mut rest)[count..];
+            Ok(count)
+        })
+    }
+
+    /// Sends `data`, within the time that a step may take: nor does a peer that takes a byte now and then.
+    fn write_all_in_time(&mut self, data: &[u8]) -> io::Result<()> {
+        let mut rest = data;
+        self.step(Way::Out, data.len(), |connection| {
+            let count = connection.write(rest)?;
+            rest = &rest[count..];
+            Ok(count)
+        })
+    }
+
+    /// Calls `act` until all bytes of a step are there.
+    fn step(
+        &mut self,
+        way: Way,
+        length_bytes: usize,
+        mut act: impl FnMut(&mut Connection) -> io::Result<usize>,
+    ) -> io::Result<()> {
+        let step_end = self.timeout.map(|timeout| Instant::now() + timeout);
+        let end = step_end.into_iter().chain(self.deadline).min();
+        let (mut done, mut is_short) = (0, false);
+        while done < length_bytes {
+            // The socket has the time of a whole step, unless the exchange ends sooner.
+            if let Some(end) = end.filter(|_| done > 0 || self.deadline.is_some()) {
+                let left = end.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
-                self.set_read_timeout(Some(left))?;
+                self.set_way_timeout(way, Some(left))?;
                 is_short = true;
             }
+            match act(self) {
+                Ok(0) if way == Way::In => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
         }
-        if is_short { self.set_read_timeout(self.timeout) } else { Ok(()) }
+        if is_short { self.set_way_timeout(way, self.timeout) } else { Ok(()) }
     }
 
     /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it has the secret.
@@ -253,7 +307,7 @@ impl Connection {
         let mut request = layer_request(Opcode::WriteLayer, layer, offset_bytes, data);
         request.data_check = crc32c::crc32c(data);
         self.send(&request, &[])?;
-        self.write_all(data).map_err(broken)?;
+        self.write_all_in_time(data).map_err(broken)?;
         self.receive_frame(Opcode::WriteLayer).map(drop)
     }
 
@@ -315,7 +369,7 @@ impl Connection {
             Some(session) => session.encode(header),
             None => header.encode(),
         };
-        self.write_all(&[&header[..], data].concat()).map_err(broken)
+        self.write_all_in_time(&[&header[..], data].concat()).map_err(broken)
     }
 
     fn receive<T: DeserializeOwned>(&mut self, opcode: Opcode) -> Result<T, ConnectError> {
@@ -388,7 +442,11 @@ impl Link for Connection {
     }
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
-        let page: RegionsPage = self.ask(Opcode::Regions, &query)?;
+        if query.from == 0 || self.pages_deadline.is_none() {
+            self.pages_deadline = Some(Instant::now() + SET_LIMIT);
+        }
+        let page = self.within(self.pages_deadline, |connection| connection.ask(Opcode::Regions, &query));
+        let page: RegionsPage = page?;
         page.check(&query)?;
         Ok(page)
     }
@@ -644,6 +702,33 @@ mod tests {
         let endless = RegionsPage { kept: true, runs: vec![], next: Some(1), stamp: 0 };
         let error = finish(answer_with(&endless).regions_page(query)).unwrap_err();
         assert!(matches!(error, ConnectError::Page(_)), "{error}");
+    }
+
+    #[test]
+    fn all_pages_of_a_set_have_one_deadline() {
+        let query = |from| RegionsQuery { of: RegionsOf::Intent, from, size_bytes: 1 << 30 };
+        let page = RegionsPage { kept: true, runs: vec![], next: None, stamp: 0 };
+        let mut late = answer_with(&page);
+        late.pages_deadline = Some(Instant::now());
+        let error = finish(late.regions_page(query(1))).unwrap_err();
+        assert!(error.to_string().contains("in time"), "{error}");
+        // The first page begins another set.
+        let mut new = answer_with(&page);
+        new.pages_deadline = Some(Instant::now());
+        assert_eq!(finish(new.regions_page(query(0))).unwrap(), page);
+    }
+
+    #[test]
+    fn an_exchange_that_is_over_sends_nothing_more_and_the_next_one_has_its_time() {
+        let (mut connection, mut theirs) = pair(LIMIT);
+        connection.set_deadline(Some(Instant::now()));
+        let error = connection.write_all_in_time(&[1]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        connection.set_deadline(None);
+        connection.write_all_in_time(&[2]).unwrap();
+        let mut byte = [0];
+        theirs.read_exact(&mut byte).unwrap();
+        assert_eq!(byte, [2]);
     }
 
     #[test]

@@ -31,6 +31,8 @@ const KEEPER_LIMIT: Duration = Duration::from_secs(30);
 /// being restarted is back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const FIRST_RETRY: Duration = Duration::from_millis(20);
+/// How long a replica may take to store a view, and to say which sets of regions it keeps: nobody hears an order meanwhile.
+const PROPOSAL_LIMIT: Duration = Duration::from_secs(120);
 /// While the arbiter is waited for: a replica closes connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -510,7 +512,9 @@ impl OpeningEngine for Attempt<'_, '_> {
 
     async fn propose(&mut self, to: Vec<Reached>, proposal: &Proposal) -> Vec<Proposed> {
         let propose = |mut one: Reached| {
+            one.link.set_deadline(Some(Instant::now() + PROPOSAL_LIMIT));
             let answer = finish(propose_to(&mut one, proposal));
+            one.link.set_deadline(None);
             (one, answer)
         };
         at_once(to, propose)

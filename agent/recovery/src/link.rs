@@ -26,7 +26,7 @@ pub trait Link {
     /// Has the replica grow, durably, to `size_bytes`.
     async fn expand(&mut self, size_bytes: u64) -> Result<(), Self::Error>;
 
-    /// A page of one of the replica's sets of regions.
+    /// A page of one of the replica's sets of regions. All pages from the first one on have a time limit together.
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Self::Error>;
 
     /// Changes one of the replica's sets of regions.
@@ -55,13 +55,26 @@ pub async fn regions<L: Link>(
     of: RegionsOf,
     regions: Regions,
 ) -> Result<Option<(RegionSet, u32)>, L::Error> {
+    Ok(regions_unless(link, of, regions, &|| false).await?.flatten())
+}
+
+/// As [`regions`], in which `has_to_end` is asked between the pages; the outer option is none if it says yes.
+pub(crate) async fn regions_unless<L: Link>(
+    link: &mut L,
+    of: RegionsOf,
+    regions: Regions,
+    has_to_end: &impl Fn() -> bool,
+) -> Result<Option<Option<(RegionSet, u32)>>, L::Error> {
     let (mut set, size_bytes) = (RegionSet::empty(regions.count()), regions.size_bytes());
     let mut stamp = 0;
     let mut from = Some(0);
     while let Some(next) = from {
+        if next > 0 && has_to_end() {
+            return Ok(None);
+        }
         let page = link.regions_page(RegionsQuery { of, from: next, size_bytes }).await?;
         if !page.kept {
-            return Ok(None);
+            return Ok(Some(None));
         }
         for (start, count) in page.runs {
             set.insert_run(start..start.saturating_add(count));
@@ -69,7 +82,7 @@ pub async fn regions<L: Link>(
         stamp = stamp.max(page.stamp);
         from = page.next.filter(|later| *later > next);
     }
-    Ok(Some((set, stamp)))
+    Ok(Some(Some((set, stamp))))
 }
 
 /// As [`regions`], without the stamp. A set that is not kept counts as full: nobody knows which regions are not in it.

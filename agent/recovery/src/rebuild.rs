@@ -9,7 +9,7 @@ use shorthorn_types::{
 use shorthorn_views::remembers;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
 
-use crate::link::{Link, LinkError, regions_or_all};
+use crate::link::{Link, LinkError, regions_unless};
 use crate::offenders::BadSources;
 use crate::serving::{Address, Peer, ServingEngine, members};
 
@@ -275,8 +275,8 @@ impl<C: Courier> Attempt<'_, C> {
             self.make_copy(source, &theirs, remembers, regions).await?
         };
         // What it had not made durable may be gone, and what it alone was sent is in no member.
-        let intent = regions_or_all(&mut self.line(), RegionsOf::Intent, regions).await;
-        missing.insert_all(&intent.map_err(Trouble::while_doing("asking for its write intents"))?);
+        let failed = Trouble::while_doing("asking for its write intents");
+        missing.insert_all(&self.regions_or_all(self.address(), RegionsOf::Intent, regions, failed).await?);
         Ok(Lack { missing, regions, is_copy: !is_what_it_was })
     }
 
@@ -292,6 +292,20 @@ impl<C: Courier> Attempt<'_, C> {
             self.bad_sources.best(sources, |source| source.address.replica)
         })?;
         source.ok_or(Trouble::NotYet("there is no member to copy from"))
+    }
+
+    /// A set of regions of a replica; full if it does not keep that one.
+    async fn regions_or_all(
+        &self,
+        of_replica: Address,
+        of: RegionsOf,
+        regions: Regions,
+        failed: impl FnOnce(Error<C>) -> Trouble<Error<C>>,
+    ) -> Result<RegionSet, Trouble<Error<C>>> {
+        let has_to_end = || self.courier.has_to_end();
+        let set = regions_unless(&mut self.engine.line(of_replica), of, regions, &has_to_end).await;
+        let set = set.map_err(failed)?.ok_or(Trouble::Ended)?;
+        Ok(set.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set))
     }
 
     /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns the regions in which the source
@@ -335,11 +349,11 @@ impl<C: Courier> Attempt<'_, C> {
         layers: &LayerList,
         regions: Regions,
     ) -> Result<RegionSet, Trouble<Error<C>>> {
-        let mut line = self.engine.line(source.address);
         let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
-            let allocated = regions_or_all(&mut line, RegionsOf::Allocated, regions).await;
-            return allocated.map_err(Trouble::while_reading(source, "asking a member where it has data"));
+            let failed = Trouble::while_reading(source, "asking a member where it has data");
+            return self.regions_or_all(source.address, RegionsOf::Allocated, regions, failed).await;
         };
+        let mut line = self.engine.line(source.address);
         let layer = u32::try_from(head).unwrap_or(u32::MAX);
         let mut data = RegionSet::empty(regions.count());
         let mut from = Some(0);

@@ -82,6 +82,8 @@ struct Engine {
     peers: RefCell<Vec<Peer>>,
     outputs: RefCell<Outputs>,
     moment: Moment,
+    /// The courier has to end, and sets of regions have two pages.
+    ends_between_pages: bool,
     /// Members that do not say where they have data.
     rotten: Vec<ReplicaId>,
     /// Members that were asked that, in order.
@@ -124,6 +126,7 @@ impl Engine {
             peers: RefCell::new(peers),
             outputs: RefCell::default(),
             moment,
+            ends_between_pages: false,
             rotten: Vec::new(),
             read: RefCell::default(),
         }
@@ -231,6 +234,10 @@ impl Link for Line<'_> {
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Gone> {
         self.reach()?;
+        if query.of == RegionsOf::Intent && self.engine.ends_between_pages {
+            assert_eq!(query.from, 0, "nothing is asked any more");
+            return Ok(RegionsPage { kept: true, runs: vec![], next: Some(1), stamp: 0 });
+        }
         if query.of == RegionsOf::Allocated {
             self.engine.read.borrow_mut().push(self.to.replica);
             if self.engine.rotten.contains(&self.to.replica) {
@@ -280,7 +287,7 @@ impl Courier for &Engine {
     }
 
     fn has_to_end(&self) -> bool {
-        false
+        self.ends_between_pages
     }
 
     async fn copy_snapshots(
@@ -365,4 +372,11 @@ fn members_that_do_not_answer_are_read_in_turn() {
         finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap_err();
     }
     assert_eq!(*engine.read.borrow(), [1, 4, 1, 4].map(id));
+}
+
+#[test]
+fn a_courier_that_has_to_end_asks_for_no_further_page() {
+    let engine = Engine { ends_between_pages: true, ..Engine::new(Moment::Never, true) };
+    let trouble = rebuild(&engine).unwrap_err();
+    assert!(matches!(trouble, Trouble::Ended), "{trouble:?}");
 }
