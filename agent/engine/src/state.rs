@@ -105,7 +105,11 @@ impl EngineState {
     /// The file cannot be written.
     pub fn next_generation(&mut self) -> Result<Generation, EngineError> {
         let Generation { attach, restart, .. } = self.content.generation;
-        self.content.generation = drawn(Generation::new(attach, restart + 1))?;
+        let next = restart.checked_add(1).ok_or_else(|| EngineError::State {
+            path: self.path.clone(),
+            source: io::Error::other("no number is left for another start: attach the volume anew"),
+        })?;
+        self.content.generation = drawn(Generation::new(attach, next))?;
         self.store()?;
         Ok(self.content.generation)
     }
@@ -223,6 +227,7 @@ fn lock(path: &Path) -> io::Result<Flock<File>> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
     use shorthorn_frontend::FrontendKind;
     use shorthorn_types::{Members, ReplicaId, ViewId};
 
@@ -370,5 +375,46 @@ mod tests {
         let path = dir.path().join("v1.state");
         fs::write(&path, "{").unwrap();
         assert!(EngineState::open(&path, 1, 0).unwrap_err().to_string().contains("v1.state"));
+    }
+
+    const CONTENT: &str = r#"{"generation":{"attach":3,"restart":1,"nonce":7},"device":{"kind":"ublk","kernel_id":0,
+        "queues":1,"depth":128},"granted":{"id":{"generation":{"attach":2,"restart":0},"number":1},
+        "members":["000000a1"]},"live_boot":"a","lost_writes":true}"#;
+
+    #[test]
+    fn the_last_number_of_a_start_has_none_after_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let with = |restart: u32| CONTENT.replace("\"restart\":1", &format!("\"restart\":{restart}"));
+        fs::write(&path, with(u32::MAX)).unwrap();
+        let error = EngineState::open(&path, 3, 0).unwrap_err().to_string();
+        assert!(error.contains("v1.state") && error.contains("attach the volume anew"), "{error}");
+        assert_eq!(pair(EngineState::open(&path, 4, 0).unwrap().generation()), Generation::new(4, 0));
+        fs::write(&path, with(1)).unwrap();
+        assert_eq!(pair(EngineState::open(&path, 3, 0).unwrap().generation()), Generation::new(3, 2));
+    }
+
+    proptest! {
+        // Each writes files.
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn any_content_is_refused_by_name_or_has_a_next_generation(
+            at in any::<prop::sample::Index>(),
+            new in prop::sample::select(vec!["", "0", "-1", "18446744073709551615", "1e400", "\"", "{", "]", "null", "\0"]),
+            removed in 0usize..8,
+        ) {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("v1.state");
+            let mut bytes = CONTENT.as_bytes().to_vec();
+            let at = at.index(bytes.len());
+            bytes.splice(at..(at + removed).min(bytes.len()), new.bytes());
+            fs::write(&path, bytes).unwrap();
+            match EngineState::open(&path, 3, 0) {
+                Ok(state) => prop_assert_eq!(state.generation().attach, 3),
+                Err(EngineError::Outdated { known, .. }) => prop_assert!(known > 3),
+                Err(error) => prop_assert!(error.to_string().contains("v1.state"), "{error}"),
+            }
+        }
     }
 }

@@ -34,6 +34,8 @@ const _: () = assert!(REGIONS_PER_PAGE as usize == 64 * PAGE_WORDS);
 
 const MAGIC: &[u8; 8] = b"SHRNREGS";
 const FORMAT: u32 = 1;
+/// No set is written so often: a page that says so would leave no number for the next write.
+const VERSION_MAX: u64 = u64::MAX / 2;
 
 /// The bits of a page.
 pub(crate) type Bits = [u64; PAGE_WORDS];
@@ -113,7 +115,11 @@ impl PageHeader {
         let mut expected = [0; PAGE_BYTES];
         let size_bytes = if u64_at(bytes, SIZE_AT) == 0 { 0 } else { self.size_bytes };
         PageHeader { version, size_bytes, stamp, ..*self }.encode(&bits, &mut expected);
-        if expected != *bytes { Err(PageDamage::Other) } else { Ok(PageContent { version, stamp, bits }) }
+        if expected != *bytes || version > VERSION_MAX {
+            Err(PageDamage::Other)
+        } else {
+            Ok(PageContent { version, stamp, bits })
+        }
     }
 }
 

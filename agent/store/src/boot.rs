@@ -82,9 +82,7 @@ impl Boot {
         let Some(bytes) = directory.read(BOOT_FILE)? else {
             return Ok((judge(&Found::Nothing, boot_id, was_dirty), None));
         };
-        let document = without_check(BOOT_FILE, &bytes);
-        let found = document.ok().and_then(|document| serde_json::from_slice(&document).ok());
-        let Some(found) = found else {
+        let Some(found) = parse(&bytes) else {
             let note = format!("{BOOT_FILE} is damaged: the replica counts as one that may have lost data");
             return Ok((judge(&Found::Damaged, boot_id, was_dirty), Some(note)));
         };
@@ -184,6 +182,11 @@ fn leave_note(file: &Path) -> io::Result<()> {
     File::open(file.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
 }
 
+fn parse(bytes: &[u8]) -> Option<Boot> {
+    let document = without_check(BOOT_FILE, bytes).ok()?;
+    serde_json::from_slice(&document).ok()
+}
+
 fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
     let (same_boot, lost_before, failures) = match found {
         Found::Nothing => (false, false, 0),
@@ -197,6 +200,8 @@ fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -228,5 +233,29 @@ mod tests {
         }
         let before: Boot = serde_json::from_str(r#"{"boot_id":"a","lost_cache":true}"#).unwrap();
         assert_eq!((before.failures(), before.lost_cache()), (0, true));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_record_or_damaged(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+            parse(&bytes);
+        }
+
+        /// One byte that is another one never makes up for lost data.
+        #[test]
+        fn a_changed_record_does_not_say_that_all_is_well(
+            at in any::<prop::sample::Index>(),
+            byte in any::<u8>(),
+            failures in any::<u32>(),
+        ) {
+            let lost = Boot { boot_id: "a".to_owned(), lost_cache: true, failures, is_lost_now: false };
+            let mut bytes = serde_json::to_vec(&lost).unwrap();
+            bytes.push(b'\n');
+            let mut bytes = with_check(bytes);
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+            let found = parse(&bytes).map_or(Found::Damaged, Found::Boot);
+            prop_assert!(judge(&found, "a".to_owned(), false).lost_cache());
+        }
     }
 }

@@ -67,7 +67,8 @@ impl Copy {
             Copy::remove(directory)?;
             return Ok(None);
         }
-        let mut copy = Copy::parse(directory, &bytes)?;
+        let damaged = |reason| StoreError::CopyDamaged { path: directory.path_of(COPY_FILE), reason };
+        let mut copy = Copy::parse(&bytes).map_err(damaged)?;
         if copy.epoch != guard.epoch {
             // Somebody else has had the directory open: nothing counts as whole.
             copy.done.fill(false);
@@ -88,46 +89,48 @@ impl Copy {
         self.save(directory)
     }
 
-    fn parse(directory: &Directory, bytes: &[u8]) -> Result<Copy> {
-        let damaged = |reason: String| StoreError::CopyDamaged { path: directory.path_of(COPY_FILE), reason };
-        let document =
-            without_check(COPY_FILE, bytes).map_err(|_| damaged("its check is wrong".to_owned()))?;
-        let record: Record = serde_json::from_slice(&document).map_err(|error| damaged(error.to_string()))?;
+    /// What is wrong with the content of the file, in words, or the copy.
+    fn parse(bytes: &[u8]) -> std::result::Result<Copy, String> {
+        let document = without_check(COPY_FILE, bytes).map_err(|_| "its check is wrong")?;
+        let record: Record = serde_json::from_slice(&document).map_err(|error| error.to_string())?;
         if record.format != FORMAT {
-            return Err(damaged(format!("its format is {}, this program knows {FORMAT}", record.format)));
+            return Err(format!("its format is {}, this program knows {FORMAT}", record.format));
         }
         let layer = |layer: RecordLayer| {
             let image = ImageName::parse(&layer.image)?;
             Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
         };
         let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
-        let layers = layers.ok_or_else(|| damaged("it names something that is no layer".to_owned()))?;
-        let list = CopyList::new(layers, record.size_bytes).map_err(|error| damaged(error.to_string()))?;
+        let layers = layers.ok_or("it names something that is no layer")?;
+        let list = CopyList::new(layers, record.size_bytes).map_err(|error| error.to_string())?;
         if record.done.len() != list.layers().len() {
-            return Err(damaged("it does not say of each layer whether it is whole".to_owned()));
+            return Err("it does not say of each layer whether it is whole".to_owned());
         }
         Ok(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
     }
 
     fn save(&self, directory: &Directory) -> Result<()> {
+        let mut bytes = serde_json::to_vec(&self.record())
+            .map_err(|error| StoreError::io("write", directory.path_of(COPY_FILE), error))?;
+        bytes.push(b'\n');
+        directory.replace(COPY_FILE, &with_check(bytes))
+    }
+
+    fn record(&self) -> Record {
         let layer = |layer: &CopyLayer| RecordLayer {
             image: layer.image.to_string(),
             meta: String::from_utf8_lossy(&layer.meta).into_owned(),
             size_bytes: layer.size_bytes,
         };
         let layers = self.list.layers();
-        let record = Record {
+        Record {
             format: FORMAT,
             epoch: self.epoch,
             size_bytes: layers.last().map_or(0, |head| head.size_bytes),
             prepared: self.prepared,
             done: self.done.clone(),
             layers: layers.iter().map(layer).collect(),
-        };
-        let mut bytes = serde_json::to_vec(&record)
-            .map_err(|error| StoreError::io("write", directory.path_of(COPY_FILE), error))?;
-        bytes.push(b'\n');
-        directory.replace(COPY_FILE, &with_check(bytes))
+        }
     }
 
     fn remove(directory: &Directory) -> Result<()> {
@@ -303,5 +306,62 @@ impl Store {
         self.set_rebuilding(false)?;
         self.copy = None;
         Copy::remove(&self.directory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const META: &str = "{\"Name\":\"volume-head-000.img\",\"Parent\":\"volume-snap-a.img\",\"Removed\":false,\
+        \"UserCreated\":false,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
+    const OLDEST: &str = "{\"Name\":\"volume-snap-a.img\",\"Parent\":\"\",\"Removed\":false,\"UserCreated\":true,\
+        \"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
+
+    fn file() -> Vec<u8> {
+        let layer = |image: &str, meta: &str| RecordLayer {
+            image: image.to_owned(),
+            meta: meta.to_owned(),
+            size_bytes: 1 << 20,
+        };
+        let layers = vec![layer("volume-snap-a.img", OLDEST), layer("volume-head-000.img", META)];
+        let done = vec![true, false];
+        let record = Record { format: FORMAT, epoch: 5, size_bytes: 1 << 20, prepared: true, done, layers };
+        let mut bytes = serde_json::to_vec(&record).unwrap();
+        bytes.push(b'\n');
+        bytes
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_written() {
+        let copy = Copy::parse(&with_check(file())).unwrap();
+        assert_eq!((copy.epoch, copy.prepared, copy.done), (5, true, vec![true, false]));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_no_record(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            prop_assert!(Copy::parse(&bytes).is_err());
+        }
+
+        /// With a check that fits, as an attacker makes it.
+        #[test]
+        fn a_changed_record_is_refused_or_written_again(
+            at in any::<prop::sample::Index>(),
+            new in prop::sample::select(vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "../", "true", "\0", ""]),
+            removed in 0usize..6,
+        ) {
+            let mut bytes = file();
+            let at = at.index(bytes.len() - 2);
+            bytes.splice(at..(at + removed).min(bytes.len() - 2), new.bytes());
+            if let Ok(copy) = Copy::parse(&with_check(bytes)) {
+                prop_assert_eq!(copy.done.len(), copy.list.layers().len());
+                let again = serde_json::to_vec(&copy.record()).unwrap();
+                let twin = Copy::parse(&again).unwrap();
+                prop_assert_eq!(serde_json::to_vec(&twin.record()).unwrap(), again);
+            }
+        }
     }
 }

@@ -55,8 +55,13 @@ pub(crate) struct Guard {
 impl Guard {
     /// Reads the record. One that cannot be read is as good as none.
     pub fn load(directory: &Directory) -> Result<Option<Guard>, StoreError> {
-        let bytes = directory.read(GUARD_FILE)?;
-        Ok(bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()))
+        Ok(directory.read(GUARD_FILE)?.and_then(|bytes| Guard::parse(&bytes)))
+    }
+
+    /// A record with an epoch after which there is no next one is none of ours.
+    fn parse(bytes: &[u8]) -> Option<Guard> {
+        let guard: Guard = serde_json::from_slice(bytes).ok()?;
+        (1..u64::MAX).contains(&guard.epoch).then_some(guard)
     }
 
     /// Compares the record with the directory. The guard returned is for the session that begins:
@@ -135,4 +140,47 @@ fn identity(directory: &Directory, name: &str) -> Result<FileIdentity, StoreErro
     let stat = stat_of(&file).map_err(|error| StoreError::io("look at", directory.path_of(name), error))?;
     let bytes = directory.read(name)?.unwrap_or_default();
     Ok(FileIdentity { inode: stat.inode, mtime_ns: stat.mtime_ns, crc32c: crc32c::crc32c(&bytes) })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn guard() -> Guard {
+        let meta = FileIdentity { inode: 7, mtime_ns: 1 << 60, crc32c: 5 };
+        let head = HeadIdentity { name: "volume-head-000.img".to_owned(), inode: 8, ctime_ns: -1 };
+        let known_sizes = BTreeMap::from([("volume-snap-a.img".to_owned(), 4096)]);
+        Guard { epoch: 9, volume_meta: vec![meta], head: Some(head), known_sizes }
+    }
+
+    #[test]
+    fn a_record_has_an_epoch_that_has_a_next_one() {
+        let with = |epoch| serde_json::to_vec(&Guard { epoch, ..guard() }).unwrap();
+        assert_eq!(Guard::parse(&with(9)), Some(guard()));
+        assert_eq!((Guard::parse(&with(0)), Guard::parse(&with(u64::MAX))), (None, None));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_record_or_none(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+            Guard::parse(&bytes);
+        }
+
+        #[test]
+        fn a_changed_record_is_none_or_written_again(
+            at in any::<prop::sample::Index>(),
+            new in prop::sample::select(vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "null", "\0", ""]),
+            removed in 0usize..4,
+        ) {
+            let mut bytes = serde_json::to_vec(&guard()).unwrap();
+            let at = at.index(bytes.len());
+            bytes.splice(at..(at + removed).min(bytes.len()), new.bytes());
+            if let Some(found) = Guard::parse(&bytes) {
+                prop_assert!(found.epoch > 0 && found.epoch.checked_add(1).is_some());
+                prop_assert_eq!(Guard::parse(&serde_json::to_vec(&found).unwrap()), Some(found));
+            }
+        }
+    }
 }

@@ -73,23 +73,69 @@ impl StateWriter {
 
 /// Reads the state; `epoch` is the one that counts.
 pub(crate) fn load(directory: &Directory, epoch: u64) -> Result<SavedState, StoreError> {
-    let Some(mut bytes) = directory.read(STATE_FILE)? else { return Ok(SavedState::None) };
+    let Some(bytes) = directory.read(STATE_FILE)? else { return Ok(SavedState::None) };
     let damaged = |reason: String| StoreError::StateDamaged { path: directory.path_of(STATE_FILE), reason };
-    let end = bytes
-        .iter()
-        .position(|byte| *byte == b'\n')
-        .ok_or_else(|| damaged("it has no first line".to_owned()))?;
+    parse(bytes, epoch).map_err(damaged)
+}
+
+/// What is wrong with the content of the file, in words, or the state.
+fn parse(mut bytes: Vec<u8>, epoch: u64) -> Result<SavedState, String> {
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("it has no first line")?;
     let header: Header =
-        serde_json::from_slice(&bytes[..end]).map_err(|error| damaged(format!("its first line: {error}")))?;
+        serde_json::from_slice(&bytes[..end]).map_err(|error| format!("its first line: {error}"))?;
     if header.format != FORMAT {
-        return Err(damaged(format!("its format is {}, this program knows {FORMAT}", header.format)));
+        return Err(format!("its format is {}, this program knows {FORMAT}", header.format));
     }
     let payload = bytes.split_off(end + 1);
     if payload.len() != header.length_bytes {
-        return Err(damaged(format!("it has {} bytes of {}", payload.len(), header.length_bytes)));
+        return Err(format!("it has {} bytes of {}", payload.len(), header.length_bytes));
     }
     if crc32c::crc32c(&payload) != header.crc32c {
-        return Err(damaged("its checksum is wrong".to_owned()));
+        return Err("its checksum is wrong".to_owned());
     }
     Ok(if header.epoch == epoch { SavedState::Current(payload) } else { SavedState::Outdated(payload) })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const EPOCH: u64 = 7;
+
+    fn file(payload: &[u8]) -> Vec<u8> {
+        let crc32c = crc32c::crc32c(payload);
+        let header = Header { format: FORMAT, epoch: EPOCH, length_bytes: payload.len(), crc32c };
+        [serde_json::to_vec(&header).unwrap(), b"\n".to_vec(), payload.to_vec()].concat()
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_refused_or_the_state(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let found = parse(bytes.clone(), EPOCH);
+            prop_assert!(found.is_err() || bytes.first() == Some(&b'{'), "{found:?}");
+        }
+
+        /// The payload is what was saved, or the file is refused; the epoch of the first line is in no check.
+        #[test]
+        fn a_changed_file_is_refused_or_says_the_same(
+            payload in prop::collection::vec(any::<u8>(), 0..60),
+            at in any::<prop::sample::Index>(),
+            byte in any::<u8>(),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let whole = file(&payload);
+            prop_assert_eq!(parse(whole.clone(), EPOCH), Ok(SavedState::Current(payload.clone())));
+            let mut changed = whole;
+            let at = at.index(changed.len());
+            changed[at] = byte;
+            if let Some(cut) = cut {
+                changed.truncate(cut.index(changed.len()));
+            }
+            if let Ok(found) = parse(changed, EPOCH) {
+                prop_assert_eq!(found.bytes(), Some(&payload[..]));
+            }
+        }
+    }
 }

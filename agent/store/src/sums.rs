@@ -354,9 +354,17 @@ pub(crate) fn sweep_sums(directory: &Directory, is_there: impl Fn(&ImageName) ->
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     const SUBJECT: Subject = Subject { size_bytes: (2 << 20) + 512, inode: 77, epoch: 5, name_crc32c: 9 };
+
+    fn mend(bytes: &mut [u8]) {
+        let body_bytes = bytes.len() - CHECK_BYTES;
+        let check = crc32c::crc32c(&bytes[..body_bytes]).to_le_bytes();
+        bytes[body_bytes..].copy_from_slice(&check);
+    }
 
     fn sums() -> LayerSums {
         LayerSums { piece_bytes: 1 << 20, sums: vec![1, 0, 0x0102_0304] }
@@ -420,5 +428,39 @@ mod tests {
     fn too_large_a_layer_has_no_sums() {
         assert_eq!(LayerSums::new(8 << 40, 1 << 20, 1).map(|sums| sums.sums.len()), Some(8 << 20));
         assert_eq!(LayerSums::new((8 << 40) + 1, 1 << 20, 1), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_no_sums(bytes in proptest::collection::vec(any::<u8>(), 0..120), mends: bool) {
+            let mut bytes = bytes;
+            if mends && bytes.len() >= CHECK_BYTES {
+                mend(&mut bytes);
+            }
+            prop_assert!(!matches!(LayerSums::decode(&bytes, SUBJECT), FoundSums::Kept(_)));
+        }
+
+        /// With a check that fits, as an attacker makes it: what is kept has one sum for each piece, and is written again as it was.
+        #[test]
+        fn changed_sums_are_refused_or_written_again(
+            changes in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 0..4),
+            cut in 0usize..12,
+            mends: bool,
+        ) {
+            let whole = sums().encode(SUBJECT);
+            let mut bytes = whole.clone();
+            for (at, byte) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            bytes.truncate(bytes.len() - cut);
+            if mends {
+                mend(&mut bytes);
+            }
+            if let FoundSums::Kept(found) = LayerSums::decode(&bytes, SUBJECT) {
+                prop_assert!(mends || bytes == whole);
+                prop_assert_eq!(found.encode(SUBJECT), bytes);
+            }
+        }
     }
 }
