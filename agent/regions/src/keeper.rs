@@ -10,6 +10,7 @@ use thiserror::Error;
 
 use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage};
 use crate::set::{Identity, KeptSet};
+use crate::unsummed::Unsummed;
 
 /// Pages that are written at once.
 pub const PAGE_WRITES_MAX: usize = 8;
@@ -21,6 +22,8 @@ pub enum SetKey {
     Intent,
     /// What this replica lacks.
     Missed(ReplicaId),
+    /// Where no sum of a block counts. It concerns nobody but the replica that keeps it.
+    Unsummed,
 }
 
 /// Whether a modification may be executed.
@@ -114,6 +117,7 @@ pub struct GrownSets {
     regions: Regions,
     intent: KeptSet,
     missed: Vec<(ReplicaId, KeptSet)>,
+    unsummed: Option<KeptSet>,
     lost: Option<RegionSet>,
 }
 
@@ -121,7 +125,11 @@ impl GrownSets {
     /// What the file of each set has to hold.
     pub fn files(&self) -> impl Iterator<Item = (SetKey, Vec<u8>)> + '_ {
         let missed = self.missed.iter().map(|(replica, set)| (SetKey::Missed(*replica), set));
-        std::iter::once((SetKey::Intent, &self.intent)).chain(missed).map(|(key, set)| (key, set.file()))
+        let unsummed = self.unsummed.iter().map(|set| (SetKey::Unsummed, set));
+        std::iter::once((SetKey::Intent, &self.intent))
+            .chain(missed)
+            .chain(unsummed)
+            .map(|(key, set)| (key, set.file()))
     }
 }
 
@@ -166,6 +174,7 @@ pub struct RegionKeeper {
     epoch: u64,
     intent: KeptSet,
     missed: Vec<(ReplicaId, KeptSet)>,
+    unsummed: Option<Unsummed>,
     writes: Box<[Writing]>,
     /// Numbers the writes.
     last_write: u64,
@@ -210,6 +219,7 @@ impl RegionKeeper {
             epoch,
             intent,
             missed: Vec::with_capacity(MAX_MEMBERS),
+            unsummed: None,
             writes: (0..PAGE_WRITES_MAX).map(|_| free()).collect(),
             last_write: 0,
             last_serial: 0,
@@ -277,6 +287,7 @@ impl RegionKeeper {
             regions,
             intent: self.intent.grown(regions),
             missed: self.missed.iter().map(|(replica, set)| (*replica, set.grown(regions))).collect(),
+            unsummed: self.unsummed.as_ref().map(|unsummed| unsummed.grown(self.regions, regions)),
             lost: self.lost.as_ref().map(|lost| lost.converted(self.regions, regions)),
         }
     }
@@ -284,13 +295,29 @@ impl RegionKeeper {
     /// The volume has grown, and the files of its sets are there. Pages that are being written are of the files before:
     /// they count no more, and whatever waits for them is durable in the new ones.
     pub fn grow(&mut self, grown: GrownSets) {
-        let GrownSets { regions, intent, missed, lost } = grown;
-        (self.regions, self.intent, self.missed, self.lost) = (regions, intent, missed, lost);
-        let missed = self.missed.iter_mut().map(|(_, set)| set);
-        for set in std::iter::once(&mut self.intent).chain(missed) {
-            self.last_serial += 1;
-            set.serial = self.last_serial;
+        let GrownSets { regions, intent, missed, unsummed, lost } = grown;
+        if let (Some(kept), Some(grown)) = (&mut self.unsummed, unsummed) {
+            kept.grow(grown, self.regions, regions);
         }
+        (self.regions, self.intent, self.missed, self.lost) = (regions, intent, missed, lost);
+        let mut serial = self.last_serial;
+        for (_, set) in self.sets_mut() {
+            serial += 1;
+            set.serial = serial;
+        }
+        self.last_serial = serial;
+    }
+
+    fn sets(&self) -> impl Iterator<Item = (SetKey, &KeptSet)> {
+        let missed = self.missed.iter().map(|(replica, set)| (SetKey::Missed(*replica), set));
+        let unsummed = self.unsummed.iter().map(|unsummed| (SetKey::Unsummed, &unsummed.set));
+        std::iter::once((SetKey::Intent, &self.intent)).chain(missed).chain(unsummed)
+    }
+
+    fn sets_mut(&mut self) -> impl Iterator<Item = (SetKey, &mut KeptSet)> {
+        let missed = self.missed.iter_mut().map(|(replica, set)| (SetKey::Missed(*replica), set));
+        let unsummed = self.unsummed.iter_mut().map(|unsummed| (SetKey::Unsummed, &mut unsummed.set));
+        std::iter::once((SetKey::Intent, &mut self.intent)).chain(missed).chain(unsummed)
     }
 
     /// A set as it is, if it is kept.
@@ -312,17 +339,11 @@ impl RegionKeeper {
     }
 
     fn find(&self, key: SetKey) -> Option<&KeptSet> {
-        match key {
-            SetKey::Intent => Some(&self.intent),
-            SetKey::Missed(replica) => self.missed.iter().find(|(of, _)| *of == replica).map(|(_, set)| set),
-        }
+        self.sets().find(|(of, _)| *of == key).map(|(_, set)| set)
     }
 
     fn find_mut(&mut self, key: SetKey) -> Option<&mut KeptSet> {
-        match key {
-            SetKey::Intent => Some(&mut self.intent),
-            SetKey::Missed(id) => self.missed.iter_mut().find(|(of, _)| *of == id).map(|(_, set)| set),
-        }
+        self.sets_mut().find(|(of, _)| *of == key).map(|(_, set)| set)
     }
 
     /// Whether a modification of `range` may be executed. Puts its regions into every set in any case.
@@ -332,6 +353,9 @@ impl RegionKeeper {
         for (_, set) in &mut self.missed {
             lacking |= set.put(touched.clone());
         }
+        if let Some(unsummed) = &mut self.unsummed {
+            lacking |= unsummed.modify(touched);
+        }
         if lacking == 0 { Admit::Go } else { Admit::Wait }
     }
 
@@ -339,14 +363,16 @@ impl RegionKeeper {
     /// those whose only news are that regions have left.
     pub fn begin_write(&mut self, lazy: bool) -> Option<PageWrite<'_>> {
         let slot = self.writes.iter().position(|writing| writing.what.is_none())?;
-        let missed = self.missed.iter_mut().map(|(replica, set)| (SetKey::Missed(*replica), set));
-        let mut sets = std::iter::once((SetKey::Intent, &mut self.intent)).chain(missed);
+        let RegionKeeper { intent, missed, unsummed, writes, .. } = self;
+        let missed = missed.iter_mut().map(|(replica, set)| (SetKey::Missed(*replica), set));
+        let unsummed = unsummed.iter_mut().map(|unsummed| (SetKey::Unsummed, &mut unsummed.set));
+        let mut sets = std::iter::once((SetKey::Intent, intent)).chain(missed).chain(unsummed);
         let (key, set, number) = sets.find_map(|(key, set)| {
             let number = set.next_page(lazy)?;
             Some((key, set, number))
         })?;
         self.last_write += 1;
-        let writing = &mut self.writes[slot];
+        let writing = &mut writes[slot];
         writing.what = Some((set.serial, number));
         writing.number = self.last_write;
         set.begin_write(number, &mut writing.image, &mut writing.bits);
@@ -359,8 +385,10 @@ impl RegionKeeper {
     pub fn end_write(&mut self, slot: u8, well: bool) {
         let Some(writing) = self.writes.get_mut(usize::from(slot)) else { return };
         let Some((serial, number)) = writing.what.take() else { return };
-        let missed = self.missed.iter_mut().map(|(_, set)| set);
-        let mut sets = std::iter::once(&mut self.intent).chain(missed);
+        let RegionKeeper { intent, missed, unsummed, .. } = self;
+        let missed = missed.iter_mut().map(|(_, set)| set);
+        let unsummed = unsummed.iter_mut().map(|unsummed| &mut unsummed.set);
+        let mut sets = std::iter::once(intent).chain(missed).chain(unsummed);
         // A set may have been forgotten meanwhile.
         if let Some(set) = sets.find(|set| set.serial == serial) {
             set.end_write(number, &writing.bits, writing.number, well);
@@ -376,11 +404,9 @@ impl RegionKeeper {
     /// Whether what the ticket stands for is durable.
     #[must_use]
     pub fn is_durable(&self, ticket: &Ticket) -> bool {
-        let missed = self.missed.iter().map(|(_, set)| set);
-        let mut sets = std::iter::once(&self.intent).chain(missed);
         // A set that was forgotten has nothing to be durable.
-        let found = sets.find(|set| set.serial == ticket.serial);
-        found.is_none_or(|set| set.written_since(ticket.pages, ticket.after))
+        let found = self.sets().find(|(_, set)| set.serial == ticket.serial);
+        found.is_none_or(|(_, set)| set.written_since(ticket.pages, ticket.after))
     }
 
     /// The engine changes a set.
@@ -498,6 +524,90 @@ impl RegionKeeper {
         self.missed.retain(|(of, _)| *of != replica);
     }
 
+    /// From now on it is kept where no sum of a block counts: everywhere, or as the `file` of the set says. What of that
+    /// is damaged or of another epoch counts as everywhere, and is told. The file has to be made anew if anything is told
+    /// or it [is outgrown](RegionKeeper::is_outgrown). Nothing may have been admitted since the keeper was made.
+    pub fn keep_unsummed(&mut self, file: Option<&[u8]>) -> Vec<PageDamage> {
+        let (mut unsummed, damages) = Unsummed::load(self.identity(SetKey::Unsummed), file);
+        self.last_serial += 1;
+        unsummed.set.serial = self.last_serial;
+        self.unsummed = Some(unsummed);
+        damages
+    }
+
+    /// No sum counts any more, and none is made.
+    pub fn forget_unsummed(&mut self) {
+        self.unsummed = None;
+    }
+
+    /// Whether sums of blocks are kept.
+    #[must_use]
+    pub fn keeps_sums(&self) -> bool {
+        self.unsummed.is_some()
+    }
+
+    /// Whether any region is to be summed, now or when it is clean.
+    #[must_use]
+    pub fn wants_sums(&self) -> bool {
+        self.unsummed.as_ref().is_some_and(Unsummed::wants)
+    }
+
+    /// Whether the sums of all blocks of the region count: it was not modified since they were stored.
+    #[must_use]
+    pub fn is_summed(&self, region: u32) -> bool {
+        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_summed(region))
+    }
+
+    /// These hold data: those of them that have no sums are to be summed.
+    pub fn want_sums(&mut self, run: Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.want(run);
+        }
+    }
+
+    /// The sums of these count for nothing any more, in memory; on the disk as soon as the pages of the set are written. They are
+    /// to be summed again.
+    pub fn unsum(&mut self, run: Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.modify(run);
+        }
+    }
+
+    /// The first region from `from` on that can be summed: it is to be, and is not in the intent set. So all members have
+    /// flushed it since it was last modified, and nothing of it is in flight.
+    #[must_use]
+    pub fn next_to_sum(&self, from: u32) -> Option<u32> {
+        self.unsummed.as_ref()?.next_to_sum(from, &self.intent)
+    }
+
+    /// The regions of `run`, at most [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), that can be summed are read from now on.
+    /// False if there is none.
+    pub fn begin_sums(&mut self, run: Range<u32>) -> bool {
+        let RegionKeeper { unsummed, intent, .. } = self;
+        unsummed.as_mut().is_some_and(|unsummed| unsummed.begin(run, intent))
+    }
+
+    /// Whether the region is being summed, and nothing has modified it since that began.
+    #[must_use]
+    pub fn is_being_summed(&self, region: u32) -> bool {
+        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
+    }
+
+    /// The sums of the regions that were begun with are durable, or (`well`: false) they will not be. From now on they
+    /// count, for those regions that nothing has modified meanwhile.
+    pub fn end_sums(&mut self, well: bool) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.end(well);
+        }
+    }
+
+    /// These hold nothing that is worth a sum.
+    pub fn need_no_sums(&mut self, run: Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.need_none(run);
+        }
+    }
+
     /// The regions of a set from `from` on, as many as fit one message; none where the set is not kept.
     #[must_use]
     pub fn page(&self, key: SetKey, from: u32) -> Option<RunsPage> {
@@ -548,7 +658,10 @@ impl RegionKeeper {
 impl SetKey {
     /// As it is written in pages.
     fn name(self) -> [u8; 8] {
-        let mut name = *b"intent\0\0";
+        let mut name = match self {
+            SetKey::Unsummed => *b"unsummed",
+            _ => *b"intent\0\0",
+        };
         if let SetKey::Missed(replica) = self {
             for (byte, digit) in name.iter_mut().zip(replica.to_string().bytes()) {
                 *byte = digit;
@@ -563,6 +676,7 @@ impl fmt::Display for SetKey {
         match self {
             SetKey::Intent => f.write_str("intent"),
             SetKey::Missed(replica) => write!(f, "missed-{replica}"),
+            SetKey::Unsummed => f.write_str("unsummed"),
         }
     }
 }

@@ -4,6 +4,9 @@
 //!   the first modification of the region is executed.
 //! - *Missed*, one for each replica that is away: what that one lacks. A region is in it, durably, before a
 //!   modification of the region is executed.
+//! - *Unsummed*, if sums of blocks are kept: where none of them counts. A region is in it, durably, before a modification
+//!   of the region is executed, and leaves it only after the sums of what it holds then are durable. It is kept for the
+//!   replica alone.
 //!
 //! A [`RegionKeeper`] has them in memory and knows what of them is on the disk. The shell around it asks
 //! [`RegionKeeper::admit`] before every modification; where the answer is to wait, it writes the pages that
@@ -20,9 +23,11 @@
 mod keeper;
 mod page;
 mod set;
+mod unsummed;
 
 pub use keeper::{
     Admit, GrownSets, KeepError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RegionKeeper, RunsPage, SetKey,
     Ticket,
 };
 pub use page::{PAGE_BYTES, PageDamage, REGIONS_PER_PAGE};
+pub use unsummed::SUMMED_AT_ONCE_MAX;

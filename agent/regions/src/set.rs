@@ -287,6 +287,12 @@ impl KeptSet {
         file
     }
 
+    /// Whether the region is in.
+    pub fn contains(&self, region: u32) -> bool {
+        let run = region..region.saturating_add(1);
+        words(run, self.regions.count()).all(|(page, word, mask)| self.pages[page].wanted[word] & mask != 0)
+    }
+
     /// The set as it is.
     pub fn content(&self) -> RegionSet {
         let mut content = RegionSet::empty(self.regions.count());

@@ -40,6 +40,15 @@ enum Event {
     },
     Keep,
     Forget,
+    /// Regions are read to be summed, those that can be.
+    BeginSums {
+        first: u32,
+        count: u32,
+    },
+    /// Their sums are durable, or will not be.
+    EndSums {
+        well: bool,
+    },
     /// The volume grows, maybe to one with larger regions; the process dies after so many files were made anew.
     Expand {
         by: usize,
@@ -64,6 +73,8 @@ fn event() -> impl Strategy<Value = Event> {
             .prop_map(|(which, well)| Event::End { which, well }),
         1 => Just(Event::Keep),
         1 => Just(Event::Forget),
+        3 => run().prop_map(|(first, count)| Event::BeginSums { first, count }),
+        3 => prop::bool::weighted(0.8).prop_map(|well| Event::EndSums { well }),
         1 => (0..SIZES.len(), 0..4usize, prop::collection::vec(0u8..3, 8))
             .prop_map(|(by, files, fates)| Event::Expand { by, files, fates }),
         2 => prop::collection::vec(0u8..3, 8).prop_map(|fates| Event::Crash { fates }),
@@ -89,6 +100,12 @@ struct World {
     /// In regions of the volume as it was made.
     must: BTreeMap<SetKey, BTreeSet<u32>>,
     size_bytes: u64,
+    /// How often each region was modified, of the volume as it was made.
+    content: BTreeMap<u32, u64>,
+    /// How often it had been when its sums were read that are on the disk.
+    sums: BTreeMap<u32, u64>,
+    /// What was read to be stored as sums.
+    read: BTreeMap<u32, u64>,
 }
 
 fn missed() -> ReplicaId {
@@ -98,10 +115,24 @@ fn missed() -> ReplicaId {
 impl World {
     fn new() -> World {
         let regions = Regions::of(u64::from(COUNT) * REGION_BYTES);
-        let keeper = RegionKeeper::new(regions, 3, &RegionSet::empty(COUNT));
-        let disk = BTreeMap::from([(SetKey::Intent, (0, keeper.file(SetKey::Intent).unwrap()))]);
+        let mut keeper = RegionKeeper::new(regions, 3, &RegionSet::empty(COUNT));
+        keeper.keep_unsummed(None);
+        keeper.want_sums(FIRST..COUNT);
+        let file = |key| (key, (0, keeper.file(key).unwrap()));
+        let disk = BTreeMap::from([file(SetKey::Intent), file(SetKey::Unsummed)]);
         let must = BTreeMap::from([(SetKey::Intent, BTreeSet::new())]);
-        World { keeper, disk, files: 0, writes: vec![], waiting: vec![], must, size_bytes: SIZE_BYTES }
+        World {
+            keeper,
+            disk,
+            files: 1,
+            writes: vec![],
+            waiting: vec![],
+            must,
+            size_bytes: SIZE_BYTES,
+            content: BTreeMap::new(),
+            sums: BTreeMap::new(),
+            read: BTreeMap::new(),
+        }
     }
 
     fn admit(&mut self, first: u32, count: u32) -> bool {
@@ -110,6 +141,9 @@ impl World {
         if go {
             for must in self.must.values_mut() {
                 must.extend((first..first + count).filter(|region| *region < COUNT));
+            }
+            for region in (first..first + count).filter(|region| *region < COUNT) {
+                *self.content.entry(region).or_default() += 1;
             }
         }
         go
@@ -177,8 +211,33 @@ impl World {
                     self.keeper.forget(replica);
                 }
             }
+            Event::BeginSums { first, count } => self.begin_sums(FIRST + first..FIRST + first + count),
+            Event::EndSums { well } => {
+                if well {
+                    self.sums.append(&mut self.read);
+                }
+                self.read.clear();
+                self.keeper.end_sums(well);
+            }
             Event::Expand { by, files, fates } => self.expand(SIZES[by], files, &fates),
             Event::Crash { fates } => self.crash(&fates),
+        }
+    }
+
+    /// The regions that those of the volume as it was made lie in now.
+    fn now(&self, regions: std::ops::Range<u32>) -> std::ops::Range<u32> {
+        self.keeper.regions().touched(Regions::of(SIZE_BYTES).bytes(regions))
+    }
+
+    fn begin_sums(&mut self, run: std::ops::Range<u32>) {
+        self.read.clear();
+        if !self.keeper.begin_sums(self.now(run)) {
+            return;
+        }
+        for region in FIRST..COUNT {
+            if self.now(region..region + 1).all(|now| self.keeper.is_being_summed(now)) {
+                self.read.insert(region, self.content.get(&region).copied().unwrap_or(0));
+            }
         }
     }
 
@@ -197,6 +256,7 @@ impl World {
             return self.crash(fates);
         }
         self.keeper.grow(grown);
+        self.read.clear();
     }
 
     fn keep(&mut self) {
@@ -236,7 +296,10 @@ impl World {
         if let Some((_, file)) = self.disk.get(&SetKey::Missed(missed())) {
             assert!(keeper.load_missed(missed(), file).unwrap().0);
         }
+        keeper.keep_unsummed(Some(&self.disk[&SetKey::Unsummed].1));
+        self.read.clear();
         self.keeper = keeper;
+        self.keeper.want_sums(self.now(FIRST..COUNT));
         for (key, (file, bytes)) in &mut self.disk {
             if self.keeper.is_outgrown(*key) {
                 self.files += 1;
@@ -246,7 +309,17 @@ impl World {
         self.check();
     }
 
-    fn check(&self) {
+    fn check(&mut self) {
+        for region in FIRST..COUNT {
+            if self.now(region..region + 1).all(|now| self.keeper.is_summed(now)) {
+                let content = self.content.get(&region).copied().unwrap_or(0);
+                assert_eq!(
+                    self.sums.get(&region),
+                    Some(&content),
+                    "the sums of region {region} are outdated"
+                );
+            }
+        }
         for (key, must) in &self.must {
             let content = self.keeper.content(*key).unwrap();
             for region in must {
@@ -279,4 +352,26 @@ proptest! {
         }
         prop_assert!(world.waiting.is_empty());
     }
+}
+
+#[test]
+fn regions_are_summed_when_they_are_clean_and_only_then() {
+    let mut world = World::new();
+    world.happen(Event::Modify { first: 0, count: 2 });
+    assert_eq!(world.keeper.next_to_sum(FIRST), Some(FIRST + 2), "the first two wait for their pages");
+    while let Some(PageWrite { slot, .. }) = world.keeper.begin_write(false) {
+        world.keeper.end_write(slot, true);
+    }
+    world.happen(Event::Retry);
+    world.happen(Event::Clear { missed: false, first: 0, count: 1 });
+    assert_eq!(world.keeper.next_to_sum(FIRST), Some(FIRST), "the engine says that it is clean");
+    world.happen(Event::BeginSums { first: 0, count: 4 });
+    assert!(!world.keeper.is_being_summed(FIRST + 1), "it is not clean");
+    world.happen(Event::Modify { first: 2, count: 1 });
+    world.happen(Event::EndSums { well: true });
+    let summed = [0, 1, 2, 3].map(|at| world.keeper.is_summed(FIRST + at));
+    assert_eq!(summed, [true, false, false, true], "the third was modified meanwhile");
+    world.check();
+    world.keeper.forget_unsummed();
+    assert!(!world.keeper.is_summed(FIRST), "without the set no sum counts");
 }

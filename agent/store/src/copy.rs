@@ -15,6 +15,7 @@ use shorthorn_chain::{
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
+use crate::block_sums::forget;
 use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::files::next_data;
@@ -243,6 +244,7 @@ impl Store {
         };
         // Layers that are made anew may get the inodes of those that go.
         sweep_sums(&self.directory, |_| false)?;
+        forget(&mut self.guard, &self.directory)?;
         self.layout.volume_mut().set_rebuilding(true);
         executor.run(&self.layout.volume_steps(), &mut self.guard)?;
         copy.save(&self.directory)?;
@@ -265,6 +267,12 @@ impl Store {
         let copy = self.copy.as_ref()?;
         let open = layer + 1 < copy.done.len() && !copy.done[layer];
         if open { self.layer_file(layer) } else { None }
+    }
+
+    /// Whether the replica is being made a copy of another one.
+    #[must_use]
+    pub fn is_copying(&self) -> bool {
+        self.copy.is_some()
     }
 
     /// A snapshot layer is whole: makes it durable and remembers that it is. It never changes from here on, but what

@@ -31,6 +31,7 @@ impl Store {
     /// As [`Store::plan_read`]; [`StoreError::ReadOnly`].
     pub fn plan_write(&mut self, range: ByteRange) -> Result<WritePlan> {
         self.check_writable()?;
+        self.check_sums_follow()?;
         Ok(self.map.plan_write(range, &mut self.files)?)
     }
 
@@ -41,6 +42,7 @@ impl Store {
     /// As [`Store::plan_write`].
     pub fn plan_discard(&mut self, range: ByteRange, steps: &mut Vec<ZeroStep>) -> Result<()> {
         self.check_writable()?;
+        self.check_sums_follow()?;
         Ok(self.map.plan_discard(range, &mut self.files, steps)?)
     }
 
@@ -51,6 +53,7 @@ impl Store {
     /// As [`Store::plan_write`].
     pub fn plan_write_zeroes(&mut self, range: ByteRange, steps: &mut Vec<ZeroStep>) -> Result<()> {
         self.check_writable()?;
+        self.check_sums_follow()?;
         Ok(self.map.plan_write_zeroes(range, &mut self.files, steps)?)
     }
 

@@ -50,6 +50,12 @@ pub(crate) struct Guard {
     /// Sizes of layers that are shorter than the one above for a reason that no document tells.
     #[serde(default)]
     pub known_sizes: BTreeMap<String, u64>,
+    /// The series of sums of blocks that counts: see `block_sums`. A version that knows none drops it with whatever it writes.
+    #[serde(default)]
+    pub block_sums: Option<u64>,
+    /// The newest series there was.
+    #[serde(default)]
+    pub last_series: u64,
 }
 
 impl Guard {
@@ -84,6 +90,7 @@ impl Guard {
         guard.volume_meta = vec![volume_meta];
         let Some(why) = why else { return Ok((guard, Provenance::Ours)) };
         guard.epoch += 1;
+        guard.block_sums = None;
         Ok((guard, Provenance::Foreign { why }))
     }
 

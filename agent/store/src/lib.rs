@@ -19,6 +19,7 @@
 #![deny(unsafe_code)]
 
 mod allocated;
+mod block_sums;
 mod boot;
 mod buffer;
 mod copy;
@@ -48,6 +49,9 @@ mod timestamp;
 mod unwritten;
 
 pub use allocated::AllocatedRuns;
+pub use block_sums::{
+    BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum,
+};
 pub use boot::LossNote;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
 pub use error::StoreError;

@@ -83,6 +83,7 @@ impl Store {
         let operation =
             self.layout.plan_revert(name, created_rfc3339).map_err(|error| self.chain_error(error))?;
         self.remember_short_layers(&operation)?;
+        self.forget_block_sums()?;
         self.perform(operation)?;
         self.reopen()
     }

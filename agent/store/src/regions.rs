@@ -1,5 +1,5 @@
-//! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent` and
-//! `shorthorn.missed-<replica>`. What is in them is the business of `shorthorn-regions`.
+//! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent`,
+//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. What is in them is the business of `shorthorn-regions`.
 //!
 //! A file has all its blocks from the start and keeps its length, so that its pages can be written over when
 //! the disk is full. It gets its name when it is whole and durable.
@@ -142,7 +142,7 @@ impl Store {
     pub fn remove_all_regions(&self) -> Result<()> {
         self.check_writable()?;
         let missed = self.missed_files()?.into_iter().map(SetKey::Missed);
-        for key in missed.chain([SetKey::Intent]) {
+        for key in missed.chain([SetKey::Intent, SetKey::Unsummed]) {
             self.directory.unlink(&name_of(key))?;
         }
         self.directory.sync()

@@ -54,6 +54,8 @@ pub struct Store {
     pub(crate) broken: bool,
     pub(crate) fold_running: bool,
     pub(crate) copy: Option<Copy>,
+    /// Whoever changes the volume keeps account of the regions that have no sums.
+    pub(crate) keeps_sums: bool,
     /// Where blocks of the head may be allocated and not written.
     pub(crate) unwritten: Option<ByteRange>,
     pub(crate) repairs: Vec<String>,
@@ -156,6 +158,7 @@ impl Store {
             broken: false,
             fold_running: false,
             copy,
+            keeps_sums: false,
             unwritten: None,
             repairs: notes.into_iter().chain(damage).collect(),
             boot,

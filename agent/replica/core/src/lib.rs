@@ -19,7 +19,7 @@ mod waiting;
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, Displaced, Place, Ready, Why};
 pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
 pub use revision::revision_counter;
-pub use start::{Found, Started};
+pub use start::{Found, Started, SumsFound};
 pub use state::ReplicaState;
 pub use steps::{Denied, Disk, Fault, Step, is_final};
 pub use waiting::{PageEnd, Waiter, Waiting};

@@ -5,7 +5,7 @@ use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use shorthorn_views::{ReplicaViews, remembers};
 
 use crate::state::ReplicaState;
-use crate::steps::{Disk, Step};
+use crate::steps::{Disk, Fault, Step, is_final};
 
 /// What a replica finds on its disk.
 #[derive(Clone, Debug)]
@@ -22,6 +22,8 @@ pub struct Found {
     pub intent: Option<Vec<u8>>,
     /// The files of the sets of missed regions.
     pub missed: Vec<(ReplicaId, Vec<u8>)>,
+    /// Whether sums of blocks are to be kept, and then the file of the set of unsummed regions, if there is one.
+    pub sums: SumsFound,
     /// Whether anything was ever written to the volume.
     pub holds_data: bool,
     /// Data may be gone that was written here.
@@ -30,6 +32,18 @@ pub struct Found {
     pub is_left_noted: bool,
     /// How often in a row the replica has failed.
     pub failures: u32,
+}
+
+/// What there is of sums of blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SumsFound {
+    /// They are not to be kept. A file of unsummed regions that is there, which nobody keeps up to date, is removed.
+    Unwanted {
+        /// Whether there is one.
+        has_file: bool,
+    },
+    /// They are to be kept.
+    Wanted(Option<Vec<u8>>),
 }
 
 /// What it makes of that.
@@ -49,6 +63,7 @@ impl ReplicaState {
     /// - A set of missed regions that is worth nothing is removed, and so is one that there is no room for: that costs a full
     ///   copy of the replica that it is about, and never data.
     /// - Sets of replicas that all views have again are removed.
+    /// - Without a set of unsummed regions no sum counts. One that there is no space for is not kept, nor are sums.
     /// - If data may be gone, views and sets are stored again.
     /// - The note that data may be gone is taken back if no region was written lately.
     /// - If a view that may count lacks the replica, that is noted for Longhorn.
@@ -63,6 +78,7 @@ impl ReplicaState {
             epoch,
             intent,
             missed,
+            sums,
             holds_data,
             lost_cache,
             is_left_noted,
@@ -111,6 +127,7 @@ impl ReplicaState {
                 Err(_) => state.perform(disk, Step::RemoveSet(key))?,
             }
         }
+        damages.extend(state.start_sums(disk, sums)?);
         state.end_sets_of_members(disk)?;
         if lost_cache {
             state.keeper.lost_cache();
@@ -118,6 +135,36 @@ impl ReplicaState {
         }
         damages.retain(|(_, damage)| !damage.is_empty());
         Ok(Started { state, damages })
+    }
+
+    /// Keeps unsummed regions, if that is wanted and possible.
+    fn start_sums<D: Disk>(
+        &mut self,
+        disk: &mut D,
+        sums: SumsFound,
+    ) -> Result<Option<(SetKey, Vec<PageDamage>)>, D::Error> {
+        let key = SetKey::Unsummed;
+        let file = match sums {
+            SumsFound::Wanted(file) => file,
+            SumsFound::Unwanted { has_file: false } => return Ok(None),
+            SumsFound::Unwanted { has_file: true } => {
+                self.perform(disk, Step::RemoveSet(key))?;
+                return Ok(None);
+            }
+        };
+        let damage = self.keeper.keep_unsummed(file.as_deref());
+        match self.renew(disk, key, damage.is_empty()) {
+            Err(error) if is_final(error.errno()) => return Err(error),
+            Err(_) => {
+                self.keeper.forget_unsummed();
+                if file.is_some() {
+                    self.perform(disk, Step::RemoveSet(key))?;
+                }
+            }
+            Ok(()) => {}
+        }
+        // That there is none yet is no damage.
+        Ok(file.map(|_| (key, damage)))
     }
 
     /// Makes the file of a set anew unless it is whole, of this size of the volume, and surely on the disk: after a loss what was
@@ -190,11 +237,25 @@ mod tests {
             epoch: 1,
             intent: Some(intent(regions(), 1)),
             missed: vec![(id(3), missed(3, 1))],
+            sums: SumsFound::Unwanted { has_file: false },
             holds_data: true,
             lost_cache: false,
             is_left_noted: false,
             failures: 0,
         }
+    }
+
+    /// The file of a set of unsummed regions, of a replica that has sums of all but one region.
+    fn unsummed(epoch: u64) -> Vec<u8> {
+        let mut keeper = RegionKeeper::new(regions(), epoch, &RegionSet::empty(regions().count()));
+        keeper.keep_unsummed(None);
+        for first in (1..regions().count()).step_by(64) {
+            let run = first..(first + 64).min(regions().count());
+            keeper.want_sums(run.clone());
+            assert!(keeper.begin_sums(run));
+            keeper.end_sums(true);
+        }
+        keeper.file(SetKey::Unsummed).unwrap()
     }
 
     /// Notes the names of the steps.
@@ -205,6 +266,10 @@ mod tests {
         type Error = Errno;
 
         fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+            if matches!(step, Step::MakeSet(SetKey::Unsummed, _)) && self.0.iter().any(|step| step == "full")
+            {
+                return Err(Errno::NO_SPACE);
+            }
             self.0.push(match step {
                 Step::SaveViews(_) => "views".to_owned(),
                 Step::MakeSet(key, file) => {
@@ -298,6 +363,30 @@ mod tests {
         let (state, _, steps) = start(Found { missed: sets, ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(MAX_MEMBERS as u64 + 3))]);
         assert_eq!(state.keeper().tracks().len(), MAX_MEMBERS);
+    }
+
+    #[test]
+    fn without_a_set_of_unsummed_regions_no_sum_counts() {
+        let with = |file| start(Found { sums: SumsFound::Wanted(file), ..found() });
+        let (state, damages, steps) = with(Some(unsummed(1)));
+        assert_eq!((damages, steps), (vec![], vec![]));
+        assert_eq!([0, 1, 2].map(|region| state.keeper().is_summed(region)), [false, true, true]);
+        for (file, is_damaged) in [(None, false), (Some(unsummed(2)), true), (Some(vec![]), true)] {
+            let (state, damages, steps) = with(file);
+            assert_eq!((damages.len(), steps), (usize::from(is_damaged), vec!["make unsummed".to_owned()]));
+            assert!((0..regions().count()).all(|region| !state.keeper().is_summed(region)));
+        }
+        let (state, _, steps) = start(Found { sums: SumsFound::Unwanted { has_file: true }, ..found() });
+        assert_eq!((state.keeper().keeps_sums(), steps), (false, vec!["remove unsummed".to_owned()]));
+    }
+
+    #[test]
+    fn a_full_disk_keeps_no_sums_and_the_replica_starts() {
+        let mut steps = Steps(vec!["full".to_owned()]);
+        let sums = SumsFound::Wanted(Some(unsummed(2)));
+        let Started { state, .. } = ReplicaState::start(&mut steps, Found { sums, ..found() }).unwrap();
+        assert!(!state.keeper().keeps_sums() && state.failure().is_none());
+        assert_eq!(steps.0, ["full", "remove unsummed"]);
     }
 
     #[test]

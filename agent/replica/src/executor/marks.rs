@@ -7,7 +7,7 @@
 use std::io;
 
 use shorthorn_regions::{GrownSets, PAGE_BYTES, PAGE_WRITES_MAX, PageDamage, SetKey};
-use shorthorn_replica_core::{Found, PageEnd, ReplicaState, Started, Waiter, Waiting};
+use shorthorn_replica_core::{Found, PageEnd, ReplicaState, Started, SumsFound, Waiter, Waiting};
 use shorthorn_ring::{Arena, Ring, Token};
 use shorthorn_store::{Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, MarkRegions, Regions};
@@ -58,6 +58,8 @@ impl Marks {
         views: ReplicaViews,
     ) -> Result<(ReplicaState, Marks), ReplicaError> {
         let found = look_at(store, owner, views)?;
+        // Nobody keeps account of the regions that have no sums.
+        store.forget_block_sums()?;
         let pages = Arena::new(PAGE_WRITES_MAX, PAGE_BYTES)
             .map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
         let mut files = SetFiles::default();
@@ -103,6 +105,7 @@ fn look_at(store: &Store, owner: &Owner, views: ReplicaViews) -> Result<Found, R
         epoch: info.epoch,
         intent: store.read_regions(SetKey::Intent)?,
         missed,
+        sums: SumsFound::Unwanted { has_file: store.read_regions(SetKey::Unsummed)?.is_some() },
         holds_data: holds_data(store)?,
         lost_cache: info.lost_cache,
         is_left_noted: info.has_left,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fastrand::Rng;
 use shorthorn_regions::{PAGE_BYTES, SetKey};
-use shorthorn_replica_core::{Disk, Found, Noted, ReplicaState, Started, Step};
+use shorthorn_replica_core::{Disk, Found, Noted, ReplicaState, Started, Step, SumsFound};
 use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
 
@@ -128,7 +128,7 @@ impl Durable {
     pub fn start(&mut self, me: ReplicaId, regions: Regions, holds_data: bool) -> ReplicaState {
         let missed = self.sets.iter().filter_map(|(key, file)| match key {
             SetKey::Missed(replica) => Some((*replica, file.clone())),
-            SetKey::Intent => None,
+            SetKey::Intent | SetKey::Unsummed => None,
         });
         let found = Found {
             me,
@@ -137,6 +137,7 @@ impl Durable {
             epoch: 1,
             intent: self.sets.get(&SetKey::Intent).cloned(),
             missed: missed.collect(),
+            sums: SumsFound::Unwanted { has_file: false },
             holds_data,
             lost_cache: self.power_was_lost,
             is_left_noted: self.says_left,

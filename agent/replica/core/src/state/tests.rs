@@ -4,7 +4,7 @@ use shorthorn_regions::Admit;
 use shorthorn_types::{ByteRange, Errno, MarkAction, Members, Regions, RegionsOf, ViewId};
 
 use super::*;
-use crate::start::{Found, Started};
+use crate::start::{Found, Started, SumsFound};
 
 const SIZE_BYTES: u64 = 64 << 20;
 
@@ -52,7 +52,7 @@ impl Memory {
     fn start(&mut self) -> ReplicaState {
         let missed = self.sets.iter().filter_map(|(key, file)| match key {
             SetKey::Missed(replica) => Some((*replica, file.clone())),
-            SetKey::Intent => None,
+            SetKey::Intent | SetKey::Unsummed => None,
         });
         let found = Found {
             me: id(1),
@@ -61,6 +61,7 @@ impl Memory {
             epoch: 1,
             intent: self.sets.get(&SetKey::Intent).cloned(),
             missed: missed.collect(),
+            sums: SumsFound::Unwanted { has_file: false },
             holds_data: false,
             lost_cache: self.lost_cache,
             is_left_noted: self.says_left,

@@ -1,0 +1,150 @@
+//! Where no sum of a block counts, and which regions are being summed.
+//!
+//! A region leaves the set when the sums of its blocks are durable, and nothing has modified it since they were read. It
+//! enters the set durably before it is modified, as it does the others. So a region that is not in the file of the set
+//! holds what its sums say, whatever has stopped when.
+
+use std::ops::Range;
+
+use shorthorn_types::{RegionSet, Regions};
+
+use crate::page::{PageDamage, made_for};
+use crate::set::{Identity, KeptSet};
+
+/// Regions that are summed at once: a mask of them fits a word.
+pub const SUMMED_AT_ONCE_MAX: u32 = 64;
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub(crate) struct Unsummed {
+    pub set: KeptSet,
+    /// Those of the set that are to be summed: they hold data, as far as is known.
+    todo: RegionSet,
+    summing: Option<Summing>,
+}
+
+/// Regions that are read to be summed.
+#[derive(Clone, Copy, Debug)]
+struct Summing {
+    first: u32,
+    /// Bit n: the region that is n after the first.
+    begun: u64,
+    /// Those of them that were modified since.
+    spoiled: u64,
+}
+
+impl Unsummed {
+    /// The set that a file holds; without one all regions are in.
+    pub fn load(identity: Identity, file: Option<&[u8]>) -> (Unsummed, Vec<PageDamage>) {
+        let count = identity.regions.count();
+        let (mut set, damages) = match file {
+            Some(file) => KeptSet::load(identity, file),
+            None => (KeptSet::empty(identity), vec![PageDamage::Short]),
+        };
+        match file.and_then(made_for) {
+            _ if file.is_none() => set.add_durable(0..count),
+            // What the volume has got since.
+            Some(before_bytes) => set.add_durable(news(before_bytes, identity.regions)),
+            None => {}
+        }
+        if set.stamp().is_none() {
+            // It has none; but the page for one is to be whole when the file is made anew.
+            let _ = set.put_stamp(0);
+        }
+        (Unsummed { set, todo: RegionSet::empty(count), summing: None }, damages)
+    }
+
+    /// The set for the volume after it has grown: what is new has no sums.
+    pub fn grown(&self, from: Regions, to: Regions) -> KeptSet {
+        let mut set = self.set.grown(to);
+        set.add_durable(news(from.size_bytes(), to));
+        set
+    }
+
+    /// The volume has grown. What is being summed is not named by the same numbers any more.
+    pub fn grow(&mut self, set: KeptSet, from: Regions, to: Regions) {
+        self.set = set;
+        self.todo = self.todo.converted(from, to);
+        self.summing = None;
+    }
+
+    /// These are about to be modified. The pages that have to be written before, as a mask.
+    pub fn modify(&mut self, run: Range<u32>) -> u64 {
+        if let Some(summing) = &mut self.summing {
+            summing.spoiled |= summing.mask(&run);
+        }
+        self.todo.insert_run(run.clone());
+        self.set.put(run)
+    }
+
+    pub fn is_summed(&self, region: u32) -> bool {
+        !self.set.contains(region)
+    }
+
+    pub fn want(&mut self, run: Range<u32>) {
+        for region in run {
+            if self.set.contains(region) {
+                self.todo.insert(region);
+            }
+        }
+    }
+
+    pub fn wants(&self) -> bool {
+        self.todo.next(0).is_some()
+    }
+
+    pub fn need_none(&mut self, run: Range<u32>) {
+        if let Some(summing) = &mut self.summing {
+            summing.begun &= !summing.mask(&run);
+        }
+        self.todo.remove_run(run);
+    }
+
+    pub fn next_to_sum(&self, from: u32, intent: &KeptSet) -> Option<u32> {
+        let todo = std::iter::successors(self.todo.next(from), |region| self.todo.next(region + 1));
+        todo.into_iter().find(|region| !intent.contains(*region))
+    }
+
+    pub fn begin(&mut self, run: Range<u32>, intent: &KeptSet) -> bool {
+        let first = run.start;
+        let mut begun = 0;
+        for region in run.take(SUMMED_AT_ONCE_MAX as usize) {
+            if self.todo.contains(region) && self.set.contains(region) && !intent.contains(region) {
+                begun |= 1 << (region - first);
+            }
+        }
+        self.summing = (begun != 0).then_some(Summing { first, begun, spoiled: 0 });
+        self.summing.is_some()
+    }
+
+    pub fn is_being_summed(&self, region: u32) -> bool {
+        let one = region..region.saturating_add(1);
+        self.summing.is_some_and(|summing| summing.mask(&one) & summing.begun & !summing.spoiled != 0)
+    }
+
+    pub fn end(&mut self, well: bool) {
+        let Some(Summing { first, begun, spoiled }) = self.summing.take() else { return };
+        let sound = if well { begun & !spoiled } else { 0 };
+        for at in (0..SUMMED_AT_ONCE_MAX).filter(|at| sound >> at & 1 == 1) {
+            self.set.clear(first + at..first + at + 1);
+            self.todo.remove(first + at);
+        }
+    }
+}
+
+impl Summing {
+    /// Which of the regions that a mask has room for are in `run`.
+    fn mask(&self, run: &Range<u32>) -> u64 {
+        let start = run.start.max(self.first).saturating_sub(self.first).min(SUMMED_AT_ONCE_MAX);
+        let end = run.end.max(self.first).saturating_sub(self.first).min(SUMMED_AT_ONCE_MAX);
+        (start..end).fold(0, |mask, at| mask | 1 << at)
+    }
+}
+
+/// The regions that have got bytes since the volume had `before_bytes`.
+fn news(before_bytes: u64, regions: Regions) -> Range<u32> {
+    match shorthorn_types::ByteRange::new(before_bytes, regions.size_bytes().saturating_sub(before_bytes)) {
+        Ok(range) => regions.touched(range),
+        Err(_) => 0..regions.count(),
+    }
+}

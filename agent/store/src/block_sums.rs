@@ -1,0 +1,273 @@
+//! Sums of the blocks of the volume as a reader sees them, in `shorthorn.block-sums`. Which of them count is kept elsewhere: see the
+//! unsummed regions of `shorthorn-regions`.
+//!
+//! The file is a row of pages without a beginning of its own. Page n has the sums of [`BLOCKS_PER_SUM_PAGE`] blocks from block
+//! n * [`BLOCKS_PER_SUM_PAGE`] on. Pages that were never written are holes. A page that is torn, damaged, or of another series says
+//! nothing: its sums are not known. The *series* that counts is kept in `shorthorn.guard`. What changes the volume without an
+//! account of the regions, and a version of this program that knows no sums, leaves none there; so all pages are worth nothing
+//! afterwards. A page says nothing about layers: what a reader sees stays the same if snapshots are made or taken out.
+//!
+//! All numbers are little-endian.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic, "SHRNBSUM" |
+//! | 8 | 4 | format, 1 |
+//! | 12 | 4 | blocks per page |
+//! | 16 | 8 | number of the page |
+//! | 24 | 8 | series |
+//! | 32 | 4 | CRC-32C of the page with zeroes in this field |
+//! | 36 | 28 | zeroes |
+//! | 64 | 4 each | the sums: CRC-32C of the block, 1 if that is 0; 0: not known |
+//! | 2112 | 1984 | zeroes |
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nix::fcntl::OFlag;
+use nix::sys::statvfs::fstatvfs;
+use shorthorn_types::limits::BLOCK_BYTES;
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::store::Store;
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+/// The file of the sums.
+pub(crate) const BLOCK_SUMS_FILE: &str = "shorthorn.block-sums";
+/// Length of a page, and the unit in which sums are read and written.
+pub const SUM_PAGE_BYTES: usize = 4096;
+/// How many blocks a page has a sum for: 2 MiB of the volume, so that regions and pages never overlap in part.
+pub const BLOCKS_PER_SUM_PAGE: usize = 512;
+/// How much of the volume that is.
+pub const SUM_PAGE_SPAN_BYTES: u64 = BLOCKS_PER_SUM_PAGE as u64 * BLOCK_BYTES;
+
+const MAGIC: &[u8; 8] = b"SHRNBSUM";
+const FORMAT: u32 = 1;
+const CHECK_AT: usize = 32;
+const SUMS_AT: usize = 64;
+const SUM_BYTES: usize = 4;
+const _: () = assert!(SUMS_AT + BLOCKS_PER_SUM_PAGE * SUM_BYTES <= SUM_PAGE_BYTES);
+
+/// The sum of a block that is not known.
+pub const SUM_UNKNOWN: u32 = 0;
+
+/// The sum of a block: never [`SUM_UNKNOWN`].
+#[must_use]
+pub fn block_sum(crc32c: u32) -> u32 {
+    crc32c.max(1)
+}
+
+/// The sums of one page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SumPage(Box<[u32; BLOCKS_PER_SUM_PAGE]>);
+
+impl SumPage {
+    /// A page that knows nothing.
+    #[must_use]
+    pub fn unknown() -> SumPage {
+        SumPage(Box::new([SUM_UNKNOWN; BLOCKS_PER_SUM_PAGE]))
+    }
+
+    /// What is known of a block, by its number in the page.
+    #[must_use]
+    pub fn sum(&self, block: usize) -> u32 {
+        self.0.get(block).copied().unwrap_or(SUM_UNKNOWN)
+    }
+
+    /// Knows the sum of a block.
+    pub fn set(&mut self, block: usize, sum: u32) {
+        if let Some(place) = self.0.get_mut(block) {
+            *place = sum;
+        }
+    }
+
+    /// Knows nothing any more.
+    pub fn clear(&mut self) {
+        self.0.fill(SUM_UNKNOWN);
+    }
+
+    /// The page as it is on the disk.
+    pub fn encode(&self, number: u64, series: u64, out: &mut [u8; SUM_PAGE_BYTES]) {
+        out.fill(0);
+        out[0..8].copy_from_slice(MAGIC);
+        out[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+        // A constant that fits.
+        #[allow(clippy::cast_possible_truncation)]
+        out[12..16].copy_from_slice(&(BLOCKS_PER_SUM_PAGE as u32).to_le_bytes());
+        out[16..24].copy_from_slice(&number.to_le_bytes());
+        out[24..32].copy_from_slice(&series.to_le_bytes());
+        for (place, sum) in out[SUMS_AT..].chunks_exact_mut(SUM_BYTES).zip(self.0.iter()) {
+            place.copy_from_slice(&sum.to_le_bytes());
+        }
+        let check = crc32c::crc32c(out);
+        out[CHECK_AT..CHECK_AT + 4].copy_from_slice(&check.to_le_bytes());
+    }
+
+    /// Takes over what a page on the disk says. One that is not whole, not this one, or of another series knows nothing:
+    /// false.
+    pub fn decode(&mut self, number: u64, series: u64, bytes: &[u8]) -> bool {
+        self.clear();
+        let Some(bytes) = bytes.get(..SUM_PAGE_BYTES) else { return false };
+        let head = |at: usize, length: usize| &bytes[at..at + length];
+        let is_this = head(0, 8) == MAGIC
+            && head(8, 4) == FORMAT.to_le_bytes()
+            && head(12, 4) == (BLOCKS_PER_SUM_PAGE as u32).to_le_bytes()
+            && head(16, 8) == number.to_le_bytes()
+            && head(24, 8) == series.to_le_bytes();
+        if !is_this || head(CHECK_AT, 4) != check_of(bytes).to_le_bytes() {
+            return false;
+        }
+        for (sum, place) in self.0.iter_mut().zip(bytes[SUMS_AT..].chunks_exact(SUM_BYTES)) {
+            *sum = u32::from_le_bytes([place[0], place[1], place[2], place[3]]);
+        }
+        true
+    }
+}
+
+/// The check of a page, whatever is in the field for it.
+fn check_of(bytes: &[u8]) -> u32 {
+    let check = crc32c::crc32c(&bytes[..CHECK_AT]);
+    let check = crc32c::crc32c_append(check, &[0; 4]);
+    crc32c::crc32c_append(check, &bytes[CHECK_AT + 4..])
+}
+
+/// The open file of the sums. Pages are read and written as those of sets of regions are.
+#[derive(Debug)]
+pub struct BlockSumsFile {
+    file: File,
+    series: u64,
+}
+
+impl BlockSumsFile {
+    /// The series of pages that counts.
+    #[must_use]
+    pub fn series(&self) -> u64 {
+        self.series
+    }
+
+    /// Its descriptor.
+    #[must_use]
+    pub fn raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// How much space is left on the disk; none if the file system does not say.
+    #[must_use]
+    pub fn free_bytes(&self) -> Option<u64> {
+        let found = fstatvfs(self.file.as_fd()).ok()?;
+        Some(found.blocks_available().saturating_mul(found.fragment_size()))
+    }
+}
+
+impl Store {
+    /// Opens the file of the sums of blocks; a new series of them unless the one that is there counts. From now on whoever
+    /// changes the volume keeps account of the regions that have no sums: without that all sums are void after a change.
+    ///
+    /// # Errors
+    /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.
+    pub fn open_block_sums(&mut self) -> Result<BlockSumsFile> {
+        self.check_writable()?;
+        let series = match self.guard.block_sums {
+            Some(series) => series,
+            None => self.begin_series()?,
+        };
+        let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
+        let directory = &self.directory;
+        let is_new = directory.stat(BLOCK_SUMS_FILE)?.is_none();
+        let flags = OFlag::O_RDWR | OFlag::O_CREAT | direct;
+        let file = directory.with_reserve(|| directory.open_file(BLOCK_SUMS_FILE, flags))?;
+        if is_new {
+            directory.sync()?;
+        }
+        self.keeps_sums = true;
+        Ok(BlockSumsFile { file, series })
+    }
+
+    /// Pages of earlier series never count again: a later one has a greater number.
+    fn begin_series(&mut self) -> Result<u64> {
+        self.directory.unlink(BLOCK_SUMS_FILE)?;
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = u64::try_from(since.as_nanos()).unwrap_or(1);
+        let series = now.max(self.guard.last_series.saturating_add(1));
+        (self.guard.block_sums, self.guard.last_series) = (Some(series), series);
+        if let Err(error) = self.guard.save(&self.directory) {
+            self.guard.block_sums = None;
+            return Err(error);
+        }
+        Ok(series)
+    }
+
+    /// No sum of a block counts any more, durably.
+    ///
+    /// # Errors
+    /// An I/O error: they may count after the next opening.
+    pub fn forget_block_sums(&mut self) -> Result<()> {
+        self.check_writable()?;
+        forget(&mut self.guard, &self.directory)?;
+        self.keeps_sums = false;
+        Ok(())
+    }
+
+    /// The volume is about to change. If nobody keeps account of that, its sums count for nothing from now on.
+    pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
+        if self.guard.block_sums.is_some() && !self.keeps_sums { self.forget_block_sums() } else { Ok(()) }
+    }
+}
+
+/// See [`Store::forget_block_sums`].
+pub(crate) fn forget(guard: &mut crate::guard::Guard, directory: &Directory) -> Result<()> {
+    if let Some(series) = guard.block_sums.take()
+        && let Err(error) = guard.save(directory)
+    {
+        guard.block_sums = Some(series);
+        return Err(error);
+    }
+    directory.unlink(BLOCK_SUMS_FILE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded() -> [u8; SUM_PAGE_BYTES] {
+        let mut page = SumPage::unknown();
+        page.set(0, 0x0403_0201);
+        page.set(511, block_sum(0));
+        let mut bytes = [0xff; SUM_PAGE_BYTES];
+        page.encode(3, 9, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn the_format_stays() {
+        let bytes = encoded();
+        assert_eq!(&bytes[..24], b"SHRNBSUM\x01\0\0\0\0\x02\0\0\x03\0\0\0\0\0\0\0");
+        assert_eq!(&bytes[24..32], &[9, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!((&bytes[36..68], bytes[2108]), (&[[0; 28].as_slice(), &[1, 2, 3, 4]].concat()[..], 1));
+        assert!(bytes[2112..].iter().all(|byte| *byte == 0));
+        let mut page = SumPage::unknown();
+        assert!(page.decode(3, 9, &bytes));
+        assert_eq!((page.sum(0), page.sum(1), page.sum(511)), (0x0403_0201, SUM_UNKNOWN, 1));
+    }
+
+    #[test]
+    fn a_page_that_is_not_as_it_was_written_knows_nothing() {
+        let good = encoded();
+        let mut page = SumPage::unknown();
+        for at in 0..SUM_PAGE_BYTES {
+            let mut bad = good;
+            bad[at] ^= 0x10;
+            assert!(!page.decode(3, 9, &bad), "byte {at}");
+            assert_eq!(page, SumPage::unknown());
+        }
+        let torn = [&good[..512], &[0; SUM_PAGE_BYTES - 512]].concat();
+        assert!(!page.decode(3, 9, &torn));
+        for (number, series) in [(4, 9), (3, 8)] {
+            assert!(!page.decode(number, series, &good), "another page, another series");
+        }
+        assert!(!page.decode(3, 9, &good[..4095]) && !page.decode(3, 9, &[]));
+    }
+}
