@@ -272,6 +272,12 @@ pub struct MemberStatus {
     /// How often requests had to wait for it, as it was late and the others could not go on without it.
     #[serde(default)]
     pub times_awaited: u64,
+    /// How often it was a source of a copy and held something else than was stored on it, as its sums say.
+    #[serde(default)]
+    pub times_rotten: u64,
+    /// How often that was copied as it is, as no other member could give it.
+    #[serde(default)]
+    pub times_rot_copied: u64,
     /// Since when it is not a member, in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub away_since_ms: Option<u64>,

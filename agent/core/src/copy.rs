@@ -3,7 +3,7 @@
 use shorthorn_types::{ByteRange, Errno};
 
 use crate::engine::EngineCore;
-use crate::event::{Outputs, ZeroBlocks};
+use crate::event::{Output, Outputs, ZeroBlocks};
 use crate::job::{Copy, CopyStep, FlushFor, Job, Why};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
@@ -95,7 +95,7 @@ impl EngineCore {
             (CopyStep::Write { .. }, Some((run, is_zero))) => {
                 let at_bytes = run.end() - copy.piece.offset();
                 let buffer_offset = run.offset() - copy.piece.offset();
-                let to = copy.targets;
+                let to = copy.to;
                 copy.step = CopyStep::Write { at_bytes };
                 let operation = match is_zero {
                     true => Operation::WriteZeroes { fua: false },
@@ -110,30 +110,84 @@ impl EngineCore {
 
     fn read_piece(&mut self, id: SlotId, out: &mut Outputs) {
         let Some(Job::Copy(copy)) = self.job(id) else { return };
-        let (why, range, piece) = (copy.why, copy.range, copy.piece);
+        let (why, range, rotten) = (copy.why, copy.range, copy.rotten);
         let touched = self.regions.touched(range);
         if self.intent.is_clearing(touched.clone()) {
             return self.hold(id); // the copy modifies it
         }
         self.intent.touch(touched);
-        let source = self.source_of(why).map_or(PeerMask::NONE, PeerMask::one);
+        let source = self.source_of(why, rotten);
+        if source.is_none() && !rotten.is_empty() && self.has_no_sound_source(id, out) {
+            return self.read_piece(id, out);
+        }
+        let source = source.map_or(PeerMask::NONE, PeerMask::one);
+        let members = self.membership.answering();
         let Some(Job::Copy(copy)) = self.job(id) else { return };
+        if matches!(why, Why::Equalise { .. }) {
+            // Of the piece before, another one may have been the source.
+            copy.targets = members;
+        }
         copy.targets = copy.targets.without(source);
         if source.is_empty() || copy.targets.is_empty() {
             copy.targets = PeerMask::NONE;
             return self.end_copy(id, out);
         }
-        self.send(id, Operation::Read, piece, 0, source, out);
+        copy.to = copy.targets.with(copy.rotten.and(members)).without(source);
+        let operation = if copy.is_checked() { Operation::CheckedRead } else { Operation::Read };
+        let piece = copy.piece;
+        self.send(id, operation, piece, 0, source, out);
     }
 
-    fn source_of(&mut self, why: Why) -> Option<PeerIndex> {
-        let members = self.membership.answering();
-        match why {
+    /// Who gives a piece of which `rotten` hold rot.
+    fn source_of(&mut self, why: Why, rotten: PeerMask) -> Option<PeerIndex> {
+        let sound = self.membership.answering().without(rotten);
+        let preferred = match why {
             Why::Equalise { .. } => self.membership.nearest(),
             Why::Join { .. } => self.membership.reader(self.patience.slow()),
-            Why::Repair { sources, .. } => sources.and(members).first(),
-            Why::Failed { sources, .. } => self.source_of_resync(sources).first(),
+            Why::Repair { sources, .. } => return sources.and(sound).first(),
+            Why::Failed { sources, .. } => return self.source_of_resync(sources).first(),
+        };
+        preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
+    }
+
+    /// All that could give the piece hold rot there. In different blocks of it, perhaps: it is looked at block by block. True
+    /// if there is something to read again.
+    ///
+    /// What every member has lost is copied as it is, and told: else no replica could ever join again. A repair has nothing to
+    /// repair it from.
+    fn has_no_sound_source(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+        let Some(Job::Copy(copy)) = self.job(id) else { return false };
+        if copy.narrow() {
+            return true;
         }
+        if matches!(copy.why, Why::Repair { .. }) {
+            copy.targets = PeerMask::NONE;
+            return false;
+        }
+        (copy.rotten, copy.is_unchecked) = (PeerMask::NONE, true);
+        let (why, range) = (copy.why, copy.piece);
+        if let Some(peer) = self.source_of(why, PeerMask::NONE) {
+            out.push(Output::RotFound { peer, range, is_copied: true });
+        }
+        true
+    }
+
+    /// `peer` knows that it holds something else than was stored there, if it was asked that. Another one gives the piece of a
+    /// copy, to this one too; and what the check says of this one is that it cannot be read.
+    pub(crate) fn take_rot(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
+        let who = PeerMask::one(peer);
+        match self.job(id) {
+            Some(Job::Copy(copy)) if copy.step == CopyStep::Read && copy.is_checked() => {
+                copy.rotten = copy.rotten.with(who);
+                out.push(Output::RotFound { peer, range: copy.piece, is_copied: false });
+            }
+            Some(Job::Check(check)) => check.rotten = check.rotten.with(who),
+            _ => return false,
+        }
+        if self.answered_by(peer, id) {
+            self.advance(id, out);
+        }
+        true
     }
 
     /// Everything was copied, or nobody is left who wants it.
@@ -161,6 +215,9 @@ impl EngineCore {
         out: &mut Outputs,
     ) {
         if let Err(errno) = outcome {
+            if errno == Errno::ROTTEN && self.take_rot(peer, id, out) {
+                return;
+            }
             return self.copy_failed(peer, id, errno, out);
         }
         if let Some(Job::Copy(copy @ Copy { step: CopyStep::Read, .. })) = self.job(id) {

@@ -332,6 +332,15 @@ pub enum Output {
         /// Whether they have been made equal to the majority.
         repaired: bool,
     },
+    /// A member does not hold what was stored on it, as its sums say.
+    RotFound {
+        /// Which replica.
+        peer: PeerIndex,
+        /// Where, or somewhere in it.
+        range: ByteRange,
+        /// No other member could give it, and it was copied as it is. Else it is made equal to a sound one.
+        is_copied: bool,
+    },
     /// A scrub has seen every byte of the volume.
     ScrubDone,
     /// Close every connection to a replica that has failed; [`Event::Closed`] follows for each queue.

@@ -51,6 +51,12 @@ pub(crate) struct Copy {
     pub piece: ByteRange,
     /// Who gets it. Those that fail are taken out at once.
     pub targets: PeerMask,
+    /// Members that have said that they hold rot in the piece. They get it from a sound one.
+    pub rotten: PeerMask,
+    /// Who gets the piece: targets, and members that hold rot there.
+    pub to: PeerMask,
+    /// All that could give the piece hold rot there: it is copied as it is.
+    pub is_unchecked: bool,
     pub step: CopyStep,
     /// What need not be sent of the piece.
     pub zeroes: ZeroBlocks,
@@ -69,8 +75,24 @@ pub(crate) enum CopyStep {
 
 impl Copy {
     pub fn new(why: Why, range: ByteRange, targets: PeerMask) -> Copy {
-        let piece = piece_at(range, range.offset());
-        Copy { why, range, piece, targets, step: CopyStep::Read, zeroes: [0; 4], starts_over: false }
+        Copy {
+            why,
+            range,
+            piece: piece_at(range, range.offset()),
+            targets,
+            rotten: PeerMask::NONE,
+            to: PeerMask::NONE,
+            is_unchecked: false,
+            step: CopyStep::Read,
+            zeroes: [0; 4],
+            starts_over: false,
+        }
+    }
+
+    /// Whether the source is asked to compare what it reads with its sums. What a request has just modified on all of them has
+    /// none.
+    pub fn is_checked(&self) -> bool {
+        !self.is_unchecked && !matches!(self.why, Why::Failed { .. })
     }
 
     /// The next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
@@ -99,6 +121,17 @@ impl Copy {
         }
         self.piece = piece_at(self.range, self.piece.end());
         self.step = CopyStep::Read;
+        (self.rotten, self.is_unchecked) = (PeerMask::NONE, false);
+        true
+    }
+
+    /// Goes on with the first block of the piece alone. False if it is no more than that. The others follow.
+    pub fn narrow(&mut self) -> bool {
+        if self.piece.length() <= BLOCK_BYTES {
+            return false;
+        }
+        self.piece = part(self.piece.offset(), BLOCK_BYTES);
+        self.rotten = PeerMask::NONE;
         true
     }
 }
@@ -108,6 +141,8 @@ impl Copy {
 pub(crate) struct Check {
     pub range: ByteRange,
     pub sums: [Option<u32>; MAX_MEMBERS],
+    /// Members that know that they hold something else than was stored there.
+    pub rotten: PeerMask,
 }
 
 /// The part of `range` from `start` on that fits one buffer.
@@ -172,6 +207,8 @@ impl Jobs {
         for (_, job) in &mut self.jobs {
             if let Job::Copy(copy) = job {
                 copy.targets = copy.targets.without(lost);
+                copy.to = copy.to.without(lost);
+                copy.rotten = copy.rotten.without(lost);
             }
         }
     }

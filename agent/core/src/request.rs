@@ -20,8 +20,11 @@ pub enum Operation {
         /// Durable before it is acknowledged.
         fua: bool,
     },
-    /// Tell the check of the range as it reads now. Asked by the core alone.
+    /// Tell the check of the range as it reads now, or [`shorthorn_types::Errno::ROTTEN`]. Asked by the core alone.
     Verify,
+    /// As [`Operation::Read`]; a replica that knows that what it reads is not what was stored there answers with
+    /// [`shorthorn_types::Errno::ROTTEN`]. Asked by the core alone.
+    CheckedRead,
 }
 
 /// A request in one slot of one queue. The slot is the frontend's until it submits the request, and again

@@ -1,6 +1,6 @@
 //! Comparing the members, a piece at a time, and making those equal to the majority that differ.
 
-use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
 use shorthorn_types::{ByteRange, Errno};
 
 use crate::bucket::Bucket;
@@ -18,12 +18,14 @@ pub(crate) struct Scrub {
     repair: bool,
     bucket: Bucket,
     next_bytes: u64,
+    /// Up to here it goes block by block: somebody holds rot there, and only in some blocks.
+    narrow_until_bytes: u64,
 }
 
 impl Scrub {
     fn new(config: ScrubConfig) -> Scrub {
         let limits = CopyLimits { bytes_per_s: config.bytes_per_s, share_percent: 100 };
-        Scrub { repair: config.repair, bucket: Bucket::new(limits), next_bytes: 0 }
+        Scrub { repair: config.repair, bucket: Bucket::new(limits), next_bytes: 0, narrow_until_bytes: 0 }
     }
 
     /// Everything before was looked at.
@@ -36,9 +38,13 @@ impl Scrub {
     }
 }
 
-/// What the checks of one range say: nothing was kept of it, so that the majority decides.
-fn verdict_of(sums: &[Option<u32>; MAX_MEMBERS], members: PeerMask) -> Verdict {
-    let witness = |peer: PeerIndex| Some((peer, Evidence::of_volume(sums[usize::from(peer)]?)));
+/// What the checks of one range say: the majority decides, of those that are not `rotten`. Whoever knows that it holds rot is like one
+/// that cannot read.
+fn verdict_of(sums: &[Option<u32>; MAX_MEMBERS], rotten: PeerMask, members: PeerMask) -> Verdict {
+    let witness = |peer: PeerIndex| match sums[usize::from(peer)] {
+        _ if rotten.has(peer) => Some((peer, Evidence::default())),
+        sum => Some((peer, Evidence::of_volume(sum?))),
+    };
     judge(&members.iter().filter_map(witness).collect::<Vec<_>>())
 }
 
@@ -66,12 +72,15 @@ impl EngineCore {
             out.push(Output::ScrubDone);
             return false;
         };
-        let range = piece_at(left, left.offset());
+        let range = match scrub.next_bytes < scrub.narrow_until_bytes {
+            true => ByteRange::new(left.offset(), BLOCK_BYTES.min(left.length())).unwrap_or(left),
+            false => piece_at(left, left.offset()),
+        };
         if !scrub.bucket.take(range.length()) {
             return false;
         }
         scrub.next_bytes = range.end();
-        self.take_slot(id, Job::Check(Check { range, sums: [None; MAX_MEMBERS] }));
+        self.take_slot(id, Job::Check(Check { range, sums: [None; MAX_MEMBERS], rotten: PeerMask::NONE }));
         if self.ranges.enter(id, range, true) {
             self.advance(id, out);
         }
@@ -102,6 +111,9 @@ impl EngineCore {
             return self.lose(peer, format!("{id:?} is not about a check"), out);
         };
         match outcome {
+            Err(Errno::ROTTEN) => {
+                self.take_rot(peer, id, out);
+            }
             Err(errno) => self.copy_failed(peer, id, errno, out),
             Ok(sum) => {
                 check.sums[usize::from(peer)] = Some(sum);
@@ -118,11 +130,15 @@ impl EngineCore {
         let is_unreadable = self.slots.at(id).error.is_some();
         let wants_repair = self.scrub.as_ref().is_some_and(|scrub| scrub.repair);
         let Some(Job::Check(check)) = self.job(id) else { return };
-        let range = check.range;
+        let (range, rotten) = (check.range, check.rotten);
         let verdict = match is_unreadable {
             true => Verdict::Torn(members.iter().collect()),
-            false => verdict_of(&check.sums, members),
+            false => verdict_of(&check.sums, rotten, members),
         };
+        // In other blocks it may be the sound one that is wrong.
+        if !rotten.is_empty() && range.length() > BLOCK_BYTES && self.looks_closer(range) {
+            return self.free_slot(id, out);
+        }
         match verdict {
             Verdict::Odd { odd, sources } if wants_repair => {
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
@@ -134,6 +150,15 @@ impl EngineCore {
             Verdict::Equal | Verdict::LookFurther => {}
         }
         self.free_slot(id, out);
+    }
+
+    /// The scrub looks at the range again, block by block. False if it has ended or begun anew.
+    fn looks_closer(&mut self, range: ByteRange) -> bool {
+        let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.next_bytes == range.end()) else {
+            return false;
+        };
+        (scrub.next_bytes, scrub.narrow_until_bytes) = (range.offset(), range.end());
+        true
     }
 
     /// The piece keeps its place in the range table. Nobody outside the view is sent the copy.
@@ -167,8 +192,19 @@ mod tests {
         let mut sums = [None; MAX_MEMBERS];
         (sums[1], sums[2], sums[3]) = (Some(1), Some(2), Some(1));
         let members = mask(&[0, 1, 2, 3]);
-        assert_eq!(verdict_of(&sums, members), Verdict::Odd { odd: vec![2], sources: vec![1, 3] });
-        assert_eq!(verdict_of(&sums, mask(&[0, 1])), Verdict::Equal);
-        assert_eq!(verdict_of(&sums, mask(&[0, 1, 2])), Verdict::Torn(vec![1, 2]), "the third has left");
+        let verdict = |members| verdict_of(&sums, PeerMask::NONE, members);
+        assert_eq!(verdict(members), Verdict::Odd { odd: vec![2], sources: vec![1, 3] });
+        assert_eq!(verdict(mask(&[0, 1])), Verdict::Equal);
+        assert_eq!(verdict(mask(&[0, 1, 2])), Verdict::Torn(vec![1, 2]), "the third has left");
+    }
+
+    #[test]
+    fn of_two_the_one_that_holds_rot_is_wrong() {
+        let mut sums = [None; MAX_MEMBERS];
+        sums[1] = Some(1);
+        let verdict = |rotten, members| verdict_of(&sums, mask(rotten), mask(members));
+        assert_eq!(verdict(&[0], &[0, 1]), Verdict::Odd { odd: vec![0], sources: vec![1] });
+        assert_eq!(verdict(&[0, 2], &[0, 1, 2]), Verdict::Odd { odd: vec![0, 2], sources: vec![1] });
+        assert_eq!(verdict(&[0, 2], &[0, 2]), Verdict::Torn(vec![0, 2]), "there is no sound one");
     }
 }

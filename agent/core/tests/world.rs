@@ -228,6 +228,8 @@ impl World {
         let (peer, told) = match output {
             Output::Send { peer, slot, operation, range, buffer_offset } => {
                 let at = usize::try_from(u64::from(buffer_offset) / UNIT_BYTES).unwrap();
+                // No disk rots here.
+                let operation = if operation == Operation::CheckedRead { Operation::Read } else { operation };
                 (peer, Told::Do { slot, operation, range, at })
             }
             Output::Propose { peer, view, honoured } => {
@@ -259,6 +261,7 @@ impl World {
                 return self.check_equal();
             }
             Output::ScrubFound { range, odd, .. } => panic!("{odd:?} differ in {range}"),
+            Output::RotFound { peer, range, .. } => panic!("{peer} holds rot in {range}"),
             Output::Awaited { .. }
             | Output::Prompt { .. }
             | Output::Failed(_)

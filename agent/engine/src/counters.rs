@@ -93,7 +93,7 @@ impl RequestMeter {
     pub fn begin(&mut self, requests: &[Request], now: Instant) {
         for request in requests {
             let kind = match request.operation {
-                Operation::Read | Operation::Verify => Kind::Read,
+                Operation::Read | Operation::CheckedRead | Operation::Verify => Kind::Read,
                 Operation::Write { .. } => Kind::Write,
                 Operation::Flush => Kind::Flush,
                 Operation::Discard | Operation::WriteZeroes { .. } => Kind::Discard,

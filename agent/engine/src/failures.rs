@@ -71,7 +71,7 @@ impl Limiter {
 /// The operation, for people.
 pub fn name(operation: Operation) -> &'static str {
     match operation {
-        Operation::Read => "read",
+        Operation::Read | Operation::CheckedRead => "read",
         Operation::Write { fua: false } => "write",
         Operation::Write { fua: true } => "durable write",
         Operation::Flush => "flush",

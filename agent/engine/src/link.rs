@@ -127,18 +127,20 @@ impl Link {
         data_check: u32,
         events: &mut Vec<Event>,
     ) {
-        let (opcode, fua) = match operation {
-            Operation::Read => (Opcode::Read, false),
-            Operation::Write { fua } => (Opcode::Write, fua),
-            Operation::Flush => (Opcode::Flush, false),
-            Operation::Discard => (Opcode::Discard, false),
-            Operation::WriteZeroes { fua } => (Opcode::WriteZeroes, fua),
-            Operation::Verify => (Opcode::Verify, false),
+        let durably = |fua| if fua { Flags::FUA } else { Flags::NONE };
+        let (opcode, flags) = match operation {
+            Operation::Read => (Opcode::Read, Flags::NONE),
+            Operation::CheckedRead => (Opcode::Read, Flags::CHECKED),
+            Operation::Write { fua } => (Opcode::Write, durably(fua)),
+            Operation::Flush => (Opcode::Flush, Flags::NONE),
+            Operation::Discard => (Opcode::Discard, Flags::NONE),
+            Operation::WriteZeroes { fua } => (Opcode::WriteZeroes, durably(fua)),
+            Operation::Verify => (Opcode::Verify, Flags::NONE),
         };
         let length = u32::try_from(range.length()).unwrap_or(u32::MAX);
         let (offset, length) = if opcode == Opcode::Flush { (0, 0) } else { (range.offset(), length) };
         let mut header = Header::request(opcode, ID_REQUEST | u64::from(slot.slot), offset, length);
-        header.flags = if fua { Flags::FUA } else { Flags::NONE };
+        header.flags = flags;
         header.data_check = data_check;
         if opcode == Opcode::Read {
             self.asked[usize::from(slot.slot)] = Asked { bytes: length, buffer_offset };

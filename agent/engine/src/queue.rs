@@ -391,7 +391,7 @@ impl Running {
     ) {
         let Some(link) = self.queue.links.get_mut(usize::from(peer)) else { return };
         let length = match operation {
-            Operation::Read | Operation::Write { .. } => {
+            Operation::Read | Operation::CheckedRead | Operation::Write { .. } => {
                 usize::try_from(range.length()).unwrap_or(usize::MAX)
             }
             _ => 0,

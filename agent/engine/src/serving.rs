@@ -242,6 +242,7 @@ impl<'a> Serving<'a> {
             News::Joined { peer } => self.joined(peer),
             News::Equalised => self.equalised(),
             News::ScrubFound { range, odd, repaired } => self.scrub_found(range, &odd, repaired),
+            News::RotFound { peer, range, is_copied } => self.rot_found(peer, range, is_copied),
             News::ScrubDone => self.scrub_done(),
             News::Snapshots { scrub, told } => self.snapshots_told(scrub, told),
             News::Courier { peer, told } => self.courier_told(peer, told),

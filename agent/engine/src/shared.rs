@@ -49,6 +49,8 @@ pub enum News {
     Settled,
     /// The members do not read the same.
     ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
+    /// A member does not hold what was stored on it.
+    RotFound { peer: PeerIndex, range: ByteRange, is_copied: bool },
     /// A scrub has seen everything.
     ScrubDone,
     /// The scrub of the snapshots with this number tells something.
@@ -232,6 +234,7 @@ impl Shared {
             Output::Settled => News::Settled,
             Output::Expanded { size_bytes } => News::Expanded { size_bytes },
             Output::ScrubFound { range, odd, repaired } => News::ScrubFound { range, odd, repaired },
+            Output::RotFound { peer, range, is_copied } => News::RotFound { peer, range, is_copied },
             Output::ScrubDone => News::ScrubDone,
             Output::Frozen { reason } => News::Frozen(reason),
             _ => return,

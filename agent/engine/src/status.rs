@@ -57,6 +57,8 @@ pub fn connecting(endpoint: &ReplicaEndpoint) -> MemberStatus {
         mode: MemberMode::Connecting,
         message: String::new(),
         times_awaited: 0,
+        times_rotten: 0,
+        times_rot_copied: 0,
         away_since_ms: None,
         copy: None,
     }

@@ -196,12 +196,23 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
         "shorthorn_volume_replica_waits",
         "How often requests had to wait for a member that was late, since the engine has started",
     );
+    let rot = page.counters(
+        "shorthorn_volume_replica_rot",
+        "How often a member that others were to copy from held something else than was stored on it, since the engine has started",
+    );
+    let rot_copied = page.counters(
+        "shorthorn_volume_replica_rot_copied",
+        "How often that was copied as it is, as no other member could give it",
+    );
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
         let is_awaited = |member: &&v1::EngineMember| member.mode == "member" && !member.message.is_empty();
         awaited.set(&[volume], number(engine.members.iter().filter(is_awaited).count()));
         for member in &engine.members {
-            waits.add(&[volume, ("replica", member.replica_id.as_str())], member.times_awaited);
+            let replica = ("replica", member.replica_id.as_str());
+            waits.add(&[volume, replica], member.times_awaited);
+            rot.add(&[volume, replica], member.times_rotten);
+            rot_copied.add(&[volume, replica], member.times_rot_copied);
         }
         sizes.set(&[volume], engine.size_bytes);
         frozen.set(&[volume], u64::from(engine.phase == "frozen"));
@@ -323,6 +334,8 @@ mod tests {
                 v1::EngineMember {
                     message: "late".into(),
                     times_awaited: 2,
+                    times_rotten: 3,
+                    times_rot_copied: 1,
                     ..member("0000000c", "member", None)
                 },
             ],
@@ -365,6 +378,8 @@ mod tests {
             "shorthorn_volume_size_bytes{volume=\"v1\"} 4096\n",
             "shorthorn_volume_replicas_awaited{volume=\"v1\"} 1\n",
             "shorthorn_volume_replica_waits_total{volume=\"v1\",replica=\"0000000c\"} 2\n",
+            "shorthorn_volume_replica_rot_total{volume=\"v1\",replica=\"0000000c\"} 3\n",
+            "shorthorn_volume_replica_rot_copied_total{volume=\"v1\",replica=\"0000000c\"} 1\n",
             "shorthorn_volume_frozen{volume=\"v1\"} 1\n",
             "shorthorn_volume_lost_writes{volume=\"v1\"} 1\n",
             "shorthorn_volume_replicas{volume=\"v1\",mode=\"member\"} 2\n",

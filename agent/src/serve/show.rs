@@ -77,6 +77,8 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
         message: member.message.clone(),
         away_since_ms: member.away_since_ms.unwrap_or_default(),
         times_awaited: member.times_awaited,
+        times_rotten: member.times_rotten,
+        times_rot_copied: member.times_rot_copied,
         copy: member.copy.as_ref().map(words::of_copy),
     };
     shown.members = status.members.iter().map(member).collect();

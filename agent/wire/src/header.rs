@@ -47,7 +47,7 @@ pub enum Opcode {
     /// Change one of the replica's sets of regions. Text: [`shorthorn_types::MarkRegions`].
     Mark = 12,
     /// The CRC-32C of the data of the range, as it reads now: it comes in the data check of the response,
-    /// which has no data.
+    /// which has no data. [`Errno::ROTTEN`] as with [`Flags::CHECKED`].
     Verify = 13,
     /// Which layers does the replica have? The response carries [`crate::LayerList`].
     Layers = 14,
@@ -141,9 +141,11 @@ impl Flags {
     pub const NONE: Flags = Flags(0);
     /// The write is durable before it is answered.
     pub const FUA: Flags = Flags(1);
+    /// The read is answered with [`Errno::ROTTEN`] if the replica knows that what it has read is not what was stored there.
+    pub const CHECKED: Flags = Flags(2);
     /// The frame answers the request with the same id.
     pub const RESPONSE: Flags = Flags(1 << 15);
-    const KNOWN: u16 = Flags::FUA.0 | Flags::RESPONSE.0;
+    const KNOWN: u16 = Flags::FUA.0 | Flags::CHECKED.0 | Flags::RESPONSE.0;
 
     /// Whether all bits of `other` are set.
     #[must_use]

@@ -8,6 +8,7 @@ use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
 use crate::checker::Id;
+use crate::replica::ROT;
 use crate::script::Layout;
 
 /// Sectors of a block.
@@ -71,6 +72,17 @@ impl SparseFile {
         self.unsynced.push((block, content));
     }
 
+    /// The disk has another block now, whoever asks.
+    fn replace(&mut self, block: u64, content: Option<Block>) {
+        self.now.set(block, content);
+        self.durable.set(block, content);
+    }
+
+    /// Whether all changes of the block are durable.
+    fn is_settled(&self, block: u64) -> bool {
+        self.unsynced.iter().all(|(changed, _)| *changed != block && *changed != PASSED_OVER)
+    }
+
     /// How many changes there ever were: those that a sync that begins now covers.
     pub fn mark(&self) -> usize {
         self.synced + self.unsynced.len()
@@ -119,6 +131,8 @@ pub struct Files {
     pub head: SparseFile,
     /// Slot 1: the snapshot.
     pub snapshot: SparseFile,
+    /// Blocks of the head that the disk has changed by itself, and what they held.
+    pub rot: BTreeMap<u64, Block>,
 }
 
 impl Files {
@@ -142,6 +156,33 @@ impl Files {
         }
         self.head.sync(usize::MAX);
         self
+    }
+
+    /// The disk changes a block of the head by itself. False if there is none, or if it would not stay.
+    pub fn rot(&mut self, block: u64) -> bool {
+        let Some(content) = self.head.get(block).filter(|_| self.head.is_settled(block)) else {
+            return false;
+        };
+        if self.rot.contains_key(&block) {
+            return false;
+        }
+        self.head.replace(block, Some([ROT; BLOCK_SECTORS]));
+        self.rot.insert(block, content);
+        true
+    }
+
+    /// The block is what it was.
+    pub fn heal(&mut self, block: u64) {
+        if let Some(content) = self.rot.remove(&block) {
+            self.head.replace(block, Some(content));
+        }
+    }
+
+    /// All of them are.
+    pub fn heal_all(&mut self) {
+        for (block, content) in std::mem::take(&mut self.rot) {
+            self.head.replace(block, Some(content));
+        }
     }
 
     /// The file of an index.

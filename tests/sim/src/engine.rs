@@ -419,8 +419,10 @@ impl World {
         {
             return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
         }
-        let modifies =
-            !matches!(operation, Operation::Read | Operation::Flush | Operation::Verify) && slot.slot < DEPTH;
+        let modifies = !matches!(
+            operation,
+            Operation::Read | Operation::CheckedRead | Operation::Flush | Operation::Verify
+        ) && slot.slot < DEPTH;
         if modifies && self.is_sabotaged(Sabotage::JoinerNotTold) && self.is_joining(engine, peer) {
             return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
         }
@@ -506,6 +508,7 @@ impl World {
                 let mut data = || Rc::from(&process.buffer(slot)[at..at + sectors]);
                 let ask = match operation {
                     Operation::Read => Ask::Read(range),
+                    Operation::CheckedRead => Ask::CheckedRead(range),
                     Operation::Write { fua } => Ask::Write(range, data(), fua),
                     Operation::Flush => Ask::Flush,
                     Operation::Discard => Ask::Discard(range),
@@ -573,7 +576,19 @@ impl World {
             Output::Equalised => self.count("equalised"),
             Output::Settled => self.settled(engine),
             Output::ScrubFound { range, odd, .. } => self.scrub_found(engine, range, &odd),
-            Output::ScrubDone => self.count("scrubs"),
+            Output::RotFound { peer, range, is_copied } => {
+                self.note(|| {
+                    format!("engine {engine}: replica {peer} holds rot at {range}, copied: {is_copied}")
+                });
+                self.count("rot found by copies");
+                if is_copied {
+                    self.rot_is_copied(engine, usize::from(peer), range);
+                }
+            }
+            Output::ScrubDone => {
+                self.scrubs_done += 1;
+                self.count("scrubs");
+            }
             Output::Expanded { size_bytes } => {
                 self.note(|| format!("engine {engine}: the volume has {size_bytes} bytes"));
                 self.count("expansions");
@@ -608,7 +623,9 @@ impl World {
             .iter()
             .filter_map(|peer| self.replica_index(process.peers.get(usize::from(*peer))?.replica))
             .collect();
-        if found.iter().all(|at| !self.replicas[*at].failed && !self.replicas[*at].could_not_verify) {
+        if found.iter().any(|at| self.has_rotten(*at, range)) {
+            self.count("rot found by scrubs");
+        } else if found.iter().all(|at| !self.replicas[*at].failed && !self.replicas[*at].could_not_verify) {
             self.violate(format!("scrub: {odd:?} differ at {range}"));
         }
         found.into_iter().for_each(|at| self.replicas[at].could_not_verify = false);

@@ -61,6 +61,8 @@ pub enum Fault {
     Expand { blocks: u64 },
     /// A replica process is killed, and its sets of regions are damaged.
     RotSets { victim: usize, for_us: u64 },
+    /// A replica's disk changes up to so many blocks by itself.
+    RotBlocks { victim: usize, blocks: u64 },
     /// A host loses its engine's state file.
     LoseState { host: usize },
     /// The controller's store is copied.
@@ -163,6 +165,7 @@ pub enum Kind {
     Destroy,
     Expand,
     RotSets,
+    RotBlocks,
     LoseState,
     RestoreController,
     RestoreDisk,
@@ -219,6 +222,7 @@ impl Fault {
             Fault::Destroy { .. } => "fault: destroy replica",
             Fault::Expand { .. } => "fault: expand",
             Fault::RotSets { .. } => "fault: rot sets",
+            Fault::RotBlocks { .. } => "fault: rot blocks",
             Fault::LoseState { .. } => "fault: lose state file",
             Fault::SaveController => "fault: save controller",
             Fault::RestoreController => "fault: restore controller",
@@ -346,6 +350,10 @@ impl World {
                 let is_any_restored = self.replicas.iter().any(|replica| replica.is_rolled_back);
                 let killed = !is_any_restored && self.kill_replica(victim, false, for_us, rng);
                 killed && self.replicas[victim].rot_sets(rng)
+            }
+            Fault::RotBlocks { victim, blocks } => {
+                let victim = self.victim(victim);
+                self.rot_blocks(victim, blocks, rng)
             }
             Fault::SaveDisk { victim } => {
                 let victim = self.victim(victim);

@@ -223,7 +223,9 @@ impl World {
                 }
             }
             (Operation::Flush, Ok(())) => self.checker.flushed(request.submitted),
-            (Operation::Read | Operation::Flush | Operation::Verify, _) => self.count("failed requests"),
+            (Operation::Read | Operation::CheckedRead | Operation::Flush | Operation::Verify, _) => {
+                self.count("failed requests");
+            }
             (Operation::Write { fua } | Operation::WriteZeroes { fua }, Ok(())) => {
                 self.checker.acknowledged(range, request.id, request.submitted, now, fua);
             }

@@ -33,7 +33,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use fastrand::Rng;
-use shorthorn_core::PeerState;
+use shorthorn_core::{Event, PeerState, ScrubConfig};
 use shorthorn_types::{Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId, is_current};
 use shorthorn_views::{Arbiter, ReplicaViews};
 
@@ -72,6 +72,10 @@ pub enum Sabotage {
     OldProposals,
     /// Nobody looks at stamps.
     NoStamps,
+    /// Replicas tell nobody that what they read is rotten.
+    UncheckedSources,
+    /// Blocks are read to be summed before it is noted what is modified from then on.
+    SumsBeforeLook,
     /// A replica that has failed ends although its disk does not say that data may be gone.
     EndUnnoted,
     /// A start never leaves a replica out that it has reached.
@@ -166,6 +170,11 @@ pub const COVERED: &[&str] = &[
     "fault: destroy replica",
     "fault: expand",
     "fault: rot sets",
+    "fault: rot blocks",
+    "regions summed",
+    "rot told",
+    "rot found by copies",
+    "rot found by scrubs",
     "fault: lose state file",
     "fault: restore controller",
     "fault: restore disk",
@@ -202,6 +211,11 @@ pub fn run(script: &Script, options: Options) -> Outcome {
         end = world.borrow().now + RECOVERY_US;
         recovered = advance(&world, &mut tasks, end, is_recovered);
     }
+    if recovered && order_scrub(&world) {
+        let done = world.borrow().scrubs_done;
+        end = world.borrow().now + RECOVERY_US;
+        recovered = advance(&world, &mut tasks, end, |world| world.scrubs_done > done && is_recovered(world));
+    }
     let mut world = world.borrow_mut();
     if !recovered && world.violation.is_none() {
         let state = describe(&world);
@@ -231,6 +245,15 @@ fn outlast_lies(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64) {
         world.judge_liars();
     }
     world.end_lies();
+}
+
+/// The volume is scrubbed and repaired. False if it has one replica.
+fn order_scrub(world: &Rc<RefCell<World>>) -> bool {
+    let mut world = world.borrow_mut();
+    let Some(engine) = world.guest.engine.filter(|_| world.guest.replicas.len() > 1) else { return false };
+    let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
+    world.apply(engine, Event::Scrub(Some(scrub)));
+    true
 }
 
 fn make_world(script: &Script, options: Options) -> World {
@@ -316,6 +339,10 @@ impl World {
             Occurrence::Take { conn, to_replica, message } => self.take(conn, to_replica, message),
             Occurrence::DiskDone { replica, boot, op } => self.disk_done(replica, boot, op),
             Occurrence::PageDone { replica, boot, write } => self.page_done(replica, boot, write),
+            Occurrence::Sum { replica, boot, is_read: None } => self.look_for_sums(replica, boot),
+            Occurrence::Sum { replica, boot, is_read: Some(is_written) } => {
+                self.sums_done(replica, boot, is_written);
+            }
             Occurrence::Tick { engine } => self.tick(engine),
             Occurrence::Fault(strike) => self.trouble(strike),
             Occurrence::Mend(mend) => self.mend(mend),
@@ -410,6 +437,9 @@ fn compare_replicas(world: &mut World) {
         }
     }
     let flat: Vec<Id> = contents[0].1.iter().flatten().copied().collect();
+    if flat.contains(&replica::ROT) {
+        return world.violate("rot is left after a scrub".to_owned());
+    }
     let now = world.now;
     if let Err(wrong) = world.checker.read(0, &flat, now, now) {
         world.violate(format!("at the end: {wrong}"));
@@ -485,6 +515,8 @@ impl World {
         let views = ReplicaViews::new(first);
         self.replicas.push(Replica::new(id, size, views, Files::default(), layout, seed));
         self.guest.replicas[place] = id;
+        let replica = self.replicas.len() - 1;
+        self.after(1000, Occurrence::Sum { replica, boot: 0, is_read: None });
     }
 
     fn layout(&self, at: usize) -> Layout {

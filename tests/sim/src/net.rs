@@ -19,6 +19,8 @@ pub enum Ask {
     Hello(Generation, u16),
     /// Data.
     Read(ByteRange),
+    /// Data, unless it is known to be rotten.
+    CheckedRead(ByteRange),
     /// Data, and whether it has to be durable.
     Write(ByteRange, Rc<[Id]>, bool),
     /// Make durable.

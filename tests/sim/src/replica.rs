@@ -2,6 +2,7 @@
 
 mod durable;
 mod process;
+mod sums;
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -21,6 +22,8 @@ use shorthorn_views::ReplicaViews;
 use shorthorn_wire::{Extent, ExtentsPage, RegionsPage, RegionsQuery};
 
 use self::durable::{Durable, Pages, Shelf, takes_error};
+pub use self::sums::ROT;
+use self::sums::Summing;
 use crate::checker::{Id, Micros};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::{Broken, LieAt, Mend};
@@ -102,6 +105,8 @@ pub struct Replica {
     /// Wait for pages.
     waiting: Waiting<Op, (ConnId, u64)>,
     pages: Pages,
+    /// Regions that are being summed.
+    summing: Option<Summing>,
     /// Its connections; with a candidate comes the number of its hello.
     admission: Admission<ConnId, (ConnId, u64)>,
     pub gone: bool,
@@ -147,6 +152,7 @@ impl Replica {
             rebuilding: false,
             says_left: false,
             has_snapshot,
+            sums: BTreeMap::new(),
             power_was_lost: false,
             failures: 0,
         };
@@ -181,6 +187,7 @@ impl Replica {
             ops: BTreeMap::new(),
             waiting: Waiting::default(),
             pages: BTreeMap::new(),
+            summing: None,
             admission: Admission::default(),
             gone: false,
         }
@@ -210,6 +217,10 @@ impl Replica {
             return false;
         }
         let key = keys[rng.usize(0..keys.len())];
+        if key == SetKey::Unsummed {
+            // What it said counts no more, and is summed as it is.
+            self.files.heal_all();
+        }
         if rng.u8(0..4) == 0 {
             self.durable.sets.remove(&key);
             return true;
@@ -272,6 +283,7 @@ impl Replica {
         self.durable.views = views;
         self.durable.views_before = None;
         self.durable.sets.clear();
+        self.files.heal_all();
         (self.durable.rebuilding, self.durable.says_left) = (false, false);
         self.is_rolled_back = false;
     }
@@ -290,6 +302,8 @@ impl Replica {
         let regions = Regions::of(self.size_bytes);
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
+        self.summing = None;
+        self.heal_unknown();
         self.boot = boot;
         self.up = true;
         self.failed = false;
@@ -456,18 +470,23 @@ fn check(sectors: &[Id]) -> u32 {
 
 impl Replica {
     /// What the disk has done, and the error that it has reported, if any.
-    fn done(&mut self, op: &Op, lies: bool) -> (Answer, Option<Broken>) {
+    fn done(&mut self, op: &Op, lies: bool, is_unchecked: bool) -> (Answer, Option<Broken>) {
         let error = match &op.ask {
-            Ask::Read(_) => Broken::Read,
+            Ask::Read(_) | Ask::CheckedRead(_) => Broken::Read,
             Ask::Verify(_) => Broken::Verify,
             Ask::Flush => Broken::Flush,
             _ => Broken::Write,
         };
         let breaks = self.takes_error(error);
         let answer = match &op.ask {
-            Ask::Read(range) if !breaks => Answer::Data(self.read(*range)),
+            Ask::CheckedRead(range) | Ask::Verify(range)
+                if !breaks && !is_unchecked && !self.rotten_blocks(*range).is_empty() =>
+            {
+                Answer::Error(Errno::ROTTEN)
+            }
+            Ask::Read(range) | Ask::CheckedRead(range) if !breaks => Answer::Data(self.read(*range)),
             Ask::Verify(range) if !breaks => Answer::Check(check(&self.read(*range))),
-            Ask::Read(_) | Ask::Verify(_) => {
+            Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => {
                 self.could_not_verify |= error == Broken::Verify;
                 Answer::Error(Errno::IO)
             }
@@ -545,6 +564,7 @@ impl Replica {
         self.is_rolled_back = false;
         self.durable.has_snapshot = has_snapshot;
         self.files = Files::default();
+        self.forget_sums();
         self.remap();
         Ok(())
     }

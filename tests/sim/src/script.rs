@@ -75,7 +75,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// How often each kind of fault is chosen.
-const WEIGHTS: [(Kind, u32); 35] = [
+const WEIGHTS: [(Kind, u32); 36] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -108,6 +108,7 @@ const WEIGHTS: [(Kind, u32); 35] = [
     (Kind::HandOver, 6),
     (Kind::Expand, 6),
     (Kind::RotSets, 2),
+    (Kind::RotBlocks, 6),
     (Kind::LoseState, 2),
     (Kind::RestoreController, 2),
     (Kind::RestoreDisk, 6),
@@ -235,6 +236,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::Destroy => Fault::Destroy { victim },
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
+        Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200) },
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];

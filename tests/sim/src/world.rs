@@ -27,6 +27,8 @@ pub enum Occurrence {
     DiskDone { replica: usize, boot: u64, op: u64 },
     /// A disk has written a page of a set of regions.
     PageDone { replica: usize, boot: u64, write: u64 },
+    /// A replica process looks for regions to sum, or what it has begun is read (false) or written (true).
+    Sum { replica: usize, boot: u64, is_read: Option<bool> },
     /// An engine is told the time.
     Tick { engine: u64 },
     /// Trouble.
@@ -110,6 +112,10 @@ pub struct World {
     pub outputs: Vec<shorthorn_core::Output>,
     /// Engine processes whose tasks have something to look at.
     pub woken: Vec<u64>,
+    /// Blocks that a disk has changed by itself, by replica.
+    pub was_rotten: std::collections::BTreeSet<(usize, u64)>,
+    /// How many scrubs have seen everything.
+    pub scrubs_done: u64,
     /// The first thing that must not be.
     pub violation: Option<String>,
     /// Whom an engine last could not start without.
@@ -163,6 +169,8 @@ impl World {
             new_engines: Vec::new(),
             outputs: Vec::new(),
             woken: Vec::new(),
+            was_rotten: std::collections::BTreeSet::new(),
+            scrubs_done: 0,
             violation: None,
             needed: Members::NONE,
             is_torn: false,
@@ -408,6 +416,9 @@ impl World {
         self.after(10, Occurrence::StartEngine { host: 0 });
         self.after(20, Occurrence::Guest);
         self.after(50_000, Occurrence::Control);
+        for replica in 0..self.replicas.len() {
+            self.after(1000, Occurrence::Sum { replica, boot: 0, is_read: None });
+        }
         for strike in &script.faults {
             self.after(strike.at_us, Occurrence::Fault(strike.clone()));
         }

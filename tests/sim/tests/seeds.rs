@@ -10,7 +10,7 @@ const SEEDS: u64 = 1000;
 const FRESH_SECONDS: u64 = 60;
 
 /// Each has to be noticed within as many seeds.
-const SABOTAGES: [&str; 14] = [
+const SABOTAGES: [&str; 16] = [
     "no-intent",
     "lying-flush",
     "serve-before-fenced",
@@ -25,6 +25,8 @@ const SABOTAGES: [&str; 14] = [
     "end-unnoted",
     "no-offenders",
     "first-source",
+    "unchecked-sources",
+    "sums-before-look",
 ];
 
 fn simulate(arguments: &[&str]) -> Output {

@@ -15,6 +15,7 @@ mod failed;
 mod joins;
 mod patience;
 mod refusals;
+mod rot;
 
 const TIMEOUT_MS: u64 = 5000;
 const LATE_LIMIT_MS: u64 = 60_000;

@@ -5,6 +5,7 @@ use std::time::Duration;
 use shorthorn_control::MemberMode;
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
 use shorthorn_recovery::Stay;
+use shorthorn_types::ByteRange;
 
 use super::{NO_STAY, Serving};
 use crate::error::EngineError;
@@ -84,6 +85,24 @@ impl Serving<'_> {
                 // The core repeats it if the replica begins or ceases to answer PING.
                 member.times_awaited += u64::from(member.message.is_empty());
                 member.message = message;
+            }
+        });
+    }
+
+    /// A member does not hold what was stored on it.
+    pub(super) fn rot_found(&self, peer: PeerIndex, range: ByteRange, is_copied: bool) {
+        let Some(replica) = self.replica(peer) else { return };
+        let volume = &self.spec.volume;
+        if is_copied {
+            tracing::error!(%volume, %replica, %range, "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; restore it from a backup");
+        } else {
+            tracing::error!(%volume, %replica, %range, "the disk of a replica has changed or lost data: it is copied from another replica");
+        }
+        self.publish_member(replica, |member| {
+            if is_copied {
+                member.times_rot_copied += 1;
+            } else {
+                member.times_rotten += 1;
             }
         });
     }

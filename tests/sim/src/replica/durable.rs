@@ -24,6 +24,8 @@ pub(super) struct Durable {
     pub says_left: bool,
     /// There is a snapshot below the head.
     pub has_snapshot: bool,
+    /// Sums of blocks; which of them count is in a set of regions.
+    pub sums: BTreeMap<u64, u32>,
     /// The host was off while data was not durable, and not all of that has been made equal since.
     pub power_was_lost: bool,
     /// How often in a row the replica has failed.
@@ -137,7 +139,7 @@ impl Durable {
             epoch: 1,
             intent: self.sets.get(&SetKey::Intent).cloned(),
             missed: missed.collect(),
-            sums: SumsFound::Unwanted { has_file: false },
+            sums: SumsFound::Wanted(self.sets.get(&SetKey::Unsummed).cloned()),
             holds_data,
             lost_cache: self.power_was_lost,
             is_left_noted: self.says_left,

@@ -6,7 +6,7 @@ use super::*;
 const FAILED_POLL_US: Micros = 50_000;
 
 impl World {
-    fn disk_delay(&mut self, replica: usize) -> Micros {
+    pub(super) fn disk_delay(&mut self, replica: usize) -> Micros {
         let replica = &mut self.replicas[replica];
         let base = replica.rng.u64(30..600);
         if replica.slow_by_us > 0 { base + replica.rng.u64(0..replica.slow_by_us) } else { base }
@@ -127,6 +127,7 @@ impl World {
 
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
+            self.replicas[at].heal(range);
             let sabotaged = self.options.sabotage == Some(crate::Sabotage::NoIntent);
             if !sabotaged {
                 let Replica { waiting, state, .. } = &mut self.replicas[at];
@@ -164,12 +165,14 @@ impl World {
     /// The disk has done what a request asked for.
     pub fn disk_done(&mut self, at: usize, boot: u64, number: u64) {
         let lies = self.options.sabotage == Some(crate::Sabotage::LyingFlush);
+        let is_unchecked = self.options.sabotage == Some(crate::Sabotage::UncheckedSources);
         let replica = &mut self.replicas[at];
         if replica.boot != boot || !replica.up {
             return;
         }
         let Some(op) = replica.ops.remove(&number) else { return };
-        let (mut answer, error) = replica.done(&op, lies);
+        let (mut answer, error) = replica.done(&op, lies, is_unchecked);
+        self.look_at_rot(at, &op.ask, &answer);
         self.go_on_after(at, error);
         let replica = &mut self.replicas[at];
         if replica.failed {
@@ -197,6 +200,29 @@ impl World {
         }
         self.answer(op.conn, op.number, answer);
         self.settle(at);
+    }
+
+    /// What is rotten is told, and nothing else is; and nobody is sent it by a copy.
+    fn look_at_rot(&mut self, at: usize, ask: &Ask, answer: &Answer) {
+        let replica = &self.replicas[at];
+        let wrong = match (ask, answer) {
+            (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) => {
+                let told = replica.rotten_blocks(*range);
+                told.into_iter()
+                    .find(|block| !replica.files.rot.contains_key(block))
+                    .map(|block| format!("block {block} of replica {at} looks rotten and is sound"))
+            }
+            (Ask::Write(range, data, _), _) if data.contains(&ROT) => {
+                Some(format!("rot is copied to replica {at} at {range}"))
+            }
+            _ => None,
+        };
+        if matches!(answer, Answer::Error(Errno::ROTTEN)) {
+            self.count("rot told");
+        }
+        if let Some(wrong) = wrong {
+            self.violate(wrong);
+        }
     }
 
     /// Counts an error of the disk; after all but those of reads nothing is served any more.
@@ -354,7 +380,7 @@ impl World {
         Some(Answer::Error(Errno::IO))
     }
 
-    fn write_pages(&mut self, at: usize) {
+    pub(super) fn write_pages(&mut self, at: usize) {
         let lazy = self.replicas[at].rng.bool();
         loop {
             let number = self.fresh();
@@ -429,6 +455,7 @@ impl World {
             let files: Vec<_> = grown.files().collect();
             let done = if is_cut_off { left.min(files.len()) } else { files.len() };
             replica.durable.sets.extend(files.into_iter().take(done));
+            replica.summing = None;
             for (_, key, ..) in replica.pages.values_mut() {
                 *key = None;
             }
@@ -439,6 +466,7 @@ impl World {
                 return;
             }
             replica.state.keeper_mut().grow(grown);
+            replica.heal_unknown();
             replica.waiting.grown();
             replica.map.grow(size_bytes);
             self.note(|| format!("replica {at} has {size_bytes} bytes now"));
@@ -466,6 +494,7 @@ impl World {
         self.note(|| format!("replica {at} is killed{}", if power { ", its host has no power" } else { "" }));
         let replica = &mut self.replicas[at];
         replica.up = false;
+        replica.end_summing(rng);
         replica.paused = false;
         replica.backlog.clear();
         // What the kernel has already been given may happen, or a part of it.
@@ -512,6 +541,7 @@ impl World {
         if !self.replicas[at].up && !self.replicas[at].gone {
             self.note(|| format!("replica {at} starts"));
             self.replicas[at].restart(boot);
+            self.after(1000, Occurrence::Sum { replica: at, boot, is_read: None });
         }
     }
 

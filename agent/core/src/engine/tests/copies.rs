@@ -37,7 +37,7 @@ fn is_equalised(out: &[Output]) -> bool {
 fn a_region_is_copied_from_the_source_run_by_run() {
     let mut bench = unequal(&[1]);
     let out = bench.tick(1);
-    assert_eq!(parts(&out, COPY), [(1, Operation::Read, 65536, 65536, 0)]);
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 65536, 65536, 0)]);
     let out = bench.apply(Event::CopyRead { peer: 1, slot: id(COPY), zeroes: [0b1110, 0, 0, 0] });
     assert_eq!(parts(&out, COPY), [(0, WRITE, 65536, 4096, 0), (2, WRITE, 65536, 4096, 0)]);
     assert_eq!(parts(&bench.reply(0, COPY, Ok(())), COPY), [], "one run at a time");
@@ -64,7 +64,7 @@ fn requests_wait_until_their_regions_are_equal_and_the_others_go_on() {
     bench.reply(1, COPY, Ok(()));
     bench.reply(0, COPY, Ok(()));
     let out = bench.reply(2, COPY, Ok(()));
-    assert_eq!(parts(&out, COPY), [(1, Operation::Read, 5 * 65536, 65536, 0)]);
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 5 * 65536, 65536, 0)]);
     bench.reply(1, COPY, Ok(()));
     bench.reply(0, COPY, Ok(()));
     let out = bench.reply(2, COPY, Ok(()));
@@ -79,7 +79,7 @@ fn the_region_that_a_request_waits_for_is_next() {
     let out = bench.tick(1);
     assert_eq!(parts(&out, COPY), [], "nothing may be copied now");
     let out = bench.submit(0, Operation::Read, 6 * REGION_BLOCKS);
-    assert_eq!(parts(&out, COPY), [(1, Operation::Read, 6 * 65536, 65536, 0)]);
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 6 * 65536, 65536, 0)]);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn another_member_takes_over_from_a_source_that_fails() {
     let mut out = bench.close(1);
     out.extend(bench.view_stored(0, 2));
     out.extend(bench.view_stored(2, 2));
-    assert_eq!(parts(&out, COPY), [(0, Operation::Read, 65536, 65536, 0)]);
+    assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 65536, 0)]);
     let out = bench.reply(0, COPY, Ok(()));
     assert_eq!(sent(&out, COPY), [(2, WRITE)]);
     assert!(is_equalised(&bench.reply(2, COPY, Ok(()))));
@@ -329,7 +329,7 @@ fn scrubbed(repair: bool, sums: &[u32]) -> (Bench, Outputs) {
 #[test]
 fn the_majority_repairs_the_odd_one() {
     let (mut bench, out) = scrubbed(true, &[1, 2, 1]);
-    assert_eq!(sent(&out, COPY), [(0, Operation::Read)]);
+    assert_eq!(sent(&out, COPY), [(0, Operation::CheckedRead)]);
     assert_eq!(sent_to(&bench.submit(0, Operation::Read, 3), 0), [], "not before it is repaired");
     let out = bench.answer(out, &[]);
     assert_eq!(sent(&out, COPY)[1], (1, WRITE));

@@ -39,7 +39,10 @@ fn what_it_misses_is_copied_and_then_it_is_a_member() {
     assert_eq!(left_bytes(&bench), 2 << 16);
     let out = bench.answer(out, &[]);
     let copied = sent(&out, COPY);
-    assert_eq!(copied[..4], [(READER, Operation::Read), (2, WRITE), (1, Operation::Read), (2, WRITE)]);
+    assert_eq!(
+        copied[..4],
+        [(READER, Operation::CheckedRead), (2, WRITE), (1, Operation::CheckedRead), (2, WRITE)]
+    );
     let flush = Operation::Flush;
     assert_eq!(copied[4..], [(0, flush), (1, flush), (2, flush)], "it has to be durable");
     assert_eq!(proposed(&out), [0, 1, 2]);
@@ -394,8 +397,7 @@ fn a_joiner_keeps_its_intent_where_it_misses_a_region() {
     let is_of_3 = |range: &ByteRange| range.offset() == 3 << 16 && range.length() == 1 << 16;
     let mut at = 0;
     while at < out.len() {
-        let waits =
-            matches!(&out[at], Output::Send { operation: Operation::Read, range, .. } if is_of_3(range));
+        let waits = matches!(&out[at], Output::Send { operation: Operation::CheckedRead, range, .. } if is_of_3(range));
         let event = answer_to(&out[at]).filter(|_| !waits);
         out.extend(event.map(|(_, event)| bench.apply(event)).unwrap_or_default());
         at += 1;

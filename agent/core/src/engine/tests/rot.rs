@@ -1,0 +1,168 @@
+//! Members that know that their disk has changed something.
+
+use super::*;
+use crate::event::ScrubConfig;
+
+/// The first slot for copies.
+const COPY: u16 = 8;
+const BLOCK: u64 = 4096;
+
+/// What is sent about the first slot for copies: to whom, what, from where on, how many bytes.
+fn parts(out: &[Output]) -> Vec<(PeerIndex, Operation, u64, u64)> {
+    let part = |output: &Output| match output {
+        Output::Send { peer, slot, operation, range, .. } if *slot == id(COPY) => {
+            Some((*peer, *operation, range.offset(), range.length()))
+        }
+        _ => None,
+    };
+    out.iter().filter_map(part).collect()
+}
+
+fn rot(out: &[Output]) -> Vec<(PeerIndex, bool)> {
+    let found = |output: &Output| match output {
+        Output::RotFound { peer, is_copied, .. } => Some((*peer, *is_copied)),
+        _ => None,
+    };
+    out.iter().filter_map(found).collect()
+}
+
+fn rotten(bench: &mut Bench, peer: PeerIndex) -> Outputs {
+    bench.reply(peer, COPY, Err(Errno::ROTTEN))
+}
+
+/// The members may differ in the first region.
+fn unequal(members: u64) -> (Bench, Outputs) {
+    let mut config = config(members, members);
+    config.dirty = region_set(&[0]);
+    let mut bench = Bench::with(&config);
+    let out = bench.tick(1);
+    (bench, out)
+}
+
+#[test]
+fn a_rotten_source_becomes_a_target() {
+    let (mut bench, out) = unequal(3);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, 0, 65536)]);
+    let out = rotten(&mut bench, 0);
+    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, 65536)], vec![(0, false)]));
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out), [(0, WRITE, 0, 65536), (2, WRITE, 0, 65536)]);
+    assert!(bench.answer(out, &[]).contains(&Output::Equalised));
+    assert_eq!(bench.core.membership().view().members.len(), 3, "it stays a member");
+}
+
+#[test]
+fn a_joiner_gets_what_a_sound_member_has_and_so_does_the_rotten_one() {
+    let mut bench = Bench::with(&config(3, 2));
+    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[1])) });
+    let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
+    let other = 1 - source;
+    let out = rotten(&mut bench, source);
+    assert_eq!(parts(&out), [(other, Operation::CheckedRead, 65536, 65536)]);
+    let out = bench.reply(other, COPY, Ok(()));
+    let mut to: Vec<PeerIndex> = parts(&out).iter().map(|(peer, ..)| *peer).collect();
+    to.sort_unstable();
+    assert_eq!(
+        to,
+        [source, 2].into_iter().collect::<std::collections::BTreeSet<_>>().into_iter().collect::<Vec<_>>()
+    );
+    assert!(bench.answer(out, &[]).contains(&Output::Joined { peer: 2 }));
+}
+
+#[test]
+fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copied() {
+    let (mut bench, _) = unequal(2);
+    rotten(&mut bench, 0);
+    let out = rotten(&mut bench, 1);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, 0, BLOCK)]);
+    // The first block is rotten in both.
+    assert_eq!(parts(&rotten(&mut bench, 0)), [(1, Operation::CheckedRead, 0, BLOCK)]);
+    let out = rotten(&mut bench, 1);
+    assert_eq!((parts(&out), rot(&out)), (vec![(0, Operation::Read, 0, BLOCK)], vec![(1, false), (0, true)]));
+    let out = bench.reply(0, COPY, Ok(()));
+    assert_eq!(parts(&out), [(1, WRITE, 0, BLOCK)]);
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, 65536 - BLOCK)], "the rest is checked again");
+    rotten(&mut bench, 0);
+    // Of the second block one has a sound copy.
+    let out = rotten(&mut bench, 1);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&rotten(&mut bench, 0)), [(1, Operation::CheckedRead, BLOCK, BLOCK)]);
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out), [(0, WRITE, BLOCK, BLOCK)]);
+    let out = bench.reply(0, COPY, Ok(()));
+    // What was a source, and is not any more, is a target again.
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, 2 * BLOCK, 65536 - 2 * BLOCK)]);
+    let out = bench.reply(0, COPY, Ok(()));
+    assert_eq!(parts(&out), [(1, WRITE, 2 * BLOCK, 65536 - 2 * BLOCK)]);
+    assert!(bench.answer(out, &[]).contains(&Output::Equalised));
+}
+
+#[test]
+fn what_is_modified_by_a_request_that_fails_is_not_checked() {
+    let mut bench = Bench::new(2);
+    bench.submit(0, WRITE, 0);
+    bench.reply(0, 0, Err(Errno::NO_SPACE));
+    let out = bench.reply(1, 0, Ok(()));
+    let copies = |output: &Output| matches!(output, Output::Send { slot, .. } if slot.slot >= COPY);
+    let read = out.iter().find(|output| copies(output));
+    assert!(matches!(read, Some(Output::Send { operation: Operation::Read, .. })), "{out:?}");
+}
+
+/// Scrubs two members; `sums` tells for each block, or all of them, what a member answers.
+fn scrub(sums: impl Fn(PeerIndex, ByteRange) -> Result<u32, Errno>) -> Outputs {
+    let mut bench = Bench::new(2);
+    let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+    let mut at = 0;
+    while at < outputs.len() {
+        let event = match &outputs[at] {
+            Output::Send { peer, slot, operation: Operation::Verify, range, .. } => {
+                Some(Event::Verified { peer: *peer, slot: *slot, outcome: sums(*peer, *range) })
+            }
+            output => answer_to(output).map(|(_, event)| event),
+        };
+        if let Some(event) = event {
+            outputs.extend(bench.apply(event));
+        }
+        at += 1;
+    }
+    assert!(outputs.contains(&Output::ScrubDone));
+    outputs
+}
+
+fn found(out: &[Output]) -> Vec<(u64, u64, Vec<PeerIndex>, bool)> {
+    let one = |output: &Output| match output {
+        Output::ScrubFound { range, odd, repaired } => {
+            Some((range.offset() / BLOCK, range.length() / BLOCK, odd.clone(), *repaired))
+        }
+        _ => None,
+    };
+    out.iter().filter_map(one).collect()
+}
+
+#[test]
+fn a_scrub_of_two_repairs_the_one_that_holds_rot() {
+    let has = |range: ByteRange, block: u64| range.offset() <= block * BLOCK && block * BLOCK < range.end();
+    let out = scrub(|peer, range| match peer {
+        0 if has(range, 3) => Err(Errno::ROTTEN),
+        1 if has(range, 5) => Err(Errno::ROTTEN),
+        _ => Ok(7),
+    });
+    assert_eq!(found(&out), [(3, 1, vec![0], true), (5, 1, vec![1], true)], "each from the other");
+    let writes: Vec<_> = parts(&out).into_iter().filter(|(_, operation, ..)| *operation == WRITE).collect();
+    assert_eq!(writes, [(0, WRITE, 3 * BLOCK, BLOCK), (1, WRITE, 5 * BLOCK, BLOCK)]);
+}
+
+#[test]
+fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
+    let has = |range: ByteRange, block: u64| range.offset() <= block * BLOCK && block * BLOCK < range.end();
+    // They differ in block 5, and nobody knows a sum of it.
+    let out = scrub(|peer, range| match peer {
+        0 if has(range, 3) => Err(Errno::ROTTEN),
+        _ if has(range, 5) => Ok(u32::from(peer)),
+        _ => Ok(7),
+    });
+    assert_eq!(found(&out), [(3, 1, vec![0], true), (5, 1, vec![0, 1], false)]);
+    let out = scrub(|_, range| if has(range, 3) { Err(Errno::ROTTEN) } else { Ok(7) });
+    assert_eq!(found(&out), [(3, 1, vec![0, 1], false)], "both have lost it");
+}

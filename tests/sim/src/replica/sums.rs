@@ -1,0 +1,216 @@
+//! Sums of blocks, and disks that change blocks by themselves.
+//!
+//! A disk rots only where the replica has sums, and never a block that no other replica could give. What it held before is
+//! remembered, and is there again as soon as the region is modified, or its sums do not count any more: what has no sums cannot be
+//! noticed, by anybody.
+
+use super::*;
+use crate::Sabotage;
+
+/// What a sector shows that the disk has changed.
+pub const ROT: Id = Id::MAX;
+/// How often a process looks for regions to sum.
+const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
+/// How many regions are summed at once, at most.
+const REGIONS_AT_ONCE: u32 = 4;
+
+/// Regions that are being summed.
+#[derive(Debug)]
+pub(super) struct Summing {
+    regions: std::ops::Range<u32>,
+    /// By block, once they are read.
+    sums: BTreeMap<u64, u32>,
+}
+
+impl Replica {
+    /// The sum of what a reader sees in a block; never 0.
+    fn sum_of(&self, block: u64) -> u32 {
+        let content =
+            self.files.head.get(block).or_else(|| self.files.snapshot.get(block)).unwrap_or_default();
+        check(&content).max(1)
+    }
+
+    fn is_summed(&self, block: u64) -> bool {
+        let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
+        let keeper = self.state.keeper();
+        let mut regions = keeper.regions().touched(range);
+        !regions.is_empty()
+            && regions.all(|region| keeper.is_summed(region))
+            && self.durable.sums.contains_key(&block)
+    }
+
+    /// Whether a block is known to hold something else than was stored there.
+    pub fn is_known_rotten(&self, block: u64) -> bool {
+        self.is_summed(block) && self.durable.sums.get(&block) != Some(&self.sum_of(block))
+    }
+
+    /// What of `range` the replica knows to be rotten.
+    pub(super) fn rotten_blocks(&self, range: ByteRange) -> Vec<u64> {
+        block_numbers(range).filter(|block| self.is_known_rotten(*block)).collect()
+    }
+
+    /// Whether the replica could give the block for sure.
+    fn is_sound(&self, block: u64) -> bool {
+        self.up && !self.failed && !self.durable.rebuilding && !self.files.rot.contains_key(&block)
+    }
+
+    /// Blocks whose sums do not count any more are what they were.
+    pub(super) fn heal_unknown(&mut self) {
+        let unknown: Vec<u64> =
+            self.files.rot.keys().copied().filter(|block| !self.is_summed(*block)).collect();
+        unknown.into_iter().for_each(|block| self.files.heal(block));
+    }
+
+    /// The regions of `range` are modified, or given up by everybody.
+    pub fn heal(&mut self, range: ByteRange) {
+        let regions = self.state.keeper().regions();
+        let bytes = regions.bytes(regions.touched(range));
+        let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
+        rotten.into_iter().for_each(|block| self.files.heal(block));
+    }
+
+    /// The process ends in the middle: what it was writing is there, or not, or has torn the page.
+    pub(super) fn end_summing(&mut self, rng: &mut Rng) {
+        let Some(Summing { sums, .. }) = self.summing.take() else { return };
+        match rng.u8(0..3) {
+            0 => {}
+            1 => self.durable.sums.extend(sums),
+            _ => self.durable.sums.clear(),
+        }
+    }
+
+    /// No sum counts any more.
+    pub(super) fn forget_sums(&mut self) {
+        self.summing = None;
+        self.durable.sums.clear();
+        let regions = self.state.keeper().regions();
+        self.state.keeper_mut().end_sums(false);
+        self.state.keeper_mut().unsum(0..regions.count());
+        self.heal_unknown();
+    }
+}
+
+impl World {
+    /// The disk of a replica changes some blocks.
+    pub fn rot_blocks(&mut self, at: usize, count: u64, rng: &mut Rng) -> bool {
+        let of_volume = self.guest.replicas.clone();
+        let is_guest = |id: &ReplicaId| of_volume.contains(id);
+        if !self.replicas[at].up || self.replicas[at].durable.rebuilding || !is_guest(&self.replicas[at].id) {
+            return false;
+        }
+        let mut has_rotten = false;
+        for _ in 0..count {
+            let block = rng.u64(0..self.replicas[at].size_bytes / BLOCK_BYTES);
+            let others = (0..self.replicas.len()).filter(|other| *other != at);
+            let has_other = others.into_iter().any(|other| {
+                let other = &self.replicas[other];
+                is_guest(&other.id) && other.is_sound(block) && other.is_summed(block)
+            });
+            let replica = &mut self.replicas[at];
+            if has_other && replica.is_summed(block) && replica.files.rot(block) {
+                has_rotten = true;
+                self.was_rotten.insert((at, block));
+                self.note(|| format!("block {block} of replica {at} is rotten"));
+            }
+        }
+        has_rotten
+    }
+
+    /// No member can give `range`, as far as an engine knows: it is copied as it is.
+    pub fn rot_is_copied(&mut self, engine: u64, peer: usize, range: ByteRange) {
+        let Some(process) = self.engines.get(&engine) else { return };
+        let Some(core) = &process.core else { return };
+        let membership = core.membership();
+        let replicas: Vec<(bool, usize)> = (0..process.peers.len())
+            .filter_map(|other| {
+                let is_member =
+                    membership.state(crate::engine::index(other)) == shorthorn_core::PeerState::Member;
+                Some((is_member && other != peer, self.replica_index(process.peers[other].replica)?))
+            })
+            .collect();
+        let is_sound =
+            |at: usize| block_numbers(range).all(|block| !self.replicas[at].is_known_rotten(block));
+        if replicas.iter().any(|(is_other, at)| *is_other && is_sound(*at)) {
+            return self.violate(format!("{range} is copied with rot, and another member has it"));
+        }
+        self.count("rot without a sound copy");
+        replicas.into_iter().for_each(|(_, at)| self.replicas[at].heal(range));
+    }
+
+    /// A process looks for regions to sum.
+    pub fn look_for_sums(&mut self, at: usize, boot: u64) {
+        let delay = self.rng.u64(LOOK_US);
+        let replica = &mut self.replicas[at];
+        if replica.boot != boot || !replica.up {
+            return;
+        }
+        self.after(delay, Occurrence::Sum { replica: at, boot, is_read: None });
+        let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
+        let replica = &mut self.replicas[at];
+        if replica.summing.is_some() || replica.failed || replica.durable.rebuilding {
+            return;
+        }
+        let regions = replica.state.keeper().regions();
+        replica.state.keeper_mut().want_sums(0..regions.count());
+        let from = replica.rng.u32(0..regions.count());
+        let keeper = replica.state.keeper_mut();
+        let Some(first) = keeper.next_to_sum(from).or_else(|| keeper.next_to_sum(0)) else { return };
+        let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
+        let mut summing = Summing { regions: run.clone(), sums: BTreeMap::new() };
+        if is_early {
+            // What is read before the account begins may be modified in between.
+            summing.sums = replica.sums_now(run.clone());
+        } else if !replica.state.keeper_mut().begin_sums(run) {
+            return;
+        }
+        replica.summing = Some(summing);
+        let delay = if is_early { 3_000_000 } else { self.disk_delay(at) };
+        self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(false) });
+    }
+
+    /// What was to be summed is read, or the sums are on the disk.
+    pub fn sums_done(&mut self, at: usize, boot: u64, is_written: bool) {
+        let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
+        let replica = &mut self.replicas[at];
+        if replica.boot != boot || !replica.up || replica.failed {
+            return;
+        }
+        let Some(mut summing) = replica.summing.take() else { return };
+        if !is_written {
+            if !is_early {
+                summing.sums = replica.sums_now(summing.regions.clone());
+            }
+            replica.summing = Some(summing);
+            let delay = self.disk_delay(at);
+            return self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(true) });
+        }
+        if is_early {
+            replica.state.keeper_mut().begin_sums(summing.regions.clone());
+        }
+        replica.durable.sums.extend(summing.sums);
+        replica.state.keeper_mut().end_sums(true);
+        self.count("regions summed");
+        self.write_pages(at);
+    }
+}
+
+impl Replica {
+    /// The sums of the blocks of those regions that are being summed.
+    fn sums_now(&self, regions: std::ops::Range<u32>) -> BTreeMap<u64, u32> {
+        let keeper = self.state.keeper();
+        let is_begun = |region: &u32| keeper.is_being_summed(*region) || !keeper.is_summed(*region);
+        let blocks =
+            regions.filter(is_begun).flat_map(|region| block_numbers(keeper.regions().range(region)));
+        blocks.map(|block| (block, self.sum_of(block))).collect()
+    }
+}
+
+impl World {
+    /// Whether the replica has had rot in `range`, by now perhaps repaired.
+    pub fn has_rotten(&self, at: usize, range: ByteRange) -> bool {
+        self.was_rotten
+            .range((at, range.offset() / BLOCK_BYTES)..(at, range.end().div_ceil(BLOCK_BYTES)))
+            .next()
+            .is_some()
+    }
+}
