@@ -9,6 +9,7 @@ use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::VolumeName;
 
+use crate::serve::config::SUM_MIB_PER_S;
 use crate::size::VolumeSize;
 
 /// Replicated block storage: everything that runs on a node.
@@ -117,6 +118,10 @@ pub struct RunArgs {
     /// are made equal nowhere else. 0: never while the engine runs
     #[arg(long, default_value_t = INTENT_CLEAR_AFTER_MS, value_name = "MS")]
     pub intent_clear_after_ms: u32,
+    /// How many MiB of the volume each replica reads in a second, while it is at rest, to keep sums of its blocks. 0: none are
+    /// kept
+    #[arg(long, default_value_t = SUM_MIB_PER_S, value_name = "MIB")]
+    pub sum_mib_per_s: u32,
     /// Give up when the volume is not ready after so many seconds
     #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub ready_timeout: u64,

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, ScrubOrder, ScrubStatus, Secret, store_spec,
+    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, ScrubStatus, Secret, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -77,6 +77,7 @@ impl BareVolume {
                 data_socket: self.file(index, "data"),
                 data_address: None,
                 control_socket: self.file(index, "control"),
+                sum_bytes_per_s: SUM_BYTES_PER_S,
             };
             store_spec(&self.file(index, "json"), &spec)?;
         }

@@ -5,15 +5,17 @@ use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::fcntl::OFlag;
 use shorthorn_control::{ScrubOrder, ScrubStatus};
+use shorthorn_regions::RegionKeeper;
 use shorthorn_store::{AlignedBuffer, ExportTarget, OpenOptions as StoreOptions, Store, export};
 use shorthorn_tests::{
     BareVolume, BareVolumeOptions, Guest, GuestOptions, NbdRequest, compare_exports, under_load, until_whole,
 };
+use shorthorn_types::{RegionSet, Regions};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -166,6 +168,91 @@ fn a_rotten_block_of_the_volume_is_repaired_from_the_majority() -> Result<()> {
     ensure!(told.last.contains(&replica) && told.last.contains("9437184"), "{told:?}");
     let told = volume.scrub(REPAIR, LIMIT)?;
     ensure!((told.found, told.repaired) == (1, 1) && told.last.contains(&replica), "{told:?}");
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
+    all_are_equal(folder.path(), volume)
+}
+
+/// Stops a volume in order, so that all of it is clean, and waits until each of its replicas has summed all that it holds.
+fn summed(folder: &tempfile::TempDir, volume: BareVolume, replicas: usize) -> Result<BareVolume> {
+    let volume = again(folder, volume, replicas, |_| Ok(()))?;
+    let since = Instant::now();
+    for directory in volume.directories() {
+        while !is_summed(&directory)? {
+            ensure!(since.elapsed() < LIMIT, "{} has no sums", directory.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+    Ok(volume)
+}
+
+/// Whether the sums of all regions that hold anything count, also if the process dies.
+fn is_summed(directory: &Path) -> Result<bool> {
+    let guard: serde_json::Value = serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
+    let head = fs::File::open(head(directory)?)?;
+    let regions = Regions::of(head.metadata()?.len());
+    let epoch = guard["epoch"].as_u64().context("there is no epoch")?;
+    let mut keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
+    keeper.keep_unsummed(Some(&fs::read(directory.join("shorthorn.unsummed"))?));
+    let mut region_holds = vec![0; usize::try_from(regions.region_bytes())?];
+    for region in 0..regions.count() {
+        let range = regions.range(region);
+        let bytes = &mut region_holds[..usize::try_from(range.length())?];
+        head.read_exact_at(bytes, range.offset())?;
+        if bytes.iter().any(|byte| *byte != 0) && !keeper.is_summed(region) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+#[test]
+fn of_two_replicas_the_one_that_knows_its_sums_is_right() -> Result<()> {
+    let folder = folder()?;
+    let volume = BareVolume::start(options(&folder, 2))?;
+    let data = pattern(7, 4 * MIB)?;
+    write(&volume, 8 * MIB, data.clone())?;
+    let volume = summed(&folder, volume, 2)?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    // Each has lost another block of the same MiB.
+    rot(&head(&volume.directory(1))?, 9 * MIB + 8192)?;
+    rot(&head(&volume.directory(0))?, 9 * MIB + 65536)?;
+    let told = volume.scrub(REPORT, LIMIT)?;
+    ensure!((told.found, told.repaired) == (2, 0), "{told:?}");
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((told.found, told.repaired) == (2, 2), "{told:?}");
+    ensure!(
+        told.last.contains(&volume.replica_id(0).to_string()) && told.last.contains("9502720"),
+        "{told:?}"
+    );
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
+    all_are_equal(folder.path(), volume)
+}
+
+#[test]
+fn a_replica_is_never_made_anew_from_rot_while_another_one_is_sound() -> Result<()> {
+    let folder = folder()?;
+    let volume = BareVolume::start(options(&folder, 3))?;
+    let data = pattern(8, 4 * MIB)?;
+    write(&volume, 8 * MIB, data.clone())?;
+    let volume = summed(&folder, volume, 3)?;
+    // Every other region of one, the rest of another one: whichever is asked first, it is rotten somewhere.
+    for region in 0..4 * MIB / 65536 {
+        rot(&head(&volume.directory(usize::try_from(region % 2)?))?, 8 * MIB + region * 65536)?;
+    }
+    let directories = volume.directories();
+    volume.stop()?;
+    fs::remove_dir_all(&directories[2])?;
+    let volume = BareVolume::start(options(&folder, 3))?;
+    until_whole(&volume.engine_control(), LIMIT)?;
+    volume.stop()?;
+    let copy = exported(&directories[2], None, folder.path())?;
+    let at = usize::try_from(8 * MIB)?;
+    ensure!(copy[at..at + data.len()] == data, "rot was copied");
+    // What was met on the way is repaired; a scrub finds the rest.
+    let volume = BareVolume::start(options(&folder, 3))?;
+    volume.scrub(REPAIR, LIMIT)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
     all_are_equal(folder.path(), volume)

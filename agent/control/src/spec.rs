@@ -33,6 +33,23 @@ pub struct ReplicaSpec {
     pub data_address: Option<std::net::SocketAddr>,
     /// Control socket.
     pub control_socket: PathBuf,
+    /// How much of the volume is read in a second, at most, to make sums of blocks that are at rest. 0: no sums are kept, and
+    /// what the disk changes by itself is not noticed by the replica.
+    #[serde(default = "sum_bytes_per_s_default", skip_serializing_if = "is_sum_bytes_per_s_default")]
+    pub sum_bytes_per_s: u64,
+}
+
+/// [`ReplicaSpec::sum_bytes_per_s`] where nobody says anything else.
+pub const SUM_BYTES_PER_S: u64 = 32 << 20;
+
+fn sum_bytes_per_s_default() -> u64 {
+    SUM_BYTES_PER_S
+}
+
+/// Then it is left out, so that replicas of an earlier version take the spec too.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
+fn is_sum_bytes_per_s_default(value: &u64) -> bool {
+    *value == SUM_BYTES_PER_S
 }
 
 /// What an engine process is started with.

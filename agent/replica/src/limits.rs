@@ -54,3 +54,20 @@ pub(crate) const SILENT_TICKS_MAX: u32 = 12;
 pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
 /// Stack of a thread that does nothing deep.
 pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;
+
+/// Pages of sums that are kept in memory, each for 2 MiB of the volume.
+pub(crate) const SUM_PAGES: usize = 24;
+/// How much is read at a time to be summed.
+pub(crate) const SUM_PIECE_BYTES: u64 = 256 << 10;
+/// While requests are under way, the speed of summing is divided by this.
+pub(crate) const SUM_BUSY_SHARE: u64 = 8;
+/// How often clean regions are looked for while others are to be summed.
+pub(crate) const SUM_LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Between two looks for regions that hold data, at the start: one takes some milliseconds.
+pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);
+/// When it is tried again to store sums after there was no space, and the longest pause between two regions.
+pub(crate) const SUM_SPACE_INTERVAL: Duration = Duration::from_secs(60);
+/// With less space on the disk no sums are stored: the volume needs it more.
+pub(crate) const SUM_FREE_BYTES_MIN: u64 = 64 << 20;
+/// Rotten blocks that a process logs; all are counted.
+pub(crate) const REPORTED_ROTTEN_MAX: u64 = 16;

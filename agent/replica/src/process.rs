@@ -41,7 +41,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let mut store = open_store(&spec)?;
     let owner = Owner { volume: spec.volume.clone(), replica: spec.replica };
     let views = load_views(&mut store, &owner, &spec)?;
-    let (state, marks) = Marks::load(&mut store, &owner, views)?;
+    let (state, marks, summer) = Marks::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
     // Only whoever has the directory may take the sockets: another process may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
@@ -49,7 +49,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let first = first_status(&spec, state.views(), &listeners, &store);
     // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
-    let executor = Executor::new(store, owner, state, marks)
+    let executor = Executor::new(store, owner, state, marks, summer)
         .map_err(|source| ReplicaError::system("map memory for buffers", source))?;
     report_protection(&protect_thread());
 

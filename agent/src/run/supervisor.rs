@@ -53,7 +53,7 @@ impl Supervisor {
         let mut processes = Vec::new();
         for (index, id) in volume.file().replicas.iter().copied().enumerate() {
             let process = Process::new(Role::Replica(id), index, runtime.replica(id), with_parent);
-            store_spec(&process.files.spec, &replica_spec(&volume, &process, id)?)?;
+            store_spec(&process.files.spec, &replica_spec(args, &volume, &process, id)?)?;
             processes.push(process);
         }
         let engine = Process::new(Role::Engine, processes.len(), runtime.engine(), with_parent);
@@ -254,7 +254,12 @@ fn troubles(processes: &[Process]) -> String {
     waiting.map(Process::trouble).collect::<Vec<_>>().join("; ")
 }
 
-fn replica_spec(volume: &VolumeDir, process: &Process, id: ReplicaId) -> Result<ReplicaSpec, RunError> {
+fn replica_spec(
+    args: &RunArgs,
+    volume: &VolumeDir,
+    process: &Process,
+    id: ReplicaId,
+) -> Result<ReplicaSpec, RunError> {
     let file = volume.file();
     let first_members = Members::new(file.replicas.iter().copied());
     Ok(ReplicaSpec {
@@ -271,6 +276,7 @@ fn replica_spec(volume: &VolumeDir, process: &Process, id: ReplicaId) -> Result<
         data_socket: process.files.data.clone(),
         data_address: None,
         control_socket: process.files.control.clone(),
+        sum_bytes_per_s: u64::from(args.sum_mib_per_s) << 20,
     })
 }
 

@@ -24,6 +24,12 @@ const SIZE_MAX_BYTES: u64 = 1 << 20;
 /// More devices than a kernel has.
 const MAX_VOLUMES: u32 = 1 << 20;
 
+/// [`shorthorn_control::SUM_BYTES_PER_S`].
+#[allow(clippy::cast_possible_truncation)] // it is a few
+pub const SUM_MIB_PER_S: u32 = (shorthorn_control::SUM_BYTES_PER_S >> 20) as u32;
+/// More than a disk reads.
+const SUM_MIB_PER_S_MAX: u32 = 65_536;
+
 /// What the agent does; `agent/shorthorn-agent.toml` explains every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -53,6 +59,8 @@ pub struct Config {
     pub queue_depth: u16,
     /// A replica that does not answer for so long has failed.
     pub replica_timeout_ms: u32,
+    /// How much of each volume a replica reads in a second to make sums of blocks at rest; 0: none are kept.
+    pub sum_mib_per_s: u32,
     /// Whether this node has the CSI driver.
     pub csi: CsiChoice,
     /// The directory of kubelet; None: it is found.
@@ -135,6 +143,7 @@ struct File {
     queues: Option<Spanned<u16>>,
     queue_depth: Option<Spanned<u16>>,
     replica_timeout_ms: Option<Spanned<u32>>,
+    sum_mib_per_s: Option<Spanned<u32>>,
     csi: CsiChoice,
     kubelet_root: Option<Spanned<String>>,
     max_volumes: Option<Spanned<u32>>,
@@ -217,6 +226,7 @@ fn check(file: File) -> Result<Config, Wrong> {
         queues: number("queues", file.queues, 1, 1..=MAX_QUEUES)?,
         queue_depth: number("queue_depth", file.queue_depth, 128, 1..=MAX_QUEUE_DEPTH)?,
         replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 500..=600_000)?,
+        sum_mib_per_s: number("sum_mib_per_s", file.sum_mib_per_s, SUM_MIB_PER_S, 0..=SUM_MIB_PER_S_MAX)?,
         csi: file.csi,
         kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
         max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,
@@ -395,6 +405,7 @@ mod tests {
             ("state_dir = \"/var/../etc\"", "1: state_dir: "),
             ("zone = \"-a\"", "1: zone: \"-a\" is no label value"),
             ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
+            ("sum_mib_per_s = 65537", "1: sum_mib_per_s: 65537 is not between 0 and 65536"),
             ("data_ports = \"9-5\"", "1: data_ports: \"9-5\""),
             ("node_name = \"A_b\"", "1: node_name: \"A_b\""),
             ("listen = [\n\"unix:/a\",\n\"tcp:0.0.0.0:1\"]", "3: listen: 0.0.0.0:1"),

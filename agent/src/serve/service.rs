@@ -74,7 +74,7 @@ impl Node for NodeService {
     async fn start_replica(&self, request: Request<v1::StartReplicaRequest>) -> Answer<v1::Instance> {
         let request = request.into_inner();
         let disk = PathBuf::from(&request.disk_path);
-        let spec = Spec::replica(request, self.hub.places())?;
+        let spec = Spec::replica(request, &self.config, self.hub.places())?;
         if !self.disks.has(&disk) {
             return Err(unknown_disk(&disk).into());
         }

@@ -16,7 +16,7 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
-    IoCounters, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret, Status, store_spec,
+    IoCounters, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, store_spec,
 };
 use shorthorn_regions::{Marked, RegionKeeper, SetKey};
 use shorthorn_store::{OpenOptions, Store};
@@ -142,6 +142,7 @@ impl Volume {
             data_socket: self.file(&format!("data{number}")),
             data_address: None,
             control_socket: self.file(&format!("control{number}")),
+            sum_bytes_per_s: SUM_BYTES_PER_S,
         };
         let name = format!("replica{number}.json");
         store_spec(&self.file(&name), &spec).unwrap();

@@ -22,9 +22,10 @@ pub(super) struct Buffers {
 
 impl Buffers {
     pub fn new() -> io::Result<Buffers> {
-        // One more than there are slots: the zeroes. As nobody writes there, they cost no memory.
-        let arena = Arena::new(SLOTS + 1, SLOT_BYTES)?;
-        Ok(Buffers { arena, touched: vec![0; SLOTS].into(), touched_sum: 0 })
+        // Two more than there are slots of requests: what is read to be summed, and the zeroes. As nobody writes there, these
+        // cost no memory.
+        let arena = Arena::new(SLOTS + 2, SLOT_BYTES)?;
+        Ok(Buffers { arena, touched: vec![0; SLOTS + 1].into(), touched_sum: 0 })
     }
 
     /// The slot is about to be used for the blocks of `range`.
@@ -44,7 +45,12 @@ impl Buffers {
         }
     }
 
-    /// All slots are free, and have been for a while.
+    /// Nothing is being read to be summed.
+    pub fn release_one(&mut self, slot: u16) {
+        self.release(usize::from(slot));
+    }
+
+    /// All slots of requests are free, and have been for a while.
     pub fn release_all(&mut self) {
         (0..SLOTS).for_each(|slot| self.release(slot));
     }
@@ -72,7 +78,7 @@ impl Buffers {
     /// `length` zeroes, at most [`ZERO_WRITE_BYTES`].
     pub fn zeroes(&self, length: u64) -> IoBuf {
         debug_assert!(length <= ZERO_WRITE_BYTES);
-        self.arena.buf(SLOTS).part(0, distance(length))
+        self.arena.buf(SLOTS + 1).part(0, distance(length))
     }
 }
 

@@ -6,7 +6,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
 use super::buffers::length_of;
-use super::{Executor, Outcome, Piece, SOURCE_DISK, is_durable, is_passing, kind};
+use super::{Executor, Outcome, Piece, SOURCE_DISK, SUM_SLOT, is_durable, is_passing, kind};
 use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
 
 impl Executor {
@@ -31,7 +31,7 @@ impl Executor {
         self.segments = segments;
         planned.map_err(|error| self.not_planned(&error))?;
         if self.work(slot).pending == 0 {
-            self.finish(slot, Ok(()));
+            self.was_read(slot, ring);
         }
         Ok(())
     }
@@ -84,6 +84,7 @@ impl Executor {
         ring.read(self.fd(piece.file), buf, offset, token);
         self.work_mut(slot).pending += 1;
         self.in_flight += 1;
+        self.summer.in_flight += usize::from(slot == SUM_SLOT);
     }
 
     fn write(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
@@ -115,6 +116,11 @@ impl Executor {
         ring: &mut Ring,
     ) {
         self.work_mut(slot).pending -= 1;
+        if slot == SUM_SLOT && self.is_job_void() {
+            // The layers may be other ones by now.
+            self.work_mut(slot).failure.get_or_insert(Errno::IO);
+            return self.go_on(slot, kind, ring);
+        }
         match result {
             Err(errno) if is_passing(errno) => return self.read(slot, kind, piece, ring),
             Err(errno) => self.read_failed(slot, piece, errno),
@@ -141,7 +147,7 @@ impl Executor {
         match (work.pending, work.failure) {
             (0, Some(errno)) => self.finish(slot, Err(errno)),
             (0, None) if kind == kind::EDGE => self.write_blocks(slot, ring),
-            (0, None) => self.finish(slot, Ok(())),
+            (0, None) => self.was_read(slot, ring),
             _ => {}
         }
     }

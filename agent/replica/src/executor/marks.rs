@@ -9,12 +9,12 @@ use std::io;
 use shorthorn_regions::{GrownSets, PAGE_BYTES, PAGE_WRITES_MAX, PageDamage, SetKey};
 use shorthorn_replica_core::{Found, PageEnd, ReplicaState, Started, SumsFound, Waiter, Waiting};
 use shorthorn_ring::{Arena, Ring, Token};
-use shorthorn_store::{Store, StoreError};
+use shorthorn_store::{BlockSumsFile, Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, MarkRegions, Regions};
 use shorthorn_views::ReplicaViews;
 
 use super::steps::{SetFiles, Shelf};
-use super::{Executor, SOURCE_DISK, kind};
+use super::{Executor, SOURCE_DISK, Summer, kind};
 use crate::error::ReplicaError;
 use crate::limits::SLOTS;
 use crate::state::{Owner, holds_data};
@@ -56,21 +56,25 @@ impl Marks {
         store: &mut Store,
         owner: &Owner,
         views: ReplicaViews,
-    ) -> Result<(ReplicaState, Marks), ReplicaError> {
-        let found = look_at(store, owner, views)?;
-        // Nobody keeps account of the regions that have no sums.
-        store.forget_block_sums()?;
+        sum_bytes_per_s: u64,
+    ) -> Result<(ReplicaState, Marks, Summer), ReplicaError> {
+        let found = look_at(store, owner, views, sum_bytes_per_s > 0)?;
         let pages = Arena::new(PAGE_WRITES_MAX, PAGE_BYTES)
             .map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
         let mut files = SetFiles::default();
         let mut shelf = Shelf { store, files: &mut files, owner };
-        let Started { state, damages } = ReplicaState::start(&mut shelf, found)?;
+        let Started { mut state, damages } = ReplicaState::start(&mut shelf, found)?;
         // Without it the number is too small, or one of Longhorn's: then Longhorn rebuilds the replica.
         if let Err(error) = shelf.tell_revision(state.views()) {
             tracing::warn!(%error, "the revision counter for Longhorn could not be stored");
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
-        for key in state.keeper().tracks().iter().map(SetKey::Missed).chain([SetKey::Intent]) {
+        let sums_file = open_sums(store, &mut state)?;
+        let summer = Summer::new(sums_file, sum_bytes_per_s)
+            .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
+        let unsummed = state.keeper().keeps_sums().then_some(SetKey::Unsummed);
+        let missed = state.keeper().tracks();
+        for key in missed.iter().map(SetKey::Missed).chain([SetKey::Intent]).chain(unsummed) {
             if files.find(key).is_none() {
                 files.put(key, store.open_regions(key)?);
             }
@@ -82,7 +86,7 @@ impl Marks {
             );
         }
         let (waiting, retried) = (Waiting::with_capacity(SLOTS), Vec::with_capacity(SLOTS));
-        Ok((state, Marks { files, pages, waiting, retried }))
+        Ok((state, Marks { files, pages, waiting, retried }, summer))
     }
 
     /// Whether the kernel has nothing to do for us.
@@ -91,8 +95,34 @@ impl Marks {
     }
 }
 
+/// The file of the sums of blocks, if an account is kept of the regions that have none. Otherwise no sum counts from now on. So it is
+/// if the file cannot be had: sums are worth less than a replica that starts.
+fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<BlockSumsFile>, ReplicaError> {
+    if state.keeper().keeps_sums() {
+        match store.open_block_sums() {
+            Ok(file) => return Ok(Some(file)),
+            Err(error) => {
+                tracing::warn!(%error, "sums of blocks are not kept: nothing guards data at rest");
+                state.keeper_mut().forget_unsummed();
+            }
+        }
+    }
+    store.forget_block_sums()?;
+    Ok(None)
+}
+
 /// What the directory holds beside the data.
-fn look_at(store: &Store, owner: &Owner, views: ReplicaViews) -> Result<Found, ReplicaError> {
+fn look_at(
+    store: &Store,
+    owner: &Owner,
+    views: ReplicaViews,
+    wants_sums: bool,
+) -> Result<Found, ReplicaError> {
+    let unsummed = store.read_regions(SetKey::Unsummed)?;
+    let sums = match wants_sums {
+        true => SumsFound::Wanted(unsummed),
+        false => SumsFound::Unwanted { has_file: unsummed.is_some() },
+    };
     let mut missed = Vec::new();
     for replica in store.missed_files()? {
         missed.push((replica, store.read_regions(SetKey::Missed(replica))?.unwrap_or_default()));
@@ -105,7 +135,7 @@ fn look_at(store: &Store, owner: &Owner, views: ReplicaViews) -> Result<Found, R
         epoch: info.epoch,
         intent: store.read_regions(SetKey::Intent)?,
         missed,
-        sums: SumsFound::Unwanted { has_file: store.read_regions(SetKey::Unsummed)?.is_some() },
+        sums,
         holds_data: holds_data(store)?,
         lost_cache: info.lost_cache,
         is_left_noted: info.has_left,

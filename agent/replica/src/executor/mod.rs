@@ -12,6 +12,8 @@ mod layers;
 mod marks;
 mod piece;
 mod steps;
+mod sum_pages;
+mod summer;
 mod sums;
 mod zeroes;
 mod zeroing;
@@ -32,6 +34,8 @@ use self::flush::{Flush, Flushes};
 pub(crate) use self::marks::Marks;
 use self::piece::Piece;
 use self::steps::Shelf;
+use self::summer::SUM_SLOT;
+pub(crate) use self::summer::Summer;
 use self::sums::{Checked, Sums};
 use self::zeroes::ZeroJobs;
 use crate::error::ReplicaError;
@@ -59,6 +63,10 @@ mod kind {
     pub const PAGE: u8 = 6;
     /// Blocks of a layer that is being copied; the tag is a piece.
     pub const LAYER: u8 = 7;
+    /// A page of sums of blocks is read; the index is its place in memory.
+    pub const SUMS_READ: u8 = 8;
+    /// It is written.
+    pub const SUMS_WRITE: u8 = 9;
 }
 
 /// What became of a request.
@@ -79,6 +87,7 @@ pub(crate) struct Executor {
     zero_jobs: ZeroJobs,
     marks: Marks,
     sums: Sums,
+    summer: Summer,
     finished: Vec<(u16, Outcome)>,
     /// Operations on the layers that the kernel has.
     in_flight: usize,
@@ -99,6 +108,8 @@ struct Work {
     failure: Option<Errno>,
     /// The piece of a layer that is looked at, where it is that.
     checked: Option<Checked>,
+    /// Whether what is read is to be compared with the sums of its blocks.
+    wants_check: bool,
 }
 
 const NOTHING: Work = Work {
@@ -110,26 +121,35 @@ const NOTHING: Work = Work {
     pending: 0,
     failure: None,
     checked: None,
+    wants_check: false,
 };
 
 impl Executor {
-    /// Executes on `store`, which belongs to `owner`, and keeps `state` beside the data; `marks` has the files of its sets.
+    /// Executes on `store`, which belongs to `owner`, and keeps `state` beside the data; `marks` has the files of its sets, and
+    /// `summer` that of the sums of blocks.
     ///
     /// # Errors
     /// Where there is no memory for the buffers.
-    pub fn new(store: Store, owner: Owner, state: ReplicaState, marks: Marks) -> io::Result<Executor> {
+    pub fn new(
+        store: Store,
+        owner: Owner,
+        state: ReplicaState,
+        marks: Marks,
+        summer: Summer,
+    ) -> io::Result<Executor> {
         Ok(Executor {
             store,
             owner,
             state,
             buffers: Buffers::new()?,
-            works: vec![NOTHING; SLOTS].into(),
+            works: vec![NOTHING; SLOTS + 1].into(),
             segments: Vec::with_capacity(REQUEST_BLOCKS_MAX),
             flushes: Flushes::new(SLOTS),
             covered: Vec::with_capacity(SLOTS),
             zero_jobs: ZeroJobs::new(),
             marks,
             sums: Sums::default(),
+            summer,
             finished: Vec::with_capacity(SLOTS),
             in_flight: 0,
             read_failures: 0,
@@ -161,6 +181,8 @@ impl Executor {
 
     /// The slot is not used any more.
     pub fn free(&mut self, slot: u16) {
+        self.end_check(slot);
+        self.works[usize::from(slot)] = NOTHING;
         self.buffers.free(slot);
     }
 
@@ -168,6 +190,9 @@ impl Executor {
     pub fn release_memory(&mut self) {
         self.sums.release();
         self.buffers.release_all();
+        if !self.is_summing() {
+            self.buffers.release_one(SUM_SLOT);
+        }
     }
 
     /// Begins to execute the request in `slot`. It comes out of [`Executor::take_finished`], maybe at once.
@@ -182,9 +207,14 @@ impl Executor {
         let header = self.work(slot).header;
         match header.opcode {
             Opcode::Flush => self.flush(slot, ring),
-            Opcode::Read | Opcode::Verify => self.start_read(slot, self.checked(&header)?, ring)?,
+            Opcode::Read | Opcode::Verify => {
+                let range = self.checked(&header)?;
+                self.begin_check(slot);
+                self.start_read(slot, range, ring)?;
+            }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
+                self.sums_follow(range);
                 // Noted before it is done: else nobody knows after a crash where the replicas may differ.
                 if self.admit(slot, range) {
                     self.modify(slot, range, ring)?;
@@ -219,6 +249,14 @@ impl Executor {
             return self.on_page(slot, count, ring);
         }
         self.in_flight -= 1;
+        match kind {
+            kind::SUMS_READ => return self.on_sums_read(usize::from(slot), count, ring),
+            kind::SUMS_WRITE => return self.on_sums_written(usize::from(slot), count, ring),
+            _ => {}
+        }
+        if slot == SUM_SLOT && kind == kind::READ {
+            self.summer.in_flight -= 1;
+        }
         match (kind, Piece::unpack(tag)) {
             (kind::READ | kind::EDGE, Some(piece)) => self.on_read(slot, kind, piece, count, ring),
             (kind::WRITE, Some(piece)) => self.on_write(slot, piece, count, ring),
@@ -265,7 +303,7 @@ impl Executor {
     /// # Errors
     /// It may not.
     pub fn check_may_be_made_anew(&self) -> Result<(), ReplicaError> {
-        let (holds_data, is_busy) = (holds_data(&self.store)?, self.in_flight > 0);
+        let (holds_data, is_busy) = (holds_data(&self.store)?, self.is_busy());
         Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
@@ -294,7 +332,7 @@ impl Executor {
     /// # Errors
     /// What the store says. Where that fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
-        debug_assert_eq!(self.in_flight, 0, "whoever asks has checked that it may be made anew");
+        debug_assert!(!self.is_busy(), "whoever asks has checked that it may be made anew");
         self.sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {
@@ -302,6 +340,9 @@ impl Executor {
         }
         self.look_at_store();
         self.flushes.changed();
+        if begun.is_ok() {
+            self.renew_sums()?;
+        }
         Ok(begun?)
     }
 
@@ -318,6 +359,7 @@ impl Executor {
         if size_bytes > MAX_VOLUME_BYTES {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
+        self.void_job();
         let grown = self.stage_grown(Regions::of(size_bytes))?;
         let expanded = self.store.expand(size_bytes);
         self.look_at_store();
@@ -409,6 +451,9 @@ impl Executor {
 
     fn finish(&mut self, slot: u16, outcome: Outcome) {
         let outcome = if self.state.failure().is_some() { Err(Errno::IO) } else { outcome };
+        if slot == SUM_SLOT {
+            return self.sum_read(outcome);
+        }
         self.finished.push((slot, outcome));
     }
 

@@ -178,7 +178,10 @@ impl Executor {
             ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
-        self.store.repair_layer(image, range, &runs, data)?;
+        let repaired = self.store.repair_layer(image, range, &runs, data);
+        // What a reader sees there is not what it was.
+        self.renew_sums()?;
+        repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
     }

@@ -185,8 +185,9 @@ mod tests {
         let id = ViewId { generation: Generation::NEVER, number: 0 };
         let committed = View { id, members: Members::default() };
         let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1) };
-        let (state, marks) = Marks::load(&mut store, &owner, ReplicaViews::new(committed)).unwrap();
-        Executor::new(store, owner, state, marks).unwrap()
+        let loaded = Marks::load(&mut store, &owner, ReplicaViews::new(committed), 0);
+        let (state, marks, summer) = loaded.unwrap();
+        Executor::new(store, owner, state, marks, summer).unwrap()
     }
 
     /// Executes a request to its end; each completion is what `change` makes of it.

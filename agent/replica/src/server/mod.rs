@@ -98,7 +98,9 @@ impl Server {
             if let Some(failure) = self.ends_by() {
                 return Err(failure);
             }
-            let timeout = self.needs_ticks().then_some(TICK);
+            let ticks = self.needs_ticks();
+            let sums = self.executor.sums_pause().filter(|_| !self.stopping);
+            let timeout = [ticks.then_some(TICK), sums].into_iter().flatten().min();
             self.ring
                 .wait(timeout, &mut completions)
                 .map_err(|source| ReplicaError::system("wait for io_uring", source))?;
@@ -107,8 +109,11 @@ impl Server {
             }
             self.answer();
             self.executor.write_pages(&mut self.ring);
+            if !self.stopping {
+                self.executor.sum(&mut self.ring);
+            }
             self.settle();
-            if timeout.is_some() && last_tick.elapsed() >= TICK {
+            if ticks && last_tick.elapsed() >= TICK {
                 last_tick = Instant::now();
                 self.tick();
             }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
-use shorthorn_control::{ReplicaSpec, ReplicaStatus, Secret, Status, store_spec};
+use shorthorn_control::{ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Status, store_spec};
 use shorthorn_types::{Generation, Members, ReplicaId};
 use shorthorn_wire::{
     Challenge, Claim, Flags, HEADER_BYTES, Header, Hello, Nonce, Opcode, ProvenWelcome, Refusal, Session,
@@ -41,6 +41,7 @@ pub fn spec(base: &Path, size_bytes: u64) -> ReplicaSpec {
         data_socket: base.join("data.sock"),
         data_address: None,
         control_socket: base.join("control.sock"),
+        sum_bytes_per_s: SUM_BYTES_PER_S,
     }
 }
 
@@ -106,6 +107,12 @@ impl Replica {
 
     /// Sends SIGTERM and waits for the end.
     pub fn terminate(mut self) -> ExitStatus {
+        self.signal("-TERM");
+        self.child.wait().unwrap()
+    }
+
+    /// As [`Replica::terminate`], of one that is to be replaced.
+    pub fn terminate_in_place(&mut self) -> ExitStatus {
         self.signal("-TERM");
         self.child.wait().unwrap()
     }

@@ -69,7 +69,11 @@ impl Spec {
     ///
     /// # Errors
     /// [`NodeError::Invalid`] says which field can never work.
-    pub fn replica(request: v1::StartReplicaRequest, places: &Places) -> Result<Spec, NodeError> {
+    pub fn replica(
+        request: v1::StartReplicaRequest,
+        config: &Config,
+        places: &Places,
+    ) -> Result<Spec, NodeError> {
         let volume = VolumeName::new(&request.volume)?;
         let replica: ReplicaId = request.replica_id.parse()?;
         let id = InstanceId::Replica(volume.clone(), replica);
@@ -88,6 +92,7 @@ impl Spec {
             data_socket: places.data(&id)?,
             data_address: None,
             control_socket: places.control(&id)?,
+            sum_bytes_per_s: u64::from(config.sum_mib_per_s) << 20,
         }))
     }
 

@@ -1,0 +1,186 @@
+//! The pages of sums of blocks that are in memory: a few, those used last.
+
+use std::io;
+
+use shorthorn_ring::{Arena, IoBuf};
+use shorthorn_store::{SUM_PAGE_BYTES, SumPage};
+
+use crate::limits::SUM_PAGES;
+
+/// One page.
+#[derive(Debug)]
+struct Entry {
+    number: Option<u64>,
+    state: State,
+    sums: SumPage,
+    used: u64,
+}
+
+/// What the ring does with a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Nothing.
+    Ready,
+    /// It is read: nothing is known yet.
+    Loading,
+    /// It is written as it is in memory.
+    Writing,
+    /// It is read or written for nobody: it was about sums that do not count any more.
+    Orphan,
+}
+
+/// What there is of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// It is here.
+    Here(usize),
+    /// It is being read.
+    Loading,
+    /// It has to be read into this place.
+    Load(usize),
+    /// No place is free before something ends that is under way.
+    NoPlace,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct SumPages {
+    entries: Vec<Entry>,
+    arena: Arena,
+    clock: u64,
+}
+
+impl SumPages {
+    pub fn new() -> io::Result<SumPages> {
+        let entry = || Entry { number: None, state: State::Ready, sums: SumPage::unknown(), used: 0 };
+        let entries = (0..SUM_PAGES).map(|_| entry()).collect();
+        Ok(SumPages { entries, arena: Arena::new(SUM_PAGES, SUM_PAGE_BYTES)?, clock: 0 })
+    }
+
+    /// Looks for a page. One that is to be loaded counts as being read from now on.
+    pub fn find(&mut self, number: u64) -> Found {
+        self.clock += 1;
+        if let Some(at) = self.entries.iter().position(|entry| entry.number == Some(number)) {
+            self.entries[at].used = self.clock;
+            return if self.entries[at].state == State::Loading { Found::Loading } else { Found::Here(at) };
+        }
+        let free = self.entries.iter().enumerate().filter(|(_, entry)| entry.state == State::Ready);
+        let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return Found::NoPlace };
+        let entry = &mut self.entries[at];
+        (entry.number, entry.state, entry.used) = (Some(number), State::Loading, self.clock);
+        entry.sums.clear();
+        Found::Load(at)
+    }
+
+    /// What a page says, if it is here.
+    pub fn peek(&self, number: u64) -> Option<&SumPage> {
+        let entry = self.entries.iter().find(|entry| entry.number == Some(number))?;
+        (entry.state != State::Loading).then_some(&entry.sums)
+    }
+
+    pub fn sums_mut(&mut self, at: usize) -> &mut SumPage {
+        &mut self.entries[at].sums
+    }
+
+    /// Where a page is read to and written from.
+    pub fn buf(&self, at: usize) -> IoBuf {
+        self.arena.buf(at)
+    }
+
+    /// A page was read, so many bytes of it. Its number, and whether it says anything. None: nobody wants it any more.
+    pub fn loaded(&mut self, at: usize, series: u64, count: usize) -> Option<(u64, bool)> {
+        let entry = &mut self.entries[at];
+        let state = std::mem::replace(&mut entry.state, State::Ready);
+        let number = entry.number.filter(|_| state == State::Loading)?;
+        let mut bytes = [0; SUM_PAGE_BYTES];
+        self.arena.buf(at).copy_to(&mut bytes);
+        let known = entry.sums.decode(number, series, &bytes[..count.min(SUM_PAGE_BYTES)]);
+        Some((number, known))
+    }
+
+    /// The page is written from now on. False if it is being written already, or is not here.
+    pub fn begin_write(&mut self, at: usize, series: u64) -> bool {
+        let entry = &mut self.entries[at];
+        let Some(number) = entry.number.filter(|_| entry.state == State::Ready) else { return false };
+        let mut bytes = [0; SUM_PAGE_BYTES];
+        entry.sums.encode(number, series, &mut bytes);
+        self.arena.buf(at).copy_from(&bytes);
+        entry.state = State::Writing;
+        true
+    }
+
+    /// It was written, or not: then it is read again before it is used. False: nobody wants it any more.
+    pub fn written(&mut self, at: usize, well: bool) -> bool {
+        let entry = &mut self.entries[at];
+        let state = std::mem::replace(&mut entry.state, State::Ready);
+        if !well {
+            entry.number = None;
+        }
+        state == State::Writing
+    }
+
+    /// None of the pages counts any more.
+    pub fn forget(&mut self) {
+        for entry in &mut self.entries {
+            entry.number = None;
+            if entry.state != State::Ready {
+                entry.state = State::Orphan;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(pages: &mut SumPages, number: u64) -> usize {
+        let Found::Load(at) = pages.find(number) else { panic!("it is there already") };
+        let mut bytes = [0; SUM_PAGE_BYTES];
+        let mut sums = SumPage::unknown();
+        sums.set(1, 7);
+        sums.encode(number, 5, &mut bytes);
+        pages.buf(at).copy_from(&bytes);
+        assert_eq!(pages.find(number), Found::Loading);
+        assert_eq!(pages.loaded(at, 5, SUM_PAGE_BYTES), Some((number, true)));
+        at
+    }
+
+    #[test]
+    fn those_used_last_stay() {
+        let mut pages = SumPages::new().unwrap();
+        let places: Vec<usize> = (0..SUM_PAGES as u64).map(|number| load(&mut pages, number)).collect();
+        assert_eq!(pages.find(0), Found::Here(places[0]));
+        assert_eq!(pages.find(100), Found::Load(places[1]), "0 was used later");
+        assert_eq!(pages.find(0), Found::Here(places[0]));
+        assert_eq!(pages.peek(0).map(|sums| sums.sum(1)), Some(7));
+    }
+
+    #[test]
+    fn what_the_ring_has_keeps_its_place() {
+        let mut pages = SumPages::new().unwrap();
+        let at = load(&mut pages, 0);
+        assert!(pages.begin_write(at, 5) && !pages.begin_write(at, 5));
+        for number in 1..SUM_PAGES as u64 {
+            assert!(matches!(pages.find(number), Found::Load(_)));
+        }
+        assert_eq!(pages.find(100), Found::NoPlace);
+        assert_eq!(pages.find(0), Found::Here(at), "it can be used while it is written");
+        assert!(pages.written(at, true));
+        assert_eq!(pages.find(100), Found::Load(at));
+    }
+
+    #[test]
+    fn what_was_read_or_written_for_a_series_that_is_over_counts_for_nothing() {
+        let mut pages = SumPages::new().unwrap();
+        let written = load(&mut pages, 0);
+        pages.begin_write(written, 5);
+        let Found::Load(read) = pages.find(1) else { panic!() };
+        pages.forget();
+        assert!(!pages.written(written, true));
+        assert_eq!(pages.loaded(read, 6, SUM_PAGE_BYTES), None);
+        let Found::Load(at) = pages.find(0) else { panic!("it is read again") };
+        assert_eq!(pages.loaded(at, 6, SUM_PAGE_BYTES), Some((0, false)), "it is of another series");
+        assert_eq!(pages.peek(0).map(|sums| sums.sum(1)), Some(0));
+    }
+}

@@ -1,0 +1,629 @@
+//! Sums of blocks: made in the background, where the volume is at rest, and compared with what is read.
+//!
+//! A region is summed when the engine has said that it is clean: all members have flushed it since it was last modified.
+//! Its blocks are read back, as a reader sees them, in a slot of their own; the page with their sums is written, durably,
+//! and only then the region leaves the set of unsummed regions, unless something has modified it meanwhile. The set, and the
+//! order in which it follows, are pure: see `shorthorn-regions`.
+//!
+//! A check compares whole blocks of regions that have sums, after the data was read. It never makes a sound block look
+//! rotten: what is not known for sure, because a page of sums is torn or the region was modified meanwhile, is not compared.
+
+use std::time::{Duration, Instant};
+
+use shorthorn_ring::{Ring, Token};
+use shorthorn_store::{
+    BLOCKS_PER_SUM_PAGE, BlockSource, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN,
+    SumPage, block_sum,
+};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::{Flags, Header, Opcode};
+
+use super::sum_pages::{Found, SumPages};
+use super::{Executor, Outcome, SOURCE_DISK, kind};
+use crate::error::ReplicaError;
+use crate::limits::{
+    REPORTED_ROTTEN_MAX, SLOTS, SUM_BUSY_SHARE, SUM_FREE_BYTES_MIN, SUM_LOOK_INTERVAL, SUM_PIECE_BYTES,
+    SUM_SEARCH_PAUSE, SUM_SPACE_INTERVAL,
+};
+
+/// The slot in which regions are read to be summed. No request has it.
+#[allow(clippy::cast_possible_truncation)] // there are a few hundred
+pub(super) const SUM_SLOT: u16 = SLOTS as u16;
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Summer {
+    /// None: no sums are kept.
+    file: Option<BlockSumsFile>,
+    /// Files of series that are over, which the ring may still have.
+    retired: Vec<BlockSumsFile>,
+    pages: SumPages,
+    bytes_per_s: u64,
+    /// Where the search for regions that hold data goes on.
+    search_from: Option<u32>,
+    /// Where the next region is looked for.
+    cursor: u32,
+    /// When there may be something to do; none: when something is modified.
+    next_at: Option<Instant>,
+    job: Option<Job>,
+    /// The sums that the job has made.
+    fresh: SumPage,
+    /// Operations that the ring has, those of the job and of pages.
+    pub(super) in_flight: usize,
+    /// Requests whose data is read, and which wait for pages of sums.
+    waiting: Vec<u16>,
+    /// Those of them that are looked at again.
+    retried: Vec<u16>,
+    /// Requests that are to be compared.
+    checks: usize,
+    /// Times that a request has met blocks that are not as they were stored.
+    rotten: u64,
+    are_pages_told: bool,
+    /// Regions were summed since the set was written last.
+    has_news: bool,
+}
+
+/// Regions that are being summed.
+#[derive(Clone, Copy, Debug)]
+struct Job {
+    /// What is left of it.
+    at_bytes: u64,
+    end_bytes: u64,
+    /// How much was read.
+    read_bytes: u64,
+    step: Step,
+    /// Nobody wants its result any more.
+    is_void: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// The next piece is to be read.
+    Next,
+    /// A piece is being read.
+    Reading,
+    /// It was read, or could not be.
+    Read(Outcome),
+    /// The sums of a page are made: that has to be here.
+    Page { number: u64 },
+    /// It is being written.
+    Writing,
+}
+
+impl Summer {
+    /// Sums so much in a second; 0, or without a file: nothing.
+    pub fn new(file: Option<BlockSumsFile>, bytes_per_s: u64) -> std::io::Result<Summer> {
+        let is_on = file.is_some();
+        Ok(Summer {
+            file,
+            retired: Vec::new(),
+            pages: SumPages::new()?,
+            bytes_per_s: bytes_per_s.max(1),
+            search_from: is_on.then_some(0),
+            cursor: 0,
+            next_at: is_on.then(Instant::now),
+            job: None,
+            fresh: SumPage::unknown(),
+            in_flight: 0,
+            waiting: Vec::with_capacity(SLOTS),
+            retried: Vec::with_capacity(SLOTS),
+            checks: 0,
+            rotten: 0,
+            are_pages_told: false,
+            has_news: false,
+        })
+    }
+
+    fn fd(&self) -> Option<std::os::fd::RawFd> {
+        self.file.as_ref().map(BlockSumsFile::raw_fd)
+    }
+
+    fn series(&self) -> u64 {
+        self.file.as_ref().map_or(0, BlockSumsFile::series)
+    }
+
+    /// After so much was read.
+    fn pause(&mut self, bytes: u64, is_busy: bool) {
+        let rate = if is_busy { (self.bytes_per_s / SUM_BUSY_SHARE).max(1) } else { self.bytes_per_s };
+        let pause = Duration::from_micros(bytes.saturating_mul(1_000_000) / rate);
+        self.next_at = Some(Instant::now() + pause.min(SUM_SPACE_INTERVAL));
+    }
+}
+
+/// Whether the request asks for a comparison of what it reads.
+fn asks_for_check(header: &Header) -> bool {
+    match header.opcode {
+        Opcode::Verify => true,
+        Opcode::Read => header.flags.has(Flags::CHECKED),
+        _ => false,
+    }
+}
+
+fn is_modification(opcode: Opcode) -> bool {
+    matches!(opcode, Opcode::Write | Opcode::Discard | Opcode::WriteZeroes)
+}
+
+impl Executor {
+    /// When [`Executor::sum`] has something to do, if nothing else happens.
+    pub fn sums_pause(&self) -> Option<Duration> {
+        let next_at = self.summer.next_at.filter(|_| self.summer.job.is_none())?;
+        Some(next_at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Goes on with the sums, a step that does not wait for the disk.
+    pub fn sum(&mut self, ring: &mut Ring) {
+        if self.summer.file.is_none() || self.state.failure().is_some() {
+            return self.drop_job();
+        }
+        while let Some(job) = self.summer.job {
+            if job.is_void && !matches!(job.step, Step::Reading | Step::Writing) {
+                self.end_job(job);
+                return;
+            }
+            let goes_on = match job.step {
+                Step::Next => self.read_next(job, ring),
+                Step::Read(outcome) => self.take_piece(job, outcome),
+                Step::Page { number } => self.write_sums(number, ring),
+                Step::Reading | Step::Writing => false,
+            };
+            if !goes_on {
+                return;
+            }
+        }
+        if self.summer.next_at.is_some_and(|at| at <= Instant::now()) {
+            self.begin_sums(ring);
+            if self.summer.job.is_some() {
+                self.sum(ring);
+            }
+        }
+    }
+
+    /// The replica has failed, or sums are not kept any more.
+    fn drop_job(&mut self) {
+        if self.summer.job.is_some_and(|job| !matches!(job.step, Step::Reading | Step::Writing)) {
+            self.summer.job = None;
+        }
+        self.summer.next_at = None;
+    }
+
+    /// Looks for regions to sum, and begins with them.
+    fn begin_sums(&mut self, ring: &mut Ring) {
+        if self.store.is_copying() {
+            return self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
+        }
+        if let Some(from) = self.summer.search_from {
+            return self.search(from);
+        }
+        let keeper = self.state.keeper();
+        let next = keeper.next_to_sum(self.summer.cursor).or_else(|| keeper.next_to_sum(0));
+        let Some(region) = next else {
+            self.summer.next_at = keeper.wants_sums().then(|| Instant::now() + SUM_LOOK_INTERVAL);
+            if std::mem::take(&mut self.summer.has_news) {
+                // What was summed counts after the end of the process too.
+                self.write_stale_pages(ring);
+            }
+            return;
+        };
+        let free_bytes = self.summer.file.as_ref().and_then(BlockSumsFile::free_bytes);
+        if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
+            return self.summer.next_at = Some(Instant::now() + SUM_SPACE_INTERVAL);
+        }
+        let regions = self.state.keeper().regions();
+        let bytes = regions.range(region);
+        // As many as share a page, or one that has several.
+        let page_end = (bytes.offset() / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES;
+        let end_bytes = bytes.end().max(page_end.min(regions.size_bytes()));
+        let unit = ByteRange::new(bytes.offset(), end_bytes - bytes.offset()).unwrap_or(bytes);
+        let run = regions.touched(unit);
+        self.summer.cursor = run.end;
+        // The engine has said that nothing is in flight there; it costs little to look.
+        let is_modified =
+            self.works.iter().any(|work| is_modification(work.header.opcode) && work.blocks.overlaps(unit));
+        if is_modified || !self.state.keeper_mut().begin_sums(run) {
+            return self.summer.pause(unit.length(), true);
+        }
+        self.summer.fresh.clear();
+        let (at_bytes, end_bytes) = (unit.offset(), unit.end());
+        self.summer.job = Some(Job { at_bytes, end_bytes, read_bytes: 0, step: Step::Next, is_void: false });
+    }
+
+    /// At the start it is not known which regions hold data.
+    fn search(&mut self, from: u32) {
+        match self.store.allocated(self.state.keeper().regions(), from) {
+            Ok((runs, next)) => {
+                for (first, count) in runs {
+                    self.state.keeper_mut().want_sums(first..first + count);
+                }
+                self.summer.search_from = next;
+                self.summer.next_at = Some(Instant::now() + SUM_SEARCH_PAUSE);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "which regions hold data could not be found out: blocks are summed after they are written");
+                self.summer.search_from = None;
+            }
+        }
+    }
+
+    pub(super) fn is_busy(&self) -> bool {
+        self.in_flight > self.summer.in_flight
+    }
+
+    fn set_step(&mut self, step: Step) {
+        if let Some(job) = &mut self.summer.job {
+            job.step = step;
+        }
+    }
+
+    /// Reads the next regions of the page, or goes on to what follows the last one.
+    fn read_next(&mut self, job: Job, ring: &mut Ring) -> bool {
+        let page_end = ((job.at_bytes / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES).min(job.end_bytes);
+        let Some(piece) = self.next_sum_piece(job.at_bytes, page_end) else {
+            let number = (page_end - 1) / SUM_PAGE_SPAN_BYTES;
+            if let Some(job) = &mut self.summer.job {
+                job.at_bytes = page_end;
+            }
+            self.set_step(Step::Page { number });
+            return true;
+        };
+        if let Some(job) = &mut self.summer.job {
+            job.at_bytes = piece.end();
+            job.read_bytes += piece.length();
+        }
+        self.set_step(Step::Reading);
+        let length_bytes = u32::try_from(piece.length()).unwrap_or(0);
+        self.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
+        if let Err(errno) = self.start_read(SUM_SLOT, piece, ring) {
+            self.sum_read(Err(errno));
+        }
+        true
+    }
+
+    /// The next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has anything need none.
+    fn next_sum_piece(&mut self, from_bytes: u64, end_bytes: u64) -> Option<ByteRange> {
+        let regions = self.state.keeper().regions();
+        let mut at = from_bytes;
+        while at < end_bytes {
+            let range = ByteRange::new(at, end_bytes - at).ok()?;
+            let region = regions.touched(range).start;
+            let part_end = regions.range(region).end().min(end_bytes).min(at + SUM_PIECE_BYTES);
+            let part = ByteRange::new(at, part_end - at).ok()?;
+            if self.state.keeper().is_being_summed(region) {
+                let is_whole = part == regions.range(region);
+                if !is_whole || self.holds_anything(part) {
+                    return Some(part);
+                }
+                self.state.keeper_mut().need_no_sums(region..region + 1);
+            }
+            at = part_end;
+        }
+        None
+    }
+
+    fn holds_anything(&mut self, range: ByteRange) -> bool {
+        let mut segments = std::mem::take(&mut self.segments);
+        segments.clear();
+        let planned = self.store.plan_read(range, &mut segments);
+        let holds = planned.is_err() || segments.iter().any(|segment| segment.source != BlockSource::Zero);
+        self.segments = segments;
+        holds
+    }
+
+    /// The read of a piece has ended.
+    pub(super) fn sum_read(&mut self, outcome: Outcome) {
+        self.set_step(Step::Read(outcome));
+    }
+
+    /// Makes the sums of a piece that was read.
+    fn take_piece(&mut self, job: Job, outcome: Outcome) -> bool {
+        if job.is_void || outcome.is_err() {
+            // What cannot be read has no sums; a scrub finds it.
+            self.state.keeper_mut().end_sums(false);
+            self.end_job(job);
+            return false;
+        }
+        let blocks = self.work(SUM_SLOT).blocks;
+        for block in block_ranges(blocks) {
+            let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
+            self.summer.fresh.set(number_in_page(block), sum);
+        }
+        self.set_step(Step::Next);
+        true
+    }
+
+    /// Writes the page, as soon as what it has of other regions is here.
+    fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
+        let Some(at) = self.sum_page(number, ring) else { return false };
+        let series = self.summer.series();
+        let Some(fd) = self.summer.fd() else { return false };
+        let Summer { pages, fresh, .. } = &mut self.summer;
+        for block in 0..BLOCKS_PER_SUM_PAGE {
+            match fresh.sum(block) {
+                SUM_UNKNOWN => {}
+                sum => pages.sums_mut(at).set(block, sum),
+            }
+        }
+        if !pages.begin_write(at, series) {
+            return false;
+        }
+        fresh.clear();
+        let token = sums_token(kind::SUMS_WRITE, at);
+        ring.write(fd, pages.buf(at), number * SUM_PAGE_BYTES as u64, true, token);
+        self.summer.in_flight += 1;
+        self.in_flight += 1;
+        self.set_step(Step::Writing);
+        false
+    }
+
+    pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
+        self.summer.in_flight -= 1;
+        self.drop_retired();
+        let well = result == Ok(SUM_PAGE_BYTES);
+        let is_wanted = self.summer.pages.written(at, well);
+        if let Err(errno) = result
+            && shorthorn_replica_core::is_final(errno)
+            && !super::is_passing(errno)
+        {
+            // It was to be durable: what the disk has told of here may be about other data.
+            self.fail(&format!("sums of blocks could not be stored: {errno}"));
+        }
+        if let Some(job) = self.summer.job.filter(|job| job.step == Step::Writing) {
+            if !well || !is_wanted || job.is_void {
+                self.state.keeper_mut().end_sums(false);
+                self.end_job(job);
+                if !well {
+                    self.summer.next_at = Some(Instant::now() + SUM_SPACE_INTERVAL);
+                }
+            } else if job.at_bytes < job.end_bytes {
+                self.set_step(Step::Next);
+            } else {
+                self.state.keeper_mut().end_sums(true);
+                self.summer.has_news = true;
+                self.end_job(job);
+            }
+        }
+        self.go_on_comparing(ring);
+    }
+
+    fn end_job(&mut self, job: Job) {
+        self.summer.job = None;
+        let is_busy = self.is_busy();
+        self.summer.pause(job.read_bytes, is_busy);
+    }
+
+    /// A page of sums, if it is here; else it is being read, or will be asked for again.
+    fn sum_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
+        let fd = self.summer.fd()?;
+        match self.summer.pages.find(number) {
+            Found::Here(at) => Some(at),
+            Found::Loading | Found::NoPlace => None,
+            Found::Load(at) => {
+                let token = sums_token(kind::SUMS_READ, at);
+                ring.read(fd, self.summer.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
+                self.summer.in_flight += 1;
+                self.in_flight += 1;
+                None
+            }
+        }
+    }
+
+    pub(super) fn on_sums_read(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
+        self.summer.in_flight -= 1;
+        self.drop_retired();
+        let series = self.summer.series();
+        if let Some((number, false)) = self.summer.pages.loaded(at, series, result.unwrap_or(0)) {
+            self.sums_are_unknown(number);
+        }
+        self.go_on_comparing(ring);
+    }
+
+    /// A page says nothing: a crash has torn it, it is damaged, or it was never written. What has its sums there is summed
+    /// again.
+    fn sums_are_unknown(&mut self, number: u64) {
+        let regions = self.state.keeper().regions();
+        let start = number * SUM_PAGE_SPAN_BYTES;
+        let length = SUM_PAGE_SPAN_BYTES.min(regions.size_bytes().saturating_sub(start));
+        let Ok(span) = ByteRange::new(start, length) else { return };
+        let mut count = 0;
+        for region in regions.touched(span) {
+            if self.state.keeper().is_summed(region) {
+                self.state.keeper_mut().unsum(region..region + 1);
+                count += 1;
+            }
+        }
+        if count > 0 {
+            self.summer.next_at.get_or_insert_with(Instant::now);
+            if !std::mem::replace(&mut self.summer.are_pages_told, true) {
+                tracing::warn!(regions = count, %span, "sums of blocks are damaged or were torn by a crash, and are made again; more of them are not told");
+            }
+        }
+    }
+
+    /// The sums that are kept count for nothing any more: the volume is about to be, or was, changed beside the requests.
+    /// Begins anew.
+    ///
+    /// # Errors
+    /// They can be neither begun anew nor forgotten: nothing is served any more.
+    pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
+        let Some(file) = self.summer.file.take() else { return Ok(()) };
+        self.summer.retired.push(file);
+        self.drop_retired();
+        self.summer.pages.forget();
+        self.void_job();
+        let regions = self.state.keeper().regions();
+        self.state.keeper_mut().unsum(0..regions.count());
+        match self.store.open_block_sums() {
+            Ok(file) => {
+                self.summer.file = Some(file);
+                (self.summer.search_from, self.summer.next_at) = (Some(0), Some(Instant::now()));
+                Ok(())
+            }
+            Err(error) => {
+                tracing::warn!(%error, "sums of blocks are not kept any more: nothing guards data at rest until the replica is started again");
+                self.state.keeper_mut().forget_unsummed();
+                let forgotten = self.store.forget_block_sums();
+                if let Err(error) = &forgotten {
+                    self.fail(&format!("sums of blocks that do not count could not be forgotten: {error}"));
+                }
+                Ok(forgotten?)
+            }
+        }
+    }
+
+    /// Whether regions are being read and summed.
+    pub(super) fn is_summing(&self) -> bool {
+        self.summer.job.is_some()
+    }
+
+    /// Whether what is read to be summed is wanted by nobody any more.
+    pub(super) fn is_job_void(&self) -> bool {
+        self.summer.job.is_none_or(|job| job.is_void)
+    }
+
+    /// What is being summed is not what it was.
+    pub(super) fn void_job(&mut self) {
+        self.state.keeper_mut().end_sums(false);
+        if let Some(job) = &mut self.summer.job {
+            job.is_void = true;
+        }
+    }
+
+    fn drop_retired(&mut self) {
+        if self.summer.in_flight == 0 {
+            self.summer.retired.clear();
+        }
+    }
+
+    /// Something is about to be modified: what is read there is not compared any more, and it has to be summed again.
+    pub(super) fn sums_follow(&mut self, range: ByteRange) {
+        if self.summer.file.is_none() {
+            return;
+        }
+        if self.summer.next_at.is_none() {
+            self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
+        }
+        if self.summer.checks > 0 {
+            for work in self.works.iter_mut().filter(|work| work.wants_check && work.blocks.overlaps(range)) {
+                work.wants_check = false;
+                self.summer.checks -= 1;
+            }
+        }
+    }
+
+    /// The request in the slot begins to read.
+    pub(super) fn begin_check(&mut self, slot: u16) {
+        let wants = self.summer.file.is_some() && asks_for_check(&self.work(slot).header);
+        self.work_mut(slot).wants_check = wants;
+        self.summer.checks += usize::from(wants);
+    }
+
+    /// The data of the slot is there: it finishes, after a comparison if that was asked for.
+    pub(super) fn was_read(&mut self, slot: u16, ring: &mut Ring) {
+        if !self.has_compared(slot) {
+            self.load_sums_for(slot, ring);
+            self.summer.waiting.push(slot);
+        }
+    }
+
+    /// Finishes the request if it is not to be compared, or all its pages of sums are here.
+    fn has_compared(&mut self, slot: u16) -> bool {
+        let rotten = match self.work(slot).wants_check {
+            true if !self.has_sums_for(slot) => return false,
+            true => self.rotten_block(slot),
+            false => None,
+        };
+        self.end_check(slot);
+        if let Some(block) = rotten {
+            self.report_rotten(block);
+        }
+        self.finish(slot, rotten.map_or(Ok(()), |_| Err(Errno::ROTTEN)));
+        true
+    }
+
+    /// The slot is not compared, or not any more.
+    pub(super) fn end_check(&mut self, slot: u16) {
+        if std::mem::take(&mut self.work_mut(slot).wants_check) {
+            self.summer.checks -= 1;
+        }
+    }
+
+    /// The pages that have sums for what is in the slot.
+    fn pages_for(&self, slot: u16) -> impl Iterator<Item = u64> + use<'_> {
+        let blocks = self.work(slot).blocks;
+        let keeper = self.state.keeper();
+        let pages = blocks.offset() / SUM_PAGE_SPAN_BYTES..blocks.end().div_ceil(SUM_PAGE_SPAN_BYTES);
+        pages.filter(move |page| {
+            let start = (page * SUM_PAGE_SPAN_BYTES).max(blocks.offset());
+            let end = ((page + 1) * SUM_PAGE_SPAN_BYTES).min(blocks.end());
+            let part = ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY);
+            keeper.regions().touched(part).any(|region| keeper.is_summed(region))
+        })
+    }
+
+    fn has_sums_for(&self, slot: u16) -> bool {
+        self.pages_for(slot).all(|page| self.summer.pages.peek(page).is_some())
+    }
+
+    fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
+        // A request touches no more than two.
+        let mut pages = [None; 2];
+        pages.iter_mut().zip(self.pages_for(slot)).for_each(|(place, page)| *place = Some(page));
+        for page in pages.into_iter().flatten() {
+            self.sum_page(page, ring);
+        }
+    }
+
+    /// The first block in the slot that is not as it was stored, if there is one.
+    fn rotten_block(&self, slot: u16) -> Option<ByteRange> {
+        let blocks = self.work(slot).blocks;
+        block_ranges(blocks).find(|block| self.is_rotten(slot, blocks, *block))
+    }
+
+    fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
+        let keeper = self.state.keeper();
+        if !keeper.regions().touched(block).all(|region| keeper.is_summed(region)) {
+            return false;
+        }
+        let Some(sums) = self.summer.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES) else { return false };
+        let kept = sums.sum(number_in_page(block));
+        kept != SUM_UNKNOWN && kept != block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c())
+    }
+
+    fn report_rotten(&mut self, block: ByteRange) {
+        self.summer.rotten += 1;
+        if self.summer.rotten <= REPORTED_ROTTEN_MAX {
+            tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
+        }
+        if self.summer.rotten == REPORTED_ROTTEN_MAX {
+            tracing::error!("more blocks that are not as they were stored are answered but not logged");
+        }
+    }
+
+    /// A page has come, or a place for one is free. First those that have all they need: else others would take its place.
+    fn go_on_comparing(&mut self, ring: &mut Ring) {
+        let mut retried = std::mem::take(&mut self.summer.retried);
+        std::mem::swap(&mut retried, &mut self.summer.waiting);
+        retried.retain(|slot| !self.has_compared(*slot));
+        for slot in retried.drain(..) {
+            self.load_sums_for(slot, ring);
+            self.summer.waiting.push(slot);
+        }
+        self.summer.retried = retried;
+    }
+}
+
+fn sums_token(kind: u8, at: usize) -> Token {
+    Token { source: SOURCE_DISK, kind, index: u16::try_from(at).unwrap_or(u16::MAX), tag: 0 }
+}
+
+/// The place of a block in its page.
+fn number_in_page(block: ByteRange) -> usize {
+    let number = block.offset() / BLOCK_BYTES % BLOCKS_PER_SUM_PAGE as u64;
+    usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+fn block_ranges(blocks: ByteRange) -> impl Iterator<Item = ByteRange> {
+    (blocks.offset()..blocks.end())
+        .step_by(super::buffers::distance(BLOCK_BYTES))
+        .filter_map(|at| ByteRange::new(at, BLOCK_BYTES).ok())
+}

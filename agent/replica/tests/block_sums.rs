@@ -1,0 +1,318 @@
+//! Sums of blocks: what the disk has changed by itself is told, and nothing else is.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use common::*;
+use nix::fcntl::{FallocateFlags, fallocate};
+use proptest::prelude::*;
+use shorthorn_control::ReplicaSpec;
+use shorthorn_regions::RegionKeeper;
+use shorthorn_store::AlignedBuffer;
+use shorthorn_types::{Errno, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf};
+use shorthorn_wire::{ExpandReplica, Flags, Opcode};
+
+const REGION: u64 = 64 << 10;
+const BLOCK: u64 = 4096;
+const SIZE: u64 = 8 * MIB;
+const ROTTEN: i32 = Errno::ROTTEN.raw();
+/// As fast as the disk is.
+const FAST: u64 = 1 << 40;
+
+fn spec_of(base: &Path) -> ReplicaSpec {
+    ReplicaSpec { sum_bytes_per_s: FAST, ..spec(base, SIZE) }
+}
+
+fn head(spec: &ReplicaSpec) -> File {
+    let path = spec.directory.join("volume-head-000.img");
+    OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap()
+}
+
+/// The disk changes a byte of a block.
+fn rot(spec: &ReplicaSpec, block: u64) {
+    let (file, mut bytes) = (head(spec), AlignedBuffer::new(4096));
+    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
+    bytes.as_mut_slice()[100] ^= 1;
+    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
+}
+
+/// The engine says that all members have flushed everything.
+fn is_clean(client: &mut Client, size_bytes: u64) {
+    client.flush().unwrap();
+    let runs = vec![(0, Regions::of(size_bytes).count())];
+    let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
+    client.tell(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
+}
+
+/// Whether the sums of a region count, also after the process has died.
+fn is_summed(spec: &ReplicaSpec, size_bytes: u64, region: u32) -> bool {
+    let guard = std::fs::read(spec.directory.join("shorthorn.guard")).unwrap();
+    let guard: serde_json::Value = serde_json::from_slice(&guard).unwrap();
+    let regions = Regions::of(size_bytes);
+    let epoch = guard["epoch"].as_u64().unwrap();
+    let mut keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
+    keeper.keep_unsummed(Some(&std::fs::read(spec.directory.join("shorthorn.unsummed")).unwrap()));
+    keeper.is_summed(region)
+}
+
+fn wait_until_summed(spec: &ReplicaSpec, size_bytes: u64, regions: &[u32]) {
+    let since = Instant::now();
+    while !regions.iter().all(|region| is_summed(spec, size_bytes, *region)) {
+        assert!(since.elapsed() < TIMEOUT, "regions {regions:?} are not summed");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn read_checked(client: &mut Client, offset: u64, length: u64) -> Result<Vec<u8>, i32> {
+    client.call(Opcode::Read, Flags::CHECKED, offset, u32::try_from(length).unwrap(), &[])
+}
+
+fn verify(client: &mut Client, offset: u64, length: u64) -> Result<Vec<u8>, i32> {
+    client.call(Opcode::Verify, Flags::NONE, offset, u32::try_from(length).unwrap(), &[])
+}
+
+/// A replica whose first and third regions have sums; the last block of the third is a hole.
+fn summed(spec: &ReplicaSpec) -> (Replica, Client) {
+    let replica = Replica::start(spec);
+    let mut client = replica.open(generation(1));
+    client.write(0, &pattern(1, 65536)).unwrap();
+    client.write(2 * REGION, &pattern(2, 65536 - 4096)).unwrap();
+    is_clean(&mut client, SIZE);
+    wait_until_summed(spec, SIZE, &[0, 2]);
+    (replica, client)
+}
+
+#[test]
+fn a_rotten_block_is_told_to_whoever_asks() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = summed(&spec);
+    assert!(!is_summed(&spec, SIZE, 1), "there is nothing in the second region");
+    assert_eq!(read_checked(&mut client, 0, 65536), Ok(pattern(1, 65536)));
+    rot(&spec, 3);
+    assert_eq!(read_checked(&mut client, 0, 65536), Err(ROTTEN));
+    assert_eq!(read_checked(&mut client, 3 * BLOCK + 512, 512), Err(ROTTEN), "a part of the block will do");
+    assert_eq!(verify(&mut client, 0, MIB), Err(ROTTEN));
+    assert_eq!(read_checked(&mut client, 4 * BLOCK, 12 * BLOCK), Ok(pattern(1, 65536)[16384..].to_vec()));
+    assert_ne!(client.read(0, 65536), Ok(pattern(1, 65536)), "who does not ask gets what is there");
+    client.write(3 * BLOCK, &pattern(1, 65536)[12288..16384]).unwrap();
+    assert_eq!(read_checked(&mut client, 0, 65536), Ok(pattern(1, 65536)), "it was written over");
+    is_clean(&mut client, SIZE);
+    wait_until_summed(&spec, SIZE, &[0]);
+    assert_eq!(read_checked(&mut client, 0, 65536), Ok(pattern(1, 65536)));
+    rot(&spec, 3);
+    assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN), "and summed again");
+}
+
+#[test]
+fn blocks_that_vanish_or_appear_are_rotten() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = summed(&spec);
+    replica.kill();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(head(&spec).as_fd(), punch, 5 * 4096, 4096).unwrap();
+    rot(&spec, 47);
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(verify(&mut client, 0, 5 * BLOCK).map(drop), Ok(()));
+    assert_eq!(verify(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "it is a hole now");
+    assert_eq!(verify(&mut client, 2 * REGION, 15 * BLOCK).map(drop), Ok(()));
+    assert_eq!(verify(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN), "it was a hole");
+}
+
+#[test]
+fn sums_count_after_a_restart() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = summed(&spec);
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(verify(&mut client, 0, 65536).map(drop), Ok(()));
+    rot(&spec, 0);
+    assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN));
+    assert!(replica.terminate().success());
+    let replica = Replica::start(&spec);
+    assert_eq!(verify(&mut replica.open(generation(3)), 0, 65536), Err(ROTTEN));
+}
+
+#[test]
+fn sums_that_nobody_has_kept_up_to_date_count_for_nothing() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (replica, _) = summed(&spec);
+    assert!(replica.terminate().success());
+    // Without sums for a while.
+    let off = ReplicaSpec { sum_bytes_per_s: 0, ..spec.clone() };
+    let replica = Replica::start(&off);
+    let mut client = replica.open(generation(2));
+    client.write(0, &pattern(3, 4096)).unwrap();
+    assert!(!spec.directory.join("shorthorn.unsummed").exists());
+    assert!(!spec.directory.join("shorthorn.block-sums").exists());
+    assert!(replica.terminate().success());
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(3));
+    assert_eq!(read_checked(&mut client, 0, 4096), Ok(pattern(3, 4096)));
+    is_clean(&mut client, SIZE);
+    wait_until_summed(&spec, SIZE, &[0, 2]);
+    replica.kill();
+    // A version that knows no sums: it writes the guard as it knows it, and the head, and leaves all other files alone.
+    let path = spec.directory.join("shorthorn.guard");
+    let mut guard: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert!(guard.as_object_mut().unwrap().remove("block_sums").unwrap().is_u64());
+    std::fs::write(&path, guard.to_string()).unwrap();
+    rot(&spec, 0);
+    let replica = Replica::start(&spec);
+    assert_eq!(verify(&mut replica.open(generation(4)), 0, 65536).map(drop), Ok(()));
+}
+
+#[test]
+fn a_page_of_sums_that_is_damaged_makes_nothing_look_rotten() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = summed(&spec);
+    replica.kill();
+    let sums = OpenOptions::new().write(true).open(spec.directory.join("shorthorn.block-sums")).unwrap();
+    sums.write_all_at(&[0x5a; 512], 0).unwrap();
+    sums.sync_all().unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(verify(&mut client, 0, MIB).map(drop), Ok(()));
+    // They are made again.
+    let mut page = vec![0; 4096];
+    let since = Instant::now();
+    while &page[..8] != b"SHRNBSUM" {
+        assert!(since.elapsed() < TIMEOUT);
+        std::thread::sleep(Duration::from_millis(20));
+        page = std::fs::read(spec.directory.join("shorthorn.block-sums")).unwrap()[..4096].to_vec();
+    }
+    wait_until_summed(&spec, SIZE, &[0, 2]);
+    rot(&spec, 1);
+    assert_eq!(verify(&mut client, 0, MIB), Err(ROTTEN));
+}
+
+#[test]
+fn sums_stay_when_the_volume_grows() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = summed(&spec);
+    let size_bytes = SIZE + 3 * BLOCK;
+    client.tell(Opcode::Expand, &ExpandReplica { size_bytes }).unwrap();
+    client.write(SIZE + BLOCK, &pattern(4, 8192)).unwrap();
+    assert_eq!(verify(&mut client, SIZE, 3 * BLOCK).map(drop), Ok(()));
+    is_clean(&mut client, size_bytes);
+    wait_until_summed(&spec, size_bytes, &[0, 2, 128]);
+    assert_eq!(verify(&mut client, SIZE, 3 * BLOCK).map(drop), Ok(()));
+    rot(&spec, 2048);
+    rot(&spec, 0);
+    assert_eq!(verify(&mut client, SIZE, 3 * BLOCK), Err(ROTTEN));
+    assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN));
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write {
+        sector: u64,
+        sectors: u64,
+    },
+    Discard {
+        sector: u64,
+        sectors: u64,
+    },
+    Zero {
+        sector: u64,
+        sectors: u64,
+    },
+    /// The engine says that all is clean, and regions may be summed.
+    Clean {
+        waits_ms: u64,
+    },
+    Check {
+        block: u64,
+        blocks: u64,
+    },
+    Kill,
+    Restart,
+}
+
+/// Three regions.
+const SECTORS: u64 = 3 * REGION / 512;
+
+fn step() -> impl Strategy<Value = Step> {
+    let part = || (0..SECTORS - 40, 1..40u64);
+    prop_oneof![
+        6 => part().prop_map(|(sector, sectors)| Step::Write { sector, sectors }),
+        2 => part().prop_map(|(sector, sectors)| Step::Discard { sector, sectors }),
+        2 => part().prop_map(|(sector, sectors)| Step::Zero { sector, sectors }),
+        4 => (0u64..12).prop_map(|waits_ms| Step::Clean { waits_ms }),
+        4 => (0u64..40, 1u64..8).prop_map(|(block, blocks)| Step::Check { block, blocks }),
+        2 => Just(Step::Kill),
+        1 => Just(Step::Restart),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, max_shrink_iters: 100, ..ProptestConfig::default() })]
+
+    /// Whatever is written and discarded, and wherever the process dies, sound blocks stay sound.
+    #[test]
+    fn a_sound_block_never_looks_rotten(steps in prop::collection::vec(step(), 10..60)) {
+        let base = base_in_memory();
+        let spec = spec_of(base.path());
+        let mut replica = Replica::start(&spec);
+        let mut attach = 1;
+        let mut client = replica.open(generation(attach));
+        let mut model = vec![0u8; usize::try_from(SECTORS * 512).unwrap()];
+        for (number, step) in (0u64..).zip(steps) {
+            match step {
+                Step::Write { sector, sectors } => {
+                    let data = pattern(number + 100, usize::try_from(sectors * 512).unwrap());
+                    client.write(sector * 512, &data).unwrap();
+                    let at = usize::try_from(sector * 512).unwrap();
+                    model[at..at + data.len()].copy_from_slice(&data);
+                }
+                Step::Discard { sector, sectors } => {
+                    let length = u32::try_from(sectors * 512).unwrap();
+                    client.call(Opcode::Discard, Flags::NONE, sector * 512, length, &[]).unwrap();
+                    let start = (sector * 512).next_multiple_of(BLOCK);
+                    let end = (sector + sectors) * 512 / BLOCK * BLOCK;
+                    if start < end {
+                        model[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()].fill(0);
+                    }
+                }
+                Step::Zero { sector, sectors } => {
+                    let length = u32::try_from(sectors * 512).unwrap();
+                    client.call(Opcode::WriteZeroes, Flags::NONE, sector * 512, length, &[]).unwrap();
+                    let at = usize::try_from(sector * 512).unwrap();
+                    model[at..at + length as usize].fill(0);
+                }
+                Step::Clean { waits_ms } => {
+                    is_clean(&mut client, SIZE);
+                    // So that the process is met in the middle of what it does about that.
+                    std::thread::sleep(Duration::from_millis(waits_ms));
+                }
+                Step::Check { block, blocks } => {
+                    let data = read_checked(&mut client, block * BLOCK, blocks * BLOCK).unwrap();
+                    let at = usize::try_from(block * BLOCK).unwrap();
+                    prop_assert_eq!(&data, &model[at..at + data.len()]);
+                }
+                Step::Kill => replica.kill(),
+                Step::Restart => prop_assert!(replica.terminate_in_place().success()),
+            }
+            if matches!(step, Step::Kill | Step::Restart) {
+                attach += 1;
+                replica = Replica::start(&spec);
+                client = replica.open(generation(attach));
+            }
+        }
+        is_clean(&mut client, SIZE);
+        prop_assert_eq!(read_checked(&mut client, 0, SECTORS * 512).unwrap(), model);
+    }
+}
