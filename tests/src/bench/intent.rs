@@ -1,6 +1,6 @@
-//! What it costs in the steady state that a region is noted before it is written: the same loads on two volumes that are
-//! there at the same time, one with regions that are cleared as usual and noted again, one with regions that all stay noted.
-//! They take short turns, so that what changes on the machine changes for both.
+//! What it costs in the steady state that a region is noted before it is written, and that sums of blocks are kept: the same loads on
+//! two volumes that are there at the same time, one with it and one without: with regions that all stay noted, or with no
+//! sums. They take short turns, so that what changes on the machine changes for both.
 
 use std::path::Path;
 
@@ -17,43 +17,62 @@ const LOADS: [Workload; 2] = [
     Workload { name: "write 4 KiB random, depth 32", rw: "randwrite", block_size: "4k", depth: 32 },
 ];
 
+/// What one volume does and the other does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cost {
+    /// Regions are cleared and noted again; on the other they all stay noted.
+    Noting,
+    /// Sums of blocks are kept.
+    Sums,
+}
+
+impl Cost {
+    /// The arguments of the volume without it.
+    fn without(self) -> [&'static str; 2] {
+        match self {
+            Cost::Noting => ["--intent-clear-after-ms", "0"],
+            Cost::Sums => ["--sum-mib-per-s", "0"],
+        }
+    }
+}
+
 /// One turn of both volumes under one load.
 #[derive(Clone, Copy, Debug)]
-pub struct IntentFigure {
+pub struct CostFigure {
     /// The load.
     pub workload: &'static str,
-    /// Requests per second where regions are cleared and noted again.
-    pub cleared: f64,
-    /// Where all regions stay noted.
-    pub kept: f64,
+    /// Requests per second of the volume with it.
+    pub with: f64,
+    /// Of the one without.
+    pub without: f64,
 }
 
 /// Measures `turns` turns of each load with the files below `base`: which volume comes first changes from turn to turn.
 ///
 /// # Errors
 /// A volume does not start, or a load sees an error.
-pub fn measure_intent(base: &Path, seconds: u32, turns: u32) -> Result<Vec<IntentFigure>> {
-    let (cleared, kept) = (Subject::start(base, false)?, Subject::start(base, true)?);
+pub fn measure_cost(cost: Cost, base: &Path, seconds: u32, turns: u32) -> Result<Vec<CostFigure>> {
+    let (with, without) = (Subject::start(base, None)?, Subject::start(base, Some(cost))?);
     let mut figures = Vec::new();
     for workload in &LOADS {
-        for subject in [&cleared, &kept] {
+        for subject in [&with, &without] {
             load(&subject.volume, workload, USED, WARM_UP_S)?;
         }
         let measure = |subject: &Subject| -> Result<f64> {
             Ok(load(&subject.volume, workload, USED, seconds)?.requests_per_s)
         };
         for turn in 0..turns {
-            let (cleared, kept) = if turn.is_multiple_of(2) {
-                let first = measure(&kept)?;
-                (measure(&cleared)?, first)
+            let (with, without) = if turn.is_multiple_of(2) {
+                let first = measure(&without)?;
+                (measure(&with)?, first)
             } else {
-                (measure(&cleared)?, measure(&kept)?)
+                (measure(&with)?, measure(&without)?)
             };
-            figures.push(IntentFigure { workload: workload.name, cleared, kept });
+            figures.push(CostFigure { workload: workload.name, with, without });
         }
     }
-    cleared.volume.stop()?;
-    kept.volume.stop()?;
+    with.volume.stop()?;
+    without.volume.stop()?;
     Ok(figures)
 }
 
@@ -65,12 +84,12 @@ struct Subject {
 }
 
 impl Subject {
-    fn start(base: &Path, is_kept: bool) -> Result<Subject> {
+    fn start(base: &Path, without: Option<Cost>) -> Result<Subject> {
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
         let mut options = LocalVolumeOptions::new(folder.path());
         options.size = "10GiB".into();
-        if is_kept {
-            options.extra = ["--intent-clear-after-ms", "0"].map(str::to_owned).to_vec();
+        if let Some(cost) = without {
+            options.extra = cost.without().map(str::to_owned).to_vec();
         }
         let volume = LocalVolume::start(&options)?;
         // What is written for the first time costs more. And all regions are noted now: they stay so, or are cleared

@@ -9,7 +9,7 @@ mod targets;
 mod workload;
 
 pub use in_vm::{VmFigure, measure_in_vm};
-pub use intent::{IntentFigure, measure_intent};
+pub use intent::{Cost, CostFigure, measure_cost};
 pub use process::Usage;
 pub use rebuild::{RebuildFigures, measure_rebuild};
 pub use table::{Row, median, print};

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Parser;
 use shorthorn_tests::bench::{
-    IntentFigure, Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_in_vm,
-    measure_intent, measure_rebuild, median, print,
+    Cost, CostFigure, Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_cost,
+    measure_in_vm, measure_rebuild, median, print,
 };
 
 /// Measures volumes behind the NBD socket beside fio on plain files and an NBD server with one hop.
@@ -38,10 +38,13 @@ struct Arguments {
     /// Only what noting regions before they are written costs.
     #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild"])]
     only_intent: bool,
+    /// Only what keeping sums of blocks costs.
+    #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild", "only_intent"])]
+    only_sums: bool,
 }
 
 /// Turns of the two volumes per round.
-const INTENT_TURNS: u32 = 4;
+const COST_TURNS: u32 = 4;
 
 const TARGETS: [(&str, TargetKind); 5] = [
     ("fio on 1 file", TargetKind::Files { files: 1 }),
@@ -53,12 +56,20 @@ const TARGETS: [(&str, TargetKind); 5] = [
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let is_all = !arguments.only_vm && !arguments.only_rebuild && !arguments.only_intent;
+    let is_all =
+        !arguments.only_vm && !arguments.only_rebuild && !arguments.only_intent && !arguments.only_sums;
     if is_all {
         on_this_host(&arguments)?;
     }
     if is_all || arguments.only_intent {
-        noting(&arguments)?;
+        what_costs(
+            &arguments,
+            Cost::Noting,
+            "regions cleared and noted again, against regions that stay noted",
+        )?;
+    }
+    if is_all || arguments.only_sums {
+        what_costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
     }
     if is_all || arguments.only_rebuild {
         rebuilding(&arguments)?;
@@ -104,25 +115,23 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn noting(arguments: &Arguments) -> Result<()> {
-    let turns = arguments.rounds * INTENT_TURNS;
-    progress(&format!("{turns} turns: noting regions before they are written"));
-    let mut all: BTreeMap<&str, Vec<IntentFigure>> = BTreeMap::new();
-    for one in measure_intent(&arguments.dir, arguments.seconds, turns)? {
+fn what_costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
+    let turns = arguments.rounds * COST_TURNS;
+    progress(&format!("{turns} turns: {what}"));
+    let mut all: BTreeMap<&str, Vec<CostFigure>> = BTreeMap::new();
+    for one in measure_cost(cost, &arguments.dir, arguments.seconds, turns)? {
         all.entry(one.workload).or_default().push(one);
     }
-    println!(
-        "\nregions cleared and noted again, against regions that stay noted: 3 replicas, 1 GiB used, medians of {turns} turns"
-    );
+    println!("\n{what}: 3 replicas, 1 GiB used, medians of {turns} turns");
     for (workload, figures) in all {
-        let of = |value: fn(&IntentFigure) -> f64| figures.iter().map(value).collect::<Vec<f64>>();
-        let mut shares = of(|one| one.cleared / one.kept * 100.0);
+        let of = |value: fn(&CostFigure) -> f64| figures.iter().map(value).collect::<Vec<f64>>();
+        let mut shares = of(|one| one.with / one.without * 100.0);
         shares.sort_by(f64::total_cmp);
         let quarter = shares.len() / 4;
         println!(
             "  {workload:<32} {:>7.0} against {:>7.0} requests/s: {:.1} %, half of the turns {:.1} to {:.1} %",
-            median(&of(|one| one.cleared)),
-            median(&of(|one| one.kept)),
+            median(&of(|one| one.with)),
+            median(&of(|one| one.without)),
             median(&shares),
             shares[quarter],
             shares[shares.len() - 1 - quarter],
