@@ -25,6 +25,8 @@ pub struct BareVolumeOptions {
     pub size_bytes: u64,
     /// Where the directories of its replicas are.
     pub disks: Vec<PathBuf>,
+    /// `replica_timeout_ms` of the engine.
+    pub replica_timeout_ms: u32,
 }
 
 impl BareVolumeOptions {
@@ -32,7 +34,7 @@ impl BareVolumeOptions {
     #[must_use]
     pub fn new(dir: &Path) -> BareVolumeOptions {
         let disks = vec![dir.to_owned(); 3];
-        BareVolumeOptions { dir: dir.to_owned(), size_bytes: 64 << 20, disks }
+        BareVolumeOptions { dir: dir.to_owned(), size_bytes: 64 << 20, disks, replica_timeout_ms: 5000 }
     }
 }
 
@@ -99,7 +101,7 @@ impl BareVolume {
             device_dir: self.options.dir.join("dev"),
             queues: 1,
             depth: 128,
-            replica_timeout_ms: 5000,
+            replica_timeout_ms: self.options.replica_timeout_ms,
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,

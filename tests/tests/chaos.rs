@@ -1,6 +1,8 @@
 //! A local volume under a load that checks every answer, while its processes are killed and stopped.
 
+use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -129,6 +131,39 @@ fn what_a_dead_engine_left_half_done_is_made_equal() -> Result<()> {
     let directories = volume.directories();
     volume.stop()?;
     compare_exports(&directories, folder.path()).map(drop)
+}
+
+/// A start waits for some seconds for a replica that hangs, and the attempt that runs counts: with a time-out of more than that
+/// the first attempt goes on without it.
+#[test]
+fn a_start_waits_no_second_time_for_a_replica_that_hangs() -> Result<()> {
+    let folder = folder()?;
+    let options = BareVolumeOptions { replica_timeout_ms: 6000, ..BareVolumeOptions::new(folder.path()) };
+    let mut volume = BareVolume::start(options)?;
+    until_whole(&volume.engine_control(), LIMIT)?;
+    let (hangs, control) = (volume.replica_pid(2)?, volume.engine_control());
+    volume.kill_engine()?;
+    signal(hangs, Signal::SIGSTOP)?;
+    let serves = AtomicBool::new(false);
+    let (started, waited) = std::thread::scope(|scope| {
+        let messages = scope.spawn(|| {
+            let mut seen = BTreeSet::new();
+            while !serves.load(Ordering::Relaxed) {
+                seen.extend(engine_status(&control).ok().map(|status| status.message));
+                std::thread::sleep(Duration::from_millis(10)); // a status cannot be waited for
+            }
+            seen
+        });
+        let started = volume.start_engine();
+        serves.store(true, Ordering::Relaxed);
+        (started, messages.join())
+    });
+    signal(hangs, Signal::SIGCONT)?;
+    started?;
+    let waited = waited.map_err(|_| anyhow::anyhow!("the thread that looks at the status panicked"))?;
+    ensure!(!waited.iter().any(|message| message.contains("do not answer")), "{waited:?}");
+    until_whole(&volume.engine_control(), LIMIT)?;
+    volume.stop()
 }
 
 /// Until there are no answers for a moment: whatever is sent now waits for one replica.

@@ -190,7 +190,7 @@ impl Opener<'_> {
         let mut offenders = Offenders::default();
         loop {
             self.take_size();
-            match self.attempt(begin.elapsed(), &mut offenders) {
+            match self.attempt(begin, &mut offenders) {
                 Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
                 Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
@@ -267,8 +267,8 @@ impl Opener<'_> {
         Ok(Heard::Nothing)
     }
 
-    /// One attempt, after the others have taken so long.
-    fn attempt(&mut self, waited: Duration, offenders: &mut Offenders) -> Result<Opened, OpenError> {
+    /// One attempt. The first one began at `first`.
+    fn attempt(&mut self, first: Instant, offenders: &mut Offenders) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
         let volume = Volume {
@@ -286,7 +286,7 @@ impl Opener<'_> {
             greeter: Greeter::new(self.spec, generation),
             endpoints: self.spec.replicas.clone(),
             members: self.spec.replicas.iter().map(status::connecting).collect(),
-            waited,
+            first,
             reached_ms: 0,
             search: None,
             pinged: begin,
@@ -376,8 +376,8 @@ struct Attempt<'a, 'b> {
     /// The replicas of the spec when it began.
     endpoints: Vec<ReplicaEndpoint>,
     members: Vec<MemberStatus>,
-    /// How long the attempts before it have taken.
-    waited: Duration,
+    /// When the first attempt began.
+    first: Instant,
     reached_ms: u64,
     /// Tells of replicas that had not answered, while the arbiter is waited for.
     search: Option<Receiver<ReplicaId>>,
@@ -449,7 +449,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     }
 
     fn waited_ms(&self) -> u64 {
-        millis(self.waited)
+        millis(self.first.elapsed())
     }
 
     fn has_user(&self) -> bool {
