@@ -5,6 +5,8 @@ PROFILE := fast
 TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 export SHORTHORN_BIN_DIR := $(TARGET_DIR)/$(PROFILE)
 SECONDS ?= 5
+# How many faults the soak run has: 1000 take a quarter of an hour on two cores.
+FAULTS ?= 1000
 
 .PHONY: help demo test bench soak few-regions lint deny vm setup build images clean
 
@@ -22,10 +24,10 @@ bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	cargo bench --profile $(PROFILE) -p shorthorn-controller-core --bench placements
 	cargo bench --profile $(PROFILE) -p shorthorn-controller --bench idle
 
-soak: build few-regions ## the simulation with new seeds, and real processes under kills, each for SECONDS
+soak: build few-regions ## the simulation with new seeds, each for SECONDS, and FAULTS on real processes, as a table
 	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
 	$(TARGET_DIR)/few-regions/$(PROFILE)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
-	SHORTHORN_CHAOS_SECONDS=$(SECONDS) cargo test -p shorthorn-tests --test chaos -- --nocapture
+	$(SHORTHORN_BIN_DIR)/shorthorn-soak --faults $(FAULTS)
 
 # Volumes whose regions become larger when they are expanded: see REGIONS_MAX. The seeds are those of the commit.
 few-regions: setup ## the simulation of volumes with few regions, for 20 seconds

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use shorthorn_sim::checker::{Checker, Id, Micros};
 
+use crate::device_client::DeviceClient;
 use crate::nbd_client::{NbdClient, NbdCompletion, NbdRequest};
 
 const SECTOR_BYTES: usize = 512;
+const SECTORS_PER_BLOCK: usize = 8;
 /// The longest request, in sectors: beyond one region of 64 KiB.
 const SECTORS_PER_REQUEST_MAX: usize = 192;
 /// Reads of a full comparison.
@@ -18,6 +20,8 @@ const REQUESTS_PER_ROUND: u64 = 20_000;
 /// One stall after the other is normal when processes die; one that lasts as long is a bug.
 const STALL_LIMIT: Duration = Duration::from_secs(120);
 const ENOSPC: u32 = 28;
+/// A load with so many errors ends when it reads everything.
+const KEPT_ERRORS_MAX: usize = 10_000;
 
 /// What a load is like.
 #[derive(Clone, Debug)]
@@ -32,6 +36,8 @@ pub struct GuestOptions {
     pub depth: usize,
     /// Whether "no space left" is an answer like another, of writes that may have happened or not.
     pub full_disk_is_fine: bool,
+    /// Whether errors are kept for [`Guest::take_errors`] instead of ending the load. A write that fails may have happened or not.
+    pub keeps_errors: bool,
     /// Whether a power cut may come: then what is durable counts.
     pub counts_flushes: bool,
 }
@@ -46,6 +52,7 @@ impl GuestOptions {
             sectors: 32768,
             depth: 16,
             full_disk_is_fine: false,
+            keeps_errors: false,
             counts_flushes: false,
         }
     }
@@ -62,12 +69,108 @@ pub struct GuestCounts {
     pub longest_stall: Duration,
 }
 
+/// How long a request took, without the time in which an earlier request to the same blocks was in flight.
+#[derive(Clone, Debug, Default)]
+pub struct Wait {
+    /// How long.
+    pub time: Duration,
+    /// The request.
+    pub request: String,
+}
+
+/// A sector shows what it must not show.
+#[derive(Debug)]
+pub struct WrongByte(String);
+
+impl std::fmt::Display for WrongByte {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        to.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongByte {}
+
+/// What a load sends its requests with.
+pub trait VolumeClient: std::fmt::Debug {
+    /// Sends a request and returns its cookie.
+    fn submit(&mut self, request: NbdRequest) -> u64;
+
+    /// The next answer; none if there is none within `limit`.
+    ///
+    /// # Errors
+    /// The client does not work any more.
+    fn wait(&mut self, limit: Duration) -> Result<Option<NbdCompletion>>;
+
+    /// Requests without an answer, by their cookies.
+    fn outstanding(&self) -> &BTreeMap<u64, NbdRequest>;
+
+    /// How often the connection was lost and made again.
+    fn reconnections(&self) -> u64;
+}
+
+impl VolumeClient for NbdClient {
+    fn submit(&mut self, request: NbdRequest) -> u64 {
+        NbdClient::submit(self, request)
+    }
+
+    fn wait(&mut self, limit: Duration) -> Result<Option<NbdCompletion>> {
+        NbdClient::wait(self, limit)
+    }
+
+    fn outstanding(&self) -> &BTreeMap<u64, NbdRequest> {
+        NbdClient::outstanding(self)
+    }
+
+    fn reconnections(&self) -> u64 {
+        NbdClient::reconnections(self)
+    }
+}
+
+impl VolumeClient for DeviceClient {
+    fn submit(&mut self, request: NbdRequest) -> u64 {
+        DeviceClient::submit(self, request)
+    }
+
+    fn wait(&mut self, limit: Duration) -> Result<Option<NbdCompletion>> {
+        DeviceClient::wait(self, limit)
+    }
+
+    fn outstanding(&self) -> &BTreeMap<u64, NbdRequest> {
+        DeviceClient::outstanding(self)
+    }
+
+    /// The kernel does that.
+    fn reconnections(&self) -> u64 {
+        0
+    }
+}
+
+impl VolumeClient for Box<dyn VolumeClient + Send> {
+    fn submit(&mut self, request: NbdRequest) -> u64 {
+        (**self).submit(request)
+    }
+
+    fn wait(&mut self, limit: Duration) -> Result<Option<NbdCompletion>> {
+        (**self).wait(limit)
+    }
+
+    fn outstanding(&self) -> &BTreeMap<u64, NbdRequest> {
+        (**self).outstanding()
+    }
+
+    fn reconnections(&self) -> u64 {
+        (**self).reconnections()
+    }
+}
+
 #[derive(Debug)]
 struct InFlight {
     sectors: std::ops::Range<usize>,
     /// Of what is written.
     id: Id,
     submitted: Micros,
+    /// Since when no earlier request to these blocks is in flight.
+    free_since: Micros,
 }
 
 /// A client of a volume that makes random, overlapping requests and checks every answer.
@@ -75,8 +178,8 @@ struct InFlight {
 /// Each sector is filled with words that have the write's id in their upper and the sector's number in their lower half,
 /// so that a torn, misplaced, stale or lost sector shows, and whose it is.
 #[derive(Debug)]
-pub struct Guest {
-    client: NbdClient,
+pub struct Guest<C = NbdClient> {
+    client: C,
     options: GuestOptions,
     random: fastrand::Rng,
     checker: Checker,
@@ -86,12 +189,14 @@ pub struct Guest {
     round_ends: u64,
     last_answer: Instant,
     counts: GuestCounts,
+    errors: Vec<String>,
+    longest_wait: Wait,
 }
 
-impl Guest {
+impl<C: VolumeClient> Guest<C> {
     /// A load on a part of a volume that has not been written yet.
     #[must_use]
-    pub fn new(client: NbdClient, options: GuestOptions) -> Guest {
+    pub fn new(client: C, options: GuestOptions) -> Guest<C> {
         Guest {
             client,
             random: fastrand::Rng::with_seed(options.seed),
@@ -102,6 +207,8 @@ impl Guest {
             round_ends: REQUESTS_PER_ROUND,
             last_answer: Instant::now(),
             counts: GuestCounts::default(),
+            errors: Vec::new(),
+            longest_wait: Wait::default(),
             options,
         }
     }
@@ -116,6 +223,31 @@ impl Guest {
     #[must_use]
     pub fn reconnections(&self) -> u64 {
         self.client.reconnections()
+    }
+
+    /// The errors since the last call, each with its request.
+    pub fn take_errors(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.errors)
+    }
+
+    /// The longest wait for an answer since the last call, requests in flight included.
+    pub fn take_longest_wait(&mut self) -> Wait {
+        let now = self.now();
+        let outstanding = self.client.outstanding();
+        let waits = self.in_flight.iter().filter_map(|(cookie, in_flight)| {
+            let request = describe(outstanding.get(cookie)?);
+            let time = Duration::from_micros(now.saturating_sub(in_flight.free_since));
+            Some(Wait { time, request: format!("{request}, in flight") })
+        });
+        let longest = std::mem::take(&mut self.longest_wait);
+        waits.chain([longest]).max_by_key(|wait| wait.time).unwrap_or_default()
+    }
+
+    /// For how long the oldest request in flight has been so.
+    #[must_use]
+    pub fn oldest_in_flight(&self) -> Option<Duration> {
+        let oldest = self.in_flight.values().map(|in_flight| in_flight.submitted).min()?;
+        Some(Duration::from_micros(self.now().saturating_sub(oldest)))
     }
 
     /// Keeps requests in flight and checks the answers for a short while.
@@ -177,7 +309,8 @@ impl Guest {
         let second = self.read_everything()?;
         if let Some(at) = (0..first.len()).find(|at| first[*at] != second[*at]) {
             let sector = self.options.first_sector + at as u64;
-            bail!("sector {sector} reads as {} and then as {}; {}", first[at], second[at], self.history());
+            let told = format!("sector {sector} reads as {} and then as {}", first[at], second[at]);
+            return Err(anyhow::Error::new(WrongByte(told)).context(self.history()));
         }
         if !self.options.counts_flushes {
             // Nothing is in flight and all was seen: what came before can be forgotten.
@@ -188,7 +321,7 @@ impl Guest {
 
     /// Goes on with another device of the same volume. What the old one has not answered may have happened, and will
     /// not happen any more. Returns the client of the old one, with what it waits for.
-    pub fn move_to(&mut self, client: NbdClient) -> NbdClient {
+    pub fn move_to(&mut self, client: C) -> C {
         let now = self.now();
         for (_, request) in std::mem::take(&mut self.in_flight) {
             self.checker.undecided(request.sectors, request.id, request.submitted, now);
@@ -242,7 +375,7 @@ impl Guest {
             self.last_answer = Instant::now();
         }
         let cookie = self.client.submit(request);
-        self.in_flight.insert(cookie, InFlight { sectors, id, submitted });
+        self.in_flight.insert(cookie, InFlight { sectors, id, submitted, free_since: submitted });
     }
 
     /// Half of the requests are to a small area, where many overlap.
@@ -286,22 +419,22 @@ impl Guest {
             let id = Id::try_from(word >> 32)?;
             let whole = sector.chunks(8).all(|other| other == word.to_le_bytes());
             let expected = if word == 0 { 0 } else { self.word(first_sector + at, id) };
-            ensure!(
-                whole && word == expected,
-                "sector {} is torn, or belongs elsewhere: {:02x?}",
-                self.options.first_sector + (first_sector + at) as u64,
-                sector
-            );
-            Ok(id)
+            if whole && word == expected {
+                return Ok(id);
+            }
+            let number = self.options.first_sector + (first_sector + at) as u64;
+            let told = format!("sector {number} is torn, or belongs elsewhere: {sector:02x?}");
+            Err(WrongByte(told).into())
         });
         ids.collect()
     }
 
     fn answered(&mut self, completion: NbdCompletion) -> Result<()> {
-        let InFlight { sectors, id, submitted } =
-            self.in_flight.remove(&completion.cookie).context("an answer to nothing")?;
+        let in_flight = self.in_flight.remove(&completion.cookie).context("an answer to nothing")?;
         self.counts.answered += 1;
         let now = self.now();
+        self.note_wait(&in_flight, &completion, now);
+        let InFlight { sectors, id, submitted, .. } = in_flight;
         let fua = match &completion.request {
             NbdRequest::Write { fua, .. } | NbdRequest::WriteZeroes { fua, .. } => *fua,
             _ => false,
@@ -309,7 +442,7 @@ impl Guest {
         match (&completion.request, completion.outcome) {
             (NbdRequest::Read { .. }, Ok(data)) => {
                 let ids = self.ids(sectors.start, &data)?;
-                self.checker.read(sectors.start, &ids, submitted, now).map_err(anyhow::Error::msg)?;
+                self.checker.read(sectors.start, &ids, submitted, now).map_err(WrongByte)?;
             }
             (NbdRequest::Flush, Ok(_)) if self.options.counts_flushes => self.checker.flushed(submitted),
             (NbdRequest::Flush, Ok(_)) => {}
@@ -322,9 +455,39 @@ impl Guest {
                     self.checker.undecided(sectors, id, submitted, now);
                 }
             }
-            (request, Err(errno)) => bail!("{} is answered with errno {errno}", describe(request)),
+            (request, Err(errno)) => {
+                let told = format!("{} is answered with errno {errno}", describe(request));
+                ensure!(self.options.keeps_errors, "{told}");
+                self.errors.push(told);
+                if !matches!(request, NbdRequest::Flush | NbdRequest::Read { .. }) {
+                    self.checker.undecided(sectors, id, submitted, now);
+                }
+            }
         }
         Ok(())
+    }
+
+    /// An answer has come: requests that had to wait for its blocks wait for the volume from now on.
+    fn note_wait(&mut self, answered: &InFlight, completion: &NbdCompletion, now: Micros) {
+        for (cookie, later) in &mut self.in_flight {
+            let shares = share_a_block(&later.sectors, &answered.sectors);
+            if *cookie > completion.cookie && shares {
+                later.free_since = now;
+            }
+        }
+        let time = Duration::from_micros(now.saturating_sub(answered.free_since));
+        if time > self.longest_wait.time {
+            self.longest_wait = Wait { time, request: describe(&completion.request) };
+        }
+    }
+
+    /// Asks while nothing is in flight, and waits for the answer.
+    fn ask(&mut self, request: NbdRequest) -> Result<std::result::Result<Vec<u8>, u32>> {
+        let cookie = self.client.submit(request);
+        let completion = self.client.wait(STALL_LIMIT)?;
+        let completion = completion.with_context(|| format!("no answer within {STALL_LIMIT:?}"))?;
+        ensure!(completion.cookie == cookie, "an answer to {:?}", completion.request);
+        Ok(completion.outcome)
     }
 
     fn read_everything(&mut self) -> Result<Vec<Id>> {
@@ -334,20 +497,38 @@ impl Guest {
             let sectors = SECTORS_PER_CHECK.min(self.options.sectors - first);
             let request = NbdRequest::Read { offset: self.offset(first), length: length_bytes(sectors) };
             let submitted = self.now();
-            let outcome = self.client.call(request, STALL_LIMIT).with_context(|| self.history())?;
+            let asked = Instant::now();
+            let outcome = self.ask(request).with_context(|| self.history())?;
+            if asked.elapsed() > self.longest_wait.time {
+                let request = "a read of everything".to_owned();
+                self.longest_wait = Wait { time: asked.elapsed(), request };
+            }
             let data = match outcome {
                 Ok(data) => data,
+                Err(errno) if self.options.keeps_errors && self.errors.len() < KEPT_ERRORS_MAX => {
+                    self.errors.push(format!("reading everything, at sector {first}: errno {errno}"));
+                    continue;
+                }
                 Err(errno) => bail!("reading everything: errno {errno}; {}", self.history()),
             };
             let ids = self.ids(first, &data).with_context(|| self.history())?;
             let now = self.now();
             let allowed = self.checker.read(first, &ids, submitted, now);
-            allowed.map_err(anyhow::Error::msg).with_context(|| self.history())?;
+            allowed.map_err(WrongByte).with_context(|| self.history())?;
             seen.extend(ids);
         }
         self.last_answer = Instant::now();
         Ok(seen)
     }
+}
+
+/// Whether a volume has one wait for the other: it orders requests by whole blocks.
+fn share_a_block(a: &std::ops::Range<usize>, b: &std::ops::Range<usize>) -> bool {
+    let blocks = |sectors: &std::ops::Range<usize>| {
+        sectors.start / SECTORS_PER_BLOCK..sectors.end.div_ceil(SECTORS_PER_BLOCK)
+    };
+    let (a, b) = (blocks(a), blocks(b));
+    a.start < b.end && b.start < a.end
 }
 
 fn length_bytes(sectors: usize) -> u32 {

@@ -1,0 +1,144 @@
+//! `make soak`: a thousand faults under verified load, as a table.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use shorthorn_control::FrontendChoice;
+use shorthorn_tests::soak::{Options, run, run_in_vm};
+use shorthorn_vmkit::Kernel;
+
+/// An emulated machine is slow.
+const VM_LIMIT: Duration = Duration::from_secs(2 * 3600);
+
+/// Kills, pauses, cuts, slow and full disks and corrupt frames on volumes of three replicas. Needs root.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Which faults come in which order; one is drawn and printed if none is given.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// How many faults.
+    #[arg(long, default_value_t = 1000)]
+    faults: usize,
+    /// No fault begins after so many seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// How many volumes are hit at the same time, each by its own part of the faults.
+    #[arg(long, default_value_t = 6)]
+    volumes: usize,
+    /// Only this volume, with its part of the faults: counted from 0.
+    #[arg(long)]
+    only: Option<usize>,
+    /// No fault lasts longer than so many seconds.
+    #[arg(long, default_value_t = 30)]
+    longest: u64,
+    /// How the loads reach the volumes.
+    #[arg(long, value_enum, default_value = "socket")]
+    frontend: Frontend,
+    /// replica_timeout_ms of the volumes.
+    #[arg(long, default_value_t = 3000)]
+    replica_timeout_ms: u64,
+    /// Runs in a virtual machine, whose kernel has ublk and NBD. Use few faults and long time-outs: it is emulated.
+    #[arg(long)]
+    in_vm: bool,
+    /// Stops all volumes as soon as one has shown what must not be.
+    #[arg(long)]
+    stop_early: bool,
+    /// Where the files are while it runs, and stay if something goes wrong.
+    #[arg(long, default_value = "/var/tmp")]
+    dir: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Frontend {
+    /// NBD on a Unix socket.
+    Socket,
+    /// A block device, where the kernel has ublk.
+    Ublk,
+    /// A block device, where the kernel has NBD.
+    Nbd,
+}
+
+impl Frontend {
+    fn choice(self) -> FrontendChoice {
+        match self {
+            Frontend::Socket => FrontendChoice::Socket,
+            Frontend::Ublk => FrontendChoice::Ublk,
+            Frontend::Nbd => FrontendChoice::Nbd,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Frontend::Socket => "socket",
+            Frontend::Ublk => "ublk",
+            Frontend::Nbd => "nbd",
+        }
+    }
+
+    fn kernel(self) -> Kernel {
+        match self {
+            Frontend::Nbd => Kernel::Nbd,
+            Frontend::Socket | Frontend::Ublk => Kernel::Ublk,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match soak(&Arguments::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            // Where standard error is closed there is nobody to tell.
+            let _ = writeln!(io::stderr(), "\nThe soak run failed: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn soak(arguments: &Arguments) -> Result<bool> {
+    let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
+    let options = Options {
+        seed,
+        faults: arguments.faults,
+        time: arguments.seconds.map(Duration::from_secs),
+        volumes: arguments.volumes.max(1),
+        only: arguments.only,
+        longest: Duration::from_secs(arguments.longest),
+        frontend: arguments.frontend.choice(),
+        replica_timeout: Duration::from_millis(arguments.replica_timeout_ms),
+        full_disk_is_fine: false,
+        start: Instant::now(),
+        stops_early: arguments.stop_early,
+    };
+    let replay = format!(
+        "shorthorn-soak --seed {seed} --faults {} --volumes {} --longest {} --replica-timeout-ms {} --frontend {}",
+        options.faults,
+        options.volumes,
+        arguments.longest,
+        arguments.replica_timeout_ms,
+        arguments.frontend.name()
+    );
+    println!("{replay}");
+    if arguments.in_vm {
+        let time = arguments.seconds.map(|seconds| format!("--seconds {seconds}"));
+        let words = replay.split(' ').skip(1).map(str::to_owned).chain(time);
+        let (told, passes) = run_in_vm(arguments.frontend.kernel(), &words.collect::<Vec<_>>(), VM_LIMIT)?;
+        println!("{told}");
+        return Ok(passes);
+    }
+    let folder = tempfile::Builder::new().prefix("soak").tempdir_in(&arguments.dir);
+    let folder = folder.with_context(|| format!("making a folder in {}", arguments.dir.display()))?;
+    let report = run(&options, folder.path())?;
+    println!("\n{report}");
+    if report.passes_so_far() {
+        return Ok(true);
+    }
+    println!("Logs and disks: {}", folder.keep().display());
+    println!("The same faults in the same order: {replay}");
+    println!("Those of volume N alone: the same with --only N");
+    Ok(false)
+}

@@ -1,0 +1,264 @@
+//! One volume and the faults that it has to stand, one episode after the other.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use nix::sys::signal::Signal;
+
+use super::faults::{Episode, Hit, Kind};
+use super::limits::{Times, limit};
+use super::link::Way;
+use super::report::{Outcome, Report};
+use super::volume::{Volume, Who};
+use super::watch::Watch;
+use super::{Options, say};
+use crate::guest::{Guest, GuestOptions, WrongByte};
+use crate::{is_whole, until};
+
+/// Until all replicas are members again. Longer than any of their pauses.
+const WHOLE_LIMIT: Duration = Duration::from_secs(240);
+const SETTLE_LIMIT: Duration = Duration::from_secs(60);
+/// A process that was started a moment ago is there soon; a damage needs something to damage.
+const HIT_LIMIT: Duration = Duration::from_secs(20);
+const SLOW_DISK_REQUESTS_PER_S: u32 = 10;
+/// How often a disk that is full is filled anew: what is trimmed makes room.
+const FILL_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_DELAY_MS: u64 = 30;
+/// The part of the volume that is used: small, so that all of it is written and compared again and again.
+const SECTORS: usize = 8192;
+const DEPTH: usize = 8;
+
+/// A volume under load.
+pub(super) struct Lane<'a> {
+    options: &'a Options,
+    number: usize,
+    volume: Volume,
+    watch: Watch,
+    report: Report,
+}
+
+impl<'a> Lane<'a> {
+    /// # Errors
+    /// The volume does not start.
+    pub fn start(options: &'a Options, dir: &Path, number: usize) -> Result<Lane<'a>> {
+        let dir = dir.join(format!("v{number}"));
+        std::fs::create_dir(&dir)?;
+        let volume = Volume::start(&dir, number, options)?;
+        volume.until_whole(WHOLE_LIMIT)?;
+        let seed = options.seed ^ (number as u64) << 48;
+        let guest = GuestOptions {
+            sectors: SECTORS,
+            depth: DEPTH,
+            keeps_errors: true,
+            full_disk_is_fine: options.full_disk_is_fine,
+            ..GuestOptions::new(seed)
+        };
+        let watch = Watch::start(Guest::new(volume.client(DEPTH)?, guest));
+        Ok(Lane { options, number, volume, watch, report: Report::default() })
+    }
+
+    /// Goes through the episodes and compares everything at the end. All volumes stop once `stop` is set.
+    pub fn run(mut self, episodes: &[Episode], deadline: Option<Instant>, stop: &AtomicBool) -> Report {
+        let (number, stops_early) = (self.number, self.options.stops_early);
+        for episode in episodes {
+            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if is_over || stop.load(Ordering::Relaxed) {
+                break;
+            }
+            if let Err(error) = self.episode(episode) {
+                self.report.problem(format!("volume {number} in episode {}: {error:#}", episode.number));
+                break;
+            }
+        }
+        let mut report = std::mem::take(&mut self.report);
+        if let Err(error) = self.finish(&mut report) {
+            report.problem(format!("volume {number} at the end: {error:#}"));
+        }
+        if stops_early && !report.passes_so_far() {
+            stop.store(true, Ordering::Relaxed);
+        }
+        report
+    }
+
+    /// Compares what the guest has written with what it reads, then the replicas with each other.
+    fn finish(mut self, report: &mut Report) -> Result<()> {
+        report.note_ends(self.volume.processes().ends());
+        let compared = self.watch.finish().and_then(|mut guest| {
+            guest.compare_everything()?;
+            report.note_load(&mut guest);
+            Ok(())
+        });
+        if let Err(error) = compared {
+            if error.downcast_ref::<WrongByte>().is_some() {
+                report.wrong_byte();
+            }
+            return Err(error);
+        }
+        self.volume.until_whole(WHOLE_LIMIT)?;
+        self.volume.stop()?;
+        self.volume.compare_replicas().inspect_err(|_| report.replicas_differ())
+    }
+
+    fn episode(&mut self, episode: &Episode) -> Result<()> {
+        self.watch.take();
+        let (begin, mut engine) = (Instant::now(), EngineTime::default());
+        let inflicted = self.inflict(episode, &mut engine);
+        // All that is held is let go, whatever went wrong.
+        if inflicted.is_err() {
+            episode.hits.iter().try_for_each(|hit| self.end(hit))?;
+        }
+        inflicted?;
+        let times = Times { faults: begin.elapsed(), engine: engine.total() };
+        let healed = Instant::now();
+        let settled = self.until_settled();
+        let whole_after = healed.elapsed();
+        let has_ended = self.watch.has_ended();
+        let outcome = Outcome {
+            seen: self.watch.take(),
+            fault_time: times.faults,
+            limit: limit(episode.row, self.options.replica_timeout).of(times),
+            whole_after,
+        };
+        say(&format!(
+            "{:6.0} volume {} {}",
+            self.options.start.elapsed().as_secs_f64(),
+            self.number,
+            outcome.describe(episode)
+        ));
+        self.report.add(episode, self.number, outcome);
+        ensure!(!has_ended, "the load has ended");
+        settled
+    }
+
+    /// Waits until all replicas are members and have been so for a while: the engine may not have noticed yet that one is lost. Of the
+    /// requests that are sent after the faults some need every member. When they are answered, it has.
+    fn until_settled(&self) -> Result<()> {
+        loop {
+            self.volume.until_whole(WHOLE_LIMIT)?;
+            // Twice: the requests that are in flight then were all sent after the faults.
+            for _ in 0..2 {
+                self.watch.settle(Instant::now(), SETTLE_LIMIT)?;
+            }
+            if is_whole(&self.volume.status()?) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn inflict(&self, episode: &Episode, engine: &mut EngineTime) -> Result<()> {
+        let begin = Instant::now();
+        let mut full: Vec<usize> = Vec::new();
+        for step in episode.steps() {
+            let hit = &episode.hits[step.hit];
+            self.keep_full(&full, begin + step.at)?;
+            if step.is_end {
+                self.until_damaged(hit)?;
+                self.end(hit)?;
+                full.retain(|replica| *replica != hit.replica);
+            } else {
+                let what = format!("chance for {:?} of replica {}", hit.kind, hit.replica);
+                until(&what, HIT_LIMIT, || self.begin(hit).map(Some))?;
+                if hit.kind == Kind::DiskFull {
+                    full.push(hit.replica);
+                }
+            }
+            if matches!(hit.kind, Kind::EngineKilled | Kind::EnginePaused) {
+                engine.note();
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until then. What is trimmed on disks that are full makes room, and that is filled again.
+    fn keep_full(&self, full: &[usize], until: Instant) -> Result<()> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            for replica in full {
+                self.volume.disks[*replica].small.fill()?;
+            }
+            // How long a fault lasts is the random part of the run; nothing waits for it.
+            thread::sleep(if full.is_empty() { left } else { left.min(FILL_PAUSE) });
+        }
+    }
+
+    fn begin(&self, hit: &Hit) -> Result<()> {
+        let (replica, link) = (hit.replica, self.volume.link(hit.replica));
+        match hit.kind {
+            Kind::ReplicaKilled => self.volume.kill(Who::Replica(replica))?,
+            Kind::EngineKilled => self.volume.kill(Who::Engine)?,
+            Kind::ReplicaPaused => self.volume.signal(Who::Replica(replica), Signal::SIGSTOP)?,
+            Kind::EnginePaused => self.volume.signal(Who::Engine, Signal::SIGSTOP)?,
+            Kind::LinkCut => self.volume.cut(replica, true)?,
+            Kind::ToReplicaCut => link.cut(Way::ToReplica, true),
+            Kind::FromReplicaCut => link.cut(Way::FromReplica, true),
+            Kind::ConnectionsClosed => link.close(),
+            Kind::LinkDelayed => link.delay(Duration::from_millis(1 + hit.choice % LONGEST_DELAY_MS)),
+            Kind::ToReplicaCorrupted => link.damage(Way::ToReplica, hit.choice),
+            Kind::FromReplicaCorrupted => link.damage(Way::FromReplica, hit.choice),
+            Kind::DiskSlow => self.volume.disks[replica].limit(Some(SLOW_DISK_REQUESTS_PER_S))?,
+            Kind::DiskFull => self.volume.disks[replica].small.fill()?,
+        }
+        Ok(())
+    }
+
+    /// Waits for a damage that has not happened yet.
+    fn until_damaged(&self, hit: &Hit) -> Result<()> {
+        let way = match hit.kind {
+            Kind::ToReplicaCorrupted => Way::ToReplica,
+            Kind::FromReplicaCorrupted => Way::FromReplica,
+            _ => return Ok(()),
+        };
+        let link = self.volume.link(hit.replica);
+        until("frame to damage", HIT_LIMIT, || Ok((!link.is_to_damage(way)).then_some(())))
+    }
+
+    fn end(&self, hit: &Hit) -> Result<()> {
+        let (replica, link) = (hit.replica, self.volume.link(hit.replica));
+        match hit.kind {
+            Kind::ReplicaKilled => self.volume.revive(Who::Replica(replica)),
+            Kind::EngineKilled => self.volume.revive(Who::Engine),
+            Kind::ReplicaPaused => self.go_on(Who::Replica(replica)),
+            Kind::EnginePaused => self.go_on(Who::Engine),
+            Kind::LinkCut => self.volume.cut(replica, false)?,
+            Kind::ToReplicaCut => link.cut(Way::ToReplica, false),
+            Kind::FromReplicaCut => link.cut(Way::FromReplica, false),
+            Kind::ConnectionsClosed => {}
+            Kind::LinkDelayed => link.delay(Duration::ZERO),
+            Kind::ToReplicaCorrupted => link.spare(Way::ToReplica),
+            Kind::FromReplicaCorrupted => link.spare(Way::FromReplica),
+            Kind::DiskSlow => self.volume.disks[replica].limit(None)?,
+            Kind::DiskFull => self.volume.disks[replica].small.empty()?,
+        }
+        Ok(())
+    }
+
+    /// A process that has ended meanwhile needs no SIGCONT.
+    fn go_on(&self, who: Who) {
+        let _ = self.volume.signal(who, Signal::SIGCONT);
+    }
+}
+
+/// When there was no engine, from the first fault of it to the last.
+#[derive(Debug, Default)]
+struct EngineTime {
+    first: Option<Instant>,
+    last: Option<Instant>,
+}
+
+impl EngineTime {
+    fn note(&mut self) {
+        let now = Instant::now();
+        self.first.get_or_insert(now);
+        self.last = Some(now);
+    }
+
+    fn total(&self) -> Duration {
+        self.first.zip(self.last).map_or(Duration::ZERO, |(first, last)| last - first)
+    }
+}

@@ -1,0 +1,102 @@
+//! How long a request may take under a fault, and why.
+
+use std::time::Duration;
+
+use super::faults::{Group, Kind, Row};
+
+/// A start of an engine waits for so long for replicas that do not answer when the others are enough: `MISSING_LIMIT` of the engine.
+const MISSING: Duration = Duration::from_secs(5);
+/// A volume that lacks a majority gives up waiting for replicas, or for a change of its view, after so long: `LATE_LIMIT_MS` of
+/// the engine. Its next start finds all replicas that are there by then.
+const LATE: Duration = Duration::from_secs(60);
+/// One step of the engine's clock, by which each time-out may be noticed later, and the same once more for a machine with more to
+/// do than this test.
+const NOTICE: Duration = Duration::from_secs(2);
+
+/// How long a request may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// Beyond what is added.
+    pub time: Duration,
+    /// What is added.
+    pub beyond: Beyond,
+    /// The rule of ARCHITECTURE.md.
+    pub why: &'static str,
+}
+
+/// What the volume cannot be faster than.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beyond {
+    /// It goes on by itself.
+    Nothing,
+    /// The time in which there is no engine.
+    Engine,
+    /// The time from the first fault to the end of the last.
+    Faults,
+}
+
+/// How long the faults of an episode have lasted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Times {
+    /// From the first one's beginning to the end of the last.
+    pub faults: Duration,
+    /// In which there was no engine, from first to last.
+    pub engine: Duration,
+}
+
+impl Limit {
+    /// The limit of an episode.
+    #[must_use]
+    pub fn of(self, times: Times) -> Duration {
+        self.time
+            + match self.beyond {
+                Beyond::Nothing => Duration::ZERO,
+                Beyond::Engine => times.engine,
+                Beyond::Faults => times.faults,
+            }
+    }
+}
+
+/// The limit of a row, with this `replica_timeout_ms`.
+#[must_use]
+pub fn limit((group, kind): Row, replica_timeout: Duration) -> Limit {
+    let noticed = replica_timeout + NOTICE;
+    let limit = |time, beyond, why| Limit { time, beyond, why };
+    match (group, kind) {
+        (Group::Majority, _) => limit(
+            LATE + MISSING,
+            Beyond::Faults,
+            "no majority: it is waited for; a start finds all that are back",
+        ),
+        (Group::WithEngine, _) => limit(
+            MISSING + replica_timeout + noticed,
+            Beyond::Engine,
+            "a start waits 5 s for a missing replica, and to the end of its attempt; then replica_timeout_ms",
+        ),
+        (Group::Alone, Kind::EngineKilled) => {
+            limit(MISSING + noticed, Beyond::Engine, "a start waits 5 s at most; then replica_timeout_ms")
+        }
+        (Group::Alone, Kind::EnginePaused) => {
+            limit(noticed, Beyond::Engine, "a pause makes no replica late by itself")
+        }
+        (Group::Alone, Kind::ReplicaKilled | Kind::ConnectionsClosed) => {
+            limit(noticed, Beyond::Nothing, "lost at once; the view changes within replica_timeout_ms")
+        }
+        (Group::Alone, Kind::ToReplicaCorrupted | Kind::FromReplicaCorrupted) => limit(
+            noticed,
+            Beyond::Nothing,
+            "a bad frame ends its connection; a missing one is late after replica_timeout_ms",
+        ),
+        (Group::Alone, Kind::DiskFull) => {
+            limit(noticed, Beyond::Nothing, "answered at once; copies to others within replica_timeout_ms")
+        }
+        (Group::Alone, Kind::DiskSlow) => limit(
+            replica_timeout + noticed,
+            Beyond::Nothing,
+            "replica_timeout_ms; while it comes back, once for the copy of a region and once for its answer",
+        ),
+        (Group::Alone, _) => {
+            limit(noticed, Beyond::Nothing, "a majority is prompt: dropped after replica_timeout_ms")
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The link between an engine and one replica, as a process of its own would forward it: it can be cut in each direction, slowed
+//! down, and can damage what it carries.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sched::{CloneFlags, setns};
+
+/// How long a connection to the replica may take. A cut link has it wait.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
+/// Of what is carried at once.
+const CHUNK_BYTES: usize = 64 << 10;
+
+/// A direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    ToReplica,
+    FromReplica,
+}
+
+/// A link, gone when dropped.
+#[derive(Debug)]
+pub(super) struct Link {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    is_gone: bool,
+    /// By [`Way`].
+    ways: [WayState; 2],
+    delay: Duration,
+    connections: Vec<(TcpStream, TcpStream)>,
+}
+
+#[derive(Debug, Default)]
+struct WayState {
+    is_cut: bool,
+    /// The choice for the next chunk that is damaged.
+    damage: Option<u64>,
+}
+
+impl Link {
+    /// A link from `at`, in the network whose file is `network`, to the replica at `replica`.
+    ///
+    /// # Errors
+    /// The network cannot be entered, or the address is in use.
+    pub fn start(network: &Path, at: SocketAddr, replica: SocketAddr) -> Result<Link> {
+        let network = File::open(network).with_context(|| format!("opening {}", network.display()))?;
+        let shared: Arc<Shared> = Arc::default();
+        let forwarder = Arc::clone(&shared);
+        let (sender, started) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            let entered = setns(network, CloneFlags::CLONE_NEWNET).context("entering a network namespace");
+            let listener = entered.and_then(|()| {
+                let listener = TcpListener::bind(at).with_context(|| format!("listening on {at}"))?;
+                listener.set_nonblocking(true)?;
+                Ok(listener)
+            });
+            match listener {
+                Ok(listener) => {
+                    // The starter waits for it.
+                    let _ = sender.send(Ok(()));
+                    forwarder.accept(&listener, replica);
+                }
+                Err(error) => drop(sender.send(Err(error))),
+            }
+        });
+        match started.recv() {
+            Ok(Ok(())) => Ok(Link { shared }),
+            Ok(Err(error)) => Err(error),
+            Err(_) => bail!("the thread of a link has ended"),
+        }
+    }
+
+    /// Nothing is carried that way until further notice, and no connection ends.
+    pub fn cut(&self, way: Way, is_cut: bool) {
+        self.shared.lock().ways[way as usize].is_cut = is_cut;
+        self.shared.changed.notify_all();
+    }
+
+    /// What is carried takes so much longer, piece by piece.
+    pub fn delay(&self, time: Duration) {
+        self.shared.lock().delay = time;
+    }
+
+    /// Damages what is carried next that way, as `choice` says.
+    pub fn damage(&self, way: Way, choice: u64) {
+        self.shared.lock().ways[way as usize].damage = Some(choice);
+    }
+
+    /// Whether the next chunk that way is going to be damaged.
+    pub fn is_to_damage(&self, way: Way) -> bool {
+        self.shared.lock().ways[way as usize].damage.is_some()
+    }
+
+    /// Takes back what was not damaged.
+    pub fn spare(&self, way: Way) {
+        self.shared.lock().ways[way as usize].damage = None;
+    }
+
+    /// Ends all connections.
+    pub fn close(&self) {
+        for (engine, replica) in self.shared.lock().connections.drain(..) {
+            end(&engine, &replica);
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.lock().is_gone = true;
+        self.shared.changed.notify_all();
+        self.close();
+    }
+}
+
+fn end(engine: &TcpStream, replica: &TcpStream) {
+    for stream in [engine, replica] {
+        // It may have ended by itself.
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn accept(self: Arc<Self>, listener: &TcpListener, replica: SocketAddr) {
+        while !self.lock().is_gone {
+            match listener.accept() {
+                Ok((engine, _)) => {
+                    let link = Arc::clone(&self);
+                    // A connection that fails ends: whoever has made it is told by that.
+                    thread::spawn(move || link.carry(engine, replica).is_ok());
+                }
+                Err(_) => thread::sleep(ACCEPT_PAUSE),
+            }
+        }
+    }
+
+    fn carry(self: Arc<Self>, engine: TcpStream, replica: SocketAddr) -> io::Result<()> {
+        engine.set_nonblocking(false)?;
+        engine.set_nodelay(true)?;
+        self.wait_until_open(Way::ToReplica)?;
+        let replica = TcpStream::connect_timeout(&replica, CONNECT_LIMIT)?;
+        replica.set_nodelay(true)?;
+        self.lock().connections.push((engine.try_clone()?, replica.try_clone()?));
+        let back = (replica.try_clone()?, engine.try_clone()?);
+        let link = Arc::clone(&self);
+        let other = thread::spawn(move || link.forward(Way::FromReplica, &back.0, &back.1));
+        self.forward(Way::ToReplica, &engine, &replica);
+        // Nothing is left to be done if the other direction has panicked.
+        let _ = other.join();
+        self.lock().connections.retain(|(known, _)| known.peer_addr().is_ok());
+        Ok(())
+    }
+
+    /// Carries everything one way until the connection ends, and then ends it for both.
+    fn forward(&self, way: Way, mut from: &TcpStream, mut to: &TcpStream) {
+        let mut chunk = vec![0; CHUNK_BYTES];
+        while let Ok(length) = from.read(&mut chunk) {
+            // The end of a connection does not pass either.
+            let Ok(pieces) = self.wait_until_open(way).map(|()| self.pieces(way, &mut chunk[..length]))
+            else {
+                break;
+            };
+            if length == 0 || pieces.iter().any(|piece| to.write_all(&chunk[piece.clone()]).is_err()) {
+                break;
+            }
+        }
+        end(from, to);
+    }
+
+    fn wait_until_open(&self, way: Way) -> io::Result<()> {
+        let closed = |state: &mut State| state.ways[way as usize].is_cut && !state.is_gone;
+        let state = self.changed.wait_while(self.lock(), closed).unwrap_or_else(PoisonError::into_inner);
+        let (is_gone, delay) = (state.is_gone, state.delay);
+        drop(state);
+        thread::sleep(delay);
+        if is_gone { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
+    }
+
+    /// What is to be sent of a chunk, which may be damaged.
+    fn pieces(&self, way: Way, chunk: &mut [u8]) -> Vec<std::ops::Range<usize>> {
+        let whole = 0..chunk.len();
+        let way = &mut self.lock().ways[way as usize];
+        let Some(choice) = (if chunk.is_empty() { None } else { way.damage.take() }) else {
+            return vec![whole];
+        };
+        let at = usize::try_from(choice >> 16).unwrap_or(0) % chunk.len();
+        match choice % 8 {
+            // There twice.
+            0 => vec![whole.clone(), whole],
+            // Missing in part, or all of it.
+            1 => vec![0..at, chunk.len().min(at + 24)..chunk.len()],
+            2 => vec![],
+            // One bit.
+            _ => {
+                chunk[at] ^= 1 << (choice >> 8 & 7);
+                vec![whole]
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Many faults of all kinds on several volumes at once, under a load that checks every answer.
+//!
+//! Each volume has three hosts, which are network namespaces, and a load of its own. Its faults come one episode after the other, so that each
+//! stall has one cause; the volumes are what makes faults of all kinds overlap on one machine.
+
+mod disk;
+mod faults;
+mod in_vm;
+mod lane;
+mod limits;
+mod link;
+mod report;
+mod supervisor;
+mod volume;
+mod watch;
+
+pub use in_vm::run_in_vm;
+pub use report::Report;
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use shorthorn_control::FrontendChoice;
+
+use faults::Episode;
+use lane::Lane;
+
+/// How a run is made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Says which faults come in which order, and what the loads write.
+    pub seed: u64,
+    /// How many faults there are at least, unless the time is over before.
+    pub faults: usize,
+    /// No fault begins later than that.
+    pub time: Option<Duration>,
+    /// How many volumes there are.
+    pub volumes: usize,
+    /// Only this one of them runs.
+    pub only: Option<usize>,
+    /// No fault lasts longer.
+    pub longest: Duration,
+    /// How the loads reach the volumes.
+    pub frontend: FrontendChoice,
+    /// `replica_timeout_ms` of the volumes.
+    pub replica_timeout: Duration,
+    /// Whether "no space left" is no error, even if a majority of the disks has space.
+    pub full_disk_is_fine: bool,
+    /// What times are counted from in what is printed.
+    pub start: Instant,
+    /// Whether all volumes stop when one of them has shown what must not be.
+    pub stops_early: bool,
+}
+
+/// Runs with all files in `dir`, whose path must be short.
+///
+/// # Errors
+/// A volume does not start. What goes wrong later is in the report.
+pub fn run(options: &Options, dir: &Path) -> Result<Report> {
+    let episodes = faults::draw(options.seed, options.faults, options.longest);
+    let stop = AtomicBool::new(false);
+    let numbers = (0..options.volumes).filter(|number| options.only.is_none_or(|only| only == *number));
+    // One after the other: each one makes namespaces and file systems.
+    let lanes = numbers.map(|number| {
+        let lane = Lane::start(options, dir, number).with_context(|| format!("starting volume {number}"))?;
+        let mine = episodes.iter().skip(number).step_by(options.volumes).cloned();
+        Ok((lane, mine.collect::<Vec<Episode>>()))
+    });
+    let lanes = lanes.collect::<Result<Vec<_>>>()?;
+    let deadline = options.time.map(|time| Instant::now() + time);
+    say(&format!("{} volumes serve", lanes.len()));
+    let mut report = Report::new(options.replica_timeout);
+    thread::scope(|scope| {
+        let stop = &stop;
+        let running: Vec<_> = lanes
+            .into_iter()
+            .map(|(lane, mine)| scope.spawn(move || lane.run(&mine, deadline, stop)))
+            .collect();
+        for lane in running {
+            match lane.join() {
+                Ok(one) => report.merge(one),
+                Err(_) => bail!("the thread of a volume panicked"),
+            }
+        }
+        Ok(())
+    })?;
+    Ok(report)
+}
+
+/// Tells how far it is.
+fn say(what: &str) {
+    // A run goes on if nobody reads that.
+    let _ = writeln!(std::io::stdout(), "{what}");
+}

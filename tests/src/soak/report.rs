@@ -1,0 +1,270 @@
+//! What a run has shown, as a table.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Display, Formatter};
+use std::time::Duration;
+
+use super::faults::{Episode, Group, Kind, Row, every_row};
+use super::limits::{Beyond, limit};
+use super::watch::{Load, Seen};
+
+/// Of what is printed of one kind.
+const SHOWN_MAX: usize = 20;
+
+/// What an episode has shown.
+#[derive(Clone, Debug)]
+pub(super) struct Outcome {
+    pub seen: Seen,
+    pub fault_time: Duration,
+    pub limit: Duration,
+    /// How long after the faults all replicas were members again.
+    pub whole_after: Duration,
+}
+
+impl Outcome {
+    pub fn describe(&self, episode: &Episode) -> String {
+        let replicas: Vec<usize> = episode.hits.iter().map(|hit| hit.replica).collect();
+        format!(
+            "episode {}: {} of {replicas:?} for {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; {} errors; whole after {:.1} s",
+            episode.number,
+            name_of(episode.row),
+            self.fault_time.as_secs_f64(),
+            self.seen.longest.time.as_secs_f64(),
+            self.seen.longest.request,
+            self.limit.as_secs_f64(),
+            self.seen.errors.len(),
+            self.whole_after.as_secs_f64(),
+        )
+    }
+}
+
+/// What the episodes of one row have shown.
+#[derive(Clone, Copy, Debug, Default)]
+struct Figures {
+    episodes: usize,
+    faults: usize,
+    errors: usize,
+    wrong: usize,
+    /// How many have waited beyond their limit.
+    over: usize,
+    longest: Duration,
+    closest: Closest,
+}
+
+/// The wait that came closest to its limit, or went furthest beyond.
+#[derive(Clone, Copy, Debug, Default)]
+struct Closest {
+    waited: Duration,
+    limit: Duration,
+}
+
+impl Closest {
+    fn max(self, other: Closest) -> Closest {
+        let share = |one: Closest| one.waited.as_secs_f64() / one.limit.as_secs_f64().max(1e-3);
+        if share(other) > share(self) { other } else { self }
+    }
+}
+
+impl Figures {
+    fn add(&mut self, other: Figures) {
+        self.episodes += other.episodes;
+        self.faults += other.faults;
+        self.errors += other.errors;
+        self.wrong += other.wrong;
+        self.over += other.over;
+        self.longest = self.longest.max(other.longest);
+        self.closest = self.closest.max(other.closest);
+    }
+}
+
+/// What all episodes have shown.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    replica_timeout: Duration,
+    rows: BTreeMap<Row, Figures>,
+    last_row: Option<Row>,
+    volumes_that_differ: usize,
+    /// Errors and waits that must not be, and what else went wrong.
+    problems: Vec<String>,
+    /// Errors while there was no majority.
+    honest: Vec<String>,
+    /// How processes have ended by themselves, and how often.
+    ends: BTreeMap<String, u32>,
+    answered: u64,
+    reconnections: u64,
+}
+
+impl Report {
+    pub(super) fn new(replica_timeout: Duration) -> Report {
+        Report { replica_timeout, ..Report::default() }
+    }
+
+    pub(super) fn add(&mut self, episode: &Episode, volume: usize, outcome: Outcome) {
+        let (row, waited, errors) = (episode.row, outcome.seen.longest.time, outcome.seen.errors);
+        let is_over = waited > outcome.limit;
+        let figures = Figures {
+            episodes: 1,
+            faults: episode.hits.len(),
+            errors: errors.len(),
+            wrong: 0,
+            over: usize::from(is_over),
+            longest: waited,
+            closest: Closest { waited, limit: outcome.limit },
+        };
+        self.rows.entry(row).or_default().add(figures);
+        self.last_row = Some(row);
+        let place = format!("volume {volume}, episode {}, {}", episode.number, name_of(row));
+        if is_over {
+            let (waited, limit) = (waited.as_secs_f64(), outcome.limit.as_secs_f64());
+            let request = outcome.seen.longest.request;
+            self.problems.push(format!("{place}: {waited:.2} s of at most {limit:.2} s for {request}"));
+        }
+        if let Some(first) = errors.first() {
+            let list = if row.0.leaves_majority() { &mut self.problems } else { &mut self.honest };
+            list.push(format!("{place}: {} errors, the first: {first}", errors.len()));
+        }
+    }
+
+    pub(super) fn problem(&mut self, told: String) {
+        self.problems.push(told);
+    }
+
+    /// The load has read what must not be, in the last episode that was added or after it.
+    pub(super) fn wrong_byte(&mut self) {
+        if let Some(figures) = self.last_row.and_then(|row| self.rows.get_mut(&row)) {
+            figures.wrong += 1;
+        }
+    }
+
+    pub(super) fn replicas_differ(&mut self) {
+        self.volumes_that_differ += 1;
+    }
+
+    pub(super) fn note_ends(&mut self, ends: BTreeMap<String, u32>) {
+        for (end, count) in ends {
+            *self.ends.entry(end).or_default() += count;
+        }
+    }
+
+    /// What a load has to tell that has found nothing wrong.
+    pub(super) fn note_load(&mut self, guest: &mut Load) {
+        self.answered += guest.counts().answered;
+        self.reconnections += guest.reconnections();
+        let errors = guest.take_errors();
+        self.problems.extend(errors.into_iter().map(|error| format!("after all faults: {error}")));
+    }
+
+    pub(super) fn merge(&mut self, other: Report) {
+        for (row, figures) in other.rows {
+            self.rows.entry(row).or_default().add(figures);
+        }
+        self.note_ends(other.ends);
+        self.volumes_that_differ += other.volumes_that_differ;
+        self.problems.extend(other.problems);
+        self.honest.extend(other.honest);
+        self.answered += other.answered;
+        self.reconnections += other.reconnections;
+    }
+
+    /// How many faults there were.
+    #[must_use]
+    pub fn faults(&self) -> usize {
+        self.rows.values().map(|figures| figures.faults).sum()
+    }
+
+    /// How many rows of the table are empty, because there was no such fault.
+    #[must_use]
+    pub fn missing(&self) -> usize {
+        every_row().iter().filter(|row| !self.rows.contains_key(row)).count()
+    }
+
+    /// Whether nothing has been seen that must not be.
+    #[must_use]
+    pub fn passes_so_far(&self) -> bool {
+        self.problems.is_empty() && self.volumes_that_differ == 0
+    }
+
+    fn show_row(&self, row: Row, figures: Figures, to: &mut Formatter<'_>) -> fmt::Result {
+        let limit = limit(row, self.replica_timeout);
+        let is_over = figures.over + figures.wrong > 0 || row.0.leaves_majority() && figures.errors > 0;
+        let beyond = match limit.beyond {
+            Beyond::Nothing => "",
+            Beyond::Engine => "no engine + ",
+            Beyond::Faults => "the faults + ",
+        };
+        writeln!(
+            to,
+            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>9.2} {:>6.2} of {:>5.1}  {:<7} {beyond}{:.0} s: {}",
+            name_of(row),
+            figures.episodes,
+            figures.faults,
+            figures.errors,
+            figures.wrong,
+            figures.longest.as_secs_f64(),
+            figures.closest.waited.as_secs_f64(),
+            figures.closest.limit.as_secs_f64(),
+            if is_over { "OVER" } else { "ok" },
+            limit.time.as_secs_f64(),
+            limit.why,
+        )
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, to: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(
+            to,
+            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>9} {:>15}  {:<7} limit",
+            "fault", "episodes", "faults", "errors", "wrong", "longest s", "closest s of s", "verdict"
+        )?;
+        self.rows.iter().try_for_each(|(row, figures)| self.show_row(*row, *figures, to))?;
+        let mut total = Figures::default();
+        self.rows.values().for_each(|figures| total.add(*figures));
+        writeln!(
+            to,
+            "\n{} faults in {} episodes, {} wrong reads, {} volumes whose replicas differ at the end; {} requests answered, {} \
+             connections of the loads made again",
+            total.faults,
+            total.episodes,
+            total.wrong,
+            self.volumes_that_differ,
+            self.answered,
+            self.reconnections
+        )?;
+        show_list(to, "Errors while there was no majority", &self.honest)?;
+        show_list(to, "MUST NOT BE", &self.problems)?;
+        let ends: Vec<String> = self.ends.iter().map(|(end, count)| format!("{count} × {end}")).collect();
+        show_list(to, "Processes that have ended by themselves and were started again", &ends)
+    }
+}
+
+fn show_list(to: &mut Formatter<'_>, title: &str, lines: &[String]) -> fmt::Result {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    writeln!(to, "\n{title}: {}", lines.len())?;
+    lines.iter().take(SHOWN_MAX).try_for_each(|line| writeln!(to, "  {line}"))
+}
+
+fn name_of((group, kind): Row) -> String {
+    let kind = match kind {
+        Kind::ReplicaKilled => "replica killed",
+        Kind::EngineKilled => "engine killed",
+        Kind::ReplicaPaused => "replica paused",
+        Kind::EnginePaused => "engine paused",
+        Kind::LinkCut => "link cut",
+        Kind::ToReplicaCut => "link cut towards the replica",
+        Kind::FromReplicaCut => "link cut from the replica",
+        Kind::ConnectionsClosed => "connections closed",
+        Kind::LinkDelayed => "link slow",
+        Kind::ToReplicaCorrupted => "frame to the replica corrupted",
+        Kind::FromReplicaCorrupted => "frame from the replica corrupted",
+        Kind::DiskSlow => "disk at 10 requests/s",
+        Kind::DiskFull => "disk full",
+    };
+    match group {
+        Group::Alone => kind.to_owned(),
+        Group::WithEngine => format!("{kind}, engine killed"),
+        Group::Majority => format!("two or three: {kind}"),
+    }
+}

@@ -1,0 +1,123 @@
+//! The load on a volume, on a thread of its own, and what it sees.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+
+use crate::guest::{Guest, VolumeClient, Wait};
+
+/// Of whatever device the volume has.
+pub(super) type Load = Guest<Box<dyn VolumeClient + Send>>;
+
+/// Between two rounds of requests: several volumes share the processors.
+const PACE: Duration = Duration::from_millis(10);
+
+/// What was seen since the last look.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Seen {
+    pub longest: Wait,
+    pub errors: Vec<String>,
+}
+
+/// A load that runs until [`Watch::finish`], or until it sees what must not be.
+#[derive(Debug)]
+pub(super) struct Watch {
+    thread: JoinHandle<Result<Load>>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    stop: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    seen: Seen,
+    has_ended: bool,
+    /// All requests from before have been answered.
+    settled: Option<Instant>,
+}
+
+impl Watch {
+    pub fn start(mut guest: Load) -> Watch {
+        let shared: Arc<Shared> = Arc::default();
+        let watched = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            let outcome = watched.run(&mut guest);
+            watched.note(&mut guest);
+            watched.lock().has_ended = true;
+            watched.changed.notify_all();
+            outcome.map(|()| guest)
+        });
+        Watch { thread, shared }
+    }
+
+    /// Waits until every request from before `since` is answered.
+    ///
+    /// # Errors
+    /// They are not within `limit`, or the load has ended; [`Watch::finish`] tells why.
+    pub fn settle(&self, since: Instant, limit: Duration) -> Result<()> {
+        let waits =
+            |state: &mut State| !state.has_ended && state.settled.is_none_or(|settled| settled < since);
+        let state = self.shared.changed.wait_timeout_while(self.shared.lock(), limit, waits);
+        let (state, timeout) = state.unwrap_or_else(PoisonError::into_inner);
+        ensure!(!state.has_ended, "the load has ended");
+        ensure!(!timeout.timed_out(), "requests have no answer {limit:?} after the volume is whole");
+        Ok(())
+    }
+
+    /// What was seen since the last call.
+    pub fn take(&self) -> Seen {
+        std::mem::take(&mut self.shared.lock().seen)
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.shared.lock().has_ended
+    }
+
+    /// Ends the load.
+    ///
+    /// # Errors
+    /// What has ended it before.
+    pub fn finish(self) -> Result<Load> {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        match self.thread.join() {
+            Ok(outcome) => outcome,
+            Err(_) => bail!("the load panicked"),
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, guest: &mut Load) -> Result<()> {
+        while !self.stop.load(Ordering::Relaxed) {
+            guest.step()?;
+            self.note(guest);
+            thread::sleep(PACE);
+        }
+        Ok(())
+    }
+
+    fn note(&self, guest: &mut Load) {
+        let (longest, errors) = (guest.take_longest_wait(), guest.take_errors());
+        let oldest = guest.oldest_in_flight().unwrap_or_default();
+        let mut state = self.lock();
+        if longest.time > state.seen.longest.time {
+            state.seen.longest = longest;
+        }
+        state.seen.errors.extend(errors);
+        state.settled = Instant::now().checked_sub(oldest);
+        drop(state);
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,40 @@
+//! One episode of each kind of fault on real processes. `make soak` runs a thousand faults.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use shorthorn_control::FrontendChoice;
+use shorthorn_tests::soak::{Options, run};
+
+#[test]
+fn no_fault_shows_but_where_it_must() -> Result<()> {
+    let seed = match std::env::var("SHORTHORN_SEED") {
+        Ok(seed) => seed.parse().context("SHORTHORN_SEED is no number")?,
+        Err(_) => fastrand::u64(..),
+    };
+    println!("SHORTHORN_SEED={seed}");
+    let options = Options {
+        seed,
+        // One episode of each kind is always drawn.
+        faults: 0,
+        time: None,
+        volumes: 4,
+        only: None,
+        longest: Duration::from_secs(6),
+        frontend: FrontendChoice::Socket,
+        replica_timeout: Duration::from_secs(3),
+        // One full disk of three is an error of the writer: see core::failed. The long run counts that against the volume.
+        full_disk_is_fine: true,
+        start: Instant::now(),
+        stops_early: false,
+    };
+    let folder = tempfile::Builder::new().prefix("soak").tempdir_in("/var/tmp").context("making a folder")?;
+    let report = run(&options, folder.path())?;
+    println!("{report}");
+    if !report.passes_so_far() {
+        println!("logs and disks: {}", folder.keep().display());
+    }
+    ensure!(report.missing() == 0, "{} kinds of faults have not happened", report.missing());
+    ensure!(report.passes_so_far(), "something was seen that must not be");
+    Ok(())
+}
