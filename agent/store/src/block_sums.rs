@@ -45,6 +45,9 @@ pub const BLOCKS_PER_SUM_PAGE: usize = 512;
 pub const SUM_PAGE_SPAN_BYTES: u64 = BLOCKS_PER_SUM_PAGE as u64 * BLOCK_BYTES;
 
 const MAGIC: &[u8; 8] = b"SHRNBSUM";
+/// [`BLOCKS_PER_SUM_PAGE`] as it is written.
+const BLOCKS_FIELD: u32 = 512;
+const _: () = assert!(BLOCKS_FIELD as usize == BLOCKS_PER_SUM_PAGE);
 const FORMAT: u32 = 1;
 const CHECK_AT: usize = 32;
 const SUMS_AT: usize = 64;
@@ -94,9 +97,7 @@ impl SumPage {
         out.fill(0);
         out[0..8].copy_from_slice(MAGIC);
         out[8..12].copy_from_slice(&FORMAT.to_le_bytes());
-        // A constant that fits.
-        #[allow(clippy::cast_possible_truncation)]
-        out[12..16].copy_from_slice(&(BLOCKS_PER_SUM_PAGE as u32).to_le_bytes());
+        out[12..16].copy_from_slice(&BLOCKS_FIELD.to_le_bytes());
         out[16..24].copy_from_slice(&number.to_le_bytes());
         out[24..32].copy_from_slice(&series.to_le_bytes());
         for (place, sum) in out[SUMS_AT..].chunks_exact_mut(SUM_BYTES).zip(self.0.iter()) {
@@ -114,7 +115,7 @@ impl SumPage {
         let head = |at: usize, length: usize| &bytes[at..at + length];
         let is_this = head(0, 8) == MAGIC
             && head(8, 4) == FORMAT.to_le_bytes()
-            && head(12, 4) == (BLOCKS_PER_SUM_PAGE as u32).to_le_bytes()
+            && head(12, 4) == BLOCKS_FIELD.to_le_bytes()
             && head(16, 8) == number.to_le_bytes()
             && head(24, 8) == series.to_le_bytes();
         if !is_this || head(CHECK_AT, 4) != check_of(bytes).to_le_bytes() {

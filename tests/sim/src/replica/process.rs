@@ -455,7 +455,7 @@ impl World {
             let files: Vec<_> = grown.files().collect();
             let done = if is_cut_off { left.min(files.len()) } else { files.len() };
             replica.durable.sets.extend(files.into_iter().take(done));
-            replica.summing = None;
+            replica.void_summing();
             for (_, key, ..) in replica.pages.values_mut() {
                 *key = None;
             }

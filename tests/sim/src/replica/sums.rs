@@ -20,6 +20,8 @@ pub(super) struct Summing {
     regions: std::ops::Range<u32>,
     /// By block, once they are read.
     sums: BTreeMap<u64, u32>,
+    /// Nobody wants them any more. What the disk does for them still ends.
+    is_void: bool,
 }
 
 impl Replica {
@@ -71,7 +73,7 @@ impl Replica {
 
     /// The process ends in the middle: what it was writing is there, or not, or has torn the page.
     pub(super) fn end_summing(&mut self, rng: &mut Rng) {
-        let Some(Summing { sums, .. }) = self.summing.take() else { return };
+        let Some(Summing { sums, is_void: false, .. }) = self.summing.take() else { return };
         match rng.u8(0..3) {
             0 => {}
             1 => self.durable.sums.extend(sums),
@@ -79,9 +81,16 @@ impl Replica {
         }
     }
 
+    /// What is being summed is not what it was.
+    pub(super) fn void_summing(&mut self) {
+        if let Some(summing) = &mut self.summing {
+            summing.is_void = true;
+        }
+    }
+
     /// No sum counts any more.
     pub(super) fn forget_sums(&mut self) {
-        self.summing = None;
+        self.void_summing();
         self.durable.sums.clear();
         let regions = self.state.keeper().regions();
         self.state.keeper_mut().end_sums(false);
@@ -156,7 +165,7 @@ impl World {
         let keeper = replica.state.keeper_mut();
         let Some(first) = keeper.next_to_sum(from).or_else(|| keeper.next_to_sum(0)) else { return };
         let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
-        let mut summing = Summing { regions: run.clone(), sums: BTreeMap::new() };
+        let mut summing = Summing { regions: run.clone(), sums: BTreeMap::new(), is_void: false };
         if is_early {
             // What is read before the account begins may be modified in between.
             summing.sums = replica.sums_now(run.clone());
@@ -175,7 +184,7 @@ impl World {
         if replica.boot != boot || !replica.up || replica.failed {
             return;
         }
-        let Some(mut summing) = replica.summing.take() else { return };
+        let Some(mut summing) = replica.summing.take().filter(|summing| !summing.is_void) else { return };
         if !is_written {
             if !is_early {
                 summing.sums = replica.sums_now(summing.regions.clone());
