@@ -248,7 +248,7 @@ mod tests {
             byte in any::<u8>(),
             failures in any::<u32>(),
         ) {
-            let lost = Boot { boot_id: "a".to_owned(), lost_cache: true, failures, is_lost_now: false };
+            let lost = Boot { boot_id: "a".to_owned(), lost_cache: true, failures, ..Boot::default() };
             let mut bytes = serde_json::to_vec(&lost).unwrap();
             bytes.push(b'\n');
             let mut bytes = with_check(bytes);

@@ -159,7 +159,8 @@ mod tests {
         let meta = FileIdentity { inode: 7, mtime_ns: 1 << 60, crc32c: 5 };
         let head = HeadIdentity { name: "volume-head-000.img".to_owned(), inode: 8, ctime_ns: -1 };
         let known_sizes = BTreeMap::from([("volume-snap-a.img".to_owned(), 4096)]);
-        Guard { epoch: 9, volume_meta: vec![meta], head: Some(head), known_sizes }
+        let (block_sums, last_series) = (Some(3), 3);
+        Guard { epoch: 9, volume_meta: vec![meta], head: Some(head), known_sizes, block_sums, last_series }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
     Client, Command as Order, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, ScrubOrder, Secret, store_spec,
+    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, Secret, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -238,6 +238,7 @@ impl Files<'_> {
                 data_socket: self.file(replica, "data"),
                 data_address: Some(replica_address(replica)?),
                 control_socket: self.file(replica, "control"),
+                sum_bytes_per_s: SUM_BYTES_PER_S,
             };
             store_spec(&self.file(replica, "json"), &spec)?;
             endpoints.push(ReplicaEndpoint {
