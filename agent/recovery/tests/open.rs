@@ -345,12 +345,15 @@ fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_en
     }
 }
 
+/// How an attempt has ended.
+type Attempted = Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>>;
+
 /// An attempt to open a volume of `count` replicas of which the second refuses every proposal, and the calls that it makes.
 fn attempt_with_a_liar(
     offenders: &mut Offenders,
     count: u64,
     change: impl Fn(&mut Engine),
-) -> (Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>>, Vec<String>) {
+) -> (Attempted, Vec<String>) {
     let all: Vec<u64> = (1..=count).collect();
     let mut engine = engine(count, &all, false);
     engine.reached[1].link.answer = Err(Broken::Refuses(Errno::IO));
