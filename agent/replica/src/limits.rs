@@ -69,5 +69,7 @@ pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);
 pub(crate) const SUM_SPACE_INTERVAL: Duration = Duration::from_secs(60);
 /// With less space on the disk no sums are stored: the volume needs it more.
 pub(crate) const SUM_FREE_BYTES_MIN: u64 = 64 << 20;
+/// Pages of sums in which rot was met, of which the sums of blocks stay known until these are modified.
+pub(crate) const KNOWN_ROT_PAGES: usize = 64;
 /// Rotten blocks that a process logs; all are counted.
 pub(crate) const REPORTED_ROTTEN_MAX: u64 = 16;

@@ -190,7 +190,7 @@ impl Executor {
             tracing::warn!(%errno, file, "reading failed; later failures are answered but not logged");
         }
         self.read_failures += 1;
-        self.work_mut(slot).failure.get_or_insert(errno);
+        self.work_mut(slot).failure.get_or_insert(not_rot(errno));
     }
 
     /// The errno of a request that could not be planned: the file system cannot say what a layer holds.
@@ -199,8 +199,13 @@ impl Executor {
             tracing::warn!(%error, "a request could not be planned; later failures are answered but not logged");
         }
         self.read_failures += 1;
-        error.errno()
+        not_rot(error.errno())
     }
+}
+
+/// A file system whose own structures are damaged answers with the errno that stands for a block that does not fit its sum.
+fn not_rot(errno: Errno) -> Errno {
+    if errno == Errno::ROTTEN { Errno::IO } else { errno }
 }
 
 pub(super) fn piece(first: usize, count: usize, file: FileIndex) -> Piece {

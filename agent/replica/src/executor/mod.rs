@@ -8,6 +8,7 @@
 mod buffers;
 mod data;
 mod flush;
+mod known_rot;
 mod layers;
 mod marks;
 mod piece;
@@ -360,6 +361,7 @@ impl Executor {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
         self.void_job();
+        self.search_again();
         let grown = self.stage_grown(Regions::of(size_bytes))?;
         let expanded = self.store.expand(size_bytes);
         self.look_at_store();

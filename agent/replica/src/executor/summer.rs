@@ -19,6 +19,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Flags, Header, Opcode};
 
+use super::known_rot::KnownRot;
 use super::sum_pages::{Found, SumPages};
 use super::{Executor, Outcome, SOURCE_DISK, kind};
 use crate::error::ReplicaError;
@@ -49,6 +50,8 @@ pub(crate) struct Summer {
     job: Option<Job>,
     /// The sums that the job has made.
     fresh: SumPage,
+    /// Sums of blocks beside rot.
+    known: KnownRot,
     /// Operations that the ring has, those of the job and of pages.
     pub(super) in_flight: usize,
     /// Requests whose data is read, and which wait for pages of sums.
@@ -105,6 +108,7 @@ impl Summer {
             next_at: is_on.then(Instant::now),
             job: None,
             fresh: SumPage::unknown(),
+            known: KnownRot::default(),
             in_flight: 0,
             waiting: Vec::with_capacity(SLOTS),
             retried: Vec::with_capacity(SLOTS),
@@ -336,11 +340,12 @@ impl Executor {
         let Some(at) = self.sum_page(number, ring) else { return false };
         let series = self.summer.series();
         let Some(fd) = self.summer.fd() else { return false };
-        let Summer { pages, fresh, .. } = &mut self.summer;
+        let Summer { pages, fresh, known, .. } = &mut self.summer;
         for block in 0..BLOCKS_PER_SUM_PAGE {
-            match fresh.sum(block) {
-                SUM_UNKNOWN => {}
-                sum => pages.sums_mut(at).set(block, sum),
+            // What is known to be rotten keeps the sum that says so.
+            match (fresh.sum(block), known.sum(number, block)) {
+                (SUM_UNKNOWN, _) => {}
+                (sum, SUM_UNKNOWN) | (_, sum) => pages.sums_mut(at).set(block, sum),
             }
         }
         if !pages.begin_write(at, series) {
@@ -449,6 +454,7 @@ impl Executor {
         self.summer.retired.push(file);
         self.drop_retired();
         self.summer.pages.forget();
+        self.summer.known.forget();
         self.void_job();
         let regions = self.state.keeper().regions();
         self.state.keeper_mut().unsum(0..regions.count());
@@ -488,6 +494,11 @@ impl Executor {
         }
     }
 
+    /// Regions are about to have other numbers.
+    pub(super) fn search_again(&mut self) {
+        self.summer.search_from = self.summer.search_from.map(|_| 0);
+    }
+
     fn drop_retired(&mut self) {
         if self.summer.in_flight == 0 {
             self.summer.retired.clear();
@@ -502,6 +513,7 @@ impl Executor {
         if self.summer.next_at.is_none() {
             self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
         }
+        self.summer.known.modified(range);
         if self.summer.checks > 0 {
             for work in self.works.iter_mut().filter(|work| work.wants_check && work.blocks.overlaps(range)) {
                 work.wants_check = false;
@@ -534,6 +546,7 @@ impl Executor {
         };
         self.end_check(slot);
         if let Some(block) = rotten {
+            self.know_rot(block);
             self.report_rotten(block);
         }
         self.finish(slot, rotten.map_or(Ok(()), |_| Err(Errno::ROTTEN)));
@@ -580,13 +593,34 @@ impl Executor {
     }
 
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
-        let keeper = self.state.keeper();
-        if !keeper.regions().touched(block).all(|region| keeper.is_summed(region)) {
-            return false;
-        }
-        let Some(sums) = self.summer.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES) else { return false };
-        let kept = sums.sum(number_in_page(block));
+        let kept = self.kept_sum(block);
         kept != SUM_UNKNOWN && kept != block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c())
+    }
+
+    fn kept_sum(&self, block: ByteRange) -> u32 {
+        let (page, place) = (block.offset() / SUM_PAGE_SPAN_BYTES, number_in_page(block));
+        match self.summer.known.sum(page, place) {
+            SUM_UNKNOWN if !self.is_summed(block) => SUM_UNKNOWN,
+            SUM_UNKNOWN => self.summer.pages.peek(page).map_or(SUM_UNKNOWN, |sums| sums.sum(place)),
+            known => known,
+        }
+    }
+
+    /// Whether the sum of the block counts.
+    fn is_summed(&self, block: ByteRange) -> bool {
+        let keeper = self.state.keeper();
+        let mut regions = keeper.regions().touched(block);
+        !regions.is_empty() && regions.all(|region| keeper.is_summed(region))
+    }
+
+    /// The repair of this block takes the sums of its region away: what they say of others stays known.
+    fn know_rot(&mut self, block: ByteRange) {
+        let page = block.offset() / SUM_PAGE_SPAN_BYTES;
+        let mut known = std::mem::take(&mut self.summer.known);
+        if let Some(sums) = self.summer.pages.peek(page) {
+            known.keep(page, sums, |block| self.is_summed(block));
+        }
+        self.summer.known = known;
     }
 
     fn report_rotten(&mut self, block: ByteRange) {
@@ -617,12 +651,12 @@ fn sums_token(kind: u8, at: usize) -> Token {
 }
 
 /// The place of a block in its page.
-fn number_in_page(block: ByteRange) -> usize {
+pub(super) fn number_in_page(block: ByteRange) -> usize {
     let number = block.offset() / BLOCK_BYTES % BLOCKS_PER_SUM_PAGE as u64;
     usize::try_from(number).unwrap_or(usize::MAX)
 }
 
-fn block_ranges(blocks: ByteRange) -> impl Iterator<Item = ByteRange> {
+pub(super) fn block_ranges(blocks: ByteRange) -> impl Iterator<Item = ByteRange> {
     (blocks.offset()..blocks.end())
         .step_by(super::buffers::distance(BLOCK_BYTES))
         .filter_map(|at| ByteRange::new(at, BLOCK_BYTES).ok())
