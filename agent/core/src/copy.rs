@@ -243,11 +243,27 @@ impl EngineCore {
         }
     }
 
+    /// Whether a copy that is for others goes to `peer` too, because it holds rot there.
+    fn is_only_repaired(&mut self, peer: PeerIndex, id: SlotId) -> bool {
+        let is_write = |copy: &Copy| matches!(copy.step, CopyStep::Write { .. });
+        match self.job(id) {
+            Some(Job::Copy(copy)) => is_write(copy) && copy.rotten.has(peer) && !copy.targets.has(peer),
+            _ => false,
+        }
+    }
+
     /// A replica cannot do what a slot for copies asks. It leaves; the last member stays, and whoever
     /// depends on it for a copy does not become a member.
     pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
         let members = self.membership.answering();
         if errno == Errno::NO_SPACE && self.becomes_source(peer, id) {
+            if self.answered_by(peer, id) {
+                self.advance(id, out);
+            }
+            return;
+        }
+        if errno == Errno::NO_SPACE && self.is_only_repaired(peer, id) {
+            // It keeps its rot, and stays: another scrub finds it.
             if self.answered_by(peer, id) {
                 self.advance(id, out);
             }

@@ -70,6 +70,19 @@ fn a_joiner_gets_what_a_sound_member_has_and_so_does_the_rotten_one() {
 }
 
 #[test]
+fn a_rotten_member_without_space_for_its_repair_stays() {
+    let mut bench = Bench::with(&config(3, 2));
+    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[1])) });
+    let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
+    rotten(&mut bench, source);
+    bench.reply(1 - source, COPY, Ok(()));
+    bench.reply(source, COPY, Err(Errno::NO_SPACE));
+    let out = bench.reply(2, COPY, Ok(()));
+    assert!(bench.answer(out, &[]).contains(&Output::Joined { peer: 2 }));
+    assert_eq!(bench.core.membership().view().members.len(), 3, "nobody has left");
+}
+
+#[test]
 fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copied() {
     let (mut bench, _) = unequal(2);
     rotten(&mut bench, 0);
