@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
 use shorthorn_recovery::{Link, LinkError, OTHER_RUN};
 use shorthorn_ring::set_up_tcp;
-use shorthorn_types::{Errno, Generation, MarkRegions, View};
+use shorthorn_types::{Errno, Generation, MarkRegions, RegionsOf, View};
 use shorthorn_wire::{
     BadPage, Challenge, Claim, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError,
     HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce, Opcode,
@@ -29,6 +29,9 @@ use thiserror::Error;
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 /// How long all pages of a set of regions may take together. There are at most some hundred.
 const SET_LIMIT: Duration = Duration::from_secs(60);
+/// The same for the regions that have data. The replica asks its file system for them, and a disk that is busy has to be read for
+/// that. Each page has to bring something new, and the courier looks between pages whether it has to end.
+const ALLOCATED_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Why a replica could not be opened or does not do what it is asked.
 #[derive(Debug, Error)]
@@ -443,7 +446,8 @@ impl Link for Connection {
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
         if query.from == 0 || self.pages_deadline.is_none() {
-            self.pages_deadline = Some(Instant::now() + SET_LIMIT);
+            let limit = if query.of == RegionsOf::Allocated { ALLOCATED_LIMIT } else { SET_LIMIT };
+            self.pages_deadline = Some(Instant::now() + limit);
         }
         let page = self.within(self.pages_deadline, |connection| connection.ask(Opcode::Regions, &query));
         let page: RegionsPage = page?;

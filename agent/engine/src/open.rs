@@ -31,9 +31,10 @@ const KEEPER_LIMIT: Duration = Duration::from_secs(30);
 /// being restarted is back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const FIRST_RETRY: Duration = Duration::from_millis(20);
-/// How long a replica may take to store a view, and to say which sets of regions it keeps: nobody hears an order meanwhile.
-const PROPOSAL_LIMIT: Duration = Duration::from_secs(120);
-/// While the arbiter is waited for: a replica closes connections that are silent for a minute.
+/// How long a replica may take to store a view, and to say which sets of regions it keeps. Nobody hears an order meanwhile, and the
+/// others, which have answered, close connections that are silent for a minute.
+const PROPOSAL_LIMIT: Duration = Duration::from_secs(45);
+/// While the arbiter or a replica is waited for: the others close connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A volume that may be served: its first view is through.
@@ -287,6 +288,7 @@ impl Opener<'_> {
             endpoints: self.spec.replicas.clone(),
             members: self.spec.replicas.iter().map(status::connecting).collect(),
             first,
+            tried_until: None,
             reached_ms: 0,
             search: None,
             pinged: begin,
@@ -378,6 +380,8 @@ struct Attempt<'a, 'b> {
     members: Vec<MemberStatus>,
     /// When the first attempt began.
     first: Instant,
+    /// When the first of the replicas that were not reached was given up.
+    tried_until: Option<Instant>,
     reached_ms: u64,
     /// Tells of replicas that had not answered, while the arbiter is waited for.
     search: Option<Receiver<ReplicaId>>,
@@ -399,13 +403,22 @@ impl OpeningEngine for Attempt<'_, '_> {
         for (index, endpoint) in self.endpoints.iter().cloned().enumerate() {
             let (sender, greeter) = (sender.clone(), self.greeter.clone());
             thread::spawn(move || {
+                let answer = greeter.greet(&endpoint, 0);
                 // The receiver has gone when somebody else's answer was fatal: then this one does not matter.
-                let _ = sender.send((index, greeter.greet(&endpoint, 0)));
+                let _ = sender.send((index, answer, Instant::now()));
             });
         }
         drop(sender);
         let mut reached = Vec::new();
-        for (index, answer) in answers {
+        loop {
+            let (index, answer, at) = match answers.recv_timeout(PING_INTERVAL) {
+                Ok(answer) => answer,
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    self.ping_reached(&mut reached);
+                    continue;
+                }
+            };
             match answer {
                 Ok((link, welcome)) => {
                     let replica = self.endpoints[index].replica;
@@ -413,6 +426,7 @@ impl OpeningEngine for Attempt<'_, '_> {
                 }
                 Err(ConnectError::Deposed { holder, .. }) => return Err(NotOpen::Deposed(holder)),
                 Err(error) => {
+                    self.tried_until = Some(self.tried_until.map_or(at, |before| before.min(at)));
                     self.members[index].mode = MemberMode::Failed;
                     self.members[index].message = error.to_string();
                 }
@@ -448,8 +462,10 @@ impl OpeningEngine for Attempt<'_, '_> {
         );
     }
 
+    /// Until a replica was given up that refused at once, and may be back by now, not until another one that hangs was.
     fn waited_ms(&self) -> u64 {
-        millis(self.first.elapsed())
+        let until = self.tried_until.unwrap_or_else(Instant::now);
+        millis(until.saturating_duration_since(self.first))
     }
 
     fn has_user(&self) -> bool {
@@ -536,6 +552,22 @@ impl OpeningEngine for Attempt<'_, '_> {
             }
         }
         Ok(connections)
+    }
+}
+
+impl Attempt<'_, '_> {
+    /// Replicas that have answered close their connections if they hear nothing while another one is waited for. Those that do
+    /// not answer any more are not reached.
+    fn ping_reached(&mut self, reached: &mut Vec<(usize, Reached)>) {
+        let members = &mut self.members;
+        reached.retain_mut(|(index, one)| match one.link.ping() {
+            Ok(()) => true,
+            Err(error) => {
+                members[*index].mode = MemberMode::Failed;
+                members[*index].message = error.to_string();
+                false
+            }
+        });
     }
 }
 
