@@ -587,6 +587,7 @@ impl World {
             }
             Output::ScrubDone => {
                 self.scrubs_done += 1;
+                self.note(|| "  a scrub is done".to_owned());
                 self.count("scrubs");
             }
             Output::Expanded { size_bytes } => {

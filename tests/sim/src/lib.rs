@@ -185,6 +185,8 @@ pub const COVERED: &[&str] = &[
 
 /// How long the volume may take to come back.
 const RECOVERY_US: u64 = 60_000_000;
+/// How often the volume is scrubbed at the end, if replicas leave meanwhile.
+const LAST_SCRUBS_MAX: u32 = 5;
 const REGIONS: u64 = 10;
 /// How often the controller looks for replicas that are lost.
 const CONTROL_US: u64 = 400_000;
@@ -211,10 +213,17 @@ pub fn run(script: &Script, options: Options) -> Outcome {
         end = world.borrow().now + RECOVERY_US;
         recovered = advance(&world, &mut tasks, end, is_recovered);
     }
-    if recovered && order_scrub(&world) {
-        let done = world.borrow().scrubs_done;
+    for _ in 0..LAST_SCRUBS_MAX {
+        if !recovered || !order_scrub(&world) {
+            break;
+        }
+        let (done, views) = (world.borrow().scrubs_done, world.borrow().counted("view changes"));
         end = world.borrow().now + RECOVERY_US;
         recovered = advance(&world, &mut tasks, end, |world| world.scrubs_done > done && is_recovered(world));
+        // It has not seen a replica that has left meanwhile and is back.
+        if world.borrow().counted("view changes") == views {
+            break;
+        }
     }
     let mut world = world.borrow_mut();
     if !recovered && world.violation.is_none() {
@@ -252,6 +261,7 @@ fn order_scrub(world: &Rc<RefCell<World>>) -> bool {
     let mut world = world.borrow_mut();
     let Some(engine) = world.guest.engine.filter(|_| world.guest.replicas.len() > 1) else { return false };
     let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
+    world.note(|| "the volume is scrubbed".to_owned());
     world.apply(engine, Event::Scrub(Some(scrub)));
     true
 }

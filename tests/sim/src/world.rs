@@ -210,6 +210,11 @@ impl World {
         *self.counts.entry(what).or_default() += 1;
     }
 
+    /// How often that was counted.
+    pub fn counted(&self, what: &'static str) -> u64 {
+        self.counts.get(what).copied().unwrap_or(0)
+    }
+
     /// Writes a line to the log of this run, if one is wanted.
     pub fn note(&mut self, line: impl FnOnce() -> String) {
         if self.options.trace {
