@@ -4,13 +4,13 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
@@ -153,12 +153,22 @@ enum Stream {
     Tcp(TcpStream),
 }
 
+/// A listener whose process takes no connection has connect wait without a limit once its backlog is full, unless the socket has a
+/// limit for sending: unix_stream_connect of net/unix/af_unix.c.
+fn connect_unix(path: &str, timeout: Duration) -> io::Result<UnixStream> {
+    let stream =
+        UnixStream::from(socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?);
+    stream.set_write_timeout(Some(timeout))?;
+    connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(stream)
+}
+
 impl Connection {
     /// Connects to `unix:<path>` or `tcp:<ip>:<port>`; `timeout` holds for this and every later step.
     pub fn open(address: &str, timeout: Duration) -> Result<Connection, ConnectError> {
         let io = |source| ConnectError::Io { action: format!("connect to {address}"), source };
         if let Some(path) = address.strip_prefix("unix:") {
-            let stream = UnixStream::connect(path).map_err(io)?;
+            let stream = connect_unix(path, timeout).map_err(io)?;
             // The system's limit may be lower: then requests are sent in more pieces.
             let _ = setsockopt(&stream, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
             return Connection::new(Stream::Unix(stream), timeout).map_err(io);
@@ -551,6 +561,8 @@ mod tests {
     use shorthorn_types::{Members, RegionsOf, ReplicaId, ViewId};
     use shorthorn_wire::Extent;
 
+    use nix::sys::socket::{Backlog, bind, listen};
+
     use super::*;
 
     /// Far more than anything takes.
@@ -559,6 +571,20 @@ mod tests {
     fn pair(timeout: Duration) -> (Connection, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         (Connection::new(Stream::Unix(ours), timeout).unwrap(), theirs)
+    }
+
+    #[test]
+    fn a_listener_that_takes_nobody_is_not_waited_for_without_a_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        listen(&listener, Backlog::new(0).unwrap()).unwrap();
+        let path = path.to_str().unwrap();
+        let waiting: Vec<_> = (0..3).map(|_| connect_unix(path, Duration::from_millis(50))).collect();
+        let errors: Vec<_> =
+            waiting.iter().filter_map(|one| one.as_ref().err()).map(io::Error::kind).collect();
+        assert!(waiting[0].is_ok() && errors.contains(&io::ErrorKind::WouldBlock), "{waiting:?}");
     }
 
     /// Answers one request with `text`.
