@@ -190,7 +190,8 @@ impl Executor {
             tracing::warn!(%errno, file, "reading failed; later failures are answered but not logged");
         }
         self.read_failures += 1;
-        self.work_mut(slot).failure.get_or_insert(not_rot(errno));
+        let errno = not_rot(errno);
+        self.work_mut(slot).failure.get_or_insert(errno);
     }
 
     /// The errno of a request that could not be planned: the file system cannot say what a layer holds.
