@@ -263,7 +263,7 @@ impl EngineCore {
             return;
         }
         if errno == Errno::NO_SPACE && self.is_only_repaired(peer, id) {
-            // It keeps its rot, and stays: another scrub finds it.
+            // It stays, and its block differs from the others: a scrub finds that, and three members can tell which is right.
             if self.answered_by(peer, id) {
                 self.advance(id, out);
             }
