@@ -17,7 +17,7 @@ demo: build images ## a replicated volume as a block device in a virtual machine
 	$(SHORTHORN_BIN_DIR)/shorthorn-demo
 
 test: setup lint few-regions build images ## every test: units, properties, processes, virtual machines
-	cargo test --workspace --no-fail-fast
+	tests/run
 
 bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	$(SHORTHORN_BIN_DIR)/shorthorn-bench --seconds $(SECONDS)
