@@ -19,7 +19,6 @@ const SECTORS_PER_CHECK: usize = 256;
 const REQUESTS_PER_ROUND: u64 = 20_000;
 /// One stall after the other is normal when processes die; one that lasts as long is a bug.
 const STALL_LIMIT: Duration = Duration::from_secs(120);
-const ENOSPC: u32 = 28;
 /// A load with so many errors ends when it reads everything.
 const KEPT_ERRORS_MAX: usize = 10_000;
 
@@ -34,8 +33,6 @@ pub struct GuestOptions {
     pub sectors: usize,
     /// Requests in flight.
     pub depth: usize,
-    /// Whether "no space left" is an answer like another, of writes that may have happened or not.
-    pub full_disk_is_fine: bool,
     /// Whether errors are kept for [`Guest::take_errors`] instead of ending the load. A write that fails may have happened or not.
     pub keeps_errors: bool,
     /// Whether a power cut may come: then what is durable counts.
@@ -51,7 +48,6 @@ impl GuestOptions {
             first_sector: 2048,
             sectors: 32768,
             depth: 16,
-            full_disk_is_fine: false,
             keeps_errors: false,
             counts_flushes: false,
         }
@@ -63,8 +59,6 @@ impl GuestOptions {
 pub struct GuestCounts {
     /// Requests that were answered.
     pub answered: u64,
-    /// Of these, with "no space left".
-    pub refused: u64,
     /// The longest time without any answer while there were requests.
     pub longest_stall: Duration,
 }
@@ -449,12 +443,6 @@ impl<C: VolumeClient> Guest<C> {
             // A trim may have done nothing.
             (NbdRequest::Trim { .. }, Ok(_)) => self.checker.undecided(sectors, id, submitted, now),
             (_, Ok(_)) => self.checker.acknowledged(sectors, id, submitted, now, fua),
-            (request, Err(ENOSPC)) if self.options.full_disk_is_fine => {
-                self.counts.refused += 1;
-                if !matches!(request, NbdRequest::Flush | NbdRequest::Read { .. }) {
-                    self.checker.undecided(sectors, id, submitted, now);
-                }
-            }
             (request, Err(errno)) => {
                 let told = format!("{} is answered with errno {errno}", describe(request));
                 ensure!(self.options.keeps_errors, "{told}");

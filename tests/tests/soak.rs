@@ -23,8 +23,6 @@ fn no_fault_shows_but_where_it_must() -> Result<()> {
         longest: Duration::from_secs(6),
         frontend: FrontendChoice::Socket,
         replica_timeout: Duration::from_secs(3),
-        // One full disk of three is an error of the writer: see core::failed. The long run counts that against the volume.
-        full_disk_is_fine: true,
         start: Instant::now(),
         stops_early: false,
     };

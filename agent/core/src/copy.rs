@@ -80,10 +80,13 @@ impl EngineCore {
     }
 
     fn advance_copy(&mut self, id: SlotId, out: &mut Outputs) {
-        if self.is_paused() {
+        let (now_ms, is_paused) = (self.now_ms, self.is_paused());
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        if is_paused {
+            copy.goes_since_ms = None;
             return self.hold(id);
         }
-        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        copy.goes_since_ms.get_or_insert(now_ms);
         if copy.targets.is_empty() {
             return self.end_copy(id, out);
         }

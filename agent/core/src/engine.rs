@@ -245,6 +245,7 @@ impl EngineCore {
             self.issue_held(out);
         }
         self.grow(out);
+        self.leave_without_space(out);
         if self.is_paused() {
             return;
         }

@@ -1,14 +1,21 @@
-//! Modifications that have found no space on some members. A full disk is the writer's error and not the end of a replica.
-//! But such a replica may have done a part of the modification, and others all of it: before the request fails and lets go
-//! of its range, they are made equal there, from one that had no space: all others have room for what that one holds.
+//! Modifications that have found no space on some members.
+//!
+//! If the members that have done the modification are more than half of the view, those without space leave it, and the
+//! request succeeds: a replica comes back when its disk has space again.
+//!
+//! Else the writer gets the error, and no replica leaves: half of a view would have to ask the arbiter, and would hold the
+//! only copies while the disks of the others are full. But a replica without space may have done a part of the modification,
+//! and others all of it. Before the request fails and leaves its range, the members are made equal there, from one that had no
+//! space: all others have room for what that one holds.
 
 use shorthorn_types::Errno;
+use shorthorn_views::Quorum;
 
 use crate::engine::EngineCore;
 use crate::event::Outputs;
 use crate::job::{Copy, Job, Why};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::slot::{Phase, SlotId};
+use crate::slot::{Phase, Slot, SlotId};
 
 impl EngineCore {
     /// Everybody has answered the request in slot `id`, and some have found no space.
@@ -31,6 +38,31 @@ impl EngineCore {
         self.slots.at_mut(id).phase = Phase::Resync;
         self.resyncs.push(id);
         self.wake = true;
+    }
+
+    /// Members without space leave if the view goes on without them. Each change of the view may settle other requests, too.
+    pub(crate) fn leave_without_space(&mut self, out: &mut Outputs) {
+        let mut at = 0;
+        while at < self.resyncs.len() && !self.is_paused() {
+            let id = self.resyncs[at];
+            let members = self.membership.answering();
+            let Slot { no_space, operation, range, .. } = *self.slots.at(id);
+            let full = no_space.and(members);
+            if full.is_empty() {
+                // They have left since: all others have done it.
+                self.resyncs.remove(at);
+                self.complete(id, Ok(()), out);
+            } else if self.membership.quorum_of(members.without(full)) == Quorum::More {
+                self.resyncs.remove(at);
+                let slot = self.slots.at_mut(id);
+                (slot.phase, slot.pending) = (Phase::Active, full);
+                for peer in full.iter() {
+                    self.lose(peer, format!("no space left for {operation:?} of {range}"), out);
+                }
+            } else {
+                at += 1;
+            }
+        }
     }
 
     /// Starts to make the replicas equal where the request that has waited for it the longest has failed.

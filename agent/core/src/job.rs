@@ -62,6 +62,8 @@ pub(crate) struct Copy {
     pub zeroes: ZeroBlocks,
     /// The piece is read again, from another source, once everybody has answered.
     pub starts_over: bool,
+    /// Since when it goes on without a pause of the volume; none before its turn.
+    pub goes_since_ms: Option<u64>,
 }
 
 /// What comes next for the piece.
@@ -86,6 +88,7 @@ impl Copy {
             step: CopyStep::Read,
             zeroes: [0; 4],
             starts_over: false,
+            goes_since_ms: None,
         }
     }
 
@@ -179,6 +182,14 @@ impl Jobs {
     /// The slot for resyncs.
     pub fn free_for_resync(&self) -> Option<SlotId> {
         self.jobs.last().filter(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
+    }
+
+    /// The copies to replicas that join, and their slots.
+    pub fn rebuilds(&self) -> impl Iterator<Item = (SlotId, &Copy)> {
+        self.jobs.iter().filter_map(|(slot, job)| match job {
+            Job::Copy(copy) if matches!(copy.why, Why::Join { .. }) => Some((*slot, copy)),
+            _ => None,
+        })
     }
 
     pub fn copies(&self) -> impl Iterator<Item = &Copy> {

@@ -9,6 +9,7 @@ use crate::event::{DropCause, Output, Outputs};
 use crate::job::{Copy, Job, Why};
 use crate::marks::Marks;
 use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
+use crate::ranges::Access;
 use crate::slot::SlotId;
 
 /// How far the replica is that becomes a member next: it misses nothing any more. Others wait.
@@ -144,7 +145,7 @@ impl EngineCore {
             }
         }
         self.take_slot(id, Job::Copy(Copy::new(Why::Join { region }, range, targets)));
-        if self.ranges.enter(id, range, true) {
+        if self.ranges.enter(id, range, Access::Rebuild) {
             self.advance(id, out);
         }
         true

@@ -14,6 +14,9 @@
 //! In the last case the engine goes on waiting, because a new start would need the same replicas. A change of the view has a limit, from when
 //! it was proposed: replicas that have come back since can be members after a new start only.
 //!
+//! A joiner may answer each part of a copy in time, and still hold a modification of that range up for many parts. So while a request
+//! waits for the range, the time-out runs for the whole copy.
+//!
 //! One disk may hold several replicas. All of them are late at almost the same time then, and answer at almost the same time again. None of
 //! them may be dropped because another one is a moment ahead of it. So only those replicas count as able to go on that have answered
 //! all that is older than half of the time-out, and the others are dropped only when there have been enough of these for as long. A
@@ -27,7 +30,7 @@ use crate::engine::EngineCore;
 use crate::event::{CoreConfig, Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask, PeerState};
 use crate::request::Operation;
-use crate::slot::Slot;
+use crate::slot::{Phase, Slot};
 
 /// A connection that is silent for so long gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
@@ -293,6 +296,9 @@ impl EngineCore {
         for slot in self.slots.active() {
             owe(slot.pending, slot.sent_at_ms.saturating_add(extra_ms(slot)));
         }
+        for (peers, since_ms) in self.blocking_joiners() {
+            owe(peers, since_ms);
+        }
         if self.membership.is_changing() {
             owe(self.membership.unstored(), self.proposed_at_ms);
         }
@@ -309,6 +315,19 @@ impl EngineCore {
             debt.silent_ms = lines.iter().filter_map(silent_ms).max().unwrap_or(0);
         }
         debts
+    }
+
+    /// Joiners that are to answer a part of a copy for whose range a request waits, and since when the request waits for the copy.
+    fn blocking_joiners(&self) -> impl Iterator<Item = (PeerMask, u64)> {
+        let joining = self.membership.joining();
+        self.jobs.rebuilds().filter_map(move |(id, copy)| {
+            let waiting = self.ranges.waiting_for(id).filter(|id| self.slots.copy_index(*id).is_none());
+            let submitted_at_ms = waiting.map(|id| self.slots.at(id).sent_at_ms).min()?;
+            let slot = self.slots.at(id);
+            let pending =
+                if slot.phase == Phase::Active { slot.pending.and(joining) } else { PeerMask::NONE };
+            Some((pending, submitted_at_ms.max(copy.goes_since_ms?)))
+        })
     }
 
     /// Sends PINGs, if it is time for that.

@@ -4,8 +4,8 @@ use crate::slot::SlotId;
 
 /// The ranges that are in flight, and the requests that wait for them.
 ///
-/// Requests that overlap are let through one after another, in the order in which they came, unless both
-/// only read. Ranges count as whole blocks, so that a replica may read, merge and write a block for a
+/// Requests that overlap are let through one after another, in the order in which they came, unless neither
+/// [conflicts](Access) with the other. Ranges count as whole blocks, so that a replica may read, merge and write a block for a
 /// request that covers a part of it.
 ///
 /// A scan over an array: with the few hundred requests that can be in flight it is faster than a tree.
@@ -16,12 +16,33 @@ pub struct RangeTable {
     next_order: u64,
 }
 
+/// How a request uses its range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// It reads from a member.
+    Read,
+    /// It copies from a member to replicas that serve no reads: it conflicts with modifications and with other copies, not with
+    /// reads.
+    Rebuild,
+    /// It changes members.
+    Modify,
+}
+
+impl Access {
+    fn conflicts_with(self, other: Access) -> bool {
+        match (self, other) {
+            (Access::Modify, _) | (_, Access::Modify) | (Access::Rebuild, Access::Rebuild) => true,
+            (Access::Read, _) | (_, Access::Read) => false,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     start: u64,
     end: u64,
     slot: SlotId,
-    modifies: bool,
+    access: Access,
     /// Greater than that of every entry that came before.
     order: u64,
 }
@@ -30,8 +51,10 @@ impl Entry {
     /// Whether `self` has to wait until `other` is done. A modification waits for an earlier read too: else the read could
     /// show what is not on every member yet, and the next engine, started from another member, what was before.
     fn waits_for(&self, other: &Entry) -> bool {
-        let one_modifies = self.modifies || other.modifies;
-        one_modifies && other.order < self.order && self.start < other.end && other.start < self.end
+        self.access.conflicts_with(other.access)
+            && other.order < self.order
+            && self.start < other.end
+            && other.start < self.end
     }
 }
 
@@ -44,9 +67,9 @@ impl RangeTable {
     }
 
     /// Takes a request in: true where it may go at once, else it waits.
-    pub fn enter(&mut self, slot: SlotId, range: ByteRange, modifies: bool) -> bool {
+    pub fn enter(&mut self, slot: SlotId, range: ByteRange, access: Access) -> bool {
         let range = range.grown_to_blocks();
-        let entry = Entry { start: range.offset(), end: range.end(), slot, modifies, order: self.next_order };
+        let entry = Entry { start: range.offset(), end: range.end(), slot, access, order: self.next_order };
         self.next_order += 1;
         let blocked = self.active.iter().chain(&self.waiting).any(|earlier| entry.waits_for(earlier));
         if blocked {
@@ -64,6 +87,15 @@ impl RangeTable {
         if !self.waiting.is_empty() {
             self.wake(ready);
         }
+    }
+
+    /// The requests that wait for the one in `slot`, which is in flight.
+    pub fn waiting_for(&self, slot: SlotId) -> impl Iterator<Item = SlotId> {
+        let active = self.active.iter().find(move |entry| entry.slot == slot);
+        self.waiting
+            .iter()
+            .filter(move |entry| active.is_some_and(|active| entry.waits_for(active)))
+            .map(|entry| entry.slot)
     }
 
     /// Lets those through whose turn has come; the order of the others stays.
@@ -87,6 +119,7 @@ impl RangeTable {
 mod tests {
     use proptest::prelude::*;
 
+    use super::Access::{Modify, Read, Rebuild};
     use super::*;
 
     fn slot(slot: u16) -> SlotId {
@@ -101,10 +134,10 @@ mod tests {
     fn writes_to_one_block_go_one_by_one() {
         let mut table = RangeTable::new(8);
         let part = |n: u64| ByteRange::new(n * 512, 512).unwrap();
-        assert!(table.enter(slot(0), part(0), true));
-        assert!(!table.enter(slot(1), part(7), true));
-        assert!(!table.enter(slot(2), part(3), false));
-        assert!(table.enter(slot(3), part(8), true));
+        assert!(table.enter(slot(0), part(0), Modify));
+        assert!(!table.enter(slot(1), part(7), Modify));
+        assert!(!table.enter(slot(2), part(3), Read));
+        assert!(table.enter(slot(3), part(8), Modify));
         let mut ready = Vec::new();
         table.leave(slot(0), &mut ready);
         assert_eq!(ready, [slot(1)], "the read came after the second write");
@@ -115,9 +148,9 @@ mod tests {
     #[test]
     fn reads_go_together_and_hold_writes_up() {
         let mut table = RangeTable::new(8);
-        assert!(table.enter(slot(0), blocks(0, 4), false));
-        assert!(table.enter(slot(1), blocks(0, 4), false));
-        assert!(!table.enter(slot(2), blocks(0, 4), true));
+        assert!(table.enter(slot(0), blocks(0, 4), Read));
+        assert!(table.enter(slot(1), blocks(0, 4), Read));
+        assert!(!table.enter(slot(2), blocks(0, 4), Modify));
         let mut ready = Vec::new();
         table.leave(slot(0), &mut ready);
         assert_eq!(ready, []);
@@ -125,19 +158,36 @@ mod tests {
         assert_eq!(ready, [slot(2)]);
     }
 
+    #[test]
+    fn reads_and_copies_of_a_rebuild_pass_one_another() {
+        let mut table = RangeTable::new(8);
+        assert!(table.enter(slot(0), blocks(0, 4), Rebuild));
+        assert!(table.enter(slot(1), blocks(0, 4), Read));
+        assert!(!table.enter(slot(2), blocks(3, 4), Modify));
+        assert!(!table.enter(slot(3), blocks(0, 1), Rebuild));
+        assert!(!table.enter(slot(4), blocks(3, 1), Read), "the modification came before");
+        assert_eq!(table.waiting_for(slot(0)).collect::<Vec<_>>(), [slot(2), slot(3)]);
+        assert_eq!(table.waiting_for(slot(1)).collect::<Vec<_>>(), [slot(2)]);
+        let mut ready = Vec::new();
+        table.leave(slot(0), &mut ready);
+        assert_eq!(ready, [slot(3)], "the read still holds the modification back");
+        table.leave(slot(1), &mut ready);
+        assert_eq!(ready, [slot(3), slot(2)]);
+    }
+
     proptest! {
         /// Against a plain model: a request may go when no earlier unfinished one is in its way.
         #[test]
         fn is_what_the_rule_says(
-            steps in prop::collection::vec((0u64..12, 1u64..5, any::<bool>(), any::<prop::sample::Index>()), 1..60),
+            steps in prop::collection::vec((0u64..12, 1u64..5, 0u8..3, any::<prop::sample::Index>()), 1..60),
         ) {
             let mut table = RangeTable::new(64);
-            let mut unfinished: Vec<(u16, ByteRange, bool)> = Vec::new();
+            let mut unfinished: Vec<(u16, ByteRange, Access)> = Vec::new();
             let mut going: Vec<u16> = Vec::new();
-            for (n, (first, count, modifies, pick)) in (0u16..).zip(steps) {
-                let range = blocks(first, count);
-                unfinished.push((n, range, modifies));
-                if table.enter(slot(n), range, modifies) {
+            for (n, (first, count, access, pick)) in (0u16..).zip(steps) {
+                let (range, access) = (blocks(first, count), [Read, Rebuild, Modify][usize::from(access)]);
+                unfinished.push((n, range, access));
+                if table.enter(slot(n), range, access) {
                     going.push(n);
                 }
                 if !going.is_empty() && pick.index(3) > 0 {
@@ -149,7 +199,10 @@ mod tests {
                 }
                 let mut expected: Vec<u16> = (0..unfinished.len()).filter(|at| {
                     let (_, range, mine) = unfinished[*at];
-                    let in_the_way = |(_, earlier, theirs): &(u16, ByteRange, bool)| (mine || *theirs) && earlier.overlaps(range);
+                    let in_the_way = |(_, earlier, theirs): &(u16, ByteRange, Access)| {
+                        let free = [(Read, Read), (Read, Rebuild), (Rebuild, Read)];
+                        !free.contains(&(mine, *theirs)) && earlier.overlaps(range)
+                    };
                     !unfinished[..*at].iter().any(in_the_way)
                 }).map(|at| unfinished[at].0).collect();
                 expected.sort_unstable();

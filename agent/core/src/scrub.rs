@@ -8,6 +8,7 @@ use crate::engine::EngineCore;
 use crate::event::{CopyLimits, Output, Outputs, ScrubConfig};
 use crate::job::{Check, Copy, Job, Why, piece_at};
 use crate::membership::{PeerIndex, PeerMask};
+use crate::ranges::Access;
 use crate::request::Operation;
 use crate::slot::SlotId;
 use crate::verdict::{Evidence, Verdict, judge};
@@ -81,7 +82,7 @@ impl EngineCore {
         }
         scrub.next_bytes = range.end();
         self.take_slot(id, Job::Check(Check { range, sums: [None; MAX_MEMBERS], rotten: PeerMask::NONE }));
-        if self.ranges.enter(id, range, true) {
+        if self.ranges.enter(id, range, Access::Modify) {
             self.advance(id, out);
         }
         true

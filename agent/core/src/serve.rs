@@ -6,6 +6,7 @@ use crate::cause::{Blamed, Cause, Failure};
 use crate::engine::EngineCore;
 use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
+use crate::ranges::Access;
 use crate::request::{Operation, Request};
 use crate::slot::{Phase, Slot, SlotId};
 
@@ -39,10 +40,11 @@ impl EngineCore {
             out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
             return;
         }
-        *slot = Slot::of(request);
+        *slot = Slot { sent_at_ms: self.now_ms, ..Slot::of(request) };
         let Slot { operation, range, .. } = *slot;
         self.unfinished += 1;
-        if operation == Operation::Flush || self.ranges.enter(id, range, operation.modifies()) {
+        let access = if operation.modifies() { Access::Modify } else { Access::Read };
+        if operation == Operation::Flush || self.ranges.enter(id, range, access) {
             self.issue_request(id, out);
         }
     }

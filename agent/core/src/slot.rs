@@ -43,6 +43,7 @@ pub(crate) struct Slot {
     pub error: Option<Errno>,
     /// Who answered that.
     pub erred: PeerMask,
+    /// When it was last sent; before that, when it was submitted.
     pub sent_at_ms: u64,
     /// Whether it counts in a [`crate::flight::Flight`].
     pub is_in_flight: bool,

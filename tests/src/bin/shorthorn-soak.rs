@@ -110,7 +110,6 @@ fn soak(arguments: &Arguments) -> Result<bool> {
         longest: Duration::from_secs(arguments.longest),
         frontend: arguments.frontend.choice(),
         replica_timeout: Duration::from_millis(arguments.replica_timeout_ms),
-        full_disk_is_fine: false,
         start: Instant::now(),
         stops_early: arguments.stop_early,
     };

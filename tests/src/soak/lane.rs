@@ -49,13 +49,8 @@ impl<'a> Lane<'a> {
         let volume = Volume::start(&dir, number, options)?;
         volume.until_whole(WHOLE_LIMIT)?;
         let seed = options.seed ^ (number as u64) << 48;
-        let guest = GuestOptions {
-            sectors: SECTORS,
-            depth: DEPTH,
-            keeps_errors: true,
-            full_disk_is_fine: options.full_disk_is_fine,
-            ..GuestOptions::new(seed)
-        };
+        let guest =
+            GuestOptions { sectors: SECTORS, depth: DEPTH, keeps_errors: true, ..GuestOptions::new(seed) };
         let watch = Watch::start(Guest::new(volume.client(DEPTH)?, guest));
         Ok(Lane { options, number, volume, watch, report: Report::default() })
     }

@@ -88,7 +88,7 @@ pub fn limit((group, kind): Row, replica_timeout: Duration) -> Limit {
             "a bad frame ends its connection; a missing one is late after replica_timeout_ms",
         ),
         (Group::Alone, Kind::DiskFull) => {
-            limit(noticed, Beyond::Nothing, "answered at once; copies to others within replica_timeout_ms")
+            limit(noticed, Beyond::Nothing, "it leaves at once; the view changes within replica_timeout_ms")
         }
         (Group::Alone, Kind::DiskSlow) => limit(
             replica_timeout + noticed,

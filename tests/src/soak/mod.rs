@@ -49,8 +49,6 @@ pub struct Options {
     pub frontend: FrontendChoice,
     /// `replica_timeout_ms` of the volumes.
     pub replica_timeout: Duration,
-    /// Whether "no space left" is no error, even if a majority of the disks has space.
-    pub full_disk_is_fine: bool,
     /// What times are counted from in what is printed.
     pub start: Instant,
     /// Whether all volumes stop when one of them has shown what must not be.

@@ -65,7 +65,7 @@ fn a_source_that_leaves_between_two_pieces() {
     big(&mut bench, 0, 3 << 20);
     bench.reply(1, 0, Err(Errno::NO_SPACE));
     bench.reply(0, 0, Ok(()));
-    let out = bench.reply(2, 0, Ok(()));
+    let out = bench.reply(2, 0, Err(Errno::NO_SPACE));
     assert_eq!(sent(&out, COPY), [(1, Operation::Read)]);
     bench.reply(1, COPY, Ok(()));
     bench.reply(0, COPY, Ok(()));
@@ -74,7 +74,7 @@ fn a_source_that_leaves_between_two_pieces() {
     bench.lose(1);
     bench.view_stored(0, 2);
     let out = bench.view_stored(2, 2);
-    assert_eq!(sent(&out, COPY), [(0, Operation::Read)]);
+    assert_eq!(sent(&out, COPY), [(2, Operation::Read)]);
     let missing = Box::new(RegionSet::empty(Regions::of(4 << 20).count()));
     let more = bench.apply(Event::Join { peer: 1, missing });
     assert_eq!(sent(&more, FIRST_COPY), [], "the range is the request's");

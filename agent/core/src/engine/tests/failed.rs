@@ -20,11 +20,65 @@ fn torn(operation: Operation, without_space: &[PeerIndex]) -> (Bench, Outputs) {
 
 const NO_SPACE: Option<Result<(), Errno>> = Some(Err(Errno::NO_SPACE));
 
+#[test]
+fn a_member_without_space_leaves_if_most_have_done_the_request() {
+    for operation in [WRITE, ZEROES, Operation::Discard] {
+        let (mut bench, out) = torn(operation, &[1]);
+        assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("no space left")), "{out:?}");
+        assert_eq!((sent(&out, COPY), completed(&out, 0)), (vec![], None));
+        assert_eq!(sent_to(&bench.submit(1, Operation::Read, 0), 1), [], "replica 1 is still in the view");
+        bench.close(1);
+        bench.view_stored(0, 2);
+        let out = bench.view_stored(2, 2);
+        assert_eq!(completed(&out, 0), Some(Ok(())), "{operation:?}");
+        assert_eq!(sent_to(&out, 1).len(), 1, "the read goes on");
+        let missed = bench.core.missed(1).unwrap();
+        assert!(missed.contains(0), "it may have done a part");
+    }
+}
+
+/// Two of five have no space, and one of them only for the second request.
+#[test]
+fn members_without_space_leave_one_after_another() {
+    let mut bench = Bench::new(5);
+    bench.submit(0, WRITE, 0);
+    bench.submit(1, WRITE, 100);
+    for peer in [0, 1, 2, 3] {
+        bench.reply(peer, 0, Ok(()));
+        bench.reply(peer, 1, if peer == 3 { Err(Errno::NO_SPACE) } else { Ok(()) });
+    }
+    let out = bench.reply(4, 0, Err(Errno::NO_SPACE));
+    assert_eq!(drops(&out).len(), 1);
+    let more = bench.reply(4, 1, Err(Errno::NO_SPACE));
+    assert_eq!(drops(&more), [], "what a replica says that is on its way out counts for nothing");
+    let mut out = bench.answer(out, &[]);
+    out.extend(bench.close(4));
+    let dropped: Vec<PeerIndex> = drops(&out).iter().map(|(peer, _)| *peer).collect();
+    assert_eq!(dropped, [4, 3], "{out:?}");
+    let mut out = bench.answer(out, &[]);
+    out.extend(bench.close(3));
+    let out = bench.answer(out, &[]);
+    assert_eq!((completed(&out, 0), completed(&out, 1)), (Some(Ok(())), Some(Ok(()))));
+    assert_eq!(bench.core.membership().view().members.len(), 3);
+}
+
+/// The arbiter may be away, and the disk of the other one may be as good as full.
+#[test]
+fn half_of_a_view_without_space_does_not_leave() {
+    let mut bench = Bench::new(2);
+    bench.submit(0, WRITE, 0);
+    bench.reply(0, 0, Ok(()));
+    let out = bench.reply(1, 0, Err(Errno::NO_SPACE));
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
+    assert_eq!(bench.core.membership().view().members.len(), 2);
+}
+
 /// Each may have done a part of it before it ran out of space.
 #[test]
 fn members_without_space_are_made_equal_before_the_request_fails() {
     for operation in [WRITE, ZEROES, Operation::Discard] {
-        for without_space in [&[1][..], &[1, 2], &[0, 1, 2]] {
+        for without_space in [&[0, 2][..], &[1, 2], &[0, 1, 2]] {
             let (mut bench, out) = torn(operation, without_space);
             let source = without_space[0];
             assert_eq!((sent(&out, COPY), completed(&out, 0)), (vec![(source, Operation::Read)], None));
@@ -51,7 +105,7 @@ fn one_that_is_alone_differs_from_nobody() {
 
 #[test]
 fn a_write_is_good_when_those_without_space_have_left() {
-    let (mut bench, _) = torn(WRITE, &[1]);
+    let (mut bench, _) = torn(WRITE, &[1, 2]);
     bench.lose(1);
     let out = bench.view_stored(0, 2);
     assert_eq!(completed(&out, 0), None);
@@ -87,18 +141,25 @@ fn zeroes_are_good_when_those_without_space_have_left_before() {
 
 #[test]
 fn two_requests_without_space_end() {
-    let mut bench = Bench::new(3);
-    bench.submit(0, ZEROES, 0);
-    bench.submit(1, ZEROES, 100);
-    let mut out = Vec::new();
-    for slot in [0, 1] {
-        bench.reply(0, slot, Err(Errno::NO_SPACE));
-        bench.reply(1, slot, Ok(()));
-        out.extend(bench.reply(2, slot, Ok(())));
+    for (of_1, expected) in [(Err(Errno::NO_SPACE), NO_SPACE), (Ok(()), Some(Ok(())))] {
+        let mut bench = Bench::new(3);
+        bench.submit(0, ZEROES, 0);
+        bench.submit(1, ZEROES, 100);
+        let mut out = Vec::new();
+        for slot in [0, 1] {
+            bench.reply(1, slot, of_1);
+            bench.reply(2, slot, Ok(()));
+        }
+        for slot in [0, 1] {
+            out.extend(bench.reply(0, slot, Err(Errno::NO_SPACE)));
+        }
+        if of_1.is_ok() {
+            out.extend(bench.close(0));
+        }
+        let out = bench.answer(out, &[]);
+        assert_eq!((completed(&out, 0), completed(&out, 1)), (expected, expected));
+        assert_eq!(bench.core.unfinished(), 0);
     }
-    let out = bench.answer(out, &[]);
-    assert_eq!((completed(&out, 0), completed(&out, 1)), (NO_SPACE, NO_SPACE));
-    assert_eq!(bench.core.unfinished(), 0);
 }
 
 /// All disks are full, and one had room for a little more than another.

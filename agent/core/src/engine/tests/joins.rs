@@ -69,6 +69,49 @@ fn a_write_is_sent_to_it_unless_it_misses_all_of_its_regions() {
 }
 
 #[test]
+fn reads_pass_a_copy() {
+    let (mut bench, _) = joining(&[4]);
+    assert_eq!(sent_to(&bench.submit(0, Operation::Read, 4 * REGION_BLOCKS), 0).len(), 1);
+    bench.submit(1, WRITE, 4 * REGION_BLOCKS);
+    bench.reply(READER, COPY, Ok(()));
+    assert_eq!(sent_to(&bench.reply(2, COPY, Ok(())), 1), [], "the read has to end first");
+}
+
+/// Each part of the copy is answered in time.
+#[test]
+fn a_joiner_holds_a_request_up_no_longer_than_the_time_out() {
+    for is_awaited in [true, false] {
+        let (mut bench, out) = joining(&[4]);
+        let zeroes = [0x5555, 0, 0, 0]; // every other block: sixteen parts
+        let slot = id(COPY);
+        assert_eq!(sent(&out, COPY), [(READER, Operation::CheckedRead)]);
+        let mut now_ms = 0;
+        let mut pass = |bench: &mut Bench, time_ms: u64| {
+            let mut out = Vec::new();
+            for _ in 0..time_ms / 100 {
+                now_ms += 100;
+                let ticked = bench.tick(now_ms);
+                let pings = ticked.iter().filter(|output| matches!(output, Output::Ping { .. }));
+                pings.filter_map(answer_to).for_each(|(_, pong)| drop(bench.apply(pong)));
+                out.extend(ticked);
+            }
+            out
+        };
+        bench.apply(Event::CopyRead { peer: READER, slot, zeroes });
+        let mut out = pass(&mut bench, TIMEOUT_MS * 4 / 5);
+        out.extend(bench.reply(2, COPY, Ok(())));
+        if is_awaited {
+            assert_eq!(sent_to(&bench.submit(0, WRITE, 4 * REGION_BLOCKS), 0), []);
+        }
+        out.extend(pass(&mut bench, TIMEOUT_MS * 4 / 5));
+        out.extend(bench.reply(2, COPY, Ok(())));
+        assert_eq!(drops(&out), []);
+        let out = pass(&mut bench, TIMEOUT_MS * 2 / 5);
+        assert_eq!(!drops(&out).is_empty(), is_awaited, "{out:?}");
+    }
+}
+
+#[test]
 fn a_copy_waits_for_writes_in_flight() {
     let mut config = config(3, 2);
     config.copy_slots = 2;
