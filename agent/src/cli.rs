@@ -118,6 +118,9 @@ pub struct RunArgs {
     /// are made equal nowhere else. 0: never while the engine runs
     #[arg(long, default_value_t = INTENT_CLEAR_AFTER_MS, value_name = "MS")]
     pub intent_clear_after_ms: u32,
+    /// Replicas compare every read with the sums of its blocks; another replica answers a read of rot
+    #[arg(long)]
+    pub verify_reads: bool,
     /// How many MiB of the volume each replica reads in a second, while it is at rest, to keep sums of its blocks. 0: none are
     /// kept
     #[arg(long, default_value_t = SUM_MIB_PER_S, value_name = "MIB")]

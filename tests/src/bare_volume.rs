@@ -27,6 +27,8 @@ pub struct BareVolumeOptions {
     pub disks: Vec<PathBuf>,
     /// `replica_timeout_ms` of the engine.
     pub replica_timeout_ms: u32,
+    /// Whether replicas compare every read with their sums.
+    pub verify_reads: bool,
 }
 
 impl BareVolumeOptions {
@@ -34,7 +36,13 @@ impl BareVolumeOptions {
     #[must_use]
     pub fn new(dir: &Path) -> BareVolumeOptions {
         let disks = vec![dir.to_owned(); 3];
-        BareVolumeOptions { dir: dir.to_owned(), size_bytes: 64 << 20, disks, replica_timeout_ms: 5000 }
+        BareVolumeOptions {
+            dir: dir.to_owned(),
+            size_bytes: 64 << 20,
+            disks,
+            replica_timeout_ms: 5000,
+            verify_reads: false,
+        }
     }
 }
 
@@ -105,6 +113,7 @@ impl BareVolume {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            verify_reads: self.options.verify_reads,
             continues: 0,
         };
         Ok(store_spec(&self.options.dir.join("engine.json"), &spec)?)

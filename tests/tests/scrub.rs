@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::fcntl::OFlag;
@@ -13,7 +13,8 @@ use shorthorn_control::{ScrubOrder, ScrubStatus};
 use shorthorn_regions::RegionKeeper;
 use shorthorn_store::{AlignedBuffer, ExportTarget, OpenOptions as StoreOptions, Store, export};
 use shorthorn_tests::{
-    BareVolume, BareVolumeOptions, Guest, GuestOptions, NbdRequest, compare_exports, under_load, until_whole,
+    BareVolume, BareVolumeOptions, Guest, GuestOptions, NbdRequest, compare_exports, engine_status,
+    under_load, until, until_whole,
 };
 use shorthorn_types::{RegionSet, Regions};
 
@@ -21,6 +22,7 @@ use shorthorn_types::{RegionSet, Regions};
 const LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 const BLOCK_BYTES: u64 = 4096;
+const EIO: u32 = 5;
 const NOW: &str = "2026-11-22T10:00:00Z";
 const REPAIR: ScrubOrder = ScrubOrder { bytes_per_s: 0, repair: true };
 const REPORT: ScrubOrder = ScrubOrder { bytes_per_s: 0, repair: false };
@@ -173,17 +175,20 @@ fn a_rotten_block_of_the_volume_is_repaired_from_the_majority() -> Result<()> {
     all_are_equal(folder.path(), volume)
 }
 
-/// Stops a volume in order, so that all of it is clean, and waits until each of its replicas has summed all that it holds.
+/// Stops a volume in order, so that all of it is clean, and starts it again; waits for its sums.
 fn summed(folder: &tempfile::TempDir, volume: BareVolume, replicas: usize) -> Result<BareVolume> {
     let volume = again(folder, volume, replicas, |_| Ok(()))?;
-    let since = Instant::now();
-    for directory in volume.directories() {
-        while !is_summed(&directory)? {
-            ensure!(since.elapsed() < LIMIT, "{} has no sums", directory.display());
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
+    until_summed(&volume)?;
     Ok(volume)
+}
+
+/// Waits until each replica has summed all that it holds.
+fn until_summed(volume: &BareVolume) -> Result<()> {
+    for directory in volume.directories() {
+        let sums = format!("sums of {}", directory.display());
+        until(&sums, LIMIT, || Ok(is_summed(&directory)?.then_some(())))?;
+    }
+    Ok(())
 }
 
 /// Whether the sums of all regions that hold anything count, also if the process dies.
@@ -229,6 +234,41 @@ fn of_two_replicas_the_one_that_knows_its_sums_is_right() -> Result<()> {
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
     all_are_equal(folder.path(), volume)
+}
+
+#[test]
+fn a_read_that_is_verified_never_shows_rot_and_has_it_repaired() -> Result<()> {
+    let folder = folder()?;
+    let options = || BareVolumeOptions { verify_reads: true, ..options(&folder, 2) };
+    let volume = BareVolume::start(options())?;
+    let data = pattern(9, 4 * MIB)?;
+    write(&volume, 8 * MIB, data.clone())?;
+    volume.stop()?;
+    let volume = BareVolume::start(options())?;
+    until_summed(&volume)?;
+    // Each has lost other blocks. Reads take turns: two of everything come to both.
+    rot(&head(&volume.directory(0))?, 8 * MIB + 65536)?;
+    rot(&head(&volume.directory(1))?, 9 * MIB + 8192)?;
+    for _ in 0..2 {
+        ensure!(read(&volume, 8 * MIB, 2 * MIB)? == data[..usize::try_from(2 * MIB)?], "rot is shown");
+        // Less than a block of it.
+        ensure!(read(&volume, 8 * MIB + 65536 + 512, 512)? == data[66048..66560], "rot is shown");
+    }
+    let is_repaired = || {
+        let scrub = engine_status(&volume.engine_control())?.scrub;
+        Ok(scrub.is_some_and(|scrub| (scrub.found, scrub.repaired) == (2, 2)).then_some(()))
+    };
+    until("repair of both", LIMIT, is_repaired)?;
+    ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
+    // What both have lost is an error. That region was not repaired: its sums count.
+    for replica in 0..2 {
+        rot(&head(&volume.directory(replica))?, 10 * MIB)?;
+    }
+    let mut client = volume.client()?;
+    let answer = client.call(NbdRequest::Read { offset: 10 * MIB, length: 4096 }, LIMIT)?;
+    ensure!(answer == Err(EIO), "rot is shown");
+    drop(client);
+    volume.stop()
 }
 
 #[test]

@@ -98,6 +98,9 @@ pub struct EngineSpec {
         skip_serializing_if = "is_intent_clear_after_ms_default"
     )]
     pub intent_clear_after_ms: u32,
+    /// Whether replicas compare every read with the sums of its blocks. A read of rot is answered by another replica.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub verify_reads: bool,
     /// The first number of attachment since which nobody has had to let go of the volume: who uses it may have used it since
     /// then, through engines with other numbers. 0: none before this one.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -241,6 +244,7 @@ mod tests {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            verify_reads: false,
             continues: 0,
         }
     }

@@ -24,6 +24,8 @@ pub struct Failure {
 pub enum Cause {
     /// These replicas have answered with it: the last member, or the members without space.
     Replicas(Blamed),
+    /// These members hold rot there, and no other member is left.
+    Rot(Blamed),
     /// The volume refuses every request: see [`CoreConfig::refuses_requests`](crate::CoreConfig::refuses_requests).
     LostWrites,
 }

@@ -80,13 +80,10 @@ impl EngineCore {
     }
 
     fn advance_copy(&mut self, id: SlotId, out: &mut Outputs) {
-        let (now_ms, is_paused) = (self.now_ms, self.is_paused());
-        let Some(Job::Copy(copy)) = self.job(id) else { return };
-        if is_paused {
-            copy.goes_since_ms = None;
+        if self.is_paused() {
             return self.hold(id);
         }
-        copy.goes_since_ms.get_or_insert(now_ms);
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
         if copy.targets.is_empty() {
             return self.end_copy(id, out);
         }
@@ -146,7 +143,7 @@ impl EngineCore {
         let sound = self.membership.answering().without(rotten);
         let preferred = match why {
             Why::Equalise { .. } => self.membership.nearest(),
-            Why::Join { .. } => self.membership.reader(self.patience.slow()),
+            Why::Join { .. } => self.membership.reader(self.patience.slow(), rotten),
             Why::Repair { sources, .. } => return sources.and(sound).first(),
             Why::Failed { sources, .. } => return self.source_of_resync(sources).first(),
         };
@@ -273,11 +270,11 @@ impl EngineCore {
             return;
         }
         if !(members.has(peer) && members.is_one()) {
-            let reason = match errno {
-                Errno::NO_SPACE => "no space left".to_owned(),
-                errno => format!("copying: {errno}"),
+            // Its answer stays pending until it is closed.
+            return match errno {
+                Errno::NO_SPACE => self.lose_full(peer, "no space left".to_owned(), out),
+                errno => self.lose(peer, format!("copying: {errno}"), out),
             };
-            return self.lose(peer, reason, out); // its answer stays pending until it is closed
         }
         self.slots.at_mut(id).error = Some(errno);
         if let Some(Job::Copy(copy)) = self.job(id) {

@@ -4,6 +4,7 @@ use crate::absent::Absent;
 use crate::bucket::Bucket;
 use crate::clearing::Clearing;
 use crate::event::{CopyProgress, CoreConfig, DropCause, Event, Output, Outputs};
+use crate::failed::Space;
 use crate::flight::Flight;
 use crate::intent::Intent;
 use crate::job::{Job, Jobs};
@@ -11,7 +12,7 @@ use crate::join::Joins;
 use crate::membership::{Membership, PeerIndex, PeerMask, PeerState, Step};
 use crate::patience::Patience;
 use crate::ranges::RangeTable;
-use crate::scrub::Scrub;
+use crate::scrub::{Scrub, Suspects};
 use crate::slot::{Phase, SlotId, Slots};
 
 /// By how much the core's clock goes on with one tick at most: more than that between two ticks is a pause of this process or
@@ -57,6 +58,8 @@ pub struct EngineCore {
     pub(crate) reads: Flight,
     pub(crate) changes: Flight,
     pub(crate) frozen: bool,
+    /// See [`CoreConfig::verify_reads`].
+    pub(crate) verify_reads: bool,
     /// See [`CoreConfig::refuses_requests`].
     pub(crate) refuses_requests: bool,
     /// The core's own clock, which leaves pauses out.
@@ -83,6 +86,8 @@ pub struct EngineCore {
     /// Joiners that count as being rebuilt until [`Event::CopyEnded`]: nobody could start from them.
     pub(crate) in_copy: PeerMask,
     pub(crate) scrub: Option<Scrub>,
+    pub(crate) suspects: Suspects,
+    pub(crate) space: Space,
     next_mark: u32,
 }
 
@@ -114,6 +119,7 @@ impl EngineCore {
             reads: Flight::new(config.flight_limits),
             changes: Flight::new(config.flight_limits),
             frozen: false,
+            verify_reads: config.verify_reads,
             refuses_requests: config.refuses_requests,
             now_ms: 0,
             told_ms: 0,
@@ -132,6 +138,8 @@ impl EngineCore {
             joins: Joins::default(),
             in_copy: PeerMask::NONE,
             scrub: None,
+            suspects: Suspects::default(),
+            space: Space::default(),
             next_mark: 0,
         };
         core.begin(config);
@@ -204,7 +212,11 @@ impl EngineCore {
             Event::CopyRead { peer, slot, zeroes } => self.copy_read(peer, slot, zeroes, out),
             Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
             Event::Marked { peer, mark } => self.marked(peer, mark),
-            Event::Pong { peer, queue } => self.patience.ponged(peer, queue),
+            Event::Pong { peer, queue, free_mib } => {
+                self.patience.ponged(peer, queue);
+                self.space.ponged(peer, free_mib);
+                self.wake |= !self.resyncs.is_empty();
+            }
             Event::PingFailed { peer, queue, errno } => self.ping_failed(peer, queue, errno, out),
             Event::ViewStored { peer, view } => {
                 let step = self.membership.stored(peer, view);
@@ -333,6 +345,11 @@ impl EngineCore {
         self.lose_for(peer, reason, DropCause::Late, out);
     }
 
+    /// It has no space for what it was sent.
+    pub(crate) fn lose_full(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+        self.lose_for(peer, reason, DropCause::Full, out);
+    }
+
     fn lose_for(&mut self, peer: PeerIndex, reason: String, cause: DropCause, out: &mut Outputs) {
         self.in_copy = self.in_copy.without(PeerMask::one(peer));
         if self.membership.state(peer) == PeerState::Failed {
@@ -419,7 +436,9 @@ impl EngineCore {
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
         let told_ms = std::mem::replace(&mut self.told_ms, now_ms);
         let step_ms = now_ms.saturating_sub(told_ms);
-        self.now_ms += step_ms.min(TICK_STEP_MS_MAX).min(self.patience.step_ms_max());
+        let step_ms = step_ms.min(TICK_STEP_MS_MAX).min(self.patience.step_ms_max());
+        self.now_ms += step_ms;
+        self.charge_joiners(step_ms);
         self.judge(out);
         self.ping(out);
         self.bucket.refill(self.now_ms);
@@ -427,6 +446,8 @@ impl EngineCore {
             scrub.refill(self.now_ms);
         }
         self.turn_intent();
+        // A member without space may leave as soon as the others are prompt.
+        self.wake |= !self.resyncs.is_empty();
         self.wake |= self.is_equalising || self.scrub.is_some() || !self.membership.joining().is_empty();
     }
 

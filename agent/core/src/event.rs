@@ -46,6 +46,8 @@ pub struct CoreConfig {
     pub intent_interval_ms: u64,
     /// While no more than that may differ after a crash, what is written now and then stays noted for longer.
     pub intent_keep_bytes: u64,
+    /// Whether a replica compares each read of the frontend with its sums. If it holds rot there, another member answers the read.
+    pub verify_reads: bool,
     /// Every request of the frontend is answered with [`Errno::IO`] at once: what its user was told is stored may be gone.
     pub refuses_requests: bool,
 }
@@ -106,6 +108,8 @@ pub enum Event {
         peer: PeerIndex,
         /// Over the connection of this queue.
         queue: u16,
+        /// How much space its disk has left, in MiB; 0 if it does not know.
+        free_mib: u32,
     },
     /// A replica has answered a PING with an error: it has failed for good, and answers every request with an error.
     PingFailed {
@@ -221,7 +225,7 @@ impl Event {
             Event::Reply { peer, slot, .. }
             | Event::CopyRead { peer, slot, .. }
             | Event::Verified { peer, slot, .. } => Some((*peer, slot.queue)),
-            Event::Pong { peer, queue } => Some((*peer, *queue)),
+            Event::Pong { peer, queue, .. } => Some((*peer, *queue)),
             // These are asked over the first connection.
             Event::Marked { peer, .. } | Event::ViewStored { peer, .. } => Some((*peer, 0)),
             _ => None,
@@ -239,6 +243,8 @@ pub enum DropCause {
     Late,
     /// Its connection broke, or its answer was an error.
     Broken,
+    /// Its disk has no space.
+    Full,
     /// It was neither a member nor about to join: nothing has waited for it.
     Unused,
 }

@@ -1,12 +1,15 @@
 //! Modifications that have found no space on some members.
 //!
 //! If the members that have done the modification are more than half of the view, those without space leave it, and the
-//! request succeeds: a replica comes back when its disk has space again.
+//! request succeeds: a replica comes back when its disk has space again. First these others have to say, in answer to a PING, that their
+//! disks have space: they have to store the new view, and what the others miss from then on. All replicas may be on one disk. While too
+//! few of them answer in time, the request waits: the members without space may be needed to go on without one of the others.
 //!
 //! Else the writer gets the error, and no replica leaves: half of a view would have to ask the arbiter, and would hold the
 //! only copies while the disks of the others are full. But a replica without space may have done a part of the modification,
 //! and others all of it. Before the request fails and leaves its range, the members are made equal there, from one that had no
-//! space: all others have room for what that one holds.
+//! space: all others have room for what that one holds. A discard fails in the same way: a client loses nothing by that, and the
+//! volume would lose a replica.
 
 use shorthorn_types::Errno;
 use shorthorn_views::Quorum;
@@ -15,7 +18,38 @@ use crate::engine::EngineCore;
 use crate::event::Outputs;
 use crate::job::{Copy, Job, Why};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::slot::{Phase, Slot, SlotId};
+use crate::request::Operation;
+use crate::slot::{Phase, SlotId};
+
+/// A disk with so much space has room for a change of the view.
+const ROOM_MIB: u32 = 16;
+
+/// Which members have said since a request found no space whether their disks have any.
+#[derive(Debug, Default)]
+pub(crate) struct Space {
+    known: PeerMask,
+    has_room: PeerMask,
+}
+
+impl Space {
+    pub fn ponged(&mut self, peer: PeerIndex, free_mib: u32) {
+        let peer = PeerMask::one(peer);
+        self.known = self.known.with(peer);
+        self.has_room =
+            if free_mib >= ROOM_MIB { self.has_room.with(peer) } else { self.has_room.without(peer) };
+    }
+}
+
+/// How a request goes on for which some members have no space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum WayOut {
+    /// These members leave, and it succeeds.
+    Leave,
+    /// They may leave as soon as the others are not slow.
+    Wait,
+    /// It fails, and all members are made equal.
+    Fail,
+}
 
 impl EngineCore {
     /// Everybody has answered the request in slot `id`, and some have found no space.
@@ -35,6 +69,10 @@ impl EngineCore {
         if slot.sent.and(self.membership.connected()).is_one() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
+        if self.resyncs.is_empty() {
+            self.space = Space::default();
+            self.patience.ping_soon();
+        }
         self.slots.at_mut(id).phase = Phase::Resync;
         self.resyncs.push(id);
         self.wake = true;
@@ -45,32 +83,49 @@ impl EngineCore {
         let mut at = 0;
         while at < self.resyncs.len() && !self.is_paused() {
             let id = self.resyncs[at];
-            let members = self.membership.answering();
-            let Slot { no_space, operation, range, .. } = *self.slots.at(id);
-            let full = no_space.and(members);
-            if full.is_empty() {
+            let full = self.slots.at(id).no_space.and(self.membership.answering());
+            match self.way_out(id) {
                 // They have left since: all others have done it.
-                self.resyncs.remove(at);
-                self.complete(id, Ok(()), out);
-            } else if self.membership.quorum_of(members.without(full)) == Quorum::More {
-                self.resyncs.remove(at);
-                let slot = self.slots.at_mut(id);
-                (slot.phase, slot.pending) = (Phase::Active, full);
-                for peer in full.iter() {
-                    self.lose(peer, format!("no space left for {operation:?} of {range}"), out);
+                WayOut::Leave if full.is_empty() => {
+                    self.resyncs.remove(at);
+                    self.complete(id, Ok(()), out);
                 }
-            } else {
-                at += 1;
+                WayOut::Leave => {
+                    self.resyncs.remove(at);
+                    let slot = self.slots.at_mut(id);
+                    (slot.phase, slot.pending) = (Phase::Active, full);
+                    let reason = format!("no space left for {:?} of {}", slot.operation, slot.range);
+                    for peer in full.iter() {
+                        self.lose_full(peer, reason.clone(), out);
+                    }
+                }
+                WayOut::Wait | WayOut::Fail => at += 1,
             }
+        }
+    }
+
+    fn way_out(&self, id: SlotId) -> WayOut {
+        let members = self.membership.answering();
+        let slot = self.slots.at(id);
+        let rest = members.without(slot.no_space);
+        if rest == members {
+            return WayOut::Leave;
+        }
+        let Space { known, has_room } = self.space;
+        let is_most = |peers: PeerMask| self.membership.quorum_of(peers) == Quorum::More;
+        if slot.operation == Operation::Discard || !is_most(rest.without(known.without(has_room))) {
+            WayOut::Fail
+        } else if is_most(rest.and(has_room).without(self.patience.slow())) {
+            WayOut::Leave
+        } else {
+            WayOut::Wait
         }
     }
 
     /// Starts to make the replicas equal where the request that has waited for it the longest has failed.
     pub(crate) fn start_resync(&mut self, id: SlotId, out: &mut Outputs) {
-        if self.resyncs.is_empty() {
-            return;
-        }
-        let request = self.resyncs.remove(0);
+        let Some(at) = self.resyncs.iter().position(|id| self.way_out(*id) == WayOut::Fail) else { return };
+        let request = self.resyncs.remove(at);
         let slot = *self.slots.at(request);
         let why = Why::Failed { request, sources: slot.no_space, tried: PeerMask::NONE };
         // To all but the source, which is chosen when it is asked.

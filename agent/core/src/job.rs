@@ -62,8 +62,8 @@ pub(crate) struct Copy {
     pub zeroes: ZeroBlocks,
     /// The piece is read again, from another source, once everybody has answered.
     pub starts_over: bool,
-    /// Since when it goes on without a pause of the volume; none before its turn.
-    pub goes_since_ms: Option<u64>,
+    /// For how long requests have waited for this copy because each replica had not answered.
+    pub held_up_ms: [u64; MAX_MEMBERS],
 }
 
 /// What comes next for the piece.
@@ -88,7 +88,7 @@ impl Copy {
             step: CopyStep::Read,
             zeroes: [0; 4],
             starts_over: false,
-            goes_since_ms: None,
+            held_up_ms: [0; MAX_MEMBERS],
         }
     }
 
@@ -144,6 +144,8 @@ impl Copy {
 pub(crate) struct Check {
     pub range: ByteRange,
     pub sums: [Option<u32>; MAX_MEMBERS],
+    /// Whether what differs is made equal to what is right.
+    pub repairs: bool,
     /// Members that know that they hold something else than was stored there.
     pub rotten: PeerMask,
 }
@@ -185,8 +187,8 @@ impl Jobs {
     }
 
     /// The copies to replicas that join, and their slots.
-    pub fn rebuilds(&self) -> impl Iterator<Item = (SlotId, &Copy)> {
-        self.jobs.iter().filter_map(|(slot, job)| match job {
+    pub fn rebuilds(&mut self) -> impl Iterator<Item = (SlotId, &mut Copy)> {
+        self.jobs.iter_mut().filter_map(|(slot, job)| match job {
             Job::Copy(copy) if matches!(copy.why, Why::Join { .. }) => Some((*slot, copy)),
             _ => None,
         })

@@ -12,7 +12,8 @@
 //! - A replica that fails leaves by a view change. Until that is through nothing is acknowledged that the
 //!   replica has not answered, and nothing new is sent. Where half of the members are left, that is until the
 //!   arbiter has granted the view; a further loss meanwhile is the end.
-//! - A modification that has found no space on some members fails, after all have been made equal in its range.
+//! - Members without space for a modification leave if more than half of the view has done it. Else it fails, after all have been
+//!   made equal in its range.
 //! - A member that is connected and does not answer is dropped if the others can go on without it, and else waited for,
 //!   up to a limit.
 //! - Where the members may differ at the start, nobody reads or writes before the region was copied from one

@@ -229,9 +229,10 @@ impl Membership {
     }
 
     /// The member that serves the next read: those on this host take turns, else all do. Those in `slow` are left alone if others
-    /// are there.
-    pub(crate) fn reader(&mut self, slow: PeerMask) -> Option<PeerIndex> {
-        let choices = [self.local.without(slow), self.answering.without(slow), self.local, self.answering];
+    /// are there. None in `rotten` does.
+    pub(crate) fn reader(&mut self, slow: PeerMask, rotten: PeerMask) -> Option<PeerIndex> {
+        let (local, all) = (self.local.without(rotten), self.answering.without(rotten));
+        let choices = [local.without(slow), all.without(slow), local, all];
         let from = choices.into_iter().find(|choice| !choice.is_empty())?;
         let next = self.next_read;
         let chosen = from.iter().find(|peer| *peer >= next).or_else(|| from.first())?;

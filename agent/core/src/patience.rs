@@ -14,8 +14,9 @@
 //! In the last case the engine goes on waiting, because a new start would need the same replicas. A change of the view has a limit, from when
 //! it was proposed: replicas that have come back since can be members after a new start only.
 //!
-//! A joiner may answer each part of a copy in time, and still hold a modification of that range up for many parts. So while a request
-//! waits for the range, the time-out runs for the whole copy.
+//! A joiner may answer each part of a copy in time, and still hold a modification of that range up for many parts. So the time for which
+//! requests wait for the copy because of the joiner counts as a whole. The limit is the time-out and the time that a slow disk takes for
+//! so many bytes ([`COPY_BYTES_PER_S`]).
 //!
 //! One disk may hold several replicas. All of them are late at almost the same time then, and answer at almost the same time again. None of
 //! them may be dropped because another one is a moment ahead of it. So only those replicas count as able to go on that have answered
@@ -37,6 +38,8 @@ const PING_INTERVAL_MS: u64 = 1000;
 /// A replica may take a second longer for as many bytes that it makes zeroes: it may have to write them, and an old disk writes
 /// no faster. A time-out of five seconds alone asks for more of [`MAX_ZERO_BYTES`](shorthorn_types::limits::MAX_ZERO_BYTES).
 const ZEROING_BYTES_PER_S: u64 = 8 << 20;
+/// A joiner may hold requests up for a second longer for as many bytes of a region that is copied to it.
+const COPY_BYTES_PER_S: u64 = 2 << 20;
 /// By how much the time-out is longer if the arbiter has to be asked to go on without a replica that answers PING. Less than the 30 s
 /// after which the drivers of SCSI disks in guests give a request up.
 const TIMES_LONGER_FOR_HALF: u64 = 3;
@@ -50,6 +53,8 @@ pub(crate) struct Patience {
     lines: [[Line; MAX_QUEUES as usize]; MAX_MEMBERS],
     queues: usize,
     pinged_at_ms: u64,
+    /// Whether the next PINGs do not wait for their time.
+    pings_soon: bool,
     /// The replicas that answer in time, and those that are not late beyond the limit.
     prompt: Steady,
     alive: Steady,
@@ -133,6 +138,7 @@ impl Patience {
             lines: Default::default(),
             queues: usize::from(config.queues.min(MAX_QUEUES)),
             pinged_at_ms: 0,
+            pings_soon: false,
             prompt: Steady::default(),
             alive: Steady::default(),
             awaited: PeerMask::NONE,
@@ -172,6 +178,11 @@ impl Patience {
         self.awaited = self.awaited.without(PeerMask::one(peer));
         self.silent = self.silent.without(PeerMask::one(peer));
         self.slow = self.slow.without(PeerMask::one(peer));
+    }
+
+    /// The next tick sends PINGs to all that owe no answer to one.
+    pub fn ping_soon(&mut self) {
+        self.pings_soon = true;
     }
 
     /// The members that would answer a read late.
@@ -224,6 +235,7 @@ impl EngineCore {
                 awaited = awaited.with(PeerMask::one(peer));
             }
         }
+        self.judge_joiners(out);
         self.tell_awaited(awaited, &debts, out);
         self.keep_in_touch(&debts);
     }
@@ -296,9 +308,6 @@ impl EngineCore {
         for slot in self.slots.active() {
             owe(slot.pending, slot.sent_at_ms.saturating_add(extra_ms(slot)));
         }
-        for (peers, since_ms) in self.blocking_joiners() {
-            owe(peers, since_ms);
-        }
         if self.membership.is_changing() {
             owe(self.membership.unstored(), self.proposed_at_ms);
         }
@@ -317,23 +326,39 @@ impl EngineCore {
         debts
     }
 
-    /// Joiners that are to answer a part of a copy for whose range a request waits, and since when the request waits for the copy.
-    fn blocking_joiners(&self) -> impl Iterator<Item = (PeerMask, u64)> {
+    /// Joiners that have a part of a copy while a request waits for its range hold that request up.
+    pub(crate) fn charge_joiners(&mut self, step_ms: u64) {
         let joining = self.membership.joining();
-        self.jobs.rebuilds().filter_map(move |(id, copy)| {
-            let waiting = self.ranges.waiting_for(id).filter(|id| self.slots.copy_index(*id).is_none());
-            let submitted_at_ms = waiting.map(|id| self.slots.at(id).sent_at_ms).min()?;
+        for (id, copy) in self.jobs.rebuilds() {
             let slot = self.slots.at(id);
-            let pending =
-                if slot.phase == Phase::Active { slot.pending.and(joining) } else { PeerMask::NONE };
-            Some((pending, submitted_at_ms.max(copy.goes_since_ms?)))
-        })
+            let is_awaited = self.ranges.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
+            if slot.phase == Phase::Active && is_awaited {
+                let held_up_ms = &mut copy.held_up_ms;
+                slot.pending.and(joining).iter().for_each(|peer| held_up_ms[usize::from(peer)] += step_ms);
+            }
+        }
+    }
+
+    /// A joiner that has held requests up for too long by one copy is dropped.
+    fn judge_joiners(&mut self, out: &mut Outputs) {
+        let timeout_ms = self.patience.timeout_ms;
+        let mut late = None;
+        for (_, copy) in self.jobs.rebuilds() {
+            let limit_ms = timeout_ms + copy.range.length() * 1000 / COPY_BYTES_PER_S;
+            let held_up = copy.targets.iter().find(|peer| copy.held_up_ms[usize::from(*peer)] > limit_ms);
+            late = late.or(held_up.map(|peer| (peer, copy.held_up_ms[usize::from(peer)], copy.range)));
+        }
+        if let Some((peer, held_up_ms, range)) = late {
+            let reason = format!("requests have waited for {held_up_ms} ms for the copy of {range} to it");
+            self.lose_late(peer, reason, out);
+        }
     }
 
     /// Sends PINGs, if it is time for that.
     pub(crate) fn ping(&mut self, out: &mut Outputs) {
         let now_ms = self.now_ms;
-        if now_ms < self.patience.pinged_at_ms + PING_INTERVAL_MS {
+        let is_soon = std::mem::take(&mut self.patience.pings_soon);
+        if !is_soon && now_ms < self.patience.pinged_at_ms + PING_INTERVAL_MS {
             return;
         }
         self.patience.pinged_at_ms = now_ms;

@@ -22,7 +22,7 @@ pub enum Access {
     /// It reads from a member.
     Read,
     /// It copies from a member to replicas that serve no reads: it conflicts with modifications and with other copies, not with
-    /// reads.
+    /// reads. If a member holds rot there, the copy repairs that member too: a read of it may show the rot or what was stored.
     Rebuild,
     /// It changes members.
     Modify,

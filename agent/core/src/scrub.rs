@@ -53,6 +53,37 @@ fn mask(peers: &[PeerIndex]) -> PeerMask {
     peers.iter().copied().map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with)
 }
 
+/// As many ranges wait for their comparison; of more, those that are read again are found again.
+const SUSPECTS_MAX: usize = 64;
+
+/// Ranges in which a read has found rot.
+#[derive(Debug, Default)]
+pub(crate) struct Suspects {
+    ranges: Vec<ByteRange>,
+}
+
+impl Suspects {
+    pub fn add(&mut self, range: ByteRange) {
+        let is_new = !self.ranges.iter().any(|known| known.overlaps(range));
+        if is_new && self.ranges.len() < SUSPECTS_MAX {
+            self.ranges.push(range);
+        }
+    }
+
+    /// The next block of them, of a volume of that size: of two members each may be wrong in another one.
+    fn next_block(&mut self, size_bytes: u64) -> Option<ByteRange> {
+        let first = self.ranges.first_mut()?;
+        let end = first.end().min(size_bytes);
+        let block =
+            ByteRange::new(first.offset(), BLOCK_BYTES.min(end.saturating_sub(first.offset()))).ok()?;
+        match ByteRange::new(block.end(), end.saturating_sub(block.end())) {
+            Ok(rest) if !rest.is_empty() => *first = rest,
+            _ => drop(self.ranges.remove(0)),
+        }
+        Some(block).filter(|block| !block.is_empty())
+    }
+}
+
 impl EngineCore {
     pub(crate) fn set_scrub(&mut self, config: Option<ScrubConfig>) {
         self.scrub = config.map(Scrub::new);
@@ -66,6 +97,10 @@ impl EngineCore {
         }
         let Some(last) = self.regions.count().checked_sub(1) else { return false };
         let size_bytes = self.regions.range(last).end();
+        if let Some(block) = self.suspects.next_block(size_bytes) {
+            self.check(id, block, true, out);
+            return true;
+        }
         let Some(scrub) = &mut self.scrub else { return false };
         let left = size_bytes.saturating_sub(scrub.next_bytes);
         let Some(left) = ByteRange::new(scrub.next_bytes, left).ok().filter(|left| !left.is_empty()) else {
@@ -81,11 +116,17 @@ impl EngineCore {
             return false;
         }
         scrub.next_bytes = range.end();
-        self.take_slot(id, Job::Check(Check { range, sums: [None; MAX_MEMBERS], rotten: PeerMask::NONE }));
+        let repairs = scrub.repair;
+        self.check(id, range, repairs, out);
+        true
+    }
+
+    fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
+        let check = Check { range, sums: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
+        self.take_slot(id, Job::Check(check));
         if self.ranges.enter(id, range, Access::Modify) {
             self.advance(id, out);
         }
-        true
     }
 
     pub(crate) fn send_check(&mut self, id: SlotId, out: &mut Outputs) {
@@ -129,9 +170,8 @@ impl EngineCore {
     pub(crate) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
         let members = self.membership.answering();
         let is_unreadable = self.slots.at(id).error.is_some();
-        let wants_repair = self.scrub.as_ref().is_some_and(|scrub| scrub.repair);
         let Some(Job::Check(check)) = self.job(id) else { return };
-        let (range, rotten) = (check.range, check.rotten);
+        let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
         let verdict = match is_unreadable {
             true => Verdict::Torn(members.iter().collect()),
             false => verdict_of(&check.sums, rotten, members),

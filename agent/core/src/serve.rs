@@ -40,7 +40,7 @@ impl EngineCore {
             out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
             return;
         }
-        *slot = Slot { sent_at_ms: self.now_ms, ..Slot::of(request) };
+        *slot = Slot::of(request);
         let Slot { operation, range, .. } = *slot;
         self.unfinished += 1;
         let access = if operation.modifies() { Access::Modify } else { Access::Read };
@@ -51,7 +51,7 @@ impl EngineCore {
 
     /// Sends a request whose turn has come, or holds it while it may not be sent.
     pub(crate) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
-        let Slot { operation, range, .. } = *self.slots.at(id);
+        let Slot { operation, range, rotten, .. } = *self.slots.at(id);
         let waits = self.is_paused()
             || self.has_to_wait(operation, range)
             || self.is_flooded(operation, range)
@@ -63,13 +63,17 @@ impl EngineCore {
             self.zeroing_bytes += range.length();
         }
         let to = match operation {
-            Operation::Read => {
-                self.membership.reader(self.patience.slow()).map_or(PeerMask::NONE, PeerMask::one)
-            }
+            Operation::Read => match self.membership.reader(self.patience.slow(), rotten) {
+                Some(peer) => PeerMask::one(peer),
+                None if rotten.is_empty() => PeerMask::NONE,
+                None => return self.fail(id, Errno::IO, out),
+            },
             Operation::Flush => self.membership.connected(),
             _ => self.modifies(range),
         };
         self.slots.at_mut(id).sent = to;
+        let is_verified = operation == Operation::Read && self.verify_reads;
+        let operation = if is_verified { Operation::CheckedRead } else { operation };
         self.send(id, operation, range, 0, to, out);
     }
 
@@ -164,8 +168,11 @@ impl EngineCore {
         let slot = self.slots.at_mut(id);
         match outcome {
             Ok(()) => {}
+            Err(Errno::ROTTEN) if self.verify_reads && slot.operation == Operation::Read => {
+                return self.read_elsewhere(peer, id, out);
+            }
             Err(Errno::NO_SPACE) if !is_member => {
-                return self.lose(peer, "no space left".to_owned(), out);
+                return self.lose_full(peer, "no space left".to_owned(), out);
             }
             Err(Errno::NO_SPACE) if slot.operation.modifies() => {
                 slot.no_space = slot.no_space.with(PeerMask::one(peer));
@@ -180,6 +187,19 @@ impl EngineCore {
         if self.answered_by(peer, id) {
             self.finish(id, out);
         }
+    }
+
+    /// `peer` holds rot in the range of a read: another member answers it, and the range is compared and repaired.
+    fn read_elsewhere(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) {
+        let slot = self.slots.at_mut(id);
+        (slot.pending, slot.rotten) = (PeerMask::NONE, slot.rotten.with(PeerMask::one(peer)));
+        let (range, rotten) = (slot.range, slot.rotten);
+        out.push(Output::RotFound { peer, range, is_copied: false });
+        if !self.membership.answering().without(rotten).is_empty() {
+            self.suspects.add(range.grown_to_blocks());
+            self.wake = true;
+        }
+        self.issue_request(id, out);
     }
 
     fn is_alone(&self, peer: PeerIndex) -> bool {
@@ -252,8 +272,11 @@ impl EngineCore {
         self.unfinished -= 1;
         if let Err(errno) = outcome {
             // Only the last member can have an error beside a lack of space.
-            let blamed = Blamed(if slot.error.is_some() { slot.erred } else { slot.no_space });
-            let cause = Cause::Replicas(blamed);
+            let cause = match slot.error {
+                Some(_) => Cause::Replicas(Blamed(slot.erred)),
+                None if !slot.rotten.is_empty() => Cause::Rot(Blamed(slot.rotten)),
+                None => Cause::Replicas(Blamed(slot.no_space)),
+            };
             out.push(Output::Failed(Failure { slot: id, operation, range, errno, cause }));
         }
         out.push(Output::Complete { slot: id, outcome });

@@ -39,11 +39,12 @@ pub(crate) struct Slot {
     pub pending: PeerMask,
     /// Replicas that answered that they have no space.
     pub no_space: PeerMask,
+    /// Of a read that is verified: members that hold rot there.
+    pub rotten: PeerMask,
     /// What the last member answered, where that was an error.
     pub error: Option<Errno>,
     /// Who answered that.
     pub erred: PeerMask,
-    /// When it was last sent; before that, when it was submitted.
     pub sent_at_ms: u64,
     /// Whether it counts in a [`crate::flight::Flight`].
     pub is_in_flight: bool,
@@ -57,6 +58,7 @@ impl Slot {
         sent: PeerMask::NONE,
         pending: PeerMask::NONE,
         no_space: PeerMask::NONE,
+        rotten: PeerMask::NONE,
         error: None,
         erred: PeerMask::NONE,
         sent_at_ms: 0,

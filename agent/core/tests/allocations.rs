@@ -35,6 +35,7 @@ fn core() -> EngineCore {
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
         intent_interval_ms: 60_000,
         intent_keep_bytes: 0,
+        verify_reads: false,
         refuses_requests: false,
     })
 }

@@ -238,7 +238,7 @@ impl World {
             Output::Commit { peer, view } => (peer, Told::Commit { view: *view }),
             Output::Mark { peer, mark, change } => (peer, Told::Mark { mark, change }),
             Output::Complete { slot, outcome } => return self.completed(slot, outcome),
-            Output::Ping { peer, queue } => return self.apply(Event::Pong { peer, queue }),
+            Output::Ping { peer, queue } => return self.apply(Event::Pong { peer, queue, free_mib: 1000 }),
             Output::AskGrant { view, .. } => {
                 self.granting = Some(*view);
                 return;
@@ -654,6 +654,7 @@ fn config(view: View, missed: Vec<BTreeSet<u32>>) -> CoreConfig {
         copy_limits: CopyLimits { bytes_per_s: 1 << 20, share_percent: 50 },
         intent_interval_ms: 400,
         intent_keep_bytes: 0,
+        verify_reads: false,
         refuses_requests: false,
     }
 }

@@ -340,7 +340,7 @@ impl Link {
         let peer = self.peer;
         if header.id & ID_KIND == ID_PING {
             events.push(match header.outcome() {
-                Ok(()) => Event::Pong { peer, queue: self.queue },
+                Ok(()) => Event::Pong { peer, queue: self.queue, free_mib: header.data_check },
                 Err(errno) => Event::PingFailed { peer, queue: self.queue, errno },
             });
             return Ok(());

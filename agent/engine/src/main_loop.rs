@@ -451,6 +451,7 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         copy_limits: copy_limits(spec.rebuild),
         intent_interval_ms: u64::from(spec.intent_clear_after_ms),
         intent_keep_bytes: INTENT_KEEP_BYTES,
+        verify_reads: spec.verify_reads,
         refuses_requests: opened.lost_writes,
     }
 }

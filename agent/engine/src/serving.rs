@@ -283,7 +283,7 @@ impl<'a> Serving<'a> {
     }
 
     fn names(&self, cause: Cause) -> String {
-        let Cause::Replicas(blamed) = cause else { return String::new() };
+        let (Cause::Replicas(blamed) | Cause::Rot(blamed)) = cause else { return String::new() };
         let names = blamed.iter().filter_map(|peer| self.replica(peer));
         names.map(|replica| replica.to_string()).collect::<Vec<_>>().join(" ")
     }

@@ -2,7 +2,8 @@
 //!
 //! Each time that a late replica leaves, the requests of the volume have waited for it for the whole time-out. A replica that is late now and then
 //! would cost its volume that again and again, if it were let in at once. So its pauses grow, and after some rounds it stays out. A replica whose
-//! connections break has cost no time, but each of its returns makes the others that are about to join begin their last steps anew.
+//! connections break has cost no time, but each of its returns makes the others that are about to join begin their last steps anew. So does one
+//! whose disk is full, and it holds up the requests that need what is copied to it.
 
 use std::time::Duration;
 
@@ -20,6 +21,20 @@ const LATE_PAUSES: [Duration; 6] = [
     // Less than the ten minutes after which the controller makes another replica in its place.
     Duration::from_secs(300),
 ];
+/// The pauses of a replica whose disk is full. The last one is longer than the ten minutes after which the controller makes another
+/// replica in its place: each return would begin these ten minutes anew.
+const FULL_PAUSES: [Duration; 9] = [
+    Duration::from_secs(1),
+    Duration::from_secs(1),
+    Duration::from_secs(2),
+    Duration::from_secs(4),
+    Duration::from_secs(10),
+    Duration::from_secs(30),
+    Duration::from_secs(60),
+    Duration::from_secs(120),
+    Duration::from_secs(300),
+];
+const LONGEST_FULL_PAUSE: Duration = Duration::from_secs(900);
 /// The longest pause of a replica without which too few are left.
 const LONGEST_PAUSE_OF_NEEDED: Duration = Duration::from_secs(30);
 /// As [`LATE_FORGIVEN`], for connections that break: a replica that is restarted once is not unsteady.
@@ -43,6 +58,7 @@ pub enum Stay {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
     late: Strikes,
+    full: Strikes,
     broken: Strikes,
 }
 
@@ -75,6 +91,12 @@ impl Standing {
                     None if is_needed => Stay::For(LONGEST_PAUSE_OF_NEEDED),
                     None => Stay::Out,
                 }
+            }
+            DropCause::Full => {
+                let times = self.full.add(now, LATE_FORGIVEN);
+                let pause = FULL_PAUSES.get(times.saturating_sub(1) as usize).copied();
+                let longest = if is_needed { LONGEST_PAUSE_OF_NEEDED } else { LONGEST_FULL_PAUSE };
+                Stay::For(pause.unwrap_or(LONGEST_FULL_PAUSE).min(longest))
             }
             DropCause::Unused => Stay::For(Duration::ZERO),
             DropCause::Broken => {
@@ -123,6 +145,13 @@ mod tests {
     #[test]
     fn who_is_needed_comes_back() {
         assert_eq!(pauses(DropCause::Late, 1000, true), [0., 10., 30., 30., 30., 30., 30., 30., 30., 30.]);
+    }
+
+    #[test]
+    fn a_replica_without_space_comes_back_now_and_then() {
+        assert_eq!(pauses(DropCause::Full, 1000, false), [1., 1., 2., 4., 10., 30., 60., 120., 300., 900.]);
+        assert_eq!(pauses(DropCause::Full, 1000, true), [1., 1., 2., 4., 10., 30., 30., 30., 30., 30.]);
+        assert_eq!(pauses(DropCause::Full, 3600, false), [1.; 10]);
     }
 
     #[test]

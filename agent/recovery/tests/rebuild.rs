@@ -119,6 +119,7 @@ impl Engine {
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 0,
             intent_keep_bytes: 0,
+            verify_reads: false,
             refuses_requests: false,
         });
         Engine {

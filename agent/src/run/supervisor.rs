@@ -304,6 +304,7 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         granted: None,
         rebuild: RebuildLimits::default(),
         intent_clear_after_ms: args.intent_clear_after_ms,
+        verify_reads: args.verify_reads,
         continues: 0,
     }
 }

@@ -22,11 +22,10 @@
 //! | 2112 | 1984 | zeroes |
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::OFlag;
-use nix::sys::statvfs::fstatvfs;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::directory::Directory;
@@ -153,13 +152,6 @@ impl BlockSumsFile {
     #[must_use]
     pub fn raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
-    }
-
-    /// How much space is left on the disk; none if the file system does not say.
-    #[must_use]
-    pub fn free_bytes(&self) -> Option<u64> {
-        let found = fstatvfs(self.file.as_fd()).ok()?;
-        Some(found.blocks_available().saturating_mul(found.fragment_size()))
     }
 }
 

@@ -5,6 +5,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use nix::sys::statvfs::fstatvfs;
 use shorthorn_chain::{
     BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, VOLUME_META, VolumeMeta,
     classify, create_steps, recover,
@@ -199,6 +200,13 @@ impl Store {
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.layout.size_bytes()
+    }
+
+    /// How much space the disk has left; none if the file system does not say.
+    #[must_use]
+    pub fn free_bytes(&self) -> Option<u64> {
+        let found = fstatvfs(self.fd(self.head())).ok()?;
+        Some(found.blocks_available().saturating_mul(found.fragment_size()))
     }
 
     /// The head: where all writes go.

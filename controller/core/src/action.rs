@@ -65,6 +65,8 @@ pub enum AgentCall {
         revision: u64,
         /// The oldest attachment whose engine this one may take the device over from; 0: none.
         continues: u64,
+        /// Whether replicas compare every read with the sums of its blocks.
+        verify_reads: bool,
     },
     /// Tells an engine what the arbiter has granted. Stored before.
     Grant {

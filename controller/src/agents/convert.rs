@@ -224,6 +224,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             rebuild,
             revision,
             continues,
+            verify_reads,
         } => Message::StartEngine(v1::StartEngineRequest {
             volume: volume.to_string(),
             size_bytes: *size_bytes,
@@ -235,6 +236,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             rebuild: Some(of_limits(*rebuild)),
             revision: *revision,
             continues: *continues,
+            verify_reads: *verify_reads,
         }),
         AgentCall::Grant { volume, attach, view } => Message::Grant(v1::GrantRequest {
             volume: volume.to_string(),

@@ -102,6 +102,7 @@ impl Controller for Api {
             node_selector: request.node_selector,
             disk_selector: request.disk_selector,
             data_locality: request.data_locality,
+            verify_reads: request.verify_reads,
             csi_name: None,
             preferred_node: None,
         };

@@ -51,6 +51,7 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
         node_selector: texts(&spec.node_selector),
         disk_selector: texts(&spec.disk_selector),
         data_locality: spec.data_locality.as_str().to_owned(),
+        verify_reads: spec.verify_reads,
         granted: status.arbiter.granted().map(|view| view.to_string()).unwrap_or_default(),
     }
 }

@@ -213,6 +213,9 @@ pub struct CreateArgs {
     /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
     #[arg(long, default_value = "disabled", value_name = "disabled|best-effort")]
     pub data_locality: String,
+    /// Replicas compare every read with the sums of its blocks; another replica answers a read of rot
+    #[arg(long)]
+    pub verify_reads: bool,
     /// How long to wait.
     #[command(flatten)]
     pub wait: WaitArgs,

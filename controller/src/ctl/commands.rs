@@ -124,6 +124,7 @@ impl Session {
             node_selector: args.node_selector,
             disk_selector: args.disk_selector,
             data_locality: args.data_locality,
+            verify_reads: args.verify_reads,
         });
         let volume = self.client.create_volume(request).await.map_err(self.error())?.into_inner();
         let volume = self.settle(volume, &Goal::Created, args.wait).await?;

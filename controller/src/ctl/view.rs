@@ -18,6 +18,7 @@ pub(super) struct VolumeView {
     node_selector: Vec<String>,
     disk_selector: Vec<String>,
     data_locality: String,
+    verify_reads: bool,
     #[serde(rename = "nodeID")]
     node_id: String,
     state: String,
@@ -359,6 +360,7 @@ impl From<v1::Volume> for VolumeView {
             node_selector: volume.node_selector,
             disk_selector: volume.disk_selector,
             data_locality: volume.data_locality,
+            verify_reads: volume.verify_reads,
             node_id: volume.node,
             state: volume.state,
             robustness: volume.robustness,

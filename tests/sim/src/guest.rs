@@ -6,6 +6,7 @@ use shorthorn_types::{ByteRange, Errno, ReplicaId};
 
 use crate::checker::{Id, Micros};
 use crate::engine::DEPTH;
+use crate::replica::ROT;
 use crate::world::{Occurrence, World};
 
 /// A request that is not done.
@@ -218,6 +219,10 @@ impl World {
             (Operation::Read, Ok(())) => {
                 let Some(process) = self.engines.get_mut(&engine) else { return };
                 let data = &process.buffer(id)[..range.len()];
+                // Its engine has reads verified: see `Opening::config`.
+                if engine % 2 == 1 && data.contains(&ROT) {
+                    return self.violate(format!("{request:?} shows rot, though it was verified"));
+                }
                 if let Err(wrong) = self.checker.read(range.start, data, request.submitted, now) {
                     self.violate(wrong);
                 }

@@ -285,6 +285,7 @@ impl Process {
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
+            verify_reads: self.engine % 2 == 1,
             refuses_requests: host.is_some_and(|host| world.hosts[host].lost_writes),
         }
     }

@@ -264,6 +264,7 @@ impl Files<'_> {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            verify_reads: false,
             continues: 0,
         };
         Ok(store_spec(&self.dir.join("engine.json"), &spec)?)

@@ -56,6 +56,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
         intent_keep_bytes: 0,
+        verify_reads: false,
         refuses_requests: false,
     }
 }
@@ -136,6 +137,19 @@ impl Bench {
     }
 }
 
+/// Time goes on to `until_ms`, and everybody answers PING.
+fn tick_with_pongs(bench: &mut Bench, until_ms: u64) -> Outputs {
+    let mut outputs = Vec::new();
+    while bench.now_ms < until_ms {
+        let ticked = bench.tick(until_ms.min(bench.now_ms + 50));
+        let pings = ticked.iter().filter(|output| matches!(output, Output::Ping { .. }));
+        let pongs: Vec<Event> = pings.filter_map(answer_to).map(|(_, pong)| pong).collect();
+        outputs.extend(ticked);
+        pongs.into_iter().for_each(|pong| outputs.extend(bench.apply(pong)));
+    }
+    outputs
+}
+
 fn is_stamp(output: &Output) -> bool {
     matches!(output, Output::Mark { change, .. } if change.action == shorthorn_types::MarkAction::Stamp)
 }
@@ -149,7 +163,7 @@ fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
         Output::Send { peer, slot, .. } => Event::Reply { peer: *peer, slot: *slot, outcome: Ok(()) },
         Output::Propose { peer, view, .. } => Event::ViewStored { peer: *peer, view: view.id },
         Output::Mark { peer, mark, .. } => Event::Marked { peer: *peer, mark: *mark },
-        Output::Ping { peer, queue } => Event::Pong { peer: *peer, queue: *queue },
+        Output::Ping { peer, queue } => Event::Pong { peer: *peer, queue: *queue, free_mib: 1000 },
         _ => return None,
     };
     match &event {

@@ -164,10 +164,10 @@ fn a_ping_that_is_answered_with_an_error_is_no_pong() {
         let mut bench = Bench::new();
         bench.link.ping(&mut bench.events);
         let request = bench.request();
-        let said = bench.frame(&request.response(outcome), &[]);
+        let said = bench.frame(&Header { data_check: 77, ..request.response(outcome) }, &[]);
         bench.say(&said);
         let told = match outcome {
-            Ok(()) => Event::Pong { peer: 1, queue: 0 },
+            Ok(()) => Event::Pong { peer: 1, queue: 0, free_mib: 77 },
             Err(errno) => Event::PingFailed { peer: 1, queue: 0, errno },
         };
         assert_eq!(bench.events, [told]);

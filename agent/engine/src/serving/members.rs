@@ -61,6 +61,9 @@ impl Serving<'_> {
             Stay::For(pause) if cause == DropCause::Late => {
                 format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
             }
+            Stay::For(pause) if cause == DropCause::Full => {
+                format!("; its disk is full: it stays out for {} s", pause.as_secs())
+            }
             Stay::For(pause) => {
                 format!("; its connections break often: it stays out for {} ms", pause.as_millis())
             }

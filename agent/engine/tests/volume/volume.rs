@@ -167,6 +167,7 @@ impl Volume {
             granted: None,
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: self.intent_clear_after_ms,
+            verify_reads: false,
             continues: 0,
         };
         store_spec(&self.file("engine.json"), &spec).unwrap();

@@ -447,6 +447,12 @@ impl Executor {
         self.store.fd(file).as_raw_fd()
     }
 
+    /// How much space the disk has left, in MiB; 0 if the file system does not say.
+    pub fn free_mib(&self) -> u32 {
+        let free_bytes = self.store.free_bytes().unwrap_or(0);
+        u32::try_from(free_bytes >> 20).unwrap_or(u32::MAX)
+    }
+
     fn head_fd(&self) -> RawFd {
         self.fd(self.store.head())
     }

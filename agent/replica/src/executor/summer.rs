@@ -209,7 +209,7 @@ impl Executor {
             }
             return;
         };
-        let free_bytes = self.summer.file.as_ref().and_then(BlockSumsFile::free_bytes);
+        let free_bytes = self.store.free_bytes();
         if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
             return self.summer.next_at = Some(Instant::now() + SUM_SPACE_INTERVAL);
         }

@@ -206,6 +206,9 @@ impl Server {
             response.data_check = data.crc32c();
             payload = Some(data).filter(|_| response.data_bytes() > 0);
         }
+        if header.opcode == Opcode::Ping && outcome.is_ok() {
+            response.data_check = self.executor.free_mib();
+        }
         if header.opcode.is_control() {
             response.length_bytes = 0;
         }

@@ -61,6 +61,7 @@ impl Spec {
             granted: request.granted.map(words::view).transpose()?,
             rebuild: rebuild_limits(request.rebuild)?,
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            verify_reads: request.verify_reads,
             continues: request.continues,
         }))
     }

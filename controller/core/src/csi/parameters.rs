@@ -54,7 +54,7 @@ const OF_LONGHORN: [&str; 35] = [
     "dataLayout.stripSizeKB",
 ];
 const KNOWN: &str = "numberOfReplicas, dataLocality, replicaSoftAntiAffinity, replicaZoneSoftAntiAffinity, \
-                     replicaDiskSoftAntiAffinity, nodeSelector, diskSelector, frontend and fsType";
+                     replicaDiskSoftAntiAffinity, nodeSelector, diskSelector, verifyReads, frontend and fsType";
 
 /// Why parameters cannot be used.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -114,6 +114,7 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
         "replicaDiskSoftAntiAffinity" => volume.replica_disk_hard_anti_affinity = !switch(key, value, true)?,
         "nodeSelector" => volume.node_selector = list(value),
         "diskSelector" => volume.disk_selector = list(value),
+        "verifyReads" => volume.verify_reads = switch(key, value, false)?,
         "frontend" => volume.frontend = frontend(key, value)?.to_string(),
         // Sidecars take it for csi.storage.k8s.io/fstype, and hand it on: it is in the capabilities.
         _ if key.eq_ignore_ascii_case("fsType") => {
@@ -178,6 +179,7 @@ mod tests {
         let volume = of(&[
             ("numberOfReplicas", "2"),
             ("dataLocality", "best-effort"),
+            ("verifyReads", "true"),
             ("replicaSoftAntiAffinity", "enabled"),
             ("replicaZoneSoftAntiAffinity", "disabled"),
             ("replicaDiskSoftAntiAffinity", "false"),
@@ -190,6 +192,7 @@ mod tests {
         .unwrap();
         assert_eq!(volume.number_of_replicas, 2);
         assert_eq!(volume.data_locality, "best-effort");
+        assert!(volume.verify_reads);
         assert!(volume.replica_soft_anti_affinity);
         assert!(volume.replica_zone_hard_anti_affinity && volume.replica_disk_hard_anti_affinity);
         assert_eq!(volume.node_selector, ["fast", "big"]);

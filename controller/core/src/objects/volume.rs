@@ -74,6 +74,10 @@ pub struct VolumeSpec {
     /// Whether a replica should be where the volume is attached.
     #[serde(default)]
     pub data_locality: DataLocality,
+    /// Whether replicas compare every read with the sums of its blocks, so that another replica answers a read of rot. Holds from
+    /// the next attachment on.
+    #[serde(default)]
+    pub verify_reads: bool,
     /// How much copying may take of its speed.
     #[serde(default)]
     pub rebuild: RebuildLimits,

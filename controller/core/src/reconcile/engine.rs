@@ -248,6 +248,7 @@ fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, deci
         rebuild: volume.spec.rebuild,
         revision: spec.map_revision,
         continues,
+        verify_reads: volume.spec.verify_reads,
     };
     decision.call(node, call);
     decision.again_after(START_CHECK);

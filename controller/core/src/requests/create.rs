@@ -35,6 +35,8 @@ pub struct CreateVolume {
     pub disk_selector: Vec<String>,
     /// Empty takes disabled.
     pub data_locality: String,
+    /// Whether replicas compare every read with the sums of its blocks.
+    pub verify_reads: bool,
     /// The name that a CSI caller gave it; none: it is made for somebody else.
     pub csi_name: Option<String>,
     /// Where it is expected to be attached first.
@@ -95,6 +97,7 @@ impl CreateVolume {
             node_selector: labels(&self.node_selector)?,
             disk_selector: labels(&self.disk_selector)?,
             data_locality,
+            verify_reads: self.verify_reads,
             rebuild: RebuildLimits::default(),
             csi_name: self.csi_name,
             preferred_node_id: self.preferred_node,
@@ -163,6 +166,8 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
         "disk selector"
     } else if spec.data_locality != wanted.data_locality {
         "data locality"
+    } else if spec.verify_reads != wanted.verify_reads {
+        "verification of reads"
     } else {
         return Ok(());
     };

@@ -469,6 +469,6 @@ fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
 /// An answer to PING over every connection.
 fn pong(bench: &mut Bench, peer: PeerIndex) {
     for queue in 0..2 {
-        bench.apply(Event::Pong { peer, queue });
+        bench.apply(Event::Pong { peer, queue, free_mib: 0 });
     }
 }

@@ -22,8 +22,10 @@ const NO_SPACE: Option<Result<(), Errno>> = Some(Err(Errno::NO_SPACE));
 
 #[test]
 fn a_member_without_space_leaves_if_most_have_done_the_request() {
-    for operation in [WRITE, ZEROES, Operation::Discard] {
+    for operation in [WRITE, ZEROES] {
         let (mut bench, out) = torn(operation, &[1]);
+        assert_eq!(drops(&out), [], "the others have not said whether they have space");
+        let out = tick_with_pongs(&mut bench, 250);
         assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("no space left")), "{out:?}");
         assert_eq!((sent(&out, COPY), completed(&out, 0)), (vec![], None));
         assert_eq!(sent_to(&bench.submit(1, Operation::Read, 0), 1), [], "replica 1 is still in the view");
@@ -37,6 +39,35 @@ fn a_member_without_space_leaves_if_most_have_done_the_request() {
     }
 }
 
+/// Two of three have done it, and one of them may be needed to go on without the other.
+#[test]
+fn a_member_without_space_stays_while_another_one_is_late() {
+    for is_back in [true, false] {
+        let mut bench = Bench::new(3);
+        bench.submit(0, WRITE, 0);
+        bench.submit(1, WRITE, 100);
+        for peer in [1, 2] {
+            bench.reply(peer, 0, Ok(()));
+        }
+        tick_with_pongs(&mut bench, TIMEOUT_MS * 3 / 4);
+        bench.reply(0, 1, Ok(()));
+        bench.reply(1, 1, Ok(()));
+        let out = bench.reply(0, 0, Err(Errno::NO_SPACE));
+        assert_eq!((drops(&out), sent(&out, COPY), completed(&out, 0)), (vec![], vec![], None));
+        if is_back {
+            bench.reply(2, 1, Ok(()));
+            let ticked = tick_with_pongs(&mut bench, TIMEOUT_MS);
+            let dropped: Vec<PeerIndex> = drops(&ticked).iter().map(|(peer, _)| *peer).collect();
+            assert_eq!(dropped, [0], "{ticked:?}");
+        } else {
+            let out = bench.lose(2);
+            let out = bench.answer(out, &[]);
+            assert_eq!(completed(&out, 0), NO_SPACE, "half of two: {out:?}");
+            assert_eq!(bench.core.membership().view().members.len(), 2);
+        }
+    }
+}
+
 /// Two of five have no space, and one of them only for the second request.
 #[test]
 fn members_without_space_leave_one_after_another() {
@@ -47,18 +78,32 @@ fn members_without_space_leave_one_after_another() {
         bench.reply(peer, 0, Ok(()));
         bench.reply(peer, 1, if peer == 3 { Err(Errno::NO_SPACE) } else { Ok(()) });
     }
-    let out = bench.reply(4, 0, Err(Errno::NO_SPACE));
+    bench.reply(4, 0, Err(Errno::NO_SPACE));
+    let out = tick_with_pongs(&mut bench, 250);
     assert_eq!(drops(&out).len(), 1);
     let more = bench.reply(4, 1, Err(Errno::NO_SPACE));
-    assert_eq!(drops(&more), [], "what a replica says that is on its way out counts for nothing");
+    assert_eq!(drops(&more), [], "the answer of a replica that is about to leave counts for nothing");
     let mut out = bench.answer(out, &[]);
     out.extend(bench.close(4));
+    out.extend(tick_with_pongs(&mut bench, 1500));
     let dropped: Vec<PeerIndex> = drops(&out).iter().map(|(peer, _)| *peer).collect();
     assert_eq!(dropped, [4, 3], "{out:?}");
     let mut out = bench.answer(out, &[]);
     out.extend(bench.close(3));
     let out = bench.answer(out, &[]);
     assert_eq!((completed(&out, 0), completed(&out, 1)), (Some(Ok(())), Some(Ok(()))));
+    assert_eq!(bench.core.membership().view().members.len(), 3);
+}
+
+/// All replicas are on one disk, and two of three have got its last block.
+#[test]
+fn nobody_leaves_if_the_others_could_not_store_that() {
+    let (mut bench, _) = torn(WRITE, &[1]);
+    let out = bench.apply(Event::Pong { peer: 0, queue: 0, free_mib: 1000 });
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![], vec![]));
+    let out = bench.apply(Event::Pong { peer: 2, queue: 0, free_mib: 15 });
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 3);
 }
 
@@ -72,6 +117,14 @@ fn half_of_a_view_without_space_does_not_leave() {
     assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 2);
+}
+
+/// The client loses nothing if a discard fails.
+#[test]
+fn no_member_leaves_because_of_a_discard() {
+    let (mut bench, out) = torn(Operation::Discard, &[1]);
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
 }
 
 /// Each may have done a part of it before it ran out of space.
@@ -154,6 +207,7 @@ fn two_requests_without_space_end() {
             out.extend(bench.reply(0, slot, Err(Errno::NO_SPACE)));
         }
         if of_1.is_ok() {
+            out.extend(tick_with_pongs(&mut bench, 250));
             out.extend(bench.close(0));
         }
         let out = bench.answer(out, &[]);

@@ -179,3 +179,64 @@ fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
     let out = scrub(|_, range| if has(range, 3) { Err(Errno::ROTTEN) } else { Ok(7) });
     assert_eq!(found(&out), [(3, 1, vec![0, 1], false)], "both have lost it");
 }
+
+/// Members whose reads are verified.
+fn verifying(members: u64) -> Bench {
+    let config = CoreConfig { verify_reads: true, ..config(members, members) };
+    Bench::with(&config)
+}
+
+#[test]
+fn another_member_answers_a_read_of_rot_and_the_range_is_repaired() {
+    let mut bench = verifying(2);
+    let out = bench.submit(0, Operation::Read, 5);
+    let [first] = sent_to(&out, 0)[..] else { panic!("{out:?}") };
+    assert_eq!(sent(&out, 0), [(first, Operation::CheckedRead)]);
+    let out = bench.reply(first, 0, Err(Errno::ROTTEN));
+    let other = 1 - first;
+    assert_eq!((sent(&out, 0), completed(&out, 0)), (vec![(other, Operation::CheckedRead)], None));
+    assert_eq!(drops(&out), [], "it stays, and is repaired");
+    let verified = bench.reply(other, 0, Ok(()));
+    assert_eq!(completed(&verified, 0), Some(Ok(())));
+    // The comparison waited for the read.
+    let mut outputs = verified;
+    let mut at = 0;
+    while at < outputs.len() {
+        let event = match &outputs[at] {
+            Output::Send { peer, slot, operation: Operation::Verify, .. } => {
+                let outcome = if *peer == first { Err(Errno::ROTTEN) } else { Ok(7) };
+                Some(Event::Verified { peer: *peer, slot: *slot, outcome })
+            }
+            output => answer_to(output).map(|(_, event)| event),
+        };
+        outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+        at += 1;
+    }
+    assert_eq!(found(&outputs), [(5, 1, vec![first], true)], "{outputs:?}");
+}
+
+#[test]
+fn a_read_fails_if_every_member_holds_rot_there() {
+    let mut bench = verifying(2);
+    let out = bench.submit(0, Operation::Read, 0);
+    let first = sent_to(&out, 0)[0];
+    bench.reply(first, 0, Err(Errno::ROTTEN));
+    let out = bench.reply(1 - first, 0, Err(Errno::ROTTEN));
+    assert_eq!(completed(&out, 0), Some(Err(Errno::IO)));
+    let is_told =
+        |output: &Output| matches!(output, Output::Failed(failure) if matches!(failure.cause, Cause::Rot(_)));
+    assert!(out.iter().any(is_told), "{out:?}");
+
+    let mut bench = verifying(1);
+    bench.submit(0, Operation::Read, 0);
+    let out = bench.reply(0, 0, Err(Errno::ROTTEN));
+    assert_eq!((completed(&out, 0), drops(&out)), (Some(Err(Errno::IO)), vec![]));
+    assert_eq!(sent(&out, COPY), [], "nobody could say what is right");
+}
+
+#[test]
+fn reads_are_verified_only_if_that_was_asked_for() {
+    let mut bench = Bench::new(2);
+    let out = bench.submit(0, Operation::Read, 0);
+    assert!(matches!(sent(&out, 0)[..], [(_, Operation::Read)]), "{out:?}");
+}

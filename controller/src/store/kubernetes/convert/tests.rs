@@ -55,6 +55,7 @@ fn full() -> Vec<Object> {
             node_selector: tags.clone(),
             disk_selector: tags.clone(),
             data_locality: "best-effort".parse().unwrap(),
+            verify_reads: true,
             rebuild,
             csi_name: Some("a name".to_owned()),
             preferred_node_id: Some(node.clone()),
