@@ -22,7 +22,7 @@ use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
 use crate::api::Api;
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
-use crate::csi::CsiController;
+use crate::csi::{CsiController, CsiDoor};
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::lease::Leadership;
@@ -88,11 +88,19 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let vitals = ControllerVitals::new(metrics.clone(), Arc::clone(&readiness));
     let shown: Arc<dyn shorthorn_metrics::Vitals> = Arc::<ControllerVitals>::clone(&vitals);
     let _metrics = shorthorn_metrics::start(config.metrics_listen, DEFAULT_METRICS, shown).await?;
+    let (stop, stopping) = watch::channel(false);
+    let (door, mut servers) = (CsiDoor::default(), JoinSet::new());
+    if let Some(address) = &config.csi_listen {
+        // Before anything that may have to be waited for: sidecars give up on a socket that is not there.
+        servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
+    }
     // What ends one controller too many, or has it wait, before it touches anything else.
     let Opened { store, mut leadership, events, pods, mut tasks } = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
+        Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
+            remove_socket(config.csi_listen.as_ref());
             return Ok(());
         }
     };
@@ -115,14 +123,12 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         settings,
         metrics.clone(),
     );
-    let (stop, stopping) = watch::channel(false);
     let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
     let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics);
-    let mut servers = JoinSet::new();
     let api = server().add_service(ControllerServer::new(api));
     servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
     if let Some(address) = &config.csi_listen {
-        servers.spawn(listen(address.clone(), csi_router(csi), &stopping).await?);
+        door.open(csi);
         tracing::info!(csi = %address, "CSI is served");
     }
 
@@ -148,15 +154,18 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     if tokio::time::timeout(STOP_LIMIT, ended).await.is_err() {
         tracing::warn!("clients do not let go; ending all the same");
     }
-    for address in [Some(&config.listen), config.csi_listen.as_ref()].into_iter().flatten() {
-        if let Listen::Unix(path) = address {
-            let _ = std::fs::remove_file(path);
-        }
-    }
+    remove_socket(Some(&config.listen));
+    remove_socket(config.csi_listen.as_ref());
     if let Some(leadership) = leadership {
         leadership.release().await;
     }
     result
+}
+
+fn remove_socket(address: Option<&Listen>) {
+    if let Some(Listen::Unix(path)) = address {
+        let _ = std::fs::remove_file(path);
+    }
 }
 
 /// The store, and what comes with it in Kubernetes.
@@ -236,10 +245,10 @@ fn server() -> Server {
     Server::builder().http2_keepalive_interval(Some(KEEPALIVE)).http2_keepalive_timeout(Some(KEEPALIVE))
 }
 
-fn csi_router(csi: CsiController) -> Router {
-    let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION"));
+fn csi_router(door: &CsiDoor) -> Router {
+    let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(door.ready());
     let mut server = server().concurrency_limit_per_connection(CSI_CALLS_MAX);
-    server.add_service(identity.server()).add_service(csi.server())
+    server.add_service(identity.server()).add_service(door.clone())
 }
 
 /// Takes the address, and returns what serves there.

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use shorthorn_control::{EnginePhase, EngineSpec, EngineStatus, load_spec};
 
@@ -173,6 +174,18 @@ impl Hosts {
     /// It does not run.
     pub fn kill_controller(&mut self) -> Result<()> {
         kill(self.controller.take().context("the controller does not run")?)
+    }
+
+    /// Ends the controller in order: it gives its lease back.
+    ///
+    /// # Errors
+    /// It does not run, or does not end.
+    pub fn stop_controller(&mut self) -> Result<()> {
+        let mut controller = self.controller.take().context("the controller does not run")?;
+        crate::signal(i32::try_from(controller.id())?, Signal::SIGTERM)?;
+        let status = controller.wait()?;
+        ensure!(status.success(), "the controller has ended with {status}");
+        Ok(())
     }
 
     fn try_ctl(&self, arguments: &[&str]) -> Result<String> {

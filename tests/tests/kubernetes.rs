@@ -1,13 +1,23 @@
 //! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service account with
 //! the roles of controller/deploy, real agents, engines and replicas.
 
+use std::path::PathBuf;
+use std::process::Child;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
+use shorthorn_proto::csi::v1;
+use shorthorn_proto::csi::v1::controller_client::ControllerClient;
+use shorthorn_proto::csi::v1::identity_client::IdentityClient;
 use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
+use shorthorn_tests::claims::claim_path;
 use shorthorn_tests::hosts::{Hosts, agent_url, name};
-use shorthorn_tests::{Guest, GuestOptions, compare_exports, install, under_load, until, until_whole};
+use shorthorn_tests::{
+    Caller, Guest, GuestOptions, Provisioner, compare_exports, install, under_load, until, until_whole,
+};
+use tonic::{Code, Status};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -18,6 +28,10 @@ const CALLS_MAX: usize = 12;
 const QUIET_START: Duration = Duration::from_secs(5);
 /// How often a controller is killed.
 const KILLS: u32 = 3;
+/// How long after the death of the leading controller a claim may have to wait until it is bound.
+const BOUND_LIMIT: Duration = Duration::from_secs(20);
+/// What a call of CSI may take.
+const CALL_LIMIT: Duration = Duration::from_secs(15);
 
 struct Cluster {
     // Before the API server: the controller goes first.
@@ -137,6 +151,43 @@ impl Cluster {
         Ok(())
     }
 
+    /// A controller as the deployment has it, with its two sockets: that of the API and that of CSI.
+    fn pod(&self, name: &str) -> Result<Pod> {
+        let socket = |kind: &str| self.folder.path().join(format!("{name}.{kind}"));
+        let listen = format!("unix://{}", socket("ctl").display());
+        let csi = socket("csi");
+        let csi_listen = format!("unix://{}", csi.display());
+        let child = self.hosts.controller_command(&listen)?.args(["--csi-listen", &csi_listen]).spawn()?;
+        Ok(Pod { child, csi })
+    }
+
+    /// A claim whose first pod the scheduler has put on the first host.
+    fn claim(&self, claim: &str) -> Result<()> {
+        let claim = json!({
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {
+                "name": claim,
+                "annotations": { "volume.kubernetes.io/selected-node": name(0) },
+            },
+            "spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "storageClassName": "shorthorn",
+                "resources": { "requests": { "storage": "67108864" } },
+            },
+        });
+        let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
+        self.api.ok("POST", claims, Some(&claim)).map(drop)
+    }
+
+    fn until_bound(&self, claim: &str) -> Result<()> {
+        until("claim that is bound", LIMIT, || {
+            let claim = self.api.ok("GET", &claim_path(claim), None)?;
+            ensure!(claim["status"]["phase"] == "Bound", "{claim:#}");
+            Ok(Some(()))
+        })
+    }
+
     fn guest(&self) -> Result<Guest> {
         let seed = fastrand::u64(..);
         println!("seed of the load: {seed}");
@@ -238,6 +289,96 @@ fn controllers_take_over_from_each_other() -> Result<()> {
     }
     cluster.api.ok("DELETE", &ApiServer::path(&format!("volumes/{VOLUME}")), None)?;
     cluster.until_gone()
+}
+
+/// What a pod of the deployment has of Shorthorn; kill -9 when dropped.
+struct Pod {
+    child: Child,
+    csi: PathBuf,
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Beside a controller that stands by a sidecar waits, and it takes over as soon as its controller does.
+#[test]
+fn a_claim_is_bound_soon_after_the_leader_dies() -> Result<()> {
+    let mut cluster = Cluster::start()?;
+    cluster.api.start_controller_manager()?;
+    for host in 0..3 {
+        cluster.register(&name(host), &format!("192.0.2.{}", host + 1))?;
+    }
+    cluster.hosts.stop_controller()?;
+    let leader = cluster.pod("a")?;
+    until("controller that leads", LIMIT, || Ok(ready(&leader)?.then_some(())))?;
+    let standby = cluster.pod("b")?;
+    until("answers of the controller that stands by", LIMIT, || stands_by(&standby).map(Some))?;
+
+    let beside_leader = Provisioner::new(&cluster.api, leader.csi.clone());
+    let beside_standby = Provisioner::new(&cluster.api, standby.csi.clone());
+    let containers = [&beside_leader, &beside_standby];
+    thread::scope(|scope| {
+        for container in containers {
+            scope.spawn(|| container.run());
+        }
+        let result = the_leader_dies(&cluster, leader, containers);
+        containers.into_iter().for_each(Provisioner::stop);
+        result
+    })
+}
+
+fn the_leader_dies(
+    cluster: &Cluster,
+    leader: Pod,
+    [beside_leader, beside_standby]: [&Provisioner; 2],
+) -> Result<()> {
+    cluster.claim("first")?;
+    cluster.until_bound("first")?;
+    ensure!(beside_leader.is_ready() && !beside_standby.is_ready(), "the wrong sidecar works");
+    drop(leader);
+    let died = Instant::now();
+    // As kubelet does.
+    let _again = cluster.pod("a")?;
+    cluster.claim("second")?;
+    cluster.until_bound("second")?;
+    let took = died.elapsed();
+    println!("a claim is bound {took:?} after the death of the leader");
+    ensure!(took <= BOUND_LIMIT, "a claim is bound only after {took:?}");
+    ensure!(beside_standby.is_ready() && !beside_leader.is_ready(), "the wrong sidecar works");
+    let ends = [beside_leader.ends(), beside_standby.ends()];
+    ensure!(ends == [1, 0], "the sidecars have ended {ends:?} times");
+    Ok(())
+}
+
+/// What the controller of a pod answers to Probe.
+fn ready(pod: &Pod) -> Result<bool> {
+    let csi = Caller::unix(&pod.csi)?;
+    let probe = csi.call(v1::ProbeRequest {}, CALL_LIMIT, async |channel, request| {
+        IdentityClient::new(channel).probe(request).await
+    })?;
+    probe.ready.context("an answer that says nothing")
+}
+
+/// Whether a controller answers as one that stands by: Probe says so, and nothing else is done.
+fn stands_by(pod: &Pod) -> Result<()> {
+    ensure!(!ready(pod)?, "it is ready");
+    let csi = Caller::unix(&pod.csi)?;
+    let told = csi.call(v1::GetPluginInfoRequest {}, CALL_LIMIT, async |channel, request| {
+        IdentityClient::new(channel).get_plugin_info(request).await
+    });
+    let asked = csi.call(v1::ListVolumesRequest::default(), CALL_LIMIT, async |channel, request| {
+        ControllerClient::new(channel).list_volumes(request).await
+    });
+    for answer in [told.map(drop), asked.map(drop)] {
+        let Err(error) = answer else { bail!("it works although it stands by") };
+        let status = error.downcast_ref::<Status>().context("no answer of a server")?;
+        ensure!(status.code() == Code::Unavailable && status.message().contains("stands by"), "{status}");
+    }
+    Ok(())
 }
 
 /// Where the driver is registered, a node is found; its address follows the machine until somebody sets it.

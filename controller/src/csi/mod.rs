@@ -12,6 +12,7 @@ mod call;
 mod capacity;
 mod create;
 mod deadline;
+mod door;
 mod expand;
 mod list;
 mod publish;
@@ -19,4 +20,5 @@ mod server;
 mod status;
 mod wait;
 
+pub use door::CsiDoor;
 pub use server::CsiController;

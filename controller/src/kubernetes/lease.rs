@@ -20,11 +20,11 @@ use crate::store::kubernetes::{CallError, bounded, is_code};
 /// The name of the Lease.
 pub const LEASE_NAME: &str = "shorthorn-controller";
 /// How long others leave a lease alone that is not renewed.
-pub const DURATION: Duration = Duration::from_secs(15);
+pub const DURATION: Duration = Duration::from_secs(12);
 /// How long after the last renewal the holder goes on.
-pub const HOLD_LIMIT: Duration = Duration::from_secs(10);
+pub const HOLD_LIMIT: Duration = Duration::from_secs(8);
 /// How often it is renewed.
-const RENEW_EVERY: Duration = Duration::from_secs(4);
+const RENEW_EVERY: Duration = Duration::from_secs(3);
 /// The wait before a renewal is tried again, or the lease of another is looked at again.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -258,7 +258,7 @@ mod tests {
         let lease = taken(lease("a", Some(20)), "b", now);
         assert_eq!(holder(&lease), "b");
         let spec = lease.spec.unwrap();
-        assert_eq!((spec.lease_transitions, spec.lease_duration_seconds), (Some(5), Some(15)));
+        assert_eq!((spec.lease_transitions, spec.lease_duration_seconds), (Some(5), Some(12)));
         // Who holds it ends before others may take it, with time for what is under way.
         assert!(HOLD_LIMIT + RENEW_EVERY < DURATION && RENEW_EVERY + LOOK_AGAIN < HOLD_LIMIT);
     }

@@ -1,23 +1,49 @@
 //! Who the driver is. The sockets of the nodes and of the controller answer this alike.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use shorthorn_proto::csi::v1::identity_server::{Identity as IdentityRpc, IdentityServer};
 use shorthorn_proto::csi::v1::{self, plugin_capability as capability};
 use tonic::{Request, Response, Status};
+
+/// Why a call is refused while another process does the work. Callers take this code for a failure that passes.
+pub const NOT_READY: &str =
+    "this controller stands by: another one leads, or none does yet; ask again once Probe says ready";
 
 /// The Identity service.
 #[derive(Clone, Debug)]
 pub struct Identity {
     name: String,
     version: String,
+    ready: Arc<AtomicBool>,
 }
 
 impl Identity {
     /// Of the driver called `name`.
     #[must_use]
     pub fn new(name: &str, version: &str) -> Identity {
-        Identity { name: name.to_owned(), version: version.to_owned() }
+        // Whoever serves the socket last is ready once it can be asked.
+        Identity {
+            name: name.to_owned(),
+            version: version.to_owned(),
+            ready: Arc::new(AtomicBool::new(true)),
+        }
+    }
+
+    /// Ready only while `ready` says so. Until then Probe answers that, and every other call is refused as unavailable.
+    #[must_use]
+    pub fn ready_while(self, ready: Arc<AtomicBool>) -> Identity {
+        Identity { ready, ..self }
+    }
+
+    fn is_ready(&self) -> bool {
+        self.ready.load(Ordering::Acquire)
+    }
+
+    fn check_ready(&self) -> Result<(), Status> {
+        if self.is_ready() { Ok(()) } else { Err(Status::unavailable(NOT_READY)) }
     }
 
     /// As a service of a gRPC server.
@@ -38,6 +64,7 @@ impl IdentityRpc for Identity {
         &self,
         _: Request<v1::GetPluginInfoRequest>,
     ) -> Result<Response<v1::GetPluginInfoResponse>, Status> {
+        self.check_ready()?;
         let (name, vendor_version) = (self.name.clone(), self.version.clone());
         Ok(Response::new(v1::GetPluginInfoResponse { name, vendor_version, manifest: HashMap::new() }))
     }
@@ -48,6 +75,7 @@ impl IdentityRpc for Identity {
         _: Request<v1::GetPluginCapabilitiesRequest>,
     ) -> Result<Response<v1::GetPluginCapabilitiesResponse>, Status> {
         use capability::{VolumeExpansion, service::Type, volume_expansion};
+        self.check_ready()?;
         let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
         let capabilities = vec![
             service(Type::ControllerService),
@@ -59,7 +87,6 @@ impl IdentityRpc for Identity {
 
     async fn probe(&self, _: Request<v1::ProbeRequest>) -> Result<Response<v1::ProbeResponse>, Status> {
         tracing::debug!("Probe");
-        // Whoever can be asked is ready: the sockets are served last.
-        Ok(Response::new(v1::ProbeResponse { ready: Some(true) }))
+        Ok(Response::new(v1::ProbeResponse { ready: Some(self.is_ready()) }))
     }
 }

@@ -12,7 +12,7 @@ mod size;
 pub use capability::{Access, Capability, FsKind, MountWish, capability, options};
 pub use error::CsiError;
 pub use gates::{Gates, Pass};
-pub use identity::Identity;
+pub use identity::{Identity, NOT_READY};
 pub use size::{SizeRange, size_range};
 
 /// Name of the driver.

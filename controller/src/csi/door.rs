@@ -1,0 +1,64 @@
+//! The CSI service behind the lease: the socket is there from the start, so that the sidecars beside a controller that
+//! stands by find it, learn from Probe that it is not ready, and wait. Nothing behind it works before this controller
+//! leads.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll};
+
+use shorthorn_driver::NOT_READY;
+use shorthorn_proto::csi::v1::controller_server::{ControllerServer, SERVICE_NAME};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service, http};
+use tonic::server::NamedService;
+
+use super::CsiController;
+
+/// What answers for the Controller service of CSI, before there is one and after.
+#[derive(Clone, Debug, Default)]
+pub struct CsiDoor {
+    controller: Arc<OnceLock<CsiController>>,
+    /// Set after `controller`: whoever reads it finds that.
+    ready: Arc<AtomicBool>,
+}
+
+impl CsiDoor {
+    /// Lets calls through to `controller` from now on.
+    pub fn open(&self, controller: CsiController) {
+        // It leads once in its life: a controller that leads no more ends as a process.
+        let _ = self.controller.set(controller);
+        self.ready.store(true, Ordering::Release);
+    }
+
+    /// Whether calls get through.
+    #[must_use]
+    pub fn ready(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.ready)
+    }
+}
+
+impl NamedService for CsiDoor {
+    const NAME: &'static str = SERVICE_NAME;
+}
+
+impl Service<http::Request<Body>> for CsiDoor {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        match self.controller.get() {
+            Some(controller) => {
+                let mut server: ControllerServer<CsiController> = controller.clone().server();
+                server.call(request)
+            }
+            None => Box::pin(async { Ok(Status::unavailable(NOT_READY).into_http()) }),
+        }
+    }
+}
