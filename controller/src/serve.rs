@@ -212,9 +212,17 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let mut tasks = JoinSet::new();
     let (events, teller) = events(client.clone(), &config.namespace, &identity);
     tasks.spawn(teller.run());
-    let store: Arc<dyn Store> = tokio::select! {
-        store = KubeStore::open(client.clone(), &config.namespace, events.clone()) => Arc::new(store?),
+    let opened = tokio::select! {
+        opened = KubeStore::open(client.clone(), &config.namespace, events.clone()) => opened,
         reason = leadership.hold() => return Err(ServeError::LeaseLost(reason)),
+    };
+    let store: Arc<dyn Store> = match opened {
+        Ok(store) => Arc::new(store),
+        Err(error) => {
+            // Nothing was begun, and the next attempt need not wait for the end of this lease.
+            leadership.release().await;
+            return Err(error.into());
+        }
     };
     let known = Machines::new();
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));

@@ -130,6 +130,14 @@ impl Cluster {
         })
     }
 
+    /// What a controller says that has to end at its start.
+    fn refuses_to_start(&self) -> Result<String> {
+        let listen = format!("unix://{}/refused.sock", self.folder.path().display());
+        let output = self.hosts.controller_command(&listen)?.output()?;
+        ensure!(!output.status.success(), "it runs");
+        Ok(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
     fn until_healthy(&self) -> Result<()> {
         until("volume that is healthy", LIMIT, || {
             let volume = self.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
@@ -384,7 +392,7 @@ fn stands_by(pod: &Pod) -> Result<()> {
 /// Where the driver is registered, a node is found; its address follows the machine until somebody sets it.
 #[test]
 fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
-    let cluster = Cluster::start()?;
+    let mut cluster = Cluster::start()?;
     cluster.register("m1", "192.0.2.1")?;
     cluster.register("m2", "2001:db8::2")?;
     cluster.until_node_spec("m1", |spec| spec["address"] == "http://192.0.2.1:9501")?;
@@ -399,7 +407,49 @@ fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
     cluster.until_node_spec("m1", |spec| spec["discovered"]["address"] == "http://192.0.2.4:9501")?;
     cluster.until_node_spec("m1", |spec| spec["address"] == "http://192.0.2.9:1")?;
 
-    a_volume_that_cannot_be_says_why(&cluster)
+    a_volume_that_cannot_be_says_why(&cluster)?;
+    a_lost_key_is_not_replaced(&mut cluster)
+}
+
+/// Without the key of its volumes a controller does not start, nor with another one; with the right one it does.
+fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
+    let secrets = format!("/api/v1/namespaces/{NAMESPACE}/secrets");
+    let path = format!("{secrets}/shorthorn-volume-key");
+    cluster.make_volume()?;
+    let volume = cluster.until_state("detached")?;
+    let fingerprint = volume["metadata"]["annotations"]["shorthorn.io/key-fingerprint"].clone();
+    ensure!(fingerprint.is_string(), "{volume:#}");
+    let secret = cluster.api.ok("GET", &path, None)?;
+    let delete = |cluster: &Cluster| {
+        cluster.api.ok("DELETE", &path, None)?;
+        let kept = cluster.api.find(&path)?.context("nothing keeps the Secret")?;
+        ensure!(kept["metadata"]["deletionTimestamp"].is_string(), "{kept:#}");
+        cluster.api.ok("PATCH", &path, Some(&json!({ "metadata": { "finalizers": null } })))?;
+        ensure!(cluster.api.find(&path)?.is_none(), "the Secret stays");
+        anyhow::Ok(())
+    };
+    let make = |cluster: &Cluster, key: &Value| {
+        let secret = json!({ "apiVersion": "v1", "kind": "Secret", "immutable": true,
+            "metadata": { "name": "shorthorn-volume-key" }, "data": { "key": key } });
+        cluster.api.ok("POST", &secrets, Some(&secret)).map(drop)
+    };
+    delete(cluster)?;
+    cluster.hosts.stop_controller()?;
+    let told = cluster.refuses_to_start()?;
+    let fingerprint = fingerprint.as_str().unwrap_or_default();
+    ensure!(told.contains("is lost, and 1 volumes need it") && told.contains(fingerprint), "{told}");
+    ensure!(cluster.api.find(&path)?.is_none(), "another key is made");
+    make(cluster, &"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".into())?;
+    let told = cluster.refuses_to_start()?;
+    ensure!(told.contains(&format!("need the key {fingerprint}")), "{told}");
+    // Another key gets no finalizer that would keep it.
+    cluster.api.ok("DELETE", &path, None)?;
+    until("end of the wrong key", LIMIT, || Ok(cluster.api.find(&path)?.is_none().then_some(())))?;
+    make(cluster, &secret["data"]["key"])?;
+    cluster.hosts.start_controller()?;
+    cluster.want_on(name(0).into())?;
+    cluster.until_state("attached")?;
+    until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT).map(drop)
 }
 
 /// As an API server takes it that does not know the rules in CEL.

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kube::api::{DynamicObject, ListParams, WatchEvent, WatchParams};
+use kube::api::{Api, DynamicObject, ListParams, WatchEvent, WatchParams};
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::{Event, Timestamp};
 use thiserror::Error;
 use tokio_stream::StreamExt;
 
 use super::calls::{CallError, bounded, is_code};
+use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
 use super::{ConvertError, Inner, OpenError, Part, convert, is_expired};
-use crate::kubernetes::plural;
+use crate::kubernetes::{plural, resource};
 use crate::work::backoff;
 
 /// How many objects are asked for at once.
@@ -110,7 +111,8 @@ async fn readable(
         refuse(inner, key, &object, &error).await;
         return Ok(None);
     }
-    if !is_held {
+    let is_marked = key.kind != Kind::Volume || has_fingerprint(&object);
+    if !is_held || (!is_marked && object.metadata.deletion_timestamp.is_none()) {
         match hold(inner, key, &object).await {
             Ok(held) => object = held,
             // Somebody was first: the watch brings what it is now.
@@ -152,12 +154,38 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     inner.events.tell(&event, object.metadata.uid.as_deref().unwrap_or_default());
 }
 
-/// Adds our finalizer.
+fn has_fingerprint(volume: &DynamicObject) -> bool {
+    let annotations = volume.metadata.annotations.as_ref();
+    annotations.is_some_and(|annotations| annotations.contains_key(FINGERPRINT_ANNOTATION))
+}
+
+/// Adds our finalizer, and in the same write the fingerprint of the key that a volume needs from here on.
 async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<DynamicObject, CallError> {
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
-    finalizers.push(convert::FINALIZER.to_owned());
-    inner.send(key, version, Part::Finalizers(finalizers)).await
+    if !finalizers.iter().any(|one| one == convert::FINALIZER) {
+        finalizers.push(convert::FINALIZER.to_owned());
+    }
+    let fingerprint = (key.kind == Kind::Volume).then(|| inner.keys.fingerprint());
+    inner.send(key, version, Part::Held { finalizers, fingerprint }).await
+}
+
+/// Which keys the volumes need that are there, before there is a key to read them with.
+pub(super) async fn keys_of_volumes(
+    client: &kube::Client,
+    namespace: &str,
+) -> Result<Vec<KeyOfVolume>, OpenError> {
+    let api: Api<DynamicObject> = Api::namespaced_with(client.clone(), namespace, &resource(Kind::Volume));
+    let mut page = ListParams::default().limit(PAGE_OBJECTS);
+    let mut volumes = Vec::new();
+    loop {
+        let found = bounded(api.list(&page)).await.map_err(|error| not_installed(Kind::Volume, error))?;
+        volumes.extend(found.items.iter().map(KeyOfVolume::of));
+        match found.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => page.continue_token = Some(token),
+            None => return Ok(volumes),
+        }
+    }
 }
 
 /// Takes in what changes; `version` is how far it has come.

@@ -1,19 +1,32 @@
 //! The secrets of volumes. None of them is stored: each is derived from one key and the identity of its volume, so that
 //! a volume made by kubectl has one too, and reading volumes gives nobody access to their data.
+//!
+//! With another key no engine reaches a replica that was made with the old one. So each volume carries the fingerprint of its
+//! key, the Secret with the key has a finalizer, and a key is made only where no volume can need another one.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
-use kube::api::{Api, ObjectMeta, PostParams};
+use kube::api::{Api, DynamicObject, ObjectMeta, Patch, PatchParams, PostParams};
 use ring::hmac;
-use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
+use serde_json::json;
+use shorthorn_controller_core::objects::{Kind, SECRET_BYTES, Secret};
 
 use super::OpenError;
 use super::calls::{bounded, is_code};
+use super::convert::is_held;
 
 /// The Secret that has the key.
 pub const KEY_NAME: &str = "shorthorn-volume-key";
+/// The annotation of a volume that says which key its secret is derived from.
+pub const FINGERPRINT_ANNOTATION: &str = "shorthorn.io/key-fingerprint";
+/// Keeps the Secret when somebody deletes it while there are volumes.
+const KEY_FINALIZER: &str = "shorthorn.io/volume-key";
 /// The field of the Secret.
 const FIELD: &str = "key";
+/// What the fingerprint is the tag of. No uid of a volume has a space.
+const FINGERPRINT_TEXT: &[u8] = b"fingerprint of the key";
+/// How much of that tag is shown: enough to tell keys apart, of no use for finding one.
+const FINGERPRINT_BYTES: usize = 8;
 
 /// The key that the secrets of all volumes are derived from.
 pub struct VolumeKeys(hmac::Key);
@@ -38,22 +51,79 @@ impl VolumeKeys {
         Secret::new(bytes)
     }
 
-    /// Reads the key, and makes it where there is none.
-    pub async fn open(secrets: &Api<KubernetesSecret>) -> Result<VolumeKeys, OpenError> {
-        if let Some(found) = bounded(secrets.get_opt(KEY_NAME)).await? {
-            return VolumeKeys::read(&found);
+    /// What tells this key from others, for people and for the volumes that need it.
+    pub fn fingerprint(&self) -> String {
+        let tag = hmac::sign(&self.0, FINGERPRINT_TEXT);
+        tag.as_ref().iter().take(FINGERPRINT_BYTES).map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Reads the key, and makes it where no volume needs one that is lost.
+    pub async fn open(
+        secrets: &Api<KubernetesSecret>,
+        volumes: &[KeyOfVolume],
+    ) -> Result<VolumeKeys, OpenError> {
+        let mut found = bounded(secrets.get_opt(KEY_NAME)).await?;
+        if let Some(secret) = found.as_ref().filter(|secret| is_deleting(secret)) {
+            if volumes.iter().any(|volume| volume.is_needed) {
+                tracing::error!(
+                    "Secret {KEY_NAME} is being deleted, and a finalizer keeps it: every volume needs it. Save it \
+                     now (README.md), and create it again once it is gone"
+                );
+            } else {
+                set_finalizers(secrets, secret, Vec::new()).await?;
+                found = bounded(secrets.get_opt(KEY_NAME)).await?;
+            }
         }
+        let Some(secret) = found else {
+            check_none_needed(volumes)?;
+            return VolumeKeys::make(secrets).await;
+        };
+        let keys = VolumeKeys::read(&secret)?;
+        keys.check(volumes)?;
+        keep(secrets, &secret).await;
+        Ok(keys)
+    }
+
+    /// Whether these volumes were made with this key. One without a fingerprint is of an earlier release.
+    fn check(&self, volumes: &[KeyOfVolume]) -> Result<(), OpenError> {
+        let present = self.fingerprint();
+        let is_other = |volume: &&KeyOfVolume| {
+            volume.is_needed && volume.fingerprint.as_ref().is_some_and(|needed| *needed != present)
+        };
+        let mut others = volumes.iter().filter(is_other);
+        let Some(first) = others.next() else { return Ok(()) };
+        Err(OpenError::OtherKey {
+            count: 1 + others.count(),
+            volume: first.volume.clone(),
+            needed: first.fingerprint.clone().unwrap_or_default(),
+            present,
+        })
+    }
+
+    async fn make(secrets: &Api<KubernetesSecret>) -> Result<VolumeKeys, OpenError> {
         let mut key = [0; SECRET_BYTES];
         getrandom::fill(&mut key).map_err(OpenError::Random)?;
         let secret = KubernetesSecret {
-            metadata: ObjectMeta { name: Some(KEY_NAME.to_owned()), ..ObjectMeta::default() },
+            metadata: ObjectMeta {
+                name: Some(KEY_NAME.to_owned()),
+                finalizers: Some(vec![KEY_FINALIZER.to_owned()]),
+                ..ObjectMeta::default()
+            },
             // Another key would lock every engine out of its replicas.
             immutable: Some(true),
             data: Some([(FIELD.to_owned(), ByteString(key.to_vec()))].into()),
             ..KubernetesSecret::default()
         };
         match bounded(secrets.create(&PostParams::default(), &secret)).await {
-            Ok(made) => VolumeKeys::read(&made),
+            Ok(made) => {
+                let keys = VolumeKeys::read(&made)?;
+                let fingerprint = keys.fingerprint();
+                tracing::warn!(
+                    fingerprint,
+                    "Secret {KEY_NAME} is made: back it up, no volume can be used without it"
+                );
+                Ok(keys)
+            }
             // Somebody else was first.
             Err(error) if is_code(&error, 409) => VolumeKeys::read(&bounded(secrets.get(KEY_NAME)).await?),
             Err(error) => Err(error.into()),
@@ -65,6 +135,68 @@ impl VolumeKeys {
         let key: Option<&[u8; SECRET_BYTES]> = bytes.and_then(|bytes| bytes.try_into().ok());
         key.map(VolumeKeys::new).ok_or(OpenError::Key)
     }
+}
+
+/// Which key a volume of the API server needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyOfVolume {
+    volume: String,
+    /// None: an earlier release made it, or nobody has looked after it yet.
+    fingerprint: Option<String>,
+    /// Whether it can have data.
+    is_needed: bool,
+}
+
+impl KeyOfVolume {
+    /// What the object says of it.
+    pub fn of(volume: &DynamicObject) -> KeyOfVolume {
+        let annotations = volume.metadata.annotations.as_ref();
+        KeyOfVolume {
+            volume: volume.metadata.name.clone().unwrap_or_default(),
+            fingerprint: annotations.and_then(|all| all.get(FINGERPRINT_ANNOTATION)).cloned(),
+            // Nothing is made for a volume before it has the finalizer.
+            is_needed: is_held(Kind::Volume, &volume.metadata),
+        }
+    }
+}
+
+fn check_none_needed(volumes: &[KeyOfVolume]) -> Result<(), OpenError> {
+    let mut needing = volumes.iter().filter(|volume| volume.is_needed);
+    let Some(first) = needing.next() else { return Ok(()) };
+    let fingerprint =
+        volumes.iter().filter(|volume| volume.is_needed).find_map(|one| one.fingerprint.clone());
+    Err(OpenError::KeyLost {
+        count: 1 + needing.count(),
+        volume: first.volume.clone(),
+        fingerprint: fingerprint.unwrap_or_else(|| "not known, as an earlier release made them".to_owned()),
+    })
+}
+
+fn is_deleting(secret: &KubernetesSecret) -> bool {
+    secret.metadata.deletion_timestamp.is_some()
+}
+
+/// Adds the finalizer to a Secret of an earlier release, or one that was restored without it.
+async fn keep(secrets: &Api<KubernetesSecret>, secret: &KubernetesSecret) {
+    let mut finalizers = secret.metadata.finalizers.clone().unwrap_or_default();
+    if is_deleting(secret) || finalizers.iter().any(|one| one == KEY_FINALIZER) {
+        return;
+    }
+    finalizers.push(KEY_FINALIZER.to_owned());
+    if let Err(error) = set_finalizers(secrets, secret, finalizers).await {
+        // The role of an earlier release does not allow it. The key is as good without.
+        tracing::warn!(%error, "Secret {KEY_NAME} has no finalizer: apply controller/deploy/rbac.yaml again");
+    }
+}
+
+async fn set_finalizers(
+    secrets: &Api<KubernetesSecret>,
+    secret: &KubernetesSecret,
+    finalizers: Vec<String>,
+) -> Result<(), super::CallError> {
+    let version = &secret.metadata.resource_version;
+    let change = json!({ "metadata": { "finalizers": finalizers, "resourceVersion": version } });
+    bounded(secrets.patch(KEY_NAME, &PatchParams::default(), &Patch::Merge(change))).await.map(drop)
 }
 
 #[cfg(test)]
@@ -80,6 +212,51 @@ mod tests {
         assert_ne!(one, keys.secret_of("5f0c2a9e-2"));
         assert_ne!(one, VolumeKeys::new(&[8; SECRET_BYTES]).secret_of("5f0c2a9e-1"));
         assert!(format!("{keys:?}").contains("hidden"));
+    }
+
+    fn volume(name: &str, fingerprint: Option<&str>, is_needed: bool) -> KeyOfVolume {
+        KeyOfVolume { volume: name.into(), fingerprint: fingerprint.map(str::to_owned), is_needed }
+    }
+
+    #[test]
+    fn a_key_is_made_only_while_no_volume_can_need_another() {
+        assert!(check_none_needed(&[]).is_ok());
+        // Made by kubectl a moment ago: nothing has been done for it.
+        assert!(check_none_needed(&[volume("new", None, false)]).is_ok());
+        let volumes =
+            [volume("new", None, false), volume("old", None, true), volume("b", Some("f00d"), true)];
+        let error = check_none_needed(&volumes).unwrap_err();
+        let OpenError::KeyLost { count, volume, fingerprint } = &error else { panic!("{error}") };
+        assert_eq!((*count, volume.as_str(), fingerprint.as_str()), (2, "old", "f00d"));
+        assert!(check_none_needed(&volumes[..2]).unwrap_err().to_string().contains("not known"));
+    }
+
+    #[test]
+    fn a_key_that_is_not_that_of_a_volume_is_refused() {
+        let keys = VolumeKeys::new(&[7; SECRET_BYTES]);
+        let mine = keys.fingerprint();
+        assert_eq!(mine.len(), 2 * FINGERPRINT_BYTES);
+        assert_ne!(mine, VolumeKeys::new(&[8; SECRET_BYTES]).fingerprint());
+        keys.check(&[volume("a", Some(&mine), true), volume("earlier", None, true)]).unwrap();
+        // Whatever is written at one that nothing was made for.
+        keys.check(&[volume("new", Some("f00d"), false)]).unwrap();
+        let error =
+            keys.check(&[volume("a", Some(&mine), true), volume("b", Some("f00d"), true)]).unwrap_err();
+        let OpenError::OtherKey { count: 1, volume, needed, present } = &error else { panic!("{error}") };
+        assert_eq!((volume.as_str(), needed.as_str(), present), ("b", "f00d", &mine));
+    }
+
+    #[test]
+    fn a_volume_needs_its_key_from_its_finalizer_on() {
+        let mut object: DynamicObject = serde_json::from_value(json!({
+            "apiVersion": "shorthorn.io/v1alpha1", "kind": "Volume",
+            "metadata": { "name": "v", "annotations": { FINGERPRINT_ANNOTATION: "f00d" } },
+        }))
+        .unwrap();
+        assert_eq!(KeyOfVolume::of(&object), volume("v", Some("f00d"), false));
+        object.metadata.finalizers = Some(vec!["shorthorn.io/data".into()]);
+        object.metadata.annotations = None;
+        assert_eq!(KeyOfVolume::of(&object), volume("v", None, true));
     }
 
     #[test]

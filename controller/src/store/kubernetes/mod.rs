@@ -42,7 +42,7 @@ use crate::kubernetes::events::Events;
 use crate::kubernetes::{FIELD_MANAGER, KINDS, resource};
 
 pub use self::convert::ConvertError;
-pub use self::keys::KEY_NAME;
+pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
 
 /// Why the store cannot be opened.
 #[derive(Debug, Error)]
@@ -64,6 +64,34 @@ pub enum OpenError {
          replicas"
     )]
     Key,
+    /// The Secret is not there, and volumes need it.
+    #[error(
+        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (README.md); its \
+         fingerprint is {fingerprint}. No other key is made: no engine would reach its replicas with it"
+    )]
+    KeyLost {
+        /// How many volumes need it.
+        count: usize,
+        /// One of them.
+        volume: String,
+        /// Of the key that is lost.
+        fingerprint: String,
+    },
+    /// The Secret has a key that volumes were not made with.
+    #[error(
+        "Secret {KEY_NAME} has the key {present}, and {count} volumes need the key {needed} ({volume} is one): restore \
+         that from a backup (README.md); with this one no engine of theirs reaches its replicas"
+    )]
+    OtherKey {
+        /// How many volumes need another one.
+        count: usize,
+        /// One of them.
+        volume: String,
+        /// The fingerprint of its key.
+        needed: String,
+        /// The fingerprint of the key that is there.
+        present: String,
+    },
     /// The operating system gives no random numbers.
     #[error("no random numbers for Secret {KEY_NAME}: {0}")]
     Random(getrandom::Error),
@@ -97,7 +125,9 @@ impl KubeStore {
     /// # Errors
     /// [`OpenError`].
     pub async fn open(client: Client, namespace: &str, events: Events) -> Result<KubeStore, OpenError> {
-        let keys = VolumeKeys::open(&Api::<KubernetesSecret>::namespaced(client.clone(), namespace)).await?;
+        let volumes = follow::keys_of_volumes(&client, namespace).await?;
+        let secrets = Api::<KubernetesSecret>::namespaced(client.clone(), namespace);
+        let keys = VolumeKeys::open(&secrets, &volumes).await?;
         let inner = Arc::new(Inner {
             client,
             namespace: namespace.to_owned(),
@@ -174,7 +204,11 @@ impl Inner {
     /// The spec, then what is known already of the status: an API server takes no status with a new object.
     async fn create(&self, key: &Key, object: &Object) -> Result<Object, WriteError> {
         let Parts { spec, status } = convert::parts(object)?;
-        let new = convert::new(object, spec, &self.namespace);
+        let mut new = convert::new(object, spec, &self.namespace);
+        if key.kind == Kind::Volume {
+            let fingerprint = (FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint());
+            new.metadata.annotations = Some([fingerprint].into());
+        }
         let made = bounded(self.api(key.kind).create(&post(), &new)).await?;
         let made = self.take_in(key, &made)?;
         let nothing = convert::parts(&made)?.status;
@@ -214,6 +248,15 @@ impl Inner {
             Part::Status(change) => {
                 let body = json!({ "metadata": metadata, "status": change });
                 bounded(api.patch_status(&key.name, &parameters, &Patch::Merge(body))).await
+            }
+            Part::Held { finalizers, fingerprint } => {
+                let mut metadata =
+                    json!({ "resourceVersion": version.to_string(), "finalizers": finalizers });
+                if let Some(fingerprint) = fingerprint {
+                    metadata["annotations"] = json!({ FINGERPRINT_ANNOTATION: fingerprint });
+                }
+                let body = json!({ "metadata": metadata });
+                bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await
             }
             Part::Finalizers(finalizers) => {
                 let metadata = json!({ "resourceVersion": version.to_string(), "finalizers": finalizers });
@@ -344,6 +387,11 @@ impl Inner {
 enum Part {
     Spec(Value),
     Status(Value),
+    /// The finalizers with ours, and of a volume the fingerprint of its key.
+    Held {
+        finalizers: Vec<String>,
+        fingerprint: Option<String>,
+    },
     Finalizers(Vec<String>),
 }
 
