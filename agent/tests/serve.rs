@@ -89,6 +89,41 @@ impl Drop for Node {
     }
 }
 
+/// A call of the controller of a cluster.
+fn of<T>(cluster: &str, message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    request.metadata_mut().insert(shorthorn_proto::CLUSTER_HEADER, cluster.parse().unwrap());
+    request
+}
+
+#[tokio::test]
+async fn a_node_belongs_to_one_cluster() {
+    let node = Node::new();
+    let (agent, mut client) = node.start().await;
+    let ask = || v1::ListInstancesRequest {};
+    let info = client.get_node(of("two", v1::GetNodeRequest {})).await.unwrap().into_inner();
+    assert_eq!(info.cluster, "", "to ask who it is makes it nobody's");
+    client.list_instances(of("one", ask())).await.unwrap();
+    drop(agent);
+    let (_agent, mut client) = node.start().await;
+    let refused = client.list_instances(of("two", ask())).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("belongs to cluster one"), "{refused}");
+    let stop = stop(InstanceKind::Engine, "v1", 1);
+    assert_eq!(client.stop_instance(of("two", stop)).await.unwrap_err().code(), Code::FailedPrecondition);
+    let info = client.get_node(of("two", v1::GetNodeRequest {})).await.unwrap().into_inner();
+    assert_eq!(info.cluster, "one");
+    // A controller of an earlier release says nothing.
+    client.list_instances(ask()).await.unwrap();
+
+    let release = |from: &str| v1::ReleaseNodeRequest { cluster: from.into() };
+    let wrong = client.release_node(of("two", release("three"))).await.unwrap_err();
+    assert_eq!(wrong.code(), Code::FailedPrecondition);
+    client.release_node(of("two", release("one"))).await.unwrap();
+    client.list_instances(of("two", ask())).await.unwrap();
+    assert_eq!(client.list_instances(of("one", ask())).await.unwrap_err().code(), Code::FailedPrecondition);
+}
+
 #[tokio::test]
 async fn a_volume_from_start_to_deletion() {
     let node = Node::new();

@@ -2,6 +2,19 @@
 
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
 
+/// How many random bytes tell clusters apart.
+const CLUSTER_BYTES: usize = 16;
+
+/// The name of a new cluster.
+///
+/// # Errors
+/// The system has no random numbers.
+pub fn new_cluster() -> Result<String, getrandom::Error> {
+    let mut bytes = [0; CLUSTER_BYTES];
+    getrandom::fill(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 /// The secret of a new volume.
 ///
 /// # Errors

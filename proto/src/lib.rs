@@ -1,6 +1,9 @@
 //! The gRPC interfaces: the node API of the agent and the API of the controller, which are ours, and those that
 //! Kubernetes speaks with a storage driver. The `.proto` files beside this crate are the contracts and their documentation.
 
+/// The header of a call to an agent that says which cluster the controller is of that makes it.
+pub const CLUSTER_HEADER: &str = "shorthorn-cluster";
+
 /// Version 1 of our own interfaces.
 pub mod v1 {
     #![allow(clippy::all)]

@@ -16,6 +16,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use crate::serve::config::absolute;
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
+use crate::serve::longhorn;
 
 /// Longhorn's file: which disk this is.
 const IDENTITY_FILE: &str = "longhorn-disk.cfg";
@@ -28,6 +29,8 @@ pub struct Disks {
     configured: Vec<PathBuf>,
     /// What the next agent has to know.
     file: PathBuf,
+    /// The folder of this host's processes.
+    proc: PathBuf,
     kept: Mutex<Kept>,
 }
 
@@ -67,7 +70,12 @@ impl Disks {
         } else {
             Kept::default()
         };
-        let disks = Disks { configured: configured.to_vec(), file, kept: Mutex::new(kept) };
+        let disks = Disks {
+            configured: configured.to_vec(),
+            file,
+            proc: longhorn::PROC.into(),
+            kept: Mutex::new(kept),
+        };
         for disk in disks.paths() {
             remove_trash(&disk);
         }
@@ -144,6 +152,12 @@ impl Disks {
         if let Some(problem) = obstacle(path) {
             return Err(NodeError::Precondition(format!("{}: {problem}", path.display())));
         }
+        if !self.is_known(path)
+            && read_identity(path).is_ok_and(|identity| identity.is_some())
+            && let Some(objection) = longhorn::objection(&self.proc, path, IDENTITY_FILE)
+        {
+            return Err(NodeError::Precondition(objection));
+        }
         let uuid = identify(path)?;
         let mut others = self.look_at_all().into_iter().filter(|disk| Path::new(&disk.path) != path);
         if let Some(twin) = others.find(|disk| disk.uuid == uuid) {
@@ -155,6 +169,12 @@ impl Disks {
         made.map_err(NodeError::at(&replicas))?;
         self.remember(path)?;
         Ok(uuid)
+    }
+
+    /// Whether it was a disk of ours before.
+    fn is_known(&self, path: &Path) -> bool {
+        let kept = self.kept();
+        kept.prepared.contains(path) || kept.disks.iter().any(|known| known == path)
     }
 
     fn remember(&self, path: &Path) -> Result<(), NodeError> {
@@ -447,6 +467,26 @@ mod tests {
         fs::write(dir.path().join("longhorn-disk.cfg"), cfg).unwrap();
         let disk = disks(dir.path()).add(dir.path().to_str().unwrap()).unwrap();
         assert_eq!(disk.uuid, "u-1");
+    }
+
+    #[test]
+    fn a_disk_that_longhorn_uses_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, proc) = (dir.path().join("disk"), dir.path().join("proc"));
+        fs::create_dir_all(&disk).unwrap();
+        fs::create_dir_all(proc.join("5")).unwrap();
+        let mut disks = disks(dir.path());
+        disks.proc.clone_from(&proc);
+        let add = |disks: &Disks| disks.add(disk.to_str().unwrap());
+        fs::write(disk.join(IDENTITY_FILE), r#"{"diskUUID":"u-1"}"#).unwrap();
+        fs::write(proc.join("5/cmdline"), "longhorn-manager\0daemon\0").unwrap();
+        let refused = add(&disks).unwrap_err().to_string();
+        assert!(refused.contains("orphans") && refused.contains("evict"), "{refused}");
+        // As the message says: Longhorn does not know the disk then.
+        fs::remove_file(disk.join(IDENTITY_FILE)).unwrap();
+        let uuid = add(&disks).unwrap().uuid;
+        // It is ours now.
+        assert_eq!(add(&disks).unwrap().uuid, uuid);
     }
 
     #[test]

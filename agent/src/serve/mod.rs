@@ -7,6 +7,7 @@
 //! new number of attachment, which only the controller can give, and the controller knows which replicas it wants.
 //! Their spec files are still there, and they are listed as stopped.
 
+mod claim;
 pub mod config;
 mod csi;
 mod devices;
@@ -15,6 +16,7 @@ mod error;
 mod frontends;
 mod instance;
 mod listen;
+mod longhorn;
 mod metrics;
 mod ports;
 mod salvage;
@@ -33,6 +35,7 @@ use tokio::sync::watch;
 use tonic::transport::Server;
 
 use crate::pid_file::PidFile;
+use claim::{Claim, Claimed};
 use config::{Config, InstancesChoice};
 use disks::Disks;
 use error::NodeError;
@@ -65,6 +68,10 @@ async fn run(config: Config) -> anyhow::Result<()> {
     places.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
+    let claim = Arc::new(Claim::open(&config.state_dir)?);
+    for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir) {
+        tracing::warn!("{warning}");
+    }
     let table = Table::new();
     let (backend, lost) = backend(&config, &places, &table).await?;
     let hub = Hub::start(config.clone(), places, table, backend).await?;
@@ -80,7 +87,14 @@ async fn run(config: Config) -> anyhow::Result<()> {
         device_dir: config.device_dir.clone(),
         driver: driver_state,
     });
-    let service = NodeService { config, hub, disks, frontends: Arc::default(), stopping: stopping.clone() };
+    let service = NodeService {
+        config,
+        hub,
+        disks,
+        frontends: Arc::default(),
+        claim: Arc::clone(&claim),
+        stopping: stopping.clone(),
+    };
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
 
@@ -88,7 +102,10 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let server = Server::builder()
         .concurrency_limit_per_connection(CALLS_MAX)
         .http2_keepalive_interval(Some(KEEPALIVE))
-        .add_service(NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES))
+        .add_service(Claimed::new(
+            NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES),
+            claim,
+        ))
         .serve_with_incoming_shutdown(incoming, async move {
             let _ = drained.wait_for(|stopping| *stopping).await;
         });

@@ -1,13 +1,13 @@
 //! The node API: what `node.proto` says, on top of instances, disks and devices.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
 use shorthorn_control::ScrubOrder;
 use shorthorn_frontend::probe::FrontendReport;
-use shorthorn_proto::v1;
 use shorthorn_proto::v1::node_server::Node;
+use shorthorn_proto::{CLUSTER_HEADER, v1};
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;
@@ -15,6 +15,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::serve::blocking;
+use crate::serve::claim::Claim;
 use crate::serve::config::{Config, absolute};
 use crate::serve::devices;
 use crate::serve::disks::{self, Disks};
@@ -23,7 +24,7 @@ use crate::serve::frontends::Frontends;
 use crate::serve::instance::{
     Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
 };
-use crate::serve::{salvage, words};
+use crate::serve::{longhorn, salvage, words};
 
 /// Events that wait in the connection of a watcher, beside those that wait in the hub.
 const WATCH_QUEUE: usize = 16;
@@ -39,6 +40,8 @@ pub struct NodeService {
     pub disks: Arc<Disks>,
     /// Which frontends work here.
     pub frontends: Arc<Frontends>,
+    /// The cluster that it belongs to.
+    pub claim: Arc<Claim>,
     /// Ends the watches: true when the agent stops.
     pub stopping: watch::Receiver<bool>,
 }
@@ -54,6 +57,9 @@ impl Node for NodeService {
             reason: report.reason,
         };
         let reports = self.frontends.get().await?;
+        let device_dir = self.config.device_dir.clone();
+        let warnings =
+            blocking(move || Ok(longhorn::warnings(Path::new(longhorn::PROC), &device_dir))).await?;
         Ok(Response::new(v1::NodeInfo {
             name: self.config.node_name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -61,7 +67,21 @@ impl Node for NodeService {
             frontends: reports.into_iter().map(frontend).collect(),
             zone: self.config.zone.clone(),
             max_volumes: self.config.max_volumes,
+            cluster: self.claim.owner(),
+            warnings,
         }))
+    }
+
+    async fn release_node(
+        &self,
+        request: Request<v1::ReleaseNodeRequest>,
+    ) -> Answer<v1::ReleaseNodeResponse> {
+        let header = request.metadata().get(CLUSTER_HEADER).and_then(|value| value.to_str().ok());
+        let missing = || NodeError::Invalid(format!("the header {CLUSTER_HEADER} has to say who takes it"));
+        let to = header.ok_or_else(missing)?.to_owned();
+        let (claim, from) = (Arc::clone(&self.claim), request.into_inner().cluster);
+        blocking(move || claim.hand_over(&from, &to)).await?;
+        Ok(Response::new(v1::ReleaseNodeResponse {}))
     }
 
     async fn list_instances(
@@ -261,7 +281,7 @@ impl NodeService {
     }
 }
 
-fn unknown_disk(disk: &std::path::Path) -> NodeError {
+fn unknown_disk(disk: &Path) -> NodeError {
     NodeError::NotFound(format!("{} is no disk of this node: add it first", disk.display()))
 }
 

@@ -9,12 +9,10 @@ use shorthorn_controller_core::observed::{Detail, Instance, InstanceKey, Instanc
 use shorthorn_controller_core::{NodeName, Timestamp};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::instance_event::Type;
-use shorthorn_proto::v1::node_client::NodeClient;
 use tokio::time::{Instant, MissedTickBehavior};
-use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
-use super::{CALL_LIMIT, Fleet, convert, limited};
+use super::{CALL_LIMIT, Client, Fleet, cluster, convert, limited};
 use crate::work::backoff;
 
 /// How often the free space and the health of disks are asked for.
@@ -73,9 +71,9 @@ fn reason(error: &Status) -> String {
 async fn sync(
     fleet: &Fleet,
     node: &NodeName,
-    client: &mut NodeClient<Channel>,
+    client: &mut Client,
 ) -> Result<Streaming<v1::InstanceEvent>, Status> {
-    let version = look(fleet, node, client).await?;
+    let (version, warnings) = look(fleet, node, client).await?;
     let mut stream = client.watch_instances(v1::WatchInstancesRequest {}).await?.into_inner();
     let everything = collect(&mut stream);
     let instances = tokio::time::timeout(SYNC_LIMIT, everything)
@@ -87,21 +85,25 @@ async fn sync(
         view.link = Link::Synced;
     });
     tracing::info!(%node, version, "the agent is in reach");
+    for warning in warnings {
+        tracing::warn!(%node, "{warning}");
+    }
     fleet.wake_all(node);
     Ok(stream)
 }
 
-/// Takes in who the agent is and which disks it has; returns its version.
-async fn look(fleet: &Fleet, node: &NodeName, client: &mut NodeClient<Channel>) -> Result<String, Status> {
+/// Takes in who the agent is and which disks it has; returns its version, and what it warns of.
+async fn look(fleet: &Fleet, node: &NodeName, client: &mut Client) -> Result<(String, Vec<String>), Status> {
     let _asking = fleet.ask_for_disks(node).await;
     let info = client.get_node(limited(v1::GetNodeRequest {}, CALL_LIMIT)).await?.into_inner();
+    cluster::check(&info, fleet.store.cluster())?;
     let disks = client.list_disks(limited(v1::ListDisksRequest {}, CALL_LIMIT)).await?.into_inner();
-    let version = info.version.clone();
+    let (version, warnings) = (info.version.clone(), info.warnings.clone());
     fleet.change(node, |view| {
         view.info = Some(convert::info(info));
         view.disks = disks.disks.into_iter().map(convert::disk).collect();
     });
-    Ok(version)
+    Ok((version, warnings))
 }
 
 async fn collect(
@@ -123,7 +125,7 @@ async fn collect(
 async fn listen(
     fleet: &Fleet,
     node: &NodeName,
-    client: &mut NodeClient<Channel>,
+    client: &mut Client,
     mut stream: Streaming<v1::InstanceEvent>,
 ) -> Status {
     let mut look_at_disks = tokio::time::interval_at(Instant::now() + DISKS_EVERY, DISKS_EVERY);

@@ -1,5 +1,6 @@
 //! The connections to the agents, and what the agents show. The only place that connects to them.
 
+mod cluster;
 pub(crate) mod convert;
 mod follow;
 mod link;
@@ -17,9 +18,11 @@ use shorthorn_proto::v1::node_client::NodeClient;
 use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
 use tokio::sync::{Mutex, OwnedMutexGuard};
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
+use self::cluster::OfCluster;
 use self::convert::Message;
 use crate::address::{AddressError, ServerUrl};
 use crate::metrics::Metrics;
@@ -37,6 +40,9 @@ const STOP_LIMIT: Duration = Duration::from_secs(90);
 
 /// The longest that an agent may take to replace the process of an engine.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
+
+/// A client of an agent, whose calls say which cluster they are for.
+type Client = NodeClient<InterceptedService<Channel, OfCluster>>;
 
 /// Why a call to an agent failed.
 #[derive(Debug, Error)]
@@ -166,10 +172,11 @@ impl Fleet {
         self.peers().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
     }
 
-    fn client(&self, node: &NodeName) -> Result<NodeClient<Channel>, CallError> {
+    fn client(&self, node: &NodeName) -> Result<Client, CallError> {
         let peers = self.peers();
         let peer = peers.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
-        Ok(NodeClient::new(peer.channel.clone()))
+        let of_cluster = OfCluster::new(self.store.cluster());
+        Ok(NodeClient::with_interceptor(peer.channel.clone(), of_cluster))
     }
 
     async fn ask_for_disks(&self, node: &NodeName) -> Option<OwnedMutexGuard<()>> {
@@ -293,6 +300,26 @@ impl Fleet {
     /// [`CallError`].
     pub async fn scrub(&self, node: &NodeName, request: v1::ScrubRequest) -> Result<(), CallError> {
         self.client(node)?.scrub(limited(request, CALL_LIMIT)).await?;
+        Ok(())
+    }
+
+    /// The cluster that the node belongs to, as its agent says; empty: to none yet. And that of this controller.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn cluster_of(&self, node: &NodeName) -> Result<(String, String), CallError> {
+        let info =
+            self.client(node)?.get_node(limited(v1::GetNodeRequest {}, CALL_LIMIT)).await?.into_inner();
+        Ok((info.cluster, self.store.cluster().to_owned()))
+    }
+
+    /// Has the agent of `node` belong to the cluster of this controller instead of `from`.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), CallError> {
+        let request = v1::ReleaseNodeRequest { cluster: from.to_owned() };
+        self.client(node)?.release_node(limited(request, CALL_LIMIT)).await?;
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
-use shorthorn_controller_core::{Timestamp, World, drain};
+use shorthorn_controller_core::{NodeName, Timestamp, World, drain};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::controller_server::Controller;
 use tokio::sync::{broadcast, mpsc, watch};
@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status};
 
 use super::{status, view};
 use crate::address::ServerUrl;
-use crate::agents::Fleet;
+use crate::agents::{CallError, Fleet};
 use crate::random::new_secret;
 use crate::store::{self, ChangeError, Store, StoreError};
 
@@ -260,6 +260,18 @@ impl Controller for Api {
         tracing::warn!(node = wanted.name, force, "a node is to be given up");
         self.change(|world| wanted.apply(world, &self.fleet.agents(), Timestamp::now())).await?;
         Ok(Response::new(v1::NodeObject { deleting: true, ..shown }))
+    }
+
+    async fn take_node(&self, request: Request<v1::TakeNodeRequest>) -> Reply<v1::TakeNodeResponse> {
+        let v1::TakeNodeRequest { name, from_cluster } = request.into_inner();
+        let node = NodeName::new(&name).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let failed = |error: CallError| Status::new(error.code(), format!("node {node}: {error}"));
+        let (was, cluster) = self.fleet.cluster_of(&node).await.map_err(failed)?;
+        if !from_cluster.is_empty() {
+            tracing::warn!(%node, from_cluster, "a node of another cluster is taken");
+            self.fleet.take_node(&node, &from_cluster).await.map_err(failed)?;
+        }
+        Ok(Response::new(v1::TakeNodeResponse { was, cluster }))
     }
 
     async fn get_drain(&self, request: Request<v1::GetDrainRequest>) -> Reply<v1::Drain> {

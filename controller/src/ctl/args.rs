@@ -299,6 +299,15 @@ pub enum NodeCommand {
         #[arg(long)]
         force: bool,
     },
+    /// Has a node that belongs to another cluster released to this one. Stop the controller of the other cluster first, or
+    /// take the node out of it. What runs on the node goes on; what this cluster does not know, it leaves alone
+    Release {
+        /// Name of the node
+        name: String,
+        /// The cluster that it belongs to now, as a call without this says it
+        #[arg(long, value_name = "CLUSTER")]
+        cluster: Option<String>,
+    },
     /// Says which tags a node has and what fails together with it
     Set {
         /// Name of the node

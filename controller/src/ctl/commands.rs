@@ -252,6 +252,7 @@ impl Session {
                 ..v1::SetNodeRequest::default()
             },
             NodeCommand::Delete { name, yes, force } => return self.delete_node(name, yes, force).await,
+            NodeCommand::Release { name, cluster } => return self.release_node(name, cluster).await,
             NodeCommand::Cordon { name } => allow(name, false),
             NodeCommand::Uncordon { name } => allow(name, true),
             NodeCommand::Set { name, tags, zone } => {
@@ -260,6 +261,26 @@ impl Session {
         };
         let node = self.client.set_node(limited(request)).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
+    }
+
+    async fn release_node(&mut self, name: String, cluster: Option<String>) -> Result<String, CtlError> {
+        let is_order = cluster.is_some();
+        let request = v1::TakeNodeRequest { name: name.clone(), from_cluster: cluster.unwrap_or_default() };
+        let told = self.client.take_node(limited(request)).await.map_err(self.error())?.into_inner();
+        let v1::TakeNodeResponse { was, cluster } = told;
+        Ok(match was.as_str() {
+            "" => {
+                format!("node {name} belongs to no cluster yet; the first controller that uses it has it\n")
+            }
+            was if was == cluster => format!("node {name} belongs to cluster {cluster}, which is this one\n"),
+            was if is_order => {
+                format!("node {name} belongs to cluster {cluster}, and was released by {was}\n")
+            }
+            was => format!(
+                "node {name} belongs to cluster {was}, and this is cluster {cluster}. To have it released: \
+                 shorthornctl node release {name} --cluster {was}\n"
+            ),
+        })
     }
 
     async fn delete_node(&mut self, name: String, yes: bool, force: bool) -> Result<String, CtlError> {

@@ -70,6 +70,10 @@ impl Store for Metered {
     fn changes(&self) -> broadcast::Receiver<Key> {
         self.store.changes()
     }
+
+    fn cluster(&self) -> &str {
+        self.store.cluster()
+    }
 }
 
 #[cfg(test)]
@@ -100,6 +104,10 @@ mod tests {
 
         fn changes(&self) -> broadcast::Receiver<Key> {
             self.0.changes()
+        }
+
+        fn cluster(&self) -> &str {
+            self.0.cluster()
         }
     }
 

@@ -54,4 +54,8 @@ impl Store for MemoryStore {
     fn changes(&self) -> broadcast::Receiver<Key> {
         self.cache.changes()
     }
+
+    fn cluster(&self) -> &str {
+        "in-memory"
+    }
 }

@@ -39,6 +39,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// The key of everything that is written from now on.
     fn changes(&self) -> broadcast::Receiver<Key>;
+
+    /// The cluster whose volumes it keeps: the same for every controller with this store, and for no other.
+    fn cluster(&self) -> &str;
 }
 
 /// Why a store cannot do what it was asked for.

@@ -10,11 +10,14 @@ use tokio::sync::broadcast;
 
 use super::cache::Cache;
 use super::{Store, StoreError};
+use crate::random::new_cluster;
 
 /// `volume/<name>` and so on, to the object as JSON.
 const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");
 /// `format` and `revision`.
 const NUMBERS: TableDefinition<'_, &str, u64> = TableDefinition::new("numbers");
+/// `cluster`.
+const TEXTS: TableDefinition<'_, &str, &str> = TableDefinition::new("texts");
 /// What `format` says; raised when an older controller could no longer read the file.
 const FORMAT: u64 = 1;
 
@@ -30,6 +33,8 @@ const CACHE_BYTES: usize = 16 << 20;
 #[derive(Debug)]
 struct Inner {
     path: PathBuf,
+    /// Drawn when the file was made.
+    cluster: String,
     cache: Cache,
     /// The database, and the newest version that it gave out; also makes writes one at a time.
     writer: Mutex<Writer>,
@@ -55,10 +60,13 @@ impl RedbStore {
         // It holds the secrets of the volumes.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
-        let revision = prepare(&database).map_err(|error| error.at(path))?;
+        let drawn = new_cluster()
+            .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
+        let (revision, cluster) = prepare(&database, &drawn).map_err(|error| error.at(path))?;
         let world = load(&database).map_err(|error| error.at(path))?;
         let writer = Mutex::new(Writer { database, revision });
-        Ok(RedbStore { inner: Arc::new(Inner { path: path.to_owned(), cache: Cache::new(world), writer }) })
+        let path = path.to_owned();
+        Ok(RedbStore { inner: Arc::new(Inner { path, cluster, cache: Cache::new(world), writer }) })
     }
 
     /// Runs `write` where blocking is allowed. It runs to its end even if the caller goes away, so that
@@ -94,6 +102,10 @@ impl Store for RedbStore {
 
     fn changes(&self) -> broadcast::Receiver<Key> {
         self.inner.cache.changes()
+    }
+
+    fn cluster(&self) -> &str {
+        &self.inner.cluster
     }
 }
 
@@ -149,11 +161,16 @@ impl Damage {
     }
 }
 
-/// Makes the tables where they are missing, checks the format, and returns the newest version given out.
-fn prepare(database: &Database) -> Result<u64, Damage> {
+/// Makes the tables where they are missing, and checks the format. Returns the newest version given out, and the name of the
+/// cluster, which is `drawn` if the file has none yet.
+fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
     let transaction = database.begin_write()?;
-    let revision = {
+    let (revision, cluster) = {
         transaction.open_table(OBJECTS)?;
+        let mut texts = transaction.open_table(TEXTS)?;
+        let cluster =
+            texts.get("cluster")?.map_or_else(|| drawn.to_owned(), |value| value.value().to_owned());
+        texts.insert("cluster", cluster.as_str())?;
         let mut numbers = transaction.open_table(NUMBERS)?;
         let format = numbers.get("format")?.map(|value| value.value());
         match format {
@@ -165,10 +182,10 @@ fn prepare(database: &Database) -> Result<u64, Damage> {
                 return Err(Damage::Format(message));
             }
         }
-        numbers.get("revision")?.map_or(0, |value| value.value())
+        (numbers.get("revision")?.map_or(0, |value| value.value()), cluster)
     };
     transaction.commit()?;
-    Ok(revision)
+    Ok((revision, cluster))
 }
 
 fn load(database: &Database) -> Result<World, Damage> {

@@ -273,12 +273,21 @@ impl Node for FakeAgent {
             data_address: "127.0.0.1".to_owned(),
             zone: String::new(),
             max_volumes: 0,
+            cluster: String::new(),
+            warnings: Vec::new(),
             frontends: vec![v1::FrontendInfo {
                 name: "ublk".to_owned(),
                 usable: true,
                 reason: String::new(),
             }],
         }))
+    }
+
+    async fn release_node(
+        &self,
+        _: Request<v1::ReleaseNodeRequest>,
+    ) -> Result<Response<v1::ReleaseNodeResponse>, Status> {
+        Ok(Response::new(v1::ReleaseNodeResponse {}))
     }
 
     async fn list_instances(

@@ -25,7 +25,11 @@ const KEY_FINALIZER: &str = "shorthorn.io/volume-key";
 const FIELD: &str = "key";
 /// What the fingerprint is the tag of. No uid of a volume has a space.
 const FINGERPRINT_TEXT: &[u8] = b"fingerprint of the key";
-/// How much of that tag is shown: enough to tell keys apart, of no use for finding one.
+/// What the name of the cluster is the tag of.
+const CLUSTER_TEXT: &[u8] = b"name of the cluster";
+/// How much of that tag is its name.
+const CLUSTER_BYTES: usize = 16;
+/// How much of the tag of the fingerprint is shown: enough to tell keys apart, of no use for finding one.
 const FINGERPRINT_BYTES: usize = 8;
 
 /// The key that the secrets of all volumes are derived from.
@@ -53,8 +57,17 @@ impl VolumeKeys {
 
     /// What tells this key from others, for people and for the volumes that need it.
     pub fn fingerprint(&self) -> String {
-        let tag = hmac::sign(&self.0, FINGERPRINT_TEXT);
-        tag.as_ref().iter().take(FINGERPRINT_BYTES).map(|byte| format!("{byte:02x}")).collect()
+        self.text(FINGERPRINT_TEXT, FINGERPRINT_BYTES)
+    }
+
+    /// The name of the cluster whose volumes have this key: it comes back with the key after a disaster.
+    pub fn cluster(&self) -> String {
+        self.text(CLUSTER_TEXT, CLUSTER_BYTES)
+    }
+
+    fn text(&self, of: &[u8], bytes: usize) -> String {
+        let tag = hmac::sign(&self.0, of);
+        tag.as_ref().iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Reads the key, and makes it where no volume needs one that is lost.
@@ -237,6 +250,7 @@ mod tests {
         let mine = keys.fingerprint();
         assert_eq!(mine.len(), 2 * FINGERPRINT_BYTES);
         assert_ne!(mine, VolumeKeys::new(&[8; SECRET_BYTES]).fingerprint());
+        assert_ne!(keys.cluster(), VolumeKeys::new(&[8; SECRET_BYTES]).cluster());
         keys.check(&[volume("a", Some(&mine), true), volume("earlier", None, true)]).unwrap();
         // Whatever is written at one that nothing was made for.
         keys.check(&[volume("new", Some("f00d"), false)]).unwrap();

@@ -113,6 +113,7 @@ impl std::fmt::Debug for KubeStore {
 struct Inner {
     client: Client,
     namespace: String,
+    cluster: String,
     keys: VolumeKeys,
     cache: Cache,
     order: Mutex<Order>,
@@ -131,6 +132,7 @@ impl KubeStore {
         let inner = Arc::new(Inner {
             client,
             namespace: namespace.to_owned(),
+            cluster: keys.cluster(),
             keys,
             cache: Cache::new(World::default()),
             order: Mutex::default(),
@@ -164,6 +166,10 @@ impl Store for KubeStore {
 
     fn changes(&self) -> broadcast::Receiver<Key> {
         self.inner.cache.changes()
+    }
+
+    fn cluster(&self) -> &str {
+        &self.inner.cluster
     }
 }
 

@@ -1,0 +1,228 @@
+//! Whose node this is. The first cluster whose controller calls is remembered, durably; the controllers of others may ask
+//! who this node is, and nothing else. Two controllers that both drive a node would each delete what the other one wants.
+//!
+//! A call without the name of a cluster is of a controller of an earlier release, and is let through.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use serde::{Deserialize, Serialize};
+use shorthorn_control::{load_spec, store_spec};
+use shorthorn_proto::CLUSTER_HEADER;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service, http};
+use tonic::server::NamedService;
+
+use crate::serve::blocking;
+use crate::serve::error::NodeError;
+
+/// The longest name of a cluster.
+const NAME_MAX_BYTES: usize = 128;
+/// What everybody may ask for: who this node is, and that it changes hands.
+const FOR_ALL: [&str; 2] = ["GetNode", "ReleaseNode"];
+
+/// The cluster that this node belongs to.
+#[derive(Debug)]
+pub struct Claim {
+    file: PathBuf,
+    owner: Mutex<Option<String>>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Kept {
+    cluster: String,
+}
+
+impl Claim {
+    /// What an earlier agent has remembered.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn open(state_dir: &Path) -> Result<Claim, NodeError> {
+        let file = state_dir.join("cluster.json");
+        let owner = if file.try_exists().map_err(NodeError::at(&file))? {
+            Some(load_spec::<Kept>(&file)?.cluster)
+        } else {
+            None
+        };
+        Ok(Claim { file, owner: Mutex::new(owner) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<String>> {
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The cluster that it belongs to; empty: none yet.
+    pub fn owner(&self) -> String {
+        self.lock().clone().unwrap_or_default()
+    }
+
+    /// Lets a call of the controller of `cluster` through, or says why not. The first one makes this node its own.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it is another cluster's.
+    pub fn admit(&self, cluster: &str) -> Result<(), NodeError> {
+        let mut owner = self.lock();
+        match owner.as_deref() {
+            Some(owner) if owner == cluster => Ok(()),
+            Some(owner) => Err(NodeError::Precondition(format!(
+                "this node belongs to cluster {owner}, and the controller that asks to {cluster}: stop the one that should \
+                 not have it, then run shorthornctl node release with the other one"
+            ))),
+            None => {
+                self.keep(cluster)?;
+                tracing::info!(cluster, "this node belongs to a cluster from here on");
+                *owner = Some(cluster.to_owned());
+                Ok(())
+            }
+        }
+    }
+
+    /// Makes the node another cluster's. `from` is the one that whoever decided it has taken it from.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] where it does not belong to `from`.
+    pub fn hand_over(&self, from: &str, to: &str) -> Result<(), NodeError> {
+        let mut owner = self.lock();
+        let present = owner.clone().unwrap_or_default();
+        if present == to {
+            return Ok(());
+        }
+        if present != from {
+            return Err(NodeError::Precondition(format!(
+                "this node belongs to cluster {present:?}, not to {from:?}: it is handed over only from the cluster that has it"
+            )));
+        }
+        self.keep(to)?;
+        tracing::warn!(from, to, "this node is handed over to another cluster");
+        *owner = Some(to.to_owned());
+        Ok(())
+    }
+
+    fn keep(&self, cluster: &str) -> Result<(), NodeError> {
+        let is_plain = |byte: u8| byte.is_ascii_graphic();
+        if cluster.is_empty() || cluster.len() > NAME_MAX_BYTES || !cluster.bytes().all(is_plain) {
+            return Err(NodeError::Invalid(format!(
+                "a cluster has a name of 1 to {NAME_MAX_BYTES} letters, digits and signs, without spaces"
+            )));
+        }
+        Ok(store_spec(&self.file, &Kept { cluster: cluster.to_owned() })?)
+    }
+}
+
+/// A service that only the cluster of this node may use.
+#[derive(Clone, Debug)]
+pub struct Claimed<S> {
+    service: S,
+    claim: Arc<Claim>,
+}
+
+impl<S> Claimed<S> {
+    /// `service` behind `claim`.
+    pub fn new(service: S, claim: Arc<Claim>) -> Claimed<S> {
+        Claimed { service, claim }
+    }
+}
+
+impl<S: NamedService> NamedService for Claimed<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<http::Request<Body>> for Claimed<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>> + Clone + Send + 'static,
+    S::Future: Send,
+{
+    type Response = http::Response<Body>;
+    type Error = S::Error;
+    type Future = BoxFuture<Self::Response, S::Error>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.service.poll_ready(context)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let cluster = cluster_of(&request);
+        // The one that was polled goes with the call.
+        let waiting = self.service.clone();
+        let mut service = std::mem::replace(&mut self.service, waiting);
+        let claim = Arc::clone(&self.claim);
+        Box::pin(async move {
+            let admitted = match cluster {
+                None => Ok(()),
+                Some(Ok(cluster)) if cluster == claim.owner() => Ok(()),
+                Some(Ok(cluster)) => blocking(move || claim.admit(&cluster)).await,
+                Some(Err(error)) => Err(error),
+            };
+            if let Err(error) = admitted {
+                return Ok(Status::from(error).into_http());
+            }
+            service.call(request).await
+        })
+    }
+}
+
+/// The cluster that has to be let through for this call; none: everybody may make it.
+fn cluster_of(request: &http::Request<Body>) -> Option<Result<String, NodeError>> {
+    let method = request.uri().path().rsplit('/').next().unwrap_or_default();
+    if FOR_ALL.contains(&method) {
+        return None;
+    }
+    let cluster = request.headers().get(CLUSTER_HEADER)?;
+    let unreadable = |_| NodeError::Invalid(format!("the header {CLUSTER_HEADER} is no text"));
+    Some(cluster.to_str().map(str::to_owned).map_err(unreadable))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_cluster_has_the_node_until_it_is_handed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let claim = Claim::open(dir.path()).unwrap();
+        assert_eq!(claim.owner(), "");
+        claim.admit("one").unwrap();
+        claim.admit("one").unwrap();
+        let refused = claim.admit("two").unwrap_err().to_string();
+        assert!(refused.contains("belongs to cluster one") && refused.contains("node release"), "{refused}");
+        drop(claim);
+        let claim = Claim::open(dir.path()).unwrap();
+        assert!(matches!(claim.admit("two"), Err(NodeError::Precondition(_))), "the next agent knows it");
+
+        let wrong = claim.hand_over("three", "two").unwrap_err().to_string();
+        assert!(wrong.contains("\"one\""), "{wrong}");
+        claim.hand_over("one", "two").unwrap();
+        claim.hand_over("one", "two").unwrap();
+        assert!(claim.admit("one").is_err());
+        Claim::open(dir.path()).unwrap().admit("two").unwrap();
+    }
+
+    #[test]
+    fn a_cluster_has_a_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let claim = Claim::open(dir.path()).unwrap();
+        for bad in ["", "a b", &"x".repeat(NAME_MAX_BYTES + 1)] {
+            assert!(matches!(claim.admit(bad), Err(NodeError::Invalid(_))), "{bad:?}");
+        }
+        assert_eq!(claim.owner(), "");
+    }
+
+    fn asked(method: &str, cluster: Option<&str>) -> Option<Result<String, NodeError>> {
+        let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Node/{method}"));
+        if let Some(cluster) = cluster {
+            request = request.header(CLUSTER_HEADER, cluster);
+        }
+        cluster_of(&request.body(Body::empty()).unwrap())
+    }
+
+    #[test]
+    fn everybody_may_ask_who_the_node_is() {
+        assert!(asked("GetNode", Some("one")).is_none());
+        assert!(asked("ReleaseNode", Some("one")).is_none());
+        assert_eq!(asked("StopInstance", Some("one")).unwrap().unwrap(), "one");
+        assert!(asked("StopInstance", None).is_none(), "a controller of an earlier release says none");
+    }
+}

@@ -1,0 +1,77 @@
+//! Whether Longhorn works on this host: it would delete replicas of ours on its disks as orphans, and it makes devices
+//! where ours are.
+
+use std::fs;
+use std::path::Path;
+
+/// The folder of this host's processes.
+pub const PROC: &str = "/proc";
+/// Where Longhorn has its devices.
+const DEVICES: &str = "/dev/longhorn";
+/// The programs of Longhorn that a host with it always runs.
+const PROGRAMS: [&str; 2] = ["longhorn-manager", "longhorn-instance-manager"];
+
+/// The first process of Longhorn in `proc`, which is the folder of processes: the name of its program.
+pub fn running(proc: &Path) -> Option<&'static str> {
+    let is_number = |name: &str| name.bytes().all(|byte| byte.is_ascii_digit());
+    let entries = fs::read_dir(proc).into_iter().flatten().flatten();
+    let processes = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_number));
+    processes
+        .filter_map(|process| fs::read(process.path().join("cmdline")).ok())
+        .find_map(|line| program(&line))
+}
+
+/// What is said where Longhorn works on this host.
+pub fn warnings(proc: &Path, device_dir: &Path) -> Vec<String> {
+    let Some(program) = running(proc) else { return Vec::new() };
+    if device_dir != Path::new(DEVICES) {
+        return Vec::new();
+    }
+    vec![format!(
+        "{program} runs on this host, and both make devices in {DEVICES}: no volume of one may have the name of a volume of the \
+         other. Set device_dir of the agent to another directory unless Longhorn is about to go"
+    )]
+}
+
+/// Why a directory that has the identity of a disk already cannot be made a disk of ours; none: nothing is in the way.
+pub fn objection(proc: &Path, path: &Path, identity_file: &str) -> Option<String> {
+    let program = running(proc)?;
+    let path = path.display();
+    Some(format!(
+        "{program} runs on this host, and {path} is a disk of Longhorn ({identity_file}): its deletion of orphans would remove \
+         replicas of Shorthorn. In Longhorn, disable scheduling on the disk, evict its replicas and remove it from the node; then \
+         delete {path}/{identity_file} and add the disk again. Or stop Longhorn on this host first"
+    ))
+}
+
+/// The program of Longhorn that a command line is of. It may be the second word, behind an interpreter or an init.
+fn program(command_line: &[u8]) -> Option<&'static str> {
+    let words = command_line.split(|byte| *byte == 0).take(3);
+    let mut names = words.filter_map(|word| std::str::from_utf8(word).ok()?.rsplit('/').next());
+    names.find_map(|name| PROGRAMS.into_iter().find(|program| *program == name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn longhorn_is_known_by_its_processes() {
+        let proc = tempfile::tempdir().unwrap();
+        let process = |name: &str, line: &str| {
+            let folder = proc.path().join(name);
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("cmdline"), line.replace(' ', "\0")).unwrap();
+        };
+        process("1", "/sbin/init ");
+        process("12", "vi /doc/longhorn-manager.txt ");
+        process("self", "longhorn-manager daemon ");
+        fs::create_dir(proc.path().join("77")).unwrap();
+        assert_eq!(running(proc.path()), None);
+        assert!(warnings(proc.path(), Path::new(DEVICES)).is_empty());
+        process("99", "/tini -- /usr/local/sbin/longhorn-manager -d daemon ");
+        assert_eq!(running(proc.path()), Some("longhorn-manager"));
+        assert_eq!(warnings(proc.path(), Path::new(DEVICES)).len(), 1);
+        assert!(warnings(proc.path(), Path::new("/dev/shorthorn")).is_empty());
+    }
+}
