@@ -119,12 +119,13 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         Arc::clone(&fleet),
         queue,
         broken_sender,
-        events,
+        events.clone(),
         settings,
         metrics.clone(),
     );
     let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
-    let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics);
+    let csi =
+        CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics).telling(events);
     let api = server().add_service(ControllerServer::new(api));
     servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
     if let Some(address) = &config.csi_listen {

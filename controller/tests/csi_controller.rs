@@ -238,7 +238,7 @@ async fn creating_what_cannot_be() {
             "largest",
         ),
         ("an unknown parameter", with_parameter("color", "red"), invalid, "color"),
-        ("one of Longhorn", with_parameter("staleReplicaTimeout", "30"), invalid, "staleReplicaTimeout"),
+        ("one of Longhorn", with_parameter("encrypted", "true"), invalid, "encrypted"),
         ("too many replicas", with_parameter("numberOfReplicas", "9"), invalid, "1 to 8"),
         ("an unknown locality", with_parameter("dataLocality", "strict-local"), invalid, "best-effort"),
         ("a bad tag", with_parameter("nodeSelector", "a/b"), invalid, "tag"),

@@ -1,8 +1,8 @@
 //! Making and deleting volumes.
 
 use shorthorn_controller_core::csi::{self, NewVolume, Placement};
-use shorthorn_controller_core::objects::Volume;
-use shorthorn_controller_core::{NodeName, Timestamp, World};
+use shorthorn_controller_core::objects::{Key, Kind, Volume};
+use shorthorn_controller_core::{Event, NodeName, Timestamp, World};
 use shorthorn_driver::{CsiError, size_range};
 use shorthorn_proto::csi::v1;
 use shorthorn_types::VolumeName;
@@ -14,10 +14,15 @@ use super::status::IntoCsiError;
 use crate::random::new_secret;
 use crate::store::change;
 
+/// The word of the event that tells which parameters mean nothing.
+const PARAMETERS_IGNORED: &str = "ParametersIgnored";
+
 /// What is asked for.
 struct Wish {
     volume: VolumeName,
     new: NewVolume,
+    /// Parameters of Longhorn's StorageClass that mean nothing here; empty: none.
+    ignored: String,
     /// Where it has to be reached from; at least one of them will do.
     requisite: Vec<Segment>,
 }
@@ -32,6 +37,8 @@ impl Wish {
         }
         let range = size_range(request.capacity_range)?;
         let mut wanted = arguments::parameters(&request.parameters, &request.mutable_parameters)?;
+        let pairs = request.parameters.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+        let ignored = csi::ignored(pairs);
         let topology = request.accessibility_requirements.unwrap_or_default();
         let segments =
             |all: &[v1::Topology]| all.iter().map(arguments::segment).collect::<Result<Vec<_>, _>>();
@@ -41,7 +48,7 @@ impl Wish {
         wanted.name = volume.to_string();
         wanted.csi_name = Some(request.name);
         let new = NewVolume { wanted, required_bytes: range.required_bytes, limit_bytes: range.limit_bytes };
-        Ok(Wish { volume, new, requisite })
+        Ok(Wish { volume, new, ignored, requisite })
     }
 
     fn is_reached(&self, world: &World) -> bool {
@@ -73,7 +80,23 @@ impl CsiController {
         });
         match placement.await? {
             Placement::NoPlace(why) => self.give_up(&wish.volume, why, deadline).await,
-            _ => self.created(&wish.volume),
+            _ => {
+                self.tell_ignored(&wish);
+                self.created(&wish.volume)
+            }
+        }
+    }
+
+    /// What a StorageClass says in vain, people find at the volume.
+    fn tell_ignored(&self, wish: &Wish) {
+        let name = wish.volume.as_str();
+        let uid = self.store.world().volumes.get(name).map(|volume| volume.metadata.uid.clone());
+        let (Some(uid), false) = (uid, wish.ignored.is_empty()) else { return };
+        let message = format!("these parameters of the StorageClass mean nothing here: {}", wish.ignored);
+        tracing::info!(volume = name, "{message}");
+        if let Some(events) = &self.events {
+            let about = Key::new(Kind::Volume, name);
+            events.tell(&Event { about, warning: false, reason: PARAMETERS_IGNORED, message }, &uid);
         }
     }
 

@@ -12,6 +12,7 @@ use tonic::{Request, Response, Status};
 use super::call::Call;
 use super::deadline::wait_limit;
 use crate::agents::Fleet;
+use crate::kubernetes::events::Events;
 use crate::metrics::Metrics;
 use crate::store::Store;
 
@@ -29,6 +30,8 @@ pub struct CsiController {
     /// True once the controller is on its way out: waits end then.
     pub(super) stopping: watch::Receiver<bool>,
     pub(super) settings: Settings,
+    /// None: people hear of nothing but answers and the log.
+    pub(super) events: Option<Events>,
     metrics: Metrics,
 }
 
@@ -55,8 +58,15 @@ impl CsiController {
             counting: Arc::default(),
             stopping,
             settings,
+            events: None,
             metrics,
         }
+    }
+
+    /// Tells people at their volumes what they should hear of.
+    #[must_use]
+    pub fn telling(self, events: Option<Events>) -> CsiController {
+        CsiController { events, ..self }
     }
 
     /// As a service of a gRPC server.

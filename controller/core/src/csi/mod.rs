@@ -13,7 +13,7 @@ pub use life::{
     published_node, undo, unpublish, waits_for,
 };
 pub use name::{CsiNameError, MAX_NAME_BYTES, volume_name};
-pub use parameters::{ParameterError, parameters};
+pub use parameters::{ParameterError, ignored, parameters};
 pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
 
 use crate::World;

@@ -15,44 +15,58 @@ const OF_KUBERNETES: [&str; 4] = [
     "csi.storage.k8s.io/pv/name",
     "csi.storage.k8s.io/fstype",
 ];
-/// What Longhorn knows and we do not.
-const OF_LONGHORN: [&str; 35] = [
-    "staleReplicaTimeout",
-    "fromBackup",
-    "backupTargetName",
-    "backupBlockSize",
-    "mkfsParams",
-    "share",
-    "exclusive",
-    "migratable",
-    "nfsOptions",
-    "encrypted",
-    "replicaAutoBalance",
-    "recurringJobSelector",
-    "backingImage",
-    "backingImageDataSourceType",
-    "backingImageDataSourceParameters",
-    "backingImageChecksum",
-    "backingImageMinNumberOfCopies",
-    "backingImageNodeSelector",
-    "backingImageDiskSelector",
-    "unmapMarkSnapChainRemoved",
-    "disableRevisionCounter",
-    "freezeFilesystemForSnapshot",
-    "dataEngine",
-    "ublkNumberOfQueue",
-    "ublkQueueDepth",
-    "nvmeTcpNrIoQueues",
-    "dataSource",
-    "cloneMode",
-    "strictTopology",
-    "storageCapacityMode",
-    "dataLayout.type",
-    "dataLayout.mode",
-    "dataLayout.dataChunks",
-    "dataLayout.parityChunks",
-    "dataLayout.stripSizeKB",
+/// The values of a parameter of Longhorn that say nothing that is otherwise here.
+#[derive(Clone, Copy, Debug)]
+enum Harmless {
+    /// Whatever it says is about something that there is none of here.
+    Any,
+    /// These; any other one asks for something that Shorthorn does not have.
+    Only(&'static [&'static str]),
+}
+
+/// Whatever says that a backing image is used is refused by `backingImage` itself; the same holds for `dataSource`.
+const OF_LONGHORN: [(&str, Harmless); 35] = [
+    ("staleReplicaTimeout", Harmless::Any),
+    ("fromBackup", Harmless::Only(&[""])),
+    ("backupTargetName", Harmless::Only(&["", "default"])),
+    ("backupBlockSize", Harmless::Any),
+    ("mkfsParams", Harmless::Only(&[""])),
+    ("share", Harmless::Only(&["", "false"])),
+    ("exclusive", Harmless::Any),
+    ("migratable", Harmless::Only(&["", "false"])),
+    ("nfsOptions", Harmless::Any),
+    ("encrypted", Harmless::Only(&["", "false"])),
+    ("replicaAutoBalance", Harmless::Only(&["", "ignored", "disabled"])),
+    ("recurringJobSelector", Harmless::Only(&["", "[]"])),
+    ("backingImage", Harmless::Only(&[""])),
+    ("backingImageDataSourceType", Harmless::Any),
+    ("backingImageDataSourceParameters", Harmless::Any),
+    ("backingImageChecksum", Harmless::Any),
+    ("backingImageMinNumberOfCopies", Harmless::Any),
+    ("backingImageNodeSelector", Harmless::Any),
+    ("backingImageDiskSelector", Harmless::Any),
+    ("unmapMarkSnapChainRemoved", Harmless::Any),
+    ("disableRevisionCounter", Harmless::Any),
+    ("freezeFilesystemForSnapshot", Harmless::Only(&["", "ignored", "disabled"])),
+    ("dataEngine", Harmless::Only(&["", "v1"])),
+    ("ublkNumberOfQueue", Harmless::Any),
+    ("ublkQueueDepth", Harmless::Any),
+    ("nvmeTcpNrIoQueues", Harmless::Any),
+    ("dataSource", Harmless::Only(&[""])),
+    ("cloneMode", Harmless::Any),
+    ("strictTopology", Harmless::Only(&["", "false"])),
+    ("storageCapacityMode", Harmless::Only(&[""])),
+    ("dataLayout.type", Harmless::Only(&[""])),
+    ("dataLayout.mode", Harmless::Only(&[""])),
+    ("dataLayout.dataChunks", Harmless::Only(&[""])),
+    ("dataLayout.parityChunks", Harmless::Only(&[""])),
+    ("dataLayout.stripSizeKB", Harmless::Only(&[""])),
 ];
+
+fn of_longhorn(key: &str) -> Option<Harmless> {
+    OF_LONGHORN.iter().find(|(known, _)| *known == key).map(|(_, harmless)| *harmless)
+}
+
 const KNOWN: &str = "numberOfReplicas, dataLocality, replicaSoftAntiAffinity, replicaZoneSoftAntiAffinity, \
                      replicaDiskSoftAntiAffinity, nodeSelector, diskSelector, verifyReads, frontend and fsType";
 
@@ -62,9 +76,14 @@ pub enum ParameterError {
     /// Nobody knows it.
     #[error("parameter {0:?} is not known; known are {KNOWN}")]
     Unknown(String),
-    /// Longhorn has it.
-    #[error("parameter {0} of Longhorn is not supported: leave it out; known are {KNOWN}")]
-    Longhorn(String),
+    /// Longhorn has it, and its value asks for something that is not there.
+    #[error("parameter {key} = {value:?} of Longhorn is not supported: leave it out; known are {KNOWN}")]
+    Longhorn {
+        /// Which one.
+        key: String,
+        /// What it has.
+        value: String,
+    },
     /// Its value can never work.
     #[error("parameter {key} = {value:?}: use {expected}")]
     Value {
@@ -123,10 +142,30 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
             }
         }
         _ if OF_KUBERNETES.contains(&key) => {}
-        _ if OF_LONGHORN.contains(&key) => return Err(ParameterError::Longhorn(key.to_owned())),
-        _ => return Err(ParameterError::Unknown(short(key))),
+        _ => return check_longhorn(key, value),
     }
     Ok(())
+}
+
+/// Lets pass what means nothing here, so that a StorageClass of Longhorn works as it is.
+fn check_longhorn(key: &str, value: &str) -> Result<(), ParameterError> {
+    match of_longhorn(key) {
+        Some(Harmless::Any) => Ok(()),
+        Some(Harmless::Only(values)) if values.contains(&value) => Ok(()),
+        Some(Harmless::Only(_)) => Err(ParameterError::Longhorn { key: key.to_owned(), value: short(value) }),
+        None => Err(ParameterError::Unknown(short(key))),
+    }
+}
+
+/// Those of these parameters, which [`parameters`] has accepted, that mean nothing here, for people; empty: none.
+#[must_use]
+pub fn ignored<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> String {
+    let mut ignored: Vec<String> = pairs
+        .filter(|(key, _)| of_longhorn(key).is_some())
+        .map(|(key, value)| format!("{key}: {:?}", short(value)))
+        .collect();
+    ignored.sort_unstable();
+    ignored.join(", ")
 }
 
 fn number_of_replicas(key: &str, value: &str) -> Result<u32, ParameterError> {
@@ -219,6 +258,32 @@ mod tests {
         assert_eq!((volume.number_of_replicas, volume.data_locality.as_str()), (3, "best-effort"));
     }
 
+    /// The parameters that Longhorn 1.12 installs its own class with, and those that people add without effect.
+    #[test]
+    fn a_storage_class_of_longhorn_works_as_it_is() {
+        let class = [
+            ("numberOfReplicas", "3"),
+            ("staleReplicaTimeout", "30"),
+            ("fromBackup", ""),
+            ("fsType", "ext4"),
+            ("dataLocality", "disabled"),
+            ("unmapMarkSnapChainRemoved", "ignored"),
+            ("disableRevisionCounter", "true"),
+            ("dataEngine", "v1"),
+            ("backupTargetName", "default"),
+            ("encrypted", "false"),
+            ("migratable", "false"),
+            ("replicaAutoBalance", "ignored"),
+            ("csi.storage.k8s.io/pvc/name", "data"),
+        ];
+        assert_eq!(of(&class).unwrap().number_of_replicas, 3);
+        let told = ignored(class.into_iter());
+        assert!(told.starts_with(r#"backupTargetName: "default", dataEngine: "v1", disableRev"#), "{told}");
+        assert!(told.contains(r#"staleReplicaTimeout: "30""#), "{told}");
+        assert!(!told.contains("numberOfReplicas") && !told.contains("pvc/name"), "{told}");
+        assert_eq!(ignored([("numberOfReplicas", "3")].into_iter()), "");
+    }
+
     #[test]
     fn mistakes_are_named() {
         for (key, value, words) in [
@@ -230,8 +295,12 @@ mod tests {
             ("frontend", "socket", "ublk"),
             ("frontend", "iscsi", "nbd"),
             ("fsType", "btrfs", "ext4"),
-            ("fromBackup", "", "of Longhorn"),
-            ("staleReplicaTimeout", "30", "of Longhorn"),
+            ("fromBackup", "s3://a@b/?backup=c", "of Longhorn"),
+            ("encrypted", "true", "of Longhorn"),
+            ("dataEngine", "v2", "of Longhorn"),
+            ("migratable", "true", "of Longhorn"),
+            ("backingImage", "ubuntu", "of Longhorn"),
+            ("recurringJobSelector", r#"[{"name":"daily"}]"#, "of Longhorn"),
             ("numberofreplicas", "3", "known are numberOfReplicas"),
             ("csi.storage.k8s.io/other", "", "not known"),
         ] {
