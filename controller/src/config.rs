@@ -45,6 +45,8 @@ pub enum Command {
     Serve(Box<ServeArgs>),
     /// Prints the custom resource definitions, for kubectl apply -f -
     Crds(CrdsArgs),
+    /// Prints the admission policies that keep volumes from being deleted by mistake, for kubectl apply -f -
+    DeletionGuard(DeletionGuardArgs),
 }
 
 /// What is printed of the definitions.
@@ -53,6 +55,14 @@ pub struct CrdsArgs {
     /// Leaves out the rules in CEL, which API servers before 1.25 do not know.
     #[arg(long)]
     pub without_rules: bool,
+}
+
+/// Where the policies are for.
+#[derive(Debug, Args)]
+pub struct DeletionGuardArgs {
+    /// The namespace of the objects and of the controller's service account.
+    #[arg(long, default_value = "shorthorn-system")]
+    pub namespace: String,
 }
 
 /// How to run it.

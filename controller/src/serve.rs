@@ -23,6 +23,7 @@ use crate::agents::Fleet;
 use crate::api::Api;
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::csi::{CsiController, CsiDoor};
+use crate::kubernetes::claims::note_claims;
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::lease::Leadership;
@@ -227,6 +228,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     };
     let known = Machines::new();
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
+    tasks.spawn(note_claims(client.clone(), Arc::clone(&store)));
     let pods = match config.pods_of_lost_nodes {
         PodsOfLostNodes::Delete => Some(Pods { client, known }),
         PodsOfLostNodes::Keep => None,

@@ -12,7 +12,10 @@ use crate::{binary, until};
 const LIMIT: Duration = Duration::from_secs(120);
 const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../controller/deploy");
 
-/// The files of controller/deploy, and the definitions without rules in CEL, which this API server does not know.
+/// Admission policies, which this API server does not know.
+const POLICIES: &str = "deletion-guard.yaml";
+
+/// The files of controller/deploy but for the admission policies, and the definitions without rules in CEL, which this API server does not know.
 ///
 /// # Errors
 /// The API server refuses something.
@@ -20,7 +23,7 @@ pub fn install(api: &ApiServer) -> Result<()> {
     // The namespace is in the first of them.
     let mut files: Vec<_> = fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
     files.sort_by_key(|path| (!path.ends_with("rbac.yaml"), path.clone()));
-    for file in files {
+    for file in files.into_iter().filter(|path| !path.ends_with(POLICIES)) {
         api.apply(&fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
     }
     let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;

@@ -88,7 +88,7 @@ pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
 fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
     let engine = world.engines.get(&volume.metadata.name);
     let runs = engine.filter(|_| volume.status.current_node_id.is_some());
-    let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.metadata.is_deleting());
+    let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.is_deleting());
     let places = [wanted, runs.and_then(|engine| engine.spec.node_id.as_ref())];
     places.into_iter().flatten().any(|place| place.as_str() == node)
 }

@@ -7,6 +7,7 @@
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
 //! - [`csi`]: what the calls of CSI mean for the stored objects.
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
+//! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
 //! - [`drain`]: what is left on a node that everything is to leave.
 //! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
@@ -36,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod action;
+pub mod claimed;
 pub mod csi;
 pub mod discovery;
 pub mod drain;

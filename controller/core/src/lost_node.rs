@@ -65,7 +65,7 @@ impl DeleteNode {
             return Err(RequestError::NodeNotCordoned(name()));
         }
         // No engine follows that of a volume that is to be deleted.
-        let is_kept = |name: &&str| !world.volumes[*name].metadata.is_deleting();
+        let is_kept = |name: &&str| !world.volumes[*name].is_deleting();
         let engines: Vec<&str> = drain::attached_to(world, &self.name).into_iter().filter(is_kept).collect();
         if !engines.is_empty() {
             return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(engines) });
@@ -93,7 +93,7 @@ fn with_last_replica<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
     let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == node);
     let last = here.filter_map(|replica| {
         let volume = world.volumes.get(replica.spec.volume_name.as_str())?;
-        let is_last = !volume.metadata.is_deleting() && drain::is_last(world, volume, replica);
+        let is_last = !volume.is_deleting() && drain::is_last(world, volume, replica);
         is_last.then_some(volume.metadata.name.as_str())
     });
     last.collect()

@@ -159,7 +159,7 @@ fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'s
     let is_leaving = |replica: &&Replica| replica.metadata.is_deleting() || drain::is_evicted(world, replica);
     let is_whole = replicas.len() == volume.spec.number_of_replicas as usize;
     match (volume.status.state, volume.status.robustness) {
-        _ if volume.metadata.is_deleting() => Some("being deleted"),
+        _ if volume.is_deleting() => Some("being deleted"),
         (VolumeState::Attached, _) if replicas.iter().any(is_leaving) => {
             Some("having a replica that leaves its place already")
         }

@@ -11,7 +11,9 @@ pub use error::RequestError;
 pub use node::{SetDisk, SetNode, add_disk, check_disk, find_node};
 pub use salvage::{SalvageVolume, check_salvageable};
 pub use shorthorn_types::limits::MAX_VOLUME_BYTES;
-pub use volume::{attach, delete, detach, engine_place, expand, expand_within, set_rebuild, set_replicas};
+pub use volume::{
+    ask_for_deletion, attach, delete, detach, engine_place, expand, expand_within, set_rebuild, set_replicas,
+};
 
 use shorthorn_types::VolumeName;
 
@@ -38,7 +40,7 @@ pub fn find<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError
 
 fn find_living<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError> {
     let volume = find(world, name)?;
-    if volume.metadata.is_deleting() { Err(RequestError::Deleting(name.to_owned())) } else { Ok(volume) }
+    if volume.is_deleting() { Err(RequestError::Deleting(name.to_owned())) } else { Ok(volume) }
 }
 
 fn with_spec(volume: &Volume, spec: VolumeSpec) -> Change<Volume> {

@@ -88,6 +88,13 @@ impl Teller<'_> {
             self.say(format!("Volume {name} is being salvaged to replica {replica}, as {by} decided{why}."));
             return;
         }
+        if let Some(persistent_volume) = self.volume.deletion_waits_for() {
+            self.say(format!(
+                "The deletion of volume {} was asked for; it is PersistentVolume {persistent_volume}, and stays until that is \
+                 deleted or released.",
+                self.name
+            ));
+        }
         match self.volume.status.state {
             VolumeState::Creating => self.tell_creating(),
             VolumeState::Detached => self.tell_detached(),

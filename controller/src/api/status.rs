@@ -28,6 +28,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => Code::ResourceExhausted,
         RequestError::AttachedElsewhere { .. }
         | RequestError::Deleting(_)
+        | RequestError::IsPersistentVolume { .. }
         | RequestError::FewerReplicas { .. }
         | RequestError::Shrinks { .. }
         | RequestError::IsServed(_)

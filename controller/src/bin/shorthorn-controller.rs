@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use clap::Parser;
 use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
+use shorthorn_controller::kubernetes::guard;
 use shorthorn_controller::serve::serve;
 
 /// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API server is away.
@@ -14,6 +15,9 @@ fn main() -> anyhow::Result<()> {
     let args = match Cli::parse().command {
         Command::Serve(args) => args,
         Command::Crds(args) => return print_crds(&args),
+        Command::DeletionGuard(args) => {
+            return Ok(io::stdout().write_all(guard::yaml(&args.namespace)?.as_bytes())?);
+        }
     };
     let config = Config::load(*args)?;
     shorthorn_logging::start(&config.log, config.log_format, QUIET);

@@ -120,7 +120,7 @@ impl CsiController {
 
     fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
         let world = self.store.world();
-        let found = world.volumes.get(volume.as_str()).filter(|volume| !volume.metadata.is_deleting());
+        let found = world.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());
         let message = || CsiError::Aborted(format!("volume {volume} was deleted meanwhile; ask again"));
         Ok(v1::CreateVolumeResponse { volume: Some(shown(found.ok_or_else(message)?)) })
     }
@@ -148,6 +148,7 @@ impl CsiController {
 
 /// Whether the volume is gone; another one may have its name already.
 fn is_deleted(world: &World, name: &str) -> bool {
+    // One that Kubernetes still holds is not gone, though it lives for now.
     world.volumes.get(name).is_none_or(|volume| !volume.metadata.is_deleting())
 }
 

@@ -68,7 +68,7 @@ fn has_come(world: &World, volume: &VolumeName, node: &NodeName) -> Option<Resul
     if csi::is_published(world, volume.as_str(), node) {
         return Some(Ok(()));
     }
-    let stored = world.volumes.get(volume.as_str()).filter(|stored| !stored.metadata.is_deleting());
+    let stored = world.volumes.get(volume.as_str()).filter(|stored| !stored.is_deleting());
     let wanted = stored.is_some_and(|stored| stored.spec.node_id.as_ref() == Some(node));
     let message =
         || format!("volume {volume} is not wanted at {node} any more: somebody has detached or deleted it");

@@ -27,6 +27,7 @@ impl IntoCsiError for RequestError {
             RequestError::Deleting(_) => CsiError::Aborted(message),
             RequestError::AttachedElsewhere { .. }
             | RequestError::FewerReplicas { .. }
+            | RequestError::IsPersistentVolume { .. }
             | RequestError::Shrinks { .. }
             | RequestError::HoldsNothing(_)
             | RequestError::IsServed(_)

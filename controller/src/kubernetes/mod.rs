@@ -1,9 +1,11 @@
 //! What the controller is to Kubernetes: its custom resources and how it reaches the API server.
 
+pub mod claims;
 mod client;
 pub mod crds;
 pub mod discover;
 pub mod events;
+pub mod guard;
 pub mod lease;
 mod mirror;
 pub mod release;

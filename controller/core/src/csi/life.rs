@@ -80,7 +80,7 @@ pub enum Placement {
 /// How far the volume is.
 #[must_use]
 pub fn placement(world: &World, name: &str) -> Placement {
-    let living = world.volumes.get(name).filter(|volume| !volume.metadata.is_deleting());
+    let living = world.volumes.get(name).filter(|volume| !volume.is_deleting());
     let Some(volume) = living else { return Placement::Gone };
     if volume.status.state != VolumeState::Creating {
         return Placement::Placed;
@@ -100,7 +100,7 @@ pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>,
     let volume = requests::find(world, name)?;
     let is_without = matches!(placement(world, name), Placement::NoPlace(_));
     if is_without && volume.spec.csi_name.is_some() {
-        return requests::delete(world, name, now);
+        return requests::ask_for_deletion(world, name, now);
     }
     Ok(Change::AlreadySo(volume.clone()))
 }
@@ -111,13 +111,13 @@ pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>,
 /// [`RequestError`] says what is in the way.
 pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
     let volume = requests::find(world, name)?;
-    let deleting = volume.metadata.is_deleting();
+    let deleting = volume.is_deleting();
     if let Some(node) =
         volume.spec.node_id.as_ref().or_else(|| published_node(world, volume)).filter(|_| !deleting)
     {
         return Err(elsewhere(volume, node));
     }
-    requests::delete(world, name, now)
+    requests::ask_for_deletion(world, name, now)
 }
 
 /// The volume wanted on `node`, where no other one has it.
@@ -130,7 +130,7 @@ pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, 
         return Err(RequestError::NoDevice(name.to_owned()));
     }
     // It may be on its way from there: until then its engine may write.
-    match holder(volume).filter(|holder| holder.as_str() != node && !volume.metadata.is_deleting()) {
+    match holder(volume).filter(|holder| holder.as_str() != node && !volume.is_deleting()) {
         Some(holder) => Err(elsewhere(volume, holder)),
         None => {
             let change = requests::attach(world, name, node)?;
@@ -147,7 +147,7 @@ fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError>
     let Some(max_volumes) = max_volumes(world, node) else { return Ok(()) };
     let others = world.volumes.values().filter(|volume| volume.metadata.name != name);
     let is_there = |volume: &&Volume| {
-        let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.metadata.is_deleting());
+        let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.is_deleting());
         wanted.or_else(|| holder(volume)).is_some_and(|place| place.as_str() == node)
     };
     if others.filter(is_there).count() < max_volumes as usize {
@@ -171,7 +171,7 @@ fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {
 pub fn is_published(world: &World, name: &str, node: &NodeName) -> bool {
     let Some(volume) = world.volumes.get(name) else { return false };
     let here = volume.status.current_node_id.as_ref() == Some(node);
-    let wanted = volume.spec.node_id.as_ref() == Some(node) && !volume.metadata.is_deleting();
+    let wanted = volume.spec.node_id.as_ref() == Some(node) && !volume.is_deleting();
     here && wanted && volume.status.state == VolumeState::Attached
 }
 
@@ -192,7 +192,7 @@ pub fn unpublish(world: &World, name: &str, node: Option<&str>) -> Result<Change
 pub fn is_away(world: &World, name: &str, node: Option<&str>) -> bool {
     let Some(volume) = world.volumes.get(name) else { return true };
     let is_meant = |holder: &NodeName| node.is_none_or(|node| holder.as_str() == node);
-    let at = if volume.metadata.is_deleting() { published_node(world, volume) } else { holder(volume) };
+    let at = if volume.is_deleting() { published_node(world, volume) } else { holder(volume) };
     !at.is_some_and(is_meant)
 }
 

@@ -144,6 +144,10 @@ pub struct VolumeStatus {
     #[serde(default)]
     #[schemars(with = "Vec<schema::ReplicaId>")]
     pub first_members: Vec<ReplicaId>,
+    /// The PersistentVolume of Kubernetes that the volume is, as long as that keeps it: the data is not deleted before it
+    /// is gone or released. Only the controller writes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persistent_volume: Option<String>,
     /// What holds and what does not, and why.
     #[serde(default)]
     pub conditions: Conditions,
@@ -196,6 +200,22 @@ impl Volume {
     #[must_use]
     pub const fn current_size_bytes(&self) -> u64 {
         if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
+    }
+
+    /// Whether it goes with all its data: its deletion was asked for, and nothing keeps it. One whose data has begun to go
+    /// does not come back.
+    #[must_use]
+    pub fn is_deleting(&self) -> bool {
+        let has_begun = self.status.state == VolumeState::Deleting;
+        self.metadata.is_deleting() && (has_begun || self.status.persistent_volume.is_none())
+    }
+
+    /// The PersistentVolume that a deletion waits for, which was asked for in spite of it: by kubectl, where no admission
+    /// policy has refused that.
+    #[must_use]
+    pub fn deletion_waits_for(&self) -> Option<&str> {
+        let persistent_volume = self.status.persistent_volume.as_deref();
+        persistent_volume.filter(|_| self.metadata.is_deleting() && !self.is_deleting())
     }
 
     /// Whether it is still to become larger.

@@ -203,7 +203,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let mut decision = Decision::nothing();
     // The volume is removed after its last replica, so it is there.
     let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else { return decision };
-    if !volume.metadata.is_deleting() && !is_replaced(context, volume, replica) {
+    if !volume.is_deleting() && !is_replaced(context, volume, replica) {
         // Its data waits until the volume is served again; its process does not, or a detach would wait for it.
         return see(context, replica, DesireState::Stopped);
     }

@@ -402,3 +402,44 @@ fn nobody_leaves_before_enough_are_there_that_stay() {
     members(&mut world, &[ids[0], ids[1], ids[2], fourth]);
     assert_eq!(stopped(&world).len(), 1, "one of the drained nodes is left");
 }
+
+/// Where no admission policy has refused `kubectl delete shv`.
+#[test]
+fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
+    let (mut world, agents) = (world(), agents(None));
+    let mut volume = world.volumes["v"].clone();
+    volume.status.state = VolumeState::Detached;
+    volume.status.persistent_volume = Some("pvc-1".to_owned());
+    volume.spec.node_id = Some(NodeName::new("a").unwrap());
+    volume.metadata.deletion_timestamp = Some(now());
+    let decide = |world: &World| {
+        let (random, settings) = ([0; MAX_MEMBERS], Settings::default());
+        let context = Context { world, agents: &agents, now: now(), random, settings };
+        reconcile(&context, &Key::new(Kind::Volume, "v")).actions
+    };
+    let written = |actions: &[Action]| {
+        actions.iter().find_map(|action| match action {
+            Action::Write(object) => match &**object {
+                Object::Volume(volume) => Some(volume.clone()),
+                _ => None,
+            },
+            _ => None,
+        })
+    };
+    let told = |actions: &[Action]| {
+        actions.iter().any(|action| matches!(action, Action::Emit(event) if event.reason == "DeletionHeld"))
+    };
+    world.insert(volume.into());
+    let actions = decide(&world);
+    let held = written(&actions).unwrap();
+    assert_eq!(held.status.state, VolumeState::Attaching, "it is attached as wanted");
+    let accepted = held.status.conditions.get(ConditionType::Accepted).unwrap();
+    assert!(!accepted.status && accepted.message.contains("PersistentVolume pvc-1"), "{accepted:?}");
+    assert!(told(&actions));
+    world.insert(held.clone().into());
+    assert!(!told(&decide(&world)), "it is told once");
+    let mut free = held;
+    free.status.persistent_volume = None;
+    world.insert(free.into());
+    assert_eq!(written(&decide(&world)).unwrap().status.state, VolumeState::Deleting);
+}

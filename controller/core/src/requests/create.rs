@@ -143,7 +143,7 @@ pub(super) fn check_share(limits: RebuildLimits) -> Result<(), RequestError> {
 fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
     let spec = &volume.spec;
     let name = volume.metadata.name.clone();
-    if volume.metadata.is_deleting() {
+    if volume.is_deleting() {
         return Err(RequestError::Deleting(name));
     }
     let differs = if !is_of_name(spec, wanted) {

@@ -79,6 +79,17 @@ pub enum RequestError {
     /// The volume is being deleted.
     #[error("volume {0} is being deleted; wait until it is gone")]
     Deleting(String),
+    /// Kubernetes needs it.
+    #[error(
+        "volume {name} is PersistentVolume {persistent_volume} in Kubernetes: delete its claim, or the PersistentVolume if that \
+         is released and kept (kubectl delete pv {persistent_volume}), and then the volume if it is still there"
+    )]
+    IsPersistentVolume {
+        /// The volume.
+        name: String,
+        /// The PersistentVolume.
+        persistent_volume: String,
+    },
     /// Members cannot be taken out of a view on demand.
     #[error("volume {name} has {has} replicas, and {wanted} are fewer: only more can be asked for")]
     FewerReplicas {

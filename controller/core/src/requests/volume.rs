@@ -15,7 +15,7 @@ use crate::{NodeName, Timestamp, World};
 pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
     let node = NodeName::new(node)?;
     let volume = find(world, name)?;
-    if volume.metadata.is_deleting() {
+    if volume.is_deleting() {
         return Err(RequestError::Deleting(name.to_owned()));
     }
     if !world.nodes.contains_key(node.as_str()) {
@@ -44,11 +44,26 @@ pub fn detach(world: &World, name: &str) -> Result<Change<Volume>, RequestError>
     Ok(Change::Store(Volume { spec, ..volume.clone() }))
 }
 
-/// The volume to be deleted, with all its data.
+/// The volume to be deleted, with all its data, unless Kubernetes needs it.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = find(world, name)?;
+    match &volume.status.persistent_volume {
+        Some(persistent_volume) if !volume.is_deleting() => Err(RequestError::IsPersistentVolume {
+            name: name.to_owned(),
+            persistent_volume: persistent_volume.clone(),
+        }),
+        _ => ask_for_deletion(world, name, now),
+    }
+}
+
+/// The same for whoever sees to the PersistentVolume. The data stays until that is released, as far as is known here.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
-pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+pub fn ask_for_deletion(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
     let volume = find(world, name)?;
     if volume.metadata.is_deleting() {
         return Ok(Change::AlreadySo(volume.clone()));

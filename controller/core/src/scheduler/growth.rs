@@ -48,7 +48,7 @@ fn disk(world: &World, volume: &Volume, node: &NodeName, path: &str) -> Option<D
     let promised = world.replicas.promised_on(node.as_str()).and_then(|disks| disks.get(path));
     let promised = promised.map_or(0, |promised| u64::try_from(promised.bytes).unwrap_or(u64::MAX));
     let others = world.volumes.values().filter(|other| {
-        other.is_expanding() && other.metadata.name != volume.metadata.name && !other.metadata.is_deleting()
+        other.is_expanding() && other.metadata.name != volume.metadata.name && !other.is_deleting()
     });
     let coming = others.flat_map(|other| {
         let here = world.replicas_of(&other.spec.volume_name);

@@ -59,7 +59,7 @@ impl Run<'_> {
 
     /// Whether the engine of a volume that is to be deleted is on a node that never comes back: no other one follows it.
     fn goes_with_its_node(&self, engine: &Engine) -> bool {
-        self.stored.metadata.is_deleting()
+        self.stored.is_deleting()
             && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
     }
 

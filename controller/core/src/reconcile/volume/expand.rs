@@ -31,7 +31,7 @@ impl Run<'_> {
     /// Notes the size that the volume has, and what a larger one waits for.
     pub(super) fn note_size(&mut self) {
         let size = self.stored.spec.size;
-        if self.stored.metadata.is_deleting() {
+        if self.stored.is_deleting() {
             return;
         }
         if self.next.status.current_size == 0 {

@@ -16,6 +16,9 @@ use super::{Context, Sight, health, quiet_left, remaining, sight};
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::{Action, AgentCall, Decision, NodeName};
 
+/// The word for programs of a deletion that a PersistentVolume holds up.
+const DELETION_HELD: &str = "DeletionHeld";
+
 /// One run over one volume: the stored state, the new one, and what has been decided so far.
 struct Run<'a> {
     context: &'a Context<'a>,
@@ -57,11 +60,13 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 
 impl Run<'_> {
     fn step(&mut self) {
-        if self.stored.status.conditions.get(ConditionType::Accepted).is_some() {
+        if let Some(persistent_volume) = self.stored.deletion_waits_for() {
+            self.hold_deletion(persistent_volume);
+        } else if self.stored.status.conditions.get(ConditionType::Accepted).is_some() {
             // It was refused once; whoever comes here can be read.
             self.next.status.conditions.set(ConditionType::Accepted, Finding::Well, self.context.now);
         }
-        if !self.stored.metadata.is_deleting() {
+        if !self.stored.is_deleting() {
             if self.catch_up() {
                 return;
             }
@@ -75,11 +80,24 @@ impl Run<'_> {
         self.note_size();
     }
 
+    /// The volume goes on as if nobody had asked: what Kubernetes has of it may be in use.
+    fn hold_deletion(&mut self, persistent_volume: &str) {
+        let message = format!(
+            "its deletion was asked for, and it is PersistentVolume {persistent_volume}: it is deleted once that is deleted or released"
+        );
+        let accepted = self.stored.status.conditions.get(ConditionType::Accepted);
+        if accepted.is_none_or(|accepted| accepted.status || accepted.message != message) {
+            self.decision.emit(self.key(), true, DELETION_HELD, message.clone());
+        }
+        let finding = Finding::wrong(DELETION_HELD, message);
+        self.next.status.conditions.set(ConditionType::Accepted, finding, self.context.now);
+    }
+
     fn live(&mut self) {
         let desired = self.stored.spec.node_id.as_ref();
         let here = desired.is_some() && desired == self.stored.status.current_node_id.as_ref();
         match self.stored.status.state {
-            _ if self.stored.metadata.is_deleting() => self.tear_down(),
+            _ if self.stored.is_deleting() => self.tear_down(),
             VolumeState::Creating => self.create(),
             VolumeState::Detached | VolumeState::Attaching
                 if self.stored.status.pending_salvage().is_some() =>
