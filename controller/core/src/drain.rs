@@ -25,6 +25,8 @@ pub struct Left {
 /// What a replica is to leave, the most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Leaves {
+    /// Its volume, as somebody has deleted its object.
+    Volume,
     /// A node, as everything there.
     Node,
     /// A disk, as everything there; the node stays.
@@ -36,6 +38,9 @@ pub enum Leaves {
 /// What the replica is to leave, if anything.
 #[must_use]
 pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
+    if replica.metadata.is_deleting() {
+        return Some(Leaves::Volume);
+    }
     let node = world.nodes.get(replica.spec.node_id.as_str());
     if node.is_some_and(|node| node.spec.eviction_requested || node.metadata.is_deleting()) {
         return Some(Leaves::Node);
@@ -106,7 +111,7 @@ fn of_engine(volume: &str) -> Left {
 pub fn of_replica(world: &World, agents: &Agents, replica: &Replica) -> Left {
     let volume = world.volumes.get(replica.spec.volume_name.as_str());
     let (held, message) = match volume {
-        _ if replica.metadata.is_deleting() => (false, "its data is being deleted".to_owned()),
+        _ if volume.is_some_and(Volume::is_deleting) => (false, "its data is being deleted".to_owned()),
         Some(volume) => of_volume(world, agents, volume, replica),
         None => (false, "its volume is gone".to_owned()),
     };
@@ -140,11 +145,8 @@ fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, world: &World
     let mode = |replica: &Replica| {
         engine.status.replica_mode_map.get(&replica.spec.replica_id).map(|member| member.mode)
     };
-    let new = all.iter().find(|replica| {
-        !replica.metadata.is_deleting()
-            && !is_evicted(world, replica)
-            && mode(replica) != Some(MemberMode::Member)
-    });
+    let new =
+        all.iter().find(|replica| !is_evicted(world, replica) && mode(replica) != Some(MemberMode::Member));
     if let Some(new) = new {
         let percent = percent_of_copy(agents, engine, new).map(|percent| format!(", {percent} % done"));
         let place = (&new.metadata.name, &new.spec.node_id, percent.unwrap_or_default());
@@ -178,7 +180,6 @@ pub fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
         status.data == DataState::Present
             && status.failed_at.is_none()
             && (status.healthy_at.is_some() || was_first)
-            && !other.metadata.is_deleting()
     };
     let mut others = world
         .replicas_of(&volume.spec.volume_name)

@@ -156,7 +156,7 @@ pub fn ask(world: &World, replica: &str, wanted: bool) -> Result<Change<Replica>
 
 /// Why no replica of the volume can be moved now; none: one can.
 fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'static str> {
-    let is_leaving = |replica: &&Replica| replica.metadata.is_deleting() || drain::is_evicted(world, replica);
+    let is_leaving = |replica: &&Replica| drain::is_evicted(world, replica);
     let is_whole = replicas.len() == volume.spec.number_of_replicas as usize;
     match (volume.status.state, volume.status.robustness) {
         _ if volume.is_deleting() => Some("being deleted"),

@@ -127,14 +127,19 @@ impl Teller<'_> {
     /// Replicas that are to leave their nodes, and what that waits for.
     fn tell_drained(&mut self) {
         for replica in self.replicas.clone() {
-            let leaves = drain::leaves(self.world, replica).filter(|_| !replica.metadata.is_deleting());
-            let Some(leaves) = leaves else { continue };
+            let Some(leaves) = drain::leaves(self.world, replica) else { continue };
             let left = drain::of_replica(self.world, self.agents, replica);
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
             let held = if left.held { ", and cannot yet" } else { "" };
             let why = after_colon(&left.message);
             let disk = &replica.spec.disk_path;
             let (place, stay) = match leaves {
+                Leaves::Volume => {
+                    self.say(format!(
+                        "Replica {name} on node {node} is deleted once another one has taken its place{why}."
+                    ));
+                    continue;
+                }
                 Leaves::Node => (format!("node {node}, which is drained"), format!("node uncordon {node}")),
                 Leaves::Disk => (
                     format!("disk {disk} of node {node}, which is drained"),
@@ -183,7 +188,7 @@ impl Teller<'_> {
         self.tell_silence();
         self.tell_frozen();
         for replica in self.replicas.clone() {
-            if replica.status.current_state == CurrentState::Running || replica.metadata.is_deleting() {
+            if replica.status.current_state == CurrentState::Running {
                 continue;
             }
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);

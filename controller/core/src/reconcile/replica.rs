@@ -203,9 +203,14 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let mut decision = Decision::nothing();
     // The volume is removed after its last replica, so it is there.
     let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else { return decision };
-    if !volume.is_deleting() && !is_replaced(context, volume, replica) {
-        // Its data waits until the volume is served again; its process does not, or a detach would wait for it.
-        return see(context, replica, DesireState::Stopped);
+    let may_go = match volume.is_deleting() {
+        // Somebody may have deleted both: an engine that still runs may have written to no other replica.
+        true => volume::engine_is_over(context, volume),
+        false => is_replaced(context, volume, replica),
+    };
+    if !may_go {
+        // Whoever has deleted it, it stays in use until the volume is served without it.
+        return see(context, replica, replica.spec.desire_state);
     }
     let remove =
         Action::Remove(Key::new(Kind::Replica, &replica.metadata.name), replica.metadata.resource_version);

@@ -35,9 +35,8 @@ impl SalvageVolume {
         }
         let replica = world
             .replicas_of(&volume.spec.volume_name)
-            .find(|replica| {
-                replica.spec.replica_id.to_string() == self.replica && !replica.metadata.is_deleting()
-            })
+            // One that is being deleted too: its data is there.
+            .find(|replica| replica.spec.replica_id.to_string() == self.replica)
             .ok_or_else(|| RequestError::NoReplica { name: name(), replica: self.replica.clone() })?;
         if replica.status.data != DataState::Present {
             return Err(RequestError::HoldsNothing(replica.metadata.name.clone()));

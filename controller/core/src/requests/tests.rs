@@ -352,3 +352,42 @@ fn a_node_is_made_by_its_address() {
     let unnamed = SetNode { name: "N".to_owned(), ..at("http://a:1") };
     assert!(matches!(unnamed.apply(&world, now()), Err(RequestError::NodeName(_))));
 }
+
+#[test]
+fn a_replica_that_is_being_deleted_can_be_salvaged() {
+    use crate::objects::{
+        CurrentState, DataState, DesireState, Replica, ReplicaSpec, ReplicaStatus, VolumeState,
+    };
+    let mut volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    (volume.status.state, volume.status.attach) = (VolumeState::Detached, 3);
+    let replica_id = shorthorn_types::ReplicaId::from_random(1);
+    let mut metadata = Metadata::new(format!("v-{replica_id}"), now());
+    metadata.deletion_timestamp = Some(now());
+    let spec = ReplicaSpec {
+        volume_name: volume.spec.volume_name.clone(),
+        volume_size: 1 << 30,
+        replica_id,
+        node_id: NodeName::new("n").unwrap(),
+        disk_path: "/disk".to_owned(),
+        disk_id: String::new(),
+        desire_state: DesireState::Stopped,
+        eviction_requested: false,
+    };
+    let status = ReplicaStatus {
+        current_state: CurrentState::Stopped,
+        data: DataState::Present,
+        ..ReplicaStatus::default()
+    };
+    let mut world = world_with("n", volume);
+    world.insert(Replica { metadata, spec, status }.into());
+    let salvage = SalvageVolume {
+        name: "v".to_owned(),
+        replica: replica_id.to_string(),
+        confirm: "v".to_owned(),
+        by: "somebody".to_owned(),
+        reason: "a test".to_owned(),
+        losses: String::new(),
+    };
+    let salvaged = stored(salvage.apply(&world, now()).unwrap());
+    assert_eq!(salvaged.status.salvage.map(|salvage| salvage.replica_id), Some(replica_id));
+}

@@ -13,8 +13,7 @@ use crate::{NodeName, World};
 /// [`Refusal`] names the disks that cannot.
 pub fn room_to_grow(world: &World, volume: &Volume, size_bytes: u64, limits: Limits) -> Result<(), Refusal> {
     let mut wanted: BTreeMap<(&NodeName, &str), u64> = BTreeMap::new();
-    let live = world.replicas_of(&volume.spec.volume_name).filter(|replica| !replica.metadata.is_deleting());
-    for replica in live {
+    for replica in world.replicas_of(&volume.spec.volume_name) {
         *wanted.entry(place_of(replica)).or_default() += size_bytes.saturating_sub(replica.spec.volume_size);
     }
     let mut by_node: BTreeMap<NodeName, Removal> = BTreeMap::new();

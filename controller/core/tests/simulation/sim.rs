@@ -55,6 +55,8 @@ pub enum Op {
     DeviceUsed(usize, bool),
     Cordon(usize),
     Drain(usize),
+    /// As kubectl delete does, of any replica whatever it is.
+    DeleteReplica(usize),
     /// A replica is asked to go to a better place, whether there is one or not, or to stay.
     Move(usize, bool),
     Uncordon(usize),
@@ -143,6 +145,16 @@ impl Sim {
             }
             Op::Drain(node) => {
                 self.set_node(node, SetNode { eviction_requested: Some(true), ..SetNode::default() })
+            }
+            Op::DeleteReplica(replica) => {
+                let names: Vec<String> = self.store.replicas.keys().cloned().collect();
+                if let Some(mut replica) =
+                    choose(&names, replica).map(|name| self.store.replicas[&name].clone())
+                    && !replica.metadata.is_deleting()
+                {
+                    replica.metadata.deletion_timestamp = Some(self.now);
+                    assert!(self.put(replica.into()));
+                }
             }
             Op::Move(replica, wanted) => {
                 let names: Vec<String> = self.store.replicas.keys().cloned().collect();

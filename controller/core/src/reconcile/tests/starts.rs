@@ -257,3 +257,41 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
         }
     }
 }
+
+fn deleted(mut world: World) -> World {
+    let mut replica = world.get(&Key::new(Kind::Replica, name())).unwrap();
+    replica.metadata_mut().deletion_timestamp = Some(now());
+    world.insert(replica);
+    world
+}
+
+/// As kubectl delete does.
+#[test]
+fn a_replica_that_somebody_has_deleted_stays_in_use_until_it_is_replaced() {
+    let world = deleted(starting(VolumeState::Attaching));
+    let actions = decide(&world, Kind::Replica, &name(), now()).actions;
+    let [Action::Call(_, AgentCall::StartReplica { .. })] = actions.as_slice() else {
+        panic!("{actions:#?}")
+    };
+}
+
+#[test]
+fn the_data_of_a_volume_stays_until_its_engine_has_ended_whoever_has_deleted_what() {
+    let mut world = deleted(starting(VolumeState::Attached));
+    let mut volume = world.volumes.remove("v").unwrap();
+    volume.metadata.deletion_timestamp = Some(now());
+    world.insert(volume.into());
+    let deletes = |world: &World| {
+        let actions = decide(world, Kind::Replica, &name(), now()).actions;
+        actions.iter().any(|action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. })))
+    };
+    assert!(deletes(&world), "no engine runs");
+    let mut engine = world.engines.remove("v").unwrap();
+    engine.spec.desire_state = DesireState::Running;
+    engine.status.current_state = CurrentState::Running;
+    world.insert(engine.clone().into());
+    assert!(!deletes(&world));
+    engine.spec.desire_state = DesireState::Stopped;
+    world.insert(engine.into());
+    assert!(!deletes(&world), "it is being stopped");
+}

@@ -76,7 +76,7 @@ impl Run<'_> {
         let first_members = &self.stored.status.first_members;
         // Of an engine that there never was none had to be fenced.
         let node_was_lost = engine.spec.attach > 0 && self.is_fenced(engine);
-        match health::readiness(&self.live_replicas(), first_members, &node, left, node_was_lost) {
+        match health::readiness(&self.replicas, first_members, &node, left, node_was_lost) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
                 self.settle_start(Finding::wrong("EngineStarting", "the engine is being started"));
@@ -152,7 +152,7 @@ impl Run<'_> {
             return;
         }
         if engine.status.phase != "frozen" || !self.is_being_granted() {
-            let (robustness, finding) = health::attached(self.stored, engine, &self.live_replicas());
+            let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
             if let (true, Finding::Wrong(reason, message)) =
                 (health::is_new_loss(self.stored, engine), &finding)
             {
@@ -166,7 +166,7 @@ impl Run<'_> {
 
     /// Writes what is desired of the replicas where that is something else.
     pub(super) fn want_replicas(&mut self, desire_state: DesireState) {
-        for replica in self.live_replicas() {
+        for replica in self.replicas.clone() {
             self.want_replica(replica, desire_state);
         }
     }
@@ -176,9 +176,7 @@ impl Run<'_> {
             return;
         }
         let is_unseen = replica.status.current_state == CurrentState::Stopped;
-        // One that is being deleted is stopped whatever is wanted, so its process is no secret; its directory may be.
-        let is_known = replica.metadata.is_deleting() && replica.status.data != DataState::None;
-        if desire_state == DesireState::Stopped && is_unseen && !is_known {
+        if desire_state == DesireState::Stopped && is_unseen {
             // It was wanted, so it may run, though nobody has seen it yet: that must not be forgotten with the wish.
             let data = match replica.status.data {
                 DataState::None => DataState::Requested,

@@ -1,10 +1,20 @@
 use super::Run;
 use crate::Action;
 use crate::objects::{
-    CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, Robustness,
+    CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, Robustness, Volume,
     VolumeState,
 };
-use crate::reconcile::is_given_up;
+use crate::reconcile::{Context, is_given_up};
+
+/// Whether no engine of the volume can write any more: the data of one that is deleted may go.
+pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
+    let Some(engine) = context.world.engines.get(&volume.metadata.name) else { return true };
+    let is_given_up = || engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(context, node));
+    engine.spec.desire_state == DesireState::Stopped
+        && (engine.status.current_state == CurrentState::Stopped
+            || engine.spec.attach <= volume.status.fenced_attach
+            || is_given_up())
+}
 
 impl Run<'_> {
     /// The engine, then the replicas.
@@ -15,8 +25,7 @@ impl Run<'_> {
         self.want_replicas(DesireState::Stopped);
         // A replica whose node is out of reach is stopped when that is back; generations keep it harmless.
         let stopped = |replica: &&Replica| {
-            // One that is being deleted is stopped whatever is desired.
-            (replica.metadata.is_deleting() || replica.spec.desire_state == DesireState::Stopped)
+            replica.spec.desire_state == DesireState::Stopped
                 && matches!(replica.status.current_state, CurrentState::Stopped | CurrentState::Unknown)
         };
         if !self.replicas.iter().all(stopped) {
@@ -97,12 +106,15 @@ impl Run<'_> {
 
     /// Writes nothing else: a store may take a deletion and other changes by calls of their own.
     pub(super) fn ask_for_deletion(&mut self, replica: &Replica) {
+        if replica.metadata.is_deleting() {
+            return;
+        }
         let metadata = Metadata { deletion_timestamp: Some(self.context.now), ..replica.metadata.clone() };
         self.decision.write(Replica { metadata, ..replica.clone() });
     }
 
     fn delete_replicas(&mut self) {
-        for replica in self.live_replicas() {
+        for replica in self.replicas.clone() {
             self.ask_for_deletion(replica);
         }
         let message = format!("the data of the replicas is being deleted{}", self.replica_messages());

@@ -14,7 +14,7 @@ impl Run<'_> {
     pub(super) fn pass_on_size(&mut self) -> bool {
         let size = self.stored.spec.size;
         let smaller = |replica: &&Replica| replica.spec.volume_size < size;
-        let replicas: Vec<&Replica> = self.live_replicas().into_iter().filter(smaller).collect();
+        let replicas: Vec<&Replica> = self.replicas.iter().copied().filter(smaller).collect();
         for replica in &replicas {
             let spec = ReplicaSpec { volume_size: size, ..replica.spec.clone() };
             self.decision.write(Replica { spec, ..(*replica).clone() });

@@ -80,7 +80,7 @@ impl Run<'_> {
 
     fn tell_replicas(&mut self) {
         let attach = self.stored.status.attach;
-        for replica in self.live_replicas() {
+        for replica in self.replicas.clone() {
             if self.replica_view(replica).is_some_and(|view| view.attach < attach) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };

@@ -10,6 +10,7 @@ mod fence;
 mod replace;
 mod salvage;
 
+pub(super) use detach::engine_is_over;
 pub(super) use replace::may_go;
 
 use super::{Context, Sight, health, quiet_left, remaining, sight};

@@ -1,6 +1,6 @@
 //! Replaces replicas that are lost, one at a time, and gives up those that are replaced.
 //!
-//! Replicas that are to leave their node are replaced in the same way: another one is made first. Members cannot be
+//! Replicas that are to leave their node, or whose object somebody has deleted, are replaced in the same way: another one is made first. Members cannot be
 //! taken out of a view from outside, so once more replicas than configured are members, the process of one that is not
 //! needed is stopped; it leaves the view as one that fails does, and then it is one of those that nobody needs.
 //!
@@ -59,14 +59,9 @@ fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
 }
 
 impl<'a> Run<'a> {
-    /// The replicas whose deletion was not asked for.
-    pub(super) fn live_replicas(&self) -> Vec<&'a Replica> {
-        self.replicas.iter().copied().filter(|replica| !replica.metadata.is_deleting()).collect()
-    }
-
     /// Sees to it that there are enough replicas, and no needless ones, and that the engine knows them.
     pub(super) fn keep_replicas(&mut self, engine: &Engine) {
-        let live = self.live_replicas();
+        let live = self.replicas.clone();
         if !serves(self.stored, engine) {
             self.want_replicas(DesireState::Running);
             self.tell_places(engine, &live);
@@ -153,6 +148,10 @@ impl<'a> Run<'a> {
     fn is_lost(&self, engine: &Engine, replica: &Replica) -> bool {
         let id = replica.spec.replica_id;
         let mode = engine.status.replica_mode_map.get(&id).map(|member| member.mode);
+        if replica.metadata.is_deleting() {
+            // Whoever has deleted it does not wait for it.
+            return !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding));
+        }
         let mut limit = self.context.settings.replica_replace_after;
         if was_never_member(self.stored, replica) {
             // It has to be made and found first.
@@ -165,7 +164,7 @@ impl<'a> Run<'a> {
 
     /// Asks for the deletion of a replica once the engine has forgotten it.
     fn give_up(&mut self, engine: &Engine, replica: &Replica) {
-        if !may_go(self.context, self.stored, engine, replica) {
+        if replica.metadata.is_deleting() || !may_go(self.context, self.stored, engine, replica) {
             return;
         }
         self.ask_for_deletion(replica);
@@ -287,9 +286,7 @@ impl<'a> Run<'a> {
 
     /// From here on replicas that are away, or are to leave their disk, keep no other away.
     fn excuse_lost(&self, nodes: &mut [NodeCandidate]) {
-        let away = |replica: &&&Replica| {
-            replica.metadata.is_deleting() || replica.status.lost_since.is_some() || self.is_evicted(replica)
-        };
+        let away = |replica: &&&Replica| replica.status.lost_since.is_some() || self.is_evicted(replica);
         for replica in self.replicas.iter().filter(away) {
             let node = nodes.iter_mut().find(|node| node.name == replica.spec.node_id);
             let disks = node.map(|node| &mut node.disks).into_iter().flatten();
@@ -304,6 +301,7 @@ impl<'a> Run<'a> {
             (None, Some(evicted)) => match drain::leaves(self.context.world, evicted) {
                 Some(Leaves::Disk) => format!("{} is to leave its disk", at(evicted)),
                 Some(Leaves::Place) => format!("that is a better place than that of {}", at(evicted)),
+                Some(Leaves::Volume) => format!("{} was deleted", at(evicted)),
                 _ => format!("{} is to leave its node", at(evicted)),
             },
             (None, None) => "there are fewer than configured".to_owned(),
