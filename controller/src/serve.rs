@@ -23,6 +23,7 @@ use crate::agents::Fleet;
 use crate::api::Api;
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::csi::{CsiController, CsiDoor};
+use crate::kubernetes::attachments::ClusterAttachments;
 use crate::kubernetes::claims::note_claims;
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
@@ -96,7 +97,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
-    let Opened { store, mut leadership, events, pods, mut tasks } = tokio::select! {
+    let Opened { store, mut leadership, events, attachments, pods, mut tasks } = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
         Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
@@ -124,7 +125,10 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         settings,
         metrics.clone(),
     );
-    let api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
+    let mut api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
+    if let Some(attachments) = attachments {
+        api = api.with_attachments(Arc::new(attachments));
+    }
     let csi =
         CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics).telling(events);
     let api = server().add_service(ControllerServer::new(api));
@@ -175,6 +179,7 @@ struct Opened {
     store: Arc<dyn Store>,
     leadership: Option<Leadership>,
     events: Option<Events>,
+    attachments: Option<ClusterAttachments>,
     /// None: the pods of lost nodes stay.
     pods: Option<Pods>,
     /// They end with this value.
@@ -192,7 +197,8 @@ async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, Ser
     match config {
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
-            Ok(Opened { store, leadership: None, events: None, pods: None, tasks: JoinSet::new() })
+            let (leadership, events, attachments, pods) = (None, None, None, None);
+            Ok(Opened { store, leadership, events, attachments, pods, tasks: JoinSet::new() })
         }
         StoreConfig::Kubernetes(config) => lead(config, readiness).await,
     }
@@ -229,11 +235,12 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let known = Machines::new();
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
     tasks.spawn(note_claims(client.clone(), Arc::clone(&store)));
+    let attachments = Some(ClusterAttachments::new(client.clone()));
     let pods = match config.pods_of_lost_nodes {
         PodsOfLostNodes::Delete => Some(Pods { client, known }),
         PodsOfLostNodes::Keep => None,
     };
-    Ok(Opened { store, leadership: Some(leadership), events: Some(events), pods, tasks })
+    Ok(Opened { store, leadership: Some(leadership), events: Some(events), attachments, pods, tasks })
 }
 
 /// A name that no other process has: that of the host or the pod, with a part of its own.

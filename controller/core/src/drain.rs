@@ -130,7 +130,7 @@ fn of_volume(world: &World, agents: &Agents, volume: &Volume, replica: &Replica)
             );
             (true, message)
         }
-        (VolumeState::Attached, Some(engine)) if engine.status.is_serving() => {
+        (VolumeState::Attached | VolumeState::Detaching, Some(engine)) if engine.status.is_serving() => {
             while_served(agents, volume, engine, world)
         }
         (VolumeState::Attached, _) => {

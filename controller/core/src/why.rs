@@ -176,7 +176,16 @@ impl Teller<'_> {
         let state = self.volume.status.state.as_str();
         self.say(format!("Volume {} is {state}{}.", self.name, self.settled()));
         self.tell_silence();
+        let engine = self.engine.filter(|engine| engine.status.is_serving());
+        if let Some(engine) = engine.filter(|_| self.volume.status.state == VolumeState::Detaching) {
+            // Requests go on until it is stopped.
+            self.tell_members(engine);
+        }
         self.hint("Whatever uses the device has to let go of it: unmount it, or stop who has it open.");
+        let node = self.volume.status.current_node_id.as_ref();
+        if let Some(node) = node.filter(|_| !self.volume.metadata.is_deleting()) {
+            self.hint(format!("To keep it there: shorthornctl volume attach {} --node {node}", self.name));
+        }
     }
 
     fn tell_attaching(&mut self) {

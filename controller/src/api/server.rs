@@ -16,6 +16,7 @@ use tonic::{Request, Response, Status};
 use super::{status, view};
 use crate::address::ServerUrl;
 use crate::agents::{CallError, Fleet};
+use crate::kubernetes::attachments::{Attachment, Attachments};
 use crate::random::new_secret;
 use crate::store::{self, ChangeError, Store, StoreError};
 
@@ -32,6 +33,8 @@ pub struct Api {
     /// True once the controller is on its way out: streams end then.
     stopping: watch::Receiver<bool>,
     pub(super) settings: Settings,
+    /// None: no Kubernetes has volumes attached.
+    attachments: Option<Arc<dyn Attachments>>,
 }
 
 impl std::fmt::Debug for Api {
@@ -49,7 +52,35 @@ impl Api {
         stopping: watch::Receiver<bool>,
         settings: Settings,
     ) -> Api {
-        Api { store, fleet, stopping, settings }
+        Api { store, fleet, stopping, settings, attachments: None }
+    }
+
+    /// The same, which detaches no volume that one of these names unless it is told to.
+    #[must_use]
+    pub fn with_attachments(self, attachments: Arc<dyn Attachments>) -> Api {
+        Api { attachments: Some(attachments), ..self }
+    }
+
+    /// Whether nobody but the operator has to know of a detach.
+    async fn check_unpublished(&self, name: &str) -> Result<(), Status> {
+        let Some(attachments) = &self.attachments else { return Ok(()) };
+        let is_wanted = |world: &World| Ok(requests::find(world, name)?.spec.node_id.is_some());
+        if !is_wanted(&self.store.world()).map_err(|error| status::of_request(&error))? {
+            return Ok(());
+        }
+        let published = attachments.of(name).await.map_err(|error| {
+            let message = format!(
+                "whether Kubernetes has volume {name} attached cannot be asked: {error}; --force detaches it all the same"
+            );
+            Status::unavailable(message)
+        })?;
+        match published {
+            Some(Attachment { name: attachment, node }) => {
+                let error = RequestError::Published { name: name.to_owned(), node, attachment };
+                Err(status::of_request(&error))
+            }
+            None => Ok(()),
+        }
     }
 
     pub(super) async fn change<T: Into<Object>>(
@@ -127,7 +158,12 @@ impl Controller for Api {
     }
 
     async fn detach_volume(&self, request: Request<v1::DetachVolumeRequest>) -> Reply<v1::Volume> {
-        let name = request.into_inner().name;
+        let v1::DetachVolumeRequest { name, force } = request.into_inner();
+        if force {
+            tracing::warn!(volume = name, "a detach by force, whatever Kubernetes has attached");
+        } else {
+            self.check_unpublished(&name).await?;
+        }
         self.change_volume(&name, |world| requests::detach(world, &name)).await
     }
 

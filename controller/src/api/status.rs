@@ -35,6 +35,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::HoldsNothing(_)
         | RequestError::IsAttached(_)
         | RequestError::NoDevice(_)
+        | RequestError::Published { .. }
         | RequestError::NodeAnswers(_)
         | RequestError::NodeNotCordoned(_)
         | RequestError::NodeHasEngines { .. }

@@ -32,6 +32,7 @@ impl IntoCsiError for RequestError {
             | RequestError::HoldsNothing(_)
             | RequestError::IsServed(_)
             | RequestError::IsAttached(_)
+            | RequestError::Published { .. }
             | RequestError::NodeAnswers(_)
             | RequestError::NodeNotCordoned(_)
             | RequestError::NodeHasEngines { .. }

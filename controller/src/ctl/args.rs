@@ -94,6 +94,10 @@ pub enum VolumeCommand {
     Detach {
         /// Name of the volume
         name: String,
+        /// Also if Kubernetes has it attached. Kubernetes is not told: no pod on that node gets the volume until it is
+        /// attached there by hand or its VolumeAttachment is deleted
+        #[arg(long)]
+        force: bool,
         #[command(flatten)]
         wait: WaitArgs,
     },

@@ -102,8 +102,8 @@ impl Session {
             VolumeCommand::UpgradeEngine { name } => self.upgrade(name).await,
             VolumeCommand::Salvage(args) => self.salvage(args).await,
             VolumeCommand::Attach { name, node, wait } => self.attach(name, node, wait).await,
-            VolumeCommand::Detach { name, wait } => {
-                let request = limited(v1::DetachVolumeRequest { name: name.clone() });
+            VolumeCommand::Detach { name, force, wait } => {
+                let request = limited(v1::DetachVolumeRequest { name: name.clone(), force });
                 let volume = self.client.detach_volume(request).await.map_err(self.error())?.into_inner();
                 let volume = self.settle(volume, &Goal::Detached, wait).await?;
                 self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.state))

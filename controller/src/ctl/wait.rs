@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use shorthorn_controller_core::objects::NEXT_ATTACH;
+use shorthorn_controller_core::objects::{NEXT_ATTACH, REPLICAS_STOPPING};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::controller_client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -32,7 +32,7 @@ pub(super) enum Goal {
     Created,
     /// The device is on that node.
     Attached(String),
-    /// Nothing runs.
+    /// Nothing runs, or nothing but replicas that cannot be stopped for long.
     Detached,
     /// It has that size, and its device where it is attached.
     Expanded(u64),
@@ -67,7 +67,10 @@ impl Goal {
             Goal::Detached if !volume.node.is_empty() => {
                 return Verdict::Never(format!("volume {} is wanted on {} now", volume.name, volume.node));
             }
-            Goal::Detached => volume.state == "detached" || volume.state == "creating",
+            Goal::Detached => {
+                let settled = condition(volume, "Settled").map(|condition| condition.reason.as_str());
+                is_detached(volume) && settled != Some(REPLICAS_STOPPING)
+            }
             Goal::Expanded(size_bytes) => volume.current_size_bytes >= *size_bytes,
             Goal::Deleted => false,
         };
@@ -88,6 +91,10 @@ impl Goal {
             _ => Verdict::NotYet,
         }
     }
+}
+
+fn is_detached(volume: &v1::Volume) -> bool {
+    volume.state == "detached" || volume.state == "creating"
 }
 
 fn trouble<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a str> {
@@ -113,6 +120,10 @@ pub(super) async fn wait(
     loop {
         let followed = follow(client, name, goal, &progress, &mut last);
         match timeout_at(deadline, followed).await {
+            // Its engine has stopped, so it may be used elsewhere.
+            Err(_) if matches!(goal, Goal::Detached) && last.as_ref().is_some_and(is_detached) => {
+                return Ok(last);
+            }
             Err(_) => return Err(CtlError::Timeout(late(name, goal, limit, last.as_ref()))),
             Ok(Ok(end)) => return Ok(end),
             // A controller that restarts comes back.

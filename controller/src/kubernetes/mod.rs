@@ -1,5 +1,6 @@
 //! What the controller is to Kubernetes: its custom resources and how it reaches the API server.
 
+pub mod attachments;
 pub mod claims;
 mod client;
 pub mod crds;

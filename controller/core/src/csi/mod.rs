@@ -12,7 +12,7 @@ pub use life::{
     NewVolume, Placement, SizedError, delete, expand, is_away, is_published, max_volumes, placement, publish,
     published_node, undo, unpublish, waits_for,
 };
-pub use name::{CsiNameError, MAX_NAME_BYTES, volume_name};
+pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
 pub use parameters::{ParameterError, ignored, parameters};
 pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
 

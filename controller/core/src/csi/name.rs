@@ -54,6 +54,18 @@ pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
     Ok(VolumeName::new(&format!("{}-{hash}", readable(csi_name)))?)
 }
 
+/// The name of the VolumeAttachment that Kubernetes makes for a volume on one of its nodes, both as the driver and Kubernetes
+/// call them. Its attach-detach controller makes it up in this way (`pkg/volume/csi/csi_attacher.go`, `getAttachmentName`).
+#[must_use]
+pub fn attachment_name(handle: &str, driver: &str, machine: &str) -> String {
+    let mut hash = Sha256::new();
+    for part in [handle, driver, machine] {
+        hash.update(part.as_bytes());
+    }
+    let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("csi-{hash}")
+}
+
 /// Control characters other than white space.
 fn is_banned(c: char) -> bool {
     c.is_control() && !matches!(c, '\t' | '\n' | '\r')
@@ -110,6 +122,13 @@ mod tests {
             assert_eq!(volume_name(&format!("a{c}")), Err(CsiNameError::Character(c, 1)));
         }
         assert!(volume_name("a\tb\r\nc").is_ok());
+    }
+
+    #[test]
+    fn attachments_have_the_names_that_kubernetes_gives_them() {
+        // printf %s pvc-1csi.shorthorn.ionode1 | sha256sum
+        let known = "csi-59657096cb4e253fc160ea8c0cfa7e6b8843b92cdd76da1c025a8aba8a53f858";
+        assert_eq!(attachment_name("pvc-1", "csi.shorthorn.io", "node1"), known);
     }
 
     proptest! {

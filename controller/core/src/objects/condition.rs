@@ -6,6 +6,9 @@ use crate::{Timestamp, schema};
 /// The reason of [`ConditionType::Expanded`] where the device of a volume in use cannot change its size.
 pub const NEXT_ATTACH: &str = "NextAttach";
 
+/// The reason of [`ConditionType::Settled`] while the volume is detached and its replicas have not stopped.
+pub const REPLICAS_STOPPING: &str = "ReplicasStopping";
+
 /// What a condition is about. True is always the good side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum ConditionType {

@@ -90,6 +90,9 @@ pub struct EngineStatus {
     /// What is wrong.
     #[serde(default)]
     pub message: String,
+    /// Why the process that should stop could not be stopped yet, as when its device is in use; empty: it was not refused.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub stop_refused: String,
     /// The newest map of replicas that the process was given.
     #[serde(default)]
     pub map_revision: u64,

@@ -12,7 +12,7 @@ mod volume;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH};
+pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
 pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberMode, MemberStatus};
 pub use metadata::{Key, Kind, Metadata};
 pub use node::{Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};

@@ -59,6 +59,20 @@ fn lose_sight(engine: &Engine, reason: String) -> Decision {
     decision
 }
 
+/// Whether the process has ended for good: its agent does not start it again.
+fn has_ended(instance: &Instance, view: &EngineView) -> bool {
+    instance.state == InstanceState::Stopped
+        || (instance.state == InstanceState::Error && view.phase == "stopped")
+}
+
+/// What the process of exactly this attachment shows, unless it has ended or is about to.
+pub(super) fn living<'a>(engine: &Engine, view: &'a AgentView) -> Option<(&'a Instance, &'a EngineView)> {
+    let instance = view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
+    let shown = view_of(instance).filter(|shown| shown.attach == engine.spec.attach)?;
+    let is_living = instance.state != InstanceState::Stopping && !has_ended(instance, shown);
+    is_living.then_some((instance, shown))
+}
+
 fn view_of(instance: &Instance) -> Option<&EngineView> {
     match &instance.detail {
         Detail::Engine(view) => Some(view),
@@ -197,9 +211,7 @@ fn lost(engine: &Engine, message: String) -> EngineStatus {
 
 /// What the process of this attachment says.
 fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> EngineStatus {
-    let for_good = instance.state == InstanceState::Stopped
-        || (instance.state == InstanceState::Error && view.phase == "stopped");
-    if for_good {
+    if has_ended(instance, view) {
         let why = if instance.message.is_empty() { "no reason given" } else { &instance.message };
         let seen = EngineStatus { seen_attach: view.attach, ..engine.status.clone() };
         let engine = Engine { status: seen, ..engine.clone() };
@@ -222,6 +234,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         endpoint: view.endpoint.clone(),
         replica_mode_map: view.members.clone(),
         message: instance.message.clone(),
+        stop_refused: String::new(),
         map_revision: engine.status.map_revision,
         volume_size: engine.status.volume_size,
         current_size: view.size_bytes,
@@ -267,14 +280,30 @@ fn stop(engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
         }
         return decision;
     }
-    let message = view.failures.get(&key).cloned().unwrap_or_default();
-    if engine.status.current_state != CurrentState::Stopping || engine.status.message != message {
+    let status = stopping(engine, view, view.failures.get(&key));
+    if status != engine.status {
         // Shown first; the change brings the next run, which calls.
-        let status = EngineStatus { current_state: CurrentState::Stopping, message, ..engine.status.clone() };
         write_status(&mut decision, engine, status);
         return decision;
     }
     decision.call(node, call);
     write_status(&mut decision, engine, cleared(engine));
     decision
+}
+
+/// The status of an engine that is to be stopped. One whose device is in use may serve for long: of that one the status goes on
+/// to say how it is, so that its volume is looked after.
+fn stopping(engine: &Engine, view: &AgentView, failure: Option<&String>) -> EngineStatus {
+    let stop_refused = failure.unwrap_or(&engine.status.stop_refused).clone();
+    match living(engine, view) {
+        Some((instance, shown)) if !stop_refused.is_empty() => {
+            EngineStatus { stop_refused, ..taken_over(engine, instance, shown) }
+        }
+        _ => EngineStatus {
+            current_state: CurrentState::Stopping,
+            message: failure.cloned().unwrap_or_default(),
+            stop_refused: failure.cloned().unwrap_or_default(),
+            ..engine.status.clone()
+        },
+    }
 }

@@ -92,8 +92,9 @@ fn seeks_place(world: &World, volume: &Volume) -> bool {
     let is_evicted =
         || world.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(world, replica));
     match (volume.status.state, volume.status.robustness) {
-        (VolumeState::Creating, _) | (VolumeState::Attached, Robustness::Degraded) => true,
-        (VolumeState::Attached, Robustness::Healthy) => is_evicted(),
+        (VolumeState::Creating, _)
+        | (VolumeState::Attached | VolumeState::Detaching, Robustness::Degraded) => true,
+        (VolumeState::Attached | VolumeState::Detaching, Robustness::Healthy) => is_evicted(),
         _ => false,
     }
 }

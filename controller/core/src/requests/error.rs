@@ -192,6 +192,21 @@ pub enum RequestError {
     /// Its frontend makes no device.
     #[error("volume {0} has the frontend socket, which makes no device that a node could use")]
     NoDevice(String),
+    /// Kubernetes has it attached, and is not told of a detach by hand.
+    #[error(
+        "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}): end the pods that use it, then it is \
+         detached by itself. With --force it is detached as soon as its device is not in use there; Kubernetes goes on to take it \
+         for attached, so that no pod on that node gets the volume until it is attached there by hand or the VolumeAttachment \
+         is deleted"
+    )]
+    Published {
+        /// The volume.
+        name: String,
+        /// Where Kubernetes has it.
+        node: String,
+        /// The object that says so.
+        attachment: String,
+    },
     /// The volume is not attached.
     #[error("volume {0} is not attached; shorthornctl volume attach {0} --node NODE")]
     NotAttached(String),

@@ -55,7 +55,11 @@ proptest! {
     #![proptest_config(ProptestConfig { max_shrink_iters: 4000, ..ProptestConfig::default() })]
 
     #[test]
-    fn rules_hold_and_volumes_converge(ops in prop::collection::vec(op(), 1..600), quiet in any::<bool>()) {
+    fn rules_hold_and_volumes_converge(
+        ops in prop::collection::vec(op(), 1..600),
+        quiet in any::<bool>(),
+        used in any::<bool>(),
+    ) {
         let mut sim = Sim::new();
         if quiet {
             // A start that works, so that the interesting part begins with volumes that are attached.
@@ -71,6 +75,15 @@ proptest! {
         }
         sim.stop_faults();
         sim.open_nodes();
+        if used {
+            sim.use_devices(true);
+            sim.settle();
+            sim.check_used();
+            sim.want_back();
+            sim.settle();
+            sim.check_back();
+            sim.use_devices(false);
+        }
         sim.settle();
         // Whatever that costs: what waits for a node that is lost need not wait any more.
         sim.step(&Op::GiveUp(true));

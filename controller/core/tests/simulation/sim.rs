@@ -94,6 +94,8 @@ pub struct Sim {
     deleted: BTreeSet<String>,
     /// The node that never comes back.
     lost: Option<usize>,
+    /// The volumes that could not leave their nodes and were wanted there again, and their attachments.
+    wanted_back: BTreeMap<String, u64>,
 }
 
 impl Sim {
@@ -117,6 +119,7 @@ impl Sim {
             granted: BTreeMap::new(),
             deleted: BTreeSet::new(),
             lost: None,
+            wanted_back: BTreeMap::new(),
         };
         // The nodes become known: nothing can be asked for before.
         sim.settle();
@@ -514,6 +517,27 @@ impl Sim {
             if let Ok(Change::Store(volume)) = requests::detach(&self.store, &name) {
                 assert!(self.put(volume.into()));
             }
+        }
+    }
+
+    /// Every device is opened, or closed, by somebody who does not let go of it when its volume is detached.
+    pub fn use_devices(&mut self, used: bool) {
+        self.nodes.iter_mut().for_each(|node| node.device_used = used);
+    }
+
+    /// Every volume that cannot leave its node is wanted there again.
+    pub fn want_back(&mut self) {
+        for (name, _) in self.leaving() {
+            let node = self.store.volumes[&name].status.current_node_id.clone().unwrap();
+            if let Ok(Change::Store(volume)) = requests::detach(&self.store, &name) {
+                assert!(self.put(volume.into()));
+            }
+            let Ok(Change::Store(volume)) = requests::attach(&self.store, &name, node.as_str()) else {
+                panic!("{name} cannot be wanted on {node}");
+            };
+            assert!(self.put(volume.into()));
+            let attach = self.store.volumes[&name].status.attach;
+            self.wanted_back.insert(name, attach);
         }
     }
 

@@ -151,17 +151,22 @@ impl Run<'_> {
         if self.replace_lost_engine(engine) {
             return;
         }
-        if engine.status.phase != "frozen" || !self.is_being_granted() {
-            let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
-            if let (true, Finding::Wrong(reason, message)) =
-                (health::is_new_loss(self.stored, engine), &finding)
-            {
-                self.decision.emit(self.key(), true, reason, message.clone());
-            }
-            self.set_health(robustness, finding);
-        }
+        self.tell_health(engine);
         self.settle(Finding::Well);
         self.keep_replicas(engine);
+    }
+
+    /// Notes how safe the data of a volume is whose engine runs.
+    pub(super) fn tell_health(&mut self, engine: &Engine) {
+        if engine.status.phase == "frozen" && self.is_being_granted() {
+            return;
+        }
+        let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
+        if let (true, Finding::Wrong(reason, message)) = (health::is_new_loss(self.stored, engine), &finding)
+        {
+            self.decision.emit(self.key(), true, reason, message.clone());
+        }
+        self.set_health(robustness, finding);
     }
 
     /// Writes what is desired of the replicas where that is something else.

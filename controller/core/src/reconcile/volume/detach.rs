@@ -1,10 +1,17 @@
-use super::Run;
-use crate::Action;
+//! Taking a volume off its node.
+//!
+//! It is detached as soon as its engine is stopped or fenced: from there on no write of that engine can be acknowledged, and
+//! the volume may be attached elsewhere. Its replicas are stopped after that, so that one that hangs keeps nobody waiting.
+//! An engine whose device is in use is not stopped. Its volume is looked after as an attached one is, and is attached again
+//! if it is wanted there again.
+
+use super::{Run, Sight, sight};
 use crate::objects::{
-    CurrentState, DesireState, Engine, EngineSpec, Finding, Key, Kind, Metadata, Replica, Robustness, Volume,
-    VolumeState,
+    CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
+    REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
 };
-use crate::reconcile::{Context, is_given_up};
+use crate::reconcile::{Context, engine, is_given_up};
+use crate::{Action, AgentCall};
 
 /// Whether no engine of the volume can write any more: the data of one that is deleted may go.
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
@@ -17,11 +24,25 @@ pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volum
 }
 
 impl Run<'_> {
-    /// The engine, then the replicas.
     pub(super) fn detach(&mut self) {
         if !self.engine_stopped() {
+            self.look_after_leaving();
             return;
         }
+        let is_wanted = self.stored.spec.node_id.is_some();
+        self.next.status.current_node_id = None;
+        self.enter(VolumeState::Detached);
+        self.next.status.robustness = Robustness::Unknown;
+        if is_wanted {
+            // The next engine needs the replicas at once.
+            self.settle(Finding::wrong("Attaching", "the volume is about to be attached to another node"));
+        } else {
+            self.rest();
+        }
+    }
+
+    /// A volume that is detached and wanted nowhere: its replicas stop in the background.
+    pub(super) fn rest(&mut self) {
         self.want_replicas(DesireState::Stopped);
         // A replica whose node is out of reach is stopped when that is back; generations keep it harmless.
         let stopped = |replica: &&Replica| {
@@ -30,13 +51,78 @@ impl Run<'_> {
         };
         if !self.replicas.iter().all(stopped) {
             let message = format!("the replicas are being stopped{}", self.replica_messages());
-            self.settle(Finding::wrong("Detaching", message));
+            self.settle(Finding::wrong(REPLICAS_STOPPING, message));
             return;
         }
-        self.next.status.current_node_id = None;
-        self.enter(VolumeState::Detached);
-        self.next.status.robustness = Robustness::Unknown;
         self.settle(Finding::Well);
+    }
+
+    /// Has the volume stay where it is wanted again, if its engine is still there. An engine of the current attachment goes on
+    /// as it is. A stop of it that is under way may still end it: it is then lost, as any engine that ends by itself. Where a
+    /// newer number was drawn meanwhile, the next engine takes the device over. False: the detach has to be finished first.
+    pub(super) fn goes_on(&mut self) -> bool {
+        let status = &self.stored.status;
+        let Some(engine) = self.engine.filter(|engine| engine.spec.node_id == status.current_node_id) else {
+            return false;
+        };
+        let sight = engine.spec.node_id.as_ref().map(|node| sight(self.context, node));
+        let Some(Sight::Clear(agent)) = sight else { return false };
+        let Some((_, shown)) = engine::living(engine, agent) else { return false };
+        let (seen, lost) = (engine.status.seen_attach, engine.status.lost_attach);
+        let is_current = engine.spec.attach == status.attach;
+        let is_known = seen == engine.spec.attach && lost < engine.spec.attach;
+        if status.pending_salvage().is_some()
+            || engine.status.current_state == CurrentState::Stopped
+            || (is_current && !is_known)
+        {
+            return false;
+        }
+        if is_current && engine.spec.desire_state != DesireState::Running {
+            let spec = EngineSpec { desire_state: DesireState::Running, ..engine.spec.clone() };
+            self.decision.write(Engine { spec, ..engine.clone() });
+        }
+        if !is_current {
+            // Replicas may have been told the number that was drawn to fence it.
+            self.draw_attach();
+        }
+        let serves = is_current && shown.phase == "serving";
+        self.enter(if serves { VolumeState::Attached } else { VolumeState::Attaching });
+        self.settle(Finding::wrong("Attaching", "the volume is wanted here again, and its engine goes on"));
+        true
+    }
+
+    /// Requests go on for as long as the engine cannot be stopped.
+    fn look_after_leaving(&mut self) {
+        let Some(engine) = self.engine.filter(|engine| engine.spec.desire_state == DesireState::Stopped)
+        else {
+            return;
+        };
+        if engine.status.current_state == CurrentState::Unknown {
+            let finding = Finding::wrong("NodeUnreachable", engine.status.message.clone());
+            self.set_health(Robustness::Unknown, finding);
+            return;
+        }
+        let is_current = engine.spec.attach == self.stored.status.attach
+            && engine.status.seen_attach == engine.spec.attach;
+        if engine.status.stop_refused.is_empty() || !is_current {
+            return;
+        }
+        self.tell_health(engine);
+        self.keep_replicas(engine);
+        self.pass_on_places(engine);
+    }
+
+    /// Tells an engine that is to be stopped where its replicas are: its own reconciler is busy with having it stopped.
+    fn pass_on_places(&mut self, engine: &Engine) {
+        let Some(node) = engine.spec.node_id.clone() else { return };
+        let (revision, attach) = (engine.spec.map_revision, engine.spec.attach);
+        if engine.status.map_revision == revision {
+            return;
+        }
+        let (volume, replicas) = (engine.spec.volume_name.clone(), engine.spec.replica_address_map.clone());
+        self.then.push((node, AgentCall::UpdateReplicas { volume, attach, replicas, revision }));
+        let status = EngineStatus { map_revision: revision, ..engine.status.clone() };
+        self.finally = Some(Engine { status, ..engine.clone() });
     }
 
     /// Whether no engine runs, or none that matters; asks for that where one may.
@@ -51,14 +137,13 @@ impl Run<'_> {
         {
             return true;
         }
-        let message = &engine.status.message;
-        let finding = match engine.status.current_state {
-            CurrentState::Unknown => {
-                self.fence(engine, message);
+        let finding = match (engine.status.current_state, &engine.status.stop_refused) {
+            (CurrentState::Unknown, _) => {
+                self.fence(engine, &engine.status.message);
                 return false;
             }
-            CurrentState::Stopping if !message.is_empty() => {
-                Finding::wrong("EngineNotStopped", format!("the engine cannot be stopped yet: {message}"))
+            (_, refused) if !refused.is_empty() => {
+                Finding::wrong("EngineNotStopped", format!("the engine cannot be stopped yet: {refused}"))
             }
             _ => Finding::wrong("Detaching", "the engine is being stopped"),
         };

@@ -30,6 +30,8 @@ struct Run<'a> {
     decision: Decision,
     /// What is asked for once the new state is stored.
     then: Vec<(NodeName, AgentCall)>,
+    /// The engine as it is stored once that was done.
+    finally: Option<Engine>,
 }
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -42,6 +44,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         replicas: context.world.replicas_of(&stored.spec.volume_name).collect(),
         decision: Decision::nothing(),
         then: Vec::new(),
+        finally: None,
     };
     run.step();
     // Told once it is stored: a run whose write fails is repeated, with all that it tells.
@@ -55,6 +58,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     run.decision.actions = actions;
     for (node, call) in run.then {
         run.decision.call(&node, call);
+    }
+    if let Some(engine) = run.finally {
+        run.decision.write(engine);
     }
     run.decision
 }
@@ -107,15 +113,19 @@ impl Run<'_> {
             }
             VolumeState::Detached => match desired.cloned() {
                 Some(node) => self.begin_attach(node),
-                None => self.settle(Finding::Well),
+                None => self.rest(),
             },
             VolumeState::Attaching if here => self.attach(),
             VolumeState::Attached if here => self.watch_over(),
-            // Stored before anything is stopped: a detach that has begun is finished, even if the volume is
-            // wanted here again meanwhile.
+            // Stored before anything is stopped.
             VolumeState::Attaching | VolumeState::Attached => {
                 self.enter(VolumeState::Detaching);
                 self.settle(Finding::wrong("Detaching", "the engine is being stopped"));
+            }
+            VolumeState::Detaching if here => {
+                if !self.goes_on() {
+                    self.detach();
+                }
             }
             VolumeState::Detaching | VolumeState::Deleting => self.detach(),
         }

@@ -333,8 +333,9 @@ impl<'a> Run<'a> {
                 target.map(|target| (id, target))
             })
             .collect();
-        let running = engine.spec.desire_state == DesireState::Running
-            && engine.spec.attach == self.stored.status.attach;
+        let is_there =
+            engine.spec.desire_state == DesireState::Running || !engine.status.stop_refused.is_empty();
+        let running = is_there && engine.spec.attach == self.stored.status.attach;
         if running && targets != *known && !targets.is_empty() {
             let map_revision = engine.spec.map_revision + 1;
             let spec = EngineSpec { replica_address_map: targets, map_revision, ..engine.spec.clone() };

@@ -12,6 +12,9 @@ impl Run<'_> {
         if !self.engine_stopped() {
             return;
         }
+        if self.stored.spec.node_id.is_none() && self.stops_others(&salvage) {
+            return;
+        }
         let chosen =
             self.replicas.iter().copied().find(|replica| replica.spec.replica_id == salvage.replica_id);
         let Some(chosen) = chosen else {
@@ -31,6 +34,18 @@ impl Run<'_> {
             if chosen.status.message.is_empty() { "it is being stopped" } else { &chosen.status.message };
         let message = format!("replica {name} on {node} is about to become the volume: {said}");
         self.settle(Finding::wrong("Salvaging", message));
+    }
+
+    /// Has the other replicas stop in the background where nobody wants the volume; false: they are to stop already.
+    fn stops_others(&mut self, salvage: &Salvage) -> bool {
+        let is_other = |replica: &&Replica| {
+            replica.spec.replica_id != salvage.replica_id && replica.spec.desire_state == DesireState::Running
+        };
+        let others: Vec<&Replica> = self.replicas.iter().copied().filter(is_other).collect();
+        for replica in &others {
+            self.want_replica(replica, DesireState::Stopped);
+        }
+        !others.is_empty()
     }
 
     fn tell_salvaged(&mut self, chosen: &Replica, salvage: &Salvage) {

@@ -211,6 +211,13 @@ impl Sim {
         self.views.newest.get(name.as_str()).is_some_and(|newest| newest.members.iter().all(is_lost))
     }
 
+    /// Whether the replica is gone that an operator has chosen: he has to choose another one.
+    fn has_lost_choice(&self, volume: &Volume) -> bool {
+        let chosen = volume.status.pending_salvage().map(|salvage| salvage.replica_id);
+        let name = chosen.map(|id| format!("{}-{id}", volume.metadata.name));
+        name.is_some_and(|name| self.lost_directories.contains(&name))
+    }
+
     /// A grant is stored before it is told, is of the attachment that is current when it is told, and comes after
     /// all others.
     fn check_grant(&mut self, volume: &str, attach: u64, view: View) {
@@ -277,6 +284,42 @@ impl Sim {
         }
     }
 
+    /// The volumes that cannot leave their nodes, because their devices are in use, and that are served.
+    pub(super) fn leaving(&self) -> Vec<(String, Robustness)> {
+        let is_leaving = |volume: &&Volume| {
+            let engine = &self.store.engines.get(&volume.metadata.name);
+            volume.status.state == VolumeState::Detaching
+                && !volume.metadata.is_deleting()
+                && volume.status.pending_salvage().is_none()
+                && engine.is_some_and(|engine| {
+                    engine.status.is_serving() && engine.spec.attach == volume.status.attach
+                })
+        };
+        let leaving = self.store.volumes.values().filter(is_leaving);
+        leaving.map(|volume| (volume.metadata.name.clone(), volume.status.robustness)).collect()
+    }
+
+    /// A volume that cannot leave its node is looked after.
+    pub fn check_used(&self) {
+        if self.lost.is_some() || !self.lost_directories.is_empty() {
+            return;
+        }
+        for (name, robustness) in self.leaving() {
+            assert_eq!(robustness, Robustness::Healthy, "{:#?}", self.store.volumes[&name]);
+            let members = self.views.newest[&name].members;
+            let wanted = self.store.volumes[&name].spec.number_of_replicas as usize;
+            assert!(members.len() >= wanted, "{name} has only {members}");
+        }
+    }
+
+    /// One that is wanted there again goes on with the engine that it has.
+    pub fn check_back(&self) {
+        for (name, attach) in &self.wanted_back {
+            let status = &self.store.volumes[name].status;
+            assert_eq!((status.state, status.attach), (VolumeState::Attached, *attach), "{name}");
+        }
+    }
+
     pub fn check_converged(&self) {
         for volume in self.store.volumes.values() {
             if volume.metadata.is_deleting() {
@@ -318,7 +361,7 @@ impl Sim {
                 assert_eq!(status.state, VolumeState::Detached, "{volume:#?}");
                 assert_eq!(status.current_node_id, None);
             }
-            Some(_) if self.has_lost_every_member(volume) => {}
+            Some(_) if self.has_lost_every_member(volume) || self.has_lost_choice(volume) => {}
             Some(_) if lost > 0 && status.state == VolumeState::Attaching => {
                 // It waits for a replica that is lost: before its engine was started, or in it.
                 let engine = &self.store.engines[volume.metadata.name.as_str()];

@@ -107,6 +107,7 @@ fn full() -> Vec<Object> {
             endpoint: "/dev/x".to_owned(),
             replica_mode_map: [(id, member)].into(),
             message: "m".to_owned(),
+            stop_refused: "r".to_owned(),
             map_revision: 6,
             volume_size: 1 << 40,
             current_size: 1 << 39,
