@@ -106,7 +106,7 @@ pub trait Device: Send {
     /// [`FrontendError::Unsupported`] where the kernel cannot do it while the device is in use.
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError>;
 
-    /// Whether somebody uses the device (mounted, held by another device, opened exclusively), and who.
+    /// Whether somebody uses the device (mounted, held by another device, opened), and who.
     fn in_use(&self) -> Option<String>;
 
     /// Takes the node away first, then the device; the queues still serve meanwhile.

@@ -350,11 +350,13 @@ impl Device for NbdDevice {
     }
 
     fn stop(&mut self) -> Result<(), FrontendError> {
-        if let Some(number) = self.number.take() {
+        if let Some(number) = self.number {
             node::remove(&self.device_dir, &self.volume, number)?;
             if let Some(index) = self.record.kernel_id {
                 node::write_back(&self.volume, Path::new("/dev").join(sysfs::name(index)));
             }
+            // Not before: a stop that is tried again must not skip this.
+            self.number = None;
         }
         self.closed.store(true, Ordering::Release);
         self.kernel_ends.clear();

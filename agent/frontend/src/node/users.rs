@@ -2,17 +2,28 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 use super::{DeviceNumber, folder_of, is_gone, name_of};
+use crate::wait;
 
-/// Whether somebody holds the block device at `path` exclusively (a mounted file system, another device on top
-/// of it, swap, or a program that asked for it), and who. A program that has it open without asking for
-/// exclusivity is not noticed.
+/// How long somebody may have a device open who only looks at it, as udev does after each change.
+const GLANCE_LIMIT: Duration = Duration::from_secs(1);
+/// The most users that a message names.
+const NAMES_MAX: usize = 8;
+
+/// Whether somebody uses the block device at `path`, and who: a mounted file system, another device on top of it, swap, its
+/// node mounted elsewhere, as kubelet does for pods that use it as a device, a loop device, or a process that has it open.
 ///
-/// The kernel decides: it gives a second exclusive opener EBUSY. Names are looked up only for the message. A
+/// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the message. All others
+/// are looked for. Not found are a process that has only mapped the device, a mount of the node in a
+/// namespace of mounts other than ours and that of process 1, and a process in a container whose processes this one does not see. A
 /// device that does not exist is used by nobody; one that can not be opened is taken as used.
 #[must_use]
 pub fn in_use(path: &Path) -> Option<String> {
@@ -21,20 +32,48 @@ pub fn in_use(path: &Path) -> Option<String> {
         .custom_flags(libc::O_EXCL | libc::O_NONBLOCK | libc::O_CLOEXEC)
         .open(path);
     match opened {
-        Ok(_) => None,
+        Ok(claim) => {
+            // Else it would be found among the users.
+            drop(claim);
+            lasting_users(path)
+        }
         Err(error) if is_gone(&error) => None,
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
             let users = device_at(path).map(|device| Host::default().users(device)).unwrap_or_default();
-            Some(if users.is_empty() { "opened exclusively".to_owned() } else { users.join(", ") })
+            Some(if users.is_empty() { "opened exclusively".to_owned() } else { listed(&users) })
         }
         Err(error) => Some(format!("perhaps: {} can not be opened: {error}", path.display())),
     }
 }
 
-/// The device that the node at `path` leads to, links followed.
+/// Those who share a device that nobody has exclusively.
+fn lasting_users(path: &Path) -> Option<String> {
+    let meta = fs::metadata(path).ok().filter(|meta| meta.file_type().is_block_device())?;
+    let (device, node_fs) = (DeviceNumber::of(meta.rdev()), DeviceNumber::of(meta.dev()));
+    let host = Host::default();
+    let mut users = Vec::new();
+    let free = wait::until(GLANCE_LIMIT, || {
+        users = host.sharers(device, node_fs);
+        Ok::<_, std::convert::Infallible>(users.is_empty().then_some(()))
+    });
+    matches!(free, Ok(None)).then(|| listed(&users))
+}
+
+fn listed(users: &[String]) -> String {
+    let mut text = users.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join(", ");
+    if let Some(more) = users.len().checked_sub(NAMES_MAX).filter(|more| *more > 0) {
+        text.push_str(&format!(" and {more} more"));
+    }
+    text
+}
+
+/// The device that the node at `path` leads to, links followed. Asks no server: some paths are files of programs that
+/// have nothing to do with us, and one on a file system that hangs must not hang us.
 fn device_at(path: &Path) -> Option<DeviceNumber> {
-    let meta = fs::metadata(path).ok()?;
-    meta.file_type().is_block_device().then(|| DeviceNumber::of(meta.rdev()))
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+    let found = statx(CWD, path, flags, StatxFlags::TYPE).ok()?;
+    let is_block_device = FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice;
+    is_block_device.then_some(DeviceNumber { major: found.stx_rdev_major, minor: found.stx_rdev_minor })
 }
 
 /// Where the kernel tells about itself.
@@ -80,6 +119,56 @@ impl Host {
         users
     }
 
+    /// Who uses `device` or a partition of it without having it exclusively, in words. `node_fs` is the file system
+    /// that has its node.
+    fn sharers(&self, device: DeviceNumber, node_fs: DeviceNumber) -> Vec<String> {
+        let devices = self.with_partitions(device);
+        let mut users = self.mounted_nodes(&devices, node_fs);
+        users.extend(self.loops(&devices));
+        users.extend(self.openers(&devices));
+        users.sort();
+        users.dedup();
+        users
+    }
+
+    /// Where a node of one of `devices` is mounted on a file.
+    fn mounted_nodes(&self, devices: &[DeviceNumber], node_fs: DeviceNumber) -> Vec<String> {
+        let mut found = Vec::new();
+        for process in ["self", "1"] {
+            let root = self.proc.join(process).join("root");
+            for mount in parse_mountinfo(&self.read(&format!("{process}/mountinfo"))) {
+                // Nothing is asked about mounts of other file systems.
+                if mount.device != node_fs || mount.root == Path::new("/") {
+                    continue;
+                }
+                let point = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));
+                if is_one_of(devices, &point) {
+                    found.push(format!("its node is mounted at {}", mount.point.display()));
+                }
+            }
+        }
+        found
+    }
+
+    /// The loop devices whose file is a node of one of `devices`. They are in no list of holders.
+    fn loops(&self, devices: &[DeviceNumber]) -> Vec<String> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(self.sysfs.join("block")).into_iter().flatten().flatten() {
+            let Ok(file) = fs::read_to_string(entry.path().join("loop/backing_file")) else { continue };
+            let name = entry.file_name();
+            // The kernel knows the device whatever became of the path.
+            let behind = loop_backing(&Path::new("/dev").join(&name));
+            let is_meant = match behind {
+                Some(device) => devices.contains(&device),
+                None => is_one_of(devices, Path::new(file.trim_end())),
+            };
+            if is_meant {
+                found.push(format!("held by the loop device {}", name.display()));
+            }
+        }
+        found
+    }
+
     fn read(&self, name: &str) -> String {
         fs::read_to_string(self.proc.join(name)).unwrap_or_default()
     }
@@ -96,7 +185,7 @@ impl Host {
         devices
     }
 
-    /// The processes that have one of `devices` open, exclusively or not: at least one of them does.
+    /// The processes that have one of `devices` open, exclusively or not.
     fn openers(&self, devices: &[DeviceNumber]) -> Vec<String> {
         let mut openers = Vec::new();
         for process in fs::read_dir(&self.proc).into_iter().flatten().flatten() {
@@ -120,6 +209,20 @@ impl Host {
     }
 }
 
+/// The block device that the loop device at `path` makes its blocks of; None where that is a file, or cannot be told.
+fn loop_backing(path: &Path) -> Option<DeviceNumber> {
+    /// LOOP_GET_STATUS64 of linux/loop.h.
+    const GET_STATUS: libc::Ioctl = 0x4c05;
+    /// Its `struct loop_info64` as numbers of 8 bytes; the third is the number of the device behind it, as stat(2) has it.
+    const WORDS: usize = 232 / 8;
+    let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    let mut info = [0_u64; WORDS];
+    // SAFETY: the kernel writes sizeof(struct loop_info64) = 232 bytes to `info`, which has as many and outlives the call;
+    // every pattern of bits is a valid array of numbers.
+    let answer = unsafe { libc::ioctl(file.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) };
+    (answer == 0 && info[2] != 0).then(|| DeviceNumber::of(info[2]))
+}
+
 fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
     // Sources of mounts need not be paths: "tmpfs", "host:/export".
     path.is_absolute() && device_at(path).is_some_and(|device| devices.contains(&device))
@@ -130,6 +233,8 @@ fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
 struct Mount {
     /// The device of the file system; made up where it spans several devices (btrfs).
     device: DeviceNumber,
+    /// What of it is mounted.
+    root: PathBuf,
     point: PathBuf,
     source: PathBuf,
 }
@@ -140,9 +245,10 @@ fn parse_mountinfo(text: &str) -> Vec<Mount> {
         let (front, back) = line.split_once(" - ")?;
         let mut front = front.split(' ').skip(2);
         let device = front.next()?.parse().ok()?;
-        let point = unescape(front.nth(1)?);
+        let root = unescape(front.next()?);
+        let point = unescape(front.next()?);
         let source = unescape(back.split(' ').nth(1)?);
-        Some(Mount { device, point, source })
+        Some(Mount { device, root, point, source })
     };
     text.lines().filter_map(parse).collect()
 }
@@ -189,7 +295,12 @@ garbage
     fn mounts_have_device_point_and_source() {
         let mounts = parse_mountinfo(MOUNTINFO);
         assert_eq!(mounts.len(), 4);
-        let expected = Mount { device: DISK, point: "/mnt/my data".into(), source: "/dev/longhorn/a".into() };
+        let expected = Mount {
+            device: DISK,
+            root: "/".into(),
+            point: "/mnt/my data".into(),
+            source: "/dev/longhorn/a".into(),
+        };
         assert_eq!(mounts[1], expected);
         assert_eq!(mounts[2].source, Path::new("/dev/longhorn/b"));
     }
@@ -219,6 +330,13 @@ garbage
         }
         assert_eq!(host.users(DISK), ["held by dm-0", "mounted at /mnt/my data"]);
         assert_eq!(host.users(DeviceNumber { major: 8, minor: 0 }), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_message_names_only_so_many_users() {
+        let users: Vec<String> = (0..NAMES_MAX + 2).map(|at| at.to_string()).collect();
+        assert_eq!(listed(&users[..2]), "0, 1");
+        assert!(listed(&users).ends_with("7 and 2 more"), "{}", listed(&users));
     }
 
     #[test]
