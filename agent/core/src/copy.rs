@@ -243,13 +243,17 @@ impl EngineCore {
         }
     }
 
-    /// Whether a copy that is for others goes to `peer` too, because it holds rot there.
-    fn is_only_repaired(&mut self, peer: PeerIndex, id: SlotId) -> bool {
-        let is_write = |copy: &Copy| matches!(copy.step, CopyStep::Write { .. });
-        match self.job(id) {
-            Some(Job::Copy(copy)) => is_write(copy) && copy.rotten.has(peer) && !copy.targets.has(peer),
-            _ => false,
+    /// Takes `peer`, which has no space, out of a copy that only repairs its rot. False if the copy is more than that.
+    fn leaves_rot(&mut self, peer: PeerIndex, id: SlotId) -> bool {
+        let Some(Job::Copy(copy)) = self.job(id) else { return false };
+        let is_repair = matches!(copy.why, Why::Repair { .. });
+        let is_written = matches!(copy.step, CopyStep::Write { .. });
+        let is_beside = is_written && copy.rotten.has(peer) && !copy.targets.has(peer);
+        if is_repair && is_written {
+            copy.targets = copy.targets.without(PeerMask::one(peer));
+            copy.to = copy.to.without(PeerMask::one(peer));
         }
+        is_beside || is_repair && is_written
     }
 
     /// A replica cannot do what a slot for copies asks. It leaves; the last member stays, and whoever
@@ -262,7 +266,7 @@ impl EngineCore {
             }
             return;
         }
-        if errno == Errno::NO_SPACE && self.is_only_repaired(peer, id) {
+        if errno == Errno::NO_SPACE && self.leaves_rot(peer, id) {
             // It stays, and its block differs from the others: a scrub finds that, and three members can tell which is right.
             if self.answered_by(peer, id) {
                 self.advance(id, out);

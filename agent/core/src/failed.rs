@@ -29,6 +29,8 @@ const ROOM_MIB: u32 = 16;
 pub(crate) struct Space {
     known: PeerMask,
     has_room: PeerMask,
+    /// Since when that is asked.
+    since_ms: u64,
 }
 
 impl Space {
@@ -70,7 +72,7 @@ impl EngineCore {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
         if self.resyncs.is_empty() {
-            self.space = Space::default();
+            self.space = Space { since_ms: self.now_ms, ..Space::default() };
             self.patience.ping_soon();
         }
         self.slots.at_mut(id).phase = Phase::Resync;
@@ -111,9 +113,11 @@ impl EngineCore {
         if rest == members {
             return WayOut::Leave;
         }
-        let Space { known, has_room } = self.space;
+        let Space { known, has_room, since_ms } = self.space;
+        let is_over = self.now_ms.saturating_sub(since_ms) > self.patience.wait_for_space_ms();
         let is_most = |peers: PeerMask| self.membership.quorum_of(peers) == Quorum::More;
-        if slot.operation == Operation::Discard || !is_most(rest.without(known.without(has_room))) {
+        if slot.operation == Operation::Discard || is_over || !is_most(rest.without(known.without(has_room)))
+        {
             WayOut::Fail
         } else if is_most(rest.and(has_room).without(self.patience.slow())) {
             WayOut::Leave

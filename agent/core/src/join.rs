@@ -145,7 +145,9 @@ impl EngineCore {
             }
         }
         self.take_slot(id, Job::Copy(Copy::new(Why::Join { region }, range, targets)));
-        if self.ranges.enter(id, range, Access::Rebuild) {
+        // It repairs members that hold rot there: until that is done, a verified read of them shows the rot, which has no sums any more.
+        let access = if self.verify_reads { Access::Modify } else { Access::Rebuild };
+        if self.ranges.enter(id, range, access) {
             self.advance(id, out);
         }
         true

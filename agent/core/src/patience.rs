@@ -180,6 +180,11 @@ impl Patience {
         self.slow = self.slow.without(PeerMask::one(peer));
     }
 
+    /// How long a request waits for members to say whether they have space: those that are late are dropped before.
+    pub fn wait_for_space_ms(&self) -> u64 {
+        self.timeout_ms.saturating_mul(2)
+    }
+
     /// The next tick sends PINGs to all that owe no answer to one.
     pub fn ping_soon(&mut self) {
         self.pings_soon = true;

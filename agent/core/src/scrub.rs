@@ -60,14 +60,30 @@ const SUSPECTS_MAX: usize = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Suspects {
     ranges: Vec<ByteRange>,
+    /// The block that is being compared or repaired.
+    current: Option<ByteRange>,
+    /// Blocks that could not be repaired: nothing is looked at or reported again for a read of them. A scrub does that.
+    hopeless: Vec<ByteRange>,
 }
 
 impl Suspects {
-    pub fn add(&mut self, range: ByteRange) {
-        let is_new = !self.ranges.iter().any(|known| known.overlaps(range));
-        if is_new && self.ranges.len() < SUSPECTS_MAX {
-            self.ranges.push(range);
+    /// True if it is to be compared, and was not before.
+    pub fn add(&mut self, range: ByteRange) -> bool {
+        let is_known = |known: &ByteRange| known.overlaps(range);
+        if self.ranges.len() >= SUSPECTS_MAX
+            || self.ranges.iter().chain(&self.current).chain(&self.hopeless).any(is_known)
+        {
+            return false;
         }
+        self.ranges.push(range);
+        true
+    }
+
+    fn give_up(&mut self, block: ByteRange) {
+        if self.hopeless.len() >= SUSPECTS_MAX {
+            self.hopeless.remove(0);
+        }
+        self.hopeless.push(block);
     }
 
     /// The next block of them, of a volume of that size: of two members each may be wrong in another one.
@@ -80,7 +96,8 @@ impl Suspects {
             Ok(rest) if !rest.is_empty() => *first = rest,
             _ => drop(self.ranges.remove(0)),
         }
-        Some(block).filter(|block| !block.is_empty())
+        self.current = Some(block).filter(|block| !block.is_empty());
+        self.current
     }
 }
 
@@ -170,6 +187,7 @@ impl EngineCore {
     pub(crate) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
         let members = self.membership.answering();
         let is_unreadable = self.slots.at(id).error.is_some();
+        self.suspects.current = None;
         let Some(Job::Check(check)) = self.job(id) else { return };
         let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
         let verdict = match is_unreadable {
@@ -182,9 +200,11 @@ impl EngineCore {
         }
         match verdict {
             Verdict::Odd { odd, sources } if wants_repair => {
+                self.suspects.current = Some(range);
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
             Verdict::Odd { odd, .. } | Verdict::Torn(odd) => {
+                self.suspects.give_up(range);
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
             // What a reader sees is all that is compared here.
@@ -220,6 +240,10 @@ impl EngineCore {
         left: PeerMask,
         out: &mut Outputs,
     ) {
+        self.suspects.current = None;
+        if left.is_empty() {
+            self.suspects.give_up(range);
+        }
         out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired: !left.is_empty() });
     }
 }

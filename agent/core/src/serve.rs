@@ -1,5 +1,6 @@
 //! Requests of the frontend, from their submission to their completion.
 
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
 use crate::cause::{Blamed, Cause, Failure};
@@ -19,6 +20,12 @@ fn data_bytes(operation: Operation, range: ByteRange) -> u64 {
         Operation::Read | Operation::Write { .. } => range.length(),
         _ => 0,
     }
+}
+
+/// The part of `range` from `start` on that is in one block.
+fn block_at(range: ByteRange, start: u64) -> ByteRange {
+    let end = (start / BLOCK_BYTES + 1) * BLOCK_BYTES;
+    ByteRange::new(start, end.min(range.end()).saturating_sub(start)).unwrap_or(ByteRange::EMPTY)
 }
 
 fn writes_zeroes(operation: Operation) -> bool {
@@ -62,19 +69,53 @@ impl EngineCore {
         if writes_zeroes(operation) {
             self.zeroing_bytes += range.length();
         }
+        if operation == Operation::Read {
+            return self.send_read(id, rotten, out);
+        }
         let to = match operation {
-            Operation::Read => match self.membership.reader(self.patience.slow(), rotten) {
-                Some(peer) => PeerMask::one(peer),
-                None if rotten.is_empty() => PeerMask::NONE,
-                None => return self.fail(id, Errno::IO, out),
-            },
             Operation::Flush => self.membership.connected(),
             _ => self.modifies(range),
         };
         self.slots.at_mut(id).sent = to;
-        let is_verified = operation == Operation::Read && self.verify_reads;
-        let operation = if is_verified { Operation::CheckedRead } else { operation };
         self.send(id, operation, range, 0, to, out);
+    }
+
+    /// Sends a read, or its next block, to a member that is not in `rotten`.
+    fn send_read(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
+        let Some(peer) = self.membership.reader(self.patience.slow(), rotten) else {
+            return self.has_no_sound_reader(id, rotten, out);
+        };
+        let to = PeerMask::one(peer);
+        let slot = self.slots.at_mut(id);
+        slot.sent = to;
+        let part = slot.narrow_at_bytes.map_or(slot.range, |at_bytes| block_at(slot.range, at_bytes));
+        let buffer_offset = u32::try_from(part.offset() - slot.range.offset()).unwrap_or(u32::MAX);
+        let operation = if self.verify_reads { Operation::CheckedRead } else { Operation::Read };
+        self.send(id, operation, part, buffer_offset, to, out);
+    }
+
+    /// Every member holds rot in what the slot reads. In different blocks, perhaps: it is read block by block then.
+    fn has_no_sound_reader(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
+        if rotten.is_empty() {
+            let Slot { operation, range, .. } = *self.slots.at(id);
+            return self.send(id, operation, range, 0, PeerMask::NONE, out);
+        }
+        let slot = self.slots.at_mut(id);
+        let is_one_block = slot.range.grown_to_blocks().length() <= BLOCK_BYTES;
+        if slot.narrow_at_bytes.is_some() || is_one_block || rotten.is_one() {
+            return self.fail(id, Errno::IO, out);
+        }
+        (slot.narrow_at_bytes, slot.rotten) = (Some(slot.range.offset()), PeerMask::NONE);
+        self.issue_request(id, out);
+    }
+
+    /// A block of a read was answered: true if it was the last.
+    fn has_read_all(&mut self, id: SlotId) -> bool {
+        let slot = self.slots.at_mut(id);
+        let Some(at_bytes) = slot.narrow_at_bytes else { return true };
+        let end = block_at(slot.range, at_bytes).end();
+        (slot.narrow_at_bytes, slot.rotten) = (Some(end), PeerMask::NONE);
+        end >= slot.range.end()
     }
 
     /// Whether replicas have as many bytes to make zeroes as they can be expected to in time: that takes them as long as
@@ -185,7 +226,10 @@ impl EngineCore {
             }
         }
         if self.answered_by(peer, id) {
-            self.finish(id, out);
+            match self.has_read_all(id) {
+                true => self.finish(id, out),
+                false => self.issue_request(id, out),
+            }
         }
     }
 
@@ -193,10 +237,10 @@ impl EngineCore {
     fn read_elsewhere(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
         (slot.pending, slot.rotten) = (PeerMask::NONE, slot.rotten.with(PeerMask::one(peer)));
-        let (range, rotten) = (slot.range, slot.rotten);
-        out.push(Output::RotFound { peer, range, is_copied: false });
-        if !self.membership.answering().without(rotten).is_empty() {
-            self.suspects.add(range.grown_to_blocks());
+        let range = slot.range;
+        // What the last member answers fails the request, which is reported.
+        if !self.is_alone(peer) && self.suspects.add(range.grown_to_blocks()) {
+            out.push(Output::RotFound { peer, range, is_copied: false });
             self.wake = true;
         }
         self.issue_request(id, out);

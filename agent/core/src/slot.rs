@@ -41,6 +41,8 @@ pub(crate) struct Slot {
     pub no_space: PeerMask,
     /// Of a read that is verified: members that hold rot there.
     pub rotten: PeerMask,
+    /// Of a read of which all members hold rot in some block: it is read block by block, and has come so far.
+    pub narrow_at_bytes: Option<u64>,
     /// What the last member answered, where that was an error.
     pub error: Option<Errno>,
     /// Who answered that.
@@ -59,6 +61,7 @@ impl Slot {
         pending: PeerMask::NONE,
         no_space: PeerMask::NONE,
         rotten: PeerMask::NONE,
+        narrow_at_bytes: None,
         error: None,
         erred: PeerMask::NONE,
         sent_at_ms: 0,

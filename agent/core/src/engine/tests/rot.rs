@@ -234,6 +234,91 @@ fn a_read_fails_if_every_member_holds_rot_there() {
     assert_eq!(sent(&out, COPY), [], "nobody could say what is right");
 }
 
+/// Each has lost another block.
+#[test]
+fn a_read_is_put_together_from_blocks_of_several_members() {
+    let mut bench = verifying(2);
+    let range = ByteRange::new(512, 3 * BLOCK).unwrap();
+    let request = Request { slot: 0, operation: Operation::Read, range };
+    let mut outputs = bench.apply(Event::Submit { queue: 0, request });
+    let (mut at, mut parts) = (0, Vec::new());
+    while at < outputs.len() {
+        let event = match &outputs[at] {
+            Output::Send { peer, slot, operation: Operation::CheckedRead, range, buffer_offset }
+                if *slot == id(0) =>
+            {
+                let lost = u64::from(*peer) * BLOCK..u64::from(*peer + 1) * BLOCK;
+                let is_lost = range.offset() < lost.end && lost.start < range.end();
+                if !is_lost {
+                    parts.push((range.offset(), range.length(), u64::from(*buffer_offset)));
+                }
+                let outcome = if is_lost { Err(Errno::ROTTEN) } else { Ok(()) };
+                Some(Event::Reply { peer: *peer, slot: *slot, outcome })
+            }
+            _ => None,
+        };
+        outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+        at += 1;
+    }
+    assert_eq!(completed(&outputs, 0), Some(Ok(())), "{outputs:?}");
+    let expected = [(512, 3584, 0), (4096, 4096, 3584), (8192, 4096, 7680), (12288, 512, 11776)];
+    assert_eq!(parts, expected);
+}
+
+/// A guest that reads the same again and again costs no log line each time.
+#[test]
+fn what_cannot_be_repaired_is_reported_once() {
+    let mut bench = verifying(2);
+    let mut reports = 0;
+    for _ in 0..3 {
+        let mut outputs = bench.submit(0, Operation::Read, 0);
+        let mut at = 0;
+        while at < outputs.len() {
+            let event = match &outputs[at] {
+                Output::Send { peer, slot, operation: Operation::Verify, .. } => {
+                    Some(Event::Verified { peer: *peer, slot: *slot, outcome: Err(Errno::ROTTEN) })
+                }
+                Output::Send { peer, slot, .. } => {
+                    Some(Event::Reply { peer: *peer, slot: *slot, outcome: Err(Errno::ROTTEN) })
+                }
+                _ => None,
+            };
+            outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+            at += 1;
+        }
+        assert_eq!(completed(&outputs, 0), Some(Err(Errno::IO)));
+        let is_report =
+            |output: &&Output| matches!(output, Output::RotFound { .. } | Output::ScrubFound { .. });
+        reports += outputs.iter().filter(is_report).count();
+    }
+    assert_eq!(reports, 2, "the rot, and that it stays");
+}
+
+/// The member stays: it may be needed, and lacks nothing that it had before.
+#[test]
+fn a_member_without_space_for_its_repair_stays() {
+    let mut bench = verifying(2);
+    let out = bench.submit(0, Operation::Read, 5);
+    let first = sent_to(&out, 0)[0];
+    let mut outputs = bench.reply(first, 0, Err(Errno::ROTTEN));
+    let mut at = 0;
+    while at < outputs.len() {
+        let event = match &outputs[at] {
+            Output::Send { peer, slot, operation: Operation::Verify, .. } => {
+                let outcome = if *peer == first { Err(Errno::ROTTEN) } else { Ok(7) };
+                Some(Event::Verified { peer: *peer, slot: *slot, outcome })
+            }
+            Output::Send { peer, slot, operation: Operation::Write { .. }, .. } => {
+                Some(Event::Reply { peer: *peer, slot: *slot, outcome: Err(Errno::NO_SPACE) })
+            }
+            output => answer_to(output).map(|(_, event)| event),
+        };
+        outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+        at += 1;
+    }
+    assert_eq!((found(&outputs), drops(&outputs)), (vec![(5, 1, vec![first], false)], vec![]), "{outputs:?}");
+}
+
 #[test]
 fn reads_are_verified_only_if_that_was_asked_for() {
     let mut bench = Bench::new(2);
