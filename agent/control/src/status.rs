@@ -224,6 +224,9 @@ pub struct EngineStatus {
     pub frontend: Option<String>,
     /// /dev/longhorn/<volume>, or the path of the socket, once it is there.
     pub endpoint: Option<PathBuf>,
+    /// The number of the device that this process serves, like 259:3; none of a socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     /// Size of the device, as whoever uses it sees it.
     pub size_bytes: u64,
     /// Whether writes may be gone that the user of the device was told are stored: every request is answered with an error,

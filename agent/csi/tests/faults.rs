@@ -198,6 +198,14 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     let answer = client.stats("v1", &target).await.unwrap();
     let condition = answer.volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");
+    // The engine too, for good: who uses the mount has to hear of that.
+    node.forget("v1");
+    let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
+    let words = ["not attached to this node", &old.number.to_string(), "end the pods"];
+    let says = words.iter().all(|word| condition.message.contains(word));
+    assert!(condition.abnormal && says, "{condition:?}");
+    let (code, _) = client.stats("v1", &node.target("p2")).await.unwrap_err();
+    assert_eq!(code, Code::NotFound);
     node.set("v1", |volume| volume.device = Some(new.clone()));
     let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");

@@ -245,6 +245,7 @@ impl Start<'_> {
         publish(self.publisher, |engine| {
             engine.frontend = Some(record.kind.to_string());
             engine.endpoint = Some(endpoint);
+            engine.device = device.number().map(|number| number.to_string());
             engine.size_bytes = device.size_bytes();
             engine.equalising = opened.unequal_bytes().map(|bytes| Meter::new(bytes, self.begin).status());
             engine.phase = EnginePhase::Serving;

@@ -22,6 +22,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         members: Vec::new(),
         frontend: None,
         endpoint: None,
+        device: None,
         size_bytes: spec.size_bytes,
         lost_writes: state.lost_writes(),
         expansion: None,

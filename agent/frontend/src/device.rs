@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::VolumeName;
 
 use crate::QueueFrontend;
+use crate::node::DeviceNumber;
 
 /// Which frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -96,6 +97,11 @@ pub trait Device: Send {
     /// # Errors
     /// Says what is in the way.
     fn go_live(&mut self) -> Result<PathBuf, FrontendError>;
+
+    /// Its number in the kernel, once it is live; none of a socket.
+    fn number(&self) -> Option<DeviceNumber> {
+        None
+    }
 
     /// Its size, as whoever uses it sees it.
     fn size_bytes(&self) -> u64;

@@ -68,6 +68,7 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
     shown.view = status.view.map(|view| view.to_string()).unwrap_or_default();
     shown.frontend = status.frontend.clone().unwrap_or_default();
     shown.endpoint = status.endpoint.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+    shown.device = status.device.clone().unwrap_or_default();
     shown.size_bytes = status.size_bytes;
     shown.lost_writes = status.lost_writes;
     let member = |member: &shorthorn_control::MemberStatus| v1::EngineMember {

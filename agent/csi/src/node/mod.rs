@@ -189,7 +189,10 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let path = arguments::volume_path(&request.volume_path)?;
-        self.work(&self.stats_gates, volume, move |_, found| stats::stats(&found?, path.as_deref())).await
+        self.work(&self.stats_gates, volume, move |options, found| {
+            stats::stats(options, found, path.as_deref())
+        })
+        .await
     }
 
     async fn node_expand_volume(

@@ -10,14 +10,44 @@ use shorthorn_proto::csi::v1::volume_usage::Unit;
 use crate::device;
 use crate::mounting;
 use crate::mounts::Mount;
-use crate::node::look;
-use crate::volumes::{Condition, Device, Volume};
+use crate::node::{NodeOptions, look};
+use crate::volumes::{Condition, Device, Volume, VolumesError};
 
 /// Usage and condition of the volume at `path`, where it is staged or published.
 pub(super) fn stats(
-    volume: &Volume,
+    options: &NodeOptions,
+    found: Result<Volume, VolumesError>,
     path: Option<&Path>,
 ) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
+    match found {
+        Ok(volume) => of_attached(&volume, path),
+        Err(error @ VolumesError::NotFound(_)) => of_remains(options, path, error),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A volume that has no engine here any more, of which the mount of a dead device is left: whoever uses that meets errors. A device
+/// that lives is another volume's.
+fn of_remains(
+    options: &NodeOptions,
+    path: Option<&Path>,
+    error: VolumesError,
+) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
+    let point = path.map(mounting::resolve).transpose()?.flatten();
+    let Some(point) = point.filter(|point| look::is_callers(options, point)) else {
+        return Err(error.into());
+    };
+    let table = mounting::read_table()?;
+    let Some(mount) = table.at(&point).filter(|mount| look::is_stale(mount)) else {
+        return Err(error.into());
+    };
+    let message =
+        format!("{error}, and {}: end the pods that use it, so that they get it anew", lost_mount(mount));
+    let condition = v1::VolumeCondition { abnormal: true, message };
+    Ok(v1::NodeGetVolumeStatsResponse { usage: Vec::new(), volume_condition: Some(condition) })
+}
+
+fn of_attached(volume: &Volume, path: Option<&Path>) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
     let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
     let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
     let table = mounting::read_table()?;

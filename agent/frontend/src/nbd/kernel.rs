@@ -330,6 +330,10 @@ impl Device for NbdDevice {
         path
     }
 
+    fn number(&self) -> Option<DeviceNumber> {
+        self.number
+    }
+
     fn size_bytes(&self) -> u64 {
         let shown =
             self.record.kernel_id.and_then(|index| node::disk_size(&sysfs::name(index)).ok().flatten());

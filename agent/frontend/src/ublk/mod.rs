@@ -352,6 +352,10 @@ impl Device for UblkDevice {
         node::publish(&self.device_dir, &self.volume, number)
     }
 
+    fn number(&self) -> Option<DeviceNumber> {
+        self.number
+    }
+
     fn size_bytes(&self) -> u64 {
         let shown = node::disk_size(&self.kernel_name()).ok().flatten();
         shown.unwrap_or_else(|| self.size_bytes.load(Ordering::Relaxed))

@@ -34,21 +34,23 @@ impl Volumes for Attached {
         let instance = instance.ok_or_else(not_found)?;
         let Some(Detail::Engine(engine)) = &instance.detail else { return Err(not_found()) };
         // What stat(2) says of a node never waits for its device.
-        let device = device(&self.device_dir.join(volume.as_str()), engine.size_bytes);
+        let device = device(&self.device_dir.join(volume.as_str()), &engine.device, engine.size_bytes);
         let device =
             device.map_err(|error| VolumesError::Unavailable(format!("volume {volume}: {error}")))?;
         Ok(Volume { device, read_only: false, condition: condition(&instance, engine) })
     }
 }
 
-fn device(path: &Path, size_bytes: u64) -> io::Result<Option<Device>> {
+/// The device that the engine says it serves, whatever the node of its name leads to. An engine of an earlier version does not
+/// say that.
+fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<Device>> {
     let meta = match fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_block_device() => meta,
         Ok(_) => return Ok(None),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
-    let number = DeviceNumber::of(meta.rdev());
+    let number = served.parse().unwrap_or_else(|()| DeviceNumber::of(meta.rdev()));
     Ok(Some(Device { path: path.to_owned(), number, size_bytes }))
 }
 
@@ -127,8 +129,24 @@ mod tests {
     fn nothing_but_a_block_device_is_a_device() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1");
-        assert!(device(&path, 1).unwrap().is_none());
+        assert!(device(&path, "259:3", 1).unwrap().is_none());
         fs::write(&path, "data").unwrap();
-        assert!(device(&path, 1).unwrap().is_none());
+        assert!(device(&path, "259:3", 1).unwrap().is_none());
+    }
+
+    #[test]
+    fn the_device_is_the_one_that_the_engine_serves_and_not_the_one_that_has_its_name() {
+        // Any node of a block device will do.
+        let found = fs::read_dir("/dev").unwrap().flatten().map(|entry| entry.path());
+        let is_block =
+            |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_block_device());
+        let Some(path) = found.into_iter().find(is_block) else {
+            println!("skipped: this host has no block device");
+            return;
+        };
+        let there = DeviceNumber::of(fs::symlink_metadata(&path).unwrap().rdev());
+        let served = device(&path, "4095:7", 1).unwrap().unwrap();
+        assert_eq!(served.number, DeviceNumber { major: 4095, minor: 7 });
+        assert_eq!(device(&path, "", 1).unwrap().unwrap().number, there, "it does not say");
     }
 }
