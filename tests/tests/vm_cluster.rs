@@ -360,15 +360,18 @@ fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
 
     let larger = json!({ "spec": { "resources": { "requests": { "storage": GROWN_BYTES.to_string() } } } });
     cluster.api.ok("PATCH", &claim_path("data"), Some(&larger))?;
-    // The driver of this kernel cannot change the size of a device: the resizer is done, and the node says what it waits for
-    // until the volume is attached again.
+    // The driver of this kernel cannot change the size of a device in use: the resizer is done, and the node says what it waits
+    // for until the volume is staged again.
     cluster.sidecars()?.resize("data")?;
     let refused = cluster.kubelet(0).expand(&mounted, "data");
     let refused = format!("{:?}", refused.err().context("the device has grown while it is in use")?);
     ensure!(refused.contains("attached again"), "{refused}");
-    cluster.end_pod("first", &attachment, &mounted, 0)?;
-
-    let (_, mounted) = cluster.run_pod("second", "data", volume, 0)?;
+    // The next pod of the claim is on the same node, so the attachment stays.
+    let second = cluster.pod("second", "data", 0)?;
+    cluster.kubelet(0).unmount(&mounted)?;
+    cluster.delete_pod("first")?;
+    cluster.kubelet(0).expect(volume)?;
+    let mounted = cluster.kubelet(0).mount(&second, volume)?;
     cluster.kubelet(0).expand(&mounted, "data")?;
     let (total, _) = cluster.kubelet(0).stats(&mounted)?;
     ensure!(total > 128 << 20, "the file system has {total} bytes");

@@ -214,6 +214,34 @@ async fn an_ext4_volume_grows_in_use() {
     refused(client.expand("v1", &staging, larger).await.map(drop), Code::Internal, "resize2fs");
 }
 
+/// The device cannot grow while it is in use: kubelet stages the volume anew on the same node, with no attachment in between.
+#[tokio::test]
+async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_take_in_use() {
+    for as_block in [false, true] {
+        let mut node = Node::new();
+        node.volume("v1");
+        node.volume_of("larger", SIZE + (64 << 20));
+        let mut client = node.serve().await;
+        let (staging, target) = (node.staging("v1"), node.target("p1"));
+        let wish = || if as_block { block() } else { file_system("ext4") };
+        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        let larger = node.device("larger");
+        node.renewed("v1", larger.clone());
+        // Nothing but staging has the device made anew.
+        let path = if as_block { &target } else { &staging };
+        let refusal = client.expand("v1", path, larger.size_bytes).await.map(drop);
+        refused(refusal, Code::FailedPrecondition, "attached again");
+        client.unpublish("v1", &target).await.unwrap();
+        client.unstage("v1", &staging).await.unwrap();
+        client.stage(stage("v1", &staging, wish())).await.unwrap();
+        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        assert_eq!(node.device("v1"), larger);
+        let usage = client.stats("v1", &target).await.unwrap().usage;
+        assert!(u64::try_from(usage[0].total).unwrap() > SIZE * 3 / 4, "{usage:?}");
+        client.unpublish("v1", &target).await.unwrap();
+    }
+}
+
 /// All of these tests on a kernel that lets root do everything, with the tools of that system.
 #[test]
 fn in_a_virtual_machine() -> anyhow::Result<()> {

@@ -78,7 +78,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let incoming = listen::bind(&config.listen).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
-    let driver = csi::Driver::prepare(&config, hub.table(), inherited)?;
+    let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
     vitals.show(Shown {

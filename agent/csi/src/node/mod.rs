@@ -92,12 +92,29 @@ impl NodeService {
         volume: VolumeName,
         work: impl FnOnce(&NodeOptions, Found) -> Result<T, CsiError> + Send + 'static,
     ) -> Answer<T> {
+        self.work_on(gates, volume, false, work).await
+    }
+
+    /// Does `work` on a volume, which takes its size first if it `is_new_here`.
+    async fn work_on<T: Send + 'static>(
+        &self,
+        gates: &Gates,
+        volume: VolumeName,
+        is_new_here: bool,
+        work: impl FnOnce(&NodeOptions, Found) -> Result<T, CsiError> + Send + 'static,
+    ) -> Answer<T> {
         let pass = gates.enter(&volume).ok_or_else(|| CsiError::busy(&volume))?;
         let slow = || CsiError::TooSlow(format!("volume {volume}: still under way after {CALL_LIMIT:?}"));
         let limit = tokio::time::sleep(CALL_LIMIT);
         let mut limit = std::pin::pin!(limit);
+        let find = async {
+            if is_new_here {
+                self.volumes.take_size(&volume).await;
+            }
+            self.volumes.find(&volume).await
+        };
         let found = tokio::select! {
-            found = self.volumes.find(&volume) => found,
+            found = find => found,
             () = &mut limit => return Err(slow().into()),
         };
         let (sender, done) = oneshot::channel();
@@ -126,7 +143,7 @@ impl Node for NodeService {
         let volume = arguments::volume(&request.volume_id)?;
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
         let capability = capability(request.volume_capability)?;
-        self.work(&self.gates, volume, move |options, found| {
+        self.work_on(&self.gates, volume, true, move |options, found| {
             stage::stage(options, &found?, &staging, &capability)?;
             Ok(v1::NodeStageVolumeResponse {})
         })

@@ -96,14 +96,21 @@ impl Drop for Loop {
     }
 }
 
+/// The volumes, and what becomes of their devices when they are staged anew.
 #[derive(Default)]
-struct Table(Mutex<HashMap<String, Volume>>);
+struct Table(Mutex<HashMap<String, Volume>>, Mutex<HashMap<String, Device>>);
 
 #[tonic::async_trait]
 impl Volumes for Table {
     async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError> {
         let found = self.0.lock().unwrap().get(volume.as_str()).cloned();
         found.ok_or_else(|| VolumesError::NotFound(volume.clone()))
+    }
+
+    async fn take_size(&self, volume: &VolumeName) {
+        if let Some(renewed) = self.1.lock().unwrap().remove(volume.as_str()) {
+            self.0.lock().unwrap().get_mut(volume.as_str()).unwrap().device = Some(renewed);
+        }
     }
 }
 
@@ -159,6 +166,11 @@ impl Node {
         let device = made.device();
         self.set(name, |volume| volume.device = Some(device.clone()));
         device.size_bytes
+    }
+
+    /// The device of a volume is that one once it is staged anew.
+    pub fn renewed(&self, name: &str, device: Device) {
+        self.table.1.lock().unwrap().insert(name.to_owned(), device);
     }
 
     pub fn forget(&self, name: &str) {

@@ -25,7 +25,7 @@ use tonic::transport::Server;
 use tonic::transport::server::Router;
 
 use crate::serve::config::{Config, CsiChoice};
-use crate::serve::instance::Table;
+use crate::serve::instance::Hub;
 use crate::serve::{CALLS_MAX, KEEPALIVE};
 use root::Finder;
 pub use sockets::Inherited;
@@ -98,7 +98,7 @@ impl Driver {
     /// It is wanted, and cannot be.
     pub fn prepare(
         config: &Arc<Config>,
-        table: &Arc<Table>,
+        hub: &Arc<Hub>,
         inherited: Inherited,
     ) -> anyhow::Result<Option<Driver>> {
         let name = &config.node_name;
@@ -114,7 +114,7 @@ impl Driver {
             }
             (_, None) => {}
         }
-        let volumes = Arc::new(Attached::new(Arc::clone(table), config.device_dir.clone()));
+        let volumes = Arc::new(Attached::new(Arc::clone(hub), config.device_dir.clone()));
         let finder = Finder::new(config.kubelet_root.clone());
         let state = Arc::default();
         Ok(Some(Driver { config: Arc::clone(config), finder, inherited, volumes, state }))

@@ -11,25 +11,25 @@ use shorthorn_proto::v1::instance::Detail;
 use shorthorn_proto::v1::{self, InstanceState};
 use shorthorn_types::VolumeName;
 
-use crate::serve::instance::{InstanceId, Table};
+use crate::serve::instance::{Hub, InstanceId};
 
 /// The volumes that have an engine here.
 pub struct Attached {
-    table: Arc<Table>,
+    hub: Arc<Hub>,
     device_dir: PathBuf,
 }
 
 impl Attached {
-    /// Of the engines in `table`.
-    pub fn new(table: Arc<Table>, device_dir: PathBuf) -> Attached {
-        Attached { table, device_dir }
+    /// Of the engines of `hub`.
+    pub fn new(hub: Arc<Hub>, device_dir: PathBuf) -> Attached {
+        Attached { hub, device_dir }
     }
 }
 
 #[tonic::async_trait]
 impl Volumes for Attached {
     async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError> {
-        let instance = self.table.published(&InstanceId::Engine(volume.clone()));
+        let instance = self.hub.table().published(&InstanceId::Engine(volume.clone()));
         let not_found = || VolumesError::NotFound(volume.clone());
         let instance = instance.ok_or_else(not_found)?;
         let Some(Detail::Engine(engine)) = &instance.detail else { return Err(not_found()) };
@@ -38,6 +38,12 @@ impl Volumes for Attached {
         let device =
             device.map_err(|error| VolumesError::Unavailable(format!("volume {volume}: {error}")))?;
         Ok(Volume { device, read_only: false, condition: condition(&instance, engine) })
+    }
+
+    async fn take_size(&self, volume: &VolumeName) {
+        if let Err(error) = self.hub.renew_device(volume.clone()).await {
+            tracing::warn!(%volume, %error, "the device is not made anew and may keep its size");
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use shorthorn_control::EngineSpec;
 use shorthorn_frontend::discard;
 use shorthorn_proto::v1;
 use tokio::task::JoinHandle;
@@ -189,13 +190,7 @@ impl Hub {
             return Ok(());
         }
         if let (Spec::Engine(engine), false) = (&spec, process.phase == Phase::Stopped) {
-            let node = engine.device_dir.join(engine.volume.as_str());
-            let user = blocking(move || Ok(shorthorn_frontend::node::in_use(&node).map(|user| (node, user))))
-                .await?;
-            if let Some((node, user)) = user {
-                let message = format!("{} is in use: {user}", node.display());
-                return Err(NodeError::Precondition(message));
-            }
+            self.refuse_in_use(engine).await?;
         }
         if process.phase != Phase::Stopped {
             self.table.set_process(id, Process { phase: Phase::Stopping, ..process });
@@ -207,6 +202,19 @@ impl Hub {
             discarded.map_err(|error| NodeError::Precondition(error.to_string()))?;
         }
         self.forget(id).await
+    }
+
+    /// Whether nobody uses the device of an engine; else who does.
+    pub(super) async fn refuse_in_use(&self, engine: &EngineSpec) -> Result<(), NodeError> {
+        let node = engine.device_dir.join(engine.volume.as_str());
+        let user =
+            blocking(move || Ok(shorthorn_frontend::node::in_use(&node).map(|user| (node, user)))).await?;
+        match user {
+            Some((node, user)) => {
+                Err(NodeError::Precondition(format!("{} is in use: {user}", node.display())))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Forgets a stopped instance: removes its spec file, then tells those who watch.

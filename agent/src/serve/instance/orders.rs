@@ -17,6 +17,9 @@ use crate::serve::instance::{Hub, InstanceId, Phase, Process, Spec, Watch, contr
 /// The longest that the new process of an upgrade may take to serve.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 
+/// The longest that an engine may take to serve the device that was made anew.
+const RENEW_LIMIT: Duration = Duration::from_secs(60);
+
 /// How an upgrade went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Upgraded {
@@ -251,6 +254,71 @@ impl Hub {
     }
 }
 
+impl Hub {
+    /// Makes the device of an engine anew that could not grow while it was in use, if nobody uses it: the new one has the size of
+    /// the volume. Returns when it serves.
+    ///
+    /// # Errors
+    /// [`NodeError`] says what is in the way. The engine is started in any case.
+    pub async fn renew_device(self: &Arc<Hub>, volume: VolumeName) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        // A task of its own: a caller that goes away must not leave an engine stopped.
+        finish(tokio::spawn(async move { hub.renew_now(InstanceId::Engine(volume)).await })).await
+    }
+
+    async fn renew_now(&self, id: InstanceId) -> Result<(), NodeError> {
+        let mut watch = {
+            let gate = self.gate(&id);
+            let _open = gate.lock().await;
+            let Some((Spec::Engine(spec), process)) = self.table().known(&id) else { return Ok(()) };
+            let keeps_size = self.table().published(&id).is_some_and(|shown| keeps_size(&shown));
+            if process.phase == Phase::Stopped || !keeps_size {
+                return Ok(());
+            }
+            self.refuse_in_use(&spec).await?;
+            let watch = self.table().watch();
+            tracing::info!(instance = %id, "its device is made anew, to have the size of the volume");
+            self.table().set_process(&id, Process { phase: Phase::Stopping, ..process });
+            // It takes its device away, and is the same engine to the controller: it has never been gone.
+            let stopped = self.backend().stop(&id).await;
+            self.table().set_process(&id, Process::only(Phase::Starting));
+            if let Err(error) = self.backend().start(&id).await {
+                self.table().set_process(&id, Process::failed(error.to_string()));
+                return Err(error.into());
+            }
+            stopped?;
+            watch
+        };
+        let name = id.name();
+        let late = |_| {
+            NodeError::Unavailable(format!(
+                "the {id} does not serve its new device within {} s: it goes on trying; see its log",
+                RENEW_LIMIT.as_secs()
+            ))
+        };
+        timeout(RENEW_LIMIT, serves(&mut watch, &name)).await.map_err(late)?
+    }
+}
+
+/// Whether the device of an engine has its new size only once it is made anew.
+fn keeps_size(instance: &v1::Instance) -> bool {
+    let Some(Detail::Engine(engine)) = &instance.detail else { return false };
+    is_serving(instance) && engine.expansion.as_ref().is_some_and(|expansion| expansion.next_attach)
+}
+
+/// Waits until an engine serves whose device needs not be made anew.
+async fn serves(watch: &mut Watch, name: &str) -> Result<(), NodeError> {
+    loop {
+        let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
+        let is_it = |instance: &v1::Instance| {
+            instance.kind() == v1::InstanceKind::Engine && instance.name == name && is_serving(instance)
+        };
+        if changed.instance.is_some_and(|instance| is_it(&instance) && !keeps_size(&instance)) {
+            return Ok(());
+        }
+    }
+}
+
 async fn send(id: &InstanceId, control: &Path, order: &Command) -> Result<(), NodeError> {
     control_watch::order(control, order).await.map_err(|error| {
         NodeError::Unavailable(format!("the {id} cannot be told: {}: {error}", control.display()))
@@ -303,6 +371,40 @@ mod tests {
             ..v1::Instance::default()
         };
         v1::InstanceEvent { instance: Some(instance), ..v1::InstanceEvent::default() }
+    }
+
+    fn with_expansion(phase: &str, next_attach: bool) -> v1::InstanceEvent {
+        let mut event = shown(1, phase);
+        if let Some(Detail::Engine(engine)) = event.instance.as_mut().and_then(|shown| shown.detail.as_mut())
+        {
+            let (size_bytes, message) = (2 << 30, "the driver cannot".to_owned());
+            engine.expansion = Some(v1::Expansion { size_bytes, message, next_attach });
+        }
+        event
+    }
+
+    #[test]
+    fn only_a_device_that_cannot_grow_in_use_is_made_anew() {
+        let keeps = |event: v1::InstanceEvent| keeps_size(&event.instance.unwrap());
+        assert!(keeps(with_expansion("serving", true)));
+        // One that is under way ends by itself, and an engine that starts or is frozen has no size to take.
+        for event in [with_expansion("serving", false), with_expansion("starting", true), shown(1, "serving")]
+        {
+            assert!(!keeps(event));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_device_is_made_anew_once_an_engine_serves_it() {
+        let (told, changes) = broadcast::channel(16);
+        let mut watch = Watch { now: Vec::new(), changes };
+        for event in
+            [with_expansion("serving", true), shown(0, ""), shown(2, "starting"), shown(2, "serving")]
+        {
+            told.send(event).unwrap();
+        }
+        serves(&mut watch, "v1").await.unwrap();
+        assert!(watch.changes.is_empty(), "not before the last of them");
     }
 
     #[tokio::test(start_paused = true)]
