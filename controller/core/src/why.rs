@@ -9,8 +9,8 @@ use shorthorn_types::{Members, ReplicaId};
 
 use crate::drain::Leaves;
 use crate::objects::{
-    Condition, ConditionType, CurrentState, Engine, MemberMode, MemberStatus, NEXT_ATTACH, Replica, Volume,
-    VolumeState,
+    Condition, ConditionType, CurrentState, Engine, MemberMode, MemberStatus, NEXT_ATTACH, REPLICAS_STOPPING,
+    Replica, Volume, VolumeState,
 };
 use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
@@ -165,10 +165,13 @@ impl Teller<'_> {
 
     fn tell_detached(&mut self) {
         self.told.healthy = true;
-        self.say(format!(
-            "Volume {} is detached: nothing runs, and nothing is known to be wrong.",
-            self.name
-        ));
+        let stopping =
+            self.trouble(ConditionType::Settled).filter(|trouble| trouble.reason == REPLICAS_STOPPING);
+        let runs = match stopping {
+            Some(trouble) => format!("its engine has stopped, and {}", trouble.message),
+            None => "nothing runs, and nothing is known to be wrong".to_owned(),
+        };
+        self.say(format!("Volume {} is detached: {runs}.", self.name));
         self.hint(format!("shorthornctl volume attach {} --node NODE", self.name));
     }
 

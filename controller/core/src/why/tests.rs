@@ -342,7 +342,14 @@ fn volumes_on_their_way() {
 
     let mut case = Case::healthy();
     case.volume().status.state = VolumeState::Detached;
-    check("detached", &case, true, &["is detached", "volume attach v"]);
+    check("detached", &case, true, &["is detached: nothing runs", "volume attach v"]);
+    case.condition(
+        ConditionType::Settled,
+        REPLICAS_STOPPING,
+        "the replicas are being stopped; v-1: no answer",
+    );
+    let words = ["its engine has stopped, and the replicas are being stopped; v-1: no answer."];
+    check("detached with replicas", &case, true, &words);
 
     let mut case = Case::healthy();
     case.volume().status.state = VolumeState::Detaching;
