@@ -124,6 +124,10 @@ async fn a_node_belongs_to_one_cluster() {
     assert_eq!(client.list_instances(of("one", ask())).await.unwrap_err().code(), Code::FailedPrecondition);
 }
 
+fn engine_of(attach: u64, replicas: &[v1::Instance]) -> v1::StartEngineRequest {
+    engine(attach, replicas, "socket")
+}
+
 #[tokio::test]
 async fn a_volume_from_start_to_deletion() {
     let node = Node::new();
@@ -144,17 +148,47 @@ async fn a_volume_from_start_to_deletion() {
             disk_path: node.disk().display().to_string(),
             volume: "v1".into(),
             replica_id: id.into(),
+            record: format!("the record of {id}"),
+            ..v1::DeleteReplicaRequest::default()
         };
         let early = client.delete_replica(request()).await.unwrap_err();
         assert_eq!(early.code(), Code::FailedPrecondition);
+        let other = v1::DeleteReplicaRequest { disk_uuid: "another".into(), ..request() };
+        assert!(client.delete_replica(other).await.unwrap_err().message().contains("disk another is meant"));
         client.stop_instance(stop(InstanceKind::Replica, &format!("v1-{id}"), 0)).await.unwrap();
         client.delete_replica(request()).await.unwrap();
         client.delete_replica(request()).await.unwrap();
     }
     assert!(list(&mut client).await.is_empty());
     let disks = client.list_disks(v1::ListDisksRequest {}).await.unwrap().into_inner().disks;
-    assert!(disks[0].replicas.is_empty(), "{disks:?}");
+    assert!(disks[0].replicas.is_empty() && disks[0].trash_bytes > 0, "{disks:?}");
     assert!(node.pid_files().is_empty());
+
+    // It comes back from the trash with what was written, and its replicas are not made anew.
+    let trash = client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas;
+    assert_eq!(trash.len(), REPLICAS.len(), "{trash:?}");
+    for trashed in trash {
+        assert!(trashed.problem.is_empty() && trashed.disk_uuid == disks[0].uuid, "{trashed:?}");
+        assert_eq!(trashed.record, format!("the record of {}", trashed.replica_id));
+        let request = || v1::RestoreReplicaRequest {
+            disk_path: trashed.disk_path.clone(),
+            volume: trashed.volume.clone(),
+            replica_id: trashed.replica_id.clone(),
+            deleted_ms: trashed.deleted_ms,
+            disk_uuid: String::new(),
+        };
+        client.restore_replica(request()).await.unwrap();
+        client.restore_replica(request()).await.unwrap();
+    }
+    let mut replicas = Vec::new();
+    for id in REPLICAS {
+        client.start_replica(v1::StartReplicaRequest { create: false, ..node.replica(id) }).await.unwrap();
+        replicas.push(wait_for(&mut client, &format!("v1-{id}"), running).await);
+    }
+    client.start_engine(engine_of(2, &replicas)).await.unwrap();
+    let engine = wait_for(&mut client, "v1", running).await;
+    let mut nbd = Nbd::connect(&endpoint(&engine), "v1").unwrap();
+    assert_eq!(nbd.read(0, 4096).unwrap(), [5; 4096]);
 }
 
 #[tokio::test]

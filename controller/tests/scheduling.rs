@@ -200,3 +200,20 @@ async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
     cluster.until(&moving, "two replicas", |volume| nodes_of(volume) == ["a", "b"]).await;
     cluster.check();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_is_cordoned_and_shows_so() {
+    let cluster = Cluster::start(&["a"]).await;
+    let nodes: serde_json::Value =
+        serde_json::from_str(&cluster.ok(&["disk", "list", "-o", "json"]).await).unwrap();
+    let path = nodes[0]["disks"][0]["path"].as_str().unwrap().to_owned();
+    let uuid = nodes[0]["disks"][0]["diskUUID"].as_str().unwrap();
+    let shown = cluster.ok(&["disk", "list"]).await;
+    assert!(shown.contains(&path) && shown.contains(uuid) && shown.contains("yes"), "{shown}");
+    cluster.ok(&["disk", "cordon", "a", &path]).await;
+    assert!(!cluster.ok(&["disk", "list"]).await.contains("yes"));
+    cluster.ok(&["disk", "uncordon", "a", &path]).await;
+    assert!(cluster.ok(&["disk", "list"]).await.contains("yes"));
+    let (code, text) = cluster.fails(&["disk", "cordon", "a", "/elsewhere"]).await;
+    assert!(code == 3 && text.contains("has no disk /elsewhere"), "{text}");
+}

@@ -27,6 +27,11 @@ const MAX_VOLUMES: u32 = 1 << 20;
 /// [`shorthorn_control::SUM_BYTES_PER_S`].
 #[allow(clippy::cast_possible_truncation)] // it is a few
 pub const SUM_MIB_PER_S: u32 = (shorthorn_control::SUM_BYTES_PER_S >> 20) as u32;
+/// A day, in which somebody notices what he has deleted.
+const TRASH_HOURS: u32 = 24;
+/// A year.
+const TRASH_HOURS_MAX: u32 = 8784;
+const TRASH_FREE_PERCENT: u32 = 10;
 /// More than a disk reads.
 const SUM_MIB_PER_S_MAX: u32 = 65_536;
 
@@ -61,6 +66,10 @@ pub struct Config {
     pub replica_timeout_ms: u32,
     /// How much of each volume a replica reads in a second to make sums of blocks at rest; 0: none are kept.
     pub sum_mib_per_s: u32,
+    /// How long the data of deleted replicas is kept; 0: not at all.
+    pub trash_hours: u32,
+    /// If less than that is free on a disk, its trash is emptied, the oldest first.
+    pub trash_free_percent: u32,
     /// Whether this node has the CSI driver.
     pub csi: CsiChoice,
     /// The directory of kubelet; None: it is found.
@@ -144,6 +153,8 @@ struct File {
     queue_depth: Option<Spanned<u16>>,
     replica_timeout_ms: Option<Spanned<u32>>,
     sum_mib_per_s: Option<Spanned<u32>>,
+    trash_hours: Option<Spanned<u32>>,
+    trash_free_percent: Option<Spanned<u32>>,
     csi: CsiChoice,
     kubelet_root: Option<Spanned<String>>,
     max_volumes: Option<Spanned<u32>>,
@@ -227,6 +238,13 @@ fn check(file: File) -> Result<Config, Wrong> {
         queue_depth: number("queue_depth", file.queue_depth, 128, 1..=MAX_QUEUE_DEPTH)?,
         replica_timeout_ms: number("replica_timeout_ms", file.replica_timeout_ms, 5000, 500..=600_000)?,
         sum_mib_per_s: number("sum_mib_per_s", file.sum_mib_per_s, SUM_MIB_PER_S, 0..=SUM_MIB_PER_S_MAX)?,
+        trash_hours: number("trash_hours", file.trash_hours, TRASH_HOURS, 0..=TRASH_HOURS_MAX)?,
+        trash_free_percent: number(
+            "trash_free_percent",
+            file.trash_free_percent,
+            TRASH_FREE_PERCENT,
+            0..=90,
+        )?,
         csi: file.csi,
         kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
         max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,
@@ -405,6 +423,7 @@ mod tests {
             ("state_dir = \"/var/../etc\"", "1: state_dir: "),
             ("zone = \"-a\"", "1: zone: \"-a\" is no label value"),
             ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
+            ("trash_free_percent = 91", "1: trash_free_percent: 91 is not between 0 and 90"),
             ("sum_mib_per_s = 65537", "1: sum_mib_per_s: 65537 is not between 0 and 65536"),
             ("data_ports = \"9-5\"", "1: data_ports: \"9-5\""),
             ("node_name = \"A_b\"", "1: node_name: \"A_b\""),

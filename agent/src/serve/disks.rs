@@ -17,10 +17,12 @@ use crate::serve::config::absolute;
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 use crate::serve::longhorn;
+use crate::serve::trash::{self, TrashLimits};
 
 /// Longhorn's file: which disk this is.
 const IDENTITY_FILE: &str = "longhorn-disk.cfg";
-const REPLICAS: &str = "replicas";
+/// The folder of the replicas.
+pub const REPLICAS: &str = "replicas";
 
 /// The disks of this node.
 #[derive(Debug)]
@@ -86,7 +88,8 @@ impl Disks {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn paths(&self) -> BTreeSet<PathBuf> {
+    /// Where they are.
+    pub fn paths(&self) -> BTreeSet<PathBuf> {
         self.configured.iter().chain(self.kept().disks.iter()).cloned().collect()
     }
 
@@ -119,6 +122,39 @@ impl Disks {
                 Ok(uuid) => tracing::info!("{} is a disk: {uuid}", path.display()),
                 Err(error) => tracing::debug!("{} is no disk yet: {error}", path.display()),
             }
+        }
+    }
+
+    /// What is in the trash of all of them.
+    pub fn trash(&self, limits: TrashLimits) -> Vec<v1::TrashedReplica> {
+        let of_disk = |path: &PathBuf| {
+            let uuid = read_identity(path).ok().flatten().map(|identity| identity.disk_uuid);
+            trash::list(path, &uuid.unwrap_or_default(), limits)
+        };
+        self.paths().iter().flat_map(of_disk).collect()
+    }
+
+    /// Checks that `path` is one of them and that it is mounted: something is read or written there only if the disk's
+    /// identity is. `uuid` says which one is meant; empty: any.
+    ///
+    /// # Errors
+    /// [`NodeError::NotFound`] if it is no disk of this node, [`NodeError::Precondition`] if that disk is not there.
+    pub fn check(&self, path: &Path, uuid: &str) -> Result<(), NodeError> {
+        if !self.has(path) {
+            let message = format!("{} is no disk of this node: add it first", path.display());
+            return Err(NodeError::NotFound(message));
+        }
+        let at = path.display();
+        match read_identity(path) {
+            Ok(Some(found)) if uuid.is_empty() || found.disk_uuid == uuid => Ok(()),
+            Ok(Some(found)) => Err(NodeError::Precondition(format!(
+                "{at} is disk {}, and disk {uuid} is meant: mount that one there",
+                found.disk_uuid
+            ))),
+            Ok(None) => Err(NodeError::Precondition(format!(
+                "{at} has no {IDENTITY_FILE}: the disk is not mounted; mount it"
+            ))),
+            Err(problem) => Err(NodeError::Precondition(problem)),
         }
     }
 
@@ -200,12 +236,18 @@ pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
     disk.join(REPLICAS).join(id.name())
 }
 
-/// Deletes the directory of a replica that does not run. First it gets a name that is no replica's, so that
-/// one that is deleted in part is never taken for a replica.
+/// Deletes the directory of a replica that does not run. It goes to the trash if that keeps anything and the disk has space
+/// for its record; `note` is kept with it. Else it gets a name that is no replica's first, so that one that is deleted
+/// in part is never taken for a replica.
 ///
 /// # Errors
-/// [`NodeError::Precondition`] where something else has that name.
-pub fn delete_replica(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
+/// [`NodeError::Precondition`] where something else has that name, or a process has it open.
+pub fn delete_replica(
+    disk: &Path,
+    id: &InstanceId,
+    limits: TrashLimits,
+    note: &str,
+) -> Result<(), NodeError> {
     let InstanceId::Replica(..) = id else {
         return Err(NodeError::Invalid(format!("the {id} is no replica")));
     };
@@ -219,6 +261,14 @@ pub fn delete_replica(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
             return Err(NodeError::Precondition(format!("{} is no directory", directory.display())));
         }
         Ok(_) => {}
+    }
+    if !limits.keep.is_zero() {
+        match trash::move_in(disk, id, note, trash::now_ms()) {
+            Err(NodeError::Exhausted(message)) => {
+                tracing::warn!("{message}: {} is deleted at once", directory.display());
+            }
+            moved => return moved,
+        }
     }
     fs::rename(&directory, &trash).map_err(NodeError::at(&directory))?;
     fs::File::open(&replicas).and_then(|dir| dir.sync_all()).map_err(NodeError::at(&replicas))?;
@@ -277,6 +327,7 @@ fn look(path: &Path) -> v1::Disk {
     }
     disk.filesystem = filesystem(path).unwrap_or_default();
     disk.replicas = replicas(path);
+    disk.trash_bytes = trash::trash_bytes(path);
     disk
 }
 
@@ -398,6 +449,8 @@ fn replicas(disk: &Path) -> Vec<String> {
 mod tests {
     use super::*;
 
+    const NO_TRASH: TrashLimits = TrashLimits { keep: std::time::Duration::ZERO, free_percent: 0 };
+
     fn disks(dir: &Path) -> Disks {
         Disks::open(&[], dir).unwrap()
     }
@@ -458,6 +511,25 @@ mod tests {
         assert_eq!(missing(&format!("{root}{data}"), "/data/longhorn"), None);
         assert_eq!(missing(root, "/database"), None);
         assert_eq!(missing(root, "/var/lib/longhorn"), None);
+    }
+
+    #[test]
+    fn a_disk_that_is_not_mounted_or_is_another_one_is_not_used() {
+        let dir = tempfile::tempdir().unwrap();
+        let (state, disk) = (dir.path().join("state"), dir.path().join("disk"));
+        [&state, &disk].into_iter().for_each(|path| fs::create_dir(path).unwrap());
+        let disks = disks(&state);
+        let uuid = disks.add(disk.to_str().unwrap()).unwrap().uuid;
+        disks.check(&disk, &uuid).unwrap();
+        disks.check(&disk, "").unwrap();
+        let refused = |uuid: &str| disks.check(&disk, uuid).unwrap_err();
+        assert!(matches!(refused("u-2"), NodeError::Precondition(text) if text.contains("u-2 is meant")));
+        // What is left when it is unmounted.
+        fs::remove_file(disk.join(IDENTITY_FILE)).unwrap();
+        for uuid in [uuid.as_str(), ""] {
+            assert!(matches!(refused(uuid), NodeError::Precondition(text) if text.contains("not mounted")));
+        }
+        assert!(matches!(disks.check(&state, ""), Err(NodeError::NotFound(_))));
     }
 
     #[test]
@@ -530,7 +602,7 @@ mod tests {
         fs::create_dir_all(&directory).unwrap();
         fs::write(directory.join("volume.meta"), "{}").unwrap();
         for _ in 0..2 {
-            delete_replica(dir.path(), &replica("v1-0123abcd")).unwrap();
+            delete_replica(dir.path(), &replica("v1-0123abcd"), NO_TRASH, "").unwrap();
             assert_eq!(fs::read_dir(dir.path().join("replicas")).unwrap().count(), 0);
         }
     }
@@ -555,7 +627,7 @@ mod tests {
         let link = dir.path().join("replicas/v1-0123abcd");
         std::os::unix::fs::symlink(dir.path().join("precious"), &link).unwrap();
         assert!(matches!(
-            delete_replica(dir.path(), &replica("v1-0123abcd")),
+            delete_replica(dir.path(), &replica("v1-0123abcd"), NO_TRASH, ""),
             Err(NodeError::Precondition(_))
         ));
         assert!(dir.path().join("precious").exists());

@@ -22,6 +22,7 @@ mod ports;
 mod salvage;
 mod service;
 mod show;
+mod trash;
 mod words;
 
 use std::path::Path;
@@ -81,6 +82,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
+    let swept = trash::keep_swept(Arc::clone(&disks), trash::TrashLimits::of(&config), stopping.clone());
+    tokio::spawn(swept);
     vitals.show(Shown {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),

@@ -24,6 +24,7 @@ use crate::serve::frontends::Frontends;
 use crate::serve::instance::{
     Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
 };
+use crate::serve::trash::{self, TrashLimits};
 use crate::serve::{longhorn, salvage, words};
 
 /// Events that wait in the connection of a watcher, beside those that wait in the hub.
@@ -93,11 +94,9 @@ impl Node for NodeService {
 
     async fn start_replica(&self, request: Request<v1::StartReplicaRequest>) -> Answer<v1::Instance> {
         let request = request.into_inner();
-        let disk = PathBuf::from(&request.disk_path);
+        let (disk, uuid) = (PathBuf::from(&request.disk_path), request.disk_uuid.clone());
         let spec = Spec::replica(request, &self.config, self.hub.places())?;
-        if !self.disks.has(&disk) {
-            return Err(unknown_disk(&disk).into());
-        }
+        self.check_disk(disk, uuid).await?;
         Ok(Response::new(self.hub.start_instance(spec, StartOptions::default()).await?))
     }
 
@@ -219,9 +218,43 @@ impl Node for NodeService {
     ) -> Answer<v1::DeleteReplicaResponse> {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
-        let deleted = id.clone();
-        self.hub.while_stopped(&id, move || disks::delete_replica(&disk, &deleted)).await?;
+        self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
+        let (deleted, limits) = (id.clone(), TrashLimits::of(&self.config));
+        let delete = move || disks::delete_replica(&disk, &deleted, limits, &request.record);
+        self.hub.while_stopped(&id, delete).await?;
         Ok(Response::new(v1::DeleteReplicaResponse {}))
+    }
+
+    async fn list_trash(&self, _: Request<v1::ListTrashRequest>) -> Answer<v1::ListTrashResponse> {
+        let (all, limits) = (Arc::clone(&self.disks), TrashLimits::of(&self.config));
+        let replicas = blocking(move || Ok(all.trash(limits))).await?;
+        Ok(Response::new(v1::ListTrashResponse { replicas }))
+    }
+
+    async fn restore_replica(
+        &self,
+        request: Request<v1::RestoreReplicaRequest>,
+    ) -> Answer<v1::RestoreReplicaResponse> {
+        let request = request.into_inner();
+        let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
+        self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
+        let restored = id.clone();
+        let restore = move || trash::restore(&disk, &restored, request.deleted_ms);
+        self.hub.while_stopped(&id, restore).await?;
+        Ok(Response::new(v1::RestoreReplicaResponse {}))
+    }
+
+    async fn remove_trash(
+        &self,
+        request: Request<v1::RemoveTrashRequest>,
+    ) -> Answer<v1::RemoveTrashResponse> {
+        let request = request.into_inner();
+        let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
+        self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
+        // Under the same gate as a restore; the replica of that name may run, as it is another directory.
+        let removed = id.clone();
+        self.hub.beside(&id, move |_| trash::remove(&disk, &removed, request.deleted_ms)).await?;
+        Ok(Response::new(v1::RemoveTrashResponse {}))
     }
 
     async fn inspect_replica(
@@ -243,6 +276,7 @@ impl Node for NodeService {
             return Err(NodeError::Invalid("attach is 0: draw a new number for the salvage".into()).into());
         }
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
+        self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
         let directory = disks::directory_of(&disk, &id);
         let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
         self.hub.while_stopped(&id, move || salvage::salvage(&directory, replica, request.attach)).await?;
@@ -265,6 +299,11 @@ fn name(volume: &str) -> Result<VolumeName, NodeError> {
 }
 
 impl NodeService {
+    async fn check_disk(&self, disk: PathBuf, uuid: String) -> Result<(), NodeError> {
+        let disks = Arc::clone(&self.disks);
+        blocking(move || disks.check(&disk, &uuid)).await
+    }
+
     /// The disk and the replica that a request is about.
     fn place(
         &self,

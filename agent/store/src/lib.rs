@@ -32,6 +32,7 @@ mod fiemap;
 mod files;
 mod fold;
 mod guard;
+mod hold;
 mod host;
 mod info;
 mod inspect;
@@ -57,13 +58,14 @@ pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
 pub use fold::{FoldJob, FoldedJob};
+pub use hold::{Held, hold};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, Severity, inspect};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
 pub use regions::RegionFile;
 pub use shorthorn_chain::{
-    BlockSource, CopyLayer, EdgeBlock, FileIndex, ImageName, MapUsage, ReadSegment, WINDOW_BYTES, WritePlan,
-    ZeroStep, memory_limit_bytes,
+    BlockSource, ChainError, CopyLayer, EdgeBlock, FileIndex, ImageName, MapUsage, ReadSegment, WINDOW_BYTES,
+    WritePlan, ZeroStep, memory_limit_bytes, with_check, without_check,
 };
 pub use shorthorn_types::{ByteRange, Errno, RangeError};
 pub use state::{SavedState, StateWriter};

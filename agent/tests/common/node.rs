@@ -28,6 +28,7 @@ pub fn replica(disk: &Path, id: &str) -> v1::StartReplicaRequest {
         first_members: REPLICAS.map(str::to_owned).to_vec(),
         secret: vec![7; 32],
         create: true,
+        ..v1::StartReplicaRequest::default()
     }
 }
 

@@ -34,6 +34,8 @@ pub enum AgentCall {
         replica_id: ReplicaId,
         /// The disk that its directory is on.
         disk_path: String,
+        /// The identity of that disk.
+        disk_uuid: String,
         /// Size of the volume.
         size_bytes: u64,
         /// The members of the volume's first view.
@@ -119,6 +121,8 @@ pub enum AgentCall {
     SalvageReplica {
         /// The disk that its directory is on.
         disk_path: String,
+        /// The identity of that disk.
+        disk_uuid: String,
         /// Whose data it holds.
         volume: VolumeName,
         /// Which replica.
@@ -137,10 +141,14 @@ pub enum AgentCall {
     DeleteReplica {
         /// The disk that its directory is on.
         disk_path: String,
+        /// The identity of that disk.
+        disk_uuid: String,
         /// Whose data it held.
         volume: VolumeName,
         /// Which replica.
         replica_id: ReplicaId,
+        /// Kept with it in the trash.
+        record: String,
     },
 }
 

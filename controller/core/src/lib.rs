@@ -14,6 +14,7 @@
 //! - [`salvage`]: what would be lost with each replica as the only one.
 //! - [`stranded`]: which pods of a lost node are to be released.
 //! - [`telling`]: which events are told to people, and how often.
+//! - [`undelete`]: how a deleted volume comes back from the trash of its disks.
 //! - [`why`]: what is wrong with a volume, in sentences.
 //!
 //! Everything is level-triggered: a decision looks only at what is stored and observed now, so the shell
@@ -54,6 +55,7 @@ pub mod scheduler;
 pub mod schema;
 pub mod stranded;
 pub mod telling;
+pub mod undelete;
 pub mod why;
 mod world;
 

@@ -10,7 +10,8 @@ use shorthorn_controller_core::observed::{
     InstanceState, ReplicaView, ScrubView,
 };
 use shorthorn_controller_core::salvage::Inspection;
-use shorthorn_controller_core::{AgentCall, ReplicaTarget};
+use shorthorn_controller_core::undelete::Trashed;
+use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget};
 use shorthorn_proto::v1;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
 
@@ -35,7 +36,8 @@ pub(super) fn disk(disk: v1::Disk) -> (String, DiskView) {
         uuid: disk.uuid,
         filesystem: disk.filesystem,
         total_bytes: disk.total_bytes,
-        available_bytes: disk.available_bytes,
+        // What is in the trash goes as soon as the disk needs its space.
+        available_bytes: disk.available_bytes.saturating_add(disk.trash_bytes),
         problem: disk.problem,
     };
     (disk.path, view)
@@ -200,6 +202,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             volume,
             replica_id,
             disk_path,
+            disk_uuid,
             size_bytes,
             first_members,
             secret,
@@ -208,6 +211,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             volume: volume.to_string(),
             replica_id: replica_id.to_string(),
             disk_path: disk_path.clone(),
+            disk_uuid: disk_uuid.clone(),
             size_bytes: *size_bytes,
             first_members: first_members.iter().map(ToString::to_string).collect(),
             secret: secret.bytes().to_vec(),
@@ -269,9 +273,10 @@ pub(super) fn message(call: &AgentCall) -> Message {
             let (volume, attach, size_bytes) = (volume.to_string(), *attach, *size_bytes);
             Message::ExpandEngine(v1::ExpandEngineRequest { volume, attach, size_bytes })
         }
-        AgentCall::SalvageReplica { disk_path, volume, replica_id, attach } => {
+        AgentCall::SalvageReplica { disk_path, disk_uuid, volume, replica_id, attach } => {
             Message::SalvageReplica(v1::SalvageReplicaRequest {
                 disk_path: disk_path.clone(),
+                disk_uuid: disk_uuid.clone(),
                 volume: volume.to_string(),
                 replica_id: replica_id.to_string(),
                 attach: *attach,
@@ -286,14 +291,28 @@ pub(super) fn message(call: &AgentCall) -> Message {
             name: instance.name.clone(),
             attach: *attach,
         }),
-        AgentCall::DeleteReplica { disk_path, volume, replica_id } => {
+        AgentCall::DeleteReplica { disk_path, disk_uuid, volume, replica_id, record } => {
             Message::DeleteReplica(v1::DeleteReplicaRequest {
                 disk_path: disk_path.clone(),
                 volume: volume.to_string(),
                 replica_id: replica_id.to_string(),
+                disk_uuid: disk_uuid.clone(),
+                record: record.clone(),
             })
         }
     }
+}
+
+/// A directory in the trash; none for what this controller does not know.
+pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<Trashed> {
+    Some(Trashed {
+        node: node.clone(),
+        disk_path: trashed.disk_path.clone(),
+        volume: VolumeName::new(&trashed.volume).ok()?,
+        replica_id: trashed.replica_id.parse().ok()?,
+        deleted_ms: trashed.deleted_ms,
+        record: serde_json::from_str(&trashed.record).ok().filter(|_| trashed.problem.is_empty()),
+    })
 }
 
 /// The question what the directory of a replica has.

@@ -5,19 +5,21 @@ pub(crate) mod convert;
 mod follow;
 mod link;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{AgentView, Agents, DiskView};
 use shorthorn_controller_core::reconcile::concerned;
+use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::node_client::NodeClient;
 use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
 use tokio::sync::{Mutex, OwnedMutexGuard};
+use tokio::task::JoinSet;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
@@ -280,6 +282,52 @@ impl Fleet {
         }
         let request = convert::inspect_request(volume, replica, disk_path);
         Ok(self.client(node)?.inspect_replica(limited(request, CALL_LIMIT)).await?.into_inner())
+    }
+
+    /// What is in the trash of the disks of every node in reach, and the nodes that do not say.
+    pub async fn trash(&self) -> (Vec<(NodeName, v1::TrashedReplica)>, Vec<NodeName>) {
+        let in_reach: Vec<NodeName> = {
+            let agents = self.agents();
+            agents.by_node.iter().filter(|(_, view)| view.is_synced()).map(|(node, _)| node.clone()).collect()
+        };
+        let known: Vec<NodeName> = self.agents().by_node.keys().cloned().collect();
+        let mut asking = JoinSet::new();
+        for node in in_reach {
+            let Ok(mut client) = self.client(&node) else { continue };
+            asking.spawn(async move {
+                let answer = client.list_trash(limited(v1::ListTrashRequest {}, CALL_LIMIT)).await;
+                (node, answer)
+            });
+        }
+        let (mut found, mut said) = (Vec::new(), BTreeSet::new());
+        for (node, answer) in asking.join_all().await {
+            match answer {
+                Ok(answer) => {
+                    found.extend(
+                        answer.into_inner().replicas.into_iter().map(|trashed| (node.clone(), trashed)),
+                    );
+                    said.insert(node);
+                }
+                Err(error) => tracing::warn!(%node, %error, "its trash is not known"),
+            }
+        }
+        (found, known.into_iter().filter(|node| !said.contains(node)).collect())
+    }
+
+    /// Has the agent of `node` take a directory out of the trash.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn restore_replica(&self, trashed: &Trashed) -> Result<(), CallError> {
+        let request = v1::RestoreReplicaRequest {
+            disk_path: trashed.disk_path.clone(),
+            volume: trashed.volume.to_string(),
+            replica_id: trashed.replica_id.to_string(),
+            deleted_ms: trashed.deleted_ms,
+            disk_uuid: String::new(),
+        };
+        self.client(&trashed.node)?.restore_replica(limited(request, CALL_LIMIT)).await?;
+        Ok(())
     }
 
     /// Has the agent of `node` replace the process of an engine.

@@ -4,6 +4,7 @@ mod rebalance;
 mod repair;
 mod server;
 mod status;
+mod trash;
 mod view;
 
 pub use server::Api;

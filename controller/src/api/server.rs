@@ -176,6 +176,20 @@ impl Controller for Api {
         Ok(Response::new(v1::Volume { state, node: String::new(), ..shown }))
     }
 
+    async fn list_trash(
+        &self,
+        request: Request<v1::ListVolumeTrashRequest>,
+    ) -> Reply<v1::ListVolumeTrashResponse> {
+        Ok(Response::new(self.trash(&request.into_inner().name).await))
+    }
+
+    async fn undelete_volume(
+        &self,
+        request: Request<v1::UndeleteVolumeRequest>,
+    ) -> Reply<v1::UndeleteVolumeResponse> {
+        self.undelete(&request.into_inner().name).await.map(Response::new)
+    }
+
     async fn watch_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<VolumeStream> {
         let name = request.into_inner().name;
         // Before the first look: no change is missed in between.

@@ -22,6 +22,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::Replicas(_) => Code::InvalidArgument,
         RequestError::NoVolume(_)
         | RequestError::NoNode(_)
+        | RequestError::NothingToUndelete(_)
         | RequestError::NoReplica { .. }
         | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,

@@ -20,6 +20,7 @@ impl IntoCsiError for RequestError {
             | RequestError::NodeName(_)
             | RequestError::NoVolume(_)
             | RequestError::NoNode(_)
+            | RequestError::NothingToUndelete(_)
             | RequestError::NoReplica { .. }
             | RequestError::NoDisk { .. } => CsiError::NotFound(message),
             RequestError::Exists { .. } => CsiError::Exists(message),

@@ -156,7 +156,18 @@ pub enum VolumeCommand {
     /// Shows what each replica of a volume that cannot be served has, and makes one of them the volume. What others
     /// had and it lacks is lost for good
     Salvage(SalvageArgs),
-    /// Deletes a volume with all its data, and waits until it is gone
+    /// Shows what is left of deleted volumes and replicas: their data stays in the trash of its disk for a day, unless the agent
+    /// there is configured otherwise or the disk gets full
+    Trash {
+        /// Only what is of this volume
+        name: Option<String>,
+    },
+    /// Brings a deleted volume back from the trash, detached. A PersistentVolume of Kubernetes is not made by that
+    Undelete {
+        /// Name of the volume
+        name: String,
+    },
+    /// Deletes a volume with its data, which stays in the trash for a while, and waits until it is gone
     #[command(visible_alias = "rm")]
     Delete {
         /// Name of the volume
@@ -378,6 +389,16 @@ pub enum DiskCommand {
         /// The node
         node: String,
         /// The directory there, on a mounted file system; absolute
+        path: String,
+    },
+    /// Shows the disks of all nodes, with their identities
+    #[command(visible_alias = "ls")]
+    List,
+    /// Has no new replicas made on a disk; those that are there stay
+    Cordon {
+        /// The node
+        node: String,
+        /// The directory there
         path: String,
     },
     /// Has everything leave a disk, and waits until it is empty: its replicas are replaced on other disks or nodes, then they

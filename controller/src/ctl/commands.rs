@@ -109,6 +109,8 @@ impl Session {
                 self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.state))
             }
             VolumeCommand::Delete { name, yes, wait } => self.delete(name, yes, wait).await,
+            VolumeCommand::Trash { name } => self.trash(name.unwrap_or_default()).await,
+            VolumeCommand::Undelete { name } => self.undelete(name).await,
         }
     }
 
@@ -203,6 +205,28 @@ impl Session {
         let end = if wait.no_wait { "is being deleted" } else { "is deleted" };
         let volume = self.settle(volume, &Goal::Deleted, wait).await?;
         self.show(volume, |_| format!("volume {name} {end}"))
+    }
+
+    async fn trash(&mut self, name: String) -> Result<String, CtlError> {
+        let request = limited(v1::ListVolumeTrashRequest { name });
+        let trash = self.client.list_trash(request).await.map_err(self.error())?.into_inner();
+        output::trash(self.format, trash)
+    }
+
+    async fn undelete(&mut self, name: String) -> Result<String, CtlError> {
+        let request = limited(v1::UndeleteVolumeRequest { name });
+        let undeleted = self.client.undelete_volume(request).await.map_err(self.error())?.into_inner();
+        let (volume, problems) = (undeleted.volume.unwrap_or_default(), undeleted.problems);
+        self.show(volume, |volume| {
+            let name = &volume.name;
+            let rest = if problems.is_empty() {
+                String::new()
+            } else {
+                let missing = problems.join("; ");
+                format!("\nNot all of it: {missing}. The rest comes back with another shorthornctl volume undelete {name}")
+            };
+            format!("volume {name} is back; attach it: shorthornctl volume attach {name} --node NODE{rest}")
+        })
     }
 
     /// Waits for the goal unless that is not wanted; the volume as it is then.
@@ -334,6 +358,13 @@ impl Session {
             DiskCommand::Drain { node, path, no_wait, timeout } => {
                 return self.drain_disk(node, path, no_wait, timeout).await;
             }
+            DiskCommand::List => return self.disks().await,
+            DiskCommand::Cordon { node, path } => v1::SetDiskRequest {
+                node,
+                path,
+                allow_scheduling: Some(false),
+                ..v1::SetDiskRequest::default()
+            },
             DiskCommand::Uncordon { node, path } => v1::SetDiskRequest {
                 node,
                 path,
@@ -371,6 +402,12 @@ impl Session {
         let request = limited(v1::ListNodesRequest {});
         let list = self.client.list_nodes(request).await.map_err(self.error())?;
         output::nodes(self.format, list.into_inner().nodes)
+    }
+
+    async fn disks(&mut self) -> Result<String, CtlError> {
+        let request = limited(v1::ListNodesRequest {});
+        let list = self.client.list_nodes(request).await.map_err(self.error())?;
+        output::disks(self.format, list.into_inner().nodes)
     }
 
     async fn add_disk(&mut self, node: String, path: String) -> Result<String, CtlError> {

@@ -11,7 +11,8 @@ use super::args::Format;
 use super::error::CtlError;
 use super::size::human;
 use super::view::{
-    DrainView, ExplanationView, InspectionView, NodeView, RebalanceView, ReplicaView, UpgradeView, VolumeView,
+    DrainView, ExplanationView, InspectionView, NodeView, RebalanceView, ReplicaView, TrashView, UpgradeView,
+    VolumeView,
 };
 use super::wait::Drained;
 
@@ -256,6 +257,39 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     Ok(text)
 }
 
+pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Result<String, CtlError> {
+    let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
+    let silent: String = trash.silent_nodes.iter().map(silent).collect();
+    let views: Vec<TrashView> = trash.replicas.into_iter().map(Into::into).collect();
+    if format != Format::Table {
+        return for_programs(format, &views);
+    }
+    if views.is_empty() {
+        return Ok(format!("There is nothing in the trash.{silent}"));
+    }
+    let mut table = table(&["VOLUME", "REPLICA", "NODE", "DISK", "SIZE", "DELETED", "EXPIRES", "UNDELETE"]);
+    for view in views {
+        let undelete = match (view.problem.is_empty(), view.with_volume) {
+            (false, _) => view.problem,
+            (true, true) => "yes".to_owned(),
+            (true, false) => "no, its volume went on without it".to_owned(),
+        };
+        let size = human(view.allocated_bytes);
+        let times = (view.deleted, view.expires);
+        table.add_row([
+            view.volume,
+            view.replica_id,
+            view.node,
+            view.disk_path,
+            size,
+            times.0,
+            times.1,
+            undelete,
+        ]);
+    }
+    Ok(format!("{table}{silent}"))
+}
+
 pub(super) fn replicas(format: Format, replicas: Vec<v1::Replica>) -> Result<String, CtlError> {
     if format != Format::Table {
         let views: Vec<ReplicaView> = replicas.into_iter().map(Into::into).collect();
@@ -295,6 +329,30 @@ pub(super) fn nodes(format: Format, nodes: Vec<v1::NodeObject>) -> Result<String
         return Ok("There are no nodes. Start the controller with --node NAME=URL".to_owned());
     }
     Ok(node_table(nodes))
+}
+
+pub(super) fn disks(format: Format, nodes: Vec<v1::NodeObject>) -> Result<String, CtlError> {
+    if format != Format::Table {
+        return self::nodes(format, nodes);
+    }
+    let mut table =
+        table(&["NODE", "DISK", "UUID", "SIZE", "AVAILABLE", "PROMISED", "NEW REPLICAS", "MESSAGE"]);
+    for node in nodes {
+        for disk in node.disks {
+            let allowed = match (disk.allow_scheduling, disk.eviction_requested) {
+                (true, _) => "yes",
+                (false, false) => "no",
+                (false, true) => "no, it is drained",
+            };
+            let sizes = [disk.total_bytes, disk.available_bytes, disk.scheduled_bytes].map(human);
+            let [size, available, promised] = sizes;
+            let (uuid, message) = (dash(disk.uuid), dash(disk.problem));
+            let row =
+                [node.name.clone(), disk.path, uuid, size, available, promised, allowed.to_owned(), message];
+            table.add_row(row);
+        }
+    }
+    Ok(table.to_string())
 }
 
 /// What is left on a drained node or disk.

@@ -110,6 +110,47 @@ impl From<v1::Explanation> for ExplanationView {
     }
 }
 
+/// A directory in the trash of a disk.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct TrashView {
+    pub(super) volume: String,
+    #[serde(rename = "replicaID")]
+    pub(super) replica_id: String,
+    #[serde(rename = "nodeID")]
+    pub(super) node: String,
+    pub(super) disk_path: String,
+    pub(super) allocated_bytes: u64,
+    pub(super) deleted: String,
+    pub(super) expires: String,
+    pub(super) with_volume: bool,
+    pub(super) problem: String,
+}
+
+impl From<v1::VolumeTrash> for TrashView {
+    fn from(trash: v1::VolumeTrash) -> TrashView {
+        let replica = trash.replica.unwrap_or_default();
+        TrashView {
+            volume: replica.volume,
+            replica_id: replica.replica_id,
+            node: trash.node,
+            disk_path: replica.disk_path,
+            allocated_bytes: replica.allocated_bytes,
+            deleted: time_of(replica.deleted_ms),
+            expires: time_of(replica.expires_ms),
+            with_volume: trash.with_volume,
+            problem: replica.problem,
+        }
+    }
+}
+
+/// A time as RFC 3339 has it, to the second; empty: there is none.
+fn time_of(ms: u64) -> String {
+    let seconds = i64::try_from(ms / 1000).ok().filter(|_| ms > 0);
+    let time = seconds.and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
+    time.map(|time| time.to_string()).unwrap_or_default()
+}
+
 /// How an upgrade of an engine went.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]

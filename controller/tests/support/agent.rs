@@ -42,6 +42,7 @@ struct State {
     keeps_size: Option<String>,
     starts: u32,
     limits: Option<v1::RebuildLimits>,
+    trash: Vec<v1::TrashedReplica>,
     /// The committed view of each directory.
     views: BTreeMap<String, v1::View>,
 }
@@ -97,6 +98,12 @@ impl FakeAgent {
 
     fn violation(&self, text: String) {
         self.truth.lock().unwrap().violations.push(format!("{}: {text}", self.name));
+    }
+
+    fn check_disk(&self, path: &str, uuid: &str) {
+        if uuid != disk(path, &BTreeSet::new()).uuid {
+            self.violation(format!("disk {path} is called {uuid:?}"));
+        }
     }
 
     /// Names of what runs.
@@ -259,6 +266,7 @@ fn disk(path: &str, replicas: &BTreeSet<String>) -> v1::Disk {
         available_bytes: 80 << 30,
         problem: String::new(),
         replicas: replicas.iter().cloned().collect(),
+        trash_bytes: 0,
     }
 }
 
@@ -303,6 +311,7 @@ impl Node for FakeAgent {
         request: Request<v1::StartReplicaRequest>,
     ) -> Result<Response<v1::Instance>, Status> {
         let request = request.into_inner();
+        self.check_disk(&request.disk_path, &request.disk_uuid);
         let name = format!("{}-{}", request.volume, request.replica_id);
         if request.secret.len() != 32 || request.first_members.is_empty() {
             self.violation(format!("replica {name} gets a bad secret or first view"));
@@ -544,6 +553,7 @@ impl Node for FakeAgent {
         request: Request<v1::SalvageReplicaRequest>,
     ) -> Result<Response<v1::SalvageReplicaResponse>, Status> {
         let request = request.into_inner();
+        self.check_disk(&request.disk_path, &request.disk_uuid);
         let name = format!("{}-{}", request.volume, request.replica_id);
         let mut state = self.state();
         if state.instances.contains_key(&(v1::InstanceKind::Replica.into(), name.clone())) {
@@ -606,6 +616,7 @@ impl Node for FakeAgent {
         request: Request<v1::DeleteReplicaRequest>,
     ) -> Result<Response<v1::DeleteReplicaResponse>, Status> {
         let request = request.into_inner();
+        self.check_disk(&request.disk_path, &request.disk_uuid);
         let name = format!("{}-{}", request.volume, request.replica_id);
         let mut state = self.state();
         if state.instances.contains_key(&(v1::InstanceKind::Replica.into(), name.clone())) {
@@ -619,8 +630,47 @@ impl Node for FakeAgent {
         {
             self.violation(format!("the replica {name} is deleted, and its engine knows it"));
         }
-        state.directories.remove(&name);
+        if state.directories.remove(&name) {
+            let trashed = v1::TrashedReplica {
+                disk_path: request.disk_path,
+                volume: request.volume,
+                replica_id: request.replica_id,
+                deleted_ms: u64::try_from(state.trash.len()).unwrap() + 1,
+                record: request.record,
+                ..v1::TrashedReplica::default()
+            };
+            state.trash.push(trashed);
+        }
         Ok(Response::new(v1::DeleteReplicaResponse {}))
+    }
+
+    async fn list_trash(
+        &self,
+        _: Request<v1::ListTrashRequest>,
+    ) -> Result<Response<v1::ListTrashResponse>, Status> {
+        Ok(Response::new(v1::ListTrashResponse { replicas: self.state().trash.clone() }))
+    }
+
+    async fn restore_replica(
+        &self,
+        request: Request<v1::RestoreReplicaRequest>,
+    ) -> Result<Response<v1::RestoreReplicaResponse>, Status> {
+        let request = request.into_inner();
+        let mut state = self.state();
+        let is_it = |trashed: &v1::TrashedReplica| {
+            trashed.replica_id == request.replica_id && trashed.deleted_ms == request.deleted_ms
+        };
+        let Some(at) = state.trash.iter().position(is_it) else { return Err(Status::not_found("gone")) };
+        state.trash.remove(at);
+        state.directories.insert(format!("{}-{}", request.volume, request.replica_id));
+        Ok(Response::new(v1::RestoreReplicaResponse {}))
+    }
+
+    async fn remove_trash(
+        &self,
+        _: Request<v1::RemoveTrashRequest>,
+    ) -> Result<Response<v1::RemoveTrashResponse>, Status> {
+        Err(Status::unimplemented("no test needs it yet"))
     }
 
     async fn list_devices(

@@ -4,8 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
-use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits};
-use crate::{NodeName, ReplicaTarget, schema};
+use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits, Volume};
+use crate::{NodeName, ReplicaTarget, Timestamp, schema};
 
 /// The engine of a volume; it has the volume's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,6 +114,27 @@ pub struct EngineStatus {
     /// The limits that the process was given last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rebuild: Option<RebuildLimits>,
+}
+
+impl Engine {
+    /// The engine of a volume that has none: nothing runs, and nothing was ever started for it.
+    #[must_use]
+    pub fn of_new(volume: &Volume, now: Timestamp) -> Engine {
+        Engine {
+            metadata: Metadata::new(&volume.metadata.name, now),
+            spec: EngineSpec {
+                volume_name: volume.spec.volume_name.clone(),
+                volume_size: volume.spec.size,
+                node_id: None,
+                desire_state: DesireState::Stopped,
+                attach: 0,
+                frontend: volume.spec.frontend,
+                replica_address_map: BTreeMap::new(),
+                map_revision: 0,
+            },
+            status: EngineStatus::default(),
+        }
+    }
 }
 
 impl EngineStatus {

@@ -3,6 +3,7 @@ use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus, Volume,
 };
 use crate::observed::{AgentView, Detail, Instance, InstanceKey, InstanceState};
+use crate::undelete::Record;
 use crate::{Action, AgentCall, Decision, Timestamp};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -120,6 +121,7 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
         volume: spec.volume_name.clone(),
         replica_id: spec.replica_id,
         disk_path: spec.disk_path.clone(),
+        disk_uuid: spec.disk_id.clone(),
         size_bytes: spec.volume_size,
         first_members: volume.status.first_members.clone(),
         secret: volume.spec.secret.clone(),
@@ -239,8 +241,10 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
                 .call(&replica.spec.node_id, AgentCall::StopInstance { instance: key.clone(), attach: 0 });
             let call = AgentCall::DeleteReplica {
                 disk_path: replica.spec.disk_path.clone(),
+                disk_uuid: replica.spec.disk_id.clone(),
                 volume: replica.spec.volume_name.clone(),
                 replica_id: replica.spec.replica_id,
+                record: Record::of(volume, replica),
             };
             decision.call(&replica.spec.node_id, call);
             decision.actions.push(remove);

@@ -79,6 +79,11 @@ pub enum RequestError {
     /// The volume is being deleted.
     #[error("volume {0} is being deleted; wait until it is gone")]
     Deleting(String),
+    /// It is not in the trash.
+    #[error(
+        "nothing of volume {0} that was deleted with it is in the trash of a node in reach; shorthornctl volume trash shows what is"
+    )]
+    NothingToUndelete(String),
     /// Kubernetes needs it.
     #[error(
         "volume {name} is PersistentVolume {persistent_volume} in Kubernetes: delete its claim, or the PersistentVolume if that \

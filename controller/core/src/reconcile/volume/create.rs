@@ -5,19 +5,28 @@ use shorthorn_types::ReplicaId;
 use super::{Run, Sight, sight};
 use crate::NodeName;
 use crate::objects::{
-    ConditionType, DesireState, Engine, EngineSpec, EngineStatus, Finding, Metadata, Replica, ReplicaSpec,
-    ReplicaStatus, VolumeState,
+    ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
+    VolumeState,
 };
 use crate::reconcile::SPACE_CHECK;
 use crate::scheduler::{self, Placement, Refusal, Request};
+
+/// What a volume waits for whose undeletion was cut off.
+const UNDELETING: &str =
+    "the volume comes back from the trash; if that does not end, shorthornctl volume undelete it again";
 
 impl Run<'_> {
     /// Makes the engine object and gives every replica a place.
     pub(super) fn create(&mut self) {
         if self.engine.is_none() {
-            self.write_engine();
+            self.decision.write(Engine::of_new(self.stored, self.context.now));
         }
         let wanted = self.stored.spec.number_of_replicas;
+        if self.replicas.iter().any(|replica| replica.status.data == DataState::Present) {
+            // Data was there before the volume: it is being undeleted, and the rest of it is about to be stored.
+            self.settle(Finding::wrong("Undeleting", UNDELETING));
+            return;
+        }
         let missing = (wanted as usize).saturating_sub(self.replicas.len());
         if missing > 0 {
             self.place_replicas(wanted);
@@ -35,24 +44,6 @@ impl Run<'_> {
             self.settle(Finding::Well);
             self.enter(VolumeState::Detached);
         }
-    }
-
-    fn write_engine(&mut self) {
-        let volume = self.stored;
-        self.decision.write(Engine {
-            metadata: Metadata::new(&volume.metadata.name, self.context.now),
-            spec: EngineSpec {
-                volume_name: volume.spec.volume_name.clone(),
-                volume_size: volume.spec.size,
-                node_id: None,
-                desire_state: DesireState::Stopped,
-                attach: 0,
-                frontend: volume.spec.frontend,
-                replica_address_map: Default::default(),
-                map_revision: 0,
-            },
-            status: EngineStatus::default(),
-        });
     }
 
     fn place_replicas(&mut self, wanted: u32) {
