@@ -193,3 +193,40 @@ async fn a_running_engine_is_told_what_changes() {
     assert!(cluster.fails(&["volume", "replicas", "v", "1"]).await.1.contains("only more"));
     cluster.check();
 }
+
+/// Deleted by mistake, and brought back from the trash of its disks, also if a node answers only later.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deleted_volume_comes_back_with_its_replicas() {
+    let mut cluster = Cluster::start(&["a", "b"]).await;
+    let volume = attached(&cluster, "2").await;
+    let names = ["a", "b"].map(|node| format!("v-{}", replica_on(&volume, node)));
+    cluster.ok(&["volume", "detach", "v"]).await;
+    let (_, text) = cluster.fails(&["volume", "undelete", "v"]).await;
+    assert!(text.contains("nothing of volume v"), "{text}");
+    cluster.ok(&["volume", "delete", "v", "--yes"]).await;
+    assert!(cluster.agents.iter().all(|agent| agent.directories().is_empty()));
+    let trash = cluster.ok(&["volume", "trash"]).await;
+    assert!(names.iter().all(|name| trash.contains(&name[2..])) && trash.contains("yes"), "{trash}");
+    assert!(cluster.ok(&["volume", "trash", "w"]).await.contains("nothing in the trash"));
+
+    cluster.stop_agent(1);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !cluster.ok(&["node", "list"]).await.contains("out of reach") {
+        assert!(Instant::now() < deadline, "node b is never lost");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let back = cluster.ok(&["volume", "undelete", "v"]).await;
+    assert!(back.contains("node b does not say") && back.contains("The rest comes back"), "{back}");
+    assert_eq!(cluster.inspect("v").await["state"], "detached");
+    cluster.start_agent(1);
+    cluster.retry(&["volume", "undelete", "v"]).await;
+    assert!(cluster.agents.iter().all(|agent| agent.directories().len() == 1));
+    cluster.ok(&["volume", "attach", "v", "--node", "b"]).await;
+    let again = cluster.until("v", "healthy", |volume| volume["robustness"] == "healthy").await;
+    assert_eq!(again["attach"], 2, "no engine of the deleted volume is newer");
+    let found = ["a", "b"].map(|node| format!("v-{}", replica_on(&again, node)));
+    assert_eq!(found, names);
+    let (_, text) = cluster.fails(&["volume", "undelete", "v"]).await;
+    assert!(text.contains("nothing of volume v") || text.contains("is there already"), "{text}");
+    cluster.check();
+}

