@@ -124,7 +124,7 @@ fn a_mounted_device_stays(host: &VmHost) -> Result<()> {
 }
 
 fn nothing_is_left(host: &VmHost) -> Result<()> {
-    host.sh("test -z \"$(ls -A /var/lib/longhorn/replicas)\"")?;
+    host.sh("test -z \"$(ls /var/lib/longhorn/replicas)\"")?;
     host.sh("test -z \"$(ls -A /dev/longhorn)\"")?;
     let units =
         host.sh("systemctl list-units --plain --no-legend 'shorthorn-engine@*' 'shorthorn-replica@*'")?;
