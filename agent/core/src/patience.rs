@@ -351,7 +351,8 @@ impl EngineCore {
         for (_, copy) in self.jobs.rebuilds() {
             let limit_ms = timeout_ms + copy.range.length() * 1000 / COPY_BYTES_PER_S;
             let held_up = copy.targets.iter().find(|peer| copy.held_up_ms[usize::from(*peer)] > limit_ms);
-            late = late.or(held_up.map(|peer| (peer, copy.held_up_ms[usize::from(peer)], copy.range)));
+            let held_up = held_up.map(|peer| (peer, copy.held_up_ms[usize::from(peer)], copy.range));
+            late = late.or(held_up);
         }
         if let Some((peer, held_up_ms, range)) = late {
             let reason = format!("requests have waited for {held_up_ms} ms for the copy of {range} to it");
