@@ -92,8 +92,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let _metrics = shorthorn_metrics::start(config.metrics_listen, DEFAULT_METRICS, shown).await?;
     let (stop, stopping) = watch::channel(false);
     let (door, mut servers) = (CsiDoor::default(), JoinSet::new());
-    if let Some(address) = &config.csi_listen {
-        // Before anything that may have to be waited for: sidecars give up on a socket that is not there.
+    let stands_by = matches!(config.store, StoreConfig::Kubernetes(_));
+    if let Some(address) = config.csi_listen.as_ref().filter(|_| stands_by) {
+        // Before the lease is waited for: sidecars give up on a socket that is not there.
         servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
@@ -134,6 +135,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let api = server().add_service(ControllerServer::new(api));
     servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
     if let Some(address) = &config.csi_listen {
+        if !stands_by {
+            servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
+        }
         door.open(csi);
         tracing::info!(csi = %address, "CSI is served");
     }
