@@ -4,6 +4,14 @@
 /// The header of a call to an agent that says which cluster the controller is of that makes it.
 pub const CLUSTER_HEADER: &str = "shorthorn-cluster";
 
+/// What agents of later releases can do beyond what all can, as the level that GetNode shows.
+pub mod level {
+    /// The agent knows which cluster its node belongs to.
+    pub const CLUSTERS: u32 = 1;
+    /// That of this release.
+    pub const NEWEST: u32 = CLUSTERS;
+}
+
 /// Version 1 of our own interfaces.
 pub mod v1 {
     #![allow(clippy::all)]

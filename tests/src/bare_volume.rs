@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, ScrubStatus, Secret, store_spec,
+    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, ScrubStatus, Secret, Unknown, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -88,6 +88,7 @@ impl BareVolume {
                 data_address: None,
                 control_socket: self.file(index, "control"),
                 sum_bytes_per_s: SUM_BYTES_PER_S,
+                unknown: Unknown::default(),
             };
             store_spec(&self.file(index, "json"), &spec)?;
         }
@@ -115,6 +116,7 @@ impl BareVolume {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: self.options.verify_reads,
             continues: 0,
+            unknown: Unknown::default(),
         };
         Ok(store_spec(&self.options.dir.join("engine.json"), &spec)?)
     }

@@ -16,7 +16,7 @@ pub use server::{Publisher, Server};
 pub use shorthorn_types::Secret;
 pub use spec::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec,
-    SUM_BYTES_PER_S, SpecError, load_spec, store_spec,
+    SUM_BYTES_PER_S, SpecError, Unknown, load_spec, store_spec,
 };
 pub use status::{
     Command, CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, IoCounter, IoCounters,

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -8,9 +9,14 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
+/// The fields of a file that this version does not know. A later version has written them, and may be installed again: so they
+/// are kept when the file is written. What must not be overlooked gets another name of its file, not a field.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Unknown(BTreeMap<String, serde_json::Value>);
+
 /// What a replica process is started with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct ReplicaSpec {
     /// The volume that it belongs to.
     pub volume: VolumeName,
@@ -37,6 +43,9 @@ pub struct ReplicaSpec {
     /// what the disk changes by itself is not noticed by the replica.
     #[serde(default = "sum_bytes_per_s_default", skip_serializing_if = "is_sum_bytes_per_s_default")]
     pub sum_bytes_per_s: u64,
+    /// Fields of a later version.
+    #[serde(flatten)]
+    pub unknown: Unknown,
 }
 
 /// [`ReplicaSpec::sum_bytes_per_s`] where nobody says anything else.
@@ -54,7 +63,6 @@ fn is_sum_bytes_per_s_default(value: &u64) -> bool {
 
 /// What an engine process is started with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct EngineSpec {
     /// The volume.
     pub volume: VolumeName,
@@ -105,6 +113,9 @@ pub struct EngineSpec {
     /// then, through engines with other numbers. 0: none before this one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub continues: u64,
+    /// Fields of a later version.
+    #[serde(flatten)]
+    pub unknown: Unknown,
 }
 
 /// [`EngineSpec::intent_clear_after_ms`] where nobody says anything else.
@@ -128,7 +139,6 @@ fn is_zero(value: &u64) -> bool {
 
 /// How much copying may take of a volume's speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct RebuildLimits {
     /// The most that is copied; 0: no limit.
     pub bytes_per_s: u64,
@@ -144,7 +154,6 @@ impl Default for RebuildLimits {
 
 /// Where one replica of the volume is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct ReplicaEndpoint {
     /// Which replica has to answer there.
     pub replica: ReplicaId,
@@ -246,6 +255,7 @@ mod tests {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: false,
             continues: 0,
+            unknown: Unknown::default(),
         }
     }
 
@@ -266,12 +276,49 @@ mod tests {
         assert_eq!(serde_json::from_value::<EngineSpec>(old).unwrap(), spec());
     }
 
+    /// Specs as release 0.1.0 has written them. They stay readable for as long as an update from that release is.
+    #[test]
+    fn specs_of_earlier_releases_can_be_read() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/releases/0.1.0");
+        let engine: EngineSpec = load_spec(&folder.join("engine.json")).unwrap();
+        assert_eq!((engine.attach, engine.replicas.len(), engine.frontend), (4, 2, FrontendChoice::Socket));
+        assert_eq!(engine.granted.as_ref().unwrap().members.len(), 1);
+        let replica: ReplicaSpec = load_spec(&folder.join("replica.json")).unwrap();
+        assert_eq!((replica.first_members.len(), replica.create), (2, false));
+        assert_eq!(replica.sum_bytes_per_s, SUM_BYTES_PER_S);
+        // And written as they were: a release that refuses what it does not know takes them back.
+        let written = |spec: serde_json::Value, file: &str| {
+            let stored: serde_json::Value = load_spec(&folder.join(file)).unwrap();
+            assert_eq!(spec, stored, "{file}");
+        };
+        written(serde_json::to_value(engine).unwrap(), "engine.json");
+        written(serde_json::to_value(replica).unwrap(), "replica.json");
+    }
+
+    #[test]
+    fn fields_of_a_later_version_are_tolerated_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.json");
+        let mut later = serde_json::to_value(spec()).unwrap();
+        later["colour"] = serde_json::json!({ "hue": 7 });
+        later["rebuild"]["haste"] = true.into();
+        later["replicas"][0]["rack"] = "b".into();
+        fs::write(&path, later.to_string()).unwrap();
+        let known: EngineSpec = load_spec(&path).unwrap();
+        store_spec(&path, &EngineSpec { attach: 9, ..known }).unwrap();
+        let kept: serde_json::Value = load_spec(&path).unwrap();
+        assert_eq!((&kept["colour"]["hue"], &kept["attach"]), (&7.into(), &9.into()));
+    }
+
     #[test]
     fn errors_name_file_and_place() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.json");
-        fs::write(&path, "{\n  \"volume\": \"v1\",\n  \"colour\": 1\n}").unwrap();
+        fs::write(&path, "{\n  \"volume\": \"v1\",\n  \"attach\": \"x\"\n}").unwrap();
         let text = load_spec::<EngineSpec>(&path).unwrap_err().to_string();
-        assert!(text.contains("v1.json") && text.contains("colour") && text.contains("line 3"), "{text}");
+        assert!(
+            text.contains("v1.json") && text.contains("expected u64") && text.contains("line 3"),
+            "{text}"
+        );
     }
 }

@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use nix::sys::signalfd::SignalFd;
 use shorthorn_control::{
     Command as Order, EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status,
-    load_spec, store_spec,
+    Unknown, load_spec, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -277,6 +277,7 @@ fn replica_spec(
         data_address: None,
         control_socket: process.files.control.clone(),
         sum_bytes_per_s: u64::from(args.sum_mib_per_s) << 20,
+        unknown: Unknown::default(),
     })
 }
 
@@ -306,5 +307,6 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         intent_clear_after_ms: args.intent_clear_after_ms,
         verify_reads: args.verify_reads,
         continues: 0,
+        unknown: Unknown::default(),
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use serde::{Deserialize, Serialize};
-use shorthorn_control::{load_spec, store_spec};
+use shorthorn_control::{Unknown, load_spec, store_spec};
 use shorthorn_proto::CLUSTER_HEADER;
 use tonic::Status;
 use tonic::body::Body;
@@ -33,6 +33,9 @@ pub struct Claim {
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
     cluster: String,
+    /// Fields of a later version.
+    #[serde(flatten)]
+    unknown: Unknown,
 }
 
 impl Claim {
@@ -108,7 +111,7 @@ impl Claim {
                 "a cluster has a name of 1 to {NAME_MAX_BYTES} letters, digits and signs, without spaces"
             )));
         }
-        Ok(store_spec(&self.file, &Kept { cluster: cluster.to_owned() })?)
+        Ok(store_spec(&self.file, &Kept { cluster: cluster.to_owned(), unknown: Unknown::default() })?)
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use serde::{Deserialize, Serialize};
-use shorthorn_control::{load_spec, store_spec};
+use shorthorn_control::{Unknown, load_spec, store_spec};
 use shorthorn_proto::v1;
 use shorthorn_types::limits::BLOCK_BYTES;
 
@@ -37,13 +37,15 @@ pub struct Disks {
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct Kept {
     /// Which were added to those of the configuration.
     disks: Vec<PathBuf>,
     /// Disks of the configuration that have had an identity. One that has none any more is most likely not mounted.
     #[serde(default)]
     prepared: BTreeSet<PathBuf>,
+    /// Fields of a later version.
+    #[serde(flatten)]
+    unknown: Unknown,
 }
 
 /// `longhorn-disk.cfg`, with Longhorn's keys. Keys that a later Longhorn adds are not for us.
@@ -539,6 +541,22 @@ mod tests {
         fs::write(dir.path().join("longhorn-disk.cfg"), cfg).unwrap();
         let disk = disks(dir.path()).add(dir.path().to_str().unwrap()).unwrap();
         assert_eq!(disk.uuid, "u-1");
+    }
+
+    #[test]
+    fn what_an_earlier_or_a_later_agent_has_kept_is_read_and_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("disks.json");
+        // Of release 0.1.0.
+        fs::write(&file, r#"{"disks":["/data/a"],"prepared":["/var/lib/longhorn"]}"#).unwrap();
+        assert!(disks(dir.path()).has(Path::new("/data/a")));
+        fs::write(&file, r#"{"disks":["/data/a"],"classes":{"/data/a":"fast"}}"#).unwrap();
+        let disk = dir.path().join("disk");
+        fs::create_dir(&disk).unwrap();
+        disks(dir.path()).add(disk.to_str().unwrap()).unwrap();
+        let kept: serde_json::Value = load_spec(&file).unwrap();
+        assert_eq!(kept["classes"]["/data/a"], "fast");
+        assert_eq!(kept["disks"].as_array().unwrap().len(), 2);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use shorthorn_control::ScrubOrder;
 use shorthorn_frontend::probe::FrontendReport;
 use shorthorn_proto::v1::node_server::Node;
-use shorthorn_proto::{CLUSTER_HEADER, v1};
+use shorthorn_proto::{CLUSTER_HEADER, level, v1};
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;
@@ -70,6 +70,7 @@ impl Node for NodeService {
             max_volumes: self.config.max_volumes,
             cluster: self.claim.owner(),
             warnings,
+            feature_level: level::NEWEST,
         }))
     }
 

@@ -14,7 +14,6 @@ use crate::quorum::{Quorum, quorum};
 /// What it cannot see it has to believe: who has stored the target, and that the engine reports all that it has to
 /// honour. The replicas and [`crate::Change`] see to that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Arbiter {
     granted: Option<View>,
     /// From which attachment on this record is known to be older than the volume; 0: it is not.

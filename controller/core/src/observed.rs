@@ -93,6 +93,8 @@ pub struct AgentInfo {
     pub frontends: Vec<FrontendStatus>,
     /// The most volumes that CSI lets be attached to its node; 0: any number.
     pub max_volumes: u32,
+    /// What it can do beyond what all agents can.
+    pub feature_level: u32,
 }
 
 /// What an agent says of a disk.

@@ -28,6 +28,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
         zone: info.zone,
         frontends: frontends.collect(),
         max_volumes: info.max_volumes,
+        feature_level: info.feature_level,
     }
 }
 
@@ -179,6 +180,22 @@ pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
         dirty: found.dirty,
         rebuilding: found.rebuilding,
         lost_cache: found.lost_cache,
+    }
+}
+
+/// What an agent has to be able to do for a call, as a level of features. A call or a field that is added says its own.
+pub(super) const fn level_of(call: &AgentCall) -> u32 {
+    match call {
+        AgentCall::StartReplica { .. }
+        | AgentCall::StartEngine { .. }
+        | AgentCall::Grant { .. }
+        | AgentCall::UpdateReplicas { .. }
+        | AgentCall::SetRebuildLimits { .. }
+        | AgentCall::FenceReplica { .. }
+        | AgentCall::ExpandEngine { .. }
+        | AgentCall::SalvageReplica { .. }
+        | AgentCall::StopInstance { .. }
+        | AgentCall::DeleteReplica { .. } => 0,
     }
 }
 

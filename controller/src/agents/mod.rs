@@ -58,6 +58,18 @@ pub enum CallError {
     /// Its agent is not in reach.
     #[error("the agent of node {0} is out of reach")]
     OutOfReach(NodeName),
+    /// Its agent is of an earlier release than what was asked for.
+    #[error(
+        "the agent of node {node} is too old to {what} (version {version}): upgrade the agent of node {node}"
+    )]
+    TooOld {
+        /// The node.
+        node: NodeName,
+        /// What it was asked for.
+        what: &'static str,
+        /// What it says that it is.
+        version: String,
+    },
     /// Its agent said no.
     #[error("{message}")]
     Refused {
@@ -75,6 +87,7 @@ impl CallError {
         match self {
             CallError::NotConfigured(_) => Code::NotFound,
             CallError::OutOfReach(_) => Code::Unavailable,
+            CallError::TooOld { .. } => Code::FailedPrecondition,
             CallError::Refused { code, .. } => *code,
         }
     }
@@ -216,7 +229,11 @@ impl Fleet {
             return Err(CallError::OutOfReach(node.clone()));
         }
         let started = Instant::now();
-        let result = self.send(node, call).await;
+        let result = if self.can(node, convert::level_of(call)) {
+            self.send(node, call).await.map_err(|error| self.blamed(node, call.verb(), error))
+        } else {
+            Err(self.too_old(node, call.verb()))
+        };
         let code = result.as_ref().err().map_or(Code::Ok, CallError::code);
         self.metrics.called_agent(call.name(), &format!("{code:?}"), started.elapsed());
         self.change(node, |view| {
@@ -229,6 +246,28 @@ impl Fleet {
             };
         });
         result
+    }
+
+    /// A call that an agent does not know has one remedy, whatever gRPC says of it.
+    fn blamed(&self, node: &NodeName, what: &'static str, error: CallError) -> CallError {
+        match error {
+            CallError::Refused { code: Code::Unimplemented, .. } => self.too_old(node, what),
+            error => error,
+        }
+    }
+
+    /// Whether the agent of `node` says that it has the features of that level.
+    fn can(&self, node: &NodeName, level: u32) -> bool {
+        let agents = self.agents();
+        let info = agents.get(node).and_then(|view| view.info.as_ref());
+        level == 0 || info.is_some_and(|info| info.feature_level >= level)
+    }
+
+    fn too_old(&self, node: &NodeName, what: &'static str) -> CallError {
+        let agents = self.agents();
+        let info = agents.get(node).and_then(|view| view.info.as_ref());
+        let version = info.map_or_else(|| "not known".to_owned(), |info| info.version.clone());
+        CallError::TooOld { node: node.clone(), what, version }
     }
 
     async fn send(&self, node: &NodeName, call: &AgentCall) -> Result<(), CallError> {
@@ -339,7 +378,9 @@ impl Fleet {
         node: &NodeName,
         request: v1::UpgradeEngineRequest,
     ) -> Result<v1::UpgradeEngineResponse, CallError> {
-        Ok(self.client(node)?.upgrade_engine(limited(request, UPGRADE_LIMIT)).await?.into_inner())
+        let upgraded = self.client(node)?.upgrade_engine(limited(request, UPGRADE_LIMIT)).await;
+        let blamed = |status: Status| self.blamed(node, "upgrade an engine", status.into());
+        Ok(upgraded.map_err(blamed)?.into_inner())
     }
 
     /// Has the agent of `node` start or stop a scrub.
@@ -367,8 +408,9 @@ impl Fleet {
     /// [`CallError`].
     pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), CallError> {
         let request = v1::ReleaseNodeRequest { cluster: from.to_owned() };
-        self.client(node)?.release_node(limited(request, CALL_LIMIT)).await?;
-        Ok(())
+        let released = self.client(node)?.release_node(limited(request, CALL_LIMIT)).await;
+        // What it can do is not known yet: nothing is taken in of a node of another cluster.
+        released.map(drop).map_err(|status| self.blamed(node, "hand its node over", status.into()))
     }
 
     /// Has the agent of `node` prepare a disk.

@@ -11,6 +11,10 @@ use super::{GROUP, VERSION, kind_name, plural};
 
 /// The kinds in the order in which people read of them.
 pub const ORDER: [Kind; 4] = [Kind::Volume, Kind::Engine, Kind::Replica, Kind::Node];
+/// The annotation of a definition that says which schema it has.
+pub const HASH_ANNOTATION: &str = "shorthorn.io/schema-hash";
+/// How much of the digest of a schema is its hash.
+const HASH_BYTES: usize = 8;
 const RULES: &str = "x-kubernetes-validations";
 
 /// Whether the rules in CEL are part of a definition. API servers know them since 1.25.
@@ -42,18 +46,20 @@ pub fn definition(kind: Kind, rules: Rules) -> Value {
     } else if schema[RULES].as_array().is_none_or(Vec::is_empty) {
         schema.as_object_mut().map(|fields| fields.remove(RULES));
     }
-    let name = plural(kind);
     json!({
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": { "name": format!("{name}.{GROUP}") },
+        "metadata": {
+            "name": definition_name(kind),
+            "annotations": { HASH_ANNOTATION: hash_of(&schema) },
+        },
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
             "names": {
                 "kind": kind_name(kind),
                 "listKind": format!("{}List", kind_name(kind)),
-                "plural": name,
+                "plural": plural(kind),
                 "singular": kind.as_str(),
                 "shortNames": [short_name(kind)],
                 "categories": ["shorthorn"],
@@ -68,6 +74,21 @@ pub fn definition(kind: Kind, rules: Rules) -> Value {
             }],
         },
     })
+}
+
+/// The name of the definition of a kind.
+#[must_use]
+pub fn definition_name(kind: Kind) -> String {
+    format!("{}.{GROUP}", plural(kind))
+}
+
+/// What tells schemas apart: that of a definition is in its annotation. Rules are no part of it, so that a definition
+/// without rules has the same.
+fn hash_of(schema: &Value) -> String {
+    let mut schema = schema.clone();
+    leave_out_rules(&mut schema);
+    let digest = ring::digest::digest(&ring::digest::SHA256, schema.to_string().as_bytes());
+    digest.as_ref().iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The definition as a YAML document.
@@ -122,6 +143,49 @@ fn name_rules(kind: Kind) -> Value {
             },
         ]),
         Kind::Engine | Kind::Replica | Kind::Node => json!([]),
+    }
+}
+
+/// What of our schema of a kind an API server would drop or refuse, which has this definition; nothing: it keeps everything.
+/// One of a later release has more than we know, and that is well.
+#[must_use]
+pub fn lacking(kind: Kind, installed: &Value) -> Vec<String> {
+    let ours = definition(kind, Rules::LeftOut);
+    let annotation = &installed["metadata"]["annotations"][HASH_ANNOTATION];
+    if *annotation == ours["metadata"]["annotations"][HASH_ANNOTATION] {
+        return Vec::new();
+    }
+    let schema = |definition: &Value| {
+        let versions = definition["spec"]["versions"].as_array().cloned().unwrap_or_default();
+        let ours = versions.into_iter().find(|version| version["name"] == VERSION);
+        ours.map_or(Value::Null, |version| version["schema"]["openAPIV3Schema"].clone())
+    };
+    let mut lacking = Vec::new();
+    compare(kind.as_str(), &schema(&ours), &schema(installed), &mut lacking);
+    lacking
+}
+
+fn compare(at: &str, ours: &Value, installed: &Value, lacking: &mut Vec<String>) {
+    if installed["x-kubernetes-preserve-unknown-fields"] == true {
+        return;
+    }
+    for (name, property) in ours["properties"].as_object().into_iter().flatten() {
+        let at = format!("{at}.{name}");
+        match installed["properties"].get(name) {
+            Some(there) => compare(&at, property, there, lacking),
+            None => lacking.push(format!("the field {at}")),
+        }
+    }
+    for inner in ["items", "additionalProperties"] {
+        if ours[inner].is_object() {
+            compare(&format!("{at}[]"), &ours[inner], &installed[inner], lacking);
+        }
+    }
+    if let Some(there) = installed["enum"].as_array() {
+        let words = ours["enum"].as_array().into_iter().flatten();
+        lacking.extend(
+            words.filter(|word| !there.contains(word)).map(|word| format!("the value {word} of {at}")),
+        );
     }
 }
 

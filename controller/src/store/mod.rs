@@ -3,6 +3,7 @@
 mod cache;
 mod change;
 pub mod kubernetes;
+mod later;
 mod memory;
 mod redb;
 

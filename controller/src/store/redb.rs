@@ -4,12 +4,14 @@ use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 
 use async_trait::async_trait;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::Deserialize;
+use serde_json::Value;
 use shorthorn_controller_core::World;
 use shorthorn_controller_core::objects::{Key, Object};
 use tokio::sync::broadcast;
 
 use super::cache::Cache;
-use super::{Store, StoreError};
+use super::{Store, StoreError, later};
 use crate::random::new_cluster;
 
 /// `volume/<name>` and so on, to the object as JSON.
@@ -116,12 +118,24 @@ impl Inner {
         self.cache.check(&key, object.metadata().resource_version)?;
         let revision = writer.revision + 1;
         object.metadata_mut().resource_version = revision;
-        let text = serde_json::to_vec(&object)
-            .map_err(|error| StoreError::Write { path: self.path.clone(), message: error.to_string() })?;
+        let text = self.text(&writer.database, &object).map_err(|error| self.write_error(&error))?;
         commit(&writer.database, &key, Some(&text), revision).map_err(|error| self.write_error(&error))?;
         writer.revision = revision;
         self.cache.insert(object.clone());
         Ok(object)
+    }
+
+    /// The object as it is stored, with whatever a later version has stored of it.
+    fn text(&self, database: &Database, object: &Object) -> Result<Vec<u8>, redb::Error> {
+        let failed = |error: serde_json::Error| redb::Error::Io(error.into());
+        let mut new = serde_json::to_value(object).map_err(failed)?;
+        let objects = database.begin_read()?.open_table(OBJECTS)?;
+        if let Some(stored) = objects.get(name(&object.key()).as_str())? {
+            let stored: Value = serde_json::from_slice(stored.value()).map_err(failed)?;
+            let known: Object = Object::deserialize(&stored).map_err(failed)?;
+            later::keep(&stored, &serde_json::to_value(known).map_err(failed)?, &mut new);
+        }
+        serde_json::to_vec(&new).map_err(failed)
     }
 
     fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
@@ -200,8 +214,12 @@ fn load(database: &Database) -> Result<World, Damage> {
     Ok(world)
 }
 
+fn name(key: &Key) -> String {
+    format!("{}/{}", key.kind.as_str(), key.name)
+}
+
 fn commit(database: &Database, key: &Key, value: Option<&[u8]>, revision: u64) -> Result<(), redb::Error> {
-    let name = format!("{}/{}", key.kind.as_str(), key.name);
+    let name = name(key);
     // The default durability: the commit returns when the file is synced.
     let transaction = database.begin_write()?;
     {

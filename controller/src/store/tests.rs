@@ -65,3 +65,37 @@ fn what_is_no_store_is_refused_in_words() {
     let missing = RedbStore::open(&directory.path().join("no/such/store")).unwrap_err().to_string();
     assert!(missing.contains("No such file"), "{missing}");
 }
+
+#[tokio::test]
+async fn what_a_later_controller_has_stored_stays() {
+    use ::redb::ReadableTable;
+    const OBJECTS: ::redb::TableDefinition<'_, &str, &[u8]> = ::redb::TableDefinition::new("objects");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    drop(RedbStore::open(&path).unwrap().put(node("n", 0)).await.unwrap());
+    let raw = |change: &dyn Fn(&mut serde_json::Value)| {
+        let database = ::redb::Database::open(&path).unwrap();
+        let transaction = database.begin_write().unwrap();
+        let mut objects = transaction.open_table(OBJECTS).unwrap();
+        let mut object = serde_json::from_slice(objects.get("node/n").unwrap().unwrap().value()).unwrap();
+        change(&mut object);
+        objects.insert("node/n", serde_json::to_vec(&object).unwrap().as_slice()).unwrap();
+        drop(objects);
+        transaction.commit().unwrap();
+    };
+    raw(&|node| node["status"]["levitation"] = serde_json::json!({ "height": 3 }));
+    let store = RedbStore::open(&path).unwrap();
+    let known = store.world().get(&Key::new(Kind::Node, "n")).unwrap();
+    store.put(known).await.unwrap();
+    drop(store);
+    raw(&|node| assert_eq!(node["status"]["levitation"]["height"], 3, "{node:#}"));
+}
+
+#[test]
+fn a_store_is_of_one_cluster_for_good() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = |name: &str| RedbStore::open(&directory.path().join(name)).unwrap().cluster().to_owned();
+    let first = open("a");
+    assert_eq!(first, open("a"));
+    assert_ne!(first, open("b"));
+}

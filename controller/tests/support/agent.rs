@@ -283,6 +283,7 @@ impl Node for FakeAgent {
             max_volumes: 0,
             cluster: String::new(),
             warnings: Vec::new(),
+            feature_level: shorthorn_proto::level::NEWEST,
             frontends: vec![v1::FrontendInfo {
                 name: "ublk".to_owned(),
                 usable: true,

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
     Client, Command as Order, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, Secret, store_spec,
+    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, Secret, Unknown, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -239,6 +239,7 @@ impl Files<'_> {
                 data_address: Some(replica_address(replica)?),
                 control_socket: self.file(replica, "control"),
                 sum_bytes_per_s: SUM_BYTES_PER_S,
+                unknown: Unknown::default(),
             };
             store_spec(&self.file(replica, "json"), &spec)?;
             endpoints.push(ReplicaEndpoint {
@@ -266,6 +267,7 @@ impl Files<'_> {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: false,
             continues: 0,
+            unknown: Unknown::default(),
         };
         Ok(store_spec(&self.dir.join("engine.json"), &spec)?)
     }

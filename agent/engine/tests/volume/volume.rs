@@ -16,7 +16,8 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
     Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
-    IoCounters, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, store_spec,
+    IoCounters, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, Unknown,
+    store_spec,
 };
 use shorthorn_regions::{Marked, RegionKeeper, SetKey};
 use shorthorn_store::{OpenOptions, Store};
@@ -143,6 +144,7 @@ impl Volume {
             data_address: None,
             control_socket: self.file(&format!("control{number}")),
             sum_bytes_per_s: SUM_BYTES_PER_S,
+            unknown: Unknown::default(),
         };
         let name = format!("replica{number}.json");
         store_spec(&self.file(&name), &spec).unwrap();
@@ -169,6 +171,7 @@ impl Volume {
             intent_clear_after_ms: self.intent_clear_after_ms,
             verify_reads: false,
             continues: 0,
+            unknown: Unknown::default(),
         };
         store_spec(&self.file("engine.json"), &spec).unwrap();
         self.engine = Some(self.spawn("engine", "engine.json"));

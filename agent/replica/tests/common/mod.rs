@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
-use shorthorn_control::{ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Status, store_spec};
+use shorthorn_control::{ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Status, Unknown, store_spec};
 use shorthorn_types::{Generation, Members, ReplicaId};
 use shorthorn_wire::{
     Challenge, Claim, Flags, HEADER_BYTES, Header, Hello, Nonce, Opcode, ProvenWelcome, Refusal, Session,
@@ -42,6 +42,7 @@ pub fn spec(base: &Path, size_bytes: u64) -> ReplicaSpec {
         data_address: None,
         control_socket: base.join("control.sock"),
         sum_bytes_per_s: SUM_BYTES_PER_S,
+        unknown: Unknown::default(),
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use shorthorn_control::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret,
-    SpecError, load_spec, store_spec,
+    SpecError, Unknown, load_spec, store_spec,
 };
 use shorthorn_proto::v1;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
@@ -63,6 +63,7 @@ impl Spec {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: request.verify_reads,
             continues: request.continues,
+            unknown: Unknown::default(),
         }))
     }
 
@@ -94,6 +95,7 @@ impl Spec {
             data_address: None,
             control_socket: places.control(&id)?,
             sum_bytes_per_s: u64::from(config.sum_mib_per_s) << 20,
+            unknown: Unknown::default(),
         }))
     }
 

@@ -1,5 +1,9 @@
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::de::Error;
+use serde::ser::SerializeSeq;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{Timestamp, schema};
 
@@ -84,10 +88,60 @@ impl Finding {
 }
 
 /// The conditions of an object, at most one of each type.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(transparent)]
-#[schemars(extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["type"]))]
-pub struct Conditions(Vec<Condition>);
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Conditions {
+    known: Vec<Condition>,
+    /// Those of types that a later version knows: they stay as they are.
+    later: Vec<serde_json::Value>,
+}
+
+impl Serialize for Conditions {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut all = serializer.serialize_seq(Some(self.known.len() + self.later.len()))?;
+        for condition in &self.known {
+            all.serialize_element(condition)?;
+        }
+        for condition in &self.later {
+            all.serialize_element(condition)?;
+        }
+        all.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for Conditions {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Conditions, D::Error> {
+        let mut conditions = Conditions::default();
+        for condition in Vec::<serde_json::Value>::deserialize(deserializer)? {
+            if ConditionType::deserialize(&condition["type"]).is_ok() {
+                conditions.known.push(Condition::deserialize(condition).map_err(D::Error::custom)?);
+            } else {
+                conditions.later.push(condition);
+            }
+        }
+        Ok(conditions)
+    }
+}
+
+impl JsonSchema for Conditions {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        "Conditions".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let mut schema = generator.subschema_for::<Vec<Condition>>();
+        schema.insert("x-kubernetes-list-type".to_owned(), "map".into());
+        schema.insert("x-kubernetes-list-map-keys".to_owned(), serde_json::json!(["type"]));
+        schema.insert(
+            "description".to_owned(),
+            "The conditions of an object, at most one of each type.".into(),
+        );
+        schema
+    }
+}
 
 impl Conditions {
     /// Notes `finding`; the transition time changes only with the status.
@@ -96,21 +150,21 @@ impl Conditions {
             Finding::Well => (true, String::new(), String::new()),
             Finding::Wrong(reason, message) => (false, reason.to_owned(), message),
         };
-        match self.0.iter_mut().find(|condition| condition.kind == kind) {
+        match self.known.iter_mut().find(|condition| condition.kind == kind) {
             Some(condition) => {
                 if condition.status != status {
                     condition.last_transition_time = now;
                 }
                 (condition.status, condition.reason, condition.message) = (status, reason, message);
             }
-            None => self.0.push(Condition { kind, status, reason, message, last_transition_time: now }),
+            None => self.known.push(Condition { kind, status, reason, message, last_transition_time: now }),
         }
     }
 
     /// The condition of that type, where it was ever set.
     #[must_use]
     pub fn get(&self, kind: ConditionType) -> Option<&Condition> {
-        self.0.iter().find(|condition| condition.kind == kind)
+        self.known.iter().find(|condition| condition.kind == kind)
     }
 
     /// Whether the condition was set and holds.
@@ -121,6 +175,24 @@ impl Conditions {
 
     /// All of them, in the order in which they were first set.
     pub fn iter(&self) -> impl Iterator<Item = &Condition> {
-        self.0.iter()
+        self.known.iter()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condition_of_a_later_version_stays() {
+        let later = serde_json::json!({ "type": "Levitating", "status": "True", "height": 3 });
+        let healthy = serde_json::json!(
+            { "type": "Healthy", "status": "True", "lastTransitionTime": "2026-01-02T03:04:05Z" });
+        let mut conditions: Conditions = serde_json::from_value(serde_json::json!([later, healthy])).unwrap();
+        assert!(conditions.is_true(ConditionType::Healthy) && conditions.iter().count() == 1);
+        conditions.set(ConditionType::Healthy, Finding::wrong("A", "b"), Timestamp::UNIX_EPOCH);
+        let written = serde_json::to_value(conditions).unwrap();
+        assert_eq!((&written[0]["status"], &written[1]), (&"False".into(), &later));
+        assert!(serde_json::from_value::<Conditions>(serde_json::json!([{ "type": "Healthy" }])).is_err());
     }
 }

@@ -38,10 +38,12 @@ pub struct EngineSpec {
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
     pub node_id: Option<NodeName>,
     /// Whether it should run.
+    #[serde(deserialize_with = "super::later::word")]
     pub desire_state: DesireState,
     /// The number of the attachment that it runs for.
     pub attach: u64,
     /// How the device is made.
+    #[serde(deserialize_with = "super::later::word")]
     pub frontend: Frontend,
     /// Its replicas and where they are. Replicas that come back or are new are told to the running engine.
     #[serde(default)]
@@ -57,6 +59,7 @@ pub struct EngineSpec {
 #[serde(rename_all = "camelCase")]
 pub struct EngineStatus {
     /// Whether a process is there.
+    #[serde(deserialize_with = "super::later::word")]
     pub current_state: CurrentState,
     /// The newest attachment whose engine process was seen.
     #[serde(default)]
@@ -167,6 +170,7 @@ pub struct ExpansionStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MemberStatus {
     /// In the view or not.
+    #[serde(deserialize_with = "super::later::word")]
     pub mode: MemberMode,
     /// Why it is not. Of a member: why requests wait for it, if they do.
     #[serde(default)]

@@ -2,6 +2,7 @@
 
 mod condition;
 mod engine;
+mod later;
 mod metadata;
 mod node;
 mod quoted;

@@ -46,6 +46,7 @@ pub struct ReplicaSpec {
     #[serde(rename = "diskID")]
     pub disk_id: String,
     /// Whether its process should run.
+    #[serde(deserialize_with = "super::later::word")]
     pub desire_state: DesireState,
     /// Whether another one is to take its place where that is better; else the controller takes this back.
     #[serde(default)]
@@ -57,8 +58,10 @@ pub struct ReplicaSpec {
 #[serde(rename_all = "camelCase")]
 pub struct ReplicaStatus {
     /// Whether a process is there.
+    #[serde(deserialize_with = "super::later::word")]
     pub current_state: CurrentState,
     /// Whether there is a directory.
+    #[serde(deserialize_with = "super::later::word")]
     pub data: DataState,
     /// Where its process serves, while it does.
     #[serde(default)]

@@ -51,7 +51,7 @@ pub struct VolumeSpec {
     #[schemars(range(min = 1, max = 8))]
     pub number_of_replicas: u32,
     /// How the device is made.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "super::later::word")]
     pub frontend: Frontend,
     /// Where it should be attached; none: nowhere.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
@@ -72,7 +72,7 @@ pub struct VolumeSpec {
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub disk_selector: Labels,
     /// Whether a replica should be where the volume is attached.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "super::later::word")]
     pub data_locality: DataLocality,
     /// Whether replicas compare every read with the sums of its blocks, so that another replica answers a read of rot. Holds from
     /// the next attachment on.
@@ -105,8 +105,10 @@ fn default_replicas() -> u32 {
 #[serde(rename_all = "camelCase")]
 pub struct VolumeStatus {
     /// Where in its life it is.
+    #[serde(deserialize_with = "super::later::word")]
     pub state: VolumeState,
     /// How safe its data is now.
+    #[serde(deserialize_with = "super::later::word")]
     pub robustness: Robustness,
     /// Where it is, or is on its way to or from.
     #[serde(rename = "currentNodeID", default, skip_serializing_if = "Option::is_none")]
@@ -308,6 +310,9 @@ pub enum Frontend {
     Nbd,
     /// NBD on a Unix socket, no kernel device.
     Socket,
+    /// One of a later version: no engine can be started.
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// Whether a replica should be where the volume is attached.
@@ -361,6 +366,7 @@ impl Frontend {
             Frontend::Ublk => "ublk",
             Frontend::Nbd => "nbd",
             Frontend::Socket => "socket",
+            Frontend::Unknown => "unknown",
         }
     }
 }

@@ -38,6 +38,7 @@ impl Controller {
             data_address: "10.0.0.1".to_owned(),
             frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() }],
             max_volumes: 0,
+            feature_level: 0,
         });
         let disk = DiskView {
             uuid: "disk".to_owned(),

@@ -117,3 +117,27 @@ fn the_rules_refuse_changes_that_nothing_follows() {
         assert!(refused.len() == 1 && refused[0].contains(what), "{bad}: {refused:?}");
     }
 }
+
+#[test]
+fn a_definition_that_would_drop_something_is_found_out() {
+    for kind in ORDER {
+        assert!(lacking(kind, &definition(kind, Rules::Included)).is_empty());
+        // Of a release without hashes, and of a later one.
+        let mut same = definition(kind, Rules::LeftOut);
+        same["metadata"]["annotations"] = Value::Null;
+        let version = "/spec/versions/0/schema/openAPIV3Schema";
+        let status = same.pointer_mut(&format!("{version}/properties/status/properties")).unwrap();
+        status["levitation"] = json!({ "type": "string" });
+        assert_eq!(lacking(kind, &same), Vec::<String>::new());
+    }
+    let mut old = definition(Kind::Volume, Rules::Included);
+    old["metadata"]["annotations"][HASH_ANNOTATION] = "0".into();
+    let status = "/spec/versions/0/schema/openAPIV3Schema/properties/status/properties";
+    old.pointer_mut(status).unwrap().as_object_mut().unwrap().remove("fencedAttach");
+    let words = old.pointer_mut(&format!("{status}/state/enum")).unwrap().as_array_mut().unwrap();
+    words.retain(|word| word != "detaching");
+    assert_eq!(
+        lacking(Kind::Volume, &old),
+        ["the field volume.status.fencedAttach", "the value \"detaching\" of volume.status.state"]
+    );
+}

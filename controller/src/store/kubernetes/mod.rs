@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::Client;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Status;
@@ -39,7 +40,7 @@ use self::order::Order;
 use super::cache::Cache;
 use super::{Store, StoreError};
 use crate::kubernetes::events::Events;
-use crate::kubernetes::{FIELD_MANAGER, KINDS, resource};
+use crate::kubernetes::{FIELD_MANAGER, KINDS, crds, plural, resource};
 
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
@@ -55,6 +56,17 @@ pub enum OpenError {
         "the API server does not know {0}: install them with shorthorn-controller crds | kubectl apply -f -"
     )]
     NotInstalled(String),
+    /// What this release stores would be dropped.
+    #[error(
+        "the definition {definition} of the API server is older than this controller, and would drop {lacking}: first \
+         shorthorn-controller crds | kubectl apply -f -"
+    )]
+    OldDefinition {
+        /// Its name.
+        definition: String,
+        /// What it does not have.
+        lacking: String,
+    },
     /// The list has no version that can be used.
     #[error("a list of the API server cannot be used: {0}")]
     List(ConvertError),
@@ -126,6 +138,7 @@ impl KubeStore {
     /// # Errors
     /// [`OpenError`].
     pub async fn open(client: Client, namespace: &str, events: Events) -> Result<KubeStore, OpenError> {
+        check_definitions(&client).await?;
         let volumes = follow::keys_of_volumes(&client, namespace).await?;
         let secrets = Api::<KubernetesSecret>::namespaced(client.clone(), namespace);
         let keys = VolumeKeys::open(&secrets, &volumes).await?;
@@ -145,6 +158,29 @@ impl KubeStore {
         }
         Ok(KubeStore { inner, _following: following })
     }
+}
+
+/// Whether the API server keeps all that this release stores.
+async fn check_definitions(client: &Client) -> Result<(), OpenError> {
+    let api: Api<CustomResourceDefinition> = Api::all(client.clone());
+    for kind in KINDS {
+        let definition = crds::definition_name(kind);
+        let found = match bounded(api.get_opt(&definition)).await {
+            Ok(Some(found)) => found,
+            Ok(None) => return Err(OpenError::NotInstalled(plural(kind))),
+            Err(error) if is_code(&error, 403) => {
+                tracing::warn!(%error, "cannot look at {definition}: apply controller/deploy/rbac.yaml again");
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let installed = serde_json::to_value(found).unwrap_or_default();
+        let lacking = crds::lacking(kind, &installed);
+        if !lacking.is_empty() {
+            return Err(OpenError::OldDefinition { definition, lacking: lacking.join(", ") });
+        }
+    }
+    Ok(())
 }
 
 #[async_trait]

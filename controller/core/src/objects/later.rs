@@ -1,0 +1,148 @@
+//! Words of a later version. An object with one stays in sight: it is read as the word that assumes the least.
+
+use serde::de::{DeserializeOwned, Error};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+use super::{
+    CurrentState, DataLocality, DataState, DesireState, Frontend, MemberMode, Robustness, VolumeState,
+};
+
+/// A set of words that later versions may add to.
+pub(super) trait Words: DeserializeOwned {
+    /// What a word means that is not known.
+    const UNKNOWN: Self;
+}
+
+impl Words for VolumeState {
+    /// An engine may be there: so nothing is done that needs one to be gone.
+    const UNKNOWN: VolumeState = VolumeState::Attaching;
+}
+
+impl Words for Robustness {
+    const UNKNOWN: Robustness = Robustness::Unknown;
+}
+
+impl Words for Frontend {
+    /// No engine is started with another one than its owner has chosen.
+    const UNKNOWN: Frontend = Frontend::Unknown;
+}
+
+impl Words for DataLocality {
+    const UNKNOWN: DataLocality = DataLocality::Disabled;
+}
+
+impl Words for DataState {
+    /// A replica that may have data is never made anew.
+    const UNKNOWN: DataState = DataState::Present;
+}
+
+impl Words for DesireState {
+    /// A process may be there.
+    const UNKNOWN: DesireState = DesireState::Running;
+}
+
+impl Words for CurrentState {
+    const UNKNOWN: CurrentState = CurrentState::Unknown;
+}
+
+impl Words for MemberMode {
+    /// It counts for no member.
+    const UNKNOWN: MemberMode = MemberMode::Connecting;
+}
+
+/// For `deserialize_with`: one word of the set, or one of a later version.
+pub(super) fn word<'de, D: Deserializer<'de>, T: Words>(deserializer: D) -> Result<T, D::Error> {
+    match Value::deserialize(deserializer)? {
+        Value::String(word) => Ok(T::deserialize(Value::String(word)).unwrap_or(T::UNKNOWN)),
+        other => Err(D::Error::custom(format!("{other} is no word"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::{Engine, Node, Object, Replica, Volume};
+    use super::*;
+
+    /// Objects of each kind as release 0.1.0 has stored them.
+    fn stored() -> Vec<Value> {
+        serde_json::from_str(include_str!("../../tests/releases/0.1.0/objects.json")).unwrap()
+    }
+
+    #[test]
+    fn objects_of_earlier_releases_can_be_read_and_go_back_there() {
+        let kinds: Vec<Value> = stored().iter().map(|object| object["kind"].clone()).collect();
+        assert_eq!(kinds, ["Engine", "Node", "Replica", "Volume"]);
+        for stored in stored() {
+            let object = Object::deserialize(&stored).unwrap_or_else(|error| panic!("{error}: {stored:#}"));
+            assert_eq!(serde_json::to_value(object).unwrap(), stored);
+        }
+    }
+
+    fn changed<T: DeserializeOwned>(kind: &str, changes: &[(&str, Value)]) -> T {
+        let mut object = stored().into_iter().find(|object| object["kind"] == kind).unwrap();
+        for (at, value) in changes {
+            let (parent, name) = at.rsplit_once('/').unwrap();
+            object.pointer_mut(parent).unwrap()[name] = value.clone();
+        }
+        T::deserialize(object).unwrap()
+    }
+
+    #[test]
+    fn a_word_or_a_field_of_a_later_version_makes_nobody_forget_an_object() {
+        let word = json!("levitating");
+        let volume: Volume = changed(
+            "Volume",
+            &[
+                ("/spec/frontend", word.clone()),
+                ("/spec/dataLocality", word.clone()),
+                ("/spec/levitation", json!({ "height": 1 })),
+                ("/status/state", word.clone()),
+                ("/status/robustness", word.clone()),
+                ("/status/arbiter/levitates", json!(true)),
+                ("/status/conditions/0/type", word.clone()),
+            ],
+        );
+        assert_eq!(
+            (volume.spec.frontend, volume.spec.data_locality),
+            (Frontend::Unknown, DataLocality::Disabled)
+        );
+        assert_eq!(
+            (volume.status.state, volume.status.robustness),
+            (VolumeState::Attaching, Robustness::Unknown)
+        );
+        let engine: Engine = changed(
+            "Engine",
+            &[
+                ("/spec/desireState", word.clone()),
+                ("/spec/frontend", word.clone()),
+                ("/status/currentState", word.clone()),
+                ("/status/replicaModeMap/8rqh2w91/mode", word.clone()),
+            ],
+        );
+        assert_eq!(engine.spec.desire_state, DesireState::Running);
+        assert!(!engine.status.replica_mode_map.values().any(|member| member.mode == MemberMode::Member));
+        let replica: Replica = changed(
+            "Replica",
+            &[
+                ("/status/data", word.clone()),
+                ("/status/currentState", word.clone()),
+                ("/spec/desireState", word),
+            ],
+        );
+        assert_eq!(
+            (replica.status.data, replica.status.current_state),
+            (DataState::Present, CurrentState::Unknown)
+        );
+        let _: Node = changed("Node", &[("/spec/levitation", json!(1)), ("/status/levitation", json!(1))]);
+    }
+
+    #[test]
+    fn what_is_no_word_is_an_error() {
+        let mut volume = stored().remove(3);
+        volume["status"]["state"] = json!(7);
+        assert!(Volume::deserialize(volume).unwrap_err().to_string().contains("no word"));
+    }
+}
