@@ -1,14 +1,14 @@
 //! How the controller is configured: flags, and a TOML file for what no flag says.
 
 use std::collections::BTreeMap;
-use std::num::NonZeroU16;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
-use shorthorn_controller_core::reconcile::{REPLICA_REPLACE_AFTER, Settings};
+use shorthorn_controller_core::reconcile::{REBUILDS_PER_NODE, REPLICA_REPLACE_AFTER, Settings};
 use shorthorn_controller_core::scheduler::Limits;
 use shorthorn_controller_core::{NodeName, NodeNameError};
 use shorthorn_logging::LogFormat;
@@ -69,7 +69,8 @@ pub struct DeletionGuardArgs {
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
     /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format, replica_replace_after_s,
-    /// storage_over_provisioning_percentage, storage_minimal_available_percentage, and the tables [nodes] of NAME = "URL" and
+    /// storage_over_provisioning_percentage, storage_minimal_available_percentage,
+    /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit, and the tables [nodes] of NAME = "URL" and
     /// [kubernetes] with namespace, kubeconfig, agent_port and pods_of_lost_nodes. A flag wins over the file; nodes of both are
     /// used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
@@ -120,6 +121,14 @@ pub struct ServeArgs {
     /// A disk with less than this free, in percent of its size, gets no new replica [default: 10]
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(..100))]
     pub storage_minimal_available_percentage: Option<u32>,
+    /// Whether a volume is created with fewer replicas than asked for, if not all have a place now. The others are made once it
+    /// is attached and there is a place [default: true]
+    #[arg(long, value_name = "true|false")]
+    pub allow_volume_creation_with_degraded_availability: Option<bool>,
+    /// How many replicas a node may bring up at a time before others are placed elsewhere or wait. Of volumes that
+    /// wait, those with the fewest replicas come first [default: 5]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
+    pub concurrent_replica_rebuild_per_node_limit: Option<u32>,
     /// What is logged to standard error: error, warn, info, debug or trace, also per module
     /// (shorthorn_controller=debug,info) [default: info]
     #[arg(long, value_name = "FILTER", value_parser = log_level)]
@@ -210,6 +219,8 @@ struct File {
     replica_replace_after_s: Option<u64>,
     storage_over_provisioning_percentage: Option<u32>,
     storage_minimal_available_percentage: Option<u32>,
+    allow_volume_creation_with_degraded_availability: Option<bool>,
+    concurrent_replica_rebuild_per_node_limit: Option<NonZeroU32>,
     #[serde(default)]
     nodes: BTreeMap<NodeName, ServerUrl>,
 }
@@ -308,6 +319,14 @@ impl Config {
                     .replica_replace_after_s
                     .or(file.replica_replace_after_s)
                     .map_or(REPLICA_REPLACE_AFTER, Duration::from_secs),
+                degraded_creation: args
+                    .allow_volume_creation_with_degraded_availability
+                    .or(file.allow_volume_creation_with_degraded_availability)
+                    .unwrap_or(true),
+                rebuilds_per_node: args
+                    .concurrent_replica_rebuild_per_node_limit
+                    .or_else(|| file.concurrent_replica_rebuild_per_node_limit.map(NonZeroU32::get))
+                    .unwrap_or(REBUILDS_PER_NODE),
             },
             log_format: args.log_format.or(file.log_format).unwrap_or_default(),
             log: log_level(&args.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.to_owned()))
@@ -450,6 +469,24 @@ mod tests {
         let text = "store = \"/a\"\nreplica_replace_after_s = 5\n";
         assert_eq!(after(text, &[]), 5);
         assert_eq!(after(text, &["--replica-replace-after-s", "7"]), 7);
+    }
+
+    #[test]
+    fn degraded_creation_and_rebuilds_at_a_time_can_be_set() {
+        let settings = |text: &str, flags: &[&str]| {
+            let settings = load(&format!("store = \"/a\"\n{text}"), flags).unwrap().settings;
+            (settings.degraded_creation, settings.rebuilds_per_node)
+        };
+        assert_eq!(settings("", &[]), (true, 5));
+        let text = "allow_volume_creation_with_degraded_availability = false\n\
+                    concurrent_replica_rebuild_per_node_limit = 2\n";
+        assert_eq!(settings(text, &[]), (false, 2));
+        let flags = [
+            "--allow-volume-creation-with-degraded-availability=true",
+            "--concurrent-replica-rebuild-per-node-limit=9",
+        ];
+        assert_eq!(settings(text, &flags), (true, 9));
+        assert!(load("store = \"/a\"\nconcurrent_replica_rebuild_per_node_limit = 0\n", &[]).is_err());
     }
 
     #[test]

@@ -332,6 +332,32 @@ async fn a_volume_without_a_place_leaves_nothing_behind() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_volume_is_created_degraded_and_made_whole_once_there_is_a_place() {
+    let mut cluster = Cluster::start(&["a", "b", "c"]).await;
+    cluster.stop_controller().await;
+    cluster.degraded_creation = true;
+    cluster.start_controller().await;
+    let mut csi = caller(&cluster);
+    cluster.ok(&["node", "cordon", "c"]).await;
+    csi.create(create("v")).await.unwrap();
+    csi.publish(publish("v", "a")).await.unwrap();
+    let replicas = || cluster.agents.iter().map(|agent| agent.directories().len()).collect::<Vec<_>>();
+    assert_eq!(replicas(), [1, 1, 0]);
+    cluster.ok(&["node", "uncordon", "c"]).await;
+    tokio::time::timeout(LIMIT, async {
+        while replicas() != [1, 1, 1] {
+            sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
+    .unwrap();
+    // Where nothing has a place, nothing is created.
+    let nowhere = v1::CreateVolumeRequest { parameters: parameter("diskSelector", "ssd"), ..create("w") };
+    assert_eq!(code(&csi.create(nowhere).await), Code::ResourceExhausted);
+    cluster.check();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn publishing_and_deleting_what_cannot_be() {
     type Publish = v1::ControllerPublishVolumeRequest;
     let cluster = Cluster::start(&["a", "b", "c"]).await;

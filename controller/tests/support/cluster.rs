@@ -28,6 +28,8 @@ pub struct Cluster {
     controller: Option<Child>,
     /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
     pub replace_after_s: u64,
+    /// Whether volumes are created with fewer replicas than asked for; most tests want to see why there is no place.
+    pub degraded_creation: bool,
 }
 
 impl Cluster {
@@ -42,6 +44,7 @@ impl Cluster {
             serving: Vec::new(),
             controller: None,
             replace_after_s: 600,
+            degraded_creation: false,
         };
         for agent in &cluster.agents {
             cluster.serving.push(agent.serve(&cluster.path(&agent.name)));
@@ -70,6 +73,8 @@ impl Cluster {
         }
         command.args(["--csi-listen", &format!("unix://{}", self.path("csi.sock").display())]);
         command.args(["--replica-replace-after-s", &self.replace_after_s.to_string()]);
+        let degraded = self.degraded_creation.to_string();
+        command.args(["--allow-volume-creation-with-degraded-availability", &degraded]);
         command.stdin(Stdio::null()).kill_on_drop(true);
         command
     }

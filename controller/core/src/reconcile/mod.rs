@@ -3,6 +3,7 @@
 mod engine;
 mod health;
 mod node;
+mod rebuilds;
 mod replica;
 mod volume;
 
@@ -34,6 +35,10 @@ pub const GRANT_CHECK: Duration = Duration::from_secs(1);
 pub const SPACE_CHECK: Duration = Duration::from_secs(60);
 /// How long a replica may be away before it is replaced, unless something else is configured.
 pub const REPLICA_REPLACE_AFTER: Duration = Duration::from_secs(600);
+/// How many replicas are brought up on a node at a time, unless something else is configured.
+pub const REBUILDS_PER_NODE: u32 = 5;
+/// When to look again whether a node has brought up enough replicas to take another one.
+pub const REBUILD_CHECK: Duration = Duration::from_secs(5);
 /// When to look again whether anything is left on a node that is given up.
 pub const GIVE_UP_CHECK: Duration = Duration::from_secs(10);
 /// How long a new replica may take at least until the engine brings it up.
@@ -46,11 +51,20 @@ pub struct Settings {
     pub replica_replace_after: Duration,
     /// How full disks may become.
     pub scheduling: Limits,
+    /// Whether a volume is created with the replicas that have a place, if that is one at least.
+    pub degraded_creation: bool,
+    /// How many replicas may be brought up on a node at a time for others to be placed there in place of lost ones.
+    pub rebuilds_per_node: u32,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { replica_replace_after: REPLICA_REPLACE_AFTER, scheduling: Limits::default() }
+        Settings {
+            replica_replace_after: REPLICA_REPLACE_AFTER,
+            scheduling: Limits::default(),
+            degraded_creation: true,
+            rebuilds_per_node: REBUILDS_PER_NODE,
+        }
     }
 }
 

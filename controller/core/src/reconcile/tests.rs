@@ -148,6 +148,60 @@ fn no_place_is_refused_while_nodes_may_still_come() {
     assert_eq!(conditions.get(ConditionType::Scheduled).unwrap().reason, "NoPlace");
 }
 
+/// A new volume of three on the nodes a, b and c, of which c is down.
+fn volume_of_three() -> (World, Agents) {
+    let mut world = world();
+    for name in ["a", "b", "c"] {
+        world.insert(node(name).into());
+    }
+    let mut down = world.nodes["c"].clone();
+    down.status.conditions.set(ConditionType::Ready, Finding::wrong("Down", "no answer"), now());
+    world.insert(down.into());
+    (world, agents(None))
+}
+
+fn decide_volume(world: &World, agents: &Agents, settings: Settings) -> Vec<Object> {
+    let random = std::array::from_fn(|at| 100 + at as u64);
+    let context = Context { world, agents, now: now() + UNREACHABLE_AFTER, random, settings };
+    let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
+    let written = actions.into_iter().filter_map(|action| match action {
+        Action::Write(object) => Some(*object),
+        _ => None,
+    });
+    written.collect()
+}
+
+#[test]
+fn a_volume_is_created_with_the_places_that_there_are() {
+    let (mut world, agents) = volume_of_three();
+    let written = decide_volume(&world, &agents, Settings::default());
+    let mut nodes = Vec::new();
+    for object in &written {
+        match object {
+            Object::Replica(replica) => nodes.push(replica.spec.node_id.as_str()),
+            // While it is being created, that would say that it cannot be.
+            Object::Volume(volume) => {
+                assert!(volume.status.conditions.get(ConditionType::Scheduled).is_none(), "{volume:#?}");
+            }
+            other => panic!("{other:#?}"),
+        }
+    }
+    assert_eq!(nodes, ["a", "b"]);
+    written.into_iter().for_each(|object| world.insert(object));
+    let written = decide_volume(&world, &agents, Settings::default());
+    let [Object::Volume(volume)] = written.as_slice() else { panic!("{written:#?}") };
+    assert_eq!((volume.status.state, volume.status.first_members.len()), (VolumeState::Detached, 2));
+    let scheduled = volume.status.conditions.get(ConditionType::Scheduled).unwrap();
+    assert!(!scheduled.status && scheduled.message.contains("2 of 3"), "{scheduled:?}");
+
+    let (world, agents) = volume_of_three();
+    let settings = Settings { degraded_creation: false, ..Settings::default() };
+    let written = decide_volume(&world, &agents, settings);
+    let [Object::Volume(volume)] = written.as_slice() else { panic!("{written:#?}") };
+    assert_eq!(volume.status.state, VolumeState::Creating);
+    assert_eq!(volume.status.conditions.get(ConditionType::Scheduled).unwrap().reason, "NoPlace");
+}
+
 const DISK: &str = "/var/lib/longhorn";
 const DISK_BYTES: u64 = 1 << 40;
 
@@ -443,4 +497,68 @@ fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
     free.status.persistent_volume = None;
     world.insert(free.into());
     assert_eq!(written(&decide(&world)).unwrap().status.state, VolumeState::Deleting);
+}
+
+/// As [`degraded_world`], where c brings up so many replicas of other volumes, each of which has so many members.
+fn busy_world(rebuilding: u64, waiting: u64, members: u64) -> (World, Agents) {
+    let mut world = degraded_world();
+    let mut volume = world.volumes["v"].clone();
+    volume.spec.number_of_replicas = 3;
+    let second = ReplicaId::from_random(3);
+    volume.status.first_members.push(second);
+    world.insert(volume.clone().into());
+    world.insert(replica(second, "b", None).into());
+    let mut engine = world.engines["v"].clone();
+    engine.status.replica_mode_map.insert(second, MemberStatus::of(MemberMode::Member));
+    world.insert(engine.clone().into());
+    for number in 0..rebuilding + waiting {
+        let name = VolumeName::new(&format!("other{number}")).unwrap();
+        let mut other = volume.clone();
+        other.metadata.name = name.to_string();
+        other.spec.volume_name = name.clone();
+        other.status.first_members = Vec::new();
+        let mut its = engine.clone();
+        its.metadata.name = name.to_string();
+        its.spec.volume_name = name.clone();
+        its.status.replica_mode_map = (0..members)
+            .map(|at| (ReplicaId::from_random(50 + at), MemberStatus::of(MemberMode::Member)))
+            .collect();
+        let id = ReplicaId::from_random(90);
+        if number < rebuilding {
+            let mut new = replica(id, "c", None);
+            new.metadata.name = ReplicaSpec::instance_name(&name, id);
+            new.spec.volume_name = name;
+            new.status.healthy_at = None;
+            its.status.replica_mode_map.insert(id, MemberStatus::of(MemberMode::Rebuilding));
+            world.insert(new.into());
+        }
+        world.insert(other.into());
+        world.insert(its.into());
+    }
+    let mut agents = agents(None);
+    let mut c = agents.by_node.values().next().unwrap().clone();
+    c.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
+    agents.by_node.insert(NodeName::new("c").unwrap(), c);
+    (world, agents)
+}
+
+#[test]
+fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
+    let settings =
+        Settings { replica_replace_after: Duration::ZERO, rebuilds_per_node: 2, ..Settings::default() };
+    let decide = |(world, agents): (World, Agents)| {
+        let context =
+            Context { world: &world, agents: &agents, now: now(), random: [7; MAX_MEMBERS], settings };
+        let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
+        let is_new = |action: &Action| {
+            matches!(action, Action::Write(object)
+                if matches!(&**object, Object::Replica(new) if new.status.data == DataState::None))
+        };
+        (decision.actions.iter().any(is_new), decision.look_again)
+    };
+    assert!(decide(busy_world(1, 0, 2)).0);
+    assert_eq!(decide(busy_world(2, 0, 2)), (false, Some(REBUILD_CHECK)), "as many as may be");
+    // One place is left: it is for a volume with fewer members than this one has.
+    assert_eq!(decide(busy_world(1, 1, 1)), (false, Some(REBUILD_CHECK)));
+    assert!(decide(busy_world(1, 1, 2)).0, "others need it no more");
 }

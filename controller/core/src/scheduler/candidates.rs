@@ -41,6 +41,7 @@ fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCa
                 || node.metadata.is_deleting(),
             evicted: node.spec.eviction_requested,
             not_ready: not_ready(node, view),
+            is_busy: false,
             disks: node.spec.disks.iter().map(disk).collect(),
             name,
         })

@@ -13,6 +13,8 @@ pub enum Filter {
     Cordon,
     /// Its agent has to answer.
     Ready,
+    /// It brings up no more replicas than it may.
+    Rebuilds,
     /// It has to have the tags that the volume asks for.
     NodeTags,
     /// Replicas are in several zones.
@@ -77,6 +79,11 @@ const NODE_FILTERS: &[NodeFilter] = &[
         reason: |_, _| {
             "it has a replica of this volume already (allow more with --soft-anti-affinity)".to_owned()
         },
+    },
+    NodeFilter {
+        filter: Filter::Rebuilds,
+        takes: |_, node, _| !node.is_busy,
+        reason: |_, _| "it brings up as many replicas as it may at a time".to_owned(),
     },
     NodeFilter {
         filter: Filter::HasDisk,
@@ -171,6 +178,7 @@ impl Filter {
         match self {
             Filter::Cordon => format!("{is} cordoned"),
             Filter::Ready => format!("{is} not ready"),
+            Filter::Rebuilds => format!("{is} bringing up as many replicas as allowed"),
             Filter::NodeTags => format!("{lacks} {}", Tags(&request.node_selector)),
             Filter::ZoneAntiAffinity => format!("{is} in a zone that has a replica of this volume"),
             Filter::NodeAntiAffinity => format!("{has} a replica of this volume already"),

@@ -103,6 +103,8 @@ pub struct NodeCandidate {
     pub evicted: bool,
     /// Why it cannot make one now.
     pub not_ready: Option<String>,
+    /// Whether it brings up as many replicas as it may.
+    pub is_busy: bool,
     /// Its disks.
     pub disks: Vec<DiskCandidate>,
 }

@@ -64,6 +64,12 @@ impl Refusal {
     pub fn waits_for_space(&self) -> bool {
         self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)
     }
+
+    /// Whether a node would take it once it has brought up others.
+    #[must_use]
+    pub fn waits_for_rebuilds(&self) -> bool {
+        self.by_node.values().any(|removal| removal.filter == Filter::Rebuilds)
+    }
 }
 
 fn sum_up(request: &Request, by_node: &BTreeMap<NodeName, Removal>) -> String {

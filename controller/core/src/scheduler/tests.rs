@@ -29,6 +29,7 @@ fn node(name: &str, disks: Vec<DiskCandidate>) -> NodeCandidate {
         cordoned: false,
         evicted: false,
         not_ready: None,
+        is_busy: false,
         disks,
     }
 }

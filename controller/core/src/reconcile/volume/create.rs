@@ -28,44 +28,75 @@ impl Run<'_> {
             return;
         }
         let missing = (wanted as usize).saturating_sub(self.replicas.len());
-        if missing > 0 {
-            self.place_replicas(wanted);
+        if missing > 0 && !self.place_replicas(wanted) {
             return;
         }
         if self.engine.is_some() {
             // From now on this list is a fact of the volume's history, whatever becomes of its replicas.
             self.next.status.first_members =
                 self.replicas.iter().map(|replica| replica.spec.replica_id).collect();
-            self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
             let nodes: Vec<&str> =
                 self.replicas.iter().map(|replica| replica.spec.node_id.as_str()).collect();
-            let message = format!("{} replicas are placed: on {}", nodes.len(), nodes.join(", "));
-            self.decision.emit(self.key(), false, "Scheduled", message);
+            let nodes = nodes.join(", ");
+            if missing == 0 {
+                self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
+                let message = format!("{wanted} replicas are placed: on {nodes}");
+                self.decision.emit(self.key(), false, "Scheduled", message);
+            } else {
+                let placed = self.replicas.len();
+                let message = format!(
+                    "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the volume is attached \
+                     and there is a place"
+                );
+                self.decision.emit(self.key(), true, "ScheduledDegraded", message);
+            }
             self.settle(Finding::Well);
             self.enter(VolumeState::Detached);
         }
     }
 
-    fn place_replicas(&mut self, wanted: u32) {
+    /// Whether the volume is to go on with those that are placed.
+    fn place_replicas(&mut self, wanted: u32) -> bool {
         let request = Request::of(self.stored, self.context.settings.scheduling);
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
         let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX);
         match scheduler::place(&request, &mut nodes, present, wanted) {
-            Ok(placements) => {
-                let random = self.context.random;
-                for (placement, random) in placements.into_iter().zip(random) {
-                    self.write_replica(placement, ReplicaId::from_random(random), DesireState::Stopped);
-                }
-            }
+            Ok(placements) => self.write_placed(placements),
             Err(refusal) => {
                 if let Some(wait) = self.nodes_may_come() {
                     self.decision.again_after(wait);
                     self.settle(Finding::wrong("WaitingForNodes", refusal.to_string()));
-                    return;
+                    return false;
+                }
+                if self.context.settings.degraded_creation && refusal.placed > 0 {
+                    return self.place_some(&request, present, &refusal);
                 }
                 self.note_no_place(&refusal);
                 self.settle(Finding::wrong("NoPlace", refusal.to_string()));
             }
+        }
+        false
+    }
+
+    /// As many as have a place; whether those are there. That others have none is stored only then: while the volume is
+    /// being created it would mean that the volume cannot be.
+    fn place_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
+        if refusal.placed == present {
+            let finding = Finding::wrong("NoPlace", refusal.to_string());
+            self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
+            return true;
+        }
+        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        if let Ok(placements) = scheduler::place(request, &mut nodes, present, refusal.placed) {
+            self.write_placed(placements);
+        }
+        false
+    }
+
+    fn write_placed(&mut self, placements: Vec<Placement>) {
+        let random = self.context.random;
+        for (placement, random) in placements.into_iter().zip(random) {
+            self.write_replica(placement, ReplicaId::from_random(random), DesireState::Stopped);
         }
     }
 

@@ -19,7 +19,10 @@ use crate::drain::{self, Leaves};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
 };
-use crate::reconcile::{Context, NEW_REPLICA_WAIT, health, is_given_up, remaining, seeks_place};
+use crate::reconcile::rebuilds::Rebuilds;
+use crate::reconcile::{
+    Context, NEW_REPLICA_WAIT, REBUILD_CHECK, health, is_given_up, remaining, seeks_place,
+};
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
 
 /// Whether the engine of the current attachment serves, and what it says is of that attachment.
@@ -205,10 +208,12 @@ impl<'a> Run<'a> {
             self.move_away(replica);
             return;
         }
-        match self.place_one_more() {
+        match self.place_one_more(engine) {
             Ok(placement) => self.write_replacement(placement, lost, evicted.map(|(_, replica)| replica)),
             Err(refusal) => match self.nodes_may_come() {
                 Some(wait) => self.decision.again_after(wait),
+                // It is not that there is no place, and it is over soon.
+                None if refusal.waits_for_rebuilds() => self.decision.again_after(REBUILD_CHECK),
                 None => self.note_no_place(&refusal),
             },
         }
@@ -261,9 +266,14 @@ impl<'a> Run<'a> {
     }
 
     /// A place on a node that has none of the replicas; else, once every node was asked, beside one that is lost.
-    fn place_one_more(&self) -> Result<Placement, Refusal> {
+    fn place_one_more(&self, engine: &Engine) -> Result<Placement, Refusal> {
         let request = self.request();
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        let rebuilds = Rebuilds::look(self.context, engine);
+        let most = self.context.settings.rebuilds_per_node;
+        for node in &mut nodes {
+            node.is_busy = rebuilds.left(&node.name, most) == 0;
+        }
         let placed = self.place_one(&request, &mut nodes);
         if placed.is_err() && self.nodes_may_come().is_none() {
             self.excuse_lost(&mut nodes);
