@@ -74,7 +74,7 @@ async fn a_volume_from_creation_to_deletion_as_file_system_and_as_device() {
         assert!(csi.published(name).await.is_empty());
         csi.publish(at("c")).await.unwrap();
         csi.unpublish(name, "").await.unwrap();
-        assert!(cluster.agents.iter().all(|agent| agent.running().is_empty()));
+        cluster.until_stopped().await;
         csi.delete(name).await.unwrap();
         csi.delete(name).await.unwrap();
         csi.unpublish(name, "b").await.unwrap();
@@ -840,7 +840,7 @@ async fn a_call_whose_controller_is_killed_is_repeated_to_the_same_end() {
                 async move { code(&csi.unpublish(&id, node).await) }
             })
             .await;
-            assert!(cluster.agents.iter().all(|agent| agent.running().is_empty()));
+            cluster.until_stopped().await;
         }
         under_fire(&mut cluster, &mut random, "delete", |mut csi| {
             let id = id.clone();

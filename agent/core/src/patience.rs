@@ -349,7 +349,7 @@ impl EngineCore {
         let timeout_ms = self.patience.timeout_ms;
         let mut late = None;
         for (_, copy) in self.jobs.rebuilds() {
-            let limit_ms = timeout_ms + copy.range.length() * 1000 / COPY_BYTES_PER_S;
+            let limit_ms = timeout_ms.saturating_add(copy.range.length() * 1000 / COPY_BYTES_PER_S);
             let held_up = copy.targets.iter().find(|peer| copy.held_up_ms[usize::from(*peer)] > limit_ms);
             let held_up = held_up.map(|peer| (peer, copy.held_up_ms[usize::from(peer)], copy.range));
             late = late.or(held_up);

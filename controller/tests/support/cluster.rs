@@ -181,6 +181,15 @@ impl Cluster {
         }
     }
 
+    /// Waits until nothing runs on any node: replicas stop in the background.
+    pub async fn until_stopped(&self) {
+        let deadline = Instant::now() + LIMIT;
+        while let Some(agent) = self.agents.iter().find(|agent| !agent.running().is_empty()) {
+            assert!(Instant::now() < deadline, "{:?} runs on", agent.running());
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Nothing that must not happen has happened.
     pub fn check(&self) {
         let truth = self.truth.lock().unwrap();

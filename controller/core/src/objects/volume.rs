@@ -76,7 +76,7 @@ pub struct VolumeSpec {
     pub data_locality: DataLocality,
     /// Whether replicas compare every read with the sums of its blocks, so that another replica answers a read of rot. Holds from
     /// the next attachment on.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
     /// How much copying may take of its speed.
     #[serde(default)]

@@ -72,7 +72,11 @@ impl SalvageVolume {
 /// [`RequestError`] says what is in the way.
 pub fn check_salvageable(world: &World, volume: &Volume) -> Result<(), RequestError> {
     let name = volume.metadata.name.clone();
-    let serving = world.engines.get(&name).is_some_and(|engine| engine.status.is_serving());
+    // One that has served in this attachment may have its device in use: it would not stop, and might serve again.
+    let serving = world.engines.get(&name).is_some_and(|engine| {
+        let has_served = engine.status.served_attach >= engine.spec.attach && engine.spec.attach > 0;
+        engine.status.is_serving() || has_served && volume.status.state == VolumeState::Attaching
+    });
     match volume.status.state {
         VolumeState::Creating => Err(RequestError::NeverAttached(name)),
         _ if volume.status.attach == 0 => Err(RequestError::NeverAttached(name)),

@@ -31,9 +31,14 @@ impl Run<'_> {
         }
         self.want_replicas(DesireState::Running);
         let reports = self.fenced_reports();
-        match basis(&reports, self.stored.status.arbiter.granted()) {
+        let arbiter = &self.stored.status.arbiter;
+        // What is granted for a salvage ends what was before only once the replica is the volume: until then the old engine may
+        // have a majority. Its own grant is not remembered any more.
+        let is_salvaging = self.stored.status.pending_salvage().is_some();
+        let granted = arbiter.granted().filter(|_| !is_salvaging);
+        match basis(&reports, granted) {
             // Half may have gone on without the others by a grant that nobody remembers.
-            Ok(found) if found.needs_grant && self.stored.status.arbiter.stale_since().is_some() => {
+            Ok(found) if found.needs_grant && (is_salvaging || arbiter.stale_since().is_some()) => {
                 self.tell_replicas();
                 self.wait_for_fence(trouble, "more than half of its replicas have to refuse its engine");
                 self.decision.again_after(START_CHECK);
