@@ -131,6 +131,8 @@ pub struct EngineProc {
     /// How long after its end the next one starts; 0: some time.
     pub restarts_after: u64,
     lies: BTreeMap<(u16, u16), Lie>,
+    /// Where in its buffer the data goes that a slot was last sent a read for, in sectors.
+    read_to: BTreeMap<(u16, u16), usize>,
 }
 
 impl EngineProc {
@@ -242,6 +244,7 @@ impl World {
             backlog: Vec::new(),
             restarts_after: 0,
             lies: BTreeMap::new(),
+            read_to: BTreeMap::new(),
         };
         for replica in &self.guest.replicas {
             process.add(*replica);
@@ -505,6 +508,9 @@ impl World {
                 let Some(process) = self.engines.get_mut(&engine) else { return };
                 let at = buffer_offset as usize / 512;
                 let sectors = usize::try_from(range.length() / 512).unwrap_or(0);
+                if matches!(operation, Operation::Read | Operation::CheckedRead) {
+                    process.read_to.insert(key(slot), at);
+                }
                 let mut data = || Rc::from(&process.buffer(slot)[at..at + sectors]);
                 let ask = match operation {
                     Operation::Read => Ask::Read(range),
@@ -717,7 +723,8 @@ impl World {
         let event = match answer {
             Answer::Data(data) => {
                 let Some(process) = self.engines.get_mut(&engine) else { return };
-                process.buffer(slot)[..data.len()].copy_from_slice(&data);
+                let at = process.read_to.get(&key(slot)).copied().unwrap_or(0);
+                process.buffer(slot)[at..at + data.len()].copy_from_slice(&data);
                 if slot.slot >= DEPTH {
                     Event::CopyRead { peer, slot, zeroes: zero_blocks(&data) }
                 } else {
