@@ -104,6 +104,8 @@ impl Suspects {
 impl EngineCore {
     pub(crate) fn set_scrub(&mut self, config: Option<ScrubConfig>) {
         self.scrub = config.map(Scrub::new);
+        // What it repairs may rot again.
+        self.suspects.hopeless.clear();
         self.wake = true;
     }
 
@@ -187,7 +189,7 @@ impl EngineCore {
     pub(crate) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
         let members = self.membership.answering();
         let is_unreadable = self.slots.at(id).error.is_some();
-        self.suspects.current = None;
+        let suspect = self.suspects.current.take();
         let Some(Job::Check(check)) = self.job(id) else { return };
         let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
         let verdict = match is_unreadable {
@@ -200,11 +202,11 @@ impl EngineCore {
         }
         match verdict {
             Verdict::Odd { odd, sources } if wants_repair => {
-                self.suspects.current = Some(range);
+                self.suspects.current = suspect;
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
             Verdict::Odd { odd, .. } | Verdict::Torn(odd) => {
-                self.suspects.give_up(range);
+                suspect.into_iter().for_each(|block| self.suspects.give_up(block));
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
             // What a reader sees is all that is compared here.
@@ -240,11 +242,14 @@ impl EngineCore {
         left: PeerMask,
         out: &mut Outputs,
     ) {
-        self.suspects.current = None;
-        if left.is_empty() {
-            self.suspects.give_up(range);
+        // One that had no space for its repair is still a member.
+        let is_left_odd = !odd.and(self.membership.answering()).without(left).is_empty();
+        let repaired = !left.is_empty() && !is_left_odd;
+        let suspect = self.suspects.current.take();
+        if !repaired {
+            suspect.into_iter().for_each(|block| self.suspects.give_up(block));
         }
-        out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired: !left.is_empty() });
+        out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
     }
 }
 

@@ -294,6 +294,39 @@ fn what_cannot_be_repaired_is_reported_once() {
     assert_eq!(reports, 2, "the rot, and that it stays");
 }
 
+/// A scrub that only reports leaves the repair to the read.
+#[test]
+fn a_read_repairs_what_a_scrub_has_reported() {
+    let mut bench = verifying(2);
+    let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: false })));
+    let mut at = 0;
+    let mut is_read = false;
+    loop {
+        while at < outputs.len() {
+            let event = match &outputs[at] {
+                Output::Send { peer: 0, slot, operation: Operation::Verify, range, .. }
+                    if range.offset() == 0 =>
+                {
+                    Some(Event::Verified { peer: 0, slot: *slot, outcome: Err(Errno::ROTTEN) })
+                }
+                Output::Send { peer: 0, slot, operation: Operation::CheckedRead, .. } if *slot == id(0) => {
+                    Some(Event::Reply { peer: 0, slot: *slot, outcome: Err(Errno::ROTTEN) })
+                }
+                output => answer_to(output).map(|(_, event)| event),
+            };
+            outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+            at += 1;
+        }
+        if std::mem::replace(&mut is_read, true) {
+            break;
+        }
+        // Twice: reads take turns.
+        outputs.extend(bench.submit(0, Operation::Read, 0));
+        outputs.extend(bench.submit(1, Operation::Read, 0));
+    }
+    assert_eq!(found(&outputs), [(0, 1, vec![0], false), (0, 1, vec![0], true)], "{outputs:?}");
+}
+
 /// The member stays: it may be needed, and lacks nothing that it had before.
 #[test]
 fn a_member_without_space_for_its_repair_stays() {
