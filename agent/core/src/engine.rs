@@ -213,9 +213,8 @@ impl EngineCore {
             Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
             Event::Marked { peer, mark } => self.marked(peer, mark),
             Event::Pong { peer, queue, free_mib } => {
-                self.patience.ponged(peer, queue);
-                self.space.ponged(peer, free_mib);
-                self.wake |= !self.resyncs.is_empty();
+                let pinged_at_ms = self.patience.ponged(peer, queue);
+                self.has_space(peer, pinged_at_ms, free_mib);
             }
             Event::PingFailed { peer, queue, errno } => self.ping_failed(peer, queue, errno, out),
             Event::ViewStored { peer, view } => {

@@ -24,7 +24,8 @@ use crate::slot::{Phase, SlotId};
 /// A disk with so much space has room for a change of the view.
 const ROOM_MIB: u32 = 16;
 
-/// Which members have said since a request found no space whether their disks have any.
+/// Which members have said since a request found no space whether their disks have any. An answer to an older PING does not
+/// count.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
     known: PeerMask,
@@ -34,7 +35,7 @@ pub(crate) struct Space {
 }
 
 impl Space {
-    pub fn ponged(&mut self, peer: PeerIndex, free_mib: u32) {
+    fn ponged(&mut self, peer: PeerIndex, free_mib: u32) {
         let peer = PeerMask::one(peer);
         self.known = self.known.with(peer);
         self.has_room =
@@ -78,6 +79,20 @@ impl EngineCore {
         self.slots.at_mut(id).phase = Phase::Resync;
         self.resyncs.push(id);
         self.wake = true;
+    }
+
+    /// The answer of `peer` to the PING of `pinged_at_ms`: its disk has so much space.
+    pub(crate) fn has_space(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: u32) {
+        if self.resyncs.is_empty() {
+            return;
+        }
+        if pinged_at_ms.is_some_and(|at_ms| at_ms >= self.space.since_ms) {
+            self.space.ponged(peer, free_mib);
+            self.wake = true;
+        } else {
+            // An older PING: the disk may have become full since.
+            self.patience.ping_soon();
+        }
     }
 
     /// Members without space leave if the view goes on without them. Each change of the view may settle other requests, too.

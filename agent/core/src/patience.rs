@@ -163,11 +163,9 @@ impl Patience {
         }
     }
 
-    /// `peer` has answered a PING over its connection of `queue`.
-    pub fn ponged(&mut self, peer: PeerIndex, queue: u16) {
-        if let Some(line) = self.line(peer, queue) {
-            line.pinged_at_ms = None;
-        }
+    /// `peer` has answered the PING over its connection of `queue`. Returns when that PING was sent.
+    pub fn ponged(&mut self, peer: PeerIndex, queue: u16) -> Option<u64> {
+        self.line(peer, queue)?.pinged_at_ms.take()
     }
 
     /// `peer` is lost, or connected anew: it owes nothing.

@@ -255,7 +255,8 @@ impl EngineCore {
     /// member: its errors go to the frontend, request by request, and its loss would freeze the volume.
     pub(crate) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
-            return self.patience.ponged(peer, queue);
+            self.patience.ponged(peer, queue);
+            return;
         }
         self.lose(peer, format!("Ping: {errno}"), out);
     }

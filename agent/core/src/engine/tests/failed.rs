@@ -99,12 +99,32 @@ fn members_without_space_leave_one_after_another() {
 #[test]
 fn nobody_leaves_if_the_others_could_not_store_that() {
     let (mut bench, _) = torn(WRITE, &[1]);
+    bench.tick(50);
     let out = bench.apply(Event::Pong { peer: 0, queue: 0, free_mib: 1000 });
     assert_eq!((sent(&out, COPY), drops(&out)), (vec![], vec![]));
     let out = bench.apply(Event::Pong { peer: 2, queue: 0, free_mib: 15 });
     assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 3);
+}
+
+/// The disks may have become full since.
+#[test]
+fn an_answer_to_an_older_ping_says_nothing_of_space() {
+    let mut bench = Bench::new(3);
+    assert!(bench.tick(1000).iter().any(|output| matches!(output, Output::Ping { peer: 0, .. })));
+    bench.tick(1100);
+    bench.submit(0, WRITE, 0);
+    for (peer, outcome) in [(0, Ok(())), (1, Err(Errno::NO_SPACE)), (2, Ok(()))] {
+        bench.reply(peer, 0, outcome);
+    }
+    for (peer, queue) in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] {
+        let out = bench.apply(Event::Pong { peer, queue, free_mib: 1000 });
+        assert_eq!(drops(&out), []);
+    }
+    let dropped: Vec<PeerIndex> =
+        drops(&tick_with_pongs(&mut bench, 1200)).iter().map(|(peer, _)| *peer).collect();
+    assert_eq!(dropped, [1], "they are asked again at once");
 }
 
 /// The arbiter may be away, and the disk of the other one may be as good as full.

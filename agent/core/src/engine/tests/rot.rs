@@ -166,6 +166,33 @@ fn a_scrub_of_two_repairs_the_one_that_holds_rot() {
     assert_eq!(writes, [(0, WRITE, 3 * BLOCK, BLOCK), (1, WRITE, 5 * BLOCK, BLOCK)]);
 }
 
+/// Two of four hold rot, and one of them has no space for its repair.
+#[test]
+fn a_repair_that_a_member_has_no_space_for_is_not_done() {
+    for is_full in [false, true] {
+        let mut bench = Bench::new(4);
+        let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+        let mut at = 0;
+        while at < outputs.len() {
+            let event = match &outputs[at] {
+                Output::Send { peer, slot, operation: Operation::Verify, range, .. }
+                    if *peer < 2 && range.offset() == 0 =>
+                {
+                    Some(Event::Verified { peer: *peer, slot: *slot, outcome: Err(Errno::ROTTEN) })
+                }
+                Output::Send { peer: 1, slot, operation: Operation::Write { .. }, .. } if is_full => {
+                    Some(Event::Reply { peer: 1, slot: *slot, outcome: Err(Errno::NO_SPACE) })
+                }
+                output => answer_to(output).map(|(_, event)| event),
+            };
+            outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+            at += 1;
+        }
+        assert_eq!(found(&outputs), [(0, 1, vec![0, 1], !is_full)], "{outputs:?}");
+        assert_eq!(bench.core.membership().view().members.len(), 4);
+    }
+}
+
 #[test]
 fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
     let has = |range: ByteRange, block: u64| range.offset() <= block * BLOCK && block * BLOCK < range.end();
