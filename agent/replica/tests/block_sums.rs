@@ -110,6 +110,24 @@ fn a_rotten_block_is_told_to_whoever_asks() {
     assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN), "and summed again");
 }
 
+/// The write of a repair may fail, and the first one takes the sums of the whole region away.
+#[test]
+fn rot_stays_known_until_a_repair_has_succeeded() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = summed(&spec);
+    [3, 4].into_iter().for_each(|block| rot(&spec, block));
+    assert_eq!(read_checked(&mut client, 0, 65536), Err(ROTTEN));
+    client.write(3 * BLOCK, &pattern(1, 65536)[12288..16384]).unwrap();
+    rot(&spec, 3);
+    for block in [3, 4] {
+        assert_eq!(read_checked(&mut client, block * BLOCK, BLOCK), Err(ROTTEN), "block {block}");
+    }
+    client.write(3 * BLOCK, &pattern(2, 8192)).unwrap();
+    assert_eq!(read_checked(&mut client, 0, 3 * BLOCK), Ok(pattern(1, 65536)[..12288].to_vec()));
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, 2 * BLOCK), Ok(pattern(2, 8192)), "other data");
+}
+
 #[test]
 fn blocks_that_vanish_or_appear_are_rotten() {
     let base = base();

@@ -86,6 +86,12 @@ impl SumPage {
         }
     }
 
+    /// Whether nothing is known of any block.
+    #[must_use]
+    pub fn is_unknown(&self) -> bool {
+        self.0.iter().all(|sum| *sum == SUM_UNKNOWN)
+    }
+
     /// Knows nothing any more.
     pub fn clear(&mut self) {
         self.0.fill(SUM_UNKNOWN);

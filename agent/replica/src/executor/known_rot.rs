@@ -2,7 +2,8 @@
 //!
 //! Sums count by region, and rot is repaired by block. The first write of a repair takes the sums of the whole region away; what else
 //! is rotten there would look sound, and be summed as it is. So what the sums of a page said is kept from when rot was
-//! met there, for every block until that block is modified.
+//! met there, for every block until that block gets other data. The data of a repair is what the sum stands for: the sum stays
+//! known, so that a repair that fails, because the disk is full, leaves the rot known.
 
 use shorthorn_store::{BLOCKS_PER_SUM_PAGE, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage};
 use shorthorn_types::ByteRange;
@@ -23,7 +24,10 @@ impl KnownRot {
     pub fn keep(&mut self, number: u64, sums: &SumPage, counts: impl Fn(ByteRange) -> bool) {
         let at = self.pages.iter().position(|(of, _)| *of == number);
         if at.is_none() && self.pages.len() == KNOWN_ROT_PAGES {
-            return;
+            self.pages.retain(|(_, sums)| !sums.is_unknown());
+            if self.pages.len() == KNOWN_ROT_PAGES {
+                return;
+            }
         }
         let at = at.unwrap_or_else(|| {
             self.pages.push((number, SumPage::unknown()));
@@ -45,15 +49,18 @@ impl KnownRot {
         page.map_or(SUM_UNKNOWN, |(_, sums)| sums.sum(place))
     }
 
-    /// These blocks are about to be modified.
-    pub fn modified(&mut self, range: ByteRange) {
+    /// These blocks are about to be modified. `sum_after` is the sum of the data that a block gets, if that is known.
+    pub fn modified(&mut self, range: ByteRange, sum_after: impl Fn(ByteRange) -> Option<u32>) {
         if self.pages.is_empty() {
             return;
         }
         for block in block_ranges(range.grown_to_blocks()) {
             let number = block.offset() / SUM_PAGE_SPAN_BYTES;
+            let place = number_in_page(block);
             for (_, sums) in self.pages.iter_mut().filter(|(of, _)| *of == number) {
-                sums.set(number_in_page(block), SUM_UNKNOWN);
+                if sums.sum(place) != SUM_UNKNOWN && Some(sums.sum(place)) != sum_after(block) {
+                    sums.set(place, SUM_UNKNOWN);
+                }
             }
         }
     }
@@ -82,7 +89,8 @@ mod tests {
         assert_eq!([3, 5, 6, 8].map(|place| known.sum(2, place)), [70, 70, SUM_UNKNOWN, SUM_UNKNOWN]);
         assert_eq!(known.sum(1, 3), SUM_UNKNOWN);
         // A part of a block is enough.
-        known.modified(ByteRange::new((first_block + 3) * BLOCK_BYTES + 512, BLOCK_BYTES).unwrap());
+        let two_parts = ByteRange::new((first_block + 3) * BLOCK_BYTES + 512, BLOCK_BYTES).unwrap();
+        known.modified(two_parts, |_| None);
         assert_eq!([3, 4, 5].map(|place| known.sum(2, place)), [SUM_UNKNOWN, SUM_UNKNOWN, 70]);
         // What was modified since has no sum in a region that counts.
         sums.set(5, 71);
@@ -90,6 +98,29 @@ mod tests {
         assert_eq!([4, 5].map(|place| known.sum(2, place)), [70, 70], "what was known stays");
         known.forget();
         assert_eq!(known.sum(2, 5), SUM_UNKNOWN);
+    }
+
+    /// A repair may fail, because the disk is full.
+    #[test]
+    fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {
+        let mut known = KnownRot::default();
+        let mut sums = SumPage::unknown();
+        (3..7).for_each(|place| sums.set(place, 70));
+        known.keep(0, &sums, |_| true);
+        known.modified(blocks(3, 3), |block| Some(if block == blocks(4, 1) { 71 } else { 70 }));
+        assert_eq!([3, 4, 5, 6].map(|place| known.sum(0, place)), [70, SUM_UNKNOWN, 70, 70]);
+    }
+
+    #[test]
+    fn a_page_without_a_known_sum_makes_room_for_another() {
+        let mut known = KnownRot::default();
+        let mut sums = SumPage::unknown();
+        sums.set(0, 1);
+        let last = KNOWN_ROT_PAGES as u64;
+        (0..last).for_each(|number| known.keep(number, &sums, |_| true));
+        known.modified(blocks(0, 1), |_| None);
+        known.keep(last, &sums, |_| true);
+        assert_eq!([0, 1, last].map(|number| known.sum(number, 0)), [SUM_UNKNOWN, 1, 1]);
     }
 
     #[test]

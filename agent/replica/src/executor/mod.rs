@@ -215,7 +215,7 @@ impl Executor {
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
-                self.sums_follow(range);
+                self.sums_follow(slot, range);
                 // Noted before it is done: else nobody knows after a crash where the replicas may differ.
                 if self.admit(slot, range) {
                     self.modify(slot, range, ring)?;

@@ -505,21 +505,31 @@ impl Executor {
         }
     }
 
-    /// Something is about to be modified: what is read there is not compared any more, and it has to be summed again.
-    pub(super) fn sums_follow(&mut self, range: ByteRange) {
+    /// The request in the slot is about to modify `range`: reads of it are not compared any more, and it has to be summed again.
+    pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
         if self.summer.file.is_none() {
             return;
         }
         if self.summer.next_at.is_none() {
             self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
         }
-        self.summer.known.modified(range);
+        let mut known = std::mem::take(&mut self.summer.known);
+        known.modified(range, |block| self.sum_after_write(slot, range, block));
+        self.summer.known = known;
         if self.summer.checks > 0 {
             for work in self.works.iter_mut().filter(|work| work.wants_check && work.blocks.overlaps(range)) {
                 work.wants_check = false;
                 self.summer.checks -= 1;
             }
         }
+    }
+
+    /// The sum of the data that `block` gets from the request in the slot, if that is a write of the whole block.
+    fn sum_after_write(&self, slot: u16, range: ByteRange, block: ByteRange) -> Option<u32> {
+        let work = self.work(slot);
+        let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
+        (work.header.opcode == Opcode::Write && is_whole)
+            .then(|| block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c()))
     }
 
     /// The request in the slot begins to read.
