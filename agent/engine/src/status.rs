@@ -35,7 +35,8 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
 /// What an engine that serves says; nothing where all is well.
 pub fn of_serving(lost_writes: bool) -> &'static str {
     if lost_writes {
-        "every request is answered with an error: all replicas were without power at some time, so that writes may be gone          that were acknowledged and not flushed; stop what uses the device, then detach the volume and attach it again"
+        "every request is answered with an error: all replicas were without power at some time, so that writes may be gone \
+         that were acknowledged and not flushed; stop what uses the device, then detach the volume and attach it again"
     } else {
         ""
     }

@@ -215,6 +215,8 @@ pub struct EngineView {
     pub size_bytes: u64,
     /// Whether writes may be gone that the user of the device was told are stored, so that it refuses every request.
     pub lost_writes: bool,
+    /// How many times it has met damaged data of which no replica has a sound copy.
+    pub damaged_ranges: u64,
     /// What is still to come of an expansion.
     pub expansion: Option<ExpansionStatus>,
     /// What each replica is to it.

@@ -249,6 +249,7 @@ impl Teller<'_> {
         }
         let is_slow = engine.status.replica_mode_map.values().any(MemberStatus::is_awaited);
         let word = match members >= wanted {
+            _ if engine.status.damaged_ranges > 0 => "damaged",
             true if is_slow => "slow",
             true => "healthy",
             false => "degraded",
@@ -258,11 +259,26 @@ impl Teller<'_> {
             "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas have everything.",
             self.name
         ));
+        if engine.status.damaged_ranges > 0 {
+            self.tell_damage(engine, node);
+        }
         let no_place = self.trouble(ConditionType::Scheduled).map(|trouble| trouble.message.clone());
         if let Some(message) = no_place.filter(|_| !self.told.healthy) {
             self.say(format!("There is no place for a replacement: {message}."));
             self.hint_disk();
         }
+    }
+
+    /// No replica can repair the others.
+    fn tell_damage(&mut self, engine: &Engine, node: &str) {
+        self.say(format!(
+            "Data of volume {} is damaged, and no replica has a sound copy of it: {} ranges since the engine was started.",
+            self.name, engine.status.damaged_ranges
+        ));
+        self.hint(format!(
+            "The log of shorthorn-engine@{} on node {node} names each range. Restore them from a backup.",
+            self.name
+        ));
     }
 
     /// The user of the device is told that it cannot be trusted.

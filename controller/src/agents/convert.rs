@@ -94,6 +94,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         endpoint: status.endpoint,
         size_bytes: status.size_bytes,
         lost_writes: status.lost_writes,
+        damaged_ranges: status.members.iter().map(|member| member.times_rot_copied).sum(),
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
             next_attach: expansion.next_attach,

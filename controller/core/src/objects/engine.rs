@@ -111,12 +111,20 @@ pub struct EngineStatus {
     /// until the volume is detached.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
+    /// How many times the engine has met damaged data of which no replica has a sound copy, since it was started.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub damaged_ranges: u64,
     /// What is still to come of an expansion.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expansion: Option<ExpansionStatus>,
     /// The limits that the process was given last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rebuild: Option<RebuildLimits>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 impl Engine {

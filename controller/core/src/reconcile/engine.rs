@@ -239,6 +239,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         volume_size: engine.status.volume_size,
         current_size: view.size_bytes,
         lost_writes: view.lost_writes,
+        damaged_ranges: view.damaged_ranges,
         expansion: view.expansion.clone(),
         rebuild: engine.status.rebuild,
     };

@@ -10,14 +10,18 @@ use crate::objects::{
 };
 use crate::{NodeName, ReplicaTarget};
 
-/// The word for programs of what [`lost_writes`] says, and of the event that tells it.
-pub(super) const LOST_WRITES: &str = "LostWrites";
+/// The reason of [`lost_writes`], and of its event.
+const LOST_WRITES: &str = "LostWrites";
+/// The reason of [`damaged`], and of its event.
+const DATA_DAMAGED: &str = "DataDamaged";
 
-/// Whether the engine is seen to have lost writes, and nobody was told yet.
-pub(super) fn is_new_loss(volume: &Volume, engine: &Engine) -> bool {
-    let told = volume.status.conditions.get(ConditionType::Healthy);
-    let is_told = told.is_some_and(|told| !told.status && told.reason == LOST_WRITES);
-    engine.status.is_serving() && engine.status.lost_writes && !is_told
+/// The event about lost data that is due: the volume does not have this reason yet.
+pub(super) fn new_loss(volume: &Volume, finding: &Finding) -> Option<(&'static str, String)> {
+    let Finding::Wrong(reason, message) = finding else { return None };
+    let loss = [LOST_WRITES, DATA_DAMAGED].into_iter().find(|loss| loss == reason)?;
+    let shown = volume.status.conditions.get(ConditionType::Healthy);
+    let is_shown = shown.is_some_and(|shown| !shown.status && shown.reason == loss);
+    (!is_shown).then(|| (loss, message.clone()))
 }
 
 /// The robustness of an attached volume and what its `Healthy` condition says.
@@ -69,10 +73,24 @@ fn lost_writes(engine: &Engine) -> Finding {
     Finding::wrong(LOST_WRITES, message)
 }
 
+/// Reads of these ranges give data that nobody has written.
+fn damaged(volume: &Volume, engine: &Engine) -> Finding {
+    let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
+    let message = format!(
+        "data is damaged and no replica has a sound copy of it ({} ranges since the engine was started); the log of \
+         shorthorn-engine@{} on node {node} names each range; restore them from a backup",
+        engine.status.damaged_ranges, volume.metadata.name
+    );
+    Finding::wrong(DATA_DAMAGED, message)
+}
+
 fn members(volume: &Volume, engine: &Engine, replicas: &[&Replica]) -> (Robustness, Finding) {
     let modes = &engine.status.replica_mode_map;
     let count = modes.values().filter(|member| member.mode == MemberMode::Member).count();
     let wanted = volume.spec.number_of_replicas as usize;
+    if engine.status.damaged_ranges > 0 {
+        return (Robustness::Degraded, damaged(volume, engine));
+    }
     if count >= wanted {
         return match slow(engine, replicas) {
             slow if slow.is_empty() => (Robustness::Healthy, Finding::Well),

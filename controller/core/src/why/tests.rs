@@ -249,6 +249,15 @@ fn volumes_that_serve() {
     );
 
     let mut case = Case::healthy();
+    case.engine().status.damaged_ranges = 2;
+    check(
+        "no sound copy",
+        &case,
+        false,
+        &["is damaged", "2 ranges", "shorthorn-engine@v on node a", "backup"],
+    );
+
+    let mut case = Case::healthy();
     case.away(MemberMode::Failed, "I/O error");
     case.condition(ConditionType::Scheduled, "NoPlace", "3 of 4 replicas have a place; b: full");
     check("no place", &case, false, &["no place for a replacement", "b: full", "I/O error", "disk add"]);

@@ -61,3 +61,20 @@ fn a_loss_of_writes_is_told_once_and_shown_as_long_as_it_lasts() {
     assert_eq!(watch(&world).1, [""; 0]);
     assert!(!watch(&serving(false)).1.contains(&"LostWrites"));
 }
+
+#[test]
+fn a_volume_with_damaged_data_is_not_healthy() {
+    let mut world = serving(false);
+    let engine = world.engines["v"].clone();
+    let ids = world.replicas.values().map(|replica| replica.spec.replica_id);
+    let replicas = ids.map(|id| (id, MemberStatus::of(MemberMode::Member))).collect();
+    let mut status = engine.status.clone();
+    (status.replica_mode_map, status.damaged_ranges) = (replicas, 2);
+    world.insert(Engine { status, ..engine }.into());
+    let (volume, told) = watch(&world);
+    let volume = volume.unwrap();
+    assert_eq!(volume.status.robustness, Robustness::Degraded);
+    let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
+    assert_eq!((healthy.status, healthy.reason.as_str()), (false, "DataDamaged"));
+    assert!(told.contains(&"DataDamaged"), "{told:?}");
+}

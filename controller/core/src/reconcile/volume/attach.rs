@@ -162,9 +162,8 @@ impl Run<'_> {
             return;
         }
         let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
-        if let (true, Finding::Wrong(reason, message)) = (health::is_new_loss(self.stored, engine), &finding)
-        {
-            self.decision.emit(self.key(), true, reason, message.clone());
+        if let Some((reason, message)) = health::new_loss(self.stored, &finding) {
+            self.decision.emit(self.key(), true, reason, message);
         }
         self.set_health(robustness, finding);
     }

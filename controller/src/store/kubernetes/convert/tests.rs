@@ -112,6 +112,7 @@ fn full() -> Vec<Object> {
             volume_size: 1 << 40,
             current_size: 1 << 39,
             lost_writes: true,
+            damaged_ranges: 2,
             expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
             rebuild: Some(rebuild),
         },
