@@ -88,11 +88,13 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     for _ in 0..2 {
         replaced(host, frontend, || Ok(host.ctl("volume upgrade-engine v1")?.trim().to_owned()))?;
     }
-    replaced(host, frontend, || {
-        let restart = Instant::now();
-        host.sh("systemctl restart shorthorn-engine@v1")?;
-        Ok(format!("systemctl restart took {:.1} s", restart.elapsed().as_secs_f32()))
-    })?;
+    for number in 1..=restarts()? {
+        replaced(host, frontend, || {
+            let restart = Instant::now();
+            host.sh("systemctl restart shorthorn-engine@v1")?;
+            Ok(format!("systemctl restart {number} took {:.1} s", restart.elapsed().as_secs_f32()))
+        })?;
+    }
     the_clock_jumps(host)?;
     host.sh("touch /root/enough")?;
     host.finish(load, LIMIT).context("fio saw an error")?;
@@ -101,6 +103,11 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
         killed_after_a_handover(host)?;
     }
     host.ctl("volume detach v1").map(drop)
+}
+
+/// How many times the engine is restarted: 1, or as the environment variable SHORTHORN_RESTARTS says.
+fn restarts() -> Result<usize> {
+    std::env::var("SHORTHORN_RESTARTS").map_or(Ok(1), |number| number.parse().context("SHORTHORN_RESTARTS"))
 }
 
 /// Every thread of the engine has PF_MEMALLOC_NOIO, which PR_SET_IO_FLUSHER sets: none starts write-back, which may be through the

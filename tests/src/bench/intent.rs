@@ -1,10 +1,13 @@
-//! What it costs in the steady state that a region is noted before it is written, and that sums of blocks are kept: the same loads on
-//! two volumes that are there at the same time, one with it and one without: with regions that all stay noted, or with no
-//! sums. They take short turns, so that what changes on the machine changes for both.
+//! The cost, in the steady state, of noting regions before they are written, of keeping sums of blocks, and of verified reads: the
+//! same loads on two volumes that run at the same time, one with it and one without. They take short turns, so that a change
+//! on the machine changes both.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use shorthorn_store::{SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES};
 
 use super::rebuild::{USED, WRITE, load};
 use super::workload::Workload;
@@ -12,10 +15,17 @@ use crate::{LocalVolume, LocalVolumeOptions};
 
 /// Before anything is measured: long enough that regions which are left alone have been cleared.
 const WARM_UP_S: u32 = 12;
-const LOADS: [Workload; 2] = [
+const WRITES: [Workload; 2] = [
     Workload { name: "write 4 KiB random, depth 1", rw: "randwrite", block_size: "4k", depth: 1 },
     Workload { name: "write 4 KiB random, depth 32", rw: "randwrite", block_size: "4k", depth: 32 },
 ];
+const READS: [Workload; 2] = [
+    Workload { name: "read 4 KiB random, depth 1", rw: "randread", block_size: "4k", depth: 1 },
+    Workload { name: "read 4 KiB random, depth 32", rw: "randread", block_size: "4k", depth: 32 },
+];
+/// A replica has summed what was written before.
+const SUMS_LIMIT: Duration = Duration::from_secs(180);
+const USED_BYTES: u64 = 1 << 30;
 
 /// What one volume does and the other does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,15 +34,23 @@ pub enum Cost {
     Noting,
     /// Sums of blocks are kept.
     Sums,
+    /// Reads are compared with the sums; the other keeps sums too.
+    VerifiedReads,
 }
 
 impl Cost {
-    /// The arguments of the volume without it.
-    fn without(self) -> [&'static str; 2] {
-        match self {
-            Cost::Noting => ["--intent-clear-after-ms", "0"],
-            Cost::Sums => ["--sum-mib-per-s", "0"],
+    /// The arguments of the volume with it, or of the one without.
+    fn arguments(self, is_with: bool) -> &'static [&'static str] {
+        match (self, is_with) {
+            (Cost::Noting, false) => &["--intent-clear-after-ms", "0"],
+            (Cost::Sums, false) => &["--sum-mib-per-s", "0"],
+            (Cost::VerifiedReads, true) => &["--verify-reads"],
+            _ => &[],
         }
+    }
+
+    fn loads(self) -> &'static [Workload] {
+        if self == Cost::VerifiedReads { &READS } else { &WRITES }
     }
 }
 
@@ -52,9 +70,9 @@ pub struct CostFigure {
 /// # Errors
 /// A volume does not start, or a load sees an error.
 pub fn measure_cost(cost: Cost, base: &Path, seconds: u32, turns: u32) -> Result<Vec<CostFigure>> {
-    let (with, without) = (Subject::start(base, None)?, Subject::start(base, Some(cost))?);
+    let (with, without) = (Subject::start(base, cost, true)?, Subject::start(base, cost, false)?);
     let mut figures = Vec::new();
-    for workload in &LOADS {
+    for workload in cost.loads() {
         for subject in [&with, &without] {
             load(&subject.volume, workload, USED, WARM_UP_S)?;
         }
@@ -84,19 +102,35 @@ struct Subject {
 }
 
 impl Subject {
-    fn start(base: &Path, without: Option<Cost>) -> Result<Subject> {
+    fn start(base: &Path, cost: Cost, is_with: bool) -> Result<Subject> {
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
         let mut options = LocalVolumeOptions::new(folder.path());
         options.size = "10GiB".into();
-        if let Some(cost) = without {
-            options.extra = cost.without().map(str::to_owned).to_vec();
-        }
+        options.extra = cost.arguments(is_with).iter().map(|argument| (*argument).to_owned()).collect();
         let volume = LocalVolume::start(&options)?;
         // What is written for the first time costs more. And all regions are noted now: they stay so, or are cleared
         // when the loads leave them alone.
         for _ in 0..2 {
             load(&volume, &WRITE, USED, 0)?;
         }
+        if cost == Cost::VerifiedReads {
+            wait_for_sums(&volume)?;
+        }
         Ok(Subject { volume, _folder: folder })
     }
+}
+
+/// Waits until every replica has stored the sums of the used part.
+fn wait_for_sums(volume: &LocalVolume) -> Result<()> {
+    const SECTOR_BYTES: u64 = 512;
+    let wanted_bytes = USED_BYTES / SUM_PAGE_SPAN_BYTES * SUM_PAGE_BYTES as u64;
+    let since = Instant::now();
+    for replica in &volume.ready.replicas {
+        let path = replica.directory.join("shorthorn.block-sums");
+        while std::fs::metadata(&path)?.blocks() * SECTOR_BYTES < wanted_bytes {
+            ensure!(since.elapsed() < SUMS_LIMIT, "{}: not all blocks are summed", path.display());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+    Ok(())
 }

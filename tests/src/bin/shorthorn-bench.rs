@@ -38,7 +38,7 @@ struct Arguments {
     /// Only what noting regions before they are written costs.
     #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild"])]
     only_intent: bool,
-    /// Only what keeping sums of blocks costs.
+    /// Only the cost of sums of blocks and of verified reads.
     #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild", "only_intent"])]
     only_sums: bool,
 }
@@ -70,6 +70,7 @@ fn main() -> Result<()> {
     }
     if is_all || arguments.only_sums {
         what_costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
+        what_costs(&arguments, Cost::VerifiedReads, "verified reads, against reads")?;
     }
     if is_all || arguments.only_rebuild {
         rebuilding(&arguments)?;
