@@ -178,6 +178,13 @@ impl Files {
         }
     }
 
+    /// The block is written over: the disk holds what is written, or after a loss of power what it held before it rotted.
+    pub fn overwrite_rot(&mut self, block: u64) {
+        if let Some(content) = self.rot.remove(&block) {
+            self.head.durable.set(block, Some(content));
+        }
+    }
+
     /// All of them are.
     pub fn heal_all(&mut self) {
         for (block, content) in std::mem::take(&mut self.rot) {

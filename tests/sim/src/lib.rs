@@ -74,6 +74,8 @@ pub enum Sabotage {
     NoStamps,
     /// Replicas tell nobody that what they read is rotten.
     UncheckedSources,
+    /// The first repair takes the sums of a region away, also those beside the rot.
+    ForgottenRot,
     /// Blocks are read to be summed before it is noted what is modified from then on.
     SumsBeforeLook,
     /// A replica that has failed ends although its disk does not say that data may be gone.

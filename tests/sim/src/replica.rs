@@ -107,6 +107,8 @@ pub struct Replica {
     pages: Pages,
     /// Regions that are being summed.
     summing: Option<Summing>,
+    /// Sums that stay known because rot was met beside their blocks: the first repair takes the sums of the region away.
+    known_rot: BTreeMap<u64, u32>,
     /// Its connections; with a candidate comes the number of its hello.
     admission: Admission<ConnId, (ConnId, u64)>,
     pub gone: bool,
@@ -188,6 +190,7 @@ impl Replica {
             waiting: Waiting::default(),
             pages: BTreeMap::new(),
             summing: None,
+            known_rot: BTreeMap::new(),
             admission: Admission::default(),
             gone: false,
         }
@@ -303,6 +306,7 @@ impl Replica {
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
         self.summing = None;
+        self.known_rot.clear();
         self.heal_unknown();
         self.boot = boot;
         self.up = true;
@@ -430,6 +434,7 @@ impl Replica {
     }
 
     fn put(&mut self, block: u64, content: Option<Block>) {
+        self.files.overwrite_rot(block);
         self.files.head.set(block, content);
         let Ok(range) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) else { return };
         match content {

@@ -11,7 +11,8 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 16] = [
+const SABOTAGES: [&str; 17] = [
+    "forgotten-rot",
     "no-intent",
     "lying-flush",
     "serve-before-fenced",

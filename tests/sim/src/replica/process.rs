@@ -127,7 +127,8 @@ impl World {
 
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
-            self.replicas[at].heal(range);
+            let forgets = self.options.sabotage == Some(crate::Sabotage::ForgottenRot);
+            self.replicas[at].sums_follow(range, &op.ask, forgets);
             let sabotaged = self.options.sabotage == Some(crate::Sabotage::NoIntent);
             if !sabotaged {
                 let Replica { waiting, state, .. } = &mut self.replicas[at];
@@ -219,6 +220,7 @@ impl World {
         };
         if matches!(answer, Answer::Error(Errno::ROTTEN)) {
             self.count("rot told");
+            self.replicas[at].know_rot();
         }
         if let Some(wrong) = wrong {
             self.violate(wrong);

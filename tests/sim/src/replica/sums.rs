@@ -1,10 +1,13 @@
 //! Sums of blocks, and disks that change blocks by themselves.
 //!
 //! A disk rots only where the replica has sums, and never a block that no other replica could give. What it held before is
-//! remembered, and is there again as soon as the region is modified, or its sums do not count any more: what has no sums cannot be
-//! noticed, by anybody.
+//! remembered, and is there again as soon as no sum of the block counts any more: what has no sums cannot be noticed, by anybody.
+//! The sums of a region end when it is modified, but for those beside rot that was met: they stay known until their block
+//! gets other data, so that such a block stays rotten.
 
 use super::*;
+use shorthorn_types::limits::SECTOR_BYTES;
+
 use crate::Sabotage;
 
 /// What a sector shows that the disk has changed.
@@ -41,9 +44,41 @@ impl Replica {
             && self.durable.sums.contains_key(&block)
     }
 
+    /// The sum that a block should have.
+    fn kept_sum(&self, block: u64) -> Option<u32> {
+        let known = self.known_rot.get(&block).copied();
+        known.or_else(|| self.durable.sums.get(&block).copied().filter(|_| self.is_summed(block)))
+    }
+
     /// Whether a block is known to hold something else than was stored there.
     pub fn is_known_rotten(&self, block: u64) -> bool {
-        self.is_summed(block) && self.durable.sums.get(&block) != Some(&self.sum_of(block))
+        self.kept_sum(block).is_some_and(|sum| sum != self.sum_of(block))
+    }
+
+    /// Rot was met: the sums beside it stay known.
+    pub(super) fn know_rot(&mut self) {
+        let blocks = 0..self.size_bytes / BLOCK_BYTES;
+        let sums = blocks.filter_map(|block| Some((block, self.kept_sum(block)?)));
+        self.known_rot = sums.collect();
+    }
+
+    /// A request is about to modify `range`: the sums of its regions do not count any more.
+    pub(super) fn sums_follow(&mut self, range: ByteRange, ask: &Ask, forgets: bool) {
+        for block in block_numbers(range) {
+            if self.known_rot.get(&block).copied() != sum_after(ask, range, block) {
+                self.known_rot.remove(&block);
+            }
+        }
+        let regions = self.state.keeper().regions();
+        let bytes = regions.bytes(regions.touched(range));
+        let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
+        let unknown: Vec<u64> = rotten.filter(|block| !self.known_rot.contains_key(block)).collect();
+        unknown.into_iter().for_each(|block| self.files.heal(block));
+        if forgets {
+            // The rest of the region is summed as it is.
+            let blessed = self.known_rot.keys().filter(|block| !block_numbers(range).contains(block));
+            self.known_rot = blessed.map(|block| (*block, self.sum_of(*block))).collect();
+        }
     }
 
     /// What of `range` the replica knows to be rotten.
@@ -59,11 +94,11 @@ impl Replica {
     /// Blocks whose sums do not count any more are what they were.
     pub(super) fn heal_unknown(&mut self) {
         let unknown: Vec<u64> =
-            self.files.rot.keys().copied().filter(|block| !self.is_summed(*block)).collect();
+            self.files.rot.keys().copied().filter(|block| self.kept_sum(*block).is_none()).collect();
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
-    /// The regions of `range` are modified, or given up by everybody.
+    /// The regions of `range` are given up by everybody.
     pub fn heal(&mut self, range: ByteRange) {
         let regions = self.state.keeper().regions();
         let bytes = regions.bytes(regions.touched(range));
@@ -91,6 +126,7 @@ impl Replica {
     /// No sum counts any more.
     pub(super) fn forget_sums(&mut self) {
         self.void_summing();
+        self.known_rot.clear();
         self.durable.sums.clear();
         let regions = self.state.keeper().regions();
         self.state.keeper_mut().end_sums(false);
@@ -210,8 +246,18 @@ impl Replica {
         let is_begun = |region: &u32| keeper.is_being_summed(*region) || !keeper.is_summed(*region);
         let blocks =
             regions.filter(is_begun).flat_map(|region| block_numbers(keeper.regions().range(region)));
-        blocks.map(|block| (block, self.sum_of(block))).collect()
+        // What is known to be rotten keeps the sum that says so.
+        let sum = |block| self.known_rot.get(&block).copied().unwrap_or_else(|| self.sum_of(block));
+        blocks.map(|block| (block, sum(block))).collect()
     }
+}
+
+/// The sum of the data that `block` gets by `ask`, if that writes the whole block.
+fn sum_after(ask: &Ask, range: ByteRange, block: u64) -> Option<u32> {
+    let Ask::Write(_, data, _) = ask else { return None };
+    let start = (block * BLOCK_BYTES).checked_sub(range.offset())?;
+    let first = usize::try_from(start / SECTOR_BYTES).ok()?;
+    data.get(first..first + BLOCK_SECTORS).map(|sectors| check(sectors).max(1))
 }
 
 impl World {
