@@ -86,7 +86,7 @@ impl EngineCore {
         if self.resyncs.is_empty() {
             return;
         }
-        if pinged_at_ms.is_some_and(|at_ms| at_ms >= self.space.since_ms) {
+        if pinged_at_ms.is_some_and(|at_ms| at_ms > self.space.since_ms) {
             self.space.ponged(peer, free_mib);
             self.wake = true;
         } else {

@@ -123,9 +123,19 @@ fn rot_stays_known_until_a_repair_has_succeeded() {
     for block in [3, 4] {
         assert_eq!(read_checked(&mut client, block * BLOCK, BLOCK), Err(ROTTEN), "block {block}");
     }
+    // A discard leaves a block that it covers in part as it is.
+    client.call(Opcode::Discard, Flags::NONE, 4 * BLOCK + 512, 4096, &[]).unwrap();
+    assert_eq!(read_checked(&mut client, 4 * BLOCK, BLOCK), Err(ROTTEN));
     client.write(3 * BLOCK, &pattern(2, 8192)).unwrap();
     assert_eq!(read_checked(&mut client, 0, 3 * BLOCK), Ok(pattern(1, 65536)[..12288].to_vec()));
     assert_eq!(read_checked(&mut client, 3 * BLOCK, 2 * BLOCK), Ok(pattern(2, 8192)), "other data");
+    // A hole, which is repaired by zeroes.
+    rot(&spec, 47);
+    assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN));
+    client.call(Opcode::WriteZeroes, Flags::NONE, 47 * BLOCK, 4096, &[]).unwrap();
+    assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Ok(vec![0; 4096]));
+    rot(&spec, 47);
+    assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN));
 }
 
 #[test]

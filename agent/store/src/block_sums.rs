@@ -62,6 +62,12 @@ pub fn block_sum(crc32c: u32) -> u32 {
     crc32c.max(1)
 }
 
+/// The sum of a block of zeroes.
+#[must_use]
+pub fn sum_of_zeroes() -> u32 {
+    block_sum(crc32c::crc32c(&[0; BLOCK_BYTES as usize]))
+}
+
 /// The sums of one page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SumPage(Box<[u32; BLOCKS_PER_SUM_PAGE]>);

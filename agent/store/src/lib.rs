@@ -52,6 +52,7 @@ mod unwritten;
 pub use allocated::AllocatedRuns;
 pub use block_sums::{
     BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum,
+    sum_of_zeroes,
 };
 pub use boot::LossNote;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};

@@ -613,15 +613,6 @@ impl World {
         }
     }
 
-    /// The space on the disk of a replica, as it would say.
-    fn free_mib(&self, engine: u64, peer: PeerIndex) -> u32 {
-        let replica = self.engines.get(&engine).and_then(|process| process.peers.get(usize::from(peer)));
-        let is_full = replica
-            .and_then(|peer| self.replica_index(peer.replica))
-            .is_none_or(|at| self.replicas[at].full || self.replicas[at].full_for_pages);
-        if is_full { 0 } else { 1000 }
-    }
-
     /// Members and core count all that a member misses from when it fails on.
     fn note_dropped(&mut self, engine: u64, peer: PeerIndex) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
@@ -681,10 +672,11 @@ impl World {
         };
         match number & ID_KIND {
             ID_PING => {
-                let event = match outcome {
-                    Ok(()) => Event::Pong { peer, queue, free_mib: self.free_mib(engine, peer) },
-                    Err(errno) => {
+                let event = match answer {
+                    Answer::Pong { free_mib } => Event::Pong { peer, queue, free_mib },
+                    answer => {
                         self.count("error: ping");
+                        let errno = if let Answer::Error(errno) = answer { errno } else { Errno::IO };
                         Event::PingFailed { peer, queue, errno }
                     }
                 };

@@ -63,6 +63,8 @@ pub use shorthorn_wire::Welcome as Greeting;
 pub enum Answer {
     /// Done.
     Done,
+    /// To a PING: the space on the disk.
+    Pong { free_mib: u32 },
     /// To a hello.
     Welcome(Box<Greeting>),
     /// To a read.

@@ -296,6 +296,11 @@ impl Replica {
         self.durable.views.generation().attach
     }
 
+    /// The space on the disk, as the answer to a PING says it.
+    fn free_mib(&self) -> u32 {
+        if self.full || self.full_for_pages { 0 } else { 1000 }
+    }
+
     /// What the volume reads as here.
     pub fn content(&self) -> Vec<Block> {
         self.files.content(self.size_bytes / BLOCK_BYTES)

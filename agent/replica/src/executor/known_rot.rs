@@ -49,12 +49,12 @@ impl KnownRot {
         page.map_or(SUM_UNKNOWN, |(_, sums)| sums.sum(place))
     }
 
-    /// These blocks are about to be modified. `sum_after` is the sum of the data that a block gets, if that is known.
-    pub fn modified(&mut self, range: ByteRange, sum_after: impl Fn(ByteRange) -> Option<u32>) {
+    /// The blocks of `blocks` are about to be modified. `sum_after` is the sum of the data that a block gets, if that is known.
+    pub fn modified(&mut self, blocks: ByteRange, sum_after: impl Fn(ByteRange) -> Option<u32>) {
         if self.pages.is_empty() {
             return;
         }
-        for block in block_ranges(range.grown_to_blocks()) {
+        for block in block_ranges(blocks) {
             let number = block.offset() / SUM_PAGE_SPAN_BYTES;
             let place = number_in_page(block);
             for (_, sums) in self.pages.iter_mut().filter(|(of, _)| *of == number) {
@@ -88,9 +88,7 @@ mod tests {
         known.keep(2, &sums, |block| block != blocks(first_block + 6, 1));
         assert_eq!([3, 5, 6, 8].map(|place| known.sum(2, place)), [70, 70, SUM_UNKNOWN, SUM_UNKNOWN]);
         assert_eq!(known.sum(1, 3), SUM_UNKNOWN);
-        // A part of a block is enough.
-        let two_parts = ByteRange::new((first_block + 3) * BLOCK_BYTES + 512, BLOCK_BYTES).unwrap();
-        known.modified(two_parts, |_| None);
+        known.modified(blocks(first_block + 3, 2), |_| None);
         assert_eq!([3, 4, 5].map(|place| known.sum(2, place)), [SUM_UNKNOWN, SUM_UNKNOWN, 70]);
         // What was modified since has no sum in a region that counts.
         sums.set(5, 71);

@@ -215,9 +215,10 @@ impl Executor {
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
-                self.sums_follow(slot, range);
                 // Noted before it is done: else nobody knows after a crash where the replicas may differ.
                 if self.admit(slot, range) {
+                    // Not before: a request that is not admitted modifies nothing.
+                    self.sums_follow(slot, range);
                     self.modify(slot, range, ring)?;
                 }
             }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use shorthorn_ring::{Ring, Token};
 use shorthorn_store::{
     BLOCKS_PER_SUM_PAGE, BlockSource, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN,
-    SumPage, block_sum,
+    SumPage, block_sum, sum_of_zeroes,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
@@ -52,6 +52,8 @@ pub(crate) struct Summer {
     fresh: SumPage,
     /// Sums of blocks beside rot.
     known: KnownRot,
+    /// The sum of a block of zeroes.
+    zero_sum: u32,
     /// Operations that the ring has, those of the job and of pages.
     pub(super) in_flight: usize,
     /// Requests whose data is read, and which wait for pages of sums.
@@ -109,6 +111,7 @@ impl Summer {
             job: None,
             fresh: SumPage::unknown(),
             known: KnownRot::default(),
+            zero_sum: sum_of_zeroes(),
             in_flight: 0,
             waiting: Vec::with_capacity(SLOTS),
             retried: Vec::with_capacity(SLOTS),
@@ -513,8 +516,11 @@ impl Executor {
         if self.summer.next_at.is_none() {
             self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
         }
+        let is_discard = self.work(slot).header.opcode == Opcode::Discard;
+        // A discard leaves blocks that it covers in part as they are.
+        let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
         let mut known = std::mem::take(&mut self.summer.known);
-        known.modified(range, |block| self.sum_after_write(slot, range, block));
+        known.modified(blocks, |block| self.sum_after(slot, range, block));
         self.summer.known = known;
         if self.summer.checks > 0 {
             for work in self.works.iter_mut().filter(|work| work.wants_check && work.blocks.overlaps(range)) {
@@ -524,12 +530,15 @@ impl Executor {
         }
     }
 
-    /// The sum of the data that `block` gets from the request in the slot, if that is a write of the whole block.
-    fn sum_after_write(&self, slot: u16, range: ByteRange, block: ByteRange) -> Option<u32> {
+    /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A repair writes
+    /// blocks of zeroes as such.
+    fn sum_after(&self, slot: u16, range: ByteRange, block: ByteRange) -> Option<u32> {
         let work = self.work(slot);
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
-        (work.header.opcode == Opcode::Write && is_whole)
-            .then(|| block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c()))
+        is_whole.then(|| match work.header.opcode {
+            Opcode::Write => block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c()),
+            _ => self.summer.zero_sum,
+        })
     }
 
     /// The request in the slot begins to read.

@@ -95,7 +95,7 @@ pub struct Via<T>(pub T);
 impl<T: Asks> Via<T> {
     async fn done(&self, ask: Ask) -> Result<(), CallError> {
         match self.0.ask(ask).await? {
-            Answer::Done => Ok(()),
+            Answer::Done | Answer::Pong { .. } => Ok(()),
             _ => Err(CallError::Broken),
         }
     }

@@ -128,13 +128,14 @@ impl World {
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
             let forgets = self.options.sabotage == Some(crate::Sabotage::ForgottenRot);
-            self.replicas[at].sums_follow(range, &op.ask, forgets);
+            self.replicas[at].sums_end(range);
             let sabotaged = self.options.sabotage == Some(crate::Sabotage::NoIntent);
             if !sabotaged {
                 let Replica { waiting, state, .. } = &mut self.replicas[at];
                 let Some(admitted) = waiting.admit(state, range, op) else { return self.write_pages(at) };
                 op = admitted;
             }
+            self.replicas[at].sums_follow(range, &op.ask, forgets);
         }
         match &op.ask {
             Ask::Propose(..)
@@ -149,7 +150,10 @@ impl World {
             | Ask::Regions(_) => {
                 self.control(at, op);
             }
-            Ask::Ping => self.answer(op.conn, op.number, Answer::Done),
+            Ask::Ping => {
+                let free_mib = self.replicas[at].free_mib();
+                self.answer(op.conn, op.number, Answer::Pong { free_mib });
+            }
             _ => self.give_to_disk(at, op),
         }
     }

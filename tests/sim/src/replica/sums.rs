@@ -62,28 +62,45 @@ impl Replica {
         self.known_rot = sums.collect();
     }
 
-    /// A request is about to modify `range`: the sums of its regions do not count any more.
-    pub(super) fn sums_follow(&mut self, range: ByteRange, ask: &Ask, forgets: bool) {
-        for block in block_numbers(range) {
-            if self.known_rot.get(&block).copied() != sum_after(ask, range, block) {
-                self.known_rot.remove(&block);
-            }
-        }
-        let regions = self.state.keeper().regions();
-        let bytes = regions.bytes(regions.touched(range));
+    /// A request is to modify `range`: the sums of its regions do not count any more, whether it is admitted or not.
+    pub(super) fn sums_end(&mut self, range: ByteRange) {
+        let bytes = self.regions_of(range);
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
         let unknown: Vec<u64> = rotten.filter(|block| !self.known_rot.contains_key(block)).collect();
         unknown.into_iter().for_each(|block| self.files.heal(block));
+    }
+
+    /// The request is admitted: sums that were known of other data do not count any more.
+    pub(super) fn sums_follow(&mut self, range: ByteRange, ask: &Ask, forgets: bool) {
+        let is_discard = matches!(ask, Ask::Discard(_));
+        let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
+        for block in block_numbers(blocks) {
+            let known = self.known_rot.get(&block).copied();
+            if known.is_some() && known != sum_after(ask, range, block) {
+                self.known_rot.remove(&block);
+                self.files.heal(block);
+            }
+        }
         if forgets {
-            // The rest of the region is summed as it is.
-            let blessed = self.known_rot.keys().filter(|block| !block_numbers(range).contains(block));
-            self.known_rot = blessed.map(|block| (*block, self.sum_of(*block))).collect();
+            // The rest of the regions is summed as it is.
+            let is_blessed = |block: &u64| {
+                block_numbers(self.regions_of(range)).contains(block) && !block_numbers(range).contains(block)
+            };
+            let blessed: Vec<u64> = self.known_rot.keys().copied().filter(is_blessed).collect();
+            let sums: Vec<_> = blessed.into_iter().map(|block| (block, self.sum_of(block))).collect();
+            self.known_rot.extend(sums);
         }
     }
 
     /// What of `range` the replica knows to be rotten.
     pub(super) fn rotten_blocks(&self, range: ByteRange) -> Vec<u64> {
         block_numbers(range).filter(|block| self.is_known_rotten(*block)).collect()
+    }
+
+    /// All of the regions that `range` touches.
+    fn regions_of(&self, range: ByteRange) -> ByteRange {
+        let regions = self.state.keeper().regions();
+        regions.bytes(regions.touched(range))
     }
 
     /// Whether the replica could give the block for sure.
@@ -100,8 +117,7 @@ impl Replica {
 
     /// The regions of `range` are given up by everybody.
     pub fn heal(&mut self, range: ByteRange) {
-        let regions = self.state.keeper().regions();
-        let bytes = regions.bytes(regions.touched(range));
+        let bytes = self.regions_of(range);
         let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
         rotten.into_iter().for_each(|block| self.files.heal(block));
     }
@@ -252,10 +268,13 @@ impl Replica {
     }
 }
 
-/// The sum of the data that `block` gets by `ask`, if that writes the whole block.
+/// The sum of the data that `block` gets by `ask`, if that covers the whole block.
 fn sum_after(ask: &Ask, range: ByteRange, block: u64) -> Option<u32> {
-    let Ask::Write(_, data, _) = ask else { return None };
     let start = (block * BLOCK_BYTES).checked_sub(range.offset())?;
+    if start + BLOCK_BYTES > range.length() {
+        return None;
+    }
+    let Ask::Write(_, data, _) = ask else { return Some(check(&[0; BLOCK_SECTORS]).max(1)) };
     let first = usize::try_from(start / SECTOR_BYTES).ok()?;
     data.get(first..first + BLOCK_SECTORS).map(|sectors| check(sectors).max(1))
 }
