@@ -85,7 +85,7 @@ impl Cluster {
             Cluster { world: World::default(), agents: Agents::default(), revision: 0, random: 1 };
         for at in 0..nodes {
             let name = NodeName::new(&format!("node-{at:04}")).unwrap();
-            cluster.agents.by_node.insert(name.clone(), agent(&name, now));
+            cluster.agents.insert(name.clone(), agent(&name, now));
             cluster.world.insert(node(&name, at, now).into());
         }
         cluster
@@ -156,7 +156,7 @@ impl Cluster {
             let nodes = self.world.nodes.len();
             for at in nodes..nodes + nodes / 10 {
                 let name = NodeName::new(&format!("node-{at:04}")).unwrap();
-                self.agents.by_node.insert(name.clone(), agent(&name, now));
+                self.agents.insert(name.clone(), agent(&name, now));
                 self.world.insert(node(&name, at, now).into());
             }
         }

@@ -5,6 +5,8 @@
 //! replicas as configured have everything without it. Here is only said how far they are. What no reconciler can go on
 //! with by itself is *held*: somebody has to do something.
 
+use std::collections::BTreeSet;
+
 use crate::World;
 use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
@@ -79,13 +81,17 @@ pub fn left_on_disk(world: &World, agents: &Agents, node: &Node, path: &str) -> 
 }
 
 fn replicas_on<'a>(world: &'a World, node: &str) -> impl Iterator<Item = &'a Replica> {
-    world.replicas.values().filter(move |replica| replica.spec.node_id.as_str() == node)
+    world.replicas_on(node)
 }
 
 /// The volumes that have an engine on `node`, or are to have one there.
 #[must_use]
 pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
-    let here = world.volumes.values().filter(|volume| is_attached_to(world, volume, node));
+    let engines = world.engines_on(node).map(|engine| engine.metadata.name.as_str());
+    let volumes = world.volumes_on(node).map(|volume| volume.metadata.name.as_str());
+    let names: BTreeSet<&str> = engines.chain(volumes).collect();
+    let volumes = names.into_iter().filter_map(|name| world.volumes.get(name));
+    let here = volumes.filter(|volume| is_attached_to(world, volume, node));
     here.map(|volume| volume.metadata.name.as_str()).collect()
 }
 

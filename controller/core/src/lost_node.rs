@@ -24,8 +24,8 @@ pub fn is_named(world: &World, node: &str) -> bool {
         let places = [&volume.spec.node_id, &volume.status.current_node_id];
         places.into_iter().flatten().any(on_it)
     };
-    world.replicas.values().any(|replica| on_it(&replica.spec.node_id))
-        || world.volumes.values().any(is_wanted)
+    world.replicas_on(node).any(|replica| on_it(&replica.spec.node_id))
+        || world.volumes_on(node).any(is_wanted)
 }
 
 /// The operator's word that a node never comes back.
@@ -90,8 +90,7 @@ fn answers(node: &Node, agents: &Agents) -> bool {
 
 /// The volumes of which only a replica on that node, as far as is known, has everything.
 fn with_last_replica<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
-    let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == node);
-    let last = here.filter_map(|replica| {
+    let last = world.replicas_on(node).filter_map(|replica| {
         let volume = world.volumes.get(replica.spec.volume_name.as_str())?;
         let is_last = !volume.is_deleting() && drain::is_last(world, volume, replica);
         is_last.then_some(volume.metadata.name.as_str())

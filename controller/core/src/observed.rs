@@ -1,7 +1,8 @@
 //! What the agents show now. Held in memory by the shell, fed by the watch stream of each agent.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 
 use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, VolumeName};
 
@@ -11,16 +12,115 @@ use crate::{NodeName, Timestamp};
 /// What all agents show.
 #[derive(Clone, Debug, Default)]
 pub struct Agents {
-    /// By node; every configured node is there.
-    pub by_node: BTreeMap<NodeName, AgentView>,
+    by_node: BTreeMap<NodeName, AgentView>,
+    /// The nodes that show an engine of a volume. Each run of an engine's reconciler asks for them.
+    engines: BTreeMap<VolumeName, BTreeSet<NodeName>>,
 }
 
 impl Agents {
-    /// What the agent of `node` shows; none where no such agent is configured.
+    /// What each agent shows; every configured node is there.
+    #[must_use]
+    pub fn by_node(&self) -> &BTreeMap<NodeName, AgentView> {
+        &self.by_node
+    }
+
+    /// What the agent of `node` shows; none if no such agent is configured.
     #[must_use]
     pub fn get(&self, node: &NodeName) -> Option<&AgentView> {
         self.by_node.get(node)
     }
+
+    /// The nodes whose agents show an engine of `volume`, and what they show.
+    pub fn with_engine(&self, volume: &VolumeName) -> impl Iterator<Item = (&NodeName, &AgentView)> {
+        let nodes = self.engines.get(volume).into_iter().flatten();
+        nodes.filter_map(|node| Some((node, self.by_node.get(node)?)))
+    }
+
+    /// The agent of `node` shows this from now on.
+    pub fn insert(&mut self, node: NodeName, view: AgentView) {
+        self.remove(&node);
+        for volume in engines_of(&view) {
+            self.engines.entry(volume).or_default().insert(node.clone());
+        }
+        self.by_node.insert(node, view);
+    }
+
+    /// No agent of `node` is configured any more.
+    pub fn remove(&mut self, node: &NodeName) {
+        // Without instances first, so that the index follows.
+        if let Some(mut view) = self.get_mut(node) {
+            view.instances.clear();
+        }
+        self.by_node.remove(node);
+    }
+
+    /// What the agent of `node` shows, to be changed; none if no such agent is configured.
+    pub fn get_mut(&mut self, node: &NodeName) -> Option<ViewMut<'_>> {
+        let view = self.by_node.get_mut(node)?;
+        Some(ViewMut { before: engines_of(view), view, engines: &mut self.engines, node: node.clone() })
+    }
+
+    /// Changes what every agent shows.
+    pub fn change_all(&mut self, mut change: impl FnMut(&mut AgentView)) {
+        let nodes: Vec<NodeName> = self.by_node.keys().cloned().collect();
+        for node in nodes {
+            if let Some(mut view) = self.get_mut(&node) {
+                change(&mut view);
+            }
+        }
+    }
+}
+
+/// What an agent shows, while it is being changed. The index of engines follows when this is dropped.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    view: &'a mut AgentView,
+    engines: &'a mut BTreeMap<VolumeName, BTreeSet<NodeName>>,
+    node: NodeName,
+    before: BTreeSet<VolumeName>,
+}
+
+impl Deref for ViewMut<'_> {
+    type Target = AgentView;
+    fn deref(&self) -> &AgentView {
+        self.view
+    }
+}
+
+impl DerefMut for ViewMut<'_> {
+    fn deref_mut(&mut self) -> &mut AgentView {
+        self.view
+    }
+}
+
+impl Drop for ViewMut<'_> {
+    fn drop(&mut self) {
+        let after = engines_of(self.view);
+        for volume in self.before.difference(&after) {
+            if let Some(nodes) = self.engines.get_mut(volume) {
+                nodes.remove(&self.node);
+                if nodes.is_empty() {
+                    self.engines.remove(volume);
+                }
+            }
+        }
+        for volume in after.difference(&self.before) {
+            self.engines.entry(volume.clone()).or_default().insert(self.node.clone());
+        }
+    }
+}
+
+impl FromIterator<(NodeName, AgentView)> for Agents {
+    fn from_iter<T: IntoIterator<Item = (NodeName, AgentView)>>(views: T) -> Agents {
+        let mut agents = Agents::default();
+        views.into_iter().for_each(|(node, view)| agents.insert(node, view));
+        agents
+    }
+}
+
+fn engines_of(view: &AgentView) -> BTreeSet<VolumeName> {
+    let engines = view.instances.keys().filter(|key| key.kind == InstanceKind::Engine);
+    engines.filter_map(|key| VolumeName::new(&key.name).ok()).collect()
 }
 
 /// What one agent shows.

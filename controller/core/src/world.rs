@@ -1,3 +1,4 @@
+mod index;
 mod replicas;
 
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ pub struct World {
     pub replicas: Replicas,
     /// By node name.
     pub nodes: BTreeMap<String, Node>,
+    index: index::Index,
 }
 
 impl World {
@@ -67,6 +69,7 @@ impl World {
     /// Puts `object` in place of the one with its key.
     pub fn insert(&mut self, object: Object) {
         let name = object.metadata().name.clone();
+        self.index.insert(&object);
         match object {
             Object::Volume(volume) => drop(self.volumes.insert(name, volume)),
             Object::Engine(engine) => drop(self.engines.insert(name, engine)),
@@ -77,6 +80,7 @@ impl World {
 
     /// Takes out the object of that key.
     pub fn remove(&mut self, key: &Key) {
+        self.index.remove(key);
         match key.kind {
             Kind::Volume => drop(self.volumes.remove(&key.name)),
             Kind::Engine => drop(self.engines.remove(&key.name)),

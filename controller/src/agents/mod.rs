@@ -158,7 +158,7 @@ impl Fleet {
         let channel = protected(url.endpoint()?).connect_lazy();
         let peer = Peer { url: url.clone(), channel, asking_for_disks: Arc::default() };
         let view = AgentView { from_object, ..AgentView::new(url.to_string(), Timestamp::now()) };
-        self.agents_mut().by_node.insert(node.clone(), view);
+        self.agents_mut().insert(node.clone(), view);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), peer);
         Ok(())
     }
@@ -166,7 +166,7 @@ impl Fleet {
     /// Does not know the agent of `node` any more.
     fn remove(&self, node: &NodeName) {
         self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(node);
-        self.agents_mut().by_node.remove(node);
+        self.agents_mut().remove(node);
     }
 
     fn peers(&self) -> RwLockReadGuard<'_, BTreeMap<NodeName, Peer>> {
@@ -203,11 +203,10 @@ impl Fleet {
     fn wake_all(&self, node: &NodeName) {
         let world = self.store.world();
         let mut keys = concerned(&world, &Key::new(Kind::Node, node.as_str()));
-        let engines = world.engines.values().filter(|engine| engine.spec.node_id.as_ref() == Some(node));
-        keys.extend(engines.flat_map(|engine| {
+        keys.extend(world.engines_on(node.as_str()).flat_map(|engine| {
             [Kind::Volume, Kind::Engine].map(|kind| Key::new(kind, &engine.metadata.name))
         }));
-        let replicas = world.replicas.values().filter(|replica| replica.spec.node_id == *node);
+        let replicas = world.replicas_on(node.as_str());
         keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
         drop(world);
         self.queue.add(keys);
@@ -215,8 +214,8 @@ impl Fleet {
 
     /// Changes what the agent of `node` shows.
     fn change(&self, node: &NodeName, change: impl FnOnce(&mut AgentView)) {
-        if let Some(view) = self.agents_mut().by_node.get_mut(node) {
-            change(view);
+        if let Some(mut view) = self.agents_mut().get_mut(node) {
+            change(&mut view);
         }
     }
 
@@ -327,9 +326,14 @@ impl Fleet {
     pub async fn trash(&self) -> (Vec<(NodeName, v1::TrashedReplica)>, Vec<NodeName>) {
         let in_reach: Vec<NodeName> = {
             let agents = self.agents();
-            agents.by_node.iter().filter(|(_, view)| view.is_synced()).map(|(node, _)| node.clone()).collect()
+            agents
+                .by_node()
+                .iter()
+                .filter(|(_, view)| view.is_synced())
+                .map(|(node, _)| node.clone())
+                .collect()
         };
-        let known: Vec<NodeName> = self.agents().by_node.keys().cloned().collect();
+        let known: Vec<NodeName> = self.agents().by_node().keys().cloned().collect();
         let mut asking = JoinSet::new();
         for node in in_reach {
             let Ok(mut client) = self.client(&node) else { continue };

@@ -78,9 +78,9 @@ fn show_processes(page: &mut Page, name: &str, help: &str, all: impl Iterator<It
 pub(super) fn show_agents(agents: &Agents, page: &mut Page) {
     let gauges =
         page.gauges("shorthorn_controller_agents", "Agents, by whether this controller follows them now");
-    let synced = agents.by_node.values().filter(|view| AgentView::is_synced(view)).count();
+    let synced = agents.by_node().values().filter(|view| AgentView::is_synced(view)).count();
     gauges.set(&[("connected", "true")], number(synced));
-    gauges.set(&[("connected", "false")], number(agents.by_node.len() - synced));
+    gauges.set(&[("connected", "false")], number(agents.by_node().len() - synced));
 }
 
 #[cfg(test)]

@@ -145,7 +145,7 @@ pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, 
 /// Whether the agent of the node lets one more volume be attached there.
 fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError> {
     let Some(max_volumes) = max_volumes(world, node) else { return Ok(()) };
-    let others = world.volumes.values().filter(|volume| volume.metadata.name != name);
+    let others = world.volumes_on(node).filter(|volume| volume.metadata.name != name);
     let is_there = |volume: &&Volume| {
         let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.is_deleting());
         wanted.or_else(|| holder(volume)).is_some_and(|place| place.as_str() == node)

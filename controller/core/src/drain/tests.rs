@@ -182,8 +182,11 @@ fn a_disk_is_drained_without_its_node() {
 fn an_engine_holds_its_node() {
     let mut world = world();
     let here = NodeName::new("a").unwrap();
-    world.volumes.get_mut("v").unwrap().spec.node_id = Some(here.clone());
-    world.engines.get_mut("v").unwrap().spec.node_id = Some(here);
+    let (mut volume, mut engine) = (world.volumes["v"].clone(), world.engines["v"].clone());
+    volume.spec.node_id = Some(here.clone());
+    engine.spec.node_id = Some(here);
+    world.insert(volume.into());
+    world.insert(engine.into());
     let left = left_on_a(&world);
     assert_eq!(left.len(), 2, "{left:?}");
     assert!(left[0].0 && left[0].1.contains("shorthornctl volume detach v"), "{left:?}");

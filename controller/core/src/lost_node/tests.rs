@@ -60,7 +60,7 @@ impl Cluster {
             if name != "a" {
                 view.link = Link::Synced;
             }
-            agents.by_node.insert(node(name), view);
+            agents.insert(node(name), view);
         }
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
         let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
@@ -112,7 +112,7 @@ fn a_node_that_never_comes_back_is_given_up() {
 #[test]
 fn a_node_that_answers_is_never_given_up() {
     let mut cluster = Cluster::new();
-    cluster.agents.by_node.get_mut(&node("a")).unwrap().link = Link::Synced;
+    cluster.agents.get_mut(&node("a")).unwrap().link = Link::Synced;
     assert_eq!(cluster.delete(true), Err(RequestError::NodeAnswers("a".to_owned())));
     // This controller has not heard of it yet, the last one had.
     let mut cluster = Cluster::new();

@@ -55,7 +55,7 @@ impl Cluster {
         let seen = DiskView { available_bytes: DISK_BYTES, ..DiskView::default() };
         let disks = [(DISK.to_owned(), seen)].into();
         let view = AgentView { link: Link::Synced, disks, ..AgentView::new("http://agent", now()) };
-        self.agents.by_node.insert(name(at), view);
+        self.agents.insert(name(at), view);
     }
 
     /// With a replica on each of these nodes.

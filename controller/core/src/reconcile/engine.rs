@@ -23,7 +23,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 /// one, and a node that was lost with the volume has one; it is fenced, but in the way of the next attachment there.
 fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
     let key = InstanceKey::engine(&engine.spec.volume_name);
-    for (other, view) in context.agents.by_node.iter().filter(|(other, _)| *other != node) {
+    let shown = context.agents.with_engine(&engine.spec.volume_name);
+    for (other, view) in shown.filter(|(other, _)| *other != node) {
         let stray = view.instances.get(&key).filter(|_| view.is_synced());
         if stray.is_some_and(|stray| is_older(stray, engine.spec.attach)) {
             let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };

@@ -138,18 +138,14 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
         Kind::Node => {
             keys.extend(seeking(world));
             // What was to leave it may stay now.
-            let here = world.replicas.values().filter(|replica| replica.spec.node_id.as_str() == key.name);
-            keys.extend(here.flat_map(|replica| {
+            keys.extend(world.replicas_on(&key.name).flat_map(|replica| {
                 let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
                 // One that is being deleted is let go where its node is given up.
                 let replica =
                     replica.metadata.is_deleting().then(|| Key::new(Kind::Replica, &replica.metadata.name));
                 std::iter::once(volume).chain(replica)
             }));
-            let engines = world
-                .engines
-                .values()
-                .filter(|engine| engine.spec.node_id.as_ref().is_some_and(|node| node.as_str() == key.name));
+            let engines = world.engines_on(&key.name);
             keys.extend(engines.map(|engine| Key::new(Kind::Volume, &engine.metadata.name)));
         }
     }
@@ -158,7 +154,7 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
 
 /// The volumes that look for places.
 fn seeking(world: &World) -> impl Iterator<Item = Key> {
-    let keys = world.volumes.keys().map(|name| Key::new(Kind::Volume, name));
+    let keys = world.unsettled_volumes().into_iter().map(|name| Key::new(Kind::Volume, name));
     keys.filter(|key| gives_space_away(world, key))
 }
 

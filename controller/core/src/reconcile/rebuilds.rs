@@ -17,12 +17,12 @@ pub(super) struct Rebuilds {
 }
 
 impl Rebuilds {
-    /// Looks at every engine that serves. Only a volume that is about to place a replica needs that.
+    /// Looks at every engine that serves and may lack a member. Only a volume that is about to place a replica needs that.
     pub(super) fn look(context: &Context<'_>, engine: &Engine) -> Rebuilds {
         let world = context.world;
         let mut rebuilds = Rebuilds::default();
         let own = members(engine);
-        for other in world.engines.values().filter(|other| other.status.is_serving()) {
+        for other in world.incomplete_engines() {
             let Some(owner) = world.volumes.get(&other.metadata.name) else { continue };
             let coming = coming(world, owner, other);
             let has_fewer = members(other) < own.min(owner.spec.number_of_replicas);

@@ -61,7 +61,7 @@ fn agents(on_b: Option<u64>) -> Agents {
             let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
             view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
         }
-        agents.by_node.insert(NodeName::new(name).unwrap(), view);
+        agents.insert(NodeName::new(name).unwrap(), view);
     }
     agents
 }
@@ -90,9 +90,7 @@ fn a_start_is_stored_before_it_is_asked_for() {
 fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
     let stops = |on_b, state| {
         let mut agents = agents(Some(on_b));
-        for view in agents.by_node.values_mut() {
-            view.instances.values_mut().for_each(|instance| instance.state = state);
-        }
+        agents.change_all(|view| view.instances.values_mut().for_each(|instance| instance.state = state));
         let actions = decide(&world(), &agents);
         actions.iter().any(|action| match action {
             Action::Call(node, AgentCall::StopInstance { attach, .. }) => {
@@ -111,9 +109,8 @@ fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
 #[test]
 fn an_agent_with_another_name_is_asked_for_nothing() {
     let mut agents = agents(None);
-    for view in agents.by_node.values_mut() {
-        view.info = Some(AgentInfo { name: "other".to_owned(), ..AgentInfo::default() });
-    }
+    let other = AgentInfo { name: "other".to_owned(), ..AgentInfo::default() };
+    agents.change_all(|view| view.info = Some(other.clone()));
     let actions = decide(&world(), &agents);
     let [Action::Write(object)] = actions.as_slice() else { panic!("{actions:#?}") };
     let Object::Engine(engine) = &**object else { panic!("{object:#?}") };
@@ -137,9 +134,7 @@ fn no_place_is_refused_while_nodes_may_still_come() {
         });
         (written.unwrap().status.conditions, decision.look_again)
     };
-    for view in agents.by_node.values_mut() {
-        view.link = Link::Down { since: now(), reason: "not reached yet".to_owned() };
-    }
+    agents.change_all(|view| view.link = Link::Down { since: now(), reason: "not reached yet".to_owned() });
     let (conditions, again) = volume_after(&agents, now());
     assert_eq!(conditions.get(ConditionType::Settled).unwrap().reason, "WaitingForNodes");
     assert!(conditions.get(ConditionType::Scheduled).is_none());
@@ -294,13 +289,13 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
         (new, decision.look_again)
     };
     let c = NodeName::new("c").unwrap();
-    let mut free = agents.by_node.values().next().unwrap().clone();
+    let mut free = agents.by_node().values().next().unwrap().clone();
     free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
-    agents.by_node.insert(c.clone(), free);
+    agents.insert(c.clone(), free);
     assert_eq!(decide(&agents, now()).0.as_deref(), Some("c"));
 
     let link = Link::Down { since: now(), reason: "not reached yet".to_owned() };
-    agents.by_node.get_mut(&c).unwrap().link = link;
+    agents.get_mut(&c).unwrap().link = link;
     assert_eq!(decide(&agents, now()), (None, Some(UNREACHABLE_AFTER)));
     assert_eq!(decide(&agents, now() + UNREACHABLE_AFTER).0.as_deref(), Some("b"));
 }
@@ -314,7 +309,7 @@ fn world_without_b() -> (World, Agents) {
     b.metadata.deletion_timestamp = Some(now());
     world.insert(b.into());
     let mut agents = agents(None);
-    agents.by_node.remove(&NodeName::new("b").unwrap());
+    agents.remove(&NodeName::new("b").unwrap());
     (world, agents)
 }
 
@@ -407,11 +402,11 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
     ));
     let mut view = AgentView::new("http://agent", now() - UNREACHABLE_AFTER);
     view.link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
-    agents.by_node.insert(b.clone(), view);
+    agents.insert(b.clone(), view);
     act(&mut world, &agents, &Key::new(Kind::Node, "b"));
     let ready = world.nodes["b"].status.conditions.get(ConditionType::Ready).unwrap();
     assert!(ready.message.contains("--node b=URL"), "{ready:?}");
-    agents.by_node.get_mut(&b).unwrap().from_object = true;
+    agents.get_mut(&b).unwrap().from_object = true;
     for _ in 0..2 {
         act(&mut world, &agents, &Key::new(Kind::Node, "b"));
         assert!(!world.nodes.contains_key("b"), "it goes, and does not come again");
@@ -536,9 +531,9 @@ fn busy_world(rebuilding: u64, waiting: u64, members: u64) -> (World, Agents) {
         world.insert(its.into());
     }
     let mut agents = agents(None);
-    let mut c = agents.by_node.values().next().unwrap().clone();
+    let mut c = agents.by_node().values().next().unwrap().clone();
     c.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
-    agents.by_node.insert(NodeName::new("c").unwrap(), c);
+    agents.insert(NodeName::new("c").unwrap(), c);
     (world, agents)
 }
 

@@ -46,9 +46,9 @@ fn disk(world: &World, volume: &Volume, node: &NodeName, path: &str) -> Option<D
     let (spec, status) = (object.spec.disks.get(path)?, object.status.disk_status.get(path)?);
     let promised = world.replicas.promised_on(node.as_str()).and_then(|disks| disks.get(path));
     let promised = promised.map_or(0, |promised| u64::try_from(promised.bytes).unwrap_or(u64::MAX));
-    let others = world.volumes.values().filter(|other| {
-        other.is_expanding() && other.metadata.name != volume.metadata.name && !other.is_deleting()
-    });
+    let others = world
+        .growing_volumes()
+        .filter(|other| other.metadata.name != volume.metadata.name && !other.is_deleting());
     let coming = others.flat_map(|other| {
         let here = world.replicas_of(&other.spec.volume_name);
         let here = here.filter(move |replica| place_of(replica) == (node, path));

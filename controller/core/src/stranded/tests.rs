@@ -191,7 +191,7 @@ fn cluster(is_ready: bool) -> Cluster {
 fn agents(link: Link) -> Agents {
     let info = Some(AgentInfo { name: NODE.to_owned(), ..AgentInfo::default() });
     let view = AgentView { link, info, ..AgentView::new("http://a:1", at(0)) };
-    Agents { by_node: BTreeMap::from([(NodeName::new(NODE).unwrap(), view)]) }
+    Agents::from_iter([(NodeName::new(NODE).unwrap(), view)])
 }
 
 #[test]

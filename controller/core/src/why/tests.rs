@@ -100,7 +100,7 @@ impl Case {
             view.link = Link::Synced;
             let disk = DiskView { total_bytes: 100 << 30, available_bytes: 50 << 30, ..DiskView::default() };
             view.disks.insert("/disk".to_owned(), disk);
-            agents.by_node.insert(node(n), view);
+            agents.insert(node(n), view);
         }
         let mut case = Case { world, agents };
         case.engine_says(EngineView { attach: 1, phase: "serving".to_owned(), ..EngineView::default() });
@@ -115,7 +115,7 @@ impl Case {
             detail: Detail::Engine(Box::new(view)),
         };
         let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
-        self.agents.by_node.get_mut(&node(1)).unwrap().instances.insert(key, instance);
+        self.agents.get_mut(&node(1)).unwrap().instances.insert(key, instance);
     }
 
     fn engine(&mut self) -> &mut Engine {
@@ -144,7 +144,7 @@ impl Case {
 
     fn silence(&mut self, n: u64) {
         let link = Link::Down { since: at(0), reason: "connection refused".to_owned() };
-        self.agents.by_node.get_mut(&node(n)).unwrap().link = link;
+        self.agents.get_mut(&node(n)).unwrap().link = link;
     }
 
     fn condition(&mut self, kind: ConditionType, reason: &'static str, message: &str) {
@@ -220,8 +220,7 @@ fn volumes_that_serve() {
     check("rebuilding", &case, false, &words);
 
     let mut case = Case::healthy();
-    let disk = case.agents.by_node.get_mut(&node(2)).unwrap().disks.get_mut("/disk").unwrap();
-    disk.available_bytes = 12 << 20;
+    case.agents.get_mut(&node(2)).unwrap().disks.get_mut("/disk").unwrap().available_bytes = 12 << 20;
     check(
         "disk full",
         &case,

@@ -23,14 +23,14 @@ impl Controller {
         let view =
             |node: &SimAgent| (node.name.clone(), AgentView::new(format!("http://{}", node.name), now));
         Controller {
-            agents: Agents { by_node: nodes.iter().map(view).collect() },
+            agents: nodes.iter().map(view).collect(),
             streams: BTreeMap::new(),
             runs: BTreeMap::new(),
         }
     }
 
     pub fn open(&mut self, node: &SimAgent) {
-        let Some(view) = self.agents.by_node.get_mut(&node.name) else { return };
+        let Some(mut view) = self.agents.get_mut(&node.name) else { return };
         view.info = Some(AgentInfo {
             name: node.name.to_string(),
             version: "1".to_owned(),
@@ -55,7 +55,7 @@ impl Controller {
 
     pub fn close(&mut self, node: &NodeName, now: Timestamp) {
         if self.streams.remove(node).is_some()
-            && let Some(view) = self.agents.by_node.get_mut(node)
+            && let Some(mut view) = self.agents.get_mut(node)
         {
             view.link = Link::Down { since: now, reason: "connection reset".to_owned() };
         }
@@ -65,7 +65,7 @@ impl Controller {
     pub fn read(&mut self, node: &NodeName, keep: bool) -> bool {
         let Some(stream) = self.streams.get_mut(node) else { return false };
         let event = if keep { stream.front().cloned() } else { stream.pop_front() };
-        let (Some(event), Some(view)) = (event, self.agents.by_node.get_mut(node)) else { return false };
+        let (Some(event), Some(mut view)) = (event, self.agents.get_mut(node)) else { return false };
         match event {
             Event::Set(key, instance) => drop(view.instances.insert(key, *instance)),
             Event::Gone(key) => drop(view.instances.remove(&key)),

@@ -432,7 +432,7 @@ impl Sim {
             }
         };
         let result = if fault == Fault::Unanswered { Err("timed out".to_owned()) } else { result };
-        if let Some(view) = self.controller.agents.by_node.get_mut(node) {
+        if let Some(mut view) = self.controller.agents.get_mut(node) {
             match &result {
                 Ok(()) => drop(view.failures.remove(&call.instance())),
                 Err(error) => drop(view.failures.insert(call.instance(), error.clone())),

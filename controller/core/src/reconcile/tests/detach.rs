@@ -25,9 +25,9 @@ fn leaving_world() -> World {
 /// Agents of a, b and c; a shows the engine with these members.
 fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     let mut agents = agents(None);
-    let mut free = agents.by_node.values().next().unwrap().clone();
+    let mut free = agents.by_node().values().next().unwrap().clone();
     free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
-    agents.by_node.insert(NodeName::new("c").unwrap(), free);
+    agents.insert(NodeName::new("c").unwrap(), free);
     let members = members.iter().map(|(id, mode)| (ReplicaId::from_random(*id), MemberStatus::of(*mode)));
     let shown = EngineView {
         attach: ATTACH,
@@ -38,8 +38,8 @@ fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     };
     let detail = Detail::Engine(Box::new(shown));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
-    let a = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
-    a.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
+    let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
+    agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
     agents
 }
 
@@ -48,7 +48,7 @@ fn both() -> Agents {
 }
 
 fn refuse(agents: &mut Agents) {
-    let a = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
+    let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     a.failures.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), IN_USE.to_owned());
 }
 
@@ -127,7 +127,7 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
     let a = || NodeName::new("a").unwrap();
     let cases: [(&str, Change); 4] = [
         ("ended", |_, agents| {
-            let a = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
+            let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
             a.instances.values_mut().for_each(|instance| instance.state = InstanceState::Stopped);
         }),
         ("lost", |world, _| {
@@ -150,7 +150,7 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
         }),
         ("silent", |_, agents| {
             let link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
-            agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap().link = link;
+            agents.get_mut(&NodeName::new("a").unwrap()).unwrap().link = link;
         }),
     ];
     for (case, change) in cases {
@@ -191,9 +191,9 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
     rounds(&mut world, &mut agents);
     let mut agents = {
         let mut fewer = agents_with(&[(1, MemberMode::Member), (2, MemberMode::Failed)]);
-        fewer.by_node.values_mut().zip(agents.by_node.values_mut()).for_each(|(new, old)| {
-            new.failures.append(&mut old.failures);
-        });
+        for (node, old) in agents.by_node() {
+            fewer.get_mut(node).unwrap().failures.extend(old.failures.clone());
+        }
         fewer
     };
     world.insert(replica(ReplicaId::from_random(2), "b", Some(now())).into());

@@ -144,8 +144,8 @@ fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
         message: String::new(),
         detail: Detail::Engine(Box::new(shown)),
     };
-    let view = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
-    view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
+    let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
+    agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
     let settings = Settings::default();
     let context = Context { world: &world, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
     let actions = reconcile(&context, &Key::new(Kind::Engine, "v")).actions;
@@ -231,8 +231,8 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
     let detail = Detail::Engine(Box::new(shown));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     let mut agents = agents(None);
-    let on_a = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
-    on_a.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
+    let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
+    agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
 
     for time in 0..3 {
         let settings = Settings::default();

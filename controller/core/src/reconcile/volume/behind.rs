@@ -18,7 +18,7 @@ impl Run<'_> {
     /// The newest attachment that any process of the volume in reach knows of; 0: none.
     pub(super) fn reported_attach(&self) -> u64 {
         let key = InstanceKey::engine(&self.stored.spec.volume_name);
-        let agents = self.context.agents.by_node.values().filter(|view| view.is_synced());
+        let agents = self.context.agents.by_node().values().filter(|view| view.is_synced());
         let engines = agents.filter_map(|view| match &view.instances.get(&key)?.detail {
             Detail::Engine(engine) => Some(engine.attach),
             Detail::Replica(_) => None,

@@ -119,7 +119,7 @@ impl Run<'_> {
             Sight::Blurred(left) => Some(left),
             Sight::Clear(_) | Sight::Gone(_) => None,
         };
-        self.context.agents.by_node.keys().filter_map(left).max()
+        self.context.agents.by_node().keys().filter_map(left).max()
     }
 
     pub(super) fn write_replica(

@@ -75,7 +75,7 @@ impl Lost {
             };
             let info = Some(AgentInfo { name: (*name).to_owned(), ..AgentInfo::default() });
             let agent = AgentView { link, info, ..AgentView::new("http://agent", Timestamp::UNIX_EPOCH) };
-            lost.agents.by_node.insert(node(at), agent);
+            lost.agents.insert(node(at), agent);
             lost.replica_says(at, OLD, view(OLD, 1, &(0..replicas).collect::<Vec<_>>()));
         }
         lost
@@ -86,7 +86,7 @@ impl Lost {
         let detail = Detail::Replica(ReplicaView { attach, views, ..ReplicaView::default() });
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
         let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), id(at));
-        self.agents.by_node.get_mut(&node(at)).unwrap().instances.insert(key, instance);
+        self.agents.get_mut(&node(at)).unwrap().instances.insert(key, instance);
     }
 
     fn volume(&self) -> &Volume {
@@ -217,8 +217,7 @@ fn a_replica_that_does_not_tell_its_views_is_not_counted() {
     let mut lost = Lost::new(2);
     lost.begin();
     lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1]));
-    let agent = lost.agents.by_node.get_mut(&node(1)).unwrap();
-    for instance in agent.instances.values_mut() {
+    for instance in lost.agents.get_mut(&node(1)).unwrap().instances.values_mut() {
         if let Detail::Replica(view) = &mut instance.detail {
             view.views = None;
         }
