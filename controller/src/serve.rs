@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use shorthorn_controller_core::reconcile::is_urgent;
 use shorthorn_driver::{DRIVER_NAME, Identity};
 use shorthorn_metrics::MetricsError;
 use shorthorn_proto::v1::controller_server::ControllerServer;
@@ -108,7 +109,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         }
     };
     let store: Arc<dyn Store> = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
-    let queue = Arc::new(Queue::new());
+    let seen = Arc::clone(&store);
+    let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.world(), key)));
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone())?;
     vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
     if let (Some(Pods { client, known }), Some(events)) = (pods, events.clone()) {

@@ -5,9 +5,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, View, VolumeName};
 
-use crate::NodeName;
-use crate::objects::{Frontend, Key, Object, RebuildLimits, Secret};
+use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, Secret};
 use crate::observed::InstanceKey;
+use crate::{NodeName, World};
 
 /// One small step. The shell carries the steps of a decision out in order and gives the rest up at the
 /// first that fails; the next decision starts from what is so then.
@@ -243,6 +243,20 @@ impl Decision {
     #[must_use]
     pub fn nothing() -> Decision {
         Decision::default()
+    }
+
+    /// The replicas that it makes.
+    pub fn new_replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
+        self.actions
+            .iter()
+            .filter_map(|action| match action {
+                Action::Write(object) => match &**object {
+                    Object::Replica(replica) => Some(replica),
+                    _ => None,
+                },
+                _ => None,
+            })
+            .filter(|replica| !world.replicas.contains_key(&replica.metadata.name))
     }
 
     pub(crate) fn write(&mut self, object: impl Into<Object>) {

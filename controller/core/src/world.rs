@@ -89,6 +89,16 @@ impl World {
         }
     }
 
+    /// The replica is about to be stored: its place is taken.
+    pub fn promise(&mut self, replica: Replica) {
+        self.replicas.promise(replica);
+    }
+
+    /// The replica of that name is stored, or will not be.
+    pub fn forget_promise(&mut self, name: &str) {
+        self.replicas.forget_promise(name);
+    }
+
     /// The keys of all objects.
     pub fn keys(&self) -> impl Iterator<Item = Key> {
         let volumes = self.volumes.keys().map(|name| Key::new(Kind::Volume, name));

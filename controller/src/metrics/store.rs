@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use async_trait::async_trait;
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Kind, Object};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
 
 use super::{Metrics, Readiness};
@@ -67,6 +67,14 @@ impl Store for Metered {
         result
     }
 
+    fn promise(&self, replicas: Vec<Replica>) {
+        self.store.promise(replicas);
+    }
+
+    fn forget_promises(&self, names: &[String]) {
+        self.store.forget_promises(names);
+    }
+
     fn changes(&self) -> broadcast::Receiver<Key> {
         self.store.changes()
     }
@@ -100,6 +108,14 @@ mod tests {
 
         async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
             self.0.remove(key, version).await
+        }
+
+        fn promise(&self, replicas: Vec<Replica>) {
+            self.0.promise(replicas);
+        }
+
+        fn forget_promises(&self, names: &[String]) {
+            self.0.forget_promises(names);
         }
 
         fn changes(&self) -> broadcast::Receiver<Key> {

@@ -1,7 +1,7 @@
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Object};
+use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
 use super::{CHANGES_MAX, StoreError};
@@ -40,6 +40,16 @@ impl Cache {
         for key in changed {
             let _ = self.changes.send(key);
         }
+    }
+
+    pub(super) fn promise(&self, replicas: Vec<Replica>) {
+        let mut world = self.world.write().unwrap_or_else(PoisonError::into_inner);
+        replicas.into_iter().for_each(|replica| world.promise(replica));
+    }
+
+    pub(super) fn forget_promises(&self, names: &[String]) {
+        let mut world = self.world.write().unwrap_or_else(PoisonError::into_inner);
+        names.iter().for_each(|name| world.forget_promise(name));
     }
 
     pub(super) fn insert(&self, object: Object) {

@@ -2,7 +2,7 @@ use std::sync::{Mutex, PoisonError, RwLockReadGuard};
 
 use async_trait::async_trait;
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Object};
+use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
 use super::cache::Cache;
@@ -49,6 +49,14 @@ impl Store for MemoryStore {
         self.cache.check(key, version)?;
         self.cache.remove(key);
         Ok(())
+    }
+
+    fn promise(&self, replicas: Vec<Replica>) {
+        self.cache.promise(replicas);
+    }
+
+    fn forget_promises(&self, names: &[String]) {
+        self.cache.forget_promises(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {

@@ -12,7 +12,7 @@ use std::sync::RwLockReadGuard;
 
 use async_trait::async_trait;
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Object};
+use shorthorn_controller_core::objects::{Key, Object, Replica};
 use thiserror::Error;
 use tokio::sync::broadcast;
 
@@ -37,6 +37,12 @@ pub trait Store: Send + Sync + 'static {
 
     /// Removes the object durably where it still has this version.
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
+
+    /// These replicas are about to be stored: their places are taken.
+    fn promise(&self, replicas: Vec<Replica>);
+
+    /// The replicas of these names are stored, or will not be.
+    fn forget_promises(&self, names: &[String]);
 
     /// The key of everything that is written from now on.
     fn changes(&self) -> broadcast::Receiver<Key>;

@@ -7,7 +7,7 @@ use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefini
 use serde::Deserialize;
 use serde_json::Value;
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Object};
+use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
 use super::cache::Cache;
@@ -100,6 +100,14 @@ impl Store for RedbStore {
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
         let key = key.clone();
         self.blocking(move |inner| inner.remove(&key, version)).await
+    }
+
+    fn promise(&self, replicas: Vec<Replica>) {
+        self.inner.cache.promise(replicas);
+    }
+
+    fn forget_promises(&self, names: &[String]) {
+        self.inner.cache.forget_promises(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {

@@ -3,15 +3,15 @@
 mod execute;
 mod queue;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use shorthorn_controller_core::objects::Key;
+use shorthorn_controller_core::objects::{Key, Replica};
 use shorthorn_controller_core::reconcile::{Context, Settings, concerned, gives_space_away, reconcile};
 use shorthorn_controller_core::{Decision, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use crate::agents::Fleet;
@@ -24,13 +24,15 @@ pub use queue::{Depth, Outcome, Queue};
 
 /// How many objects are worked on at once. Calls to agents can take long, and one must not hold up all.
 const RUNS_MAX: usize = 64;
+/// How many urgent ones beside them: no call to an agent that is slow holds a fail-over up.
+const URGENT_RUNS_MAX: usize = 32;
 
 /// What every run needs.
 pub struct Worker {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     queue: Arc<Queue>,
-    /// Held by runs that may give disk space away.
+    /// Held while a decision that may give disk space away is taken, until its places are promised.
     placing: Mutex<()>,
     /// Where an error of the store goes that no retry mends.
     broken: mpsc::Sender<StoreError>,
@@ -77,7 +79,7 @@ impl Worker {
                     Err(RecvError::Lagged(_)) => self.look_at_everything(),
                     Err(RecvError::Closed) => return,
                 },
-                key = self.queue.next(), if runs.len() < RUNS_MAX => {
+                key = self.queue.next(runs.len() >= RUNS_MAX), if runs.len() < RUNS_MAX + URGENT_RUNS_MAX => {
                     runs.spawn(Arc::clone(&self).one(key));
                 }
                 Some(_) = runs.join_next() => {}
@@ -91,19 +93,35 @@ impl Worker {
     }
 
     async fn one(self: Arc<Worker>, key: Key) {
-        let gives = gives_space_away(&self.store.world(), &key);
-        let placing = if gives { Some(self.placing.lock().await) } else { None };
         let started = Instant::now();
-        let outcome = match self.decide(&key) {
-            Ok(decision) => self.carry_out(&key, decision).await,
+        let outcome = match self.decide_and_promise(&key) {
+            Ok((decision, promised)) => {
+                let outcome = self.carry_out(&key, decision).await;
+                if !promised.is_empty() {
+                    self.store.forget_promises(&promised);
+                }
+                outcome
+            }
             Err(error) => {
                 tracing::error!(%error, "no random numbers");
                 Outcome::Failed
             }
         };
-        drop(placing);
         self.metrics.reconciled(key.kind, outcome != Outcome::Failed, started.elapsed());
         self.queue.done(&key, outcome);
+    }
+
+    /// A decision, and the names of the new replicas whose places are promised until it is carried out.
+    fn decide_and_promise(&self, key: &Key) -> Result<(Decision, Vec<String>), getrandom::Error> {
+        let gives = gives_space_away(&self.store.world(), key);
+        let _placing = gives.then(|| self.placing.lock().unwrap_or_else(PoisonError::into_inner));
+        let decision = self.decide(key)?;
+        let new: Vec<Replica> = decision.new_replicas(&self.store.world()).cloned().collect();
+        let names = new.iter().map(|replica| replica.metadata.name.clone()).collect();
+        if !new.is_empty() {
+            self.store.promise(new);
+        }
+        Ok((decision, names))
     }
 
     fn decide(&self, key: &Key) -> Result<Decision, getrandom::Error> {

@@ -11,19 +11,27 @@ const BACKOFF_MIN: Duration = Duration::from_millis(50);
 /// The longest wait after repeated failures.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
 
-/// The objects that are to be looked at. Each is in it at most once, so it is as long as the store at
-/// most; an object is never handed out again before the run over it has ended.
-#[derive(Debug, Default)]
+/// The objects that are to be looked at. Each is handed out once for all that has changed before, and never again
+/// before the run over it has ended, so that the queue is as long as the store at most. Urgent ones come first.
+#[derive(Default)]
 pub struct Queue {
     state: Mutex<State>,
     wake: Notify,
+    is_urgent: Option<Box<IsUrgent>>,
 }
+
+/// Whether a run over an object is urgent now.
+type IsUrgent = dyn Fn(&Key) -> bool + Send + Sync;
 
 #[derive(Debug, Default)]
 struct State {
+    urgent: VecDeque<Key>,
+    /// An object that has become urgent since it was added keeps its place here, and is passed over.
     ready: VecDeque<Key>,
     /// What is in `ready`.
-    queued: HashSet<Key>,
+    in_ready: HashSet<Key>,
+    /// What is to be handed out, and whether it is urgent.
+    queued: HashMap<Key, bool>,
     /// What is being worked on.
     active: HashSet<Key>,
     /// What changed while it was being worked on.
@@ -53,11 +61,27 @@ pub struct Depth {
     pub timed: usize,
 }
 
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").field("state", &self.state).finish_non_exhaustive()
+    }
+}
+
 impl Queue {
-    /// An empty queue.
+    /// An empty queue in which nothing is urgent.
     #[must_use]
     pub fn new() -> Queue {
         Queue::default()
+    }
+
+    /// An empty queue.
+    #[must_use]
+    pub fn with_urgent(is_urgent: impl Fn(&Key) -> bool + Send + Sync + 'static) -> Queue {
+        Queue { is_urgent: Some(Box::new(is_urgent)), ..Queue::default() }
+    }
+
+    fn is_urgent(&self, key: &Key) -> bool {
+        self.is_urgent.as_ref().is_some_and(|is_urgent| is_urgent(key))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -67,26 +91,37 @@ impl Queue {
     /// How many objects are in which part of it.
     pub fn depth(&self) -> Depth {
         let state = self.state();
-        Depth { ready: state.ready.len(), active: state.active.len(), timed: state.timers.len() }
+        Depth { ready: state.queued.len(), active: state.active.len(), timed: state.timers.len() }
     }
 
     /// Has the objects looked at soon.
     pub fn add(&self, keys: impl IntoIterator<Item = Key>) {
+        // Before the lock is taken: the world has one of its own.
+        let keys: Vec<(Key, bool)> = keys
+            .into_iter()
+            .map(|key| {
+                let is_urgent = self.is_urgent(&key);
+                (key, is_urgent)
+            })
+            .collect();
         let mut state = self.state();
-        for key in keys {
-            state.add(key);
+        for (key, is_urgent) in keys {
+            state.add(key, is_urgent);
         }
         drop(state);
         self.wake.notify_one();
     }
 
-    /// The next object; waits until there is one. For one caller only.
-    pub async fn next(&self) -> Key {
+    /// The next object, or the next urgent one; waits until there is one. For one caller only.
+    pub async fn next(&self, only_urgent: bool) -> Key {
         loop {
+            let due = self.state().take_due(Instant::now());
+            if !due.is_empty() {
+                self.add(due);
+            }
             let deadline = {
                 let mut state = self.state();
-                state.move_due(Instant::now());
-                if let Some(key) = state.take() {
+                if let Some(key) = state.take(only_urgent) {
                     return key;
                 }
                 state.timers.first().map(|(deadline, _)| *deadline)
@@ -120,27 +155,47 @@ impl Queue {
                 Some(backoff(*failures))
             }
         };
-        if state.again.remove(key) {
-            state.add(key.clone());
-        } else if let Some(wait) = wait {
+        let is_again = state.again.remove(key);
+        if !is_again && let Some(wait) = wait {
             state.set_timer(key, Instant::now() + wait);
         }
         drop(state);
+        if is_again {
+            self.add([key.clone()]);
+        }
         self.wake.notify_one();
     }
 }
 
 impl State {
-    fn add(&mut self, key: Key) {
+    fn add(&mut self, key: Key, is_urgent: bool) {
         if self.active.contains(&key) {
             self.again.insert(key);
-        } else if self.queued.insert(key.clone()) {
-            self.ready.push_back(key);
+            return;
+        }
+        match self.queued.get_mut(&key) {
+            Some(was_urgent) if *was_urgent || !is_urgent => {}
+            Some(was_urgent) => {
+                *was_urgent = true;
+                self.urgent.push_back(key);
+            }
+            None => {
+                self.queued.insert(key.clone(), is_urgent);
+                if is_urgent {
+                    self.urgent.push_back(key);
+                } else if self.in_ready.insert(key.clone()) {
+                    self.ready.push_back(key);
+                }
+            }
         }
     }
 
-    fn take(&mut self) -> Option<Key> {
-        let key = self.ready.pop_front()?;
+    fn take(&mut self, only_urgent: bool) -> Option<Key> {
+        let key = match self.urgent.pop_front() {
+            Some(key) => key,
+            None if only_urgent => return None,
+            None => self.take_ready()?,
+        };
         self.queued.remove(&key);
         // The run that begins now decides anew when to look again.
         if let Some(deadline) = self.timer_of.remove(&key) {
@@ -150,6 +205,16 @@ impl State {
         Some(key)
     }
 
+    fn take_ready(&mut self) -> Option<Key> {
+        while let Some(key) = self.ready.pop_front() {
+            self.in_ready.remove(&key);
+            if self.queued.get(&key) == Some(&false) {
+                return Some(key);
+            }
+        }
+        None
+    }
+
     fn set_timer(&mut self, key: &Key, deadline: Instant) {
         if let Some(older) = self.timer_of.insert(key.clone(), deadline) {
             self.timers.remove(&(older, key.clone()));
@@ -157,14 +222,16 @@ impl State {
         self.timers.insert((deadline, key.clone()));
     }
 
-    fn move_due(&mut self, now: Instant) {
+    fn take_due(&mut self, now: Instant) -> Vec<Key> {
+        let mut due = Vec::new();
         while let Some((deadline, _)) = self.timers.first()
             && *deadline <= now
         {
-            let Some((_, key)) = self.timers.pop_first() else { return };
+            let Some((_, key)) = self.timers.pop_first() else { break };
             self.timer_of.remove(&key);
-            self.add(key);
+            due.push(key);
         }
+        due
     }
 }
 
@@ -176,6 +243,9 @@ pub(crate) fn backoff(failures: u32) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use shorthorn_controller_core::objects::Kind;
 
     use super::*;
@@ -189,16 +259,38 @@ mod tests {
         let queue = Queue::new();
         queue.add([key("a"), key("a"), key("b")]);
         assert_eq!(queue.depth(), Depth { ready: 2, active: 0, timed: 0 });
-        assert_eq!(queue.next().await, key("a"));
+        assert_eq!(queue.next(false).await, key("a"));
         queue.add([key("a"), key("a")]);
-        assert_eq!(queue.next().await, key("b"));
-        assert!(tokio::time::timeout(Duration::from_secs(60), queue.next()).await.is_err());
+        assert_eq!(queue.next(false).await, key("b"));
+        assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(false)).await.is_err());
         assert_eq!(queue.depth(), Depth { ready: 0, active: 2, timed: 0 });
         queue.done(&key("a"), Outcome::Done(None));
-        assert_eq!(queue.next().await, key("a"));
+        assert_eq!(queue.next(false).await, key("a"));
         queue.done(&key("a"), Outcome::Done(None));
         queue.done(&key("b"), Outcome::Done(None));
-        assert!(tokio::time::timeout(Duration::from_secs(60), queue.next()).await.is_err());
+        assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(false)).await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn hands_urgent_objects_out_first_and_beyond_the_others() {
+        let is_urgent = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&is_urgent);
+        let queue = Queue::with_urgent(move |key| key.name == "u" || seen.load(Ordering::Relaxed));
+        queue.add([key("a"), key("b"), key("u")]);
+        assert_eq!(queue.next(true).await, key("u"));
+        // It becomes urgent while it waits, and is handed out once.
+        is_urgent.store(true, Ordering::Relaxed);
+        queue.add([key("b")]);
+        assert_eq!(queue.depth(), Depth { ready: 2, active: 1, timed: 0 });
+        assert_eq!(queue.next(true).await, key("b"));
+        is_urgent.store(false, Ordering::Relaxed);
+        assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(true)).await.is_err());
+        assert_eq!(queue.next(false).await, key("a"));
+        // Its first place in the other lane does not count for what changes later.
+        queue.done(&key("b"), Outcome::Done(None));
+        queue.add([key("b")]);
+        assert_eq!(queue.next(false).await, key("b"));
+        assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(false)).await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
@@ -207,10 +299,10 @@ mod tests {
         queue.add([key("a")]);
         let mut waits = Vec::new();
         for outcome in [Outcome::Done(Some(Duration::from_secs(3))), Outcome::Failed, Outcome::Failed] {
-            let taken = queue.next().await;
+            let taken = queue.next(false).await;
             let start = Instant::now();
             queue.done(&taken, outcome);
-            let again = queue.next().await;
+            let again = queue.next(false).await;
             waits.push(start.elapsed().as_millis());
             queue.done(&again, outcome);
         }

@@ -94,14 +94,14 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
     }
 }
 
-/// Whether a decision about `key` may give disk space away. The shell takes and carries out such
-/// decisions one at a time, so that two volumes never get the same space.
+/// Whether a decision about `key` may give disk space away. The shell takes such decisions one at a time, and promises
+/// the places of the new replicas before the next one, so that two volumes never get the same space.
 #[must_use]
 pub fn gives_space_away(world: &World, key: &Key) -> bool {
     key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| seeks_place(world, volume))
 }
 
-/// Whether the volume, as it is stored, may be given a place: only such runs are taken one at a time.
+/// Whether the volume, as it is stored, may be given a place: only such decisions are taken one at a time.
 fn seeks_place(world: &World, volume: &Volume) -> bool {
     let is_evicted =
         || world.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(world, replica));
@@ -111,6 +111,25 @@ fn seeks_place(world: &World, volume: &Volume) -> bool {
         (VolumeState::Attached | VolumeState::Detaching, Robustness::Healthy) => is_evicted(),
         _ => false,
     }
+}
+
+/// Whether somebody waits for a run over `key`: for an attachment, a detachment, or the arbiter. Such runs come before all
+/// others, so that a fail-over does not wait for rebuilds.
+#[must_use]
+pub fn is_urgent(world: &World, key: &Key) -> bool {
+    let name = match key.kind {
+        Kind::Volume | Kind::Engine => key.name.as_str(),
+        Kind::Replica => {
+            let Some(replica) = world.replicas.get(&key.name) else { return false };
+            replica.spec.volume_name.as_str()
+        }
+        Kind::Node => return false,
+    };
+    let Some(volume) = world.volumes.get(name) else { return false };
+    let (wanted, current) = (&volume.spec.node_id, &volume.status.current_node_id);
+    let is_moving = matches!(volume.status.state, VolumeState::Attaching | VolumeState::Detaching)
+        || wanted.is_some() && wanted != current;
+    is_moving || world.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
 }
 
 /// The objects whose reconcilers look at the object `key`, that one included: they run when it changes.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use shorthorn_types::ReplicaId;
 
 use super::{Context, remaining};
-use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume};
+use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
 use crate::{NodeName, World};
 
 /// What is brought up everywhere, as a volume with that many members sees it.
@@ -31,6 +31,14 @@ impl Rebuilds {
             for replica in coming {
                 *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
             }
+        }
+        // Those of new volumes are made, not brought up.
+        let is_rebuild = |replica: &&Replica| {
+            let owner = world.volumes.get(replica.spec.volume_name.as_str());
+            owner.is_some_and(|owner| owner.status.state != VolumeState::Creating)
+        };
+        for replica in world.replicas.coming().filter(is_rebuild) {
+            *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
         }
         rebuilds
     }

@@ -6,9 +6,13 @@ use crate::objects::Replica;
 
 /// All replicas by name, and what they were promised on each disk, which every change keeps up to date: the
 /// scheduler asks for it at each placement, and counting anew would take longer with every replica.
+///
+/// A replica that is about to be stored is promised its place before: others may look for places while the store writes it.
 #[derive(Clone, Debug, Default)]
 pub struct Replicas {
     by_name: BTreeMap<String, Replica>,
+    /// About to be stored.
+    coming: BTreeMap<String, Replica>,
     promised: BTreeMap<NodeName, BTreeMap<String, Promised>>,
 }
 
@@ -28,19 +32,50 @@ impl Replicas {
         self.promised.get(node)
     }
 
+    /// The replicas that are about to be stored.
+    pub fn coming(&self) -> impl Iterator<Item = &Replica> {
+        self.coming.values()
+    }
+
+    /// `replica` is about to be stored.
+    pub(super) fn promise(&mut self, replica: Replica) {
+        self.forget_promise(&replica.metadata.name);
+        if !self.by_name.contains_key(&replica.metadata.name) {
+            self.count(&replica);
+            self.coming.insert(replica.metadata.name.clone(), replica);
+        }
+    }
+
+    /// The replica of that name is stored, or will not be.
+    pub(super) fn forget_promise(&mut self, name: &str) {
+        if let Some(replica) = self.coming.remove(name) {
+            self.discount(&replica);
+        }
+    }
+
     /// Puts `replica` in place of the one with its name.
     pub(super) fn insert(&mut self, replica: Replica) {
         self.remove(&replica.metadata.name);
-        let disks = self.promised.entry(replica.spec.node_id.clone()).or_default();
-        let promised = disks.entry(replica.spec.disk_path.clone()).or_default();
-        promised.bytes += u128::from(replica.spec.volume_size);
-        promised.replicas += 1;
+        self.forget_promise(&replica.metadata.name);
+        self.count(&replica);
         self.by_name.insert(replica.metadata.name.clone(), replica);
     }
 
     /// Takes out the one of that name.
     pub(super) fn remove(&mut self, name: &str) {
-        let Some(old) = self.by_name.remove(name) else { return };
+        if let Some(old) = self.by_name.remove(name) {
+            self.discount(&old);
+        }
+    }
+
+    fn count(&mut self, replica: &Replica) {
+        let disks = self.promised.entry(replica.spec.node_id.clone()).or_default();
+        let promised = disks.entry(replica.spec.disk_path.clone()).or_default();
+        promised.bytes += u128::from(replica.spec.volume_size);
+        promised.replicas += 1;
+    }
+
+    fn discount(&mut self, old: &Replica) {
         let Some(disks) = self.promised.get_mut(&old.spec.node_id) else { return };
         if let Some(promised) = disks.get_mut(&old.spec.disk_path) {
             promised.bytes -= u128::from(old.spec.volume_size);
@@ -90,7 +125,7 @@ mod tests {
 
     fn counted_anew(replicas: &Replicas) -> BTreeMap<NodeName, BTreeMap<String, Promised>> {
         let mut all: BTreeMap<NodeName, BTreeMap<String, Promised>> = BTreeMap::new();
-        for Replica { spec, .. } in replicas.values() {
+        for Replica { spec, .. } in replicas.values().chain(replicas.coming()) {
             let disk =
                 all.entry(spec.node_id.clone()).or_default().entry(spec.disk_path.clone()).or_default();
             disk.bytes += u128::from(spec.volume_size);
@@ -102,15 +137,17 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_promised_is_what_counting_anew_gives(
-            steps in prop::collection::vec((any::<bool>(), 0u8..6, 0u8..3, 0u8..3, any::<u32>()), 0..60),
+            steps in prop::collection::vec((0u8..4, 0u8..6, 0u8..3, 0u8..3, any::<u32>()), 0..60),
         ) {
             let mut replicas = Replicas::default();
-            for (put, name, node, disk, size) in steps {
-                if put {
-                    replicas.insert(replica(name, node, disk, size));
-                } else {
-                    replicas.remove(&format!("v-{name}"));
+            for (step, name, node, disk, size) in steps {
+                match step {
+                    0 => replicas.insert(replica(name, node, disk, size)),
+                    1 => replicas.remove(&format!("v-{name}")),
+                    2 => replicas.promise(replica(name, node, disk, size)),
+                    _ => replicas.forget_promise(&format!("v-{name}")),
                 }
+                prop_assert!(replicas.coming().all(|coming| !replicas.contains_key(&coming.metadata.name)));
                 prop_assert_eq!(&replicas.promised, &counted_anew(&replicas));
             }
         }

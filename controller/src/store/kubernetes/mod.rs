@@ -26,7 +26,7 @@ use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams
 use kube::core::Status;
 use serde_json::{Value, json};
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Kind, Object};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use thiserror::Error;
 use tokio::sync::broadcast;
 use tokio::task::JoinSet;
@@ -198,6 +198,14 @@ impl Store for KubeStore {
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
         let (inner, key) = (Arc::clone(&self.inner), key.clone());
         finished(tokio::spawn(async move { inner.remove(&key, version).await })).await
+    }
+
+    fn promise(&self, replicas: Vec<Replica>) {
+        self.inner.cache.promise(replicas);
+    }
+
+    fn forget_promises(&self, names: &[String]) {
+        self.inner.cache.forget_promises(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {
