@@ -79,7 +79,7 @@ async fn a_format_that_was_interrupted_is_done_again() {
         let after = run("blkid", &["-p", "-o", "export", &device]);
         assert!(!after.contains(before.trim()) && after.contains(&format!("TYPE={wish}\n")), "{after}");
         assert!(!after.contains("LABEL"), "the mark is gone: {after}");
-        fs::write(staging.join("x"), "").unwrap();
+        assert!(put(&staging.join("x"), ""));
     }
 }
 
@@ -108,24 +108,24 @@ async fn after_a_reboot_publishing_stages_again() {
     let wish = || publish("v1", &staging, &target, file_system("ext4"));
     client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
     client.publish(wish()).await.unwrap();
-    fs::write(target.join("file"), "data").unwrap();
+    assert!(put(&target.join("file"), "data"));
     // A reboot takes the mounts; the directories stay.
     run("umount", &[target.to_str().unwrap()]);
     run("umount", &[staging.to_str().unwrap()]);
     assert!(target.is_dir() && !target.join("file").exists());
     client.publish(wish()).await.unwrap();
-    assert_eq!(fs::read(target.join("file")).unwrap(), b"data");
+    assert_eq!(text_at(&target.join("file")), "data");
     assert_eq!((mounts_at(&staging), mounts_at(&target)), (1, 1));
     // Only the target.
     run("umount", &[target.to_str().unwrap()]);
     client.publish(wish()).await.unwrap();
-    assert_eq!(fs::read(target.join("file")).unwrap(), b"data");
+    assert_eq!(text_at(&target.join("file")), "data");
     // Even the directory of the staging path is gone.
     run("umount", &[target.to_str().unwrap()]);
     run("umount", &[staging.to_str().unwrap()]);
     fs::remove_dir(&staging).unwrap();
     client.publish(wish()).await.unwrap();
-    assert_eq!(fs::read(target.join("file")).unwrap(), b"data");
+    assert_eq!(text_at(&target.join("file")), "data");
     // Undone in any order of what kubelet may have missed.
     client.unpublish("v1", &target).await.unwrap();
     run("umount", &[staging.to_str().unwrap()]);
@@ -213,7 +213,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     assert_eq!((mounts_at(&staging), mounts_at(&target)), (1, 1));
     let number = new.number.to_string();
     assert!(mounts().contains(&(number, target.clone())), "{:?}", mounts());
-    fs::write(target.join("x"), "").unwrap();
+    assert!(put(&target.join("x"), ""));
 }
 
 #[tokio::test]
@@ -308,8 +308,8 @@ async fn after_a_power_cut_the_journal_is_replayed() {
         let mut client = node.serve().await;
         let staging = node.staging("v1");
         client.stage(stage("v1", &staging, file_system(fs_type))).await.unwrap();
-        fs::write(staging.join("file"), "data").unwrap();
-        fs::File::open(staging.join("file")).unwrap().sync_all().unwrap();
+        assert!(put(&staging.join("file"), "data"));
+        run("sync", &[staging.join("file").to_str().unwrap()]);
         // The disk as it is in this moment, mounted, becomes the disk of another volume; a clone beside its origin.
         let copy = node.volume("v2").path.clone();
         run(
@@ -324,7 +324,7 @@ async fn after_a_power_cut_the_journal_is_replayed() {
         );
         let beside = node.staging("v2");
         client.stage(stage("v2", &beside, file_system(fs_type))).await.unwrap();
-        assert_eq!(fs::read(beside.join("file")).unwrap(), b"data", "{fs_type}");
+        assert_eq!(text_at(&beside.join("file")), "data", "{fs_type}");
     }
 }
 

@@ -3,8 +3,6 @@
 
 mod common;
 
-use std::fs;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::*;
@@ -31,7 +29,7 @@ async fn whole_life(fs_type: &str) {
         client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
         assert_eq!(mounts_at(&target), 1, "round {round}");
     }
-    fs::write(target.join("file"), "data").unwrap();
+    assert!(put(&target.join("file"), "data"));
     let answer = client.stats("v1", &target).await.unwrap();
     let units: Vec<i32> = answer.usage.iter().map(|usage| usage.unit).collect();
     assert_eq!(units, [i32::from(Unit::Bytes), i32::from(Unit::Inodes)]);
@@ -49,7 +47,7 @@ async fn whole_life(fs_type: &str) {
     }
     // Another life has the same data: nothing is formatted twice.
     client.stage(stage("v1", &staging, wish())).await.unwrap();
-    assert_eq!(fs::read(staging.join("file")).unwrap(), b"data");
+    assert_eq!(text_at(&staging.join("file")), "data");
     client.unstage("v1", &staging).await.unwrap();
 }
 
@@ -111,7 +109,7 @@ async fn a_volume_that_was_attached_for_reading_stays_unchanged() {
     let mut request = publish("v1", &staging, &target, file_system("ext4"));
     request.readonly = true;
     client.publish(request).await.unwrap();
-    assert!(fs::write(target.join("x"), "").is_err());
+    assert!(!put(&target.join("x"), ""));
 }
 
 #[tokio::test]
@@ -130,8 +128,8 @@ async fn read_only_targets() {
     for _ in 0..2 {
         client.publish(read_only("v1", &target, file_system("ext4"))).await.unwrap();
     }
-    assert!(fs::write(target.join("x"), "").is_err());
-    fs::write(staging.join("x"), "").unwrap();
+    assert!(!put(&target.join("x"), ""));
+    assert!(put(&staging.join("x"), ""));
     let other = client.publish(publish("v1", &staging, &target, file_system("ext4"))).await;
     refused(other, Code::AlreadyExists, "read-only");
 
@@ -165,8 +163,7 @@ async fn read_only_targets() {
 
 /// Whether a device can be written to. Some kernels refuse to open it for that, others to write.
 fn takes_data(path: &Path) -> bool {
-    let device = fs::OpenOptions::new().write(true).open(path);
-    device.and_then(|device| device.write_all_at(&[1; 512], 0)).is_ok()
+    put(path, &"x".repeat(512))
 }
 
 async fn grows(fs_type: &str) {
@@ -298,7 +295,7 @@ async fn the_condition_says_what_is_wrong() {
     // Nobody uses it: the next stage brings it back.
     client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
     assert!(!client.stats("v1", &staging).await.unwrap().volume_condition.unwrap().abnormal);
-    fs::write(staging.join("x"), "").unwrap();
+    assert!(put(&staging.join("x"), ""));
 }
 
 #[tokio::test]

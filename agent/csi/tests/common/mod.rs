@@ -48,6 +48,21 @@ pub fn run(program: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// Writes to a file or a device on a mount; false: it cannot be.
+///
+/// A process of its own does that. What this process has open is open too in every process that another test, or the
+/// driver, starts at that moment, until that runs its program: a mount would be busy although nobody uses it.
+pub fn put(path: &Path, text: &str) -> bool {
+    let script = r#"printf %s "$2" 1<> "$1""#;
+    let writes = Command::new("sh").args(["-c", script, "sh"]).arg(path).arg(text).output().unwrap();
+    writes.status.success()
+}
+
+/// What is in a file on a mount; as in [`put`], it is never open here.
+pub fn text_at(path: &Path) -> String {
+    run("cat", &[path.to_str().unwrap()])
+}
+
 /// A loop device over a file.
 pub struct Loop {
     pub path: PathBuf,
