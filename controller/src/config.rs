@@ -16,7 +16,7 @@ use shorthorn_metrics::{MetricsListen, MetricsListenError};
 use thiserror::Error;
 
 use crate::address::{AddressError, Listen, ServerUrl};
-use crate::kubernetes::{KubernetesConfig, PodsOfLostNodes};
+use crate::kubernetes::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes};
 
 /// Where the API is unless something else is said.
 pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
@@ -47,6 +47,8 @@ pub enum Command {
     Crds(CrdsArgs),
     /// Prints the admission policies that keep volumes from being deleted by mistake, for kubectl apply -f -
     DeletionGuard(DeletionGuardArgs),
+    /// Does nothing until SIGTERM or SIGINT: the pods that kubectl drain waits for run this
+    Pause,
 }
 
 /// What is printed of the definitions.
@@ -70,8 +72,10 @@ pub struct DeletionGuardArgs {
 pub struct ServeArgs {
     /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format, replica_replace_after_s,
     /// storage_over_provisioning_percentage, storage_minimal_available_percentage,
-    /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit, and the tables [nodes] of NAME = "URL" and
-    /// [kubernetes] with namespace, kubeconfig, agent_port and pods_of_lost_nodes. A flag wins over the file; nodes of both are
+    /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit,
+    /// disable_scheduling_on_cordoned_node, and the tables [nodes] of NAME = "URL" and
+    /// [kubernetes] with namespace, kubeconfig, agent_port, pods_of_lost_nodes,
+    /// node_drain_policy and guard_image. A flag wins over the file; nodes of both are
     /// used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -96,6 +100,15 @@ pub struct ServeArgs {
     /// somebody [default: delete]
     #[arg(long, value_name = "WHAT")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
+    /// What kubectl drain does on a node with replicas that volumes in use need: with
+    /// block-if-contains-last-replica it waits until they can do without, if there is a --guard-image; with
+    /// always-allow it does not wait [default: block-if-contains-last-replica]
+    #[arg(long, value_name = "POLICY")]
+    pub node_drain_policy: Option<NodeDrainPolicy>,
+    /// Image of the pods that kubectl drain waits for: that of this controller, with shorthorn-controller at
+    /// /usr/bin. Without it there are no such pods, and a drain does not wait
+    #[arg(long, value_name = "IMAGE")]
+    pub guard_image: Option<String>,
     /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
     #[arg(long = "node", value_name = "NAME=URL")]
     pub nodes: Vec<NodeFlag>,
@@ -129,6 +142,10 @@ pub struct ServeArgs {
     /// wait, those with the fewest replicas come first [default: 5]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
     pub concurrent_replica_rebuild_per_node_limit: Option<u32>,
+    /// Whether machines that are cordoned in Kubernetes get no new replicas; those that are there stay
+    /// [default: true]
+    #[arg(long, value_name = "true|false")]
+    pub disable_scheduling_on_cordoned_node: Option<bool>,
     /// What is logged to standard error: error, warn, info, debug or trace, also per module
     /// (shorthorn_controller=debug,info) [default: info]
     #[arg(long, value_name = "FILTER", value_parser = log_level)]
@@ -194,7 +211,10 @@ pub enum ConfigError {
     #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
     TwoStores(PathBuf),
     /// What is for Kubernetes only.
-    #[error("--namespace, --kubeconfig, --agent-port and --pods-of-lost-nodes are for --kubernetes only")]
+    #[error(
+        "--namespace, --kubeconfig, --agent-port, --pods-of-lost-nodes, --node-drain-policy and \
+         --guard-image are for --kubernetes only"
+    )]
     NotKubernetes,
 }
 
@@ -221,6 +241,7 @@ struct File {
     storage_minimal_available_percentage: Option<u32>,
     allow_volume_creation_with_degraded_availability: Option<bool>,
     concurrent_replica_rebuild_per_node_limit: Option<NonZeroU32>,
+    disable_scheduling_on_cordoned_node: Option<bool>,
     #[serde(default)]
     nodes: BTreeMap<NodeName, ServerUrl>,
 }
@@ -232,6 +253,8 @@ struct KubernetesTable {
     kubeconfig: Option<PathBuf>,
     agent_port: Option<NonZeroU16>,
     pods_of_lost_nodes: Option<PodsOfLostNodes>,
+    node_drain_policy: Option<NodeDrainPolicy>,
+    guard_image: Option<String>,
 }
 
 /// Where the volumes are kept.
@@ -298,6 +321,10 @@ impl Config {
                 .storage_minimal_available_percentage
                 .or(file.storage_minimal_available_percentage)
                 .unwrap_or(default.storage_minimal_available_percentage),
+            disable_scheduling_on_cordoned_node: args
+                .disable_scheduling_on_cordoned_node
+                .or(file.disable_scheduling_on_cordoned_node)
+                .unwrap_or(default.disable_scheduling_on_cordoned_node),
         };
         check(scheduling)?;
         let listen = match args.listen.or(file.listen) {
@@ -361,12 +388,16 @@ fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> 
                 .or_else(|| table.agent_port.map(NonZeroU16::get))
                 .unwrap_or(DEFAULT_AGENT_PORT),
             pods_of_lost_nodes: args.pods_of_lost_nodes.or(table.pods_of_lost_nodes).unwrap_or_default(),
+            node_drain_policy: args.node_drain_policy.or(table.node_drain_policy).unwrap_or_default(),
+            guard_image: args.guard_image.clone().or(table.guard_image),
         }));
     }
     let is_for_kubernetes = args.namespace.is_some()
         || args.kubeconfig.is_some()
         || args.agent_port.is_some()
-        || args.pods_of_lost_nodes.is_some();
+        || args.pods_of_lost_nodes.is_some()
+        || args.node_drain_policy.is_some()
+        || args.guard_image.is_some();
     if is_for_kubernetes {
         return Err(ConfigError::NotKubernetes);
     }
@@ -392,10 +423,13 @@ fn read(path: &Path) -> Result<File, ConfigError> {
 }
 
 #[cfg(test)]
+mod maintenance_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
-    fn load(text: &str, flags: &[&str]) -> Result<Config, ConfigError> {
+    pub(super) fn load(text: &str, flags: &[&str]) -> Result<Config, ConfigError> {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("controller.toml");
         std::fs::write(&path, text).unwrap();
@@ -414,6 +448,8 @@ mod tests {
                 kubeconfig,
                 agent_port: DEFAULT_AGENT_PORT,
                 pods_of_lost_nodes: PodsOfLostNodes::Delete,
+                node_drain_policy: NodeDrainPolicy::BlockIfContainsLastReplica,
+                guard_image: None,
             })
         };
         assert_eq!(load("", &["--kubernetes"]).unwrap().store, kubernetes("shorthorn-system", None));
@@ -427,7 +463,7 @@ mod tests {
         );
         let both = load(&format!("store = \"/a\"\n{table}"), &[]).unwrap_err();
         assert!(matches!(both, ConfigError::TwoStores(_)), "{both}");
-        for flag in ["--namespace=b", "--agent-port=1", "--pods-of-lost-nodes=keep"] {
+        for flag in ["--namespace=b", "--agent-port=1", "--pods-of-lost-nodes=keep", "--guard-image=i"] {
             assert!(matches!(load("", &["--store", "/a", flag]), Err(ConfigError::NotKubernetes)));
         }
         let port = |text: &str, flags: &[&str]| match load(text, flags).unwrap().store {

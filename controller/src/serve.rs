@@ -28,6 +28,7 @@ use crate::kubernetes::attachments::ClusterAttachments;
 use crate::kubernetes::claims::note_claims;
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
+use crate::kubernetes::guard_pods::GuardPods;
 use crate::kubernetes::lease::Leadership;
 use crate::kubernetes::release::Releaser;
 use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
@@ -241,6 +242,9 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let known = Machines::new();
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
     tasks.spawn(note_claims(client.clone(), Arc::clone(&store)));
+    let (machines, kept, image) = (Arc::clone(&known), Arc::clone(&store), config.guards());
+    let guards = GuardPods::new(client.clone(), &config.namespace, image, machines, kept, events.clone());
+    tasks.spawn(guards.run());
     let attachments = Some(ClusterAttachments::new(client.clone()));
     let pods = match config.pods_of_lost_nodes {
         PodsOfLostNodes::Delete => Some(Pods { client, known }),

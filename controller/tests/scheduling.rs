@@ -119,6 +119,40 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_node_can_be_restarted_if_its_volumes_can_do_without_it() {
+    let cluster = Cluster::start(&["a", "b", "c"]).await;
+    cluster.ok(&["node", "cordon", "c"]).await;
+    cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    assert!(cluster.ok(&["node", "can-reboot", "a"]).await.contains("node a can be restarted"));
+    cluster.ok(&["volume", "attach", "v", "--node", "c"]).await;
+    let volume = cluster.until("v", "healthy", |volume| volume["robustness"] == "healthy").await;
+    cluster.ok(&["node", "can-reboot", "b", "--wait"]).await;
+    let (code, text) = cluster.fails(&["node", "can-reboot", "c"]).await;
+    assert!(code == 1 && text.contains("volume v: it is attached there"), "{text}");
+    cluster.ok(&["node", "can-reboot", "c", "--before-drain"]).await;
+
+    let lost = id_on(&volume, "a").to_owned();
+    cluster.agents[2].fail_member("v", &lost);
+    cluster.until("v", "degraded", |volume| volume["robustness"] == "degraded").await;
+    cluster.ok(&["node", "can-reboot", "a"]).await;
+    let (code, text) = cluster.fails(&["node", "can-reboot", "b"]).await;
+    assert!(code == 1 && text.contains("in use, and nobody else has all of its data"), "{text}");
+    let wait = ["node", "can-reboot", "b", "--wait", "--timeout", "0.1"];
+    assert_eq!(cluster.fails(&wait).await.0, 4);
+    let output = cluster.run(&["-o", "json", "node", "can-reboot", "b"]).await;
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(answer["canReboot"] == false && answer["holds"][0]["volume"] == "v", "{answer:#}");
+    let (code, text) = cluster.fails(&["node", "can-reboot", "nowhere"]).await;
+    assert!(code == 3, "{text}");
+    cluster.agents[2].engine("v", |engine| {
+        for member in engine.members.iter_mut().filter(|member| member.replica_id == lost) {
+            (member.mode, member.message) = ("member".to_owned(), String::new());
+        }
+    });
+    cluster.ok(&["node", "can-reboot", "b", "--wait"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is_no_other() {
     let cluster = Cluster::start(&["a", "b"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;

@@ -138,6 +138,30 @@ impl Cluster {
         Ok(String::from_utf8_lossy(&output.stderr).into_owned())
     }
 
+    /// The names of guard pods, and those of their budgets.
+    fn guards(&self) -> Result<Vec<String>> {
+        let mut names = Vec::new();
+        for path in ["api/v1/namespaces", "apis/policy/v1beta1/namespaces"] {
+            let kind = if path.starts_with("apis") { "poddisruptionbudgets" } else { "pods" };
+            let list = self.api.ok("GET", &format!("/{path}/{NAMESPACE}/{kind}"), None)?;
+            let items = list["items"].as_array().cloned().unwrap_or_default();
+            names.extend(items.iter().filter_map(|item| Some(item["metadata"]["name"].as_str()?.to_owned())));
+        }
+        Ok(names)
+    }
+
+    /// Waits until these hosts have a guard pod with its budget, and no others.
+    fn until_guards(&self, hosts: &[usize]) -> Result<()> {
+        let names: Vec<String> =
+            hosts.iter().map(|host| format!("shorthorn-guard-{}", name(*host))).collect();
+        let wanted = [names.clone(), names].concat();
+        until("guards", LIMIT, || {
+            let found = self.guards()?;
+            ensure!(found == wanted, "{found:?}, not {wanted:?}");
+            Ok(Some(()))
+        })
+    }
+
     fn until_healthy(&self) -> Result<()> {
         until("volume that is healthy", LIMIT, || {
             let volume = self.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
@@ -408,7 +432,62 @@ fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
     cluster.until_node_spec("m1", |spec| spec["address"] == "http://192.0.2.9:1")?;
 
     a_volume_that_cannot_be_says_why(&cluster)?;
-    a_lost_key_is_not_replaced(&mut cluster)
+    a_lost_key_is_not_replaced(&mut cluster)?;
+    a_drain_waits_for_volumes(&mut cluster)
+}
+
+/// A node that volumes in use need has a pod that nobody can evict; of nodes that are cordoned the first one
+/// may go.
+fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
+    cluster.hosts.stop_controller()?;
+    let listen = format!("unix://{}/guard.sock", cluster.folder.path().display());
+    let controller = cluster.hosts.controller_command(&listen)?.args(["--guard-image", "none:1"]).spawn()?;
+    cluster.hosts.take_controller(controller, &listen)?;
+    for host in 0..3 {
+        cluster.register(&name(host), &format!("192.0.2.{}", host + 1))?;
+    }
+    cluster.until_healthy()?;
+    let cordon = |cluster: &Cluster, host: usize, is_so: bool| {
+        let spec = json!({ "spec": { "unschedulable": is_so } });
+        cluster.api.ok("PATCH", &format!("/api/v1/nodes/{}", name(host)), Some(&spec)).map(drop)
+    };
+    ensure!(cluster.guards()?.is_empty(), "{:?}", cluster.guards()?);
+    cordon(cluster, 1, true)?;
+    cluster.until_guards(&[0, 2])?;
+    let told = cluster.hosts.refused(&["node", "can-reboot", &name(2)])?;
+    ensure!(told.contains("node n1, which was cordoned in Kubernetes before"), "{told}");
+    cluster.hosts.ctl(&["node", "can-reboot", &name(1)])?;
+    nobody_evicts_a_guard(cluster, 2)?;
+
+    cordon(cluster, 1, false)?;
+    cluster.until_guards(&[])?;
+    cordon(cluster, 0, true)?;
+    cluster.until_guards(&[1, 2])?;
+    // Without an image, or with another policy, there should be none.
+    cluster.hosts.stop_controller()?;
+    cluster.hosts.start_controller()?;
+    cluster.until_guards(&[])
+}
+
+/// As kubectl drain asks, once a kubelet has said that the pod runs.
+fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
+    let guard = format!("shorthorn-guard-{}", name(host));
+    let path = format!("/api/v1/namespaces/{NAMESPACE}/pods/{guard}");
+    let pod = cluster.api.ok("GET", &path, None)?;
+    ensure!(
+        pod["spec"]["nodeName"] == name(host) && pod["spec"]["containers"][0]["image"] == "none:1",
+        "{pod:#}"
+    );
+    let told = pod["metadata"]["annotations"]["shorthorn.io/holds"].as_str().unwrap_or_default();
+    ensure!(told.starts_with("volume v: 1 of the 3 replicas"), "{pod:#}");
+    let runs =
+        json!({ "status": { "phase": "Running", "conditions": [{ "type": "Ready", "status": "True" }] } });
+    cluster.api.ok("PATCH", &format!("{path}/status"), Some(&runs))?;
+    let eviction = json!({ "apiVersion": "policy/v1beta1", "kind": "Eviction",
+        "metadata": { "name": guard, "namespace": NAMESPACE } });
+    let answer = cluster.api.call("POST", &format!("{path}/eviction"), Some(&eviction))?;
+    ensure!(answer.code == 429, "{answer:?}");
+    Ok(())
 }
 
 /// Without the key of its volumes a controller does not start, nor with another one; with the right one it does.

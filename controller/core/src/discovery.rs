@@ -4,10 +4,11 @@
 //! driver is registered, it answers at the address of that machine, and the name that the driver has there is that of its
 //! Node object.
 //!
-//! What was found is noted in the object (`spec.discovered`). The address follows it as long as both are the same: an
-//! address that somebody has set otherwise, or emptied, is never touched again. Whether a node gets replicas is its
-//! administrator's alone; a machine that is cordoned in Kubernetes still gets some. A Node object stays when its machine
-//! leaves the cluster: its data may come back, and until then its condition says that the agent is out of reach.
+//! What was found is noted in the object (`spec.discovered`). The address follows it as long as both are the
+//! same: an address that somebody has set otherwise, or emptied, is never touched again. Since when a machine
+//! is cordoned is noted too: it gets no new replicas, unless the controller is configured otherwise, and is
+//! expected to go (`reboot`). A Node object stays when its machine leaves the cluster: its data may come
+//! back, and until then its condition says that the agent is out of reach.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -32,6 +33,8 @@ pub struct Machine {
     pub zone: Option<Label>,
     /// Whether its kubelet is well.
     pub is_ready: bool,
+    /// Whether Kubernetes puts no new pods there.
+    pub is_cordoned: bool,
 }
 
 impl Machine {
@@ -46,6 +49,7 @@ impl Machine {
             internal_ip: internal.find_map(|(_, address)| address.parse().ok()),
             zone: zone.and_then(|zone| Label::new(zone).ok()),
             is_ready: false,
+            is_cordoned: false,
         }
     }
 }
@@ -77,7 +81,11 @@ pub enum NotFound {
 
 /// Where the agents are whose machines are known, and what is wrong with others.
 #[must_use]
-pub fn agents(cluster: &Cluster, port: u16) -> (BTreeMap<NodeName, Discovered>, Vec<NotFound>) {
+pub fn agents(
+    cluster: &Cluster,
+    port: u16,
+    now: Timestamp,
+) -> (BTreeMap<NodeName, Discovered>, Vec<NotFound>) {
     let mut owners: BTreeMap<NodeName, Vec<&String>> = BTreeMap::new();
     let mut not_found = Vec::new();
     for (machine, driver) in &cluster.drivers {
@@ -100,7 +108,9 @@ pub fn agents(cluster: &Cluster, port: u16) -> (BTreeMap<NodeName, Discovered>, 
         let Some(facts) = cluster.machines.get(machine) else { continue };
         match facts.internal_ip {
             Some(ip) => {
-                drop(found.insert(name, Discovered { address: url(ip, port), zone: facts.zone.clone() }))
+                let (address, zone) = (url(ip, port), facts.zone.clone());
+                let cordoned_since = facts.is_cordoned.then_some(now);
+                found.insert(name, Discovered { address, zone, cordoned_since });
             }
             None => not_found.push(NotFound::NoAddress(machine.clone())),
         }
@@ -124,7 +134,8 @@ pub fn noted(world: &World, name: &NodeName, found: &Discovered, now: Timestamp)
     if node.spec.address == before.address {
         node.spec.address.clone_from(&found.address);
     }
-    node.spec.discovered = Some(found.clone());
+    let since = before.cordoned_since.filter(|_| found.cordoned_since.is_some()).or(found.cordoned_since);
+    node.spec.discovered = Some(Discovered { cordoned_since: since, ..found.clone() });
     if stored == Some(&node) { Change::AlreadySo(node) } else { Change::Store(node) }
 }
 
@@ -160,7 +171,7 @@ mod tests {
         let mut all = cluster(&[("a", "a", "10.0.0.1"), ("b", "b", "fd00::2")]);
         all.machines.insert("no-driver".to_owned(), machine("10.0.0.3"));
         all.drivers.insert("gone".to_owned(), "gone".to_owned());
-        let (found, not_found) = agents(&all, PORT);
+        let (found, not_found) = agents(&all, PORT, Timestamp::UNIX_EPOCH);
         let addresses: Vec<_> =
             found.iter().map(|(name, found)| (name.as_str(), found.address.as_str())).collect();
         assert_eq!(addresses, [("a", "http://10.0.0.1:9501"), ("b", "http://[fd00::2]:9501")]);
@@ -175,7 +186,7 @@ mod tests {
         all.drivers.insert("d".to_owned(), "d".to_owned());
         all.machines.insert("e".to_owned(), machine("10.0.0.5"));
         all.drivers.insert("e".to_owned(), "e".to_owned());
-        let (found, not_found) = agents(&all, PORT);
+        let (found, not_found) = agents(&all, PORT, Timestamp::UNIX_EPOCH);
         assert_eq!(found.keys().map(NodeName::as_str).collect::<Vec<_>>(), ["e"]);
         let words: Vec<String> = not_found.iter().map(ToString::to_string).collect();
         for expected in ["\"C_\"", "node_name", "InternalIP"] {
@@ -200,7 +211,7 @@ mod tests {
     #[test]
     fn an_address_follows_what_is_found_until_somebody_sets_it() {
         let name = NodeName::new("a").unwrap();
-        let found = |address: &str| Discovered { address: address.to_owned(), zone: None };
+        let found = |address: &str| Discovered { address: address.to_owned(), ..Discovered::default() };
         let (one, two) = (found("http://10.0.0.1:9501"), found("http://10.0.0.2:9501"));
         let now = Timestamp::UNIX_EPOCH;
         let mut world = World::default();
@@ -227,9 +238,30 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_is_cordoned_since_it_was_first_seen_so() {
+        let name = NodeName::new("a").unwrap();
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let mut world = World::default();
+        let mut since = |is_cordoned: bool, second: i64| {
+            let mut all = cluster(&[("a", "a", "10.0.0.1")]);
+            all.machines.entry("a".to_owned()).and_modify(|machine| machine.is_cordoned = is_cordoned);
+            let (found, _) = agents(&all, PORT, at(second));
+            if let Change::Store(node) = noted(&world, &name, &found["a"], at(second)) {
+                world.insert(node.into());
+            }
+            world.nodes["a"].spec.discovered.as_ref().unwrap().cordoned_since
+        };
+        assert_eq!(since(false, 1), None);
+        assert_eq!(since(true, 2), Some(at(2)));
+        assert_eq!(since(true, 3), Some(at(2)));
+        assert_eq!(since(false, 4), None);
+        assert_eq!(since(true, 5), Some(at(5)));
+    }
+
+    #[test]
     fn a_node_that_has_no_address_yet_gets_what_is_found() {
         let name = NodeName::new("a").unwrap();
-        let found = Discovered { address: "http://10.0.0.1:9501".to_owned(), zone: None };
+        let found = Discovered { address: "http://10.0.0.1:9501".to_owned(), ..Discovered::default() };
         let mut world = World::default();
         let metadata = Metadata::new("a", Timestamp::UNIX_EPOCH);
         world.insert(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() }.into());

@@ -96,7 +96,8 @@ pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
 }
 
 /// Whether an engine is there, or is to come there.
-fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
+#[must_use]
+pub fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
     let engine = world.engines.get(&volume.metadata.name);
     let runs = engine.filter(|_| volume.status.current_node_id.is_some());
     let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.is_deleting());

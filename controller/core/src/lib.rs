@@ -48,6 +48,7 @@ mod node_name;
 pub mod objects;
 pub mod observed;
 pub mod rebalance;
+pub mod reboot;
 pub mod reconcile;
 pub mod requests;
 pub mod salvage;

@@ -5,7 +5,7 @@ use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
-use shorthorn_controller_core::{NodeName, Timestamp, World, drain};
+use shorthorn_controller_core::{NodeName, Timestamp, World, drain, reboot};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::controller_server::Controller;
 use tokio::sync::{broadcast, mpsc, watch};
@@ -338,6 +338,16 @@ impl Controller for Api {
         };
         let left = left.into_iter().map(drain_left).collect();
         Ok(Response::new(v1::Drain { eviction_requested, left }))
+    }
+
+    async fn check_reboot(&self, request: Request<v1::CheckRebootRequest>) -> Reply<v1::CheckRebootResponse> {
+        let node = request.into_inner().node;
+        let world = self.store.world();
+        requests::find_node(&world, &node).map_err(|error| status::of_request(&error))?;
+        let hold =
+            |reboot::Hold { volume, is_engine, message }| v1::RebootHold { volume, message, is_engine };
+        let holds = reboot::holds(&world, &node).into_iter().map(hold).collect();
+        Ok(Response::new(v1::CheckRebootResponse { holds }))
     }
 
     async fn rebalance(&self, request: Request<v1::RebalanceRequest>) -> Reply<v1::RebalanceResponse> {

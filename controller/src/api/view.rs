@@ -164,6 +164,7 @@ pub(super) fn node(world: &World, agents: &Agents, node: &Node) -> v1::NodeObjec
         zone: node.zone().map(ToString::to_string).unwrap_or_default(),
         frontends: usable.map(|frontend| frontend.name.clone()).collect(),
         deleting: node.metadata.is_deleting(),
+        machine_cordoned: node.is_machine_cordoned(),
     }
 }
 

@@ -7,6 +7,7 @@ use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::kubernetes::guard;
 use shorthorn_controller::serve::serve;
+use tokio::signal::unix::{SignalKind, signal};
 
 /// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API server is away.
 const QUIET: &[&str] = &["kube_client=off"];
@@ -18,12 +19,27 @@ fn main() -> anyhow::Result<()> {
         Command::DeletionGuard(args) => {
             return Ok(io::stdout().write_all(guard::yaml(&args.namespace)?.as_bytes())?);
         }
+        Command::Pause => return pause(),
     };
     let config = Config::load(*args)?;
     shorthorn_logging::start(&config.log, config.log_format, QUIET);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(serve(config))?;
     Ok(())
+}
+
+/// The first process of a container is told to end only if it asks for that.
+fn pause() -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        Ok(())
+    })
 }
 
 fn print_crds(args: &CrdsArgs) -> anyhow::Result<()> {

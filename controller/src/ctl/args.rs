@@ -301,6 +301,10 @@ pub enum NodeCommand {
         /// Name of the node
         name: String,
     },
+    /// Says whether a node can be restarted without taking a volume below what it needs, for scripts and
+    /// kured. Ends with 0 if it can; else with 1, after saying which volumes hold it up and what they wait
+    /// for
+    CanReboot(CanRebootArgs),
     /// Gives up a node that never comes back: its replicas are forgotten as their volumes go on without them. One that
     /// answers is drained instead
     #[command(visible_alias = "rm")]
@@ -334,6 +338,22 @@ pub enum NodeCommand {
         #[arg(long)]
         zone: Option<String>,
     },
+}
+
+/// Which node, and when it is to be restarted.
+#[derive(Debug, Args)]
+pub struct CanRebootArgs {
+    /// Name of the node
+    pub name: String,
+    /// Leaves out volumes that are attached there: kubectl drain moves them first
+    #[arg(long)]
+    pub before_drain: bool,
+    /// Waits until it can
+    #[arg(long)]
+    pub wait: bool,
+    /// Seconds to wait at most
+    #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds, requires = "wait")]
+    pub timeout: Duration,
 }
 
 /// Where an agent answers.

@@ -10,6 +10,7 @@ use super::args::{
 };
 use super::error::CtlError;
 use super::rebalance::{describe, rebalance};
+use super::reboot::can_reboot;
 use super::wait::{Drained, Goal, drained, wait};
 use super::{confirm, output};
 
@@ -270,6 +271,9 @@ impl Session {
         let request = match command {
             NodeCommand::List => return self.nodes().await,
             NodeCommand::Drain { name, no_wait, timeout } => return self.drain(name, no_wait, timeout).await,
+            NodeCommand::CanReboot(args) => {
+                return can_reboot(&mut self.client, &self.server, self.format, args).await;
+            }
             NodeCommand::Add { name, address } => v1::SetNodeRequest {
                 name,
                 address: Some(address.0.to_string()),

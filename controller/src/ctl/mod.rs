@@ -6,6 +6,7 @@ mod confirm;
 mod error;
 mod output;
 mod rebalance;
+mod reboot;
 mod size;
 mod view;
 mod wait;

@@ -31,7 +31,7 @@ pub(super) fn complain(text: &str) -> Result<(), CtlError> {
     result.map_err(|error| CtlError::Output(error.to_string()))
 }
 
-fn for_programs(format: Format, value: &impl Serialize) -> Result<String, CtlError> {
+pub(super) fn for_programs(format: Format, value: &impl Serialize) -> Result<String, CtlError> {
     match format {
         Format::Json => {
             serde_json::to_string_pretty(value).map_err(|error| CtlError::Output(error.to_string()))
@@ -412,6 +412,8 @@ fn node_table(nodes: Vec<v1::NodeObject>) -> String {
             message = format!("given up{left}");
         } else if message.is_empty() && !node.allow_scheduling {
             message = if node.eviction_requested { "drained" } else { "cordoned" }.to_owned();
+        } else if message.is_empty() && node.machine_cordoned {
+            message = "cordoned in Kubernetes".to_owned();
         }
         let first = [node.name.clone(), word.to_owned(), dash(node.frontends.join(" "))];
         if node.disks.is_empty() {

@@ -25,6 +25,17 @@ pub enum PodsOfLostNodes {
     Keep,
 }
 
+/// Whether `kubectl drain` waits for volumes that need the node. The words are Longhorn's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum NodeDrainPolicy {
+    /// It waits until none would have less than it needs.
+    #[default]
+    BlockIfContainsLastReplica,
+    /// It does not wait.
+    AlwaysAllow,
+}
+
 /// Which API server, and where in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KubernetesConfig {
@@ -36,6 +47,21 @@ pub struct KubernetesConfig {
     pub agent_port: u16,
     /// What becomes of the pods of lost nodes.
     pub pods_of_lost_nodes: PodsOfLostNodes,
+    /// Whether a drain waits for volumes.
+    pub node_drain_policy: NodeDrainPolicy,
+    /// What the pods are made of that a drain waits for; none: there are no such pods.
+    pub guard_image: Option<String>,
+}
+
+impl KubernetesConfig {
+    /// The image of guard pods, if there should be any.
+    #[must_use]
+    pub fn guards(&self) -> Option<&str> {
+        match self.node_drain_policy {
+            NodeDrainPolicy::BlockIfContainsLastReplica => self.guard_image.as_deref(),
+            NodeDrainPolicy::AlwaysAllow => None,
+        }
+    }
 }
 
 /// Why there is no way to an API server.

@@ -78,7 +78,12 @@ fn machine(node: &Machine) -> Option<discovery::Machine> {
     let labels = node.metadata.labels.clone().unwrap_or_default();
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
     let pairs = addresses.map(|address| (address.type_.as_str(), address.address.as_str()));
-    Some(discovery::Machine { is_ready: is_ready(node), ..discovery::Machine::of(&labels, pairs) })
+    let is_cordoned = node.spec.as_ref().and_then(|spec| spec.unschedulable).unwrap_or(false);
+    Some(discovery::Machine {
+        is_ready: is_ready(node),
+        is_cordoned,
+        ..discovery::Machine::of(&labels, pairs)
+    })
 }
 
 /// Whether Kubernetes says that the kubelet of the machine is well.
@@ -139,7 +144,7 @@ async fn note_all(
     port: u16,
     told: &mut Vec<NotFound>,
 ) -> Result<(), ChangeError<std::convert::Infallible>> {
-    let (found, not_found) = discovery::agents(cluster, port);
+    let (found, not_found) = discovery::agents(cluster, port, Timestamp::now());
     for problem in not_found.iter().filter(|problem| !told.contains(problem)) {
         tracing::warn!("{problem}");
     }

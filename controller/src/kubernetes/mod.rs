@@ -7,6 +7,7 @@ pub mod crds;
 pub mod discover;
 pub mod events;
 pub mod guard;
+pub mod guard_pods;
 pub mod lease;
 mod mirror;
 pub mod release;
@@ -14,7 +15,7 @@ pub mod release;
 use kube::core::ApiResource;
 use shorthorn_controller_core::objects::Kind;
 
-pub use client::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
+pub use client::{ConnectError, KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, connect};
 
 /// The API group of the custom resources.
 pub const GROUP: &str = "shorthorn.io";

@@ -58,6 +58,10 @@ pub struct Discovered {
     /// What fails together with it, as a label says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
+    /// Since when it is cordoned in Kubernetes, as this controller has seen it.
+    #[serde(default, rename = "cordonedSince", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Time>")]
+    pub cordoned_since: Option<Timestamp>,
 }
 
 fn yes() -> bool {
@@ -149,6 +153,12 @@ impl Node {
             spec: NodeSpec { allow_scheduling: true, ..NodeSpec::default() },
             status: NodeStatus::default(),
         }
+    }
+
+    /// Whether its machine is cordoned in Kubernetes.
+    #[must_use]
+    pub fn is_machine_cordoned(&self) -> bool {
+        self.spec.discovered.as_ref().is_some_and(|found| found.cordoned_since.is_some())
     }
 
     /// What fails together with it: what its administrator says, else what its agent is configured with, else what

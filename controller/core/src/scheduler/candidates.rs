@@ -39,6 +39,7 @@ fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCa
             cordoned: !node.spec.allow_scheduling
                 || node.spec.eviction_requested
                 || node.metadata.is_deleting(),
+            machine_cordoned: node.is_machine_cordoned(),
             evicted: node.spec.eviction_requested,
             not_ready: not_ready(node, view),
             is_busy: false,

@@ -52,8 +52,17 @@ struct DiskFilter {
 const NODE_FILTERS: &[NodeFilter] = &[
     NodeFilter {
         filter: Filter::Cordon,
-        takes: |_, node, _| !node.cordoned,
-        reason: |_, node| format!("it is cordoned: shorthornctl node uncordon {}", node.name),
+        takes: |request, node, _| {
+            let heeded = request.limits.disable_scheduling_on_cordoned_node;
+            !(node.cordoned || node.machine_cordoned && heeded)
+        },
+        reason: |_, node| {
+            if node.cordoned {
+                format!("it is cordoned: shorthornctl node uncordon {}", node.name)
+            } else {
+                "its machine is cordoned in Kubernetes: kubectl uncordon".to_owned()
+            }
+        },
     },
     NodeFilter {
         filter: Filter::Ready,

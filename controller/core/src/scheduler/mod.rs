@@ -28,7 +28,7 @@ use zones::Zones;
 /// How much of a new disk is left to others, in percent.
 pub const RESERVED_PERCENT: u64 = 10;
 
-/// How full disks may become, for all volumes.
+/// How full disks may become and which machines are left alone, for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// How much of a disk replicas may promise, in percent of what is not reserved. Replicas are sparse, so more than
@@ -36,11 +36,17 @@ pub struct Limits {
     pub storage_over_provisioning_percentage: u32,
     /// A disk with less than this free, in percent of its size, gets no new replica.
     pub storage_minimal_available_percentage: u32,
+    /// Whether machines that are cordoned in Kubernetes get no new replica.
+    pub disable_scheduling_on_cordoned_node: bool,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { storage_over_provisioning_percentage: 100, storage_minimal_available_percentage: 10 }
+        Limits {
+            storage_over_provisioning_percentage: 100,
+            storage_minimal_available_percentage: 10,
+            disable_scheduling_on_cordoned_node: true,
+        }
     }
 }
 
@@ -63,7 +69,7 @@ pub struct Request {
     pub disk_selector: Labels,
     /// The node that should have a replica, if one should.
     pub local: Option<NodeName>,
-    /// How full disks may become.
+    /// How full disks may become, and which machines are left alone.
     pub limits: Limits,
 }
 
@@ -99,6 +105,8 @@ pub struct NodeCandidate {
     pub tags: Labels,
     /// Whether its administrator wants no new replicas there.
     pub cordoned: bool,
+    /// Whether its machine is cordoned in Kubernetes.
+    pub machine_cordoned: bool,
     /// Whether those that are there are about to leave: they keep no other away from its zone.
     pub evicted: bool,
     /// Why it cannot make one now.

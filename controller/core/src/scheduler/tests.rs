@@ -27,6 +27,7 @@ fn node(name: &str, disks: Vec<DiskCandidate>) -> NodeCandidate {
         zone: None,
         tags: Labels::new(),
         cordoned: false,
+        machine_cordoned: false,
         evicted: false,
         not_ready: None,
         is_busy: false,
@@ -110,6 +111,13 @@ fn every_filter_removes_and_says_why() {
             request(5),
             NodeCandidate { cordoned: true, ..plain("n") },
             "it is cordoned",
+            "1 is cordoned",
+        ),
+        (
+            Filter::Cordon,
+            request(5),
+            NodeCandidate { machine_cordoned: true, ..plain("n") },
+            "its machine is cordoned in Kubernetes",
             "1 is cordoned",
         ),
         (
@@ -230,6 +238,15 @@ fn more_may_be_promised_than_is_there_only_by_the_percentage() {
         disk("/1", 100, 40).room_bytes(limits) / GIB
     };
     assert_eq!((percent(100), percent(200), percent(50), percent(10)), (50, 140, 5, 0));
+}
+
+#[test]
+fn machines_that_are_cordoned_in_kubernetes_take_replicas_if_that_is_configured() {
+    let limits = Limits { disable_scheduling_on_cordoned_node: false, ..Limits::default() };
+    let wanted = Request { limits, ..request(5) };
+    let machine = NodeCandidate { machine_cordoned: true, ..plain("a") };
+    assert!(place_one(&wanted, &mut [machine.clone()], 0).is_ok());
+    assert!(place_one(&wanted, &mut [NodeCandidate { cordoned: true, ..machine }], 0).is_err());
 }
 
 #[test]
@@ -403,6 +420,7 @@ fn some_request() -> impl Strategy<Value = Request> {
         limits: Limits {
             storage_over_provisioning_percentage: limits.0,
             storage_minimal_available_percentage: limits.1,
+            ..Limits::default()
         },
     })
 }

@@ -157,6 +157,7 @@ fn full() -> Vec<Object> {
             discovered: Some(Discovered {
                 address: "http://10.0.0.2:9501".to_owned(),
                 zone: Some("x".parse().unwrap()),
+                cordoned_since: Some(now),
             }),
         },
         status: NodeStatus {

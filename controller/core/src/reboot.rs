@@ -1,0 +1,241 @@
+//! Whether a node can be restarted, as for maintenance: which volumes would have less than they need while it
+//! is away.
+//!
+//! A volume that is not attached needs nothing: what is on its disks is there again afterwards. One that is
+//! attached needs at least one member of its view elsewhere, and at least half of the view: with less its
+//! engine stops serving, and no other one can start. Exactly half goes on with the arbiter's grant
+//! (`views::Arbiter`).
+//!
+//! While members are missing and are on their way, half of the configured number, rounded up, has to be
+//! elsewhere too. So nodes that are restarted one after another wait for each other's replicas. If there is
+//! no place for what is missing, as on too few nodes, only the view counts: else no node could ever be
+//! restarted.
+//!
+//! Machines that are cordoned in Kubernetes are about to go: their members do not count for machines that
+//! were cordoned later, or not at all. So drains at the same time cannot each count on the other's node; the
+//! first one goes.
+
+pub mod guards;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::objects::{ConditionType, CurrentState, Engine, MemberMode, Replica, Volume, VolumeState};
+use crate::{NodeName, Timestamp, World, drain};
+
+/// A volume that holds a restart up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hold {
+    /// The volume.
+    pub volume: String,
+    /// Whether only its engine there is in the way: Kubernetes moves it with the pods that it drains.
+    pub is_engine: bool,
+    /// Why, and what it waits for.
+    pub message: String,
+}
+
+/// What a restart of `node` waits for, by volume; nothing: it can be restarted.
+#[must_use]
+pub fn holds(world: &World, node: &str) -> Vec<Hold> {
+    let mut holds = Vec::new();
+    for volume in world.volumes.values() {
+        let name = &volume.metadata.name;
+        if drain::is_attached_to(world, volume, node) {
+            let message = format!(
+                "it is attached there: move what uses it to another node (kubectl drain), or shorthornctl \
+                 volume detach {name}"
+            );
+            holds.push(Hold { volume: name.clone(), is_engine: true, message });
+        }
+        if let Some(message) = replica_holds(world, volume).remove(node) {
+            holds.push(Hold { volume: name.clone(), is_engine: false, message });
+        }
+    }
+    holds
+}
+
+/// Which volumes need the replicas of which nodes, kept up to date volume by volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Needed {
+    /// By volume. Most need nobody in particular, and are not here.
+    by_volume: BTreeMap<String, BTreeMap<NodeName, String>>,
+}
+
+impl Needed {
+    /// Looks at one volume again.
+    pub fn look_at(&mut self, world: &World, volume: &str) {
+        let holds = world.volumes.get(volume).map(|volume| replica_holds(world, volume)).unwrap_or_default();
+        if holds.is_empty() {
+            self.by_volume.remove(volume);
+        } else {
+            self.by_volume.insert(volume.to_owned(), holds);
+        }
+    }
+
+    /// Looks at all of them again.
+    pub fn look_at_all(&mut self, world: &World) {
+        self.by_volume.clear();
+        for volume in world.volumes.keys() {
+            self.look_at(world, volume);
+        }
+    }
+
+    /// The nodes that volumes need, each with the volumes and why.
+    #[must_use]
+    pub fn by_node(&self) -> BTreeMap<&NodeName, Vec<(&str, &str)>> {
+        let mut nodes: BTreeMap<&NodeName, Vec<(&str, &str)>> = BTreeMap::new();
+        for (volume, holds) in &self.by_volume {
+            for (node, message) in holds {
+                nodes.entry(node).or_default().push((volume, message));
+            }
+        }
+        nodes
+    }
+}
+
+/// A replica that is in the view of the volume, as far as is known.
+struct Member<'a> {
+    /// None: its object is gone.
+    replica: Option<&'a Replica>,
+    /// Whether requests do not wait for it.
+    answers: bool,
+}
+
+impl Member<'_> {
+    fn is_on(&self, node: &NodeName) -> bool {
+        self.replica.is_some_and(|replica| replica.spec.node_id == *node)
+    }
+}
+
+/// The nodes whose replicas the volume needs, each with the reason.
+fn replica_holds(world: &World, volume: &Volume) -> BTreeMap<NodeName, String> {
+    let Some(members) = members(world, volume) else { return BTreeMap::new() };
+    let nodes: BTreeSet<&NodeName> =
+        members.iter().filter_map(|member| member.replica).map(|replica| &replica.spec.node_id).collect();
+    let hold = |node: &NodeName| Some((node.clone(), hold(world, volume, &members, node)?));
+    nodes.into_iter().filter_map(hold).collect()
+}
+
+/// Those in the view; none: the volume is not in use, and needs nobody.
+fn members<'a>(world: &'a World, volume: &'a Volume) -> Option<Vec<Member<'a>>> {
+    if volume.is_deleting() {
+        return None;
+    }
+    let replicas: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+    let engine = world.engines.get(&volume.metadata.name).filter(|engine| knows_view(engine));
+    match (volume.status.state, engine) {
+        (VolumeState::Creating | VolumeState::Deleting, _) => None,
+        (VolumeState::Detached, _) if volume.spec.node_id.is_none() => None,
+        (VolumeState::Attached | VolumeState::Detaching, Some(engine)) => {
+            let members = engine.status.replica_mode_map.iter();
+            let members = members.filter(|(_, member)| member.mode == MemberMode::Member);
+            let member = |(id, member): (&_, &crate::objects::MemberStatus)| Member {
+                replica: replicas.iter().find(|replica| replica.spec.replica_id == *id).copied(),
+                answers: !member.is_awaited(),
+            };
+            Some(members.map(member).collect())
+        }
+        // What is known of the view of the last engine; the next one begins with it.
+        _ => {
+            let was_member = |replica: &&Replica| {
+                let first = &volume.status.first_members;
+                replica.status.failed_at.is_none()
+                    && (replica.status.healthy_at.is_some() || first.contains(&replica.spec.replica_id))
+            };
+            let member = |replica| Member { replica: Some(replica), answers: true };
+            Some(replicas.into_iter().filter(was_member).map(member).collect())
+        }
+    }
+}
+
+/// Whether the engine has said which replicas are in its view.
+fn knows_view(engine: &Engine) -> bool {
+    let status = &engine.status;
+    let says = matches!(status.current_state, CurrentState::Running | CurrentState::Unknown);
+    says && matches!(status.phase.as_str(), "serving" | "frozen")
+}
+
+/// Why the volume needs the replicas on `node`; none: it does not.
+fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> Option<String> {
+    let name = &volume.metadata.name;
+    if let Some(engine) = world.engines.get(name).filter(|engine| knows_view(engine)) {
+        if engine.status.current_state == CurrentState::Unknown {
+            return Some(format!(
+                "its engine is out of sight, and may need the replica: {}",
+                engine.status.message
+            ));
+        }
+        if engine.status.phase == "frozen" {
+            return Some(format!(
+                "its engine waits for replicas, and each one counts: shorthornctl volume why {name}"
+            ));
+        }
+    }
+    let elsewhere = |member: &&Member<'_>| {
+        let replica = member.replica.filter(|_| member.answers);
+        replica.is_some_and(|replica| {
+            let other = &replica.spec.node_id;
+            other != node && !goes_before(world, other, node)
+        })
+    };
+    let others = members.iter().filter(elsewhere).count();
+    let needed = needed(volume, members.len());
+    if others >= needed {
+        return None;
+    }
+    if members.len() == members.iter().filter(|member| member.is_on(node)).count() {
+        return Some(format!(
+            "it is in use, and nobody else has all of its data: wait until another replica has, give it more \
+             (shorthornctl volume replicas {name} NUMBER), or detach it"
+        ));
+    }
+    let (of, waits) = (members.len(), waits(world, volume, members, node));
+    Some(format!(
+        "{others} of the {of} replicas in its view are elsewhere and stay, and {needed} are needed; it waits for \
+         {waits}"
+    ))
+}
+
+/// How many members have to be elsewhere.
+fn needed(volume: &Volume, members: usize) -> usize {
+    let of_view = members.div_ceil(2).max(1);
+    let wanted = volume.spec.number_of_replicas as usize;
+    let has_no_place =
+        volume.status.conditions.get(ConditionType::Scheduled).is_some_and(|scheduled| !scheduled.status);
+    if members < wanted && !has_no_place { of_view.max(wanted.div_ceil(2)) } else { of_view }
+}
+
+/// What would have to be otherwise.
+fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> String {
+    let mut waits = Vec::new();
+    for replica in world.replicas_of(&volume.spec.volume_name) {
+        let (id, place) = (replica.spec.replica_id, &replica.spec.node_id);
+        let at = format!("replica {} on node {place}", replica.metadata.name);
+        let member =
+            members.iter().find(|member| member.replica.is_some_and(|replica| replica.spec.replica_id == id));
+        match member {
+            _ if place == node => {}
+            None => waits.push(format!("{at}, which does not have all data")),
+            Some(member) if !member.answers => waits.push(format!("{at}, which does not answer")),
+            Some(_) if goes_before(world, place, node) => {
+                waits.push(format!("node {place}, which was cordoned in Kubernetes before"));
+            }
+            Some(_) => {}
+        }
+    }
+    if waits.is_empty() { "another replica".to_owned() } else { waits.join("; ") }
+}
+
+/// Whether `other` is about to go, and does so before `node`.
+fn goes_before(world: &World, other: &NodeName, node: &NodeName) -> bool {
+    match (cordoned_since(world, other), cordoned_since(world, node)) {
+        (Some(other_since), Some(since)) => (other_since, other) < (since, node),
+        (other_since, _) => other_since.is_some(),
+    }
+}
+
+fn cordoned_since(world: &World, node: &NodeName) -> Option<Timestamp> {
+    world.nodes.get(node.as_str())?.spec.discovered.as_ref()?.cordoned_since
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,219 @@
+//! Guard pods: a node whose replicas volumes need has a pod, and a PodDisruptionBudget that lets nobody evict
+//! it. So `kubectl drain`, and whoever else asks before he ends pods, waits there until the volumes can do
+//! without the node.
+//!
+//! The pod does nothing. It has to run: Kubernetes evicts a pod that does not run yet whatever its budget
+//! says.
+
+use std::collections::BTreeMap;
+
+use super::Needed;
+use crate::World;
+use crate::discovery::Cluster;
+use crate::objects::{Key, Kind};
+
+/// What the names of pods and budgets begin with.
+const PREFIX: &str = "shorthorn-guard-";
+/// The longest name of an object in Kubernetes.
+const NAME_BYTES_MAX: usize = 253;
+/// How many volumes are told of.
+const TOLD_MAX: usize = 8;
+
+/// A guard that should be there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Guard {
+    /// The Node object, which owns it.
+    pub node: String,
+    /// Which object of that name; the budget finds its pod by that.
+    pub uid: String,
+    /// The name of the machine in Kubernetes.
+    pub machine: String,
+    /// Which volumes need the node, and what they wait for.
+    pub message: String,
+}
+
+/// A guard pod that is there.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GuardPod {
+    /// The uid of its Node object.
+    pub uid: String,
+    /// Where it runs.
+    pub machine: String,
+    /// What it says.
+    pub message: String,
+    /// Whether it runs no more, as the machine had no room for it or ended it.
+    pub has_ended: bool,
+    /// Whether it is on its way out.
+    pub is_deleting: bool,
+}
+
+/// What is to be done, each by the name of pod or budget, in this order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Before its pod, so that there is none without.
+    pub make_budget: Vec<(String, Guard)>,
+    /// To be made.
+    pub make_pod: Vec<(String, Guard)>,
+    /// They say something else from now on.
+    pub tell: Vec<(String, String)>,
+    /// Nobody needs it any more, or it is another's.
+    pub delete_pod: Vec<String>,
+    /// The same of budgets.
+    pub delete_budget: Vec<String>,
+}
+
+/// The guards that should be there, by their names.
+#[must_use]
+pub fn wanted(world: &World, cluster: &Cluster, needed: &Needed) -> BTreeMap<String, Guard> {
+    let machines: BTreeMap<&str, &str> = cluster
+        .drivers
+        .iter()
+        .filter(|(machine, _)| cluster.machines.contains_key(*machine))
+        .map(|(machine, node)| (node.as_str(), machine.as_str()))
+        .collect();
+    let guard = |(node, volumes): (&crate::NodeName, Vec<(&str, &str)>)| {
+        let machine = (*machines.get(node.as_str())?).to_owned();
+        let uid = world.uid(&Key::new(Kind::Node, node.as_str()));
+        let (node, message) = (node.as_str().to_owned(), message(&volumes));
+        (!uid.is_empty()).then(|| (name(&node, &uid), Guard { node, uid, machine, message }))
+    };
+    needed.by_node().into_iter().filter_map(guard).collect()
+}
+
+fn name(node: &str, uid: &str) -> String {
+    let is_short = PREFIX.len() + node.len() <= NAME_BYTES_MAX;
+    format!("{PREFIX}{}", if is_short { node } else { uid })
+}
+
+fn message(volumes: &[(&str, &str)]) -> String {
+    let told = volumes.iter().take(TOLD_MAX).map(|(volume, why)| format!("volume {volume}: {why}"));
+    let mut text = told.collect::<Vec<_>>().join("\n");
+    if let Some(more @ 1..) = volumes.len().checked_sub(TOLD_MAX) {
+        text.push_str(&format!("\nand {more} more volumes"));
+    }
+    text
+}
+
+/// What is to be done so that there are these guards and no others. `budgets` have the uid of their Node
+/// object.
+#[must_use]
+pub fn plan(
+    wanted: &BTreeMap<String, Guard>,
+    pods: &BTreeMap<String, GuardPod>,
+    budgets: &BTreeMap<String, String>,
+) -> Plan {
+    let mut plan = Plan::default();
+    for (name, guard) in wanted {
+        if !budgets.contains_key(name) {
+            plan.make_budget.push((name.clone(), guard.clone()));
+        }
+        match pods.get(name) {
+            None => plan.make_pod.push((name.clone(), guard.clone())),
+            Some(pod) if is_right(pod, guard) && pod.message != guard.message => {
+                plan.tell.push((name.clone(), guard.message.clone()));
+            }
+            Some(_) => {}
+        }
+    }
+    let is_wrong = |(name, pod): &(&String, &GuardPod)| {
+        !pod.is_deleting && !wanted.get(*name).is_some_and(|guard| is_right(pod, guard))
+    };
+    plan.delete_pod = pods.iter().filter(is_wrong).map(|(name, _)| name.clone()).collect();
+    let is_foreign =
+        |(name, uid): &(&String, &String)| wanted.get(*name).is_none_or(|guard| guard.uid != **uid);
+    plan.delete_budget = budgets.iter().filter(is_foreign).map(|(name, _)| name.clone()).collect();
+    plan
+}
+
+fn is_right(pod: &GuardPod, guard: &Guard) -> bool {
+    !pod.has_ended && !pod.is_deleting && pod.uid == guard.uid && pod.machine == guard.machine
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::discovery::Machine;
+    use crate::objects::Node;
+    use crate::{NodeName, Timestamp};
+
+    fn guard(message: &str) -> Guard {
+        let word = str::to_owned;
+        Guard { node: word("n0"), uid: word("u0"), machine: word("m0"), message: word(message) }
+    }
+
+    fn pod(guard: &Guard) -> GuardPod {
+        let Guard { uid, machine, message, .. } = guard.clone();
+        GuardPod { uid, machine, message, ..GuardPod::default() }
+    }
+
+    const NAME: &str = "shorthorn-guard-n0";
+
+    fn planned(wanted: Option<&Guard>, pod: Option<GuardPod>, budget: Option<&str>) -> Plan {
+        let wanted = wanted.map(|guard| (NAME.to_owned(), guard.clone())).into_iter().collect();
+        let pods = pod.map(|pod| (NAME.to_owned(), pod)).into_iter().collect();
+        let budgets = budget.map(|uid| (NAME.to_owned(), uid.to_owned())).into_iter().collect();
+        plan(&wanted, &pods, &budgets)
+    }
+
+    #[test]
+    fn a_guard_is_a_pod_and_a_budget_as_long_as_it_is_needed() {
+        let guard = guard("a");
+        let made = planned(Some(&guard), None, None);
+        assert_eq!((made.make_budget.len(), made.make_pod.len()), (1, 1), "{made:?}");
+        assert_eq!(planned(Some(&guard), Some(pod(&guard)), Some("u0")), Plan::default());
+        let half = planned(Some(&guard), Some(pod(&guard)), None);
+        assert_eq!(half, Plan { make_budget: vec![(NAME.to_owned(), guard.clone())], ..Plan::default() });
+        let gone = planned(None, Some(pod(&guard)), Some("u0"));
+        let names = vec![NAME.to_owned()];
+        assert_eq!(gone, Plan { delete_pod: names.clone(), delete_budget: names, ..Plan::default() });
+    }
+
+    #[test]
+    fn a_pod_that_is_not_right_is_made_anew_and_one_that_goes_is_waited_for() {
+        let guard = guard("a");
+        let other_words = GuardPod { message: "b".to_owned(), ..pod(&guard) };
+        let told = planned(Some(&guard), Some(other_words), Some("u0"));
+        assert_eq!(told, Plan { tell: vec![(NAME.to_owned(), "a".to_owned())], ..Plan::default() });
+        for wrong in [
+            GuardPod { uid: "u1".to_owned(), ..pod(&guard) },
+            GuardPod { machine: "m1".to_owned(), ..pod(&guard) },
+            GuardPod { has_ended: true, ..pod(&guard) },
+        ] {
+            let plan = planned(Some(&guard), Some(wrong.clone()), Some("u0"));
+            assert_eq!(plan, Plan { delete_pod: vec![NAME.to_owned()], ..Plan::default() });
+            let going = GuardPod { is_deleting: true, ..wrong };
+            assert_eq!(planned(Some(&guard), Some(going), Some("u0")), Plan::default());
+        }
+        let other = planned(Some(&guard), Some(pod(&guard)), Some("u1"));
+        assert_eq!(other, Plan { delete_budget: vec![NAME.to_owned()], ..Plan::default() });
+    }
+
+    #[test]
+    fn a_guard_is_where_the_machine_of_the_node_is() {
+        let holds = |node: &str| (NodeName::new(node).unwrap(), "why".to_owned());
+        let mut needed = Needed::default();
+        let long = ["a", "b", "c", "d"].map(|letter| letter.repeat(60)).join(".");
+        let nodes = ["n0", "not-in-kubernetes", long.as_str()];
+        for at in 0..10 {
+            needed.by_volume.insert(format!("v{at}"), nodes.into_iter().map(holds).collect());
+        }
+        let (mut world, mut cluster) = (World::default(), Cluster::default());
+        for (at, node) in nodes.into_iter().enumerate() {
+            let mut object = Node::new(node, Timestamp::UNIX_EPOCH);
+            object.metadata.uid = format!("u{at}");
+            world.insert(object.into());
+            if node != "not-in-kubernetes" {
+                cluster.machines.insert(format!("m{at}"), Machine::default());
+                cluster.drivers.insert(format!("m{at}"), node.to_owned());
+            }
+        }
+        let guards = wanted(&world, &cluster, &needed);
+        assert_eq!(guards.keys().collect::<Vec<_>>(), [NAME, "shorthorn-guard-u2"]);
+        let first = &guards[NAME];
+        assert_eq!((first.uid.as_str(), first.machine.as_str()), ("u0", "m0"));
+        assert!(first.message.starts_with("volume v0: why\n"), "{}", first.message);
+        assert!(first.message.ends_with("\nand 2 more volumes"), "{}", first.message);
+        cluster.machines.remove("m0");
+        assert!(!wanted(&world, &cluster, &needed).contains_key(NAME), "its machine is gone");
+    }
+}

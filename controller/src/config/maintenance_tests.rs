@@ -1,0 +1,35 @@
+//! What is configured for maintenance.
+
+use super::StoreConfig;
+use super::tests::load;
+
+#[test]
+fn there_are_guard_pods_if_there_is_an_image_and_the_policy_wants_them() {
+    let guards = |text: &str, flags: &[&str]| {
+        let config = load(&format!("[kubernetes]\n{text}"), flags).unwrap();
+        match config.store {
+            StoreConfig::Kubernetes(config) => config.guards().map(str::to_owned),
+            StoreConfig::File(_) => unreachable!(),
+        }
+    };
+    let image = "guard_image = \"i:1\"\n";
+    assert_eq!(guards("", &[]), None);
+    assert_eq!(guards(image, &[]).as_deref(), Some("i:1"));
+    assert_eq!(guards(image, &["--guard-image", "i:2"]).as_deref(), Some("i:2"));
+    let allow = format!("{image}node_drain_policy = \"always-allow\"\n");
+    assert_eq!(guards(&allow, &[]), None);
+    let block = ["--node-drain-policy", "block-if-contains-last-replica"];
+    assert_eq!(guards(&allow, &block).as_deref(), Some("i:1"));
+}
+
+#[test]
+fn replicas_on_cordoned_machines_can_be_allowed() {
+    let heeded = |text: &str, flags: &[&str]| {
+        let settings = load(&format!("store = \"/a\"\n{text}"), flags).unwrap().settings;
+        settings.scheduling.disable_scheduling_on_cordoned_node
+    };
+    assert!(heeded("", &[]));
+    let text = "disable_scheduling_on_cordoned_node = false\n";
+    assert!(!heeded(text, &[]));
+    assert!(heeded(text, &["--disable-scheduling-on-cordoned-node=true"]));
+}

@@ -1,0 +1,104 @@
+//! Whether a node can be restarted without taking a volume below what it needs.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::controller_client::ControllerClient;
+use tokio::time::{Instant, sleep, timeout_at};
+use tonic::transport::Channel;
+
+use super::args::{CanRebootArgs, Format};
+use super::error::{CtlError, is_unreachable};
+use super::output::{for_programs, print};
+use super::wait::Progress;
+
+/// How often it is asked for.
+const POLL: Duration = Duration::from_secs(1);
+/// The longest that a question may take.
+const CALL_LIMIT: Duration = Duration::from_secs(30);
+
+/// The answer, for programs.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct RebootView {
+    can_reboot: bool,
+    holds: Vec<HoldView>,
+}
+
+/// A volume that holds it up, for programs.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct HoldView {
+    volume: String,
+    is_engine: bool,
+    message: String,
+}
+
+/// Says so if it can; else an error has the volumes that hold it up.
+pub(super) async fn can_reboot(
+    client: &mut ControllerClient<Channel>,
+    server: &str,
+    format: Format,
+    args: CanRebootArgs,
+) -> Result<String, CtlError> {
+    let deadline = Instant::now() + args.timeout;
+    let progress = Progress::start();
+    loop {
+        let mut request = tonic::Request::new(v1::CheckRebootRequest { node: args.name.clone() });
+        request.set_timeout(CALL_LIMIT);
+        match client.check_reboot(request).await {
+            Ok(answer) => {
+                let mut holds = answer.into_inner().holds;
+                holds.retain(|hold| !(args.before_drain && hold.is_engine));
+                if holds.is_empty() {
+                    return yes(format, &args.name);
+                }
+                let text = no(&args.name, &holds);
+                if !args.wait {
+                    drop(progress);
+                    show(format, holds)?;
+                    return Err(CtlError::Refused(text));
+                }
+                progress.say(&format!("waiting for {} volumes: {}", holds.len(), holds[0].message));
+                if timeout_at(deadline, sleep(POLL)).await.is_err() {
+                    return Err(CtlError::Timeout(text));
+                }
+            }
+            // A controller that restarts comes back.
+            Err(error) if args.wait && is_unreachable(&error) && Instant::now() < deadline => {
+                progress.say(error.message());
+                sleep(POLL).await;
+            }
+            Err(error) => return Err(CtlError::of(&error, server)),
+        }
+    }
+}
+
+fn yes(format: Format, node: &str) -> Result<String, CtlError> {
+    match format {
+        Format::Table => Ok(format!("node {node} can be restarted")),
+        format => for_programs(format, &RebootView { can_reboot: true, holds: Vec::new() }),
+    }
+}
+
+/// Programs get the answer on standard output all the same.
+fn show(format: Format, holds: Vec<v1::RebootHold>) -> Result<(), CtlError> {
+    let view = |hold: v1::RebootHold| HoldView {
+        volume: hold.volume,
+        is_engine: hold.is_engine,
+        message: hold.message,
+    };
+    match format {
+        Format::Table => Ok(()),
+        format => {
+            let holds = holds.into_iter().map(view).collect();
+            print(&for_programs(format, &RebootView { can_reboot: false, holds })?)
+        }
+    }
+}
+
+fn no(node: &str, holds: &[v1::RebootHold]) -> String {
+    let lines = holds.iter().map(|hold| format!("\n- volume {}: {}", hold.volume, hold.message));
+    format!("node {node} cannot be restarted now:{}", lines.collect::<String>())
+}

@@ -1,0 +1,409 @@
+//! Makes guard pods and their budgets, and removes them (`controller_core::reboot::guards` decides which).
+//!
+//! What changes only wakes it; each round makes what is there what should be there. Volumes are looked at one
+//! by one, as they change. Both objects are owned by the Node object, and go with it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
+use kube::core::ApiResource;
+use kube::{Client, ResourceExt};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use shorthorn_controller_core::Event;
+use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::reboot::Needed;
+use shorthorn_controller_core::reboot::guards::{self, Guard, GuardPod, Plan};
+use tokio::sync::broadcast::Receiver;
+use tokio::sync::broadcast::error::{RecvError, TryRecvError};
+use tokio::time::Instant;
+
+use super::discover::Machines;
+use super::events::Events;
+use super::mirror::Mirror;
+use super::{GROUP, VERSION, kind_name};
+use crate::store::Store;
+use crate::store::kubernetes::{CallError, bounded, is_code};
+use crate::work::backoff;
+
+/// How long changes are gathered before they are looked at.
+const SETTLE: Duration = Duration::from_secs(1);
+/// How long a pod that has ended by itself is not made anew: a kubelet may refuse each one at once.
+const AGAIN: Duration = Duration::from_secs(30);
+/// The label of both with the uid of the Node object.
+const NODE_LABEL: &str = "shorthorn.io/guards-node";
+/// The note of a pod that says what the node is needed for.
+const HOLDS_ANNOTATION: &str = "shorthorn.io/holds";
+/// The label by which others can select guard pods, as kured does.
+const APP_LABEL: &str = "app.kubernetes.io/name";
+/// Its value.
+const APP_NAME: &str = "shorthorn-guard";
+/// The user that the process is; any one but root would do.
+const USER: u32 = 65532;
+/// The API group of budgets.
+const POLICY: &str = "policy";
+
+/// Makes and removes guard pods.
+pub struct GuardPods {
+    client: Client,
+    namespace: String,
+    /// None: there should be no guard pods.
+    image: Option<String>,
+    machines: Arc<Machines>,
+    store: Arc<dyn Store>,
+    events: Events,
+}
+
+impl std::fmt::Debug for GuardPods {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GuardPods").field("image", &self.image).finish_non_exhaustive()
+    }
+}
+
+/// Both kinds of objects, as the API server has them.
+struct There {
+    pods: Api<Pod>,
+    budgets: Api<DynamicObject>,
+    budget: ApiResource,
+    known_pods: Mirror<GuardPod>,
+    known_budgets: Mirror<String>,
+}
+
+impl GuardPods {
+    /// Those in `namespace`, made of `image`; without one, those that are there are removed.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        namespace: &str,
+        image: Option<&str>,
+        machines: Arc<Machines>,
+        store: Arc<dyn Store>,
+        events: Events,
+    ) -> GuardPods {
+        let (namespace, image) = (namespace.to_owned(), image.map(str::to_owned));
+        GuardPods { client, namespace, image, machines, store, events }
+    }
+
+    /// Keeps them right, until it is dropped.
+    pub async fn run(self) {
+        let budget = budget_resource(&self.client).await;
+        let there = There {
+            pods: Api::namespaced(self.client.clone(), &self.namespace),
+            budgets: Api::namespaced_with(self.client.clone(), &self.namespace, &budget),
+            budget,
+            known_pods: Mirror::new(),
+            known_budgets: Mirror::new(),
+        };
+        tokio::join!(
+            there.known_pods.follow(there.pods.clone(), guard_pod),
+            there.known_budgets.follow(there.budgets.clone(), guarded_node),
+            self.keep(&there),
+        );
+    }
+
+    async fn keep(&self, there: &There) {
+        let (mut changes, mut machines) = (self.store.changes(), self.machines.changes());
+        let (mut pods, mut budgets) = (there.known_pods.changes(), there.known_budgets.changes());
+        let mut needed = Needed::default();
+        needed.look_at_all(&self.store.world());
+        // When a pod that had ended by itself was deleted, by its name.
+        let mut ended = BTreeMap::new();
+        let mut failures = 0;
+        loop {
+            let again = match self.round(there, &needed, &mut ended).await {
+                Ok(again) => {
+                    failures = 0;
+                    again
+                }
+                Err(error) => {
+                    failures += 1;
+                    tracing::warn!(%error, "guard pods are not as they should be: a drain may not wait for volumes");
+                    Some(backoff(failures))
+                }
+            };
+            let wait = async {
+                match again {
+                    Some(wait) => tokio::time::sleep(wait).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let mut keys = Vec::new();
+            tokio::select! {
+                key = changes.recv() => match key {
+                    Ok(key) => keys.push(key),
+                    Err(RecvError::Lagged(_)) => needed.look_at_all(&self.store.world()),
+                    // The store is gone, and with it the controller.
+                    Err(RecvError::Closed) => return,
+                },
+                () = machines.next() => {}
+                changed = pods.changed() => if changed.is_err() { return },
+                changed = budgets.changed() => if changed.is_err() { return },
+                () = wait => {}
+            }
+            tokio::time::sleep(SETTLE).await;
+            self.catch_up(&mut needed, keys, &mut changes);
+        }
+    }
+
+    /// Looks at the volumes again that these changes, and all that are waiting to be heard, are about.
+    fn catch_up(&self, needed: &mut Needed, mut keys: Vec<Key>, changes: &mut Receiver<Key>) {
+        let mut all = false;
+        loop {
+            match changes.try_recv() {
+                Ok(key) => keys.push(key),
+                Err(TryRecvError::Lagged(_)) => all = true,
+                Err(TryRecvError::Empty | TryRecvError::Closed) => break,
+            }
+        }
+        let world = self.store.world();
+        // A node may be cordoned now, which counts for every volume.
+        if all || keys.iter().any(|key| key.kind == Kind::Node) {
+            return needed.look_at_all(&world);
+        }
+        let volumes: BTreeSet<&str> = keys.iter().filter_map(volume_of).collect();
+        volumes.into_iter().for_each(|volume| needed.look_at(&world, volume));
+    }
+
+    /// Makes what is there what should be there; returns when to look again even if nothing changes.
+    async fn round(
+        &self,
+        there: &There,
+        needed: &Needed,
+        ended: &mut BTreeMap<String, Instant>,
+    ) -> Result<Option<Duration>, CallError> {
+        let (Some(cluster), Some(pods), Some(budgets)) =
+            (self.machines.cluster(), there.known_pods.all(), there.known_budgets.all())
+        else {
+            return Ok(None);
+        };
+        let wanted = match self.image {
+            Some(_) => guards::wanted(&self.store.world(), &cluster, needed),
+            None => BTreeMap::new(),
+        };
+        ended.retain(|_, at| at.elapsed() < AGAIN);
+        let mut plan = guards::plan(&wanted, &pods, &budgets);
+        plan.make_pod.retain(|(name, _)| !ended.contains_key(name));
+        for (name, guard) in &plan.make_budget {
+            self.make_budget(there, name, guard).await?;
+        }
+        for (name, guard) in &plan.make_pod {
+            if self.make_pod(there, name, guard).await? {
+                self.tell(guard);
+            }
+        }
+        self.clean(there, &plan).await?;
+        let has_ended = |name: &&String| pods.get(*name).is_some_and(|pod| pod.has_ended);
+        ended.extend(plan.delete_pod.iter().filter(has_ended).map(|name| (name.clone(), Instant::now())));
+        Ok((!ended.is_empty()).then_some(AGAIN))
+    }
+
+    async fn clean(&self, there: &There, plan: &Plan) -> Result<(), CallError> {
+        for (name, message) in &plan.tell {
+            let note = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
+            let (parameters, note) = (PatchParams::default(), Patch::Merge(note));
+            unless_code(bounded(there.pods.patch(name, &parameters, &note)).await, 404)?;
+        }
+        for name in &plan.delete_pod {
+            // It does nothing that could be cut off, and its kubelet may be away.
+            let now = DeleteParams::default().grace_period(0);
+            unless_code(bounded(there.pods.delete(name, &now)).await, 404)?;
+            tracing::info!(pod = name, "a guard pod is deleted");
+        }
+        for name in &plan.delete_budget {
+            unless_code(bounded(there.budgets.delete(name, &DeleteParams::default())).await, 404)?;
+        }
+        Ok(())
+    }
+
+    async fn make_budget(&self, there: &There, name: &str, guard: &Guard) -> Result<(), CallError> {
+        let object = object(&budget(&there.budget, name, guard))?;
+        unless_code(bounded(there.budgets.create(&PostParams::default(), &object)).await, 409)
+    }
+
+    /// False: one of that name is there already.
+    async fn make_pod(&self, there: &There, name: &str, guard: &Guard) -> Result<bool, CallError> {
+        let image = self.image.as_deref().unwrap_or_default();
+        let pod: Pod = object(&pod(image, name, guard))?;
+        match bounded(there.pods.create(&PostParams::default(), &pod)).await {
+            Ok(_) => {
+                tracing::info!(node = guard.node, holds = guard.message, "a guard pod is made");
+                Ok(true)
+            }
+            Err(error) if is_code(&error, 409) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn tell(&self, guard: &Guard) {
+        let about = Key::new(Kind::Node, &guard.node);
+        let message = format!("kubectl drain waits for volumes that need this node: {}", guard.message);
+        self.events.tell(&Event { about, warning: false, reason: "DrainWaits", message }, &guard.uid);
+    }
+}
+
+/// The volume that the object is about; a node is about none.
+fn volume_of(key: &Key) -> Option<&str> {
+    match key.kind {
+        Kind::Volume | Kind::Engine => Some(&key.name),
+        // VOLUME-REPLICA
+        Kind::Replica => key.name.rsplit_once('-').map(|(volume, _)| volume),
+        Kind::Node => None,
+    }
+}
+
+/// Where budgets are: API servers before 1.21 have no version 1 of them.
+async fn budget_resource(client: &Client) -> ApiResource {
+    let mut failures = 0;
+    let version = loop {
+        match bounded(client.list_api_groups()).await {
+            Ok(groups) => {
+                let policy = groups.groups.into_iter().find(|group| group.name == POLICY);
+                let mut versions = policy.into_iter().flat_map(|group| group.versions);
+                break if versions.any(|version| version.version == "v1") { "v1" } else { "v1beta1" };
+            }
+            Err(error) => {
+                failures += 1;
+                tracing::warn!(%error, "the versions of PodDisruptionBudget are not known");
+                tokio::time::sleep(backoff(failures)).await;
+            }
+        }
+    };
+    ApiResource {
+        group: POLICY.to_owned(),
+        version: version.to_owned(),
+        api_version: format!("{POLICY}/{version}"),
+        kind: "PodDisruptionBudget".to_owned(),
+        plural: "poddisruptionbudgets".to_owned(),
+    }
+}
+
+/// An object as a type has it.
+fn object<T: DeserializeOwned>(value: &Value) -> Result<T, CallError> {
+    T::deserialize(value).map_err(|error| kube::Error::SerdeError(error).into())
+}
+
+fn metadata(name: &str, guard: &Guard) -> Value {
+    // A controller of its own kind: kubectl drain refuses to end pods that have none.
+    let owner = json!({ "apiVersion": format!("{GROUP}/{VERSION}"), "kind": kind_name(Kind::Node),
+        "name": guard.node, "uid": guard.uid, "controller": true });
+    json!({
+        "name": name,
+        "labels": { APP_LABEL: APP_NAME, NODE_LABEL: guard.uid },
+        "annotations": { HOLDS_ANNOTATION: guard.message },
+        "ownerReferences": [owner],
+    })
+}
+
+/// One pod of one has to be there: so it is never evicted.
+fn budget(resource: &ApiResource, name: &str, guard: &Guard) -> Value {
+    json!({
+        "apiVersion": resource.api_version,
+        "kind": resource.kind,
+        "metadata": metadata(name, guard),
+        "spec": { "minAvailable": 1, "selector": { "matchLabels": { NODE_LABEL: guard.uid } } },
+    })
+}
+
+/// It comes to the machine without the scheduler, which puts none on a cordoned one, and tolerates every
+/// taint.
+fn pod(image: &str, name: &str, guard: &Guard) -> Value {
+    let container = json!({
+        "name": "guard",
+        "image": image,
+        "command": ["/usr/bin/shorthorn-controller", "pause"],
+        "resources": { "requests": { "cpu": "1m", "memory": "8Mi" } },
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "readOnlyRootFilesystem": true,
+            "capabilities": { "drop": ["ALL"] },
+        },
+    });
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata(name, guard),
+        "spec": {
+            "nodeName": guard.machine,
+            "tolerations": [{ "operator": "Exists" }],
+            "priorityClassName": "system-node-critical",
+            "automountServiceAccountToken": false,
+            "enableServiceLinks": false,
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": {
+                "runAsNonRoot": true,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "seccompProfile": { "type": "RuntimeDefault" },
+            },
+            "containers": [container],
+        },
+    })
+}
+
+/// None: it is another pod.
+fn guard_pod(pod: &Pod) -> Option<GuardPod> {
+    let uid = pod.labels().get(NODE_LABEL)?.clone();
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    Some(GuardPod {
+        uid,
+        machine: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default(),
+        message: pod.annotations().get(HOLDS_ANNOTATION).cloned().unwrap_or_default(),
+        has_ended: matches!(phase, Some("Succeeded" | "Failed")),
+        is_deleting: pod.metadata.deletion_timestamp.is_some(),
+    })
+}
+
+/// None: it is another budget.
+fn guarded_node(budget: &DynamicObject) -> Option<String> {
+    budget.labels().get(NODE_LABEL).cloned()
+}
+
+/// An answer with that status is as good: it is so already.
+fn unless_code<T>(result: Result<T, CallError>, code: u16) -> Result<(), CallError> {
+    match result {
+        Err(error) if !is_code(&error, code) => Err(error),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guard() -> Guard {
+        let word = str::to_owned;
+        Guard { node: word("a"), uid: word("u"), machine: word("m"), message: word("volume v: why") }
+    }
+
+    #[test]
+    fn a_pod_that_was_made_is_found_again() {
+        let made: Pod = object(&pod("image:1", "g", &guard())).unwrap();
+        let found = guard_pod(&made).unwrap();
+        let Guard { uid, machine, message, .. } = guard();
+        assert_eq!(found, GuardPod { uid, machine, message, ..GuardPod::default() });
+        assert!(guard_pod(&Pod::default()).is_none());
+        let owner = &made.metadata.owner_references.unwrap()[0];
+        assert!(owner.kind == "Node" && owner.controller == Some(true), "{owner:?}");
+    }
+
+    #[test]
+    fn the_budget_is_that_of_the_pod() {
+        let resource = ApiResource::erase::<k8s_openapi::api::policy::v1::PodDisruptionBudget>(&());
+        let made: DynamicObject = object(&budget(&resource, "g", &guard())).unwrap();
+        assert_eq!(guarded_node(&made).as_deref(), Some("u"));
+        let labels = &pod("image:1", "g", &guard())["metadata"]["labels"];
+        let selected = &made.data["spec"]["selector"]["matchLabels"];
+        assert_eq!(labels[NODE_LABEL], selected[NODE_LABEL]);
+    }
+
+    #[test]
+    fn a_change_of_a_replica_is_one_of_its_volume() {
+        let of = |kind, name| volume_of(&Key::new(kind, name)).map(str::to_owned);
+        assert_eq!(of(Kind::Replica, "pvc-1-8rqh2w91").as_deref(), Some("pvc-1"));
+        assert_eq!(of(Kind::Engine, "pvc-1").as_deref(), Some("pvc-1"));
+        assert_eq!(of(Kind::Node, "pvc-1"), None);
+    }
+}
