@@ -70,13 +70,13 @@ pub struct DeletionGuardArgs {
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format, replica_replace_after_s,
-    /// storage_over_provisioning_percentage, storage_minimal_available_percentage,
+    /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format,
+    /// replica_replace_after_s, storage_over_provisioning_percentage, storage_minimal_available_percentage,
     /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit,
-    /// disable_scheduling_on_cordoned_node, and the tables [nodes] of NAME = "URL" and
-    /// [kubernetes] with namespace, kubeconfig, agent_port, pods_of_lost_nodes,
-    /// node_drain_policy and guard_image. A flag wins over the file; nodes of both are
-    /// used. Unknown keys are refused.
+    /// disable_scheduling_on_cordoned_node, and the tables [nodes] of NAME = "URL" and [kubernetes] with
+    /// namespace, kubeconfig, agent_port, pods_of_lost_nodes,
+    /// auto_delete_pod_when_volume_detached_unexpectedly, node_drain_policy and guard_image. A flag wins over
+    /// the file; nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Database file of the volumes; made where it is missing. One controller at a time can have it.
@@ -100,6 +100,10 @@ pub struct ServeArgs {
     /// somebody [default: delete]
     #[arg(long, value_name = "WHAT")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
+    /// Whether a pod whose device is gone is ended, so that its volume is staged anew: only pods that a
+    /// controller makes again [default: true]
+    #[arg(long, value_name = "true|false")]
+    pub auto_delete_pod_when_volume_detached_unexpectedly: Option<bool>,
     /// What kubectl drain does on a node with replicas that volumes in use need: with
     /// block-if-contains-last-replica it waits until they can do without, if there is a --guard-image; with
     /// always-allow it does not wait [default: block-if-contains-last-replica]
@@ -212,8 +216,7 @@ pub enum ConfigError {
     TwoStores(PathBuf),
     /// What is for Kubernetes only.
     #[error(
-        "--namespace, --kubeconfig, --agent-port, --pods-of-lost-nodes, --node-drain-policy and \
-         --guard-image are for --kubernetes only"
+        "--namespace, --kubeconfig, --agent-port and flags about pods and drains are for --kubernetes only"
     )]
     NotKubernetes,
 }
@@ -253,6 +256,7 @@ struct KubernetesTable {
     kubeconfig: Option<PathBuf>,
     agent_port: Option<NonZeroU16>,
     pods_of_lost_nodes: Option<PodsOfLostNodes>,
+    auto_delete_pod_when_volume_detached_unexpectedly: Option<bool>,
     node_drain_policy: Option<NodeDrainPolicy>,
     guard_image: Option<String>,
 }
@@ -388,6 +392,10 @@ fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> 
                 .or_else(|| table.agent_port.map(NonZeroU16::get))
                 .unwrap_or(DEFAULT_AGENT_PORT),
             pods_of_lost_nodes: args.pods_of_lost_nodes.or(table.pods_of_lost_nodes).unwrap_or_default(),
+            ends_pods_without_device: args
+                .auto_delete_pod_when_volume_detached_unexpectedly
+                .or(table.auto_delete_pod_when_volume_detached_unexpectedly)
+                .unwrap_or(true),
             node_drain_policy: args.node_drain_policy.or(table.node_drain_policy).unwrap_or_default(),
             guard_image: args.guard_image.clone().or(table.guard_image),
         }));
@@ -396,6 +404,7 @@ fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> 
         || args.kubeconfig.is_some()
         || args.agent_port.is_some()
         || args.pods_of_lost_nodes.is_some()
+        || args.auto_delete_pod_when_volume_detached_unexpectedly.is_some()
         || args.node_drain_policy.is_some()
         || args.guard_image.is_some();
     if is_for_kubernetes {
@@ -448,6 +457,7 @@ mod tests {
                 kubeconfig,
                 agent_port: DEFAULT_AGENT_PORT,
                 pods_of_lost_nodes: PodsOfLostNodes::Delete,
+                ends_pods_without_device: true,
                 node_drain_policy: NodeDrainPolicy::BlockIfContainsLastReplica,
                 guard_image: None,
             })

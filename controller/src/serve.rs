@@ -31,6 +31,7 @@ use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::guard_pods::GuardPods;
 use crate::kubernetes::lease::Leadership;
 use crate::kubernetes::release::Releaser;
+use crate::kubernetes::restage::Restager;
 use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
 use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
 use crate::store::kubernetes::{CallError, OpenError};
@@ -114,9 +115,17 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.world(), key)));
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone())?;
     vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
-    if let (Some(Pods { client, known }), Some(events)) = (pods, events.clone()) {
-        let (store, fleet) = (Arc::clone(&store), Arc::clone(&fleet));
-        tasks.spawn(Releaser::new(client, known, store, fleet, events, metrics.clone()).run());
+    if let (Some(Pods { client, known, releases, restages }), Some(events)) = (pods, events.clone()) {
+        let of =
+            || (client.clone(), Arc::clone(&known), Arc::clone(&store), Arc::clone(&fleet), events.clone());
+        if releases {
+            let (client, known, store, fleet, events) = of();
+            tasks.spawn(Releaser::new(client, known, store, fleet, events, metrics.clone()).run());
+        }
+        if restages {
+            let (client, known, store, fleet, events) = of();
+            tasks.spawn(Restager::new(client, known, store, fleet, events).run());
+        }
     }
     let (broken_sender, mut broken) = mpsc::channel(1);
     let settings = config.settings;
@@ -187,16 +196,20 @@ struct Opened {
     leadership: Option<Leadership>,
     events: Option<Events>,
     attachments: Option<ClusterAttachments>,
-    /// None: the pods of lost nodes stay.
+    /// None: there are no pods.
     pods: Option<Pods>,
     /// They end with this value.
     tasks: JoinSet<()>,
 }
 
-/// How the pods of lost nodes are reached.
+/// How pods are reached.
 struct Pods {
     client: kube::Client,
     known: Arc<Machines>,
+    /// Whether those of lost nodes are ended.
+    releases: bool,
+    /// Whether those are ended whose device is gone.
+    restages: bool,
 }
 
 /// Opens the store; with Kubernetes once this controller leads.
@@ -246,10 +259,8 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let guards = GuardPods::new(client.clone(), &config.namespace, image, machines, kept, events.clone());
     tasks.spawn(guards.run());
     let attachments = Some(ClusterAttachments::new(client.clone()));
-    let pods = match config.pods_of_lost_nodes {
-        PodsOfLostNodes::Delete => Some(Pods { client, known }),
-        PodsOfLostNodes::Keep => None,
-    };
+    let releases = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
+    let pods = Some(Pods { client, known, releases, restages: config.ends_pods_without_device });
     Ok(Opened { store, leadership: Some(leadership), events: Some(events), attachments, pods, tasks })
 }
 

@@ -3,7 +3,8 @@
 //!
 //! Every step is idempotent by looking at the kernel: what is mounted where (`mounts`), which number and size a device has
 //! (`device`), what its first blocks say (`filesystem`). Nothing is remembered in files or in memory, so it does not
-//! matter when the agent, kubelet or the host was restarted, nor which call of them got through.
+//! matter when the agent, kubelet or the host was restarted, nor which call of them got through. Only which mounts were found
+//! dead is kept for whoever asks (`dead_mounts`).
 //!
 //! Where the block devices come from is the business of [`Volumes`].
 
@@ -11,6 +12,7 @@
 
 mod arguments;
 mod command;
+mod dead_mounts;
 mod device;
 mod error;
 mod filesystem;
@@ -20,6 +22,7 @@ mod node;
 mod registration;
 mod volumes;
 
+pub use dead_mounts::{DeadMount, DeadMounts};
 pub use device::DeviceNumber;
 pub use node::{NodeOptions, NodeService};
 pub use registration::RegistrationService;

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::*;
-use shorthorn_csi::{Condition, Volume, Volumes, VolumesError};
+use shorthorn_csi::{Condition, DeadMount, Volume, Volumes, VolumesError};
 use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
 use shorthorn_types::VolumeName;
 use tokio::sync::Semaphore;
@@ -190,14 +190,19 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     let (old, new) = (node.device("old"), node.device("new"));
     node.set("v1", |volume| volume.device = Some(old.clone()));
     let mut client = node.serve().await;
-    let (staging, target) = (node.staging("v1"), node.target("p1"));
+    let pod_uid = "0b9f7f3e-1c39-4a4c-8f43-1b0e8d3f6a11";
+    let (staging, target) = (node.staging("v1"), node.target(pod_uid));
     let wish = || publish("v1", &staging, &target, file_system("ext4"));
     client.publish(wish()).await.unwrap();
+    client.stats("v1", &target).await.unwrap();
+    assert_eq!(node.dead_mounts.all(), []);
     // Its engine is gone: the device is there as an nbd device without a server is, with a size of 0.
     node.loops_grow("old", 0);
     let answer = client.stats("v1", &target).await.unwrap();
     let condition = answer.volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");
+    let dead = DeadMount { volume: VolumeName::new("v1").unwrap(), pod_uid: pod_uid.to_owned() };
+    assert_eq!(node.dead_mounts.all(), [dead]);
     // The engine too, for good: who uses the mount has to hear of that.
     node.forget("v1");
     let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
@@ -209,7 +214,9 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     node.set("v1", |volume| volume.device = Some(new.clone()));
     let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");
+    assert_eq!(node.dead_mounts.all().len(), 1);
     client.publish(wish()).await.unwrap();
+    assert_eq!(node.dead_mounts.all(), [], "it was staged anew");
     assert_eq!((mounts_at(&staging), mounts_at(&target)), (1, 1));
     let number = new.number.to_string();
     assert!(mounts().contains(&(number, target.clone())), "{:?}", mounts());

@@ -88,7 +88,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),
         device_dir: config.device_dir.clone(),
-        driver: driver_state,
+        driver: driver_state.clone(),
     });
     let service = NodeService {
         config,
@@ -96,6 +96,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         disks,
         frontends: Arc::default(),
         claim: Arc::clone(&claim),
+        driver: driver_state,
         stopping: stopping.clone(),
     };
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");

@@ -17,6 +17,7 @@ use tonic::{Request, Response, Status};
 use crate::serve::blocking;
 use crate::serve::claim::Claim;
 use crate::serve::config::{Config, absolute};
+use crate::serve::csi::DriverState;
 use crate::serve::devices;
 use crate::serve::disks::{self, Disks};
 use crate::serve::error::NodeError;
@@ -43,11 +44,18 @@ pub struct NodeService {
     pub frontends: Arc<Frontends>,
     /// The cluster that it belongs to.
     pub claim: Arc<Claim>,
+    /// The CSI driver, if there is one.
+    pub driver: Option<Arc<DriverState>>,
     /// Ends the watches: true when the agent stops.
     pub stopping: watch::Receiver<bool>,
 }
 
 type Answer<T> = Result<Response<T>, Status>;
+
+fn dead_mounts(driver: &DriverState) -> Vec<v1::DeadMount> {
+    let mounts = driver.dead_mounts.all().into_iter();
+    mounts.map(|mount| v1::DeadMount { volume: mount.volume.to_string(), pod_uid: mount.pod_uid }).collect()
+}
 
 #[tonic::async_trait]
 impl Node for NodeService {
@@ -71,6 +79,7 @@ impl Node for NodeService {
             cluster: self.claim.owner(),
             warnings,
             feature_level: level::NEWEST,
+            dead_mounts: self.driver.as_deref().map(dead_mounts).unwrap_or_default(),
         }))
     }
 

@@ -14,6 +14,7 @@
 //! - [`salvage`]: what would be lost with each replica as the only one.
 //! - [`stranded`]: which pods of a lost node are to be released.
 //! - [`telling`]: which events are told to people, and how often.
+//! - [`dead_mounts`]: which pods are ended, as their device is gone.
 //! - [`undelete`]: how a deleted volume comes back from the trash of its disks.
 //! - [`why`]: what is wrong with a volume, in sentences.
 //!
@@ -40,6 +41,7 @@
 mod action;
 pub mod claimed;
 pub mod csi;
+pub mod dead_mounts;
 pub mod discovery;
 pub mod drain;
 mod label;

@@ -6,6 +6,7 @@ use std::ops::{Deref, DerefMut};
 
 use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, VolumeName};
 
+use crate::dead_mounts::DeadMount;
 use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
@@ -195,6 +196,8 @@ pub struct AgentInfo {
     pub max_volumes: u32,
     /// What it can do beyond what all agents can.
     pub feature_level: u32,
+    /// Pods on its node that use a device that is gone.
+    pub dead_mounts: Vec<DeadMount>,
 }
 
 /// What an agent says of a disk.

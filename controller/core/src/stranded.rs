@@ -68,6 +68,8 @@ pub struct Pod {
     pub finalizers: Vec<String>,
     /// Whose it is.
     pub owner: Owner,
+    /// Whether somebody makes it again if it ends.
+    pub has_controller: bool,
     /// Whether its containers have ended for good: it uses nothing.
     pub has_ended: bool,
     /// The claims in its namespace that it uses.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use shorthorn_controller_core::dead_mounts::DeadMount;
 use shorthorn_controller_core::objects::{
     ExpansionStatus, FrontendStatus, MemberMode, MemberStatus, RebuildLimits,
 };
@@ -29,6 +30,11 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
         frontends: frontends.collect(),
         max_volumes: info.max_volumes,
         feature_level: info.feature_level,
+        dead_mounts: info
+            .dead_mounts
+            .into_iter()
+            .map(|mount| DeadMount { volume: mount.volume, pod_uid: mount.pod_uid })
+            .collect(),
     }
 }
 

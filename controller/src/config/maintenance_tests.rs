@@ -33,3 +33,18 @@ fn replicas_on_cordoned_machines_can_be_allowed() {
     assert!(!heeded(text, &[]));
     assert!(heeded(text, &["--disable-scheduling-on-cordoned-node=true"]));
 }
+
+#[test]
+fn pods_without_a_device_are_ended_unless_that_is_not_wanted() {
+    let ends = |text: &str, flags: &[&str]| {
+        let config = load(&format!("[kubernetes]\n{text}"), flags).unwrap();
+        match config.store {
+            StoreConfig::Kubernetes(config) => config.ends_pods_without_device,
+            StoreConfig::File(_) => unreachable!(),
+        }
+    };
+    assert!(ends("", &[]));
+    let text = "auto_delete_pod_when_volume_detached_unexpectedly = false\n";
+    assert!(!ends(text, &[]));
+    assert!(ends(text, &["--auto-delete-pod-when-volume-detached-unexpectedly=true"]));
+}

@@ -47,6 +47,8 @@ pub struct KubernetesConfig {
     pub agent_port: u16,
     /// What becomes of the pods of lost nodes.
     pub pods_of_lost_nodes: PodsOfLostNodes,
+    /// Whether pods are ended whose device is gone.
+    pub ends_pods_without_device: bool,
     /// Whether a drain waits for volumes.
     pub node_drain_policy: NodeDrainPolicy,
     /// What the pods are made of that a drain waits for; none: there are no such pods.

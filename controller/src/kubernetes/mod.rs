@@ -11,6 +11,7 @@ pub mod guard_pods;
 pub mod lease;
 mod mirror;
 pub mod release;
+pub mod restage;
 
 use kube::core::ApiResource;
 use shorthorn_controller_core::objects::Kind;

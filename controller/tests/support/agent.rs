@@ -284,6 +284,7 @@ impl Node for FakeAgent {
             cluster: String::new(),
             warnings: Vec::new(),
             feature_level: shorthorn_proto::level::NEWEST,
+            dead_mounts: Vec::new(),
             frontends: vec![v1::FrontendInfo {
                 name: "ublk".to_owned(),
                 usable: true,

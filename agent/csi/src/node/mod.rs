@@ -25,6 +25,7 @@ use tokio::sync::oneshot;
 use tonic::{Request, Response, Status};
 
 use crate::arguments;
+use crate::dead_mounts::DeadMounts;
 use crate::volumes::{Volume, Volumes, VolumesError};
 
 /// kubelet gives up after two minutes. It should hear why before.
@@ -53,6 +54,8 @@ pub struct NodeService {
     gates: Gates,
     /// kubelet asks each minute, and must not keep anybody from working.
     stats_gates: Gates,
+    /// What kubelet was told of mounts.
+    dead_mounts: Arc<DeadMounts>,
 }
 
 impl std::fmt::Debug for NodeService {
@@ -75,8 +78,14 @@ impl NodeService {
                 *root = real;
             }
         }
-        let (gates, stats_gates) = Default::default();
-        NodeService { volumes, options: Arc::new(options), gates, stats_gates }
+        let (gates, stats_gates, dead_mounts) = Default::default();
+        NodeService { volumes, options: Arc::new(options), gates, stats_gates, dead_mounts }
+    }
+
+    /// The same, which notes there which mounts of pods are found dead.
+    #[must_use]
+    pub fn noting(self, dead_mounts: Arc<DeadMounts>) -> NodeService {
+        NodeService { dead_mounts, ..self }
     }
 
     /// As a service of a gRPC server.
@@ -157,8 +166,10 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
-        self.work(&self.gates, volume, move |options, found| {
+        let dead_mounts = Arc::clone(&self.dead_mounts);
+        self.work(&self.gates, volume.clone(), move |options, found| {
             stage::unstage(options, found.ok().as_ref(), &staging)?;
+            dead_mounts.forget_volume(&volume);
             Ok(v1::NodeUnstageVolumeResponse {})
         })
         .await
@@ -178,8 +189,10 @@ impl Node for NodeService {
         }
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
         let wish = publish::Wish { target, staging, capability, read_only: request.readonly };
+        let dead_mounts = Arc::clone(&self.dead_mounts);
         self.work(&self.gates, volume, move |options, found| {
             publish::publish(options, &found?, &wish)?;
+            dead_mounts.forget(&wish.target);
             Ok(v1::NodePublishVolumeResponse {})
         })
         .await
@@ -192,8 +205,10 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let target = arguments::path("target_path", &request.target_path)?;
+        let dead_mounts = Arc::clone(&self.dead_mounts);
         self.work(&self.gates, volume, move |options, found| {
             publish::unpublish(options, found.ok().as_ref(), &target)?;
+            dead_mounts.forget(&target);
             Ok(v1::NodeUnpublishVolumeResponse {})
         })
         .await
@@ -206,8 +221,13 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let path = arguments::volume_path(&request.volume_path)?;
-        self.work(&self.stats_gates, volume, move |options, found| {
-            stats::stats(options, found, path.as_deref())
+        let dead_mounts = Arc::clone(&self.dead_mounts);
+        self.work(&self.stats_gates, volume.clone(), move |options, found| {
+            let stats = stats::stats(options, found, path.as_deref());
+            if let Some(path) = &path {
+                dead_mounts.note(path, &volume, stats.as_ref().is_ok_and(|stats| stats.is_dead));
+            }
+            stats.map(|stats| stats.answer)
         })
         .await
     }

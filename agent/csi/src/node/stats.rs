@@ -13,12 +13,19 @@ use crate::mounts::Mount;
 use crate::node::{NodeOptions, look};
 use crate::volumes::{Condition, Device, Volume, VolumesError};
 
+/// How a volume is at a path.
+pub(super) struct Stats {
+    pub(super) answer: v1::NodeGetVolumeStatsResponse,
+    /// Whether what is mounted there is a device that is gone.
+    pub(super) is_dead: bool,
+}
+
 /// Usage and condition of the volume at `path`, where it is staged or published.
 pub(super) fn stats(
     options: &NodeOptions,
     found: Result<Volume, VolumesError>,
     path: Option<&Path>,
-) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
+) -> Result<Stats, CsiError> {
     match found {
         Ok(volume) => of_attached(&volume, path),
         Err(error @ VolumesError::NotFound(_)) => of_remains(options, path, error),
@@ -28,11 +35,7 @@ pub(super) fn stats(
 
 /// A volume that has no engine here any more, of which the mount of a dead device is left: whoever uses that meets errors. A device
 /// that lives is another volume's.
-fn of_remains(
-    options: &NodeOptions,
-    path: Option<&Path>,
-    error: VolumesError,
-) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
+fn of_remains(options: &NodeOptions, path: Option<&Path>, error: VolumesError) -> Result<Stats, CsiError> {
     let point = path.map(mounting::resolve).transpose()?.flatten();
     let Some(point) = point.filter(|point| look::is_callers(options, point)) else {
         return Err(error.into());
@@ -44,28 +47,30 @@ fn of_remains(
     let message =
         format!("{error}, and {}: end the pods that use it, so that they get it anew", lost_mount(mount));
     let condition = v1::VolumeCondition { abnormal: true, message };
-    Ok(v1::NodeGetVolumeStatsResponse { usage: Vec::new(), volume_condition: Some(condition) })
+    let answer = v1::NodeGetVolumeStatsResponse { usage: Vec::new(), volume_condition: Some(condition) };
+    Ok(Stats { answer, is_dead: true })
 }
 
-fn of_attached(volume: &Volume, path: Option<&Path>) -> Result<v1::NodeGetVolumeStatsResponse, CsiError> {
+fn of_attached(volume: &Volume, path: Option<&Path>) -> Result<Stats, CsiError> {
     let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
     let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
     let table = mounting::read_table()?;
     let mount = table.at(&point).ok_or_else(elsewhere)?;
-    let lost = || look::is_stale(mount);
+    let is_dead = look::is_stale(mount);
     let (usage, trouble) = match &volume.device {
         Some(device) if mount.is_whole(device.number) => {
-            let gone = lost().then(|| gone(device));
+            let gone = is_dead.then(|| gone(device));
             (of_file_system(&point).unwrap_or_default(), gone.or_else(|| look::trouble(mount)))
         }
         Some(device) if look::is_node_at(&point, device.number) => {
-            (of_device(device).into_iter().collect(), lost().then(|| gone(device)))
+            (of_device(device).into_iter().collect(), is_dead.then(|| gone(device)))
         }
-        _ if lost() => (Vec::new(), Some(lost_mount(mount))),
+        _ if is_dead => (Vec::new(), Some(lost_mount(mount))),
         _ => return Err(elsewhere()),
     };
     let condition = condition(&volume.condition, trouble);
-    Ok(v1::NodeGetVolumeStatsResponse { usage, volume_condition: Some(condition) })
+    let answer = v1::NodeGetVolumeStatsResponse { usage, volume_condition: Some(condition) };
+    Ok(Stats { answer, is_dead })
 }
 
 fn gone(device: &Device) -> String {

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use shorthorn_csi::{
-    Condition, Device, DeviceNumber, NodeOptions, NodeService, Volume, Volumes, VolumesError,
+    Condition, DeadMounts, Device, DeviceNumber, NodeOptions, NodeService, Volume, Volumes, VolumesError,
 };
 use shorthorn_driver::{DRIVER_NAME, Identity};
 use shorthorn_proto::csi::v1;
@@ -50,8 +50,9 @@ pub fn run(program: &str, arguments: &[&str]) -> String {
 
 /// Writes to a file or a device on a mount; false: it cannot be.
 ///
-/// A process of its own does that. What this process has open is open too in every process that another test, or the
-/// driver, starts at that moment, until that runs its program: a mount would be busy although nobody uses it.
+/// A process of its own does that. What this process has open is open too in every process that another test,
+/// or the driver, starts at that moment, until that runs its program: a mount would be busy although nobody
+/// uses it.
 pub fn put(path: &Path, text: &str) -> bool {
     let script = r#"printf %s "$2" 1<> "$1""#;
     let writes = Command::new("sh").args(["-c", script, "sh"]).arg(path).arg(text).output().unwrap();
@@ -132,6 +133,8 @@ impl Volumes for Table {
 /// A node.
 pub struct Node {
     table: Arc<Table>,
+    /// What the driver has found when kubelet asked.
+    pub dead_mounts: Arc<DeadMounts>,
     loops: Vec<Loop>,
     pub root: PathBuf,
     dir: TempDir,
@@ -145,7 +148,7 @@ impl Node {
         let root = fs::canonicalize(dir.path()).unwrap().join("kubelet");
         fs::create_dir_all(root.join("staging")).unwrap();
         fs::create_dir_all(root.join("pods")).unwrap();
-        Node { table: Arc::default(), loops: Vec::new(), root, dir }
+        Node { table: Arc::default(), dead_mounts: Arc::default(), loops: Vec::new(), root, dir }
     }
 
     /// Adds a volume on an empty device.
@@ -209,7 +212,7 @@ impl Node {
         };
         let server = Server::builder()
             .add_service(Identity::new(DRIVER_NAME, "1.2.3").server())
-            .add_service(NodeService::new(volumes, options).server())
+            .add_service(NodeService::new(volumes, options).noting(Arc::clone(&self.dead_mounts)).server())
             .serve_with_incoming(incoming);
         tokio::spawn(server);
         let uri = format!("unix://{}", socket.display());

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use shorthorn_csi::{NodeOptions, NodeService, RegistrationService};
+use shorthorn_csi::{DeadMounts, NodeOptions, NodeService, RegistrationService};
 use shorthorn_driver::{DRIVER_NAME, Identity, TOPOLOGY_VALUE_MAX_BYTES};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch as channel};
@@ -54,6 +54,8 @@ pub struct Driver {
 pub struct DriverState {
     /// Whether kubelet has registered it, as far as kubelet has said.
     pub registered: Arc<AtomicBool>,
+    /// What kubelet was told of mounts of pods.
+    pub dead_mounts: Arc<DeadMounts>,
     /// Why it cannot be served where kubelet is; none: it can, or nobody is there to use it.
     problem: Mutex<Option<String>>,
 }
@@ -206,10 +208,10 @@ impl Driver {
             max_volumes: self.config.max_volumes,
             roots: vec![root.to_owned()],
         };
-        let volumes = Arc::clone(&self.volumes);
+        let (volumes, dead_mounts) = (Arc::clone(&self.volumes), Arc::clone(&self.state.dead_mounts));
         server()
             .add_service(Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).server())
-            .add_service(NodeService::new(volumes, options).server())
+            .add_service(NodeService::new(volumes, options).noting(dead_mounts).server())
     }
 }
 

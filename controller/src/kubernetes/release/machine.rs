@@ -268,12 +268,12 @@ fn doing(doing: &'static str) -> impl Fn(CallError) -> Trouble {
 }
 
 /// The object that was looked at, and no other one of its name.
-fn exactly(uid: &str) -> DeleteParams {
+pub(in crate::kubernetes) fn exactly(uid: &str) -> DeleteParams {
     DeleteParams::default().preconditions(Preconditions { uid: Some(uid.to_owned()), resource_version: None })
 }
 
 /// Whether it was deleted now; else it is gone already, or another one has its name.
-fn deleted<T>(result: Result<T, CallError>) -> Result<bool, CallError> {
+pub(in crate::kubernetes) fn deleted<T>(result: Result<T, CallError>) -> Result<bool, CallError> {
     match result {
         Ok(_) => Ok(true),
         Err(error) if is_code(&error, 404) || is_code(&error, 409) => Ok(false),
@@ -282,7 +282,7 @@ fn deleted<T>(result: Result<T, CallError>) -> Result<bool, CallError> {
 }
 
 /// What is kept of everything of a kind, page by page, and the version that it was so in.
-async fn list<K, T>(
+pub(in crate::kubernetes) async fn list<K, T>(
     api: &Api<K>,
     parameters: ListParams,
     part: impl Fn(K) -> Option<T>,

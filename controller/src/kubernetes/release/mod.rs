@@ -5,7 +5,7 @@
 //! says then, and every deletion names which object it means.
 
 mod machine;
-mod read;
+pub(super) mod read;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,6 +22,8 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use super::discover::Machines;
 use super::events::Events;
+pub(super) use machine::{deleted, exactly, list};
+
 use crate::agents::Fleet;
 use crate::metrics::Metrics;
 use crate::store::Store;

@@ -33,7 +33,7 @@ pub(super) fn machine(node: &KubeNode, is_in_sight: bool) -> Machine {
 }
 
 /// None for an object without an identity, which no API server gives.
-pub(super) fn pod(pod: &KubePod) -> Option<Pod> {
+pub(in crate::kubernetes) fn pod(pod: &KubePod) -> Option<Pod> {
     let (metadata, status) = (&pod.metadata, pod.status.as_ref());
     let name = Namespaced { namespace: metadata.namespace.clone()?, name: metadata.name.clone()? };
     let volumes = || pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
@@ -44,6 +44,7 @@ pub(super) fn pod(pod: &KubePod) -> Option<Pod> {
         is_ended_by_force: metadata.deletion_grace_period_seconds == Some(0),
         finalizers: metadata.finalizers.clone().unwrap_or_default(),
         owner: owner(pod),
+        has_controller: pod.owner_references().iter().any(|owner| owner.controller == Some(true)),
         has_ended: matches!(phase, Some("Succeeded" | "Failed")),
         claims: volumes().filter_map(|volume| claim(&name.name, volume)).collect::<BTreeSet<_>>(),
         has_inline_disk: volumes().any(is_disk),
@@ -153,10 +154,14 @@ mod tests {
     #[test]
     fn whose_a_pod_is_and_how_far_its_end_is() {
         let of = |metadata: Value| read(json!({ "containers": [] }), metadata);
-        let owned = |kind: &str| {
-            let owner = json!({ "apiVersion": "v1", "kind": kind, "name": "o", "uid": "x" });
-            of(json!({ "ownerReferences": [owner] })).owner
+        let owned_by = |kind: &str, controls: bool| {
+            let owner =
+                json!({ "apiVersion": "v1", "kind": kind, "name": "o", "uid": "x", "controller": controls });
+            of(json!({ "ownerReferences": [owner] }))
         };
+        let owned = |kind: &str| owned_by(kind, true).owner;
+        assert!(owned_by("ReplicaSet", true).has_controller);
+        assert!(!owned_by("ConfigMap", false).has_controller && !of(json!({})).has_controller);
         assert_eq!(owned("StatefulSet"), Owner::Any);
         assert_eq!(owned("DaemonSet"), Owner::DaemonSet);
         assert_eq!(owned("Node"), Owner::Kubelet);

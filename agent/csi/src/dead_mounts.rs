@@ -1,0 +1,124 @@
+//! Mounts of pods whose device is gone, as they were found when kubelet asked how they are.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use shorthorn_types::VolumeName;
+
+/// The most that are remembered; a node has far fewer volumes.
+const MOUNTS_MAX: usize = 1024;
+/// The parts of a uid in letters and digits, by their lengths.
+const UID_PARTS: [usize; 5] = [8, 4, 4, 4, 12];
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeadMount {
+    /// Whose device was mounted.
+    pub volume: VolumeName,
+    /// The pod that uses it, by its uid.
+    pub pod_uid: String,
+}
+
+/// All of them, by the path that kubelet names.
+#[derive(Debug, Default)]
+pub struct DeadMounts(Mutex<BTreeMap<PathBuf, DeadMount>>);
+
+impl DeadMounts {
+    /// Those that are known now.
+    #[must_use]
+    pub fn all(&self) -> Vec<DeadMount> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// What was found at `path`.
+    pub(crate) fn note(&self, path: &Path, volume: &VolumeName, is_dead: bool) {
+        let mut mounts = self.lock();
+        match pod_uid(path).filter(|_| is_dead) {
+            Some(_) if mounts.len() >= MOUNTS_MAX && !mounts.contains_key(path) => {}
+            Some(pod_uid) => {
+                let mount = DeadMount { volume: volume.clone(), pod_uid: pod_uid.to_owned() };
+                mounts.insert(path.to_owned(), mount);
+            }
+            None => drop(mounts.remove(path)),
+        }
+    }
+
+    /// Nothing is mounted there any more.
+    pub(crate) fn forget(&self, path: &Path) {
+        self.lock().remove(path);
+    }
+
+    /// The same for everything of the volume.
+    pub(crate) fn forget_volume(&self, volume: &VolumeName) {
+        self.lock().retain(|_, mount| mount.volume != *volume);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, DeadMount>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system, `…/dev/UID` its node
+/// of a device.
+fn pod_uid(path: &Path) -> Option<&str> {
+    let names: Vec<&str> = path.iter().filter_map(|name| name.to_str()).collect();
+    let of_mount = names.windows(2).find(|pair| pair[0] == "pods").map(|pair| pair[1]);
+    let of_device = names.windows(2).last().filter(|pair| pair[0] == "dev").map(|pair| pair[1]);
+    [of_mount, of_device].into_iter().flatten().find(|name| is_uid(name))
+}
+
+fn is_uid(text: &str) -> bool {
+    let parts =
+        text.split('-').map(|part| part.bytes().all(|byte| byte.is_ascii_hexdigit()).then_some(part.len()));
+    parts.eq(UID_PARTS.map(Some))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "0b9f7f3e-1c39-4a4c-8f43-1b0e8d3f6a11";
+
+    #[test]
+    fn the_path_says_whose_mount_it_is() {
+        let csi = "volumes/kubernetes.io~csi/pvc-0b9f7f3e-1c39-4a4c-8f43-1b0e8d3f6a99/mount";
+        let found = |path: String| pod_uid(Path::new(&path)).map(str::to_owned);
+        assert_eq!(found(format!("/var/lib/kubelet/pods/{UID}/{csi}")).as_deref(), Some(UID));
+        let devices = "/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/pvc-1/dev";
+        assert_eq!(found(format!("{devices}/{UID}")).as_deref(), Some(UID));
+        for other in ["/var/lib/kubelet/plugins/kubernetes.io/csi/x/globalmount", "/pods/a/volumes", "/dev/x"]
+        {
+            assert_eq!(found(other.to_owned()), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_mount_is_dead_until_it_is_well_or_gone() {
+        let (mounts, volume) = (DeadMounts::default(), VolumeName::new("v").unwrap());
+        let path = PathBuf::from(format!("/k/pods/{UID}/volumes/m"));
+        let dead = vec![DeadMount { volume: volume.clone(), pod_uid: UID.to_owned() }];
+        let note = |is_dead| {
+            mounts.note(&path, &volume, is_dead);
+            mounts.all()
+        };
+        assert_eq!((note(true), note(false)), (dead.clone(), vec![]));
+        note(true);
+        mounts.forget(Path::new("/elsewhere"));
+        assert_eq!(mounts.all(), dead);
+        mounts.forget(&path);
+        assert!(mounts.all().is_empty());
+        note(true);
+        mounts.forget_volume(&volume);
+        assert!(mounts.all().is_empty());
+    }
+
+    #[test]
+    fn a_bound_keeps_memory_small() {
+        let (mounts, volume) = (DeadMounts::default(), VolumeName::new("v").unwrap());
+        for at in 0..MOUNTS_MAX + 5 {
+            mounts.note(Path::new(&format!("/k/pods/{UID}/{at}")), &volume, true);
+        }
+        assert_eq!(mounts.all().len(), MOUNTS_MAX);
+    }
+}

@@ -1,0 +1,113 @@
+//! Pods that use a device that is gone, as after an engine has ended for good: every access fails, and stays
+//! so until the volume is staged anew. Kubernetes does that only for a new pod.
+//!
+//! Such a pod is ended as by `kubectl delete pod`, if a controller owns it and so makes it again. Others are
+//! told of. The agent says which mounts are dead and whose they are; only the word of an agent that is in
+//! sight counts.
+
+use crate::NodeName;
+use crate::observed::Agents;
+use crate::stranded::{Owner, Pod};
+
+/// The mount of a pod whose device is gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeadMount {
+    /// The volume, as its driver calls it.
+    pub volume: String,
+    /// Which pod.
+    pub pod_uid: String,
+}
+
+/// What is to be done about the pods of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// These are to be ended, each with the volumes that are gone under it.
+    pub end: Vec<(Pod, Vec<String>)>,
+    /// Nobody would make these again: somebody has to decide.
+    pub tell: Vec<(Pod, Vec<String>)>,
+}
+
+/// The nodes in sight that have dead mounts, with these.
+#[must_use]
+pub fn nodes(agents: &Agents) -> Vec<(NodeName, Vec<DeadMount>)> {
+    let synced = agents.by_node.iter().filter(|(_, view)| view.is_synced());
+    let mounts =
+        synced.filter_map(|(node, view)| Some((node.clone(), view.info.as_ref()?.dead_mounts.clone())));
+    mounts.filter(|(_, mounts)| !mounts.is_empty()).collect()
+}
+
+/// Decides about all pods of a node.
+#[must_use]
+pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> Plan {
+    let mut plan = Plan::default();
+    for pod in pods {
+        let mine = mounts.iter().filter(|mount| mount.pod_uid == pod.uid);
+        let volumes: Vec<String> = mine.map(|mount| mount.volume.clone()).collect();
+        // One that goes already needs nobody's help; a kubelet ends those that it has from a file.
+        if volumes.is_empty() || pod.gone_by.is_some() || pod.has_ended || pod.owner == Owner::Kubelet {
+            continue;
+        }
+        if pod.has_controller {
+            plan.end.push((pod.clone(), volumes));
+        } else {
+            plan.tell.push((pod.clone(), volumes));
+        }
+    }
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Timestamp;
+    use crate::observed::{AgentInfo, AgentView, Link};
+    use crate::stranded::Namespaced;
+
+    fn pod(name: &str, has_controller: bool) -> Pod {
+        let name = Namespaced { namespace: "n".to_owned(), name: name.to_owned() };
+        Pod { uid: format!("uid-{}", name.name), name, has_controller, ..Pod::default() }
+    }
+
+    fn dead(volume: &str, pod: &str) -> DeadMount {
+        DeadMount { volume: volume.to_owned(), pod_uid: format!("uid-{pod}") }
+    }
+
+    fn ended(pod: Pod) -> usize {
+        let plan = plan(&[dead("v", &pod.name.name)], &[pod]);
+        assert!(plan.tell.is_empty(), "{plan:?}");
+        plan.end.len()
+    }
+
+    #[test]
+    fn a_pod_is_ended_if_its_device_is_gone_and_somebody_makes_it_again() {
+        let (owned, bare, well) = (pod("owned", true), pod("bare", false), pod("well", true));
+        let mounts = [dead("v", "owned"), dead("w", "owned"), dead("u", "bare"), dead("u", "long-gone")];
+        let plan = plan(&mounts, &[owned.clone(), bare.clone(), well]);
+        assert_eq!(plan.end, [(owned, vec!["v".to_owned(), "w".to_owned()])]);
+        assert_eq!(plan.tell, [(bare, vec!["u".to_owned()])]);
+    }
+
+    #[test]
+    fn a_pod_that_ends_or_that_a_kubelet_has_from_a_file_is_left_alone() {
+        let well = pod("p", true);
+        assert_eq!(ended(well.clone()), 1);
+        assert_eq!(ended(Pod { owner: Owner::DaemonSet, ..well.clone() }), 1);
+        assert_eq!(ended(Pod { gone_by: Some(Timestamp::UNIX_EPOCH), ..well.clone() }), 0);
+        assert_eq!(ended(Pod { has_ended: true, ..well.clone() }), 0);
+        assert_eq!(ended(Pod { owner: Owner::Kubelet, ..well }), 0);
+    }
+
+    #[test]
+    fn only_an_agent_in_sight_is_believed() {
+        let mut agents = Agents::default();
+        for (node, mounts) in [("a", vec![dead("v", "p")]), ("b", vec![]), ("c", vec![dead("w", "q")])] {
+            let mut view = AgentView::new("http://x:1", Timestamp::UNIX_EPOCH);
+            view.info = Some(AgentInfo { dead_mounts: mounts, ..AgentInfo::default() });
+            if node != "c" {
+                view.link = Link::Synced;
+            }
+            agents.by_node.insert(NodeName::new(node).unwrap(), view);
+        }
+        assert_eq!(nodes(&agents), [(NodeName::new("a").unwrap(), vec![dead("v", "p")])]);
+    }
+}

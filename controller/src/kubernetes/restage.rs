@@ -1,0 +1,147 @@
+//! Ends pods whose device is gone, so that their volumes are staged anew (`controller_core::dead_mounts`
+//! decides which).
+//!
+//! Agents say every 30 s which mounts are dead. Pods are read only of nodes that have some, and each deletion
+//! names the pod that it means.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod as KubePod;
+use kube::Client;
+use kube::api::{Api, ListParams};
+use shorthorn_controller_core::dead_mounts::{self, DeadMount};
+use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::stranded::Pod;
+use shorthorn_controller_core::{Event, NodeName};
+
+use super::discover::Machines;
+use super::events::Events;
+use super::release::{deleted, exactly, list, read};
+use crate::agents::Fleet;
+use crate::store::Store;
+use crate::store::kubernetes::{CallError, bounded};
+use crate::work::backoff;
+
+/// How often what agents say is looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// Reasons of events.
+const ENDED: &str = "PodEnded";
+const NOT_ENDED: &str = "PodNotEnded";
+
+/// What everything here needs.
+pub struct Restager {
+    client: Client,
+    machines: Arc<Machines>,
+    store: Arc<dyn Store>,
+    fleet: Arc<Fleet>,
+    events: Events,
+}
+
+impl std::fmt::Debug for Restager {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Restager").finish_non_exhaustive()
+    }
+}
+
+impl Restager {
+    /// One over these.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        machines: Arc<Machines>,
+        store: Arc<dyn Store>,
+        fleet: Arc<Fleet>,
+        events: Events,
+    ) -> Restager {
+        Restager { client, machines, store, fleet, events }
+    }
+
+    /// Looks after the pods of all nodes, until it is dropped.
+    pub async fn run(self) {
+        let mut failures = 0;
+        // Which pods people were told of.
+        let mut told = BTreeSet::new();
+        loop {
+            let wait = match self.round(&mut told).await {
+                Ok(()) => {
+                    failures = 0;
+                    LOOK_EVERY
+                }
+                Err(error) => {
+                    failures += 1;
+                    tracing::warn!(%error, "pods whose device is gone are not ended");
+                    LOOK_EVERY.max(backoff(failures))
+                }
+            };
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    async fn round(&self, told: &mut BTreeSet<String>) -> Result<(), CallError> {
+        let nodes = dead_mounts::nodes(&self.fleet.agents());
+        let is_dead =
+            |uid: &String| nodes.iter().any(|(_, mounts)| mounts.iter().any(|mount| mount.pod_uid == *uid));
+        told.retain(is_dead);
+        let Some(cluster) = self.machines.cluster().filter(|_| !nodes.is_empty()) else { return Ok(()) };
+        for (node, mounts) in &nodes {
+            let machines = cluster.drivers.iter().filter(|(_, driver)| driver.as_str() == node.as_str());
+            for (machine, _) in machines {
+                self.look_at(machine, node, mounts, told).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn look_at(
+        &self,
+        machine: &str,
+        node: &NodeName,
+        mounts: &[DeadMount],
+        told: &mut BTreeSet<String>,
+    ) -> Result<(), CallError> {
+        let api: Api<KubePod> = Api::all(self.client.clone());
+        let there = ListParams::default().fields(&format!("spec.nodeName={machine}"));
+        let (pods, _) = list(&api, there, |pod| read::pod(&pod)).await?;
+        let plan = dead_mounts::plan(mounts, &pods);
+        for (pod, volumes) in plan.end {
+            let api: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.name.namespace);
+            if deleted(bounded(api.delete(&pod.name.name, &exactly(&pod.uid))).await)? {
+                self.tell_of_end(node, &pod, &volumes);
+            }
+        }
+        for (pod, volumes) in plan.tell {
+            if told.insert(pod.uid.clone()) {
+                let message = format!(
+                    "the device of volume {} is gone under it, and no controller would make the pod again: end it \
+                     and make it anew",
+                    volumes.join(", ")
+                );
+                tracing::warn!(pod = %pod.name, "{message}");
+                let event = Event { about: pod.name, warning: true, reason: NOT_ENDED, message };
+                self.events.tell_of_pod(event, &pod.uid);
+            }
+        }
+        Ok(())
+    }
+
+    fn tell_of_end(&self, node: &NodeName, pod: &Pod, volumes: &[String]) {
+        let message = format!(
+            "the device of volume {} is gone under it: it is ended, so that the volume is staged anew",
+            volumes.join(", ")
+        );
+        tracing::warn!(%node, pod = %pod.name, "{message}");
+        let event = Event { about: pod.name.clone(), warning: true, reason: ENDED, message };
+        self.events.tell_of_pod(event, &pod.uid);
+        let world = self.store.world();
+        for volume in volumes {
+            let about = Key::new(Kind::Volume, volume);
+            let uid = world.uid(&about);
+            let message = format!("pod {} on node {node} is ended, as the device is gone under it", pod.name);
+            if !uid.is_empty() {
+                self.events.tell(&Event { about, warning: true, reason: ENDED, message }, &uid);
+            }
+        }
+    }
+}
