@@ -9,13 +9,15 @@ mod serve;
 mod size;
 mod tools;
 
-use std::io::Write;
+use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Parser;
 
 use cli::{Cli, Command, LogArgs, ReplicaCommand, ServeArgs};
-use serve::config::Config;
+use serve::config::{Config, DEFAULT_PATH};
 use shorthorn_engine::EngineError;
 use shorthorn_replica::ReplicaError;
 
@@ -88,7 +90,9 @@ fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         config.metrics_listen = listen;
     }
     if args.check {
-        return Ok(());
+        let file = args.config.as_deref().unwrap_or_else(|| Path::new(DEFAULT_PATH));
+        let text = format!("{}: no mistakes; this is node {}", file.display(), config.node_name);
+        return writeln!(io::stdout(), "{text}").context("standard output");
     }
     let level = log.log_level.as_deref().unwrap_or(&config.log_level);
     shorthorn_logging::start(level, log.log_format.unwrap_or(config.log_format), &[]);

@@ -415,6 +415,7 @@ fn a_wrong_configuration_is_refused_with_its_line() {
 #[test]
 fn the_sample_configuration_is_good() {
     let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/shorthorn-agent.toml");
-    let mut check = Running::start(agent().args(["serve", "--check", "--config", sample]));
-    assert!(check.ended().success());
+    let check = agent().args(["serve", "--check", "--config", sample]).output().unwrap();
+    let told = String::from_utf8(check.stdout).unwrap();
+    assert!(check.status.success() && told.contains(sample) && told.contains("no mistakes"), "{told}");
 }

@@ -46,6 +46,8 @@ use service::NodeService;
 
 /// Requests that are large are wrong: the largest, for an engine with eight replicas, has a few KiB.
 const REQUEST_MAX_BYTES: usize = 256 << 10;
+/// How often the old state of engines is looked for.
+const ENGINE_STATES_EVERY: Duration = Duration::from_hours(1);
 /// Calls that one client may have under way.
 const CALLS_MAX: usize = 64;
 /// A client that does not answer is given up after twice this, so that its watches end.
@@ -57,6 +59,19 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(3);
 pub fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(run(config))
+}
+
+/// Removes the old state of engines now and then, until the agent stops.
+async fn keep_engine_states_few(hub: Arc<instance::Hub>, mut stopping: watch::Receiver<bool>) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(ENGINE_STATES_EVERY) => {}
+            _ = stopping.wait_for(|stopping| *stopping) => return,
+        }
+        if let Err(error) = hub.remove_old_engine_states().await {
+            tracing::warn!("old state of engines is not removed: {error}");
+        }
+    }
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
@@ -79,6 +94,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let incoming = listen::bind(&config.listen).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
+    tokio::spawn(keep_engine_states_few(Arc::clone(&hub), stopping.clone()));
     let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));

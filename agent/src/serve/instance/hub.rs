@@ -8,6 +8,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use shorthorn_control::EngineSpec;
 use shorthorn_frontend::discard;
@@ -266,6 +267,25 @@ impl Hub {
         // Those that nobody uses go, so that there are never more than operations under way.
         gates.retain(|_, gate| Arc::strong_count(gate) > 1);
         Arc::clone(gates.entry(id.clone()).or_default())
+    }
+
+    /// Removes what engines have left of volumes that are no more, or are elsewhere, when it is old enough.
+    ///
+    /// # Errors
+    /// [`NodeError`] names the file.
+    pub async fn remove_old_engine_states(&self) -> Result<(), NodeError> {
+        let failed = |error: io::Error| NodeError::Unavailable(error.to_string());
+        let places = self.places.clone();
+        let old = blocking(move || places.old_engine_states(SystemTime::now()).map_err(failed)).await?;
+        for volume in old {
+            // Whoever starts an engine of the volume waits, or has stored its spec.
+            let gate = self.gate(&InstanceId::Engine(volume.clone()));
+            let _open = gate.lock().await;
+            let places = self.places.clone();
+            let remove = move || places.remove_old_engine_state(&volume, SystemTime::now()).map_err(failed);
+            blocking(remove).await?;
+        }
+        Ok(())
     }
 
     pub(super) fn published(&self, id: &InstanceId) -> Result<v1::Instance, NodeError> {

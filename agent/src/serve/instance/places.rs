@@ -88,8 +88,44 @@ impl Places {
         for entry in fs::read_dir(self.engine_states())? {
             let entry = entry?;
             let path = entry.path();
-            let age = now.duration_since(entry.metadata()?.modified()?).unwrap_or_default();
-            if age >= ENGINE_STATE_KEPT && !wanted.contains(&path.with_extension("json")) {
+            if is_old(&entry, now)? && !wanted.contains(&path.with_extension("json")) {
+                fs::remove_file(&path)
+                    .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The volumes whose engines have left a state that old.
+    ///
+    /// # Errors
+    /// Names the directory.
+    pub fn old_engine_states(&self, now: SystemTime) -> io::Result<BTreeSet<VolumeName>> {
+        let dir = self.engine_states();
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", dir.display()));
+        let mut volumes = BTreeSet::new();
+        for entry in fs::read_dir(&dir).map_err(named)? {
+            let entry = entry.map_err(named)?;
+            if is_old(&entry, now).map_err(named)? {
+                volumes.extend(volume_of(&entry.path()));
+            }
+        }
+        Ok(volumes)
+    }
+
+    /// Removes the old state of engines of a volume unless it has a spec. Only while no engine of it is
+    /// started.
+    ///
+    /// # Errors
+    /// Names the file.
+    pub fn remove_old_engine_state(&self, volume: &VolumeName, now: SystemTime) -> io::Result<()> {
+        if self.spec(&InstanceId::Engine(volume.clone())).try_exists()? {
+            return Ok(());
+        }
+        for entry in fs::read_dir(self.engine_states())? {
+            let entry = entry?;
+            let path = entry.path();
+            if volume_of(&path).as_ref() == Some(volume) && is_old(&entry, now)? {
                 fs::remove_file(&path)
                     .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
             }
@@ -181,6 +217,17 @@ impl Places {
     }
 }
 
+fn is_old(entry: &fs::DirEntry, now: SystemTime) -> io::Result<bool> {
+    let age = now.duration_since(entry.metadata()?.modified()?).unwrap_or_default();
+    Ok(age >= ENGINE_STATE_KEPT)
+}
+
+/// The volume of a state file: VOLUME-FINGERPRINT and an extension.
+fn volume_of(path: &Path) -> Option<VolumeName> {
+    let (volume, _) = path.file_stem()?.to_str()?.rsplit_once('-')?;
+    VolumeName::new(volume).ok()
+}
+
 fn folder(kind: InstanceKind) -> &'static str {
     if kind == InstanceKind::Engine { "engine" } else { "replica" }
 }
@@ -234,6 +281,34 @@ mod tests {
         fs::remove_file(places.spec(&id)).unwrap();
         places.remove_old_engine_states(later).unwrap();
         assert_eq!(count(), 3, "nobody knows whose the state is");
+    }
+
+    #[test]
+    fn the_state_of_an_engine_of_one_volume_goes_unless_it_is_wanted_or_young() {
+        let dir = tempfile::tempdir().unwrap();
+        let places = Places::prepare(&dir.path().join("state"), &dir.path().join("run")).unwrap();
+        let volume = |name: &str| VolumeName::new(name).unwrap();
+        for name in ["pvc-1", "pvc-1-a"] {
+            let state = places.engine_state(&volume(name), &Secret::new([1; 32]));
+            for extension in ["json", "lock"] {
+                fs::write(state.with_extension(extension), "{}").unwrap();
+            }
+        }
+        let left = || fs::read_dir(places.engine_states()).unwrap().count();
+        let (now, later) = (SystemTime::now(), SystemTime::now() + ENGINE_STATE_KEPT);
+        assert!(places.old_engine_states(now).unwrap().is_empty());
+        let names: Vec<String> =
+            places.old_engine_states(later).unwrap().iter().map(ToString::to_string).collect();
+        assert_eq!(names, ["pvc-1", "pvc-1-a"]);
+        places.remove_old_engine_state(&volume("pvc-1"), now).unwrap();
+        assert_eq!(left(), 4, "too young");
+        let spec = places.spec(&InstanceId::Engine(volume("pvc-1")));
+        fs::write(&spec, "{").unwrap();
+        places.remove_old_engine_state(&volume("pvc-1"), later).unwrap();
+        assert_eq!(left(), 4, "it is wanted");
+        fs::remove_file(&spec).unwrap();
+        places.remove_old_engine_state(&volume("pvc-1"), later).unwrap();
+        assert_eq!(left(), 2, "those of the other volume stay");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits, Volume};
@@ -175,10 +175,10 @@ pub struct ExpansionStatus {
 }
 
 /// What one replica is to the engine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
 pub struct MemberStatus {
     /// In the view or not.
-    #[serde(deserialize_with = "super::later::word")]
     pub mode: MemberMode,
     /// Why it is not. Of a member: why requests wait for it, if they do.
     #[serde(default)]
@@ -186,6 +186,27 @@ pub struct MemberStatus {
     /// Since when it is not a member, in milliseconds since 1970; 0: it is one, or that is not known.
     #[serde(default)]
     pub away_since_ms: u64,
+}
+
+impl<'de> Deserialize<'de> for MemberStatus {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MemberStatus, D::Error> {
+        /// As it is stored.
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Stored {
+            #[serde(deserialize_with = "super::later::word")]
+            mode: MemberMode,
+            #[serde(default)]
+            message: String,
+            away_since_ms: Option<u64>,
+            /// What release 0.1.0 has written; it stays beside the new one.
+            #[serde(rename = "away_since_ms")]
+            of_first_release: Option<u64>,
+        }
+        let Stored { mode, message, away_since_ms, of_first_release } = Stored::deserialize(deserializer)?;
+        let away_since_ms = away_since_ms.or(of_first_release).unwrap_or_default();
+        Ok(MemberStatus { mode, message, away_since_ms })
+    }
 }
 
 impl MemberStatus {

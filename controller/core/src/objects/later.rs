@@ -75,10 +75,28 @@ mod tests {
     fn objects_of_earlier_releases_can_be_read_and_go_back_there() {
         let kinds: Vec<Value> = stored().iter().map(|object| object["kind"].clone()).collect();
         assert_eq!(kinds, ["Engine", "Node", "Replica", "Volume"]);
-        for stored in stored() {
+        for mut stored in stored() {
             let object = Object::deserialize(&stored).unwrap_or_else(|error| panic!("{error}: {stored:#}"));
+            // The one key that has another name since.
+            let members = stored.pointer_mut("/status/replicaModeMap").and_then(Value::as_object_mut);
+            for member in members.into_iter().flat_map(serde_json::Map::values_mut) {
+                let away = member.as_object_mut().unwrap().remove("away_since_ms").unwrap();
+                member["awaySinceMs"] = away;
+            }
             assert_eq!(serde_json::to_value(object).unwrap(), stored);
         }
+    }
+
+    #[test]
+    fn since_when_a_replica_is_away_is_read_under_both_names() {
+        let read = |member: Value| {
+            serde_json::from_value::<super::super::MemberStatus>(member).unwrap().away_since_ms
+        };
+        assert_eq!(read(json!({ "mode": "failed", "away_since_ms": 7 })), 7);
+        assert_eq!(read(json!({ "mode": "failed", "awaySinceMs": 8 })), 8);
+        assert_eq!(read(json!({ "mode": "member" })), 0);
+        // Whoever has replaced the one has left the other where it was.
+        assert_eq!(read(json!({ "mode": "member", "awaySinceMs": 0, "away_since_ms": 7 })), 0);
     }
 
     fn changed<T: DeserializeOwned>(kind: &str, changes: &[(&str, Value)]) -> T {

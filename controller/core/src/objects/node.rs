@@ -8,6 +8,9 @@ use crate::observed::DiskView;
 use crate::scheduler::RESERVED_PERCENT;
 use crate::{Label, Labels, Timestamp, schema};
 
+/// In how many steps the free space of a disk is stored: each step is a write of the node, which volumes look at.
+const FREE_STEPS: u64 = 100;
+
 /// A machine with an agent, and its disks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
@@ -109,6 +112,9 @@ pub struct NodeStatus {
     /// The frontends that it knows.
     #[serde(default)]
     pub frontends: Vec<FrontendStatus>,
+    /// What is free of all its disks, for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub free_space: String,
     /// Its disks by path.
     #[serde(default)]
     pub disk_status: BTreeMap<String, DiskStatus>,
@@ -126,7 +132,7 @@ pub struct FrontendStatus {
     pub reason: String,
 }
 
-/// What the agent says of a disk, without what changes all the time.
+/// What the agent says of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DiskStatus {
@@ -139,9 +145,18 @@ pub struct DiskStatus {
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
     pub storage_maximum: u64,
+    /// What is free on it, in bytes; follows the disk in steps of a hundredth of its size.
+    #[serde(with = "super::quoted", skip_serializing_if = "is_zero")]
+    #[schemars(with = "schema::Quoted")]
+    pub storage_available: u64,
     /// What is wrong and what to do; empty: usable.
     #[serde(default)]
     pub problem: String,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 impl Node {
@@ -180,13 +195,18 @@ impl DiskSpec {
 }
 
 impl DiskStatus {
-    /// The part of what the agent says that is stored.
+    /// The part of what the agent says that is stored; `before` is what is stored now.
     #[must_use]
-    pub fn of(disk: &DiskView) -> DiskStatus {
+    pub fn of(disk: &DiskView, before: Option<&DiskStatus>) -> DiskStatus {
+        let stored = before.filter(|before| before.storage_maximum == disk.total_bytes);
+        let stored = stored.map(|before| before.storage_available).filter(|stored| {
+            stored.abs_diff(disk.available_bytes) < disk.total_bytes / FREE_STEPS && *stored > 0
+        });
         DiskStatus {
             disk_uuid: disk.uuid.clone(),
             filesystem_type: disk.filesystem.clone(),
             storage_maximum: disk.total_bytes,
+            storage_available: stored.unwrap_or(disk.available_bytes),
             problem: disk.problem.clone(),
         }
     }

@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use super::{Context, GIVE_UP_CHECK, Sight, sight};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Node};
 use crate::observed::AgentView;
@@ -22,6 +24,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     if let Some(view) = view.filter(|view| !view.from_object) {
         node.spec.address.clone_from(&view.address);
     }
+    let mut news = None;
     let ready = match sight(context, &node_name) {
         Sight::Clear(view) => {
             take_over(&mut node, view);
@@ -34,12 +37,35 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         }
     };
     if let Some(finding) = ready {
+        news = news_of(&node, &finding);
         node.status.conditions.set(ConditionType::Ready, finding, context.now);
     }
     if stored != Some(&node) {
         decision.write(node);
+        if let Some((is_warning, reason, message)) = news {
+            decision.emit(Key::new(Kind::Node, name), is_warning, reason, message);
+        }
     }
     decision
+}
+
+/// Whether a node is lost, is back, or is there for the first time: whether that is a trouble, and in words.
+fn news_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)> {
+    let name = &node.metadata.name;
+    let was_ready = node.status.conditions.get(ConditionType::Ready).map(|ready| ready.status);
+    match (was_ready, found) {
+        (Some(true), Finding::Wrong(_, why)) => {
+            Some((true, "NodeLost", format!("node {name} is lost: {why}")))
+        }
+        (Some(false), Finding::Well) => {
+            Some((false, "NodeReady", format!("node {name} is back: its agent answers")))
+        }
+        (None, Finding::Well) => Some((false, "NodeReady", format!("the agent of node {name} answers"))),
+        (None, Finding::Wrong(_, why)) => {
+            Some((true, "NodeNotReady", format!("node {name} cannot be reached: {why}")))
+        }
+        (Some(true), Finding::Well) | (Some(false), Finding::Wrong(..)) => None,
+    }
 }
 
 /// Removes the object once nothing names the node any more: not what is stored, and not the configuration, which would
@@ -80,8 +106,9 @@ fn take_over(node: &mut Node, view: &AgentView) {
     for (path, disk) in &view.disks {
         node.spec.disks.entry(path.clone()).or_insert_with(|| DiskSpec::of_new(disk.total_bytes));
     }
+    let before = &node.status.disk_status;
     let known = |path: &String| match view.disks.get(path) {
-        Some(disk) => DiskStatus::of(disk),
+        Some(disk) => DiskStatus::of(disk, before.get(path)),
         None => DiskStatus {
             problem: format!(
                 "the agent does not know this disk: run shorthornctl disk add {} {path}",
@@ -90,5 +117,27 @@ fn take_over(node: &mut Node, view: &AgentView) {
             ..DiskStatus::default()
         },
     };
-    node.status.disk_status = node.spec.disks.keys().map(|path| (path.clone(), known(path))).collect();
+    let disks: BTreeMap<_, _> = node.spec.disks.keys().map(|path| (path.clone(), known(path))).collect();
+    node.status.free_space = free_space(disks.values());
+    node.status.disk_status = disks;
 }
+
+/// What is free of all disks, in words; none: nothing is known.
+fn free_space<'a>(disks: impl Iterator<Item = &'a DiskStatus>) -> String {
+    let sums = disks.fold((0, 0), |(free, all), disk| {
+        (disk.storage_available.saturating_add(free), disk.storage_maximum.saturating_add(all))
+    });
+    match sums {
+        (_, 0) => String::new(),
+        (free, all) => format!("{} of {}", gib(free), gib(all)),
+    }
+}
+
+fn gib(bytes: u64) -> String {
+    const TENTH: u64 = (1 << 30) / 10;
+    let tenths = bytes / TENTH;
+    format!("{}.{} GiB", tenths / 10, tenths % 10)
+}
+
+#[cfg(test)]
+mod tests;

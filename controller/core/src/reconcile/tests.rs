@@ -188,6 +188,8 @@ fn a_volume_is_created_with_the_places_that_there_are() {
     assert_eq!((volume.status.state, volume.status.first_members.len()), (VolumeState::Detached, 2));
     let scheduled = volume.status.conditions.get(ConditionType::Scheduled).unwrap();
     assert!(!scheduled.status && scheduled.message.contains("2 of 3"), "{scheduled:?}");
+    let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
+    assert_eq!((healthy.status, healthy.reason.as_str()), (false, "NotAttached"), "why nothing is known");
 
     let (world, agents) = volume_of_three();
     let settings = Settings { degraded_creation: false, ..Settings::default() };

@@ -37,7 +37,7 @@ pub fn add_disk(
         return Ok(Change::AlreadySo(node));
     }
     node.spec.disks.insert(path.to_owned(), DiskSpec::of_new(disk.total_bytes));
-    node.status.disk_status.insert(path.to_owned(), DiskStatus::of(disk));
+    node.status.disk_status.insert(path.to_owned(), DiskStatus::of(disk, None));
     Ok(Change::Store(node))
 }
 

@@ -86,7 +86,7 @@ const NODE_FILTERS: &[NodeFilter] = &[
         filter: Filter::NodeAntiAffinity,
         takes: |request, node, _| request.soft_anti_affinity || node.same_volume() <= node.excused(),
         reason: |_, _| {
-            "it has a replica of this volume already (allow more with --soft-anti-affinity)".to_owned()
+            "it has a replica of this volume already (replicaSoftAntiAffinity allows more)".to_owned()
         },
     },
     NodeFilter {

@@ -146,7 +146,7 @@ fn every_filter_removes_and_says_why() {
             Filter::NodeAntiAffinity,
             request(5),
             used(plain("n"), 1),
-            "it has a replica of this volume already",
+            "it has a replica of this volume already (replicaSoftAntiAffinity allows more)",
             "1 has a replica of this volume already",
         ),
         (

@@ -237,6 +237,7 @@ fn a_volume_is_detached_as_soon_as_its_engine_is_stopped_or_fenced() {
         act(&mut world, &agents, &key);
         let status = &volume(&world).status;
         assert_eq!((status.state, &status.current_node_id), (VolumeState::Detached, &None));
+        assert_eq!(status.conditions.get(ConditionType::Healthy).unwrap().reason, "NotAttached");
         assert!(settled(&world).contains("replicas are being stopped"), "{}", settled(&world));
         assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
         // What was not asked for before a crash is asked for by the next run.

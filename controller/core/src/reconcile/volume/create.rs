@@ -51,6 +51,7 @@ impl Run<'_> {
                 self.decision.emit(self.key(), true, "ScheduledDegraded", message);
             }
             self.settle(Finding::Well);
+            self.know_no_health();
             self.enter(VolumeState::Detached);
         }
     }

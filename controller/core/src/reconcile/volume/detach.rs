@@ -32,7 +32,7 @@ impl Run<'_> {
         let is_wanted = self.stored.spec.node_id.is_some();
         self.next.status.current_node_id = None;
         self.enter(VolumeState::Detached);
-        self.next.status.robustness = Robustness::Unknown;
+        self.know_no_health();
         if is_wanted {
             // The next engine needs the replicas at once.
             self.settle(Finding::wrong("Attaching", "the volume is about to be attached to another node"));

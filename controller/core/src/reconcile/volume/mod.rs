@@ -160,6 +160,14 @@ impl Run<'_> {
         }
     }
 
+    /// Says why the robustness of a volume that is not attached is not known. That is no trouble: nobody is told.
+    fn know_no_health(&mut self) {
+        self.next.status.robustness = Robustness::Unknown;
+        let message = "the volume is not attached, and only its engine knows which replicas have all data";
+        let finding = Finding::wrong("NotAttached", message);
+        self.next.status.conditions.set(ConditionType::Healthy, finding, self.context.now);
+    }
+
     fn set_health(&mut self, robustness: Robustness, finding: Finding) {
         let worse = matches!(robustness, Robustness::Degraded | Robustness::Faulted);
         if self.next.status.robustness != robustness {

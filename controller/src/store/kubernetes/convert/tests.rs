@@ -143,6 +143,7 @@ fn full() -> Vec<Object> {
         disk_uuid: "u".to_owned(),
         filesystem_type: "ext4".to_owned(),
         storage_maximum: 1 << 41,
+        storage_available: 1 << 40,
         problem: "p".to_owned(),
     };
     let node = Node {
@@ -167,6 +168,7 @@ fn full() -> Vec<Object> {
             data_address: "10.0.0.1".to_owned(),
             zone: Some("y".parse().unwrap()),
             frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: "r".to_owned() }],
+            free_space: "f".to_owned(),
             disk_status: [("/d".to_owned(), disk)].into(),
         },
     };

@@ -1,0 +1,77 @@
+use super::*;
+use crate::observed::{AgentInfo, Agents, DiskView, Link};
+use crate::reconcile::{Settings, UNREACHABLE_AFTER};
+use crate::{Timestamp, World};
+use shorthorn_types::limits::MAX_MEMBERS;
+
+const GIB: u64 = 1 << 30;
+
+fn now() -> Timestamp {
+    Timestamp::UNIX_EPOCH + UNREACHABLE_AFTER
+}
+
+/// The agent of node a, which answers or has not for long, and has a disk with so much free.
+fn agents(answers: bool, free_bytes: u64) -> Agents {
+    let mut view = AgentView::new("http://a:1", Timestamp::UNIX_EPOCH);
+    view.from_object = true;
+    if answers {
+        view.link = Link::Synced;
+    }
+    view.info = Some(AgentInfo { name: "a".to_owned(), ..AgentInfo::default() });
+    let disk = DiskView { total_bytes: 100 * GIB, available_bytes: free_bytes, ..DiskView::default() };
+    view.disks.insert("/d".to_owned(), disk);
+    let mut agents = Agents::default();
+    agents.by_node.insert(NodeName::new("a").unwrap(), view);
+    agents
+}
+
+/// What is told, and whether the node is written; the world has it then.
+fn run(world: &mut World, agents: &Agents) -> (Vec<(bool, &'static str)>, bool) {
+    let context =
+        Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+    let decision = reconcile(&context, "a");
+    let (mut told, mut written) = (Vec::new(), false);
+    for action in decision.actions {
+        match action {
+            Action::Write(object) => {
+                world.insert(*object);
+                written = true;
+            }
+            Action::Emit(event) if written => told.push((event.warning, event.reason)),
+            other => panic!("{other:?}"),
+        }
+    }
+    (told, written)
+}
+
+fn world() -> World {
+    let mut world = World::default();
+    world.insert(Node::new("a", now()).into());
+    world
+}
+
+#[test]
+fn a_node_that_comes_goes_and_comes_back_is_told_of_once() {
+    let mut world = world();
+    let (here, gone) = (agents(true, GIB), agents(false, GIB));
+    assert_eq!(run(&mut world, &here), (vec![(false, "NodeReady")], true));
+    assert_eq!(run(&mut world, &here), (vec![], false));
+    assert_eq!(run(&mut world, &gone), (vec![(true, "NodeLost")], true));
+    assert_eq!(run(&mut world, &gone), (vec![], false));
+    assert_eq!(run(&mut world, &here), (vec![(false, "NodeReady")], true));
+}
+
+#[test]
+fn free_space_is_stored_in_steps() {
+    let mut world = world();
+    let mut stored = |free_bytes| {
+        let (_, written) = run(&mut world, &agents(true, free_bytes));
+        let status = &world.nodes["a"].status;
+        (status.disk_status["/d"].storage_available, status.free_space.clone(), written)
+    };
+    assert_eq!(stored(50 * GIB), (50 * GIB, "50.0 GiB of 100.0 GiB".to_owned(), true));
+    assert_eq!(stored(50 * GIB - 1000), (50 * GIB, "50.0 GiB of 100.0 GiB".to_owned(), false));
+    assert_eq!(stored(49 * GIB).0, 49 * GIB);
+    assert_eq!(stored(0), (0, "0.0 GiB of 100.0 GiB".to_owned(), true));
+    assert_eq!(stored(1).0, 1);
+}
