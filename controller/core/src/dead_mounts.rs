@@ -30,7 +30,7 @@ pub struct Plan {
 /// The nodes in sight that have dead mounts, with these.
 #[must_use]
 pub fn nodes(agents: &Agents) -> Vec<(NodeName, Vec<DeadMount>)> {
-    let synced = agents.by_node.iter().filter(|(_, view)| view.is_synced());
+    let synced = agents.by_node().iter().filter(|(_, view)| view.is_synced());
     let mounts =
         synced.filter_map(|(node, view)| Some((node.clone(), view.info.as_ref()?.dead_mounts.clone())));
     mounts.filter(|(_, mounts)| !mounts.is_empty()).collect()
@@ -106,7 +106,7 @@ mod tests {
             if node != "c" {
                 view.link = Link::Synced;
             }
-            agents.by_node.insert(NodeName::new(node).unwrap(), view);
+            agents.insert(NodeName::new(node).unwrap(), view);
         }
         assert_eq!(nodes(&agents), [(NodeName::new("a").unwrap(), vec![dead("v", "p")])]);
     }

@@ -39,6 +39,7 @@ impl Controller {
             frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() }],
             max_volumes: 0,
             feature_level: 0,
+            dead_mounts: Vec::new(),
         });
         let disk = DiskView {
             uuid: "disk".to_owned(),

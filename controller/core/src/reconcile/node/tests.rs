@@ -21,7 +21,7 @@ fn agents(answers: bool, free_bytes: u64) -> Agents {
     let disk = DiskView { total_bytes: 100 * GIB, available_bytes: free_bytes, ..DiskView::default() };
     view.disks.insert("/d".to_owned(), disk);
     let mut agents = Agents::default();
-    agents.by_node.insert(NodeName::new("a").unwrap(), view);
+    agents.insert(NodeName::new("a").unwrap(), view);
     agents
 }
 
