@@ -170,6 +170,14 @@ async fn a_volume_from_start_to_deletion() {
     for trashed in trash {
         assert!(trashed.problem.is_empty() && trashed.disk_uuid == disks[0].uuid, "{trashed:?}");
         assert_eq!(trashed.record, format!("the record of {}", trashed.replica_id));
+        let committed = trashed.committed.as_ref().map(|view| (view.attach, view.members.len()));
+        assert!(
+            trashed.generation.starts_with("1.") && committed == Some((1, REPLICAS.len())),
+            "{trashed:?}"
+        );
+        let anew = v1::StartReplicaRequest { create: true, ..node.replica(&trashed.replica_id) };
+        let refused = client.start_replica(anew).await.unwrap_err();
+        assert!(refused.message().contains("is in the trash"), "{refused}");
         let request = || v1::RestoreReplicaRequest {
             disk_path: trashed.disk_path.clone(),
             volume: trashed.volume.clone(),
@@ -180,6 +188,14 @@ async fn a_volume_from_start_to_deletion() {
         client.restore_replica(request()).await.unwrap();
         client.restore_replica(request()).await.unwrap();
     }
+    let trash = client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas;
+    assert!(trash.len() == REPLICAS.len() && trash.iter().all(|trashed| trashed.restored), "{trash:?}");
+    for trashed in trash {
+        let v1::TrashedReplica { disk_path, volume, replica_id, deleted_ms, disk_uuid, .. } = trashed;
+        let request = v1::RemoveTrashRequest { disk_path, volume, replica_id, deleted_ms, disk_uuid };
+        client.remove_trash(request).await.unwrap();
+    }
+    assert!(client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas.is_empty());
     let mut replicas = Vec::new();
     for id in REPLICAS {
         client.start_replica(v1::StartReplicaRequest { create: false, ..node.replica(id) }).await.unwrap();

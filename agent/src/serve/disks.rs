@@ -264,8 +264,10 @@ pub fn delete_replica(
         }
         Ok(_) => {}
     }
+    // Until the end: whoever opens it meanwhile finds it held, and after that it is not there.
+    let held = trash::held(&directory)?;
     if !limits.keep.is_zero() {
-        match trash::move_in(disk, id, note, trash::now_ms()) {
+        match trash::move_in(disk, id, &held, note, trash::now_ms()) {
             Err(NodeError::Exhausted(message)) => {
                 tracing::warn!("{message}: {} is deleted at once", directory.display());
             }

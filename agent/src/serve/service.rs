@@ -104,9 +104,14 @@ impl Node for NodeService {
 
     async fn start_replica(&self, request: Request<v1::StartReplicaRequest>) -> Answer<v1::Instance> {
         let request = request.into_inner();
-        let (disk, uuid) = (PathBuf::from(&request.disk_path), request.disk_uuid.clone());
+        let (disk, uuid, create) =
+            (PathBuf::from(&request.disk_path), request.disk_uuid.clone(), request.create);
         let spec = Spec::replica(request, &self.config, self.hub.places())?;
-        self.check_disk(disk, uuid).await?;
+        self.check_disk(disk.clone(), uuid).await?;
+        if create {
+            let id = spec.id();
+            blocking(move || refuse_trashed(&disk, &id)).await?;
+        }
         Ok(Response::new(self.hub.start_instance(spec, StartOptions::default()).await?))
     }
 
@@ -328,6 +333,18 @@ impl NodeService {
         }
         Ok((disk, id))
     }
+}
+
+/// No directory is made empty for a replica whose data is in the trash.
+fn refuse_trashed(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
+    let is_there = disks::directory_of(disk, id).exists();
+    if is_there || !trash::has(disk, id) {
+        return Ok(());
+    }
+    Err(NodeError::Precondition(format!(
+        "the data of the {id} is in the trash of {}: restore it with shorthornctl volume undelete",
+        disk.display()
+    )))
 }
 
 fn unknown_disk(disk: &Path) -> NodeError {

@@ -4,7 +4,12 @@
 //! directory as it was. The record is durable before the directory is moved, so a directory in the trash always says whose it
 //! is. A folder without a directory is what a move has left that was cut off before or after it, and holds nothing.
 //!
-//! A folder that is deleted for good is renamed first, so that a directory of which a part is gone is never restored.
+//! A directory that is restored leaves its folder behind, with the record and a mark. For as long as the directory is in place it is
+//! listed as restored: whoever undeletes a volume and is cut off finds again what he has restored, and removes the rest of the
+//! folder at the end. A directory that nothing names is never out of sight by that.
+//!
+//! A folder that is deleted for good is renamed first, so that a directory of which a part is gone is never restored. Whoever
+//! deletes a directory holds the lock that each process of a replica takes, as does an export.
 
 use std::fs;
 use std::io;
@@ -16,7 +21,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use rustix::fs::statvfs;
 use serde::{Deserialize, Serialize};
 use shorthorn_proto::v1;
-use shorthorn_store::{StoreError, hold, with_check, without_check};
+use shorthorn_store::{Held, StoreError, hold, with_check, without_check};
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::watch;
 
@@ -25,11 +30,14 @@ use crate::serve::config::Config;
 use crate::serve::disks::{Disks, REPLICAS, directory_of};
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
+use crate::serve::salvage;
 
 /// Below the folder of replicas. Longhorn takes names that end in a hyphen and eight letters or digits for replicas.
 const TRASH: &str = ".shorthorn-trash";
 const RECORD: &str = "record.json";
 const DIRECTORY: &str = "replica";
+/// In the folder of a directory that is, or is about to be, where it was before.
+const RESTORED: &str = "restored";
 /// What the name of a folder ends with that is being deleted for good.
 const GONE: &str = ".gone";
 /// The longest record that a caller may have kept.
@@ -78,6 +86,10 @@ struct Entry {
     folder: PathBuf,
     id: InstanceId,
     deleted_ms: u64,
+    /// Where the directory is.
+    directory: PathBuf,
+    /// Whether that is where it was before it was deleted.
+    is_restored: bool,
     /// Why it cannot be restored, where that is so.
     record: Result<Record, String>,
 }
@@ -107,12 +119,21 @@ fn make(directory: &Path) -> Result<(), NodeError> {
     }
 }
 
-/// Moves the directory of a replica that no process has open into the trash.
+/// Holds the directory of a replica, so that no process opens it until the value is dropped.
 ///
 /// # Errors
-/// [`NodeError::Precondition`] if a process has it open; [`NodeError::Exhausted`] if the disk has no space for the record. The
-/// directory is where it was then.
-pub fn move_in(disk: &Path, id: &InstanceId, note: &str, now_ms: u64) -> Result<(), NodeError> {
+/// [`NodeError::Precondition`] if a process has it open.
+pub fn held(directory: &Path) -> Result<Held, NodeError> {
+    hold(directory).map_err(|error| of_store(&error))
+}
+
+/// Moves the directory of a replica into the trash. `_held` is of that directory. What is older in the trash goes if the disk
+/// has no space for the record.
+///
+/// # Errors
+/// [`NodeError::Exhausted`] if the disk has no space for the record, and nothing else is in the trash. The directory is where it
+/// was then.
+pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u64) -> Result<(), NodeError> {
     let InstanceId::Replica(volume, replica) = id else {
         return Err(NodeError::Invalid(format!("the {id} is no replica")));
     };
@@ -123,13 +144,7 @@ pub fn move_in(disk: &Path, id: &InstanceId, note: &str, now_ms: u64) -> Result<
         )));
     }
     let directory = directory_of(disk, id);
-    // Until the end: whoever opens it meanwhile finds it held, and after that it is not there.
-    let _held = hold(&directory).map_err(|error| of_store(&error))?;
     let folder = folder_of(disk, id, now_ms);
-    make(&root_of(disk))?;
-    sync(&disk.join(REPLICAS))?;
-    make(&folder)?;
-    sync(&root_of(disk))?;
     let record = Record {
         volume: volume.clone(),
         replica: *replica,
@@ -137,11 +152,59 @@ pub fn move_in(disk: &Path, id: &InstanceId, note: &str, now_ms: u64) -> Result<
         allocated_bytes: allocated_bytes(&directory),
         note: note.to_owned(),
     };
-    write_record(&folder, &record)?;
-    move_durably(&directory, &folder.join(DIRECTORY))
+    with_room(
+        || {
+            let written = write_folder(disk, &folder, &record);
+            if written.is_err() {
+                // It takes space that the next attempt needs, and holds nothing.
+                let _ = fs::remove_dir_all(&folder);
+            }
+            written
+        },
+        || remove_oldest(disk),
+    )?;
+    move_durably(&directory, &folder.join(DIRECTORY))?;
+    remove_leftovers(disk, |entry, _| entry == id);
+    Ok(())
 }
 
-/// Takes the directory of a replica out of the trash, to where it was.
+fn write_folder(disk: &Path, folder: &Path, record: &Record) -> Result<(), NodeError> {
+    make(&root_of(disk))?;
+    sync(&disk.join(REPLICAS))?;
+    make(folder)?;
+    sync(&root_of(disk))?;
+    write_record(folder, record)
+}
+
+/// Does `work` again for as long as the disk is full and `give_up` gives something else up.
+fn with_room(
+    mut work: impl FnMut() -> Result<(), NodeError>,
+    mut give_up: impl FnMut() -> bool,
+) -> Result<(), NodeError> {
+    loop {
+        match work() {
+            Err(NodeError::Exhausted(_)) if give_up() => {}
+            done => return done,
+        }
+    }
+}
+
+/// Deletes the oldest directory in the trash that nobody reads. False: there is none.
+fn remove_oldest(disk: &Path) -> bool {
+    let all = entries(disk).into_iter().filter(|entry| !entry.is_restored);
+    for entry in all {
+        match remove(disk, &entry.id, entry.deleted_ms) {
+            Ok(()) => {
+                tracing::info!("{} is deleted for good: the disk is full", entry.folder.display());
+                return true;
+            }
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+    false
+}
+
+/// Takes the directory of a replica out of the trash, to where it was. Its record stays until it is removed.
 ///
 /// # Errors
 /// [`NodeError::NotFound`] if it is not there, [`NodeError::Precondition`] if it cannot be used, or if something else has its
@@ -162,22 +225,34 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
         )));
     }
     read_record(&folder, id, deleted_ms).map_err(NodeError::Precondition)?;
+    let mark = folder.join(RESTORED);
+    fs::File::create(&mark).and_then(|file| file.sync_all()).map_err(NodeError::at(&mark))?;
+    sync(&folder)?;
     move_durably(&folder.join(DIRECTORY), &directory)?;
     tracing::info!("{} is restored from the trash", directory.display());
-    // What is left is empty, and goes sooner or later.
-    let _ = fs::remove_dir_all(&folder);
     Ok(())
 }
 
-/// Deletes a directory in the trash for good.
+/// Whether the data of that replica is in the trash: an empty directory must not take its place.
+pub fn has(disk: &Path, id: &InstanceId) -> bool {
+    entries(disk).iter().any(|entry| entry.id == *id && !entry.is_restored)
+}
+
+/// Deletes a directory in the trash for good. Of one that was restored only the record is deleted.
 ///
 /// # Errors
-/// What the file system says.
+/// [`NodeError::Precondition`] if somebody reads it, and what the file system says.
 pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeError> {
     let folder = folder_of(disk, id, deleted_ms);
     if !folder.try_exists().map_err(NodeError::at(&folder))? {
         return Ok(());
     }
+    // Until the end: an export that has begun is not cut off, and none begins.
+    let _held = match is_there(&folder)?.then(|| hold(&folder.join(DIRECTORY))) {
+        Some(Err(error @ StoreError::Locked { .. })) => return Err(of_store(&error)),
+        // What cannot be held for another reason cannot be read either.
+        held => held.and_then(Result::ok),
+    };
     let mut gone = folder.clone().into_os_string();
     gone.push(GONE);
     let gone = PathBuf::from(gone);
@@ -239,27 +314,34 @@ fn of_store(error: &StoreError) -> NodeError {
 /// What is in the trash of a disk, the oldest first.
 fn entries(disk: &Path) -> Vec<Entry> {
     let found = fs::read_dir(root_of(disk)).into_iter().flatten().flatten();
-    let mut all: Vec<Entry> = found.filter_map(|found| entry(found.path())).collect();
+    let mut all: Vec<Entry> = found.filter_map(|found| entry(disk, found.path())).collect();
     all.sort_by(|one, other| (one.deleted_ms, &one.id).cmp(&(other.deleted_ms, &other.id)));
     all
 }
 
-fn entry(folder: PathBuf) -> Option<Entry> {
-    let (name, deleted_ms) = folder.file_name()?.to_str()?.rsplit_once('.')?;
-    let (id, deleted_ms) =
-        (InstanceId::parse(v1::InstanceKind::Replica, name).ok()?, deleted_ms.parse().ok()?);
-    if !folder.join(DIRECTORY).is_dir() {
+fn entry(disk: &Path, folder: PathBuf) -> Option<Entry> {
+    let (id, deleted_ms) = named(&folder)?;
+    let (inside, in_place) = (folder.join(DIRECTORY), directory_of(disk, &id));
+    let is_restored = !inside.is_dir();
+    if is_restored && !(folder.join(RESTORED).exists() && in_place.is_dir()) {
         return None;
     }
+    let directory = if is_restored { in_place } else { inside };
     let record = read_record(&folder, &id, deleted_ms);
-    Some(Entry { folder, id, deleted_ms, record })
+    Some(Entry { folder, id, deleted_ms, directory, is_restored, record })
+}
+
+/// Which replica the folder is of, and when it was deleted.
+fn named(folder: &Path) -> Option<(InstanceId, u64)> {
+    let (name, deleted_ms) = folder.file_name()?.to_str()?.rsplit_once('.')?;
+    Some((InstanceId::parse(v1::InstanceKind::Replica, name).ok()?, deleted_ms.parse().ok()?))
 }
 
 impl Entry {
     fn allocated_bytes(&self) -> u64 {
         match &self.record {
             Ok(record) => record.allocated_bytes,
-            Err(_) => allocated_bytes(&self.folder.join(DIRECTORY)),
+            Err(_) => allocated_bytes(&self.directory),
         }
     }
 }
@@ -268,6 +350,8 @@ impl Entry {
 pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Vec<v1::TrashedReplica> {
     let shown = |entry: Entry| {
         let InstanceId::Replica(volume, replica) = &entry.id else { return None };
+        // Without that it is not known how new the data is; then the record has to do.
+        let holds = salvage::inspect(&entry.directory, false).unwrap_or_default();
         Some(v1::TrashedReplica {
             disk_path: disk.display().to_string(),
             disk_uuid: disk_uuid.to_owned(),
@@ -277,6 +361,10 @@ pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Vec<v1::Trashe
             expires_ms: entry.deleted_ms.saturating_add(limits.keep_ms()),
             allocated_bytes: entry.allocated_bytes(),
             problem: entry.record.as_ref().err().cloned().unwrap_or_default(),
+            generation: holds.generation,
+            committed: holds.committed,
+            proposed: holds.proposed,
+            restored: entry.is_restored,
             record: entry.record.map(|record| record.note).unwrap_or_default(),
         })
     };
@@ -285,7 +373,7 @@ pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Vec<v1::Trashe
 
 /// What the trash of a disk takes of it.
 pub fn trash_bytes(disk: &Path) -> u64 {
-    entries(disk).iter().map(Entry::allocated_bytes).sum()
+    entries(disk).iter().filter(|entry| !entry.is_restored).map(Entry::allocated_bytes).sum()
 }
 
 /// The space of a disk.
@@ -314,7 +402,8 @@ fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: Space, now_ms: u64) 
 /// Deletes what has been in the trash of a disk for long enough, or what the disk needs the space of.
 pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     remove_gone(disk);
-    let all = entries(disk);
+    remove_leftovers(disk, |_, deleted_ms| now_ms.saturating_sub(deleted_ms) >= limits.keep_ms());
+    let all: Vec<Entry> = entries(disk).into_iter().filter(|entry| !entry.is_restored).collect();
     if all.is_empty() {
         return;
     }
@@ -333,7 +422,24 @@ pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     }
 }
 
-/// Ends the deletions that were cut off, and removes what a move has left.
+/// Removes the folders that hold no directory, and of which no directory is in place: what a move has left, of those that are
+/// `meant`.
+fn remove_leftovers(disk: &Path, meant: impl Fn(&InstanceId, u64) -> bool) {
+    for found in fs::read_dir(root_of(disk)).into_iter().flatten().flatten() {
+        let path = found.path();
+        let is_meant = named(&path).is_some_and(|(id, deleted_ms)| meant(&id, deleted_ms));
+        // A folder whose directory cannot be looked for stays.
+        let is_empty = is_there(&path).is_ok_and(|is_there| !is_there) && entry(disk, path.clone()).is_none();
+        if is_meant
+            && is_empty
+            && let Err(error) = fs::remove_dir_all(&path)
+        {
+            tracing::warn!("{}: {error}", path.display());
+        }
+    }
+}
+
+/// Ends the deletions that were cut off.
 fn remove_gone(disk: &Path) {
     for found in fs::read_dir(root_of(disk)).into_iter().flatten().flatten() {
         let path = found.path();
@@ -363,142 +469,4 @@ pub async fn keep_swept(disks: Arc<Disks>, limits: TrashLimits, mut stopping: wa
 }
 
 #[cfg(test)]
-mod tests {
-    use shorthorn_store::{CreateOptions, OpenOptions, Store};
-
-    use super::*;
-
-    const HOUR_MS: u64 = 3_600_000;
-    const NAME: &str = "v1-0123abcd";
-    const LIMITS: TrashLimits = TrashLimits { keep: Duration::from_hours(24), free_percent: 0 };
-
-    fn replica() -> InstanceId {
-        InstanceId::parse(v1::InstanceKind::Replica, NAME).unwrap()
-    }
-
-    /// A disk with one replica.
-    fn disk() -> tempfile::TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        fs::create_dir(dir.path().join(REPLICAS)).unwrap();
-        made(dir.path());
-        dir
-    }
-
-    fn made(disk: &Path) -> PathBuf {
-        let directory = directory_of(disk, &replica());
-        let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
-        Store::create(&directory, created).unwrap().close().unwrap();
-        directory
-    }
-
-    #[test]
-    fn what_was_deleted_comes_back_as_it_was() {
-        let dir = disk();
-        let directory = directory_of(dir.path(), &replica());
-        fs::write(directory.join("mark"), "mine").unwrap();
-        move_in(dir.path(), &replica(), "a note", HOUR_MS).unwrap();
-        assert!(!directory.exists());
-        let shown = list(dir.path(), "u-1", LIMITS);
-        assert_eq!(shown.len(), 1);
-        assert_eq!((shown[0].volume.as_str(), shown[0].replica_id.as_str()), ("v1", "0123abcd"));
-        assert_eq!((shown[0].deleted_ms, shown[0].expires_ms), (HOUR_MS, 25 * HOUR_MS));
-        assert_eq!((shown[0].record.as_str(), shown[0].problem.as_str()), ("a note", ""));
-        assert!(shown[0].allocated_bytes > 0 && trash_bytes(dir.path()) == shown[0].allocated_bytes);
-        restore(dir.path(), &replica(), HOUR_MS).unwrap();
-        assert_eq!(fs::read_to_string(directory.join("mark")).unwrap(), "mine");
-        assert!(list(dir.path(), "u-1", LIMITS).is_empty());
-        restore(dir.path(), &replica(), HOUR_MS).unwrap();
-        fs::remove_dir_all(&directory).unwrap();
-        assert!(matches!(restore(dir.path(), &replica(), HOUR_MS), Err(NodeError::NotFound(_))));
-    }
-
-    #[test]
-    fn a_directory_that_a_process_has_open_stays() {
-        let dir = disk();
-        let directory = directory_of(dir.path(), &replica());
-        let store = Store::open(&directory, OpenOptions::default()).unwrap();
-        assert!(matches!(move_in(dir.path(), &replica(), "", 1), Err(NodeError::Precondition(_))));
-        assert!(directory.exists() && !root_of(dir.path()).exists());
-        store.close().unwrap();
-        move_in(dir.path(), &replica(), "", 1).unwrap();
-    }
-
-    #[test]
-    fn no_replica_takes_the_place_of_another_one() {
-        let dir = disk();
-        move_in(dir.path(), &replica(), "", 1).unwrap();
-        made(dir.path());
-        assert!(matches!(restore(dir.path(), &replica(), 1), Err(NodeError::Precondition(_))));
-        assert_eq!(list(dir.path(), "", LIMITS).len(), 1);
-    }
-
-    /// Wherever the move is cut off, the directory is in one place, and in the trash only with its record.
-    #[test]
-    fn a_move_that_is_cut_off_loses_nothing() {
-        let dir = disk();
-        let (directory, folder) =
-            (directory_of(dir.path(), &replica()), folder_of(dir.path(), &replica(), 7));
-        make(&root_of(dir.path())).unwrap();
-        make(&folder).unwrap();
-        assert!(list(dir.path(), "", LIMITS).is_empty() && directory.exists(), "before its record");
-        fs::write(folder.join(RECORD), "{").unwrap();
-        assert!(list(dir.path(), "", LIMITS).is_empty() && directory.exists(), "within its record");
-        // The same again goes to its end.
-        move_in(dir.path(), &replica(), "", 7).unwrap();
-        assert_eq!(list(dir.path(), "", LIMITS).len(), 1);
-        // A restore that is cut off before the rest was removed.
-        fs::rename(folder.join(DIRECTORY), &directory).unwrap();
-        assert!(list(dir.path(), "", LIMITS).is_empty() && folder.exists());
-        restore(dir.path(), &replica(), 7).unwrap();
-    }
-
-    #[test]
-    fn a_record_that_is_damaged_or_of_another_one_restores_nothing() {
-        let dir = disk();
-        move_in(dir.path(), &replica(), "a note", 7).unwrap();
-        let path = folder_of(dir.path(), &replica(), 7).join(RECORD);
-        let text = fs::read_to_string(&path).unwrap();
-        fs::write(&path, text.replace("a note", "b note")).unwrap();
-        let shown = list(dir.path(), "", LIMITS);
-        assert!(shown[0].problem.contains("ShorthornCheck") && shown[0].record.is_empty(), "{shown:?}");
-        assert!(shown[0].allocated_bytes > 0);
-        assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::Precondition(_))));
-        fs::write(&path, &text).unwrap();
-        let moved = folder_of(dir.path(), &replica(), 8);
-        fs::rename(folder_of(dir.path(), &replica(), 7), &moved).unwrap();
-        assert!(matches!(restore(dir.path(), &replica(), 8), Err(NodeError::Precondition(_))));
-        assert!(moved.join(DIRECTORY).exists());
-    }
-
-    #[test]
-    fn the_oldest_go_first_when_their_time_is_over_or_space_is_short() {
-        let limits = TrashLimits { keep: Duration::from_hours(24), free_percent: 10 };
-        let space = |available_bytes| Space { total_bytes: 1000, available_bytes };
-        let all = [(0, 30), (10 * HOUR_MS, 30), (20 * HOUR_MS, 30)];
-        let gone = |available, hours| outlived(&all, limits, space(available), hours * HOUR_MS);
-        assert_eq!(gone(100, 23), 0);
-        assert_eq!((gone(100, 24), gone(100, 34), gone(100, 44)), (1, 2, 3));
-        assert_eq!((gone(99, 23), gone(70, 23), gone(69, 23), gone(0, 23)), (1, 1, 2, 3));
-        // A clock that was set back deletes nothing.
-        assert_eq!(outlived(&[(HOUR_MS, 1)], limits, space(500), 0), 0);
-        let off = TrashLimits { keep: Duration::ZERO, free_percent: 0 };
-        assert_eq!(outlived(&all, off, space(500), 20 * HOUR_MS), 3);
-    }
-
-    #[test]
-    fn a_sweep_ends_what_was_cut_off_and_leaves_what_is_young() {
-        let dir = disk();
-        move_in(dir.path(), &replica(), "", HOUR_MS).unwrap();
-        made(dir.path());
-        move_in(dir.path(), &replica(), "", 2 * HOUR_MS).unwrap();
-        let cut_off = root_of(dir.path()).join("v1-0123abcd.5.gone");
-        fs::create_dir(&cut_off).unwrap();
-        sweep(dir.path(), LIMITS, 25 * HOUR_MS);
-        assert!(!cut_off.exists());
-        let left: Vec<u64> = list(dir.path(), "", LIMITS).iter().map(|shown| shown.deleted_ms).collect();
-        assert_eq!(left, [2 * HOUR_MS]);
-        remove(dir.path(), &replica(), 2 * HOUR_MS).unwrap();
-        remove(dir.path(), &replica(), 2 * HOUR_MS).unwrap();
-        assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 0);
-    }
-}
+mod tests;

@@ -1,0 +1,219 @@
+use shorthorn_store::{CreateOptions, OpenOptions, Store};
+
+use super::*;
+use crate::serve::disks::delete_replica;
+
+const HOUR_MS: u64 = 3_600_000;
+const NAME: &str = "v1-0123abcd";
+const LIMITS: TrashLimits = TrashLimits { keep: Duration::from_hours(24), free_percent: 0 };
+
+fn replica() -> InstanceId {
+    InstanceId::parse(v1::InstanceKind::Replica, NAME).unwrap()
+}
+
+/// A disk with one replica.
+fn disk() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join(REPLICAS)).unwrap();
+    made(dir.path());
+    dir
+}
+
+fn made(disk: &Path) -> PathBuf {
+    let directory = directory_of(disk, &replica());
+    let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+    Store::create(&directory, created).unwrap().close().unwrap();
+    directory
+}
+
+/// Deletes the replica.
+fn moved(disk: &Path, note: &str, now_ms: u64) -> Result<(), NodeError> {
+    let held = held(&directory_of(disk, &replica()))?;
+    move_in(disk, &replica(), &held, note, now_ms)
+}
+
+#[test]
+fn what_was_deleted_comes_back_as_it_was() {
+    let dir = disk();
+    let directory = directory_of(dir.path(), &replica());
+    fs::write(directory.join("mark"), "mine").unwrap();
+    moved(dir.path(), "a note", HOUR_MS).unwrap();
+    assert!(!directory.exists());
+    let shown = list(dir.path(), "u-1", LIMITS);
+    assert_eq!(shown.len(), 1);
+    assert_eq!((shown[0].volume.as_str(), shown[0].replica_id.as_str()), ("v1", "0123abcd"));
+    assert_eq!((shown[0].deleted_ms, shown[0].expires_ms), (HOUR_MS, 25 * HOUR_MS));
+    assert_eq!((shown[0].record.as_str(), shown[0].problem.as_str()), ("a note", ""));
+    assert!(shown[0].allocated_bytes > 0 && trash_bytes(dir.path()) == shown[0].allocated_bytes);
+    restore(dir.path(), &replica(), HOUR_MS).unwrap();
+    assert_eq!(fs::read_to_string(directory.join("mark")).unwrap(), "mine");
+    restore(dir.path(), &replica(), HOUR_MS).unwrap();
+    remove(dir.path(), &replica(), HOUR_MS).unwrap();
+    assert!(list(dir.path(), "u-1", LIMITS).is_empty() && directory.exists());
+    restore(dir.path(), &replica(), HOUR_MS).unwrap();
+    fs::remove_dir_all(&directory).unwrap();
+    assert!(matches!(restore(dir.path(), &replica(), HOUR_MS), Err(NodeError::NotFound(_))));
+}
+
+#[test]
+fn a_directory_that_a_process_has_open_stays() {
+    let dir = disk();
+    let directory = directory_of(dir.path(), &replica());
+    let store = Store::open(&directory, OpenOptions::default()).unwrap();
+    assert!(matches!(moved(dir.path(), "", 1), Err(NodeError::Precondition(_))));
+    assert!(directory.exists() && !root_of(dir.path()).exists());
+    store.close().unwrap();
+    moved(dir.path(), "", 1).unwrap();
+}
+
+#[test]
+fn no_replica_takes_the_place_of_another_one() {
+    let dir = disk();
+    moved(dir.path(), "", 1).unwrap();
+    made(dir.path());
+    assert!(matches!(restore(dir.path(), &replica(), 1), Err(NodeError::Precondition(_))));
+    assert_eq!(list(dir.path(), "", LIMITS).len(), 1);
+}
+
+/// Wherever the move is cut off, the directory is in one place, and in the trash only with its record.
+#[test]
+fn a_move_that_is_cut_off_loses_nothing() {
+    let dir = disk();
+    let (directory, folder) = (directory_of(dir.path(), &replica()), folder_of(dir.path(), &replica(), 7));
+    make(&root_of(dir.path())).unwrap();
+    make(&folder).unwrap();
+    assert!(list(dir.path(), "", LIMITS).is_empty() && directory.exists(), "before its record");
+    fs::write(folder.join(RECORD), "{").unwrap();
+    assert!(list(dir.path(), "", LIMITS).is_empty() && directory.exists(), "within its record");
+    // The same again goes to its end.
+    moved(dir.path(), "", 7).unwrap();
+    assert_eq!(list(dir.path(), "", LIMITS).len(), 1);
+    // A restore that is cut off before the rest was removed.
+    fs::write(folder.join(RESTORED), "").unwrap();
+    assert!(!list(dir.path(), "", LIMITS)[0].restored && has(dir.path(), &replica()));
+    fs::rename(folder.join(DIRECTORY), &directory).unwrap();
+    assert!(list(dir.path(), "", LIMITS)[0].restored && !has(dir.path(), &replica()));
+    restore(dir.path(), &replica(), 7).unwrap();
+}
+
+#[test]
+fn a_record_that_is_damaged_or_of_another_one_restores_nothing() {
+    let dir = disk();
+    moved(dir.path(), "a note", 7).unwrap();
+    let path = folder_of(dir.path(), &replica(), 7).join(RECORD);
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replace("a note", "b note")).unwrap();
+    let shown = list(dir.path(), "", LIMITS);
+    assert!(shown[0].problem.contains("ShorthornCheck") && shown[0].record.is_empty(), "{shown:?}");
+    assert!(shown[0].allocated_bytes > 0);
+    assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::Precondition(_))));
+    fs::write(&path, &text).unwrap();
+    let moved = folder_of(dir.path(), &replica(), 8);
+    fs::rename(folder_of(dir.path(), &replica(), 7), &moved).unwrap();
+    assert!(matches!(restore(dir.path(), &replica(), 8), Err(NodeError::Precondition(_))));
+    assert!(moved.join(DIRECTORY).exists());
+}
+
+#[test]
+fn the_oldest_go_first_when_their_time_is_over_or_space_is_short() {
+    let limits = TrashLimits { keep: Duration::from_hours(24), free_percent: 10 };
+    let space = |available_bytes| Space { total_bytes: 1000, available_bytes };
+    let all = [(0, 30), (10 * HOUR_MS, 30), (20 * HOUR_MS, 30)];
+    let gone = |available, hours| outlived(&all, limits, space(available), hours * HOUR_MS);
+    assert_eq!(gone(100, 23), 0);
+    assert_eq!((gone(100, 24), gone(100, 34), gone(100, 44)), (1, 2, 3));
+    assert_eq!((gone(99, 23), gone(70, 23), gone(69, 23), gone(0, 23)), (1, 1, 2, 3));
+    // A clock that was set back deletes nothing.
+    assert_eq!(outlived(&[(HOUR_MS, 1)], limits, space(500), 0), 0);
+    let off = TrashLimits { keep: Duration::ZERO, free_percent: 0 };
+    assert_eq!(outlived(&all, off, space(500), 20 * HOUR_MS), 3);
+}
+
+#[test]
+fn a_sweep_ends_what_was_cut_off_and_leaves_what_is_young() {
+    let dir = disk();
+    moved(dir.path(), "", HOUR_MS).unwrap();
+    made(dir.path());
+    moved(dir.path(), "", 2 * HOUR_MS).unwrap();
+    let cut_off = root_of(dir.path()).join("v1-0123abcd.5.gone");
+    fs::create_dir(&cut_off).unwrap();
+    sweep(dir.path(), LIMITS, 25 * HOUR_MS);
+    assert!(!cut_off.exists());
+    let left: Vec<u64> = list(dir.path(), "", LIMITS).iter().map(|shown| shown.deleted_ms).collect();
+    assert_eq!(left, [2 * HOUR_MS]);
+    remove(dir.path(), &replica(), 2 * HOUR_MS).unwrap();
+    remove(dir.path(), &replica(), 2 * HOUR_MS).unwrap();
+    assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 0);
+}
+
+/// An undeletion that is cut off finds what it has restored; so does whoever looks for a directory that nothing names.
+#[test]
+fn what_is_restored_is_listed_until_its_record_is_removed() {
+    let dir = disk();
+    moved(dir.path(), "a note", 7).unwrap();
+    restore(dir.path(), &replica(), 7).unwrap();
+    let shown = list(dir.path(), "", LIMITS);
+    assert!(shown[0].restored && shown[0].record == "a note" && shown[0].problem.is_empty(), "{shown:?}");
+    assert_eq!(trash_bytes(dir.path()), 0, "it is no trash");
+    // Neither time nor want of space is a reason to delete what is in place.
+    let full = TrashLimits { free_percent: 100, ..LIMITS };
+    sweep(dir.path(), full, 1000 * HOUR_MS);
+    assert!(directory_of(dir.path(), &replica()).exists() && list(dir.path(), "", LIMITS).len() == 1);
+    // Deleted again it is one directory, with one record.
+    moved(dir.path(), "a later note", 9).unwrap();
+    let shown = list(dir.path(), "", LIMITS);
+    assert_eq!((shown.len(), shown[0].record.as_str(), shown[0].restored), (1, "a later note", false));
+    assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 1);
+}
+
+#[test]
+fn what_somebody_reads_is_not_deleted() {
+    let dir = disk();
+    moved(dir.path(), "", HOUR_MS).unwrap();
+    let folder = folder_of(dir.path(), &replica(), HOUR_MS);
+    let lock = fs::File::open(folder.join(DIRECTORY).join("shorthorn.lock")).unwrap();
+    // As an export holds it.
+    lock.lock_shared().unwrap();
+    assert!(matches!(remove(dir.path(), &replica(), HOUR_MS), Err(NodeError::Precondition(_))));
+    sweep(dir.path(), LIMITS, 100 * HOUR_MS);
+    assert!(folder.join(DIRECTORY).join("volume.meta").exists());
+    drop(lock);
+    sweep(dir.path(), LIMITS, 100 * HOUR_MS);
+    assert!(!folder.exists());
+}
+
+#[test]
+fn the_oldest_make_room_for_the_record_of_the_newest() {
+    let dir = disk();
+    for at in 1..=3 {
+        moved(dir.path(), "", at).unwrap();
+        made(dir.path());
+    }
+    let deleted =
+        || -> Vec<u64> { list(dir.path(), "", LIMITS).iter().map(|shown| shown.deleted_ms).collect() };
+    let full = || NodeError::Exhausted("full".to_owned());
+    // The disk has space once the two oldest are gone.
+    let work = || if deleted().len() > 1 { Err(full()) } else { Ok(()) };
+    with_room(work, || remove_oldest(dir.path())).unwrap();
+    assert_eq!(deleted(), [3]);
+    assert!(matches!(with_room(|| Err(full()), || remove_oldest(dir.path())), Err(NodeError::Exhausted(_))));
+    assert!(deleted().is_empty() && directory_of(dir.path(), &replica()).exists());
+    // Nothing else is a reason to delete anything.
+    moved(dir.path(), "", 4).unwrap();
+    let broken = || Err(NodeError::Unavailable("broken".to_owned()));
+    assert!(with_room(broken, || remove_oldest(dir.path())).is_err());
+    assert_eq!(deleted(), [4]);
+}
+
+#[test]
+fn a_replica_that_a_process_has_open_is_not_deleted_where_nothing_is_kept_either() {
+    let dir = disk();
+    let directory = directory_of(dir.path(), &replica());
+    let store = Store::open(&directory, OpenOptions::default()).unwrap();
+    let nothing = TrashLimits { keep: Duration::ZERO, ..LIMITS };
+    let delete = || delete_replica(dir.path(), &replica(), nothing, "");
+    assert!(matches!(delete(), Err(NodeError::Precondition(_))) && directory.exists());
+    store.close().unwrap();
+    delete().unwrap();
+    assert!(!directory.exists() && list(dir.path(), "", LIMITS).is_empty());
+}
