@@ -4,11 +4,15 @@
 //! back detached, with the replicas that were deleted with it, each with the views in its own files. So it is attached as
 //! any other volume: an engine starts only from replicas that are enough of the newest view, and gets a higher number than any
 //! before. A replica that was deleted while its volume went on is not brought back: its record says so.
+//!
+//! The directories are restored first, then the objects are stored, the volume last. So nothing that is stored names a directory
+//! that is not in place, and until the volume is there nothing is started. Whoever is cut off anywhere is brought to the end by
+//! whoever asks again: an agent lists what it has restored until it is told that the volume is stored.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
-use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_types::{ReplicaId, ViewId, VolumeName};
 use shorthorn_views::Arbiter;
 
 use crate::objects::{
@@ -50,13 +54,13 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record of a replica that is about to be deleted, as text.
+    /// The record of a replica that is about to be deleted, as text. `with_volume`: with its volume.
     #[must_use]
-    pub fn of(volume: &Volume, replica: &Replica) -> String {
+    pub fn of(volume: &Volume, replica: &Replica, with_volume: bool) -> String {
         let spec =
             VolumeSpec { node_id: None, secret: Secret::new([0; SECRET_BYTES]), ..volume.spec.clone() };
         let record = Record {
-            with_volume: volume.is_deleting(),
+            with_volume,
             volume_created: volume.metadata.creation_timestamp,
             spec,
             attach: volume.status.attach,
@@ -73,6 +77,18 @@ impl Record {
     }
 }
 
+/// How new the data of a directory is, as it says itself. Of two directories of one replica the greater one is newer, whatever
+/// the clocks of their nodes say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Holds {
+    /// The newest view that is through; none: no engine has opened it, or it does not say.
+    pub committed: Option<ViewId>,
+    /// The newest that was proposed.
+    pub proposed: Option<ViewId>,
+    /// The newest attachment that it has seen.
+    pub attach: u64,
+}
+
 /// A directory in the trash of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trashed {
@@ -84,26 +100,46 @@ pub struct Trashed {
     pub volume: VolumeName,
     /// Which replica.
     pub replica_id: ReplicaId,
-    /// When it was deleted, in milliseconds since 1970.
+    /// When it was deleted, in milliseconds since 1970, by the clock of its node.
     pub deleted_ms: u64,
+    /// How new its data is.
+    pub holds: Holds,
+    /// Whether it is where it was before already, and only its record is in the trash.
+    pub restored: bool,
     /// Its record; none: it is damaged, or was never made.
     pub record: Option<Record>,
 }
 
-/// How a volume comes back.
-#[derive(Clone, Debug)]
+/// How a volume comes back. Everything is stored in this order: the volume comes last, so that nothing is started and no place is
+/// sought before all of it is there.
+#[derive(Clone, Debug, Default)]
 pub struct Undeletion {
-    /// Stored in this order, each that is not there yet: the volume comes last, so that no place is sought for replicas.
+    /// Those that are new, and those of which only a part was stored.
     pub replicas: Vec<Replica>,
     /// Its engine, which nothing runs of.
     pub engine: Option<Engine>,
     /// The volume; none: it is there already, and only what is left in the trash comes back.
     pub volume: Option<Volume>,
-    /// What is taken out of the trash after that.
-    pub restored: Vec<Trashed>,
 }
 
-/// How the volume of that name comes back from what is in the trash.
+/// The directories that a volume of that name comes back with. They have to be in place before anything is stored.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<Trashed>, RequestError> {
+    let life = Life::newest(name, trash)?;
+    life.there(world)?;
+    let waits = |trashed: &&Trashed| match world.replicas.get(&instance_name(trashed)) {
+        Some(stored) => {
+            let is_place = stored.spec.node_id == trashed.node && stored.spec.disk_path == trashed.disk_path;
+            is_place && !stored.metadata.is_deleting()
+        }
+        None => true,
+    };
+    Ok(life.found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect())
+}
+
+/// How the volume of that name comes back from what is in the trash; the directories of `in_place` are restored.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
@@ -111,96 +147,131 @@ pub fn undelete(
     world: &World,
     name: &str,
     trash: &[Trashed],
+    in_place: &BTreeSet<ReplicaId>,
     secret: Secret,
     now: Timestamp,
 ) -> Result<Undeletion, RequestError> {
-    let name = VolumeName::new(name)?;
-    let found = newest(&name, trash);
-    let nothing = || RequestError::NothingToUndelete(name.to_string());
-    let (_, record) = found.values().max_by_key(|(trashed, _)| trashed.deleted_ms).ok_or_else(nothing)?;
-    if let Some(volume) = world.volumes.get(name.as_str()) {
-        return go_on(world, volume, &found, record, now);
+    let life = Life::newest(name, trash)?;
+    let there = life.there(world)?;
+    let attach = there.map_or(life.record.attach, |volume| volume.status.attach.max(life.record.attach));
+    let is_in_place = |trashed: &Trashed| in_place.contains(&trashed.replica_id);
+    let found = life.found.values().filter(|(trashed, _)| is_in_place(trashed));
+    let new = found.filter(|(trashed, _)| !world.replicas.contains_key(&instance_name(trashed)));
+    let mut replicas: Vec<Replica> =
+        new.map(|(trashed, record)| life.replica(trashed, record, attach, now)).collect();
+    if there.is_some_and(|volume| !life.is_bare(world, volume)) {
+        return Ok(Undeletion { replicas, ..Undeletion::default() });
     }
-    let metadata = Metadata::new(name.as_str(), now);
-    // Of an undeletion that was cut off the replicas are there.
-    let is_new = |trashed: &&&Trashed| !world.replicas.contains_key(&instance_name(trashed));
-    let trashed: Vec<&Trashed> = found.values().map(|(trashed, _)| *trashed).collect();
-    let replicas =
-        trashed.iter().filter(is_new).filter_map(|trashed| Some(replica(trashed, record_of(trashed)?, now)));
-    let replicas = replicas.collect();
-    let spec = VolumeSpec { volume_name: name, node_id: None, secret, ..record.spec.clone() };
-    let volume = Volume { metadata, spec, status: status(record) };
-    let engine = (!world.engines.contains_key(&volume.metadata.name)).then(|| Engine::of_new(&volume, now));
-    let restored = trashed.into_iter().cloned().collect();
-    Ok(Undeletion { replicas, engine, volume: Some(volume), restored })
-}
-
-/// What was deleted with the volume that was deleted last, by replica.
-fn newest<'a>(name: &VolumeName, trash: &'a [Trashed]) -> BTreeMap<ReplicaId, (&'a Trashed, &'a Record)> {
-    let of_it = trash.iter().filter(|trashed| trashed.volume == *name);
-    let usable =
-        of_it.filter_map(|trashed| Some((trashed, record_of(trashed).filter(|record| record.with_volume)?)));
-    let all: Vec<(&Trashed, &Record)> = usable.collect();
-    let newest =
-        all.iter().max_by_key(|(trashed, _)| trashed.deleted_ms).map(|(_, record)| record.volume_created);
-    let mut found: BTreeMap<ReplicaId, (&Trashed, &Record)> = BTreeMap::new();
-    for (trashed, record) in all.into_iter().filter(|(_, record)| Some(record.volume_created) == newest) {
-        let known =
-            found.get(&trashed.replica_id).is_some_and(|(known, _)| known.deleted_ms > trashed.deleted_ms);
-        if !known {
-            found.insert(trashed.replica_id, (trashed, record));
+    // No other controller has asked for a volume without data of its own to have these: they are of an undeletion.
+    replicas.extend(life.half_stored(world, attach, now));
+    let volume = match there {
+        Some(volume) => Volume { status: status(life.record), ..volume.clone() },
+        None => {
+            let spec = VolumeSpec {
+                volume_name: life.name.clone(),
+                node_id: None,
+                secret,
+                ..life.record.spec.clone()
+            };
+            Volume { metadata: Metadata::new(name, now), spec, status: status(life.record) }
         }
+    };
+    let engine = (!world.engines.contains_key(name)).then(|| Engine::of_new(&volume, now));
+    Ok(Undeletion { replicas, engine, volume: Some(volume) })
+}
+
+/// The last of the volumes of a name that were deleted.
+struct Life<'a> {
+    name: VolumeName,
+    /// The directories that were deleted with it, with their records, by replica.
+    found: BTreeMap<ReplicaId, (&'a Trashed, &'a Record)>,
+    /// The newest of the records.
+    record: &'a Record,
+}
+
+impl<'a> Life<'a> {
+    /// Of several volumes of the name the one that was made last: the name was free only after the one before was gone. Of
+    /// several directories of a replica, and of several records, the newest by what they hold.
+    fn newest(name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
+        let name = VolumeName::new(name)?;
+        let of_it = trash.iter().filter(|trashed| trashed.volume == name);
+        let usable = of_it.filter_map(|trashed| {
+            Some((trashed, trashed.record.as_ref().filter(|record| record.with_volume)?))
+        });
+        let mut all: Vec<(&Trashed, &Record)> = usable.collect();
+        let created = all.iter().map(|(_, record)| record.volume_created).max();
+        all.retain(|(_, record)| Some(record.volume_created) == created);
+        let age = |record: &Record| {
+            let granted = record.arbiter.granted().map(|view| view.id);
+            (record.attach, granted, record.fenced_attach, record.current_size)
+        };
+        let record = all.iter().map(|(_, record)| *record).max_by_key(|record| age(record));
+        let Some(record) = record else {
+            return Err(RequestError::NothingToUndelete(name.to_string()));
+        };
+        let newness = |trashed: &Trashed| (trashed.restored, trashed.holds, trashed.deleted_ms);
+        let mut found: BTreeMap<ReplicaId, (&Trashed, &Record)> = BTreeMap::new();
+        for (trashed, record) in all {
+            let known = found.get(&trashed.replica_id);
+            if known.is_none_or(|(known, _)| newness(known) < newness(trashed)) {
+                found.insert(trashed.replica_id, (trashed, record));
+            }
+        }
+        Ok(Life { name, found, record })
     }
-    found
-}
 
-fn record_of(trashed: &Trashed) -> Option<&Record> {
-    trashed.record.as_ref()
-}
-
-fn instance_name(trashed: &Trashed) -> String {
-    ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id)
-}
-
-/// An undeletion that was cut off, or had not reached every node: the volume is there.
-fn go_on(
-    world: &World,
-    volume: &Volume,
-    found: &BTreeMap<ReplicaId, (&Trashed, &Record)>,
-    record: &Record,
-    now: Timestamp,
-) -> Result<Undeletion, RequestError> {
-    let name = volume.metadata.name.clone();
-    let stored = |trashed: &Trashed| world.replicas.get(&instance_name(trashed));
-    // Its status may not have been stored.
-    let is_bare = volume.status.state == VolumeState::Creating
-        && volume.status.attach == 0
-        && found.values().any(|(trashed, _)| stored(trashed).is_some());
-    // No other volume of the name has had the same ids.
-    let is_it = !record.first_members.is_empty() && volume.status.first_members == record.first_members;
-    if volume.metadata.is_deleting() || !(is_bare || is_it) {
-        return Err(RequestError::Exists { name, differs: "life: it is not the one that was deleted" });
+    /// The volume, if it is there: its undeletion was cut off, or had not reached every node.
+    fn there<'w>(&self, world: &'w World) -> Result<Option<&'w Volume>, RequestError> {
+        let Some(volume) = world.volumes.get(self.name.as_str()) else { return Ok(None) };
+        let name = volume.metadata.name.clone();
+        if volume.metadata.is_deleting() {
+            return Err(RequestError::Deleting(name));
+        }
+        // No other volume of the name has had the same ids.
+        let first_members = &self.record.first_members;
+        let is_it = !first_members.is_empty() && volume.status.first_members == *first_members;
+        if !is_it && !self.is_bare(world, volume) {
+            return Err(RequestError::Exists { name, differs: "life: it is not the one that was deleted" });
+        }
+        Ok(Some(volume))
     }
-    let new = found.values().filter(|(trashed, _)| stored(trashed).is_none());
-    let replicas = new.map(|(trashed, record)| {
+
+    /// Whether its status was not stored any more: a new volume does not have these replicas.
+    fn is_bare(&self, world: &World, volume: &Volume) -> bool {
+        let is_stored = |trashed: &Trashed| world.replicas.contains_key(&instance_name(trashed));
+        volume.status.state == VolumeState::Creating
+            && volume.status.attach == 0
+            && self.found.values().any(|(trashed, _)| is_stored(trashed))
+    }
+
+    /// The replicas of which a store has taken the spec and not the status. Also of those whose node does not answer now: their
+    /// directories are in place, as their specs are stored.
+    fn half_stored(&self, world: &World, attach: u64, now: Timestamp) -> Vec<Replica> {
+        let bare = world.replicas_of(&self.name).filter(|replica| replica.status.data != DataState::Present);
+        let with_status = |replica: &Replica| {
+            let found = self.found.get(&replica.spec.replica_id);
+            let status = match found {
+                Some((trashed, record)) => self.replica(trashed, record, attach, now).status,
+                None => ReplicaStatus { data: DataState::Present, ..replica.status.clone() },
+            };
+            Replica { status, ..replica.clone() }
+        };
+        bare.map(with_status).collect()
+    }
+
+    /// The replica as it was. `attach`: the number of the newest attachment of the volume.
+    fn replica(&self, trashed: &Trashed, record: &Record, attach: u64, now: Timestamp) -> Replica {
         let mut replica = replica(trashed, record, now);
-        if volume.status.attach > record.attach {
+        if record.attach < attach {
             // The volume has gone on without it.
             replica.status.failed_at.get_or_insert(now);
         }
         replica
-    });
-    let replicas: Vec<Replica> = replicas.collect();
-    let waits = |trashed: &&Trashed| {
-        stored(trashed).is_none_or(|replica| {
-            let is_there =
-                replica.spec.node_id == trashed.node && replica.spec.disk_path == trashed.disk_path;
-            is_there && !replica.metadata.is_deleting() && replica.status.data == DataState::Present
-        })
-    };
-    let restored = found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect();
-    let volume = is_bare.then(|| Volume { status: status(record), ..volume.clone() });
-    Ok(Undeletion { replicas, engine: None, volume, restored })
+    }
+}
+
+fn instance_name(trashed: &Trashed) -> String {
+    ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id)
 }
 
 fn status(record: &Record) -> VolumeStatus {
@@ -240,145 +311,4 @@ fn replica(trashed: &Trashed, record: &Record, now: Timestamp) -> Replica {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::objects::Object;
-    use crate::requests::{Change, CreateVolume};
-
-    fn at(second: i64) -> Timestamp {
-        Timestamp::from_second(second).unwrap()
-    }
-
-    fn volume(created: i64) -> Volume {
-        let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-        let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(created)).unwrap();
-        let Change::Store(mut volume) = made else { panic!("{made:?}") };
-        volume.status.state = VolumeState::Deleting;
-        volume.status.attach = 5;
-        volume.status.first_members = (1..=3).map(ReplicaId::from_random).collect();
-        volume
-    }
-
-    /// The directory of a replica on a node of its own, as it is in the trash after the deletion.
-    fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
-        let mut there = Trashed {
-            node: NodeName::new(&format!("n{id}")).unwrap(),
-            disk_path: "/disk".to_owned(),
-            volume: volume.spec.volume_name.clone(),
-            replica_id: ReplicaId::from_random(id),
-            deleted_ms,
-            record: None,
-        };
-        let stored = Record {
-            with_volume: false,
-            volume_created: at(0),
-            spec: volume.spec.clone(),
-            attach: 0,
-            fenced_attach: 0,
-            arbiter: Arbiter::default(),
-            first_members: Vec::new(),
-            current_size: 0,
-            disk_id: "disk".to_owned(),
-            healthy_at: None,
-            failed_at: failed.then(|| at(9)),
-        };
-        let text = Record::of(volume, &replica(&there, &stored, at(1)));
-        assert!(!text.contains(&"07".repeat(SECRET_BYTES)), "the secret is not kept: {text}");
-        there.record = Some(serde_json::from_str(&text).unwrap());
-        there
-    }
-
-    fn deleted(created: i64) -> Volume {
-        let mut volume = volume(created);
-        volume.metadata.deletion_timestamp = Some(at(100));
-        volume
-    }
-
-    fn back(world: &World, trash: &[Trashed]) -> Result<Undeletion, RequestError> {
-        undelete(world, "v", trash, Secret::new([9; SECRET_BYTES]), at(200))
-    }
-
-    fn stored(undeletion: &Undeletion) -> World {
-        let mut world = World::default();
-        undeletion.replicas.iter().cloned().for_each(|replica| world.insert(replica.into()));
-        undeletion.engine.iter().cloned().for_each(|engine| world.insert(engine.into()));
-        undeletion.volume.iter().cloned().for_each(|volume| world.insert(volume.into()));
-        world
-    }
-
-    #[test]
-    fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
-        let volume = deleted(1);
-        let trash =
-            [trashed(&volume, 1, 10, false), trashed(&volume, 2, 11, false), trashed(&volume, 3, 12, true)];
-        let undeletion = back(&World::default(), &trash).unwrap();
-        let found = undeletion.volume.clone().unwrap();
-        assert_eq!((found.status.state, found.status.attach), (VolumeState::Detached, 5));
-        assert_eq!((found.spec.node_id.clone(), found.spec.secret.bytes()[0]), (None, 9));
-        assert_eq!(found.status.first_members, volume.status.first_members);
-        assert!(!found.metadata.is_deleting());
-        let failed: Vec<bool> =
-            undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
-        assert_eq!(failed, [false, false, true], "who had left the view has left it");
-        let is_kept = |replica: &Replica| {
-            replica.status.data == DataState::Present && replica.spec.desire_state == DesireState::Stopped
-        };
-        assert!(undeletion.replicas.iter().all(is_kept), "none is made anew");
-        assert_eq!(undeletion.restored, trash);
-    }
-
-    #[test]
-    fn a_replica_that_its_volume_went_on_without_stays_where_it_is() {
-        let (living, gone) = (volume(1), deleted(1));
-        let trash = [trashed(&living, 3, 5, false), trashed(&gone, 1, 10, false)];
-        let undeletion = back(&World::default(), &trash).unwrap();
-        assert_eq!(undeletion.restored, trash[1..]);
-        assert!(matches!(back(&World::default(), &trash[..1]), Err(RequestError::NothingToUndelete(_))));
-        let damaged = Trashed { record: None, ..trash[1].clone() };
-        assert!(matches!(back(&World::default(), &[damaged]), Err(RequestError::NothingToUndelete(_))));
-    }
-
-    #[test]
-    fn of_two_volumes_of_the_name_the_last_one_comes_back() {
-        let (first, second) = (deleted(1), deleted(50));
-        let trash =
-            [trashed(&first, 1, 10, false), trashed(&second, 2, 60, false), trashed(&first, 3, 11, false)];
-        assert_eq!(back(&World::default(), &trash).unwrap().restored, trash[1..2]);
-    }
-
-    #[test]
-    fn what_was_cut_off_goes_on_and_another_volume_of_the_name_is_left_alone() {
-        let gone = deleted(1);
-        let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
-        let undeletion = back(&World::default(), &trash).unwrap();
-        // The replicas are stored, and nothing else.
-        let mut world = stored(&Undeletion { volume: None, ..undeletion.clone() });
-        let again = back(&world, &trash).unwrap();
-        assert!(again.replicas.is_empty() && again.engine.is_none());
-        assert!(again.volume.is_some() && again.restored == trash);
-        // The spec of the volume is stored, and not its status.
-        let mut bare = undeletion.volume.clone().unwrap();
-        bare.status = VolumeStatus::default();
-        world.insert(bare.into());
-        let again = back(&world, &trash).unwrap();
-        assert_eq!(again.volume.map(|volume| volume.status.attach), Some(5));
-        // One node was not reached by its call, and then not even asked.
-        let world = stored(&undeletion);
-        let again = back(&world, &trash[1..]).unwrap();
-        assert!(again.volume.is_none() && again.replicas.is_empty() && again.restored == trash[1..]);
-        let mut world = stored(&back(&World::default(), &trash[..1]).unwrap());
-        let again = back(&world, &trash[1..]).unwrap();
-        assert!(again.volume.is_none() && again.restored == trash[1..]);
-        assert!(again.replicas.len() == 1 && again.replicas[0].status.failed_at.is_none());
-        let mut served = world.volumes["v"].clone();
-        served.status.attach += 1;
-        world.insert(served.into());
-        let late = back(&world, &trash[1..]).unwrap();
-        assert!(late.replicas[0].status.failed_at.is_some(), "the volume has gone on without it");
-        let mut other = World::default();
-        let mut stranger = volume(300);
-        stranger.status.first_members = vec![ReplicaId::from_random(4)];
-        other.insert(Object::Volume(stranger));
-        assert!(matches!(back(&other, &trash), Err(RequestError::Exists { .. })));
-    }
-}
+mod tests;

@@ -11,7 +11,7 @@ use shorthorn_controller_core::observed::{
     InstanceState, ReplicaView, ScrubView,
 };
 use shorthorn_controller_core::salvage::Inspection;
-use shorthorn_controller_core::undelete::Trashed;
+use shorthorn_controller_core::undelete::{Holds, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget};
 use shorthorn_proto::v1;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
@@ -335,8 +335,20 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
         volume: VolumeName::new(&trashed.volume).ok()?,
         replica_id: trashed.replica_id.parse().ok()?,
         deleted_ms: trashed.deleted_ms,
+        holds: holds(trashed),
+        restored: trashed.restored,
         record: serde_json::from_str(&trashed.record).ok().filter(|_| trashed.problem.is_empty()),
     })
+}
+
+/// How new the data of a directory in the trash is.
+fn holds(trashed: &v1::TrashedReplica) -> Holds {
+    let report = report(trashed.committed.clone(), trashed.proposed.clone());
+    Holds {
+        committed: report.as_ref().map(|report| report.committed.id),
+        proposed: report.and_then(|report| report.proposed.iter().map(|view| view.id).max()),
+        attach: attach_of(&trashed.generation),
+    }
 }
 
 /// The question what the directory of a replica has.

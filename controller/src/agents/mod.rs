@@ -373,6 +373,22 @@ impl Fleet {
         Ok(())
     }
 
+    /// Has the agent of its node delete a directory in the trash for good; of one that is restored, its record.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn remove_trash(&self, trashed: &Trashed) -> Result<(), CallError> {
+        let request = v1::RemoveTrashRequest {
+            disk_path: trashed.disk_path.clone(),
+            volume: trashed.volume.to_string(),
+            replica_id: trashed.replica_id.to_string(),
+            deleted_ms: trashed.deleted_ms,
+            disk_uuid: String::new(),
+        };
+        self.client(&trashed.node)?.remove_trash(limited(request, STOP_LIMIT)).await?;
+        Ok(())
+    }
+
     /// Has the agent of `node` replace the process of an engine.
     ///
     /// # Errors

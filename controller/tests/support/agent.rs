@@ -324,6 +324,9 @@ impl Node for FakeAgent {
             return Err(Status::invalid_argument(format!("{} is no disk", request.disk_path)));
         }
         if !state.directories.contains(&name) {
+            if state.trash.iter().any(|trashed| name.ends_with(&trashed.replica_id)) {
+                self.violation(format!("{name} is started, and its data is in the trash"));
+            }
             if !request.create {
                 return Err(Status::not_found(format!("the directory of {name} is missing")));
             }
@@ -663,16 +666,20 @@ impl Node for FakeAgent {
             trashed.replica_id == request.replica_id && trashed.deleted_ms == request.deleted_ms
         };
         let Some(at) = state.trash.iter().position(is_it) else { return Err(Status::not_found("gone")) };
-        state.trash.remove(at);
+        state.trash[at].restored = true;
         state.directories.insert(format!("{}-{}", request.volume, request.replica_id));
         Ok(Response::new(v1::RestoreReplicaResponse {}))
     }
 
     async fn remove_trash(
         &self,
-        _: Request<v1::RemoveTrashRequest>,
+        request: Request<v1::RemoveTrashRequest>,
     ) -> Result<Response<v1::RemoveTrashResponse>, Status> {
-        Err(Status::unimplemented("no test needs it yet"))
+        let request = request.into_inner();
+        self.state().trash.retain(|trashed| {
+            trashed.replica_id != request.replica_id || trashed.deleted_ms != request.deleted_ms
+        });
+        Ok(Response::new(v1::RemoveTrashResponse {}))
     }
 
     async fn list_devices(

@@ -244,7 +244,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
                 disk_uuid: replica.spec.disk_id.clone(),
                 volume: replica.spec.volume_name.clone(),
                 replica_id: replica.spec.replica_id,
-                record: Record::of(volume, replica),
+                record: Record::of(volume, replica, volume.is_deleting()),
             };
             decision.call(&replica.spec.node_id, call);
             decision.actions.push(remove);

@@ -1,0 +1,225 @@
+use shorthorn_types::Generation;
+
+use super::*;
+use crate::objects::Object;
+use crate::requests::{Change, CreateVolume};
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(second).unwrap()
+}
+
+fn volume(created: i64) -> Volume {
+    let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+    let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(created)).unwrap();
+    let Change::Store(mut volume) = made else { panic!("{made:?}") };
+    volume.status.state = VolumeState::Deleting;
+    volume.status.attach = 5;
+    volume.status.first_members = (1..=3).map(ReplicaId::from_random).collect();
+    volume
+}
+
+/// The directory of a replica on a node of its own, as it is in the trash after the deletion.
+fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
+    let mut there = Trashed {
+        node: NodeName::new(&format!("n{id}")).unwrap(),
+        disk_path: "/disk".to_owned(),
+        volume: volume.spec.volume_name.clone(),
+        replica_id: ReplicaId::from_random(id),
+        deleted_ms,
+        holds: Holds::default(),
+        restored: false,
+        record: None,
+    };
+    let stored = Record {
+        with_volume: false,
+        volume_created: at(0),
+        spec: volume.spec.clone(),
+        attach: 0,
+        fenced_attach: 0,
+        arbiter: Arbiter::default(),
+        first_members: Vec::new(),
+        current_size: 0,
+        disk_id: "disk".to_owned(),
+        healthy_at: None,
+        failed_at: failed.then(|| at(9)),
+    };
+    let text = Record::of(volume, &replica(&there, &stored, at(1)), volume.is_deleting());
+    assert!(!text.contains(&"07".repeat(SECRET_BYTES)), "the secret is not kept: {text}");
+    there.record = Some(serde_json::from_str(&text).unwrap());
+    there
+}
+
+fn deleted(created: i64) -> Volume {
+    let mut volume = volume(created);
+    volume.metadata.deletion_timestamp = Some(at(100));
+    volume
+}
+
+/// How it comes back if every directory can be restored, and which are.
+fn back(world: &World, trash: &[Trashed]) -> Result<(Undeletion, Vec<Trashed>), RequestError> {
+    let restored = directories(world, "v", trash)?;
+    let in_place = restored.iter().map(|trashed| trashed.replica_id).collect();
+    let undeletion = undelete(world, "v", trash, &in_place, Secret::new([9; SECRET_BYTES]), at(200))?;
+    Ok((undeletion, restored))
+}
+
+fn stored(undeletion: &Undeletion) -> World {
+    add(World::default(), undeletion)
+}
+
+fn add(mut world: World, undeletion: &Undeletion) -> World {
+    undeletion.replicas.iter().cloned().for_each(|replica| world.insert(replica.into()));
+    undeletion.engine.iter().cloned().for_each(|engine| world.insert(engine.into()));
+    undeletion.volume.iter().cloned().for_each(|volume| world.insert(volume.into()));
+    world
+}
+
+#[test]
+fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
+    let volume = deleted(1);
+    let trash =
+        [trashed(&volume, 1, 10, false), trashed(&volume, 2, 11, false), trashed(&volume, 3, 12, true)];
+    let (undeletion, restored) = back(&World::default(), &trash).unwrap();
+    let found = undeletion.volume.clone().unwrap();
+    assert_eq!((found.status.state, found.status.attach), (VolumeState::Detached, 5));
+    assert_eq!((found.spec.node_id.clone(), found.spec.secret.bytes()[0]), (None, 9));
+    assert_eq!(found.status.first_members, volume.status.first_members);
+    assert!(!found.metadata.is_deleting());
+    let failed: Vec<bool> =
+        undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
+    assert_eq!(failed, [false, false, true], "who had left the view has left it");
+    let is_kept = |replica: &Replica| {
+        replica.status.data == DataState::Present && replica.spec.desire_state == DesireState::Stopped
+    };
+    assert!(undeletion.replicas.iter().all(is_kept), "none is made anew");
+    assert_eq!(restored, trash);
+}
+
+#[test]
+fn a_replica_that_its_volume_went_on_without_stays_where_it_is() {
+    let (living, gone) = (volume(1), deleted(1));
+    let trash = [trashed(&living, 3, 5, false), trashed(&gone, 1, 10, false)];
+    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..]);
+    assert!(matches!(back(&World::default(), &trash[..1]), Err(RequestError::NothingToUndelete(_))));
+    let damaged = Trashed { record: None, ..trash[1].clone() };
+    assert!(matches!(back(&World::default(), &[damaged]), Err(RequestError::NothingToUndelete(_))));
+}
+
+#[test]
+fn of_two_volumes_of_the_name_the_one_that_was_made_last_comes_back() {
+    let (first, second) = (deleted(1), deleted(50));
+    // The clock of node n2 is behind.
+    let trash =
+        [trashed(&first, 1, 100, false), trashed(&second, 2, 60, false), trashed(&first, 3, 110, false)];
+    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..2]);
+}
+
+fn holds(attach: u64, number: u32) -> Holds {
+    let id = ViewId { generation: Generation::new(attach, 1), number };
+    Holds { committed: Some(id), proposed: None, attach }
+}
+
+/// Clocks of nodes differ; what the directories and the records hold does not.
+#[test]
+fn the_newest_by_what_they_hold_comes_back() {
+    let gone = deleted(1);
+    let mut earlier = gone.clone();
+    earlier.status.attach = 3;
+    // Replica 1 was deleted at attachment 3 by a clock that is ahead, came back, and was deleted again.
+    let old = Trashed { holds: holds(3, 1), ..trashed(&earlier, 1, 90, false) };
+    let new = Trashed { holds: holds(5, 2), ..trashed(&gone, 1, 20, false) };
+    let absent = Trashed { holds: holds(3, 1), ..trashed(&earlier, 2, 91, false) };
+    let trash = [old, new.clone(), absent.clone()];
+    let (undeletion, restored) = back(&World::default(), &trash).unwrap();
+    assert_eq!(restored, [new.clone(), absent]);
+    assert_eq!(undeletion.volume.unwrap().status.attach, 5, "of the newest record");
+    let failed: Vec<bool> =
+        undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
+    assert_eq!(failed, [false, true], "the volume has gone on without the second one");
+    // Directories that say the same: only then the clocks decide.
+    let later = Trashed { deleted_ms: 21, ..new.clone() };
+    assert_eq!(back(&World::default(), &[later.clone(), new]).unwrap().1, [later]);
+}
+
+/// Wherever an undeletion is cut off, another one finishes it, and nothing that is stored could make a directory anew.
+#[test]
+fn an_undeletion_that_is_cut_off_anywhere_is_finished_by_the_next() {
+    let gone = deleted(1);
+    let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
+    let (whole, _) = back(&World::default(), &trash).unwrap();
+    let in_place = trash.clone().map(|trashed| Trashed { restored: true, ..trashed });
+    let mut steps: Vec<Object> = whole.replicas.iter().cloned().map(Object::from).collect();
+    steps.extend(whole.engine.clone().map(Object::from));
+    steps.extend(whole.volume.clone().map(Object::from));
+    for cut in 0..=steps.len() {
+        for half in [false, true] {
+            let mut world = World::default();
+            steps[..cut].iter().cloned().for_each(|object| world.insert(object));
+            if let (true, Some(next)) = (half, steps.get(cut)) {
+                world.insert(without_status(next.clone()));
+            }
+            let starts = |replica: &Replica| replica.spec.desire_state == DesireState::Running;
+            assert!(!world.replicas.values().any(starts), "{cut}");
+            let (again, restored) = back(&world, &in_place).unwrap();
+            assert_eq!(restored, in_place, "{cut}");
+            let end = add(world, &again);
+            let shown = |world: &World| {
+                let replicas: Vec<_> = world.replicas.values().map(|one| one.status.clone()).collect();
+                (replicas, world.volumes["v"].status.clone(), world.engines.contains_key("v"))
+            };
+            assert_eq!(shown(&end), shown(&stored(&whole)), "cut off before step {cut}, in it: {half}");
+        }
+    }
+}
+
+/// As a store has it that takes spec and status by calls of their own.
+fn without_status(object: Object) -> Object {
+    match object {
+        Object::Replica(replica) => Replica { status: ReplicaStatus::default(), ..replica }.into(),
+        Object::Volume(volume) => Volume { status: VolumeStatus::default(), ..volume }.into(),
+        other => other,
+    }
+}
+
+/// The node of one replica is silent when its undeletion is repeated, after only the spec of that replica was stored.
+#[test]
+fn a_replica_that_was_stored_in_part_is_never_made_anew() {
+    let gone = deleted(1);
+    let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
+    let (whole, _) = back(&World::default(), &trash).unwrap();
+    let mut world = World::default();
+    world.insert(without_status(whole.replicas[1].clone().into()));
+    let (again, _) = back(&world, &trash[..1]).unwrap();
+    let end = add(world, &again);
+    assert_eq!(end.replicas.len(), 2);
+    assert!(end.replicas.values().all(|replica| replica.status.data == DataState::Present));
+}
+
+#[test]
+fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
+    let gone = deleted(1);
+    let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
+    // The call to one node has failed, and nothing is stored of that replica.
+    let first = [trash[0].replica_id].into();
+    let secret = || Secret::new([9; SECRET_BYTES]);
+    let cut = undelete(&World::default(), "v", &trash, &first, secret(), at(200)).unwrap();
+    assert!(cut.replicas.len() == 1 && cut.volume.is_some());
+    let mut world = stored(&cut);
+    let (again, restored) = back(&world, &trash[1..]).unwrap();
+    assert!(again.volume.is_none() && again.engine.is_none() && restored == trash[1..]);
+    assert!(again.replicas.len() == 1 && again.replicas[0].status.failed_at.is_none());
+    let mut served = world.volumes["v"].clone();
+    served.status.attach += 1;
+    world.insert(served.into());
+    let (late, _) = back(&world, &trash[1..]).unwrap();
+    assert!(late.replicas[0].status.failed_at.is_some(), "the volume has gone on without it");
+    let mut other = World::default();
+    let mut stranger = volume(300);
+    stranger.status.first_members = vec![ReplicaId::from_random(4)];
+    other.insert(Object::Volume(stranger.clone()));
+    assert!(matches!(back(&other, &trash), Err(RequestError::Exists { .. })));
+    stranger.status.first_members = gone.status.first_members.clone();
+    stranger.metadata.deletion_timestamp = Some(at(301));
+    other.insert(Object::Volume(stranger));
+    assert!(matches!(back(&other, &trash), Err(RequestError::Deleting(_))));
+}
