@@ -11,6 +11,7 @@ use shorthorn_controller_core::objects::{Kind, Volume};
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_driver::DRIVER_NAME;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::oneshot;
 
 use super::mirror::Mirror;
 use crate::store::{ChangeError, Store, change};
@@ -19,10 +20,11 @@ use crate::work::backoff;
 /// How long changes are gathered before all volumes are looked at: many claims are made or deleted at once.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// Keeps what is noted up to date, until it is dropped.
-pub async fn note_claims(client: Client, store: Arc<dyn Store>) {
+/// Keeps what is noted up to date, until it is dropped. `first` hears once everything that Kubernetes has
+/// is noted.
+pub async fn note_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
     let kept = Mirror::new();
-    tokio::join!(kept.follow(Api::all(client), keeping), note(&kept, store.as_ref()));
+    tokio::join!(kept.follow(Api::all(client), keeping), note(&kept, store.as_ref(), first));
 }
 
 /// The volume that it keeps.
@@ -39,7 +41,8 @@ fn keeping(found: &KubePersistentVolume) -> Option<String> {
     persistent_volume.keeps().then_some(persistent_volume.handle)
 }
 
-async fn note(mirror: &Mirror<String>, store: &dyn Store) {
+async fn note(mirror: &Mirror<String>, store: &dyn Store, first: oneshot::Sender<()>) {
+    let mut first = Some(first);
     let (mut changes, mut found) = (store.changes(), mirror.changes());
     let mut kept: Option<BTreeMap<String, String>> = None;
     let mut failures = 0;
@@ -48,7 +51,13 @@ async fn note(mirror: &Mirror<String>, store: &dyn Store) {
         if let Some(all) = mirror.all() {
             let kept = kept.insert(claimed::by_volume(&all));
             failures = match note_all(store, kept).await {
-                Ok(()) => 0,
+                Ok(()) => {
+                    // Whoever has waited may be gone: nothing depends on it any more then.
+                    if let Some(first) = first.take() {
+                        let _ = first.send(());
+                    }
+                    0
+                }
                 Err(error) => {
                     tracing::warn!(?error, "the PersistentVolume of a volume is not noted");
                     failures + 1
@@ -156,5 +165,25 @@ mod tests {
         assert_eq!(noted(&store).as_deref(), Some("pvc-1"));
         note_all(&store, &BTreeMap::new()).await.unwrap();
         assert_eq!(noted(&store), None);
+        // Whoever waits for the first list hears of it after it is noted, and not before it is there.
+        let mirror = Mirror::new();
+        let (sender, mut first) = oneshot::channel();
+        let mut noting = std::pin::pin!(note(&mirror, &store, sender));
+        assert!(is_pending(noting.as_mut()).await && first.try_recv().is_err());
+        mirror.replace(BTreeMap::from([("pvc-1".to_owned(), "v".to_owned())]));
+        tokio::select! {
+            () = noting => panic!("it ended"),
+            told = first => told.unwrap(),
+        }
+        assert_eq!(noted(&store).as_deref(), Some("pvc-1"));
+    }
+
+    /// Polls it once.
+    async fn is_pending(future: std::pin::Pin<&mut impl Future<Output = ()>>) -> bool {
+        tokio::select! {
+            biased;
+            () = future => false,
+            () = std::future::ready(()) => true,
+        }
     }
 }

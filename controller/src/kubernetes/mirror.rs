@@ -58,7 +58,7 @@ impl<T: Clone + PartialEq> Mirror<T> {
         self.changed.subscribe()
     }
 
-    fn replace(&self, all: BTreeMap<String, T>) {
+    pub(super) fn replace(&self, all: BTreeMap<String, T>) {
         *self.kept() = Kept { by_name: all, is_complete: true };
         self.changed.send_replace(());
     }

@@ -109,6 +109,8 @@ fn seeks_place(world: &World, volume: &Volume) -> bool {
         (VolumeState::Creating, _)
         | (VolumeState::Attached | VolumeState::Detaching, Robustness::Degraded) => true,
         (VolumeState::Attached | VolumeState::Detaching, Robustness::Healthy) => is_evicted(),
+        (VolumeState::Deleting, Robustness::Degraded) => is_held(world, volume),
+        (VolumeState::Deleting, Robustness::Healthy) => is_held(world, volume) && is_evicted(),
         _ => false,
     }
 }
@@ -132,12 +134,25 @@ pub fn is_urgent(world: &World, key: &Key) -> bool {
     is_moving || world.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
 }
 
+/// Whether a volume that is to be deleted goes on for now: its device is in use.
+fn is_held(world: &World, volume: &Volume) -> bool {
+    let engine = world.engines.get(&volume.metadata.name);
+    engine.is_some_and(|engine| !engine.status.stop_refused.is_empty())
+}
+
 /// The objects whose reconcilers look at the object `key`, that one included: they run when it changes.
 #[must_use]
 pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
     let mut keys = vec![key.clone()];
     match key.kind {
-        Kind::Volume => keys.push(Key::new(Kind::Engine, &key.name)),
+        Kind::Volume => {
+            keys.push(Key::new(Kind::Engine, &key.name));
+            // Its replicas go only once it is stored that the deletion has begun.
+            let deleted = world.volumes.get(&key.name);
+            let deleted = deleted.filter(|volume| volume.status.state == VolumeState::Deleting);
+            let replicas = deleted.into_iter().flat_map(|volume| world.replicas_of(&volume.spec.volume_name));
+            keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
+        }
         Kind::Engine => {
             keys.push(Key::new(Kind::Volume, &key.name));
             if let Some(engine) = world.engines.get(&key.name) {

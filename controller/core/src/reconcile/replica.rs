@@ -1,6 +1,7 @@
 use super::{Context, START_CHECK, Sight, is_given_up, quiet_left, sight, volume};
 use crate::objects::{
-    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus, Volume,
+    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
+    Volume, VolumeState,
 };
 use crate::observed::{AgentView, Detail, Instance, InstanceKey, InstanceState};
 use crate::undelete::Record;
@@ -205,12 +206,11 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let mut decision = Decision::nothing();
     // The volume is removed after its last replica, so it is there.
     let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else { return decision };
-    let may_go = match volume.is_deleting() {
-        // Somebody may have deleted both: an engine that still runs may have written to no other replica.
-        true => volume::engine_is_over(context, volume),
-        false => is_replaced(context, volume, replica),
-    };
-    if !may_go {
+    // Data goes once it is stored that the deletion has begun, from where on no PersistentVolume holds it any more. Somebody may
+    // have deleted both: an engine that still runs may have written to no other replica.
+    let has_begun = volume.is_deleting() && volume.status.state == VolumeState::Deleting;
+    let with_volume = has_begun && volume::engine_is_over(context, volume);
+    if !with_volume && !is_replaced(context, volume, replica) {
         // Whoever has deleted it, it stays in use until the volume is served without it.
         return see(context, replica, replica.spec.desire_state);
     }
@@ -244,7 +244,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
                 disk_uuid: replica.spec.disk_id.clone(),
                 volume: replica.spec.volume_name.clone(),
                 replica_id: replica.spec.replica_id,
-                record: Record::of(volume, replica, volume.is_deleting()),
+                record: Record::of(volume, replica, with_volume),
             };
             decision.call(&replica.spec.node_id, call);
             decision.actions.push(remove);

@@ -14,6 +14,7 @@ use crate::observed::{AgentInfo, Detail, DiskView, EngineView, Instance, Instanc
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall};
 
+mod deletion;
 mod detach;
 mod losses;
 mod starts;

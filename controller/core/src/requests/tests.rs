@@ -391,3 +391,28 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
     let salvaged = stored(salvage.apply(&world, now()).unwrap());
     assert_eq!(salvaged.status.salvage.map(|salvage| salvage.replica_id), Some(replica_id));
 }
+
+/// An engine that has served may have its device in use: it would not stop, and might serve again.
+#[test]
+fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
+    use crate::objects::{DesireState, Engine, VolumeState};
+    let mut volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 3);
+    let check = |state: VolumeState, phase: &str, served_attach| {
+        let mut volume = volume.clone();
+        volume.status.state = state;
+        let mut engine = Engine::of_new(&volume, now());
+        (engine.spec.attach, engine.spec.desire_state) = (3, DesireState::Running);
+        (engine.status.seen_attach, engine.status.served_attach) = (3, served_attach);
+        engine.status.phase = phase.to_owned();
+        let mut world = world_with("n", volume.clone());
+        world.insert(engine.into());
+        check_salvageable(&world, &volume)
+    };
+    let refused = Err(RequestError::IsServed("v".to_owned()));
+    assert_eq!(check(VolumeState::Attaching, "frozen", 3), refused, "it has served in this attachment");
+    assert_eq!(check(VolumeState::Attaching, "starting", 3), refused);
+    assert_eq!(check(VolumeState::Attaching, "frozen", 2), Ok(()), "it has only served in an earlier one");
+    assert_eq!(check(VolumeState::Attaching, "frozen", 0), Ok(()));
+    assert_eq!(check(VolumeState::Detached, "", 3), Ok(()), "no engine is there");
+}

@@ -3,10 +3,10 @@
 use super::*;
 use crate::objects::{EngineStatus, Robustness, Volume, VolumeState};
 
-const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
+pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
 /// As [`degraded_world`], where both replicas are members and nobody wants the volume any more.
-fn leaving_world() -> World {
+pub(super) fn leaving_world() -> World {
     let mut world = degraded_world();
     let lost = ReplicaId::from_random(2);
     world.insert(replica(lost, "b", None).into());
@@ -23,7 +23,7 @@ fn leaving_world() -> World {
 }
 
 /// Agents of a, b and c; a shows the engine with these members.
-fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
+pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     let mut agents = agents(None);
     let mut free = agents.by_node().values().next().unwrap().clone();
     free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
@@ -43,7 +43,7 @@ fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     agents
 }
 
-fn both() -> Agents {
+pub(super) fn both() -> Agents {
     agents_with(&[(1, MemberMode::Member), (2, MemberMode::Member)])
 }
 
@@ -53,7 +53,7 @@ fn refuse(agents: &mut Agents) {
 }
 
 /// Some rounds of the reconcilers of the volume and its engine; every stop of the engine is refused. The calls that were made.
-fn rounds(world: &mut World, agents: &mut Agents) -> Vec<AgentCall> {
+pub(super) fn rounds(world: &mut World, agents: &mut Agents) -> Vec<AgentCall> {
     let mut calls = Vec::new();
     for _ in 0..6 {
         for key in [Key::new(Kind::Volume, "v"), Key::new(Kind::Engine, "v")] {
@@ -215,7 +215,7 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
     assert_eq!(told, 1, "{calls:#?}");
 }
 
-fn tells_of(call: &AgentCall, id: ReplicaId) -> bool {
+pub(super) fn tells_of(call: &AgentCall, id: ReplicaId) -> bool {
     matches!(call, AgentCall::UpdateReplicas { replicas, .. } if replicas.contains_key(&id))
 }
 

@@ -285,6 +285,15 @@ fn the_data_of_a_volume_stays_until_its_engine_has_ended_whoever_has_deleted_wha
         let actions = decide(world, Kind::Replica, &name(), now()).actions;
         actions.iter().any(|action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. })))
     };
+    assert!(
+        !deletes(&world),
+        "a PersistentVolume may hold the deletion until it is stored that it has begun"
+    );
+    let mut volume = world.volumes.remove("v").unwrap();
+    volume.status.state = VolumeState::Deleting;
+    world.insert(volume.into());
+    let woken = concerned(&world, &Key::new(Kind::Volume, "v"));
+    assert!(woken.contains(&Key::new(Kind::Replica, name())), "{woken:?}");
     assert!(deletes(&world), "no engine runs");
     let mut engine = world.engines.remove("v").unwrap();
     engine.spec.desire_state = DesireState::Running;

@@ -161,6 +161,7 @@ impl Run<'_> {
     pub(super) fn tear_down(&mut self) {
         self.enter(VolumeState::Deleting);
         if !self.engine_stopped() {
+            self.look_after_leaving();
             return;
         }
         if !self.replicas.is_empty() {

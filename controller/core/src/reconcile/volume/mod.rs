@@ -73,7 +73,8 @@ impl Run<'_> {
             // It was refused once; whoever comes here can be read.
             self.next.status.conditions.set(ConditionType::Accepted, Finding::Well, self.context.now);
         }
-        if !self.stored.is_deleting() {
+        // One whose device is in use goes on until it can be stopped, whoever has deleted it.
+        if !self.stored.is_deleting() || !engine_is_over(self.context, self.stored) {
             if self.catch_up() {
                 return;
             }

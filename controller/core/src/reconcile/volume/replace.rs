@@ -14,7 +14,6 @@ use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::Run;
-use crate::ReplicaTarget;
 use crate::drain::{self, Leaves};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
@@ -24,6 +23,7 @@ use crate::reconcile::{
     Context, NEW_REPLICA_WAIT, REBUILD_CHECK, health, is_given_up, remaining, seeks_place,
 };
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
+use crate::{ReplicaTarget, World};
 
 /// Whether the engine of the current attachment serves, and what it says is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
@@ -53,8 +53,21 @@ pub(in crate::reconcile) fn may_go(
         && !engine.status.replica_mode_map.contains_key(&id);
     let is_needless = was_never_member(volume, replica)
         || is_whole(volume, engine, context.world.replicas_of(&volume.spec.volume_name))
-        || is_given_up(context, &replica.spec.node_id);
+        || is_given_up(context, &replica.spec.node_id)
+        || makes_room(context.world, volume, engine, replica);
     serves(volume, engine) && is_forgotten && is_needless
+}
+
+/// Whether the replica has to go before its substitute can be made: an engine cannot have one more. All others are members then,
+/// so that one at a time goes. A replica that only has a better place elsewhere stays where it is.
+fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
+    let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
+    let id = replica.spec.replica_id;
+    let others = || world.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
+    must_leave
+        && volume.spec.number_of_replicas as usize >= MAX_MEMBERS
+        && others().count() + 1 >= MAX_MEMBERS
+        && others().all(|other| engine.status.has_member(other.spec.replica_id))
 }
 
 fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
@@ -96,8 +109,13 @@ impl<'a> Run<'a> {
             !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding))
                 && is_given_up(self.context, &replica.spec.node_id)
         };
+        let has_left = |replica: &Replica| {
+            !engine.status.has_member(replica.spec.replica_id)
+                && makes_room(self.context.world, self.stored, engine, replica)
+        };
         if live.len() <= wanted {
-            return live.iter().copied().filter(|replica| is_gone(replica)).collect();
+            let needless = |replica: &&Replica| is_gone(replica) || has_left(replica);
+            return live.iter().copied().filter(needless).collect();
         }
         // Replicas that are to leave do not make one needless that is to take their place.
         let staying = live.iter().copied().filter(|replica| !self.is_evicted(replica));
@@ -129,7 +147,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A member that the view has beyond what is configured: first one that is to leave its place, else the newest.
+    /// A member that the view has beyond what is configured: first one that is to leave its place, else the newest. Without such
+    /// one, a member that has to go before its substitute is made.
     fn leaving(&self, engine: &Engine, live: &[&'a Replica]) -> Option<&'a Replica> {
         let members =
             live.iter().copied().filter(|replica| engine.status.has_member(replica.spec.replica_id));
@@ -138,7 +157,10 @@ impl<'a> Run<'a> {
         // Without enough that stay it would be wanted again as soon as it has left.
         let staying = members.iter().filter(|replica| !self.is_evicted(replica)).count();
         if staying < wanted || members.len() == wanted {
-            return None;
+            let makes_room =
+                |replica: &&Replica| makes_room(self.context.world, self.stored, engine, replica);
+            let urgency = |replica: &&Replica| drain::leaves(self.context.world, replica);
+            return members.into_iter().filter(makes_room).min_by_key(urgency);
         }
         let rank = |replica: &&&Replica| {
             let metadata = &replica.metadata;

@@ -308,3 +308,31 @@ fn half_is_not_enough_where_grants_are_forgotten() {
     lost.run();
     assert!(!lost.is_fenced());
 }
+
+/// The grant of a salvage counts only once the replica is the volume: until then the old engine may have a majority.
+#[test]
+fn a_salvage_that_waits_does_not_fence_the_old_engine_by_its_own_grant() {
+    for (replicas, done, enough) in [(3, false, false), (2, false, false), (3, true, true)] {
+        let mut lost = Lost::new(replicas);
+        lost.begin();
+        let attach = lost.volume().status.attach;
+        lost.change(|volume| {
+            volume.status.arbiter = crate::salvage::arbiter(attach, id(1));
+            volume.status.salvage = Some(crate::objects::Salvage {
+                replica_id: id(1),
+                attach,
+                decided_at: Timestamp::UNIX_EPOCH,
+                by: String::new(),
+                reason: String::new(),
+                losses: String::new(),
+                done,
+            });
+        });
+        // Only the chosen one refuses the old engine.
+        let committed =
+            if done { view(attach, 1, &[1]) } else { view(OLD, 1, &(0..replicas).collect::<Vec<_>>()) };
+        lost.replica_says(1, attach, committed);
+        lost.run();
+        assert_eq!(lost.is_fenced(), enough, "of {replicas}, carried out: {done}");
+    }
+}
