@@ -56,6 +56,17 @@ async fn a_pod_comes_back_on_another_node() {
     csi.publish(publish("pvc-1", "b")).await.unwrap();
     assert_eq!(csi.published("pvc-1").await, ["b"]);
     assert!(cluster.agents[0].running().contains(&"pvc-1".to_owned()), "the engine still runs there");
+
+    // The claim is deleted before the node is back: nobody waits for that, and then everything there goes.
+    csi.unpublish("pvc-1", "b").await.unwrap();
+    csi.delete("pvc-1").await.unwrap();
+    assert!(cluster.agents[1..].iter().all(|agent| agent.directories().is_empty()));
+    cluster.start_agent(0);
+    let deadline = Instant::now() + LIMIT;
+    while !cluster.agents[0].running().is_empty() || !cluster.agents[0].directories().is_empty() {
+        assert!(Instant::now() < deadline, "{:?} is left", cluster.agents[0].running());
+        sleep(Duration::from_millis(20)).await;
+    }
     cluster.check();
 }
 

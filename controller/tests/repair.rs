@@ -215,8 +215,8 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
         assert!(Instant::now() < deadline, "node b is never lost");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let back = cluster.ok(&["volume", "undelete", "v"]).await;
-    assert!(back.contains("node b does not say") && back.contains("The rest comes back"), "{back}");
+    let (code, text) = cluster.fails(&["volume", "undelete", "v"]).await;
+    assert!(code == 1 && text.contains("is back, and perhaps not all of it: node b does not say"), "{text}");
     assert_eq!(cluster.inspect("v").await["state"], "detached");
     cluster.start_agent(1);
     cluster.retry(&["volume", "undelete", "v"]).await;
@@ -228,5 +228,49 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     assert_eq!(found, names);
     let (_, text) = cluster.fails(&["volume", "undelete", "v"]).await;
     assert!(text.contains("nothing of volume v") || text.contains("is there already"), "{text}");
+
+    // Deleted for good there is nothing to bring back.
+    cluster.ok(&["volume", "detach", "v"]).await;
+    cluster.ok(&["volume", "delete", "v", "--yes"]).await;
+    let (_, text) = cluster.fails(&["volume", "trash", "v", "--remove"]).await;
+    assert!(text.contains("--yes"), "{text}");
+    let one = names[0].rsplit_once('-').unwrap().1;
+    let said = cluster.ok(&["volume", "trash", "v", "--remove", "--replica", one, "--yes"]).await;
+    assert!(said.contains("1 directories"), "{said}");
+    assert!(!cluster.ok(&["volume", "trash", "v"]).await.contains(one));
+    cluster.ok(&["volume", "trash", "v", "--remove", "--yes"]).await;
+    let (code, text) = cluster.fails(&["volume", "trash", "v", "--remove", "--yes"]).await;
+    assert!(code == 3 && text.contains("in the trash"), "{text}");
+    cluster.check();
+}
+
+/// The volume is gone although a node is down, whose data is deleted when it is back; undeleted before, it is the volume's again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deletion_goes_on_without_a_node_that_is_down() {
+    let mut cluster = Cluster::start(&["a", "b"]).await;
+    let volume = attached(&cluster, "2").await;
+    cluster.ok(&["volume", "detach", "v"]).await;
+    cluster.until_stopped().await;
+    cluster.stop_agent(1);
+    // Within the time after which a node counts as lost.
+    cluster.ok(&["volume", "delete", "v", "--yes"]).await;
+    assert!(cluster.agents[0].directories().is_empty() && cluster.agents[1].directories().len() == 1);
+    let left = cluster.ok(&["replica", "list"]).await;
+    assert!(left.contains(replica_on(&volume, "b")) && left.contains("being deleted"), "{left}");
+    let (code, text) = cluster.fails(&["volume", "undelete", "v"]).await;
+    assert!(code == 1 && text.contains("is back"), "{text}");
+    assert_eq!(cluster.inspect("v").await["replicas"].as_array().unwrap().len(), 2);
+
+    cluster.ok(&["volume", "delete", "v", "--yes"]).await;
+    cluster.start_agent(1);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while cluster.ok(&["replica", "list"]).await.contains("v-") {
+        assert!(Instant::now() < deadline, "what is on b is never deleted");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(cluster.agents[1].directories().is_empty());
+    cluster.retry(&["volume", "undelete", "v"]).await;
+    assert!(cluster.agents.iter().all(|agent| agent.directories().len() == 1));
+    cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     cluster.check();
 }

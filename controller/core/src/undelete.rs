@@ -5,9 +5,15 @@
 //! any other volume: an engine starts only from replicas that are enough of the newest view, and gets a higher number than any
 //! before. A replica that was deleted while its volume went on is not brought back: its record says so.
 //!
-//! The directories are restored first, then the objects are stored, the volume last. So nothing that is stored names a directory
-//! that is not in place, and until the volume is there nothing is started. Whoever is cut off anywhere is brought to the end by
-//! whoever asks again: an agent lists what it has restored until it is told that the volume is stored.
+//! What a deletion could not reach has left its objects behind, with the same records, and its data where
+//! it was: it belongs to the volume again. As a deletion of an object cannot be taken back everywhere, such
+//! a replica goes on as one of a living volume that somebody has deleted: it is in use until it is
+//! replaced.
+//!
+//! The directories are restored first, then the objects are stored, the volume last. So nothing that is
+//! stored names a directory that is not in place, and until the volume is there nothing is started. Whoever
+//! is cut off anywhere is brought to the end by whoever asks again: an agent lists what it has restored
+//! until it is told that the volume is stored.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -77,8 +83,8 @@ impl Record {
     }
 }
 
-/// How new the data of a directory is, as it says itself. Of two directories of one replica the greater one is newer, whatever
-/// the clocks of their nodes say.
+/// How new the data of a directory is, as it says itself. Of two directories of one replica the greater one
+/// is newer, whatever the clocks of their nodes say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Holds {
     /// The newest view that is through; none: no engine has opened it, or it does not say.
@@ -110,8 +116,8 @@ pub struct Trashed {
     pub record: Option<Record>,
 }
 
-/// How a volume comes back. Everything is stored in this order: the volume comes last, so that nothing is started and no place is
-/// sought before all of it is there.
+/// How a volume comes back. Everything is stored in this order: the volume comes last, so that nothing is
+/// started and no place is sought before all of it is there.
 #[derive(Clone, Debug, Default)]
 pub struct Undeletion {
     /// Those that are new, and those of which only a part was stored.
@@ -122,24 +128,26 @@ pub struct Undeletion {
     pub volume: Option<Volume>,
 }
 
-/// The directories that a volume of that name comes back with. They have to be in place before anything is stored.
+/// The directories that a volume of that name comes back with. They have to be in place before anything is
+/// stored.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
 pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<Trashed>, RequestError> {
-    let life = Life::newest(name, trash)?;
+    let life = Life::newest(world, name, trash)?;
     life.there(world)?;
     let waits = |trashed: &&Trashed| match world.replicas.get(&instance_name(trashed)) {
         Some(stored) => {
             let is_place = stored.spec.node_id == trashed.node && stored.spec.disk_path == trashed.disk_path;
-            is_place && !stored.metadata.is_deleting()
+            is_place && !stored.is_left_behind()
         }
         None => true,
     };
     Ok(life.found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect())
 }
 
-/// How the volume of that name comes back from what is in the trash; the directories of `in_place` are restored.
+/// How the volume of that name comes back from what is in the trash; the directories of `in_place` are
+/// restored.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
@@ -151,21 +159,26 @@ pub fn undelete(
     secret: Secret,
     now: Timestamp,
 ) -> Result<Undeletion, RequestError> {
-    let life = Life::newest(name, trash)?;
+    let life = Life::newest(world, name, trash)?;
     let there = life.there(world)?;
     let attach = there.map_or(life.record.attach, |volume| volume.status.attach.max(life.record.attach));
+    if in_place.is_empty() && life.left.is_empty() {
+        return Err(RequestError::NothingToUndelete(name.to_owned()));
+    }
     let is_in_place = |trashed: &Trashed| in_place.contains(&trashed.replica_id);
     let found = life.found.values().filter(|(trashed, _)| is_in_place(trashed));
     let new = found.filter(|(trashed, _)| !world.replicas.contains_key(&instance_name(trashed)));
     let mut replicas: Vec<Replica> =
         new.map(|(trashed, record)| life.replica(trashed, record, attach, now)).collect();
+    replicas.extend(life.left.iter().map(|(replica, record)| taken_back(replica, record, attach, now)));
     if there.is_some_and(|volume| !life.is_bare(world, volume)) {
         return Ok(Undeletion { replicas, ..Undeletion::default() });
     }
-    // No other controller has asked for a volume without data of its own to have these: they are of an undeletion.
+    // No other controller has asked for a volume without data of its own to have these: they are of an
+    // undeletion.
     replicas.extend(life.half_stored(world, attach, now));
     let volume = match there {
-        Some(volume) => Volume { status: status(life.record), ..volume.clone() },
+        Some(volume) => Volume { status: status(&life.record), ..volume.clone() },
         None => {
             let spec = VolumeSpec {
                 volume_name: life.name.clone(),
@@ -173,7 +186,7 @@ pub fn undelete(
                 secret,
                 ..life.record.spec.clone()
             };
-            Volume { metadata: Metadata::new(name, now), spec, status: status(life.record) }
+            Volume { metadata: Metadata::new(name, now), spec, status: status(&life.record) }
         }
     };
     let engine = (!world.engines.contains_key(name)).then(|| Engine::of_new(&volume, now));
@@ -185,30 +198,39 @@ struct Life<'a> {
     name: VolumeName,
     /// The directories that were deleted with it, with their records, by replica.
     found: BTreeMap<ReplicaId, (&'a Trashed, &'a Record)>,
+    /// The replicas that it has left behind, with theirs.
+    left: Vec<(Replica, Record)>,
     /// The newest of the records.
-    record: &'a Record,
+    record: Record,
 }
 
 impl<'a> Life<'a> {
-    /// Of several volumes of the name the one that was made last: the name was free only after the one before was gone. Of
-    /// several directories of a replica, and of several records, the newest by what they hold.
-    fn newest(name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
+    /// Of several volumes of the name the one that was made last: the name was free only after the one
+    /// before was gone. Of several directories of a replica, and of several records, the newest by what
+    /// they hold.
+    fn newest(world: &World, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
         let name = VolumeName::new(name)?;
         let of_it = trash.iter().filter(|trashed| trashed.volume == name);
         let usable = of_it.filter_map(|trashed| {
             Some((trashed, trashed.record.as_ref().filter(|record| record.with_volume)?))
         });
         let mut all: Vec<(&Trashed, &Record)> = usable.collect();
-        let created = all.iter().map(|(_, record)| record.volume_created).max();
-        all.retain(|(_, record)| Some(record.volume_created) == created);
+        let read = |replica: &Replica| serde_json::from_str(replica.status.deletion_record.as_ref()?).ok();
+        let left = world.left_behind(&name);
+        let mut left: Vec<(Replica, Record)> =
+            left.filter_map(|replica| Some((replica.clone(), read(replica)?))).collect();
+        let records = || all.iter().map(|(_, record)| *record).chain(left.iter().map(|(_, record)| record));
+        let created = records().map(|record| record.volume_created).max();
         let age = |record: &Record| {
             let granted = record.arbiter.granted().map(|view| view.id);
             (record.attach, granted, record.fenced_attach, record.current_size)
         };
-        let record = all.iter().map(|(_, record)| *record).max_by_key(|record| age(record));
-        let Some(record) = record else {
+        let of_last = records().filter(|record| Some(record.volume_created) == created);
+        let Some(record) = of_last.max_by_key(|record| age(record)).cloned() else {
             return Err(RequestError::NothingToUndelete(name.to_string()));
         };
+        all.retain(|(_, record)| Some(record.volume_created) == created);
+        left.retain(|(_, record)| Some(record.volume_created) == created);
         let newness = |trashed: &Trashed| (trashed.restored, trashed.holds, trashed.deleted_ms);
         let mut found: BTreeMap<ReplicaId, (&Trashed, &Record)> = BTreeMap::new();
         for (trashed, record) in all {
@@ -217,7 +239,7 @@ impl<'a> Life<'a> {
                 found.insert(trashed.replica_id, (trashed, record));
             }
         }
-        Ok(Life { name, found, record })
+        Ok(Life { name, found, left, record })
     }
 
     /// The volume, if it is there: its undeletion was cut off, or had not reached every node.
@@ -241,11 +263,12 @@ impl<'a> Life<'a> {
         let is_stored = |trashed: &Trashed| world.replicas.contains_key(&instance_name(trashed));
         volume.status.state == VolumeState::Creating
             && volume.status.attach == 0
-            && self.found.values().any(|(trashed, _)| is_stored(trashed))
+            && (self.found.values().any(|(trashed, _)| is_stored(trashed))
+                || world.replicas_of(&self.name).any(|replica| replica.status.data == DataState::Present))
     }
 
-    /// The replicas of which a store has taken the spec and not the status. Also of those whose node does not answer now: their
-    /// directories are in place, as their specs are stored.
+    /// The replicas of which a store has taken the spec and not the status. Also of those whose node does
+    /// not answer now: their directories are in place, as their specs are stored.
     fn half_stored(&self, world: &World, attach: u64, now: Timestamp) -> Vec<Replica> {
         let bare = world.replicas_of(&self.name).filter(|replica| replica.status.data != DataState::Present);
         let with_status = |replica: &Replica| {
@@ -268,6 +291,16 @@ impl<'a> Life<'a> {
         }
         replica
     }
+}
+
+/// What its volume had left behind belongs to it again.
+fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -> Replica {
+    let mut status =
+        ReplicaStatus { deletion_record: None, message: String::new(), ..replica.status.clone() };
+    if record.attach < attach {
+        status.failed_at.get_or_insert(now);
+    }
+    Replica { status, ..replica.clone() }
 }
 
 fn instance_name(trashed: &Trashed) -> String {

@@ -23,8 +23,17 @@ pub struct World {
 }
 
 impl World {
-    /// The replicas of `volume`, in the order of their names.
+    /// The replicas of `volume`, in the order of their names. Those that a deleted volume of the name has left behind are none.
     pub fn replicas_of<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
+        self.replicas_named(volume).filter(|replica| !replica.is_left_behind())
+    }
+
+    /// The replicas that deleted volumes of that name have left behind.
+    pub fn left_behind<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
+        self.replicas_named(volume).filter(|replica| replica.is_left_behind())
+    }
+
+    fn replicas_named<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
         // Other volumes can have names that start like this one's replicas, so the prefix only narrows it.
         let prefix = format!("{volume}-");
         self.replicas

@@ -190,6 +190,14 @@ impl Controller for Api {
         self.undelete(&request.into_inner().name).await.map(Response::new)
     }
 
+    async fn remove_trash(
+        &self,
+        request: Request<v1::RemoveVolumeTrashRequest>,
+    ) -> Reply<v1::RemoveVolumeTrashResponse> {
+        let v1::RemoveVolumeTrashRequest { name, replica_id } = request.into_inner();
+        self.empty_trash(&name, &replica_id).await.map(Response::new)
+    }
+
     async fn watch_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<VolumeStream> {
         let name = request.into_inner().name;
         // Before the first look: no change is missed in between.

@@ -23,6 +23,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         RequestError::NoVolume(_)
         | RequestError::NoNode(_)
         | RequestError::NothingToUndelete(_)
+        | RequestError::NotInTrash { .. }
         | RequestError::NoReplica { .. }
         | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,

@@ -1,9 +1,13 @@
 //! Deleted volumes in the trash of their disks.
 
-use shorthorn_controller_core::Timestamp;
-use shorthorn_controller_core::objects::Object;
+use std::time::Duration;
+
+use shorthorn_controller_core::objects::{Object, Volume};
+use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
+use shorthorn_controller_core::{NodeName, Timestamp, csi};
 use shorthorn_proto::v1;
+use tokio::sync::broadcast::error::RecvError;
 use tonic::Status;
 
 use super::server::Api;
@@ -12,10 +16,26 @@ use crate::agents::convert;
 use crate::random::new_secret;
 use crate::store::StoreError;
 
+fn unsaid(node: &NodeName) -> String {
+    format!("node {node} does not say what is in its trash")
+}
+
+/// How long an undeletion waits for the deletion to be over. Less than the caller does.
+const DELETION_LIMIT: Duration = Duration::from_secs(20);
+
 impl Api {
     pub(super) async fn trash(&self, name: &str) -> v1::ListVolumeTrashResponse {
         let (found, silent) = self.fleet.trash().await;
-        let of_it = found.into_iter().filter(|(_, trashed)| name.is_empty() || trashed.volume == name);
+        // What is restored and in use is no trash.
+        let is_in_use = |trashed: &v1::TrashedReplica| {
+            let world = self.store.world();
+            trashed.restored
+                && world.volumes.contains_key(&trashed.volume)
+                && world.replicas.contains_key(&format!("{}-{}", trashed.volume, trashed.replica_id))
+        };
+        let of_it = found
+            .into_iter()
+            .filter(|(_, trashed)| (name.is_empty() || trashed.volume == name) && !is_in_use(trashed));
         let shown = of_it.map(|(node, replica)| {
             let record = convert::trashed(&node, &replica).and_then(|trashed| trashed.record);
             v1::VolumeTrash {
@@ -36,17 +56,49 @@ impl Api {
         }
     }
 
+    /// Deletes for good what is in the trash of the volume, or of one of its replicas. What is restored stays.
+    pub(super) async fn empty_trash(
+        &self,
+        name: &str,
+        replica_id: &str,
+    ) -> Result<v1::RemoveVolumeTrashResponse, Status> {
+        let (found, silent) = self.fleet.trash().await;
+        let is_meant = |trashed: &v1::TrashedReplica| {
+            let is_replica = replica_id.is_empty() || trashed.replica_id == replica_id;
+            trashed.volume == name && is_replica && !trashed.restored
+        };
+        let meant = found.iter().filter(|(_, trashed)| is_meant(trashed));
+        let meant: Vec<Trashed> =
+            meant.filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
+        if meant.is_empty() {
+            let error = RequestError::NotInTrash { name: name.to_owned(), replica: replica_id.to_owned() };
+            return Err(status::of_request(&error));
+        }
+        let mut problems: Vec<String> = silent.iter().map(unsaid).collect();
+        let mut removed = 0;
+        for trashed in meant {
+            tracing::warn!(volume = name, replica = %trashed.replica_id, node = %trashed.node, "trash is deleted for good");
+            match self.fleet.remove_trash(&trashed).await {
+                Ok(()) => removed += 1,
+                Err(error) => {
+                    problems.push(format!("replica {} on {}: {error}", trashed.replica_id, trashed.node));
+                }
+            }
+        }
+        Ok(v1::RemoveVolumeTrashResponse { removed, problems })
+    }
+
     /// Has the directories restored, then stores the objects, the volume last: whoever calls again after an end in between finds
     /// the rest in the trash.
     pub(super) async fn undelete(&self, name: &str) -> Result<v1::UndeleteVolumeResponse, Status> {
+        self.wait_for_deletion(name).await?;
         let (found, silent) = self.fleet.trash().await;
         let trash: Vec<Trashed> =
             found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
         let wanted =
             directories(&self.store.world(), name, &trash).map_err(|error| status::of_request(&error))?;
         tracing::warn!(volume = name, replicas = wanted.len(), "a volume is undeleted");
-        let mut problems: Vec<String> =
-            silent.iter().map(|node| format!("node {node} does not say what is in its trash")).collect();
+        let mut problems: Vec<String> = silent.iter().map(unsaid).collect();
         let mut restored = Vec::new();
         for trashed in wanted {
             match self.fleet.restore_replica(&trashed).await {
@@ -56,11 +108,11 @@ impl Api {
                 }
             }
         }
-        if restored.is_empty() {
-            let message = format!("nothing of volume {name} could be restored: {}", problems.join("; "));
-            return Err(Status::failed_precondition(message));
+        if let Err(error) = self.store_undeleted(name, &trash, &restored).await {
+            let troubles =
+                if problems.is_empty() { String::new() } else { format!("; {}", problems.join("; ")) };
+            return Err(Status::new(error.code(), format!("{}{troubles}", error.message())));
         }
-        self.store_undeleted(name, &trash, &restored).await?;
         for trashed in &restored {
             // One that stays is listed as restored, and goes with the directory.
             if let Err(error) = self.fleet.remove_trash(trashed).await {
@@ -68,6 +120,28 @@ impl Api {
             }
         }
         Ok(v1::UndeleteVolumeResponse { volume: Some(self.show(name)?), problems })
+    }
+
+    /// A deletion that has begun is not taken back, as Kubernetes knows no way to do that: it comes to its end, which does not wait
+    /// for nodes that do not answer, and then the volume comes back.
+    async fn wait_for_deletion(&self, name: &str) -> Result<(), Status> {
+        let mut changes = self.store.changes();
+        let gone = async {
+            loop {
+                let volume = self.store.world().volumes.get(name).map(Volume::is_deleting);
+                if volume != Some(true) {
+                    return;
+                }
+                // Whatever it says, it is looked again; without a store there is no controller.
+                if let Err(RecvError::Closed) = changes.recv().await {
+                    return;
+                }
+            }
+        };
+        tokio::time::timeout(DELETION_LIMIT, gone).await.map_err(|_| {
+            let waits_for = csi::waits_for(&self.store.world(), name);
+            Status::failed_precondition(format!("{waits_for}; it can be undeleted once it is deleted"))
+        })
     }
 
     async fn store_undeleted(

@@ -21,6 +21,7 @@ impl IntoCsiError for RequestError {
             | RequestError::NoVolume(_)
             | RequestError::NoNode(_)
             | RequestError::NothingToUndelete(_)
+            | RequestError::NotInTrash { .. }
             | RequestError::NoReplica { .. }
             | RequestError::NoDisk { .. } => CsiError::NotFound(message),
             RequestError::Exists { .. } => CsiError::Exists(message),

@@ -161,8 +161,18 @@ pub enum VolumeCommand {
     Trash {
         /// Only what is of this volume
         name: Option<String>,
+        /// Deletes what is of this volume for good
+        #[arg(long, requires = "name")]
+        remove: bool,
+        /// Deletes only this replica of it
+        #[arg(long, value_name = "ID", requires = "remove")]
+        replica: Option<String>,
+        /// Does not ask
+        #[arg(long, short, requires = "remove")]
+        yes: bool,
     },
-    /// Brings a deleted volume back from the trash, detached. A PersistentVolume of Kubernetes is not made by that
+    /// Brings a deleted volume back from the trash, detached; fails if not all of it could be reached. A PersistentVolume of
+    /// Kubernetes is not made by that
     Undelete {
         /// Name of the volume
         name: String,

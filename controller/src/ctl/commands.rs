@@ -110,7 +110,10 @@ impl Session {
                 self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.state))
             }
             VolumeCommand::Delete { name, yes, wait } => self.delete(name, yes, wait).await,
-            VolumeCommand::Trash { name } => self.trash(name.unwrap_or_default()).await,
+            VolumeCommand::Trash { name: Some(name), remove: true, replica, yes } => {
+                self.remove_trash(name, replica.unwrap_or_default(), yes).await
+            }
+            VolumeCommand::Trash { name, .. } => self.trash(name.unwrap_or_default()).await,
             VolumeCommand::Undelete { name } => self.undelete(name).await,
         }
     }
@@ -218,16 +221,36 @@ impl Session {
         let request = limited(v1::UndeleteVolumeRequest { name });
         let undeleted = self.client.undelete_volume(request).await.map_err(self.error())?.into_inner();
         let (volume, problems) = (undeleted.volume.unwrap_or_default(), undeleted.problems);
+        if !problems.is_empty() {
+            let (name, missing) = (&volume.name, problems.join("; "));
+            return Err(CtlError::Incomplete(format!(
+                "volume {name} is back, and perhaps not all of it: {missing}. Once that is mended, what is missing comes back with \
+                 another shorthornctl volume undelete {name}"
+            )));
+        }
         self.show(volume, |volume| {
             let name = &volume.name;
-            let rest = if problems.is_empty() {
-                String::new()
-            } else {
-                let missing = problems.join("; ");
-                format!("\nNot all of it: {missing}. The rest comes back with another shorthornctl volume undelete {name}")
-            };
-            format!("volume {name} is back; attach it: shorthornctl volume attach {name} --node NODE{rest}")
+            format!("volume {name} is back; attach it: shorthornctl volume attach {name} --node NODE")
         })
+    }
+
+    async fn remove_trash(
+        &mut self,
+        name: String,
+        replica_id: String,
+        yes: bool,
+    ) -> Result<String, CtlError> {
+        if !yes {
+            confirm::trash_removal(&name)?;
+        }
+        let request = limited(v1::RemoveVolumeTrashRequest { name: name.clone(), replica_id });
+        let v1::RemoveVolumeTrashResponse { removed, problems } =
+            self.client.remove_trash(request).await.map_err(self.error())?.into_inner();
+        let done = format!("{removed} directories of volume {name} are deleted for good");
+        if problems.is_empty() {
+            return Ok(done);
+        }
+        Err(CtlError::Incomplete(format!("{done}, and perhaps not all: {}", problems.join("; "))))
     }
 
     /// Waits for the goal unless that is not wanted; the volume as it is then.

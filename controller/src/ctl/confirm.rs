@@ -8,6 +8,13 @@ pub(super) fn deletion(volume: &str) -> Result<(), CtlError> {
     typed(volume, &refusal, &format!("Delete volume {volume} and all its data?"))
 }
 
+/// Asks on a terminal whether what is left of `volume` shall go for good.
+pub(super) fn trash_removal(volume: &str) -> Result<(), CtlError> {
+    let refusal =
+        format!("what is in the trash of volume {volume} goes for good: say --yes where nobody can be asked");
+    typed(volume, &refusal, &format!("Delete for good what is in the trash of volume {volume}?"))
+}
+
 /// Asks on a terminal whether one replica shall be all of `volume`.
 pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
     let refusal = format!(

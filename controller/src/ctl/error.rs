@@ -12,6 +12,9 @@ pub enum CtlError {
     /// What it is about is not there.
     #[error("{0}")]
     NotFound(String),
+    /// A part of it is done.
+    #[error("{0}")]
+    Incomplete(String),
     /// It did not come about in time.
     #[error("{0}")]
     Timeout(String),
@@ -39,7 +42,10 @@ impl CtlError {
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            CtlError::Refused(_) | CtlError::NotConfirmed(_) | CtlError::Output(_) => 1,
+            CtlError::Refused(_)
+            | CtlError::Incomplete(_)
+            | CtlError::NotConfirmed(_)
+            | CtlError::Output(_) => 1,
             CtlError::NotFound(_) => 3,
             CtlError::Timeout(_) => 4,
             CtlError::Unreachable { .. } => 5,

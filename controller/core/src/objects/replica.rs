@@ -82,6 +82,10 @@ pub struct ReplicaStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub lost_since: Option<Timestamp>,
+    /// Its volume is deleted, and only its data is left, on a node or a disk that could not be reached: it is deleted when that is
+    /// back, and this is kept with it in the trash.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deletion_record: Option<String>,
 }
 
 /// Whether a replica has a directory on its disk.
@@ -98,6 +102,12 @@ pub enum DataState {
 }
 
 impl Replica {
+    /// Whether it is what is left of a volume that is deleted: no volume has it any more.
+    #[must_use]
+    pub const fn is_left_behind(&self) -> bool {
+        self.status.deletion_record.is_some()
+    }
+
     /// Whether no call that starts it was ever sent. One that was wanted may have been started, whatever its status says.
     #[must_use]
     pub fn was_never_started(&self) -> bool {

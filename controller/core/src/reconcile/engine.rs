@@ -1,11 +1,17 @@
-use super::{Context, START_CHECK, Sight, quiet_left, sight};
-use crate::objects::{CurrentState, DesireState, Engine, EngineStatus, Volume};
+use super::{Context, START_CHECK, Sight, is_given_up, quiet_left, sight};
+use crate::objects::{CurrentState, DesireState, Engine, EngineStatus, Key, Kind, Volume};
 use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
-use crate::{AgentCall, Decision, NodeName};
+use crate::{Action, AgentCall, Decision, NodeName};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(engine) = context.world.engines.get(name) else { return Decision::nothing() };
     let Some(node) = &engine.spec.node_id else { return Decision::nothing() };
+    if is_left_behind(context, engine)
+        && (engine.status.current_state == CurrentState::Stopped || is_given_up(context, node))
+    {
+        let remove = Action::Remove(Key::new(Kind::Engine, name), engine.metadata.resource_version);
+        return Decision { actions: vec![remove], look_again: None };
+    }
     let mut decision = match sight(context, node) {
         Sight::Blurred(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
         Sight::Gone(reason) => lose_sight(engine, reason),
@@ -17,6 +23,15 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     // Last, because a stray that cannot be stopped must not hold up anything.
     stop_strays(context, engine, node, &mut decision);
     decision
+}
+
+/// Whether the engine is what is left of a volume that is deleted: it is fenced, and its process is to be stopped when its node
+/// is back. A volume that is there under its name is another one, which has not come to that number.
+pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
+    let volume = context.world.volumes.get(&engine.metadata.name);
+    engine.metadata.is_deleting()
+        && engine.spec.desire_state == DesireState::Stopped
+        && volume.is_none_or(|volume| volume.status.attach < engine.spec.attach)
 }
 
 /// Stops engines of this volume on other nodes, and has those forgotten that have ended. A start call that came late makes

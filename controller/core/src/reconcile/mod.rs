@@ -180,7 +180,12 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
                 std::iter::once(volume).chain(replica)
             }));
             let engines = world.engines_on(&key.name);
-            keys.extend(engines.map(|engine| Key::new(Kind::Volume, &engine.metadata.name)));
+            keys.extend(engines.flat_map(|engine| {
+                // One whose volume is deleted goes with its node.
+                let engine_key =
+                    engine.metadata.is_deleting().then(|| Key::new(Kind::Engine, &engine.metadata.name));
+                std::iter::once(Key::new(Kind::Volume, &engine.metadata.name)).chain(engine_key)
+            }));
         }
     }
     keys

@@ -1,4 +1,8 @@
-use super::{Context, START_CHECK, Sight, is_given_up, quiet_left, sight, volume};
+use std::time::Duration;
+
+use super::{
+    Context, START_CHECK, Sight, UNREACHABLE_AFTER, is_given_up, quiet_left, remaining, sight, volume,
+};
 use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
     Volume, VolumeState,
@@ -203,17 +207,35 @@ fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> boo
 }
 
 fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
-    let mut decision = Decision::nothing();
-    // The volume is removed after its last replica, so it is there.
-    let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else { return decision };
-    // Data goes once it is stored that the deletion has begun, from where on no PersistentVolume holds it any more. Somebody may
-    // have deleted both: an engine that still runs may have written to no other replica.
+    if let Some(record) = &replica.status.deletion_record {
+        return remove(context, replica, record.clone(), None);
+    }
+    // A volume is removed after its last replica, but for those that it leaves behind; so it is there.
+    let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else {
+        return Decision::nothing();
+    };
+    // Data goes once it is stored that the deletion has begun, from where on no PersistentVolume holds it
+    // any more. Somebody may have deleted both: an engine that still runs may have written to no other
+    // replica.
     let has_begun = volume.is_deleting() && volume.status.state == VolumeState::Deleting;
     let with_volume = has_begun && volume::engine_is_over(context, volume);
     if !with_volume && !is_replaced(context, volume, replica) {
         // Whoever has deleted it, it stays in use until the volume is served without it.
         return see(context, replica, replica.spec.desire_state);
     }
+    let record = Record::of(volume, replica, with_volume);
+    remove(context, replica, record, Some((volume, with_volume)))
+}
+
+/// Has the data deleted, and then removes the object. `volume`: that of the replica, unless it is gone, and
+/// whether it goes too.
+fn remove(
+    context: &Context<'_>,
+    replica: &Replica,
+    record: String,
+    volume: Option<(&Volume, bool)>,
+) -> Decision {
+    let mut decision = Decision::nothing();
     let remove =
         Action::Remove(Key::new(Kind::Replica, &replica.metadata.name), replica.metadata.resource_version);
     if replica.was_never_started() {
@@ -222,40 +244,78 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     }
     let key = instance_of(replica);
     let trouble = match sight(context, &replica.spec.node_id) {
+        Sight::Gone(_) if is_given_up(context, &replica.spec.node_id) => {
+            let about = volume.map(|_| Key::new(Kind::Volume, replica.spec.volume_name.as_str()));
+            let about = about.unwrap_or_else(|| Key::new(Kind::Replica, &replica.metadata.name));
+            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
+            let message =
+                format!("replica {name} is forgotten: node {node}, which has its data, is given up");
+            decision.emit(about, true, "ReplicaForgotten", message);
+            decision.actions.push(remove);
+            return decision;
+        }
         Sight::Blurred(wait) => {
             decision.again_after(wait);
             return decision;
         }
-        Sight::Gone(_) if is_given_up(context, &replica.spec.node_id) => {
-            let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
-            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
-            let message =
-                format!("replica {name} is forgotten: node {node}, which has its data, is given up");
-            decision.emit(volume, true, "ReplicaForgotten", message);
-            decision.actions.push(remove);
-            None
-        }
-        Sight::Gone(reason) => Some(reason),
+        Sight::Gone(reason) => Some((reason, Duration::ZERO)),
         Sight::Clear(view) => {
-            decision
-                .call(&replica.spec.node_id, AgentCall::StopInstance { instance: key.clone(), attach: 0 });
-            let call = AgentCall::DeleteReplica {
-                disk_path: replica.spec.disk_path.clone(),
-                disk_uuid: replica.spec.disk_id.clone(),
-                volume: replica.spec.volume_name.clone(),
-                replica_id: replica.spec.replica_id,
-                record: Record::of(volume, replica, with_volume),
-            };
-            decision.call(&replica.spec.node_id, call);
+            if replica.is_left_behind() {
+                stop_stray(context, replica, &record, view, &mut decision);
+            }
+            ask_for_deletion(&mut decision, replica, &record);
             decision.actions.push(remove);
-            view.failures.get(&key).cloned()
+            // A call that has failed is tried for as long as a node is that does not answer.
+            let since = volume.and_then(|(volume, _)| volume.metadata.deletion_timestamp);
+            let left = since.map_or(Duration::ZERO, |since| remaining(since, UNREACHABLE_AFTER, context.now));
+            view.failures.get(&key).cloned().map(|failure| (failure, left))
         }
     };
-    if let Some(message) = trouble.filter(|message| *message != replica.status.message) {
+    let Some((message, left)) = trouble else { return decision };
+    if !left.is_zero() {
+        decision.again_after(left);
+    }
+    // A volume that goes does not wait for it.
+    let is_left =
+        replica.is_left_behind() || left.is_zero() && volume.is_some_and(|(_, with_volume)| with_volume);
+    let status =
+        ReplicaStatus { message, deletion_record: is_left.then_some(record), ..replica.status.clone() };
+    if status != replica.status {
         // Shown first; the change brings the next run, which tries again.
         decision = Decision::nothing();
-        let status = ReplicaStatus { message, ..replica.status.clone() };
         write_status(&mut decision, replica, status);
     }
     decision
+}
+
+/// Stops an engine that is still there on the node of a replica that was left behind: nothing else knows of it, if the
+/// volume has been elsewhere since. It is fenced. An engine of a new volume of the name is left alone.
+fn stop_stray(
+    context: &Context<'_>,
+    replica: &Replica,
+    record: &str,
+    view: &AgentView,
+    decision: &mut Decision,
+) {
+    let instance = InstanceKey::engine(&replica.spec.volume_name);
+    let is_nobodys = !context.world.volumes.contains_key(replica.spec.volume_name.as_str());
+    if is_nobodys
+        && view.instances.contains_key(&instance)
+        && let Ok(Record { attach, .. }) = serde_json::from_str(record)
+    {
+        decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
+    }
+}
+
+fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {
+    let (spec, instance) = (&replica.spec, instance_of(replica));
+    decision.call(&spec.node_id, AgentCall::StopInstance { instance, attach: 0 });
+    let call = AgentCall::DeleteReplica {
+        disk_path: spec.disk_path.clone(),
+        disk_uuid: spec.disk_id.clone(),
+        volume: spec.volume_name.clone(),
+        replica_id: spec.replica_id,
+        record: record.to_owned(),
+    };
+    decision.call(&spec.node_id, call);
 }

@@ -84,6 +84,16 @@ pub enum RequestError {
         "nothing of volume {0} that was deleted with it is in the trash of a node in reach; shorthornctl volume trash shows what is"
     )]
     NothingToUndelete(String),
+    /// It is not in the trash.
+    #[error(
+        "nothing of volume {name} {replica} is in the trash of a node in reach; shorthornctl volume trash shows what is"
+    )]
+    NotInTrash {
+        /// The volume.
+        name: String,
+        /// Its replica; empty: any.
+        replica: String,
+    },
     /// Kubernetes needs it.
     #[error(
         "volume {name} is PersistentVolume {persistent_volume} in Kubernetes: delete its claim, or the PersistentVolume if that \

@@ -141,7 +141,8 @@ fn the_newest_by_what_they_hold_comes_back() {
     assert_eq!(back(&World::default(), &[later.clone(), new]).unwrap().1, [later]);
 }
 
-/// Wherever an undeletion is cut off, another one finishes it, and nothing that is stored could make a directory anew.
+/// Wherever an undeletion is cut off, another one finishes it, and nothing that is stored could make a
+/// directory anew.
 #[test]
 fn an_undeletion_that_is_cut_off_anywhere_is_finished_by_the_next() {
     let gone = deleted(1);
@@ -181,7 +182,8 @@ fn without_status(object: Object) -> Object {
     }
 }
 
-/// The node of one replica is silent when its undeletion is repeated, after only the spec of that replica was stored.
+/// The node of one replica is silent when its undeletion is repeated, after only the spec of that replica
+/// was stored.
 #[test]
 fn a_replica_that_was_stored_in_part_is_never_made_anew() {
     let gone = deleted(1);
@@ -222,4 +224,36 @@ fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
     stranger.metadata.deletion_timestamp = Some(at(301));
     other.insert(Object::Volume(stranger));
     assert!(matches!(back(&other, &trash), Err(RequestError::Deleting(_))));
+}
+
+/// A node did not answer when its volume was deleted: its replica is what is left, and no volume has it.
+#[test]
+fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
+    let gone = deleted(1);
+    let trash = [trashed(&gone, 1, 10, false)];
+    let behind = trashed(&gone, 2, 0, false);
+    let record = behind.record.clone().unwrap();
+    let mut left = replica(&behind, &record, at(50));
+    left.metadata.deletion_timestamp = Some(at(100));
+    left.status.deletion_record = Some(serde_json::to_string(&record).unwrap());
+    left.status.message = "no answer".to_owned();
+    let mut world = World::default();
+    world.insert(left.clone().into());
+    assert_eq!(world.replicas_of(&gone.spec.volume_name).count(), 0);
+    let (undeletion, restored) = back(&world, &trash).unwrap();
+    assert_eq!(restored, trash);
+    let end = add(world.clone(), &undeletion);
+    let of_it: Vec<&Replica> = end.replicas_of(&gone.spec.volume_name).collect();
+    assert_eq!(of_it.len(), 2);
+    let back_again = of_it.into_iter().find(|replica| replica.spec.replica_id == behind.replica_id).unwrap();
+    assert!(back_again.metadata.is_deleting() && back_again.status.data == DataState::Present);
+    assert!(back_again.status.message.is_empty() && back_again.status.failed_at.is_none());
+    // Also if it is all that there is: the others' time in the trash is over.
+    let (alone, restored) = back(&world, &[]).unwrap();
+    assert!(restored.is_empty() && alone.replicas.len() == 1);
+    assert_eq!(alone.volume.unwrap().status.attach, 5);
+    // Of another volume of the name it is left where it is.
+    let newer = [trashed(&deleted(50), 3, 60, false)];
+    let (other, _) = back(&world, &newer).unwrap();
+    assert!(other.replicas.iter().all(|replica| replica.spec.replica_id == ReplicaId::from_random(3)));
 }

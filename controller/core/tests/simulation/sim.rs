@@ -455,7 +455,7 @@ impl Sim {
         }
         let known = self.store.engines.values().any(|engine| {
             let name = engine.spec.volume_name.as_str();
-            !self.store.volumes[name].metadata.is_deleting()
+            self.store.volumes.get(name).is_some_and(|volume| !volume.metadata.is_deleting())
                 && (volume.name == name || volume.name.starts_with(&format!("{name}-")))
         });
         if known {

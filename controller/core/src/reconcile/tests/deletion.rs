@@ -195,3 +195,162 @@ fn a_replica_with_a_better_place_does_not_make_room() {
     }
     assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Running));
 }
+
+/// A volume that is to be deleted, whose replica on b is on a node that does not answer.
+fn without_b() -> (World, Agents) {
+    let mut world = leaving_world();
+    let mut volume = world.volumes["v"].clone();
+    volume.metadata.deletion_timestamp = Some(now());
+    volume.status.state = VolumeState::Deleting;
+    world.insert(volume.into());
+    let mut engine = world.engines["v"].clone();
+    engine.spec.desire_state = DesireState::Stopped;
+    engine.status = EngineStatus { seen_attach: ATTACH, ..EngineStatus::default() };
+    world.insert(engine.into());
+    let mut agents = agents(None);
+    let since = now() - UNREACHABLE_AFTER;
+    agents.by_node.get_mut(&NodeName::new("b").unwrap()).unwrap().link =
+        Link::Down { since, reason: "no answer".to_owned() };
+    (world, agents)
+}
+
+/// Some rounds of everything but the nodes; the calls that were made.
+fn all_rounds(world: &mut World, agents: &Agents) -> Vec<AgentCall> {
+    let mut calls = Vec::new();
+    for _ in 0..6 {
+        let keys: Vec<Key> = world.keys().filter(|key| key.kind != Kind::Node).collect();
+        for key in keys {
+            calls.extend(act(world, agents, &key).into_iter().filter_map(|action| match action {
+                Action::Call(_, call) => Some(call),
+                _ => None,
+            }));
+        }
+    }
+    calls
+}
+
+fn answers(agents: &mut Agents, node: &str) {
+    agents.by_node.get_mut(&NodeName::new(node).unwrap()).unwrap().link = Link::Synced;
+}
+
+#[test]
+fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
+    let (mut world, mut agents) = without_b();
+    all_rounds(&mut world, &agents);
+    assert!(world.volumes.is_empty() && world.engines.is_empty(), "{world:#?}");
+    let [left] = world.replicas.values().cloned().collect::<Vec<_>>().try_into().unwrap();
+    assert!(left.is_left_behind() && left.spec.node_id.as_str() == "b", "{left:#?}");
+    assert_eq!(
+        world.replicas_of(&left.spec.volume_name).count(),
+        0,
+        "another volume of the name has nothing of it"
+    );
+    // It is back: its data goes to the trash, with what was known when its volume went.
+    answers(&mut agents, "b");
+    let engine = InstanceKey::engine(&left.spec.volume_name);
+    let detail = Detail::Engine(Box::new(EngineView { attach: ATTACH - 1, ..EngineView::default() }));
+    let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+    let b = agents.by_node.get_mut(&NodeName::new("b").unwrap()).unwrap();
+    b.instances.insert(engine.clone(), instance);
+    let calls = all_rounds(&mut world, &agents);
+    let stop = AgentCall::StopInstance { instance: engine, attach: ATTACH };
+    assert!(calls.contains(&stop), "the engine that it had before: {calls:#?}");
+    let is_deletion = |call: &&AgentCall| {
+        matches!(call, AgentCall::DeleteReplica { record, .. }
+        if record.contains("\"withVolume\":true") && Some(record) == left.status.deletion_record.as_ref())
+    };
+    assert_eq!(calls.iter().filter(is_deletion).count(), 1, "{calls:#?}");
+    assert_eq!(world.replicas.values().count(), 0);
+}
+
+/// Its disk is not mounted, for instance.
+#[test]
+fn a_deletion_does_not_wait_for_a_disk_that_cannot_be_used() {
+    let (mut world, mut agents) = without_b();
+    answers(&mut agents, "b");
+    let id = InstanceKey::replica(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2));
+    let b = agents.by_node.get_mut(&NodeName::new("b").unwrap()).unwrap();
+    b.failures.insert(id, "the disk is not mounted".to_owned());
+    // Each call to it fails.
+    for round in 0..12 {
+        if round == 6 {
+            assert!(world.volumes.contains_key("v"), "it is tried for a while");
+            let mut volume = world.volumes["v"].clone();
+            volume.metadata.deletion_timestamp = Some(now() - UNREACHABLE_AFTER);
+            world.insert(volume.into());
+        }
+        let keys: Vec<Key> = world.keys().filter(|key| key.kind != Kind::Node).collect();
+        for key in keys {
+            let is_of_b = world.replicas.get(&key.name).is_some_and(|one| one.spec.node_id.as_str() == "b");
+            let before = world.replicas.get(&key.name).cloned();
+            act(&mut world, &agents, &key);
+            if is_of_b && world.replicas.get(&key.name).is_none() {
+                world.insert(before.unwrap().into());
+            }
+        }
+    }
+    assert!(world.volumes.is_empty() && world.engines.is_empty());
+    let left: Vec<_> = world.replicas.values().collect();
+    assert!(left.len() == 1 && left[0].is_left_behind() && left[0].status.message.contains("not mounted"));
+}
+
+#[test]
+fn a_replica_of_a_living_volume_is_not_left_behind() {
+    let (mut world, agents) = without_b();
+    let mut volume = world.volumes["v"].clone();
+    (volume.metadata.deletion_timestamp, volume.status.state) = (None, VolumeState::Detached);
+    volume.spec.node_id = None;
+    world.insert(volume.into());
+    for replica in world.replicas.values().cloned().collect::<Vec<_>>() {
+        let mut replica = replica;
+        replica.metadata.deletion_timestamp = Some(now());
+        world.insert(replica.into());
+    }
+    all_rounds(&mut world, &agents);
+    assert_eq!(world.replicas.values().filter(|replica| !replica.is_left_behind()).count(), 2);
+}
+
+#[test]
+fn what_is_left_behind_goes_with_a_node_that_is_given_up() {
+    let (mut world, agents) = without_b();
+    all_rounds(&mut world, &agents);
+    let mut b = world.nodes["b"].clone();
+    b.metadata.deletion_timestamp = Some(now());
+    world.insert(b.into());
+    act(&mut world, &agents, &Key::new(Kind::Node, "b"));
+    assert!(world.nodes.contains_key("b"), "its data is there");
+    all_rounds(&mut world, &agents);
+    assert_eq!(world.replicas.values().count(), 0);
+}
+
+/// Its engine was on b, and replicas refuse it: its process is stopped when the node is back, and its name
+/// is not free before.
+#[test]
+fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
+    let (mut world, mut agents) = without_b();
+    let mut engine = world.engines["v"].clone();
+    engine.spec.node_id = Some(NodeName::new("b").unwrap());
+    engine.status.current_state = CurrentState::Unknown;
+    world.insert(engine.into());
+    let mut volume = world.volumes["v"].clone();
+    (volume.status.fenced_attach, volume.status.attach) = (ATTACH, ATTACH + 1);
+    world.insert(volume.into());
+    all_rounds(&mut world, &agents);
+    assert!(world.volumes.is_empty() && world.engines.contains_key("v"), "{world:#?}");
+    let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+    let made = wanted.apply(&world, Secret::new([1; 32]), now()).unwrap();
+    let Change::Store(new) = made else { panic!("{made:?}") };
+    world.insert(new.into());
+    all_rounds(&mut world, &agents);
+    let settled = |world: &World| {
+        let settled = world.volumes["v"].status.conditions.get(ConditionType::Settled).cloned();
+        settled.map(|settled| settled.reason)
+    };
+    assert_eq!(settled(&world).as_deref(), Some("NameInUse"));
+    answers(&mut agents, "b");
+    let calls = all_rounds(&mut world, &agents);
+    let stops = |call: &AgentCall| matches!(call, AgentCall::StopInstance { attach: ATTACH, .. });
+    assert!(calls.iter().any(stops), "{calls:#?}");
+    all_rounds(&mut world, &agents);
+    assert_eq!(world.engines["v"].spec.attach, 0, "that of the new volume");
+}

@@ -13,6 +13,10 @@ use crate::{NodeName, ReplicaTarget};
 impl Run<'_> {
     /// Draws the number of the attachment. Stored by this run; nothing is started before the next one.
     pub(super) fn begin_attach(&mut self, node: NodeName) {
+        if self.engine.is_none() {
+            // It was undeleted while the engine that it had before was removed.
+            self.decision.write(Engine::of_new(self.stored, self.context.now));
+        }
         self.next.status.current_node_id = Some(node);
         self.enter(VolumeState::Attaching);
         self.draw_attach();

@@ -8,7 +8,7 @@ use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     VolumeState,
 };
-use crate::reconcile::SPACE_CHECK;
+use crate::reconcile::{SPACE_CHECK, engine};
 use crate::scheduler::{self, Placement, Refusal, Request};
 
 /// What a volume waits for whose undeletion was cut off.
@@ -18,6 +18,11 @@ const UNDELETING: &str =
 impl Run<'_> {
     /// Makes the engine object and gives every replica a place.
     pub(super) fn create(&mut self) {
+        if self.engine.is_some_and(|engine| engine::is_left_behind(self.context, engine)) {
+            let message = "an engine of a deleted volume of this name is stopped first, when its node is back or given up";
+            self.settle(Finding::wrong("NameInUse", message));
+            return;
+        }
         if self.engine.is_none() {
             self.decision.write(Engine::of_new(self.stored, self.context.now));
         }

@@ -168,17 +168,30 @@ impl Run<'_> {
             self.delete_replicas();
             return;
         }
-        // An engine that is only fenced is still a process on its node: somebody has to know of it when that is back.
+        let left = self.context.world.left_behind(&self.stored.spec.volume_name);
+        let left: Vec<String> =
+            left.map(|replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id)).collect();
+        // An engine that is only fenced is still a process on its node: its object stays until that is stopped.
         if let Some(engine) =
             self.engine.filter(|engine| engine.status.current_state != CurrentState::Stopped)
             && !self.goes_with_its_node(engine)
         {
-            let message = format!(
-                "the data is deleted; the engine is stopped when its node is back: {}",
-                engine.status.message
-            );
-            self.settle(Finding::wrong("NodeUnreachable", message));
-            return;
+            if !engine.metadata.is_deleting() {
+                self.settle(Finding::wrong(
+                    "Deleting",
+                    "its engine is fenced, and stopped when its node is back",
+                ));
+                let metadata =
+                    Metadata { deletion_timestamp: Some(self.context.now), ..engine.metadata.clone() };
+                self.decision.write(Engine { metadata, ..engine.clone() });
+                return;
+            }
+            self.engine = None;
+        }
+        if !left.is_empty() {
+            let message =
+                format!("volume is deleted, but for what could not be reached: {}", left.join(", "));
+            self.decision.emit(self.key(), true, "LeftBehind", message);
         }
         // The volume goes last: while it is there, the next run finds what is left.
         let key = |kind| Key::new(kind, &self.stored.metadata.name);

@@ -36,8 +36,21 @@ impl Sim {
                 );
             }
             Object::Engine(engine) => self.check_engine_write(engine),
+            Object::Replica(replica) if replica.is_left_behind() => self.check_left_behind(replica),
             Object::Replica(_) | Object::Node(_) => {}
         }
+    }
+
+    /// A replica is left behind only by a volume that goes for good, and of which no engine can write any more.
+    fn check_left_behind(&self, replica: &Replica) {
+        let name = replica.spec.volume_name.as_str();
+        let Some(volume) = self.store.volumes.get(name) else { return };
+        assert!(volume.is_deleting() && volume.status.state == VolumeState::Deleting, "{volume:#?}");
+        let engine = &self.store.engines[name];
+        let is_over = engine.status.current_state == CurrentState::Stopped
+            || engine.spec.attach <= volume.status.fenced_attach
+            || engine.spec.node_id.as_ref().is_some_and(|node| self.is_given_up(node));
+        assert!(is_over, "{} is left behind by an engine that may write", replica.metadata.name);
     }
 
     /// An engine that is called fenced cannot have a write acknowledged, and cannot come to that any more.
@@ -124,6 +137,11 @@ impl Sim {
                 assert!(!served, "a volume is salvaged under its engine");
             }
             AgentCall::DeleteReplica { volume, .. } => {
+                let replica = self.store.replicas.get(&call.instance().name);
+                if replica.is_none_or(Replica::is_left_behind) {
+                    // Its volume has gone before it, as only one does whose deletion has begun, with its engine over.
+                    return;
+                }
                 let stored = &self.store.volumes[volume.as_str()];
                 let engine = &self.store.engines[volume.as_str()];
                 // What was decided about a replaced one may be carried out after its volume is to be deleted.
@@ -162,10 +180,11 @@ impl Sim {
     pub(super) fn check_forgotten(&self, name: &str) {
         let replica = &self.store.replicas[name];
         assert!(self.is_given_up(&replica.spec.node_id), "{name} is forgotten with its directory there");
-        let volume = &self.store.volumes[replica.spec.volume_name.as_str()];
-        let newest = self.views.newest.get(&volume.metadata.name);
+        let volume = self.store.volumes.get(replica.spec.volume_name.as_str());
+        let newest = self.views.newest.get(replica.spec.volume_name.as_str());
         let in_view = newest.is_some_and(|newest| newest.members.contains(replica.spec.replica_id));
-        assert!(volume.metadata.is_deleting() || !in_view, "{name} is forgotten and in view {newest:?}");
+        let goes = replica.is_left_behind() || volume.is_some_and(|volume| volume.metadata.is_deleting());
+        assert!(goes || !in_view, "{name} is forgotten and in view {newest:?}");
     }
 
     /// Whether the volume waits for a node that is lost, and that nobody could give up.
@@ -320,7 +339,25 @@ impl Sim {
         }
     }
 
+    /// What was left behind goes once its node is back or given up.
+    fn check_nothing_left_behind(&self) {
+        let waits = |node: &NodeName| {
+            let lost = self.lost.map(|at| &self.nodes[at].name);
+            lost == Some(node) && !self.is_given_up(node)
+        };
+        let replica =
+            self.store.replicas.values().find(|one| one.is_left_behind() && !waits(&one.spec.node_id));
+        assert!(replica.is_none(), "{replica:#?} is left behind for ever");
+        let has_no_volume = |engine: &&Engine| {
+            let is_gone = !self.store.volumes.contains_key(&engine.metadata.name);
+            is_gone && !engine.spec.node_id.as_ref().is_some_and(waits)
+        };
+        let engine = self.store.engines.values().find(has_no_volume);
+        assert!(engine.is_none(), "{engine:#?} is left behind for ever");
+    }
+
     pub fn check_converged(&self) {
+        self.check_nothing_left_behind();
         for volume in self.store.volumes.values() {
             if volume.metadata.is_deleting() {
                 assert!(self.waits_for_lost(volume), "{} is never deleted", volume.metadata.name);

@@ -136,6 +136,7 @@ fn full() -> Vec<Object> {
             message: "m".to_owned(),
             healthy_at: Some(now),
             failed_at: Some(now),
+            deletion_record: Some("{}".to_owned()),
             lost_since: Some(now),
         },
     };
