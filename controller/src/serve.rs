@@ -42,7 +42,8 @@ use crate::work::{Queue, Worker};
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 /// How often a silent connection is tried, and how long the answer may take.
 const KEEPALIVE: Duration = Duration::from_secs(10);
-/// How long the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and noted.
+/// How long the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
+/// noted.
 const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
 /// The most calls of one sidecar at once; more wait.
 const CSI_CALLS_MAX: usize = 256;
@@ -258,10 +259,11 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
     let (first, noted) = oneshot::channel();
     tasks.spawn(note_claims(client.clone(), Arc::clone(&store), first));
-    // What was deleted while nobody led is judged by what Kubernetes needs now, not by what an earlier controller has noted.
+    // What was deleted while nobody led is judged by what Kubernetes needs now, not by what an earlier
+    // controller has noted.
     tokio::select! {
         noted = tokio::time::timeout(CLAIMS_LIMIT, noted) => if noted.is_err() {
-            tracing::warn!("the PersistentVolumes of Kubernetes are not listed yet; going on with what is noted already");
+            tracing::warn!("the PersistentVolumes are not listed yet; going on with what is noted already");
         },
         reason = leadership.hold() => return Err(ServeError::LeaseLost(reason)),
     }

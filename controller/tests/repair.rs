@@ -244,7 +244,8 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     cluster.check();
 }
 
-/// The volume is gone although a node is down, whose data is deleted when it is back; undeleted before, it is the volume's again.
+/// The volume is gone although a node is down, whose data is deleted when it is back; undeleted before, it
+/// is the volume's again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deletion_goes_on_without_a_node_that_is_down() {
     let mut cluster = Cluster::start(&["a", "b"]).await;
@@ -272,5 +273,36 @@ async fn a_deletion_goes_on_without_a_node_that_is_down() {
     cluster.retry(&["volume", "undelete", "v"]).await;
     assert!(cluster.agents.iter().all(|agent| agent.directories().len() == 1));
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
+    cluster.check();
+}
+
+/// What was on a node that was given up is there again, and nobody's.
+#[tokio::test(flavor = "multi_thread")]
+async fn leftovers_are_listed_and_deleted_only_by_name() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    let volume = attached(&cluster, "1").await;
+    let disk = "/var/lib/longhorn";
+    assert!(cluster.ok(&["orphan", "list"]).await.contains("belongs to a volume"));
+    cluster.agents[1].leave_over("old-0000000a");
+    cluster.agents[1].leave_over("old-0000000b");
+    let list = cluster.ok(&["orphan", "list"]).await;
+    assert!(list.contains("old-0000000a") && list.contains("old-0000000b") && !list.contains("v-"), "{list}");
+    let (code, text) = cluster.fails(&["orphan", "delete", "b", disk, "old-0000000a"]).await;
+    assert!(code == 1 && text.contains("--yes"), "{text}");
+    cluster.ok(&["orphan", "delete", "b", disk, "old-0000000a", "--yes"]).await;
+    assert_eq!(cluster.agents[1].directories().into_iter().collect::<Vec<_>>(), ["old-0000000b"]);
+    assert!(cluster.ok(&["volume", "trash", "old"]).await.contains("0000000a"));
+    let used = format!("v-{}", replica_on(&volume, "a"));
+    let (code, text) = cluster.fails(&["orphan", "delete", "a", disk, &used, "--yes"]).await;
+    assert!(code == 3 && text.contains("is no orphan"), "{text}");
+
+    let (_, text) = cluster.fails(&["disk", "remove", "a", disk]).await;
+    assert!(text.contains("replicas are on disk"), "{text}");
+    let (_, text) = cluster.fails(&["disk", "remove", "b", disk, "--lost", "--yes"]).await;
+    assert!(text.contains("can be used"), "{text}");
+    cluster.ok(&["disk", "remove", "b", disk, "--lost", "--force", "--yes"]).await;
+    assert!(cluster.ok(&["disk", "list"]).await.contains("is given up"));
+    cluster.ok(&["disk", "remove", "b", disk]).await;
+    assert!(!cluster.ok(&["disk", "list"]).await.contains("is given up"));
     cluster.check();
 }

@@ -185,6 +185,27 @@ impl Disks {
         Ok(look(&path))
     }
 
+    /// Has the directory be no disk any more. What is in it stays.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it is a disk of the configuration.
+    pub fn remove(&self, path: &Path) -> Result<(), NodeError> {
+        if self.configured.iter().any(|known| known == path) {
+            return Err(NodeError::Precondition(format!(
+                "{} is a disk of the agent's configuration: take it out of that, and start the agent again",
+                path.display()
+            )));
+        }
+        let mut kept = self.kept();
+        let mut next = kept.clone();
+        next.disks.retain(|known| known != path);
+        if next.disks.len() < kept.disks.len() {
+            store_spec(&self.file, &next)?;
+            *kept = next;
+        }
+        Ok(())
+    }
+
     /// Gives the directory what a disk has, and remembers it. Its identity.
     fn prepare(&self, path: &Path) -> Result<String, NodeError> {
         if let Some(problem) = obstacle(path) {
@@ -534,6 +555,11 @@ mod tests {
             assert!(matches!(refused(uuid), NodeError::Precondition(text) if text.contains("not mounted")));
         }
         assert!(matches!(disks.check(&state, ""), Err(NodeError::NotFound(_))));
+        // It does not come back. One of the configuration would, with the next start.
+        (0..2).for_each(|_| disks.remove(&disk).unwrap());
+        assert!(!disks.has(&disk) && !Disks::open(&[], &state).unwrap().has(&disk));
+        let configured = Disks::open(std::slice::from_ref(&disk), &state).unwrap();
+        assert!(matches!(configured.remove(&disk), Err(NodeError::Precondition(_))) && configured.has(&disk));
     }
 
     #[test]

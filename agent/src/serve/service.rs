@@ -227,6 +227,12 @@ impl Node for NodeService {
         Ok(Response::new(blocking(move || all.add(&path)).await?))
     }
 
+    async fn remove_disk(&self, request: Request<v1::RemoveDiskRequest>) -> Answer<v1::RemoveDiskResponse> {
+        let (all, path) = (Arc::clone(&self.disks), PathBuf::from(request.into_inner().path));
+        blocking(move || all.remove(&path)).await?;
+        Ok(Response::new(v1::RemoveDiskResponse {}))
+    }
+
     async fn delete_replica(
         &self,
         request: Request<v1::DeleteReplicaRequest>,

@@ -9,6 +9,8 @@
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
 //! - [`drain`]: what is left on a node that everything is to leave.
+//! - [`lost_disk`], [`lost_node`]: giving up what does not come back.
+//! - [`orphans`]: directories of replicas that nothing stored names.
 //! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
@@ -45,10 +47,12 @@ pub mod dead_mounts;
 pub mod discovery;
 pub mod drain;
 mod label;
+pub mod lost_disk;
 pub mod lost_node;
 mod node_name;
 pub mod objects;
 pub mod observed;
+pub mod orphans;
 pub mod rebalance;
 pub mod reboot;
 pub mod reconcile;

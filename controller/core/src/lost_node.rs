@@ -101,7 +101,7 @@ fn with_last_replica<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
 /// The most names in a message.
 const NAMES_MAX: usize = 10;
 
-fn listed(names: Vec<&str>) -> String {
+pub(crate) fn listed(names: Vec<&str>) -> String {
     let shown = names.iter().take(NAMES_MAX).copied().collect::<Vec<_>>().join(", ");
     match names.len().checked_sub(NAMES_MAX) {
         None | Some(0) => shown,

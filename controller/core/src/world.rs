@@ -23,7 +23,8 @@ pub struct World {
 }
 
 impl World {
-    /// The replicas of `volume`, in the order of their names. Those that a deleted volume of the name has left behind are none.
+    /// The replicas of `volume`, in the order of their names. Those that a deleted volume of the name has
+    /// left behind are none.
     pub fn replicas_of<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
         self.replicas_named(volume).filter(|replica| !replica.is_left_behind())
     }

@@ -10,6 +10,7 @@ use shorthorn_controller_core::observed::{
     AgentInfo, CopyView, Detail, DiskView, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind,
     InstanceState, ReplicaView, ScrubView,
 };
+use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::undelete::{Holds, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget};
@@ -339,6 +340,20 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
         restored: trashed.restored,
         record: serde_json::from_str(&trashed.record).ok().filter(|_| trashed.problem.is_empty()),
     })
+}
+
+/// The directories of replicas on these disks.
+pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Directory> {
+    let of_disk = |disk: v1::Disk| {
+        let (path, uuid) = (disk.path, disk.uuid);
+        let directory = move |name: String| {
+            let (volume, replica_id) = orphans::parse(&name)?;
+            let (disk_path, disk_uuid) = (path.clone(), uuid.clone());
+            Some(Directory { node: node.clone(), disk_path, disk_uuid, volume, replica_id })
+        };
+        disk.replicas.into_iter().filter_map(directory)
+    };
+    disks.into_iter().flat_map(of_disk).collect()
 }
 
 /// How new the data of a directory in the trash is.

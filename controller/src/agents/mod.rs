@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{AgentView, Agents, DiskView};
+use shorthorn_controller_core::orphans::Directory;
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
@@ -373,7 +374,54 @@ impl Fleet {
         Ok(())
     }
 
-    /// Has the agent of its node delete a directory in the trash for good; of one that is restored, its record.
+    /// The directories of replicas on the disks of every node in reach, and the nodes that do not say.
+    pub async fn directories(&self) -> (Vec<Directory>, Vec<NodeName>) {
+        let known: Vec<(NodeName, bool)> = {
+            let agents = self.agents();
+            agents.by_node.iter().map(|(node, view)| (node.clone(), view.is_synced())).collect()
+        };
+        let (mut asking, mut silent) = (JoinSet::new(), Vec::new());
+        for (node, is_synced) in known {
+            match self.client(&node) {
+                Ok(mut client) if is_synced => drop(asking.spawn(async move {
+                    let answer = client.list_disks(limited(v1::ListDisksRequest {}, CALL_LIMIT)).await;
+                    (node, answer)
+                })),
+                _ => silent.push(node),
+            }
+        }
+        let mut found = Vec::new();
+        for (node, answer) in asking.join_all().await {
+            match answer {
+                Ok(answer) => found.extend(convert::directories(&node, answer.into_inner().disks)),
+                Err(error) => {
+                    tracing::warn!(%node, %error, "its directories are not known");
+                    silent.push(node);
+                }
+            }
+        }
+        (found, silent)
+    }
+
+    /// Has the agent of `node` use a directory no more; what is in it stays.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn remove_disk(&self, node: &NodeName, path: &str) -> Result<(), CallError> {
+        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
+            return Err(CallError::OutOfReach(node.clone()));
+        }
+        // Later than a question that is under way, whose answer still has it.
+        let _asking = self.ask_for_disks(node).await;
+        let request = v1::RemoveDiskRequest { path: path.to_owned() };
+        let removed = self.client(node)?.remove_disk(limited(request, CALL_LIMIT)).await;
+        removed.map_err(|status| self.blamed(node, "remove a disk", status.into()))?;
+        self.change(node, |view| drop(view.disks.remove(path)));
+        Ok(())
+    }
+
+    /// Has the agent of its node delete a directory in the trash for good; of one that is restored, its
+    /// record.
     ///
     /// # Errors
     /// [`CallError`].

@@ -1,5 +1,6 @@
 //! The gRPC interface of the controller: checks and stores what is wanted, and shows what is.
 
+mod lost;
 mod rebalance;
 mod repair;
 mod server;

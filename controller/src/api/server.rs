@@ -297,6 +297,21 @@ impl Controller for Api {
         self.show_node(name.as_str()).map(Response::new)
     }
 
+    async fn remove_disk(&self, request: Request<v1::RemoveNodeDiskRequest>) -> Reply<v1::NodeObject> {
+        self.take_disk_away(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn list_orphans(&self, _: Request<v1::ListOrphansRequest>) -> Reply<v1::ListOrphansResponse> {
+        Ok(Response::new(self.orphans().await))
+    }
+
+    async fn delete_orphan(
+        &self,
+        request: Request<v1::DeleteOrphanRequest>,
+    ) -> Reply<v1::DeleteOrphanResponse> {
+        self.trash_orphan(request.into_inner()).await.map(Response::new)
+    }
+
     async fn set_node(&self, request: Request<v1::SetNodeRequest>) -> Reply<v1::NodeObject> {
         let v1::SetNodeRequest { name, allow_scheduling, tags, zone, eviction_requested, address } =
             request.into_inner();
@@ -373,7 +388,7 @@ impl Controller for Api {
 }
 
 impl Api {
-    fn show_node(&self, name: &str) -> Result<v1::NodeObject, Status> {
+    pub(super) fn show_node(&self, name: &str) -> Result<v1::NodeObject, Status> {
         let world = self.store.world();
         let missing = || status::of_request(&RequestError::NoNode(name.to_string()));
         let node = world.nodes.get(name).ok_or_else(missing)?;

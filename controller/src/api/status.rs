@@ -24,6 +24,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::NoNode(_)
         | RequestError::NothingToUndelete(_)
         | RequestError::NotInTrash { .. }
+        | RequestError::NoOrphan { .. }
         | RequestError::NoReplica { .. }
         | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,
@@ -42,6 +43,9 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::NodeNotCordoned(_)
         | RequestError::NodeHasEngines { .. }
         | RequestError::NodeHasLast { .. }
+        | RequestError::DiskHasReplicas { .. }
+        | RequestError::DiskIsUsable { .. }
+        | RequestError::DiskHasLast { .. }
         | RequestError::NeverAttached(_)
         | RequestError::NotAttached(_) => Code::FailedPrecondition,
     };

@@ -56,7 +56,8 @@ impl Api {
         }
     }
 
-    /// Deletes for good what is in the trash of the volume, or of one of its replicas. What is restored stays.
+    /// Deletes for good what is in the trash of the volume, or of one of its replicas. What is restored
+    /// stays.
     pub(super) async fn empty_trash(
         &self,
         name: &str,
@@ -77,7 +78,8 @@ impl Api {
         let mut problems: Vec<String> = silent.iter().map(unsaid).collect();
         let mut removed = 0;
         for trashed in meant {
-            tracing::warn!(volume = name, replica = %trashed.replica_id, node = %trashed.node, "trash is deleted for good");
+            let (replica, node) = (trashed.replica_id, &trashed.node);
+            tracing::warn!(volume = name, %replica, %node, "trash is deleted for good");
             match self.fleet.remove_trash(&trashed).await {
                 Ok(()) => removed += 1,
                 Err(error) => {
@@ -88,8 +90,8 @@ impl Api {
         Ok(v1::RemoveVolumeTrashResponse { removed, problems })
     }
 
-    /// Has the directories restored, then stores the objects, the volume last: whoever calls again after an end in between finds
-    /// the rest in the trash.
+    /// Has the directories restored, then stores the objects, the volume last: whoever calls again after an
+    /// end in between finds the rest in the trash.
     pub(super) async fn undelete(&self, name: &str) -> Result<v1::UndeleteVolumeResponse, Status> {
         self.wait_for_deletion(name).await?;
         let (found, silent) = self.fleet.trash().await;
@@ -116,14 +118,15 @@ impl Api {
         for trashed in &restored {
             // One that stays is listed as restored, and goes with the directory.
             if let Err(error) = self.fleet.remove_trash(trashed).await {
-                tracing::warn!(volume = name, node = %trashed.node, %error, "the record of a restored replica stays");
+                let node = &trashed.node;
+                tracing::warn!(volume = name, %node, %error, "the record of a restored replica stays");
             }
         }
         Ok(v1::UndeleteVolumeResponse { volume: Some(self.show(name)?), problems })
     }
 
-    /// A deletion that has begun is not taken back, as Kubernetes knows no way to do that: it comes to its end, which does not wait
-    /// for nodes that do not answer, and then the volume comes back.
+    /// A deletion that has begun is not taken back, as Kubernetes knows no way to do that: it comes to its
+    /// end, which does not wait for nodes that do not answer, and then the volume comes back.
     async fn wait_for_deletion(&self, name: &str) -> Result<(), Status> {
         let mut changes = self.store.changes();
         let gone = async {

@@ -22,6 +22,7 @@ impl IntoCsiError for RequestError {
             | RequestError::NoNode(_)
             | RequestError::NothingToUndelete(_)
             | RequestError::NotInTrash { .. }
+            | RequestError::NoOrphan { .. }
             | RequestError::NoReplica { .. }
             | RequestError::NoDisk { .. } => CsiError::NotFound(message),
             RequestError::Exists { .. } => CsiError::Exists(message),
@@ -39,6 +40,9 @@ impl IntoCsiError for RequestError {
             | RequestError::NodeNotCordoned(_)
             | RequestError::NodeHasEngines { .. }
             | RequestError::NodeHasLast { .. }
+            | RequestError::DiskHasReplicas { .. }
+            | RequestError::DiskIsUsable { .. }
+            | RequestError::DiskHasLast { .. }
             | RequestError::NeverAttached(_)
             | RequestError::NotAttached(_) => CsiError::Precondition(message),
             RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => CsiError::Exhausted(message),

@@ -56,6 +56,10 @@ pub enum Command {
     /// The directories that hold replicas
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Directories of replicas that belong to no volume: left over on a node or a disk that was given up
+    /// and is back
+    #[command(subcommand)]
+    Orphan(OrphanCommand),
     /// Moves replicas of attached volumes to better places, a few at a time, and waits until that is done: apart from each
     /// other, to the node where their volume is used if it asks for that, to disks with more room
     Rebalance(RebalanceArgs),
@@ -171,8 +175,8 @@ pub enum VolumeCommand {
         #[arg(long, short, requires = "remove")]
         yes: bool,
     },
-    /// Brings a deleted volume back from the trash, detached; fails if not all of it could be reached. A PersistentVolume of
-    /// Kubernetes is not made by that
+    /// Brings a deleted volume back from the trash, detached; fails if not all of it could be reached. A
+    /// PersistentVolume of Kubernetes is not made by that
     Undelete {
         /// Name of the volume
         name: String,
@@ -389,6 +393,27 @@ impl FromStr for TagList {
     }
 }
 
+/// What there is to do with directories that are left over.
+#[derive(Debug, Subcommand)]
+pub enum OrphanCommand {
+    /// Shows them
+    #[command(visible_alias = "ls")]
+    List,
+    /// Moves one of them to the trash of its disk
+    #[command(visible_alias = "rm")]
+    Delete {
+        /// The node
+        node: String,
+        /// The disk there
+        disk: String,
+        /// Name of the directory, as the list shows it
+        name: String,
+        /// Does not ask
+        #[arg(long, short)]
+        yes: bool,
+    },
+}
+
 /// What is moved, and how fast.
 #[derive(Debug, Args)]
 pub struct RebalanceArgs {
@@ -444,6 +469,24 @@ pub enum DiskCommand {
         /// Seconds to wait at most; the controller goes on by itself
         #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
         timeout: Duration,
+    },
+    /// Has a disk be used no more, once nothing is on it
+    #[command(visible_alias = "rm")]
+    Remove {
+        /// The node
+        node: String,
+        /// The directory there
+        path: String,
+        /// It is gone, read-only or fails, and does not come back: its replicas are replaced, and what is
+        /// on it is not waited for
+        #[arg(long)]
+        lost: bool,
+        /// Also if nothing seems wrong with it, or if it has the last replica of volumes: those are lost
+        #[arg(long, requires = "lost")]
+        force: bool,
+        /// Does not ask
+        #[arg(long, short)]
+        yes: bool,
     },
     /// Allows new replicas on a disk again; those that were to leave it stay
     Uncordon {

@@ -5,8 +5,8 @@ use shorthorn_proto::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{
-    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, RebalanceArgs, ReplicaCommand, SalvageArgs,
-    TagList, VolumeCommand, WaitArgs,
+    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, OrphanCommand, RebalanceArgs, ReplicaCommand,
+    SalvageArgs, TagList, VolumeCommand, WaitArgs,
 };
 use super::error::CtlError;
 use super::rebalance::{describe, rebalance};
@@ -36,6 +36,7 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
         Command::Replica(ReplicaCommand::List { volume }) => session.replicas(volume).await?,
         Command::Node(command) => session.node(command).await?,
         Command::Disk(command) => session.disk(command).await?,
+        Command::Orphan(command) => session.orphan(command).await?,
         Command::Rebalance(args) => session.rebalance(args).await?,
     };
     output::print(&text)
@@ -224,8 +225,8 @@ impl Session {
         if !problems.is_empty() {
             let (name, missing) = (&volume.name, problems.join("; "));
             return Err(CtlError::Incomplete(format!(
-                "volume {name} is back, and perhaps not all of it: {missing}. Once that is mended, what is missing comes back with \
-                 another shorthornctl volume undelete {name}"
+                "volume {name} is back, and perhaps not all of it: {missing}. Once that is mended, what is \
+                 missing comes back with another shorthornctl volume undelete {name}"
             )));
         }
         self.show(volume, |volume| {
@@ -386,6 +387,14 @@ impl Session {
                 return self.drain_disk(node, path, no_wait, timeout).await;
             }
             DiskCommand::List => return self.disks().await,
+            DiskCommand::Remove { node, path, lost, force, yes } => {
+                if lost && !yes {
+                    confirm::disk_loss(&node, &path, force)?;
+                }
+                let request = limited(v1::RemoveNodeDiskRequest { node, path, lost, force });
+                let node = self.client.remove_disk(request).await.map_err(self.error())?.into_inner();
+                return output::node(self.format, node);
+            }
             DiskCommand::Cordon { node, path } => v1::SetDiskRequest {
                 node,
                 path,
@@ -409,6 +418,24 @@ impl Session {
         };
         let node = self.client.set_disk(limited(request)).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
+    }
+
+    async fn orphan(&mut self, command: OrphanCommand) -> Result<String, CtlError> {
+        match command {
+            OrphanCommand::List => {
+                let list = self.client.list_orphans(limited(v1::ListOrphansRequest {})).await;
+                output::orphans(self.format, list.map_err(self.error())?.into_inner())
+            }
+            OrphanCommand::Delete { node, disk, name, yes } => {
+                if !yes {
+                    confirm::orphan_deletion(&name)?;
+                }
+                let done = format!("{name} is in the trash of disk {disk} of node {node}");
+                let request = limited(v1::DeleteOrphanRequest { node, disk_path: disk, name });
+                self.client.delete_orphan(request).await.map_err(self.error())?;
+                Ok(done)
+            }
+        }
     }
 
     async fn rebalance(&mut self, args: RebalanceArgs) -> Result<String, CtlError> {

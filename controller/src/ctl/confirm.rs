@@ -31,6 +31,21 @@ pub(super) fn node_deletion(node: &str, force: bool) -> Result<(), CtlError> {
     typed(node, &refusal, &format!("Give up node {node} for good{loss}?"))
 }
 
+/// Asks on a terminal whether a disk never comes back.
+pub(super) fn disk_loss(node: &str, path: &str, force: bool) -> Result<(), CtlError> {
+    let refusal = format!(
+        "giving up disk {path} of node {node} gives up its replicas: say --yes where nobody can be asked"
+    );
+    let loss = if force { ", and lose the volumes whose last replica it has" } else { "" };
+    typed(path, &refusal, &format!("Give up disk {path} of node {node} for good{loss}?"))
+}
+
+/// Asks on a terminal whether a directory that is left over shall go.
+pub(super) fn orphan_deletion(name: &str) -> Result<(), CtlError> {
+    let refusal = format!("{name} may be the only copy of its data: say --yes where nobody can be asked");
+    typed(name, &refusal, &format!("Move {name} to the trash of its disk?"))
+}
+
 /// Has the name of the volume, or of the node, typed.
 fn typed(name: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
     let (input, mut output) = (std::io::stdin(), std::io::stderr());

@@ -11,8 +11,8 @@ use super::args::Format;
 use super::error::CtlError;
 use super::size::human;
 use super::view::{
-    DrainView, ExplanationView, InspectionView, NodeView, RebalanceView, ReplicaView, TrashView, UpgradeView,
-    VolumeView,
+    DrainView, ExplanationView, InspectionView, NodeView, OrphanView, RebalanceView, ReplicaView, TrashView,
+    UpgradeView, VolumeView,
 };
 use super::wait::Drained;
 
@@ -286,6 +286,23 @@ pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Resul
             times.1,
             undelete,
         ]);
+    }
+    Ok(format!("{table}{silent}"))
+}
+
+pub(super) fn orphans(format: Format, list: v1::ListOrphansResponse) -> Result<String, CtlError> {
+    let views: Vec<OrphanView> = list.orphans.into_iter().map(Into::into).collect();
+    if format != Format::Table {
+        return for_programs(format, &views);
+    }
+    let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
+    let silent: String = list.silent_nodes.iter().map(silent).collect();
+    if views.is_empty() {
+        return Ok(format!("Every directory belongs to a volume.{silent}"));
+    }
+    let mut table = table(&["NODE", "DISK", "UUID", "DIRECTORY"]);
+    for view in views {
+        table.add_row([view.node, view.disk_path, view.disk_uuid, view.name]);
     }
     Ok(format!("{table}{silent}"))
 }

@@ -144,6 +144,25 @@ impl From<v1::VolumeTrash> for TrashView {
     }
 }
 
+/// A directory that belongs to no volume.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct OrphanView {
+    #[serde(rename = "nodeID")]
+    pub(super) node: String,
+    pub(super) disk_path: String,
+    #[serde(rename = "diskUUID")]
+    pub(super) disk_uuid: String,
+    pub(super) name: String,
+}
+
+impl From<v1::Orphan> for OrphanView {
+    fn from(orphan: v1::Orphan) -> OrphanView {
+        let v1::Orphan { node, disk_path, disk_uuid, name } = orphan;
+        OrphanView { node, disk_path, disk_uuid, name }
+    }
+}
+
 /// A time as RFC 3339 has it, to the second; empty: there is none.
 fn time_of(ms: u64) -> String {
     let seconds = i64::try_from(ms / 1000).ok().filter(|_| ms > 0);

@@ -209,6 +209,11 @@ impl FakeAgent {
         assert!(self.state().directories.remove(name), "{name} is not there");
     }
 
+    /// A directory that nobody knows is on the disk.
+    pub fn leave_over(&self, name: &str) {
+        self.state().directories.insert(name.to_owned());
+    }
+
     /// The view that the directory of a replica says is committed.
     pub fn set_view(&self, name: &str, view: v1::View) {
         self.state().views.insert(name.to_owned(), view);
@@ -614,6 +619,14 @@ impl Node for FakeAgent {
         let mut state = self.state();
         state.disks.insert(path.clone());
         Ok(Response::new(disk(&path, &state.directories)))
+    }
+
+    async fn remove_disk(
+        &self,
+        request: Request<v1::RemoveDiskRequest>,
+    ) -> Result<Response<v1::RemoveDiskResponse>, Status> {
+        self.state().disks.remove(&request.into_inner().path);
+        Ok(Response::new(v1::RemoveDiskResponse {}))
     }
 
     async fn delete_replica(

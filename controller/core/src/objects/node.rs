@@ -81,6 +81,10 @@ pub struct DiskSpec {
     /// Whether everything is to leave it: its replicas are replaced elsewhere, then they go.
     #[serde(default)]
     pub eviction_requested: bool,
+    /// Whether somebody has said that it does not come back: its replicas are given up, as those of a node
+    /// that is.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lost: bool,
     /// Bytes that replicas leave to others.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
@@ -190,7 +194,13 @@ impl DiskSpec {
     #[must_use]
     pub fn of_new(total_bytes: u64) -> DiskSpec {
         let storage_reserved = total_bytes / 100 * RESERVED_PERCENT;
-        DiskSpec { allow_scheduling: true, eviction_requested: false, storage_reserved, tags: Labels::new() }
+        DiskSpec {
+            allow_scheduling: true,
+            eviction_requested: false,
+            lost: false,
+            storage_reserved,
+            tags: Labels::new(),
+        }
     }
 }
 

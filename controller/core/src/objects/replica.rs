@@ -82,8 +82,8 @@ pub struct ReplicaStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub lost_since: Option<Timestamp>,
-    /// Its volume is deleted, and only its data is left, on a node or a disk that could not be reached: it is deleted when that is
-    /// back, and this is kept with it in the trash.
+    /// Its volume is deleted, and only its data is left, on a node or a disk that could not be reached: it
+    /// is deleted when that is back, and this is kept with it in the trash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_record: Option<String>,
 }

@@ -25,8 +25,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     decision
 }
 
-/// Whether the engine is what is left of a volume that is deleted: it is fenced, and its process is to be stopped when its node
-/// is back. A volume that is there under its name is another one, which has not come to that number.
+/// Whether the engine is what is left of a volume that is deleted: it is fenced, and its process is to be
+/// stopped when its node is back. A volume that is there under its name is another one, which has not come
+/// to that number.
 pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
     let volume = context.world.volumes.get(&engine.metadata.name);
     engine.metadata.is_deleting()

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use crate::objects::{Key, Kind, Robustness, Volume, VolumeState};
+use crate::objects::{Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::observed::{AgentView, Agents, Link};
 use crate::scheduler::Limits;
-use crate::{Decision, NodeName, Timestamp, World, drain, lost_node};
+use crate::{Decision, NodeName, Timestamp, World, drain, lost_disk, lost_node};
 
 /// How long an agent may be out of reach before what is on its node counts as unknown. Longer than a
 /// restart of the agent or of the controller takes.
@@ -248,6 +248,11 @@ fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
 /// Whether the node does not answer, and somebody has said that it never will.
 fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
     lost_node::is_given_up(context.world, node) && matches!(sight(context, node), Sight::Gone(_))
+}
+
+/// Whether what the replica has is not waited for: its node is given up, or its disk.
+fn has_lost_place(context: &Context<'_>, replica: &Replica) -> bool {
+    is_given_up(context, &replica.spec.node_id) || lost_disk::is_lost(context.world, replica)
 }
 
 /// What is left of `limit` since `start`. A clock that was set back counts as no time having passed.

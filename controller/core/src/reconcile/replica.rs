@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use super::{
-    Context, START_CHECK, Sight, UNREACHABLE_AFTER, is_given_up, quiet_left, remaining, sight, volume,
+    Context, START_CHECK, Sight, UNREACHABLE_AFTER, has_lost_place, is_given_up, quiet_left, remaining,
+    sight, volume,
 };
 use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
@@ -244,14 +245,15 @@ fn remove(
     }
     let key = instance_of(replica);
     let trouble = match sight(context, &replica.spec.node_id) {
-        Sight::Gone(_) if is_given_up(context, &replica.spec.node_id) => {
+        sight if has_lost_place(context, replica) => {
             let about = volume.map(|_| Key::new(Kind::Volume, replica.spec.volume_name.as_str()));
             let about = about.unwrap_or_else(|| Key::new(Kind::Replica, &replica.metadata.name));
-            let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
-            let message =
-                format!("replica {name} is forgotten: node {node}, which has its data, is given up");
-            decision.emit(about, true, "ReplicaForgotten", message);
+            decision.emit(about, true, "ReplicaForgotten", forgotten(context, replica));
             decision.actions.push(remove);
+            if let Sight::Clear(_) = sight {
+                // After that: a process whose disk hangs may not end, and nothing waits for it.
+                decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
+            }
             return decision;
         }
         Sight::Blurred(wait) => {
@@ -318,4 +320,12 @@ fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {
         record: record.to_owned(),
     };
     decision.call(&spec.node_id, call);
+}
+
+fn forgotten(context: &Context<'_>, replica: &Replica) -> String {
+    let (name, node, disk) = (&replica.metadata.name, &replica.spec.node_id, &replica.spec.disk_path);
+    if is_given_up(context, node) {
+        return format!("replica {name} is forgotten: node {node}, which has its data, is given up");
+    }
+    format!("replica {name} is forgotten: disk {disk} of node {node}, which has its data, is given up")
 }

@@ -86,7 +86,8 @@ pub enum RequestError {
     NothingToUndelete(String),
     /// It is not in the trash.
     #[error(
-        "nothing of volume {name} {replica} is in the trash of a node in reach; shorthornctl volume trash shows what is"
+        "nothing of volume {name} {replica} is in the trash of a node in reach; shorthornctl volume trash \
+         shows what is"
     )]
     NotInTrash {
         /// The volume.
@@ -190,6 +191,53 @@ pub enum RequestError {
         node: String,
         /// Of which volumes.
         volumes: String,
+    },
+    /// Something is on it.
+    #[error(
+        "replicas are on disk {path} of node {node}: shorthornctl disk drain {node} {path} has them leave it; \
+         if the disk does not come back, shorthornctl disk remove --lost {node} {path}"
+    )]
+    DiskHasReplicas {
+        /// The node.
+        node: String,
+        /// The disk there.
+        path: String,
+    },
+    /// It can be drained.
+    #[error(
+        "disk {path} of node {node} can be used, as far as its agent sees: shorthornctl disk drain {node} \
+         {path} has everything leave it; with --force its replicas are given up all the same"
+    )]
+    DiskIsUsable {
+        /// The node.
+        node: String,
+        /// The disk there.
+        path: String,
+    },
+    /// Data would be lost.
+    #[error(
+        "disk {path} of node {node} has the last replica that has everything of {volumes}; with --force these \
+         volumes are lost"
+    )]
+    DiskHasLast {
+        /// The node.
+        node: String,
+        /// The disk there.
+        path: String,
+        /// Of which volumes.
+        volumes: String,
+    },
+    /// There is no such directory, or it belongs to a volume.
+    #[error(
+        "{name} on disk {path} of node {node} is no orphan; shorthornctl orphan list shows those that are there"
+    )]
+    NoOrphan {
+        /// The node.
+        node: String,
+        /// The disk there.
+        path: String,
+        /// The directory.
+        name: String,
     },
     /// Whoever asks has not confirmed it.
     #[error("deleting node {0} gives up the replicas on it: confirm it with the name of the node")]

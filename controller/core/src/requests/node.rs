@@ -124,6 +124,7 @@ impl SetDisk {
         if let Some(allow) = self.allow_scheduling {
             disk.allow_scheduling = allow;
             disk.eviction_requested &= !allow;
+            disk.lost &= !allow;
         }
         if let Some(evict) = self.eviction_requested {
             disk.eviction_requested = evict;

@@ -162,6 +162,7 @@ fn nodes_and_disks_are_set_in_part() {
     let expected = DiskSpec {
         allow_scheduling: true,
         eviction_requested: false,
+        lost: false,
         storage_reserved: 7,
         tags: labels(["ssd"]).unwrap(),
     };

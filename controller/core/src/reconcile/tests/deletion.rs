@@ -354,3 +354,52 @@ fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
     all_rounds(&mut world, &agents);
     assert_eq!(world.engines["v"].spec.attach, 0, "that of the new volume");
 }
+
+/// As with a node that is given up, but its agent answers: the disk below is gone.
+#[test]
+fn replicas_of_a_disk_that_is_given_up_are_replaced_and_forgotten() {
+    let mut world = degraded_world();
+    let lost = ReplicaId::from_random(2);
+    world.insert(replica(lost, "b", None).into());
+    let mut b = world.nodes["b"].clone();
+    let disk = b.spec.disks.get_mut(DISK).unwrap();
+    (disk.lost, disk.eviction_requested, disk.allow_scheduling) = (true, true, false);
+    world.insert(b.into());
+    let agents = all_agents(&world);
+    let volume = Key::new(Kind::Volume, "v");
+    // It has been away for no time at all, and nobody waits for it.
+    act(&mut world, &agents, &volume);
+    let mut engine = world.engines["v"].clone();
+    assert!(!engine.spec.replica_address_map.contains_key(&lost), "the engine is told");
+    engine.status.map_revision = engine.spec.map_revision;
+    engine.status.replica_mode_map.remove(&lost);
+    world.insert(engine.into());
+    act(&mut world, &agents, &volume);
+    let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), lost);
+    let actions = act(&mut world, &agents, &Key::new(Kind::Replica, &name));
+    assert!(world.replicas.get(&name).is_none(), "{actions:#?}");
+    let deletes = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
+    assert!(!actions.iter().any(deletes), "nothing is asked of the disk: {actions:#?}");
+    let stop =
+        actions.iter().position(|action| matches!(action, Action::Call(_, AgentCall::StopInstance { .. })));
+    let removed = actions.iter().position(|action| matches!(action, Action::Remove(..)));
+    assert!(removed < stop, "a process that hangs holds nothing up: {actions:#?}");
+    act(&mut world, &agents, &volume);
+    let places: Vec<&str> = world.replicas.values().map(|replica| replica.spec.node_id.as_str()).collect();
+    assert!(places.len() == 2 && !places.contains(&"b"), "{places:?}");
+}
+
+#[test]
+fn a_member_on_a_disk_that_is_given_up_stays_until_it_is_replaced() {
+    let mut world = degraded_world();
+    let kept = ReplicaId::from_random(1);
+    let mut a = world.nodes["a"].clone();
+    a.spec.disks.get_mut(DISK).unwrap().lost = true;
+    world.insert(a.into());
+    let agents = all_agents(&world);
+    for _ in 0..3 {
+        act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
+    }
+    let replica = world.replicas.values().find(|replica| replica.spec.replica_id == kept).unwrap();
+    assert!(!replica.metadata.is_deleting(), "it may be the only one that has everything");
+}

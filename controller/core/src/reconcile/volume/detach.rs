@@ -171,7 +171,8 @@ impl Run<'_> {
         let left = self.context.world.left_behind(&self.stored.spec.volume_name);
         let left: Vec<String> =
             left.map(|replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id)).collect();
-        // An engine that is only fenced is still a process on its node: its object stays until that is stopped.
+        // An engine that is only fenced is still a process on its node: its object stays until that is
+        // stopped.
         if let Some(engine) =
             self.engine.filter(|engine| engine.status.current_state != CurrentState::Stopped)
             && !self.goes_with_its_node(engine)

@@ -20,7 +20,7 @@ use crate::objects::{
 };
 use crate::reconcile::rebuilds::Rebuilds;
 use crate::reconcile::{
-    Context, NEW_REPLICA_WAIT, REBUILD_CHECK, health, is_given_up, remaining, seeks_place,
+    Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_place, health, remaining, seeks_place,
 };
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
 use crate::{ReplicaTarget, World};
@@ -53,13 +53,14 @@ pub(in crate::reconcile) fn may_go(
         && !engine.status.replica_mode_map.contains_key(&id);
     let is_needless = was_never_member(volume, replica)
         || is_whole(volume, engine, context.world.replicas_of(&volume.spec.volume_name))
-        || is_given_up(context, &replica.spec.node_id)
+        || has_lost_place(context, replica)
         || makes_room(context.world, volume, engine, replica);
     serves(volume, engine) && is_forgotten && is_needless
 }
 
-/// Whether the replica has to go before its substitute can be made: an engine cannot have one more. All others are members then,
-/// so that one at a time goes. A replica that only has a better place elsewhere stays where it is.
+/// Whether the replica has to go before its substitute can be made: an engine cannot have one more. All
+/// others are members then, so that one at a time goes. A replica that only has a better place elsewhere
+/// stays where it is.
 fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
     let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
     let id = replica.spec.replica_id;
@@ -107,7 +108,7 @@ impl<'a> Run<'a> {
             let modes = &engine.status.replica_mode_map;
             let mode = modes.get(&replica.spec.replica_id).map(|member| member.mode);
             !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding))
-                && is_given_up(self.context, &replica.spec.node_id)
+                && has_lost_place(self.context, replica)
         };
         let has_left = |replica: &Replica| {
             !engine.status.has_member(replica.spec.replica_id)
@@ -147,8 +148,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A member that the view has beyond what is configured: first one that is to leave its place, else the newest. Without such
-    /// one, a member that has to go before its substitute is made.
+    /// A member that the view has beyond what is configured: first one that is to leave its place, else the
+    /// newest. Without such one, a member that has to go before its substitute is made.
     fn leaving(&self, engine: &Engine, live: &[&'a Replica]) -> Option<&'a Replica> {
         let members =
             live.iter().copied().filter(|replica| engine.status.has_member(replica.spec.replica_id));

@@ -41,7 +41,8 @@ impl Sim {
         }
     }
 
-    /// A replica is left behind only by a volume that goes for good, and of which no engine can write any more.
+    /// A replica is left behind only by a volume that goes for good, and of which no engine can write any
+    /// more.
     fn check_left_behind(&self, replica: &Replica) {
         let name = replica.spec.volume_name.as_str();
         let Some(volume) = self.store.volumes.get(name) else { return };
@@ -139,7 +140,8 @@ impl Sim {
             AgentCall::DeleteReplica { volume, .. } => {
                 let replica = self.store.replicas.get(&call.instance().name);
                 if replica.is_none_or(Replica::is_left_behind) {
-                    // Its volume has gone before it, as only one does whose deletion has begun, with its engine over.
+                    // Its volume has gone before it, as only one does whose deletion has begun, with its
+                    // engine over.
                     return;
                 }
                 let stored = &self.store.volumes[volume.as_str()];

@@ -309,7 +309,8 @@ fn half_is_not_enough_where_grants_are_forgotten() {
     assert!(!lost.is_fenced());
 }
 
-/// The grant of a salvage counts only once the replica is the volume: until then the old engine may have a majority.
+/// The grant of a salvage counts only once the replica is the volume: until then the old engine may have a
+/// majority.
 #[test]
 fn a_salvage_that_waits_does_not_fence_the_old_engine_by_its_own_grant() {
     for (replicas, done, enough) in [(3, false, false), (2, false, false), (3, true, true)] {

@@ -1,0 +1,93 @@
+//! Taking a disk out of use: one that is empty, or one that does not come back.
+//!
+//! Somebody says that a disk is lost: it is gone, mounted read-only, or fails. Its replicas are replaced
+//! then, and forgotten once the engine of their volume serves without them and has forgotten them, or with
+//! their volume; what is on the disk is not waited for. Nothing else is hurried: a replica there that is
+//! still a member is replaced first. Should the disk come back, what is on it is nobody's
+//! ([`crate::orphans`]).
+
+use crate::objects::{Node, Replica};
+use crate::observed::Agents;
+use crate::requests::{Change, RequestError, find_node};
+use crate::{NodeName, World, drain};
+
+/// Whether somebody has said that the disk of the replica does not come back.
+#[must_use]
+pub fn is_lost(world: &World, replica: &Replica) -> bool {
+    let node = world.nodes.get(replica.spec.node_id.as_str());
+    let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
+    disk.is_some_and(|disk| disk.lost)
+}
+
+/// The operator's word that a disk is used no more.
+#[derive(Clone, Debug, Default)]
+pub struct RemoveDisk {
+    /// The node.
+    pub node: String,
+    /// The directory there.
+    pub path: String,
+    /// Whether it does not come back, with all that is on it.
+    pub lost: bool,
+    /// Of one that is lost: also if nothing is wrong with it as far as its agent sees, and if volumes lose
+    /// the last replica that has everything.
+    pub force: bool,
+}
+
+impl RemoveDisk {
+    /// The node as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what is in the way.
+    pub fn apply(&self, world: &World, agents: &Agents) -> Result<Change<Node>, RequestError> {
+        let node = find_node(world, &self.node)?;
+        let (name, path) = (|| self.node.clone(), || self.path.clone());
+        let mut node = node.clone();
+        let Some(disk) = node.spec.disks.get_mut(&self.path) else {
+            return Err(RequestError::NoDisk { node: name(), path: path() });
+        };
+        if !self.lost {
+            if self.replicas(world).next().is_some() {
+                return Err(RequestError::DiskHasReplicas { node: name(), path: path() });
+            }
+            node.spec.disks.remove(&self.path);
+            node.status.disk_status.remove(&self.path);
+            return Ok(Change::Store(node));
+        }
+        if disk.lost {
+            return Ok(Change::AlreadySo(node));
+        }
+        if self.is_usable(agents) && !self.force {
+            return Err(RequestError::DiskIsUsable { node: name(), path: path() });
+        }
+        let is_last = |replica: &&Replica| {
+            let volume = world.volumes.get(replica.spec.volume_name.as_str());
+            volume.is_some_and(|volume| !volume.is_deleting() && drain::is_last(world, volume, replica))
+        };
+        let last: Vec<&str> =
+            self.replicas(world).filter(is_last).map(|replica| replica.spec.volume_name.as_str()).collect();
+        if !last.is_empty() && !self.force {
+            let volumes = crate::lost_node::listed(last);
+            return Err(RequestError::DiskHasLast { node: name(), path: path(), volumes });
+        }
+        (disk.lost, disk.eviction_requested, disk.allow_scheduling) = (true, true, false);
+        Ok(Change::Store(node))
+    }
+
+    /// What is stored of replicas on it.
+    fn replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
+        let is_there = |replica: &&Replica| {
+            replica.spec.node_id.as_str() == self.node && replica.spec.disk_path == self.path
+        };
+        world.replicas.values().filter(is_there)
+    }
+
+    /// Whether its agent is in reach and sees nothing wrong with it.
+    fn is_usable(&self, agents: &Agents) -> bool {
+        let view = NodeName::new(&self.node).ok().and_then(|name| agents.get(&name));
+        let disk = view.filter(|view| view.is_synced()).and_then(|view| view.disks.get(&self.path));
+        disk.is_some_and(|disk| disk.problem.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,98 @@
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use super::*;
+use crate::Timestamp;
+use crate::objects::{
+    DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, ReplicaStatus, Secret, VolumeState,
+};
+use crate::observed::{AgentView, DiskView, Link};
+use crate::requests::{CreateVolume, SetDisk};
+
+const DISK: &str = "/d";
+
+fn now() -> Timestamp {
+    Timestamp::UNIX_EPOCH
+}
+
+/// Node n with a disk that has the only replica of a volume, if `occupied`.
+fn world(occupied: bool) -> World {
+    let mut world = World::default();
+    let mut node = Node::new("n", now());
+    node.spec.disks.insert(DISK.to_owned(), DiskSpec::of_new(1 << 40));
+    world.insert(node.into());
+    if !occupied {
+        return world;
+    }
+    let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+    let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+        panic!("the volume is refused")
+    };
+    let replica_id = ReplicaId::from_random(1);
+    volume.status.state = VolumeState::Detached;
+    volume.status.first_members = vec![replica_id];
+    world.insert(volume.into());
+    let volume_name = VolumeName::new("v").unwrap();
+    let metadata = Metadata::new(ReplicaSpec::instance_name(&volume_name, replica_id), now());
+    let spec = ReplicaSpec {
+        volume_name,
+        volume_size: 1 << 20,
+        replica_id,
+        node_id: NodeName::new("n").unwrap(),
+        disk_path: DISK.to_owned(),
+        disk_id: String::new(),
+        desire_state: DesireState::Stopped,
+        eviction_requested: false,
+    };
+    let status = ReplicaStatus { data: DataState::Present, ..ReplicaStatus::default() };
+    world.insert(Replica { metadata, spec, status }.into());
+    world
+}
+
+fn agents(problem: &str) -> Agents {
+    let mut view = AgentView { link: Link::Synced, ..AgentView::new("http://agent", now()) };
+    view.disks.insert(DISK.to_owned(), DiskView { problem: problem.to_owned(), ..DiskView::default() });
+    Agents { by_node: [(NodeName::new("n").unwrap(), view)].into() }
+}
+
+fn remove(lost: bool, force: bool) -> RemoveDisk {
+    RemoveDisk { node: "n".to_owned(), path: DISK.to_owned(), lost, force }
+}
+
+#[test]
+fn only_an_empty_disk_is_taken_out_of_use() {
+    let refused = remove(false, false).apply(&world(true), &agents("")).unwrap_err();
+    assert!(matches!(refused, RequestError::DiskHasReplicas { .. }) && refused.to_string().contains("drain"));
+    let Ok(Change::Store(node)) = remove(false, false).apply(&world(false), &agents("")) else {
+        panic!("it stays")
+    };
+    assert!(node.spec.disks.is_empty());
+    let other = RemoveDisk { path: "/other".to_owned(), ..remove(false, false) };
+    assert!(matches!(other.apply(&world(false), &agents("")), Err(RequestError::NoDisk { .. })));
+}
+
+#[test]
+fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force() {
+    let refused = |world: &World, problem| remove(true, false).apply(world, &agents(problem)).unwrap_err();
+    assert!(matches!(refused(&world(false), ""), RequestError::DiskIsUsable { .. }));
+    let last = refused(&world(true), "it is read-only");
+    assert!(matches!(&last, RequestError::DiskHasLast { volumes, .. } if volumes == "v"), "{last}");
+    for change in [
+        remove(true, false).apply(&world(false), &agents("it is read-only")),
+        remove(true, false).apply(&world(false), &Agents::default()),
+        remove(true, true).apply(&world(true), &agents("")),
+    ] {
+        let Ok(Change::Store(node)) = change else { panic!("{change:?}") };
+        let disk = &node.spec.disks[DISK];
+        assert!(disk.lost && disk.eviction_requested && !disk.allow_scheduling, "{disk:?}");
+    }
+    let mut world = world(true);
+    let Ok(Change::Store(node)) = remove(true, true).apply(&world, &agents("")) else { panic!("it is kept") };
+    world.insert(node.into());
+    assert!(world.replicas.values().all(|replica| is_lost(&world, replica)));
+    assert!(matches!(remove(true, false).apply(&world, &agents("")), Ok(Change::AlreadySo(_))));
+    // It is well again.
+    let (node, path, allow) = ("n".to_owned(), DISK.to_owned(), Some(true));
+    let back = SetDisk { node, path, allow_scheduling: allow, ..SetDisk::default() }.apply(&world);
+    let Ok(Change::Store(node)) = back else { panic!("{back:?}") };
+    assert!(!node.spec.disks[DISK].lost && !node.spec.disks[DISK].eviction_requested);
+}

@@ -1,0 +1,114 @@
+//! Directories of replicas that nothing stored names: left over on a node or a disk that was given up and
+//! is back, or restored from the trash by an undeletion that did not come to its end. Nobody deletes them
+//! but by name, and they go to the trash.
+
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use crate::objects::ReplicaSpec;
+use crate::requests::RequestError;
+use crate::{NodeName, World};
+
+/// A directory that an agent has found.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Directory {
+    /// Where it is.
+    pub node: NodeName,
+    /// The disk there.
+    pub disk_path: String,
+    /// The identity of that disk.
+    pub disk_uuid: String,
+    /// Whose data it holds.
+    pub volume: VolumeName,
+    /// Which replica.
+    pub replica_id: ReplicaId,
+}
+
+impl Directory {
+    /// Its name, as that of the replica.
+    #[must_use]
+    pub fn name(&self) -> String {
+        ReplicaSpec::instance_name(&self.volume, self.replica_id)
+    }
+}
+
+/// A name of a directory in its parts; none: it is no replica's.
+#[must_use]
+pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
+    let (volume, id) = name.rsplit_once('-')?;
+    Some((VolumeName::new(volume).ok()?, id.parse().ok()?))
+}
+
+/// Those of the directories that no replica is.
+#[must_use]
+pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
+    let is_known = |directory: &Directory| {
+        world.replicas.get(&directory.name()).is_some_and(|replica| {
+            replica.spec.node_id == directory.node && replica.spec.disk_path == directory.disk_path
+        })
+    };
+    let mut orphans: Vec<Directory> = found.into_iter().filter(|directory| !is_known(directory)).collect();
+    orphans.sort();
+    orphans
+}
+
+/// The orphan of that name in that place.
+///
+/// # Errors
+/// [`RequestError::NoOrphan`]: there is none, or it belongs to a volume.
+pub fn find(
+    world: &World,
+    found: Vec<Directory>,
+    node: &str,
+    disk_path: &str,
+    name: &str,
+) -> Result<Directory, RequestError> {
+    let is_meant = |directory: &Directory| {
+        directory.node.as_str() == node && directory.disk_path == disk_path && directory.name() == name
+    };
+    orphans(world, found).into_iter().find(is_meant).ok_or_else(|| RequestError::NoOrphan {
+        node: node.to_owned(),
+        path: disk_path.to_owned(),
+        name: name.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Timestamp;
+    use crate::objects::{DesireState, Metadata, Replica, ReplicaStatus};
+
+    fn directory(node: &str, disk_path: &str, name: &str) -> Directory {
+        let (volume, replica_id) = parse(name).unwrap();
+        let node = NodeName::new(node).unwrap();
+        Directory { node, disk_path: disk_path.to_owned(), disk_uuid: "u".to_owned(), volume, replica_id }
+    }
+
+    #[test]
+    fn only_what_no_replica_is_in_its_place_is_an_orphan() {
+        let known = directory("a", "/d", "v-00000001");
+        let spec = ReplicaSpec {
+            volume_name: known.volume.clone(),
+            volume_size: 1 << 20,
+            replica_id: known.replica_id,
+            node_id: known.node.clone(),
+            disk_path: known.disk_path.clone(),
+            disk_id: String::new(),
+            desire_state: DesireState::Stopped,
+            eviction_requested: false,
+        };
+        let metadata = Metadata::new(known.name(), Timestamp::UNIX_EPOCH);
+        let mut world = World::default();
+        world.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
+        // Of one replica another directory elsewhere is left over, as after a disk was copied.
+        let elsewhere = directory("b", "/d", "v-00000001");
+        let forgotten = directory("a", "/d", "my-volume-0000000a");
+        let found = vec![known.clone(), forgotten.clone(), elsewhere.clone()];
+        assert_eq!(orphans(&world, found.clone()), [forgotten.clone(), elsewhere]);
+        let find = |name: &str| find(&world, found.clone(), "a", "/d", name);
+        assert_eq!(find("my-volume-0000000a"), Ok(forgotten));
+        assert!(matches!(find("v-00000001"), Err(RequestError::NoOrphan { .. })), "it is in use");
+        assert!(matches!(find("w-00000001"), Err(RequestError::NoOrphan { .. })));
+        assert!(parse("v").is_none() && parse("v-1").is_none());
+    }
+}

@@ -1,0 +1,73 @@
+//! Disks that are used no more, and directories that are left over.
+
+use shorthorn_controller_core::lost_disk::RemoveDisk;
+use shorthorn_controller_core::observed::InstanceKey;
+use shorthorn_controller_core::{AgentCall, NodeName, orphans};
+use shorthorn_proto::v1;
+use tonic::Status;
+
+use super::server::Api;
+use super::status;
+
+impl Api {
+    /// The agent first, where nothing is on the disk: it would list it again.
+    pub(super) async fn take_disk_away(
+        &self,
+        request: v1::RemoveNodeDiskRequest,
+    ) -> Result<v1::NodeObject, Status> {
+        let v1::RemoveNodeDiskRequest { node, path, lost, force } = request;
+        let wanted = RemoveDisk { node, path, lost, force };
+        let checked = wanted.apply(&self.store.world(), &self.fleet.agents());
+        checked.map_err(|error| status::of_request(&error))?;
+        if lost {
+            tracing::warn!(node = wanted.node, disk = wanted.path, force, "a disk is given up");
+        } else {
+            let node = NodeName::new(&wanted.node).map_err(|error| status::of_request(&error.into()))?;
+            self.fleet.remove_disk(&node, &wanted.path).await.map_err(|error| status::of_call(&error))?;
+        }
+        self.change(|world| wanted.apply(world, &self.fleet.agents())).await?;
+        self.show_node(&wanted.node)
+    }
+
+    pub(super) async fn orphans(&self) -> v1::ListOrphansResponse {
+        let (found, silent) = self.fleet.directories().await;
+        let found = orphans::orphans(&self.store.world(), found);
+        let shown = found.into_iter().map(|directory| v1::Orphan {
+            node: directory.node.to_string(),
+            name: directory.name(),
+            disk_path: directory.disk_path,
+            disk_uuid: directory.disk_uuid,
+        });
+        v1::ListOrphansResponse {
+            orphans: shown.collect(),
+            silent_nodes: silent.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    /// A process of it may run, as of a node that was given up while it was down.
+    pub(super) async fn trash_orphan(
+        &self,
+        request: v1::DeleteOrphanRequest,
+    ) -> Result<v1::DeleteOrphanResponse, Status> {
+        let v1::DeleteOrphanRequest { node, disk_path, name } = request;
+        let (found, _) = self.fleet.directories().await;
+        let orphan = orphans::find(&self.store.world(), found, &node, &disk_path, &name)
+            .map_err(|error| status::of_request(&error))?;
+        tracing::warn!(node, disk_path, name, "an orphan is deleted");
+        let instance = InstanceKey::replica(&orphan.volume, orphan.replica_id);
+        let calls = [
+            AgentCall::StopInstance { instance, attach: 0 },
+            AgentCall::DeleteReplica {
+                disk_path: orphan.disk_path,
+                disk_uuid: orphan.disk_uuid,
+                volume: orphan.volume,
+                replica_id: orphan.replica_id,
+                record: String::new(),
+            },
+        ];
+        for call in &calls {
+            self.fleet.call(&orphan.node, call).await.map_err(|error| status::of_call(&error))?;
+        }
+        Ok(v1::DeleteOrphanResponse {})
+    }
+}
