@@ -118,17 +118,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.world(), key)));
     let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone())?;
     vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
-    if let (Some(Pods { client, known, releases, restages }), Some(events)) = (pods, events.clone()) {
-        let of =
-            || (client.clone(), Arc::clone(&known), Arc::clone(&store), Arc::clone(&fleet), events.clone());
-        if releases {
-            let (client, known, store, fleet, events) = of();
-            tasks.spawn(Releaser::new(client, known, store, fleet, events, metrics.clone()).run());
-        }
-        if restages {
-            let (client, known, store, fleet, events) = of();
-            tasks.spawn(Restager::new(client, known, store, fleet, events).run());
-        }
+    if let (Some(pods), Some(events)) = (pods, events.clone()) {
+        pods.look_after(&store, &fleet, &events, &metrics, &mut tasks);
     }
     let (broken_sender, mut broken) = mpsc::channel(1);
     let settings = config.settings;
@@ -213,6 +204,29 @@ struct Pods {
     releases: bool,
     /// Whether those are ended whose device is gone.
     restages: bool,
+}
+
+impl Pods {
+    /// Has tasks end the pods that are to be ended.
+    fn look_after(
+        self,
+        store: &Arc<dyn Store>,
+        fleet: &Arc<Fleet>,
+        events: &Events,
+        metrics: &Metrics,
+        tasks: &mut JoinSet<()>,
+    ) {
+        let of = || (self.client.clone(), Arc::clone(&self.known), Arc::clone(store), Arc::clone(fleet));
+        if self.releases {
+            let (client, known, store, fleet) = of();
+            let releaser = Releaser::new(client, known, store, fleet, events.clone(), metrics.clone());
+            tasks.spawn(releaser.run());
+        }
+        if self.restages {
+            let (client, known, store, fleet) = of();
+            tasks.spawn(Restager::new(client, known, store, fleet, events.clone()).run());
+        }
+    }
 }
 
 /// Opens the store; with Kubernetes once this controller leads.
