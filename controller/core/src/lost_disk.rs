@@ -75,10 +75,7 @@ impl RemoveDisk {
 
     /// What is stored of replicas on it.
     fn replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
-        let is_there = |replica: &&Replica| {
-            replica.spec.node_id.as_str() == self.node && replica.spec.disk_path == self.path
-        };
-        world.replicas.values().filter(is_there)
+        world.replicas_on(&self.node).filter(|replica| replica.spec.disk_path == self.path)
     }
 
     /// Whether its agent is in reach and sees nothing wrong with it.

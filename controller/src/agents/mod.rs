@@ -378,7 +378,7 @@ impl Fleet {
     pub async fn directories(&self) -> (Vec<Directory>, Vec<NodeName>) {
         let known: Vec<(NodeName, bool)> = {
             let agents = self.agents();
-            agents.by_node.iter().map(|(node, view)| (node.clone(), view.is_synced())).collect()
+            agents.by_node().iter().map(|(node, view)| (node.clone(), view.is_synced())).collect()
         };
         let (mut asking, mut silent) = (JoinSet::new(), Vec::new());
         for (node, is_synced) in known {

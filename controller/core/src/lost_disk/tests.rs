@@ -51,7 +51,7 @@ fn world(occupied: bool) -> World {
 fn agents(problem: &str) -> Agents {
     let mut view = AgentView { link: Link::Synced, ..AgentView::new("http://agent", now()) };
     view.disks.insert(DISK.to_owned(), DiskView { problem: problem.to_owned(), ..DiskView::default() });
-    Agents { by_node: [(NodeName::new("n").unwrap(), view)].into() }
+    [(NodeName::new("n").unwrap(), view)].into_iter().collect()
 }
 
 fn remove(lost: bool, force: bool) -> RemoveDisk {

@@ -13,7 +13,7 @@ fn delete(world: &mut World) {
 
 /// Has the engine on node a show something else.
 fn engine_shows(agents: &mut Agents, change: impl Fn(&mut EngineView)) {
-    let a = agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap();
+    let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     for instance in a.instances.values_mut() {
         if let Detail::Engine(shown) = &mut instance.detail {
             change(shown);
@@ -97,7 +97,7 @@ fn a_volume_whose_engine_is_over_only_goes() {
     let mut engine = world.engines["v"].clone();
     engine.status = EngineStatus { seen_attach: ATTACH, ..EngineStatus::default() };
     world.insert(engine.into());
-    agents.by_node.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.clear();
+    agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.clear();
     rounds(&mut world, &mut agents);
     assert!(world.replicas.values().all(|replica| replica.metadata.is_deleting()));
     assert!(!gives_space_away(&world, &Key::new(Kind::Volume, "v")));
@@ -130,10 +130,10 @@ fn full_world() -> World {
 /// Agents of all nodes.
 fn all_agents(world: &World) -> Agents {
     let mut agents = agents(None);
-    let view = agents.by_node.values().next().unwrap().clone();
+    let view = agents.by_node().values().next().unwrap().clone();
     for name in world.nodes.keys() {
         let info = Some(AgentInfo { name: name.clone(), ..AgentInfo::default() });
-        agents.by_node.insert(NodeName::new(name).unwrap(), AgentView { info, ..view.clone() });
+        agents.insert(NodeName::new(name).unwrap(), AgentView { info, ..view.clone() });
     }
     agents
 }
@@ -209,7 +209,7 @@ fn without_b() -> (World, Agents) {
     world.insert(engine.into());
     let mut agents = agents(None);
     let since = now() - UNREACHABLE_AFTER;
-    agents.by_node.get_mut(&NodeName::new("b").unwrap()).unwrap().link =
+    agents.get_mut(&NodeName::new("b").unwrap()).unwrap().link =
         Link::Down { since, reason: "no answer".to_owned() };
     (world, agents)
 }
@@ -230,7 +230,7 @@ fn all_rounds(world: &mut World, agents: &Agents) -> Vec<AgentCall> {
 }
 
 fn answers(agents: &mut Agents, node: &str) {
-    agents.by_node.get_mut(&NodeName::new(node).unwrap()).unwrap().link = Link::Synced;
+    agents.get_mut(&NodeName::new(node).unwrap()).unwrap().link = Link::Synced;
 }
 
 #[test]
@@ -250,8 +250,7 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
     let engine = InstanceKey::engine(&left.spec.volume_name);
     let detail = Detail::Engine(Box::new(EngineView { attach: ATTACH - 1, ..EngineView::default() }));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
-    let b = agents.by_node.get_mut(&NodeName::new("b").unwrap()).unwrap();
-    b.instances.insert(engine.clone(), instance);
+    agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(engine.clone(), instance);
     let calls = all_rounds(&mut world, &agents);
     let stop = AgentCall::StopInstance { instance: engine, attach: ATTACH };
     assert!(calls.contains(&stop), "the engine that it had before: {calls:#?}");
@@ -269,8 +268,11 @@ fn a_deletion_does_not_wait_for_a_disk_that_cannot_be_used() {
     let (mut world, mut agents) = without_b();
     answers(&mut agents, "b");
     let id = InstanceKey::replica(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2));
-    let b = agents.by_node.get_mut(&NodeName::new("b").unwrap()).unwrap();
-    b.failures.insert(id, "the disk is not mounted".to_owned());
+    agents
+        .get_mut(&NodeName::new("b").unwrap())
+        .unwrap()
+        .failures
+        .insert(id, "the disk is not mounted".to_owned());
     // Each call to it fails.
     for round in 0..12 {
         if round == 6 {
