@@ -224,7 +224,7 @@ pub struct CreateArgs {
     /// auto, ublk, nbd or socket
     #[arg(long, default_value = "auto")]
     pub frontend: String,
-    /// Allows several replicas on one node
+    /// Allows several replicas on one node (replicaSoftAntiAffinity)
     #[arg(long)]
     pub soft_anti_affinity: bool,
     /// Allows no two replicas in one zone; else they are apart where that can be
