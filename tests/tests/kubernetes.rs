@@ -245,6 +245,13 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
     until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;
     cluster.until_healthy()?;
     let volume = cluster.api.get(&format!("volumes/{VOLUME}"))?.context("the volume is not there")?;
+    let display = &volume["status"]["display"];
+    ensure!(display["replicas"] == "3/3" && display["size"] == "0.07Gi", "{volume:#}");
+    let settled = volume["status"]["conditions"].as_array().context("no conditions")?.iter();
+    let settled = settled.map(|condition| (&condition["observedGeneration"], &condition["reason"]));
+    for (generation, reason) in settled {
+        ensure!(*generation == volume["metadata"]["generation"] && reason.is_string(), "{volume:#}");
+    }
     let story = ["Scheduled", "Detached", "Attaching", "EngineStarted", "Attached", "Healthy"];
     cluster.until_told(&volume, &story)?;
     let calls = &cluster.api.controller_calls()?[before..];

@@ -10,6 +10,15 @@ use crate::World;
 use crate::objects::Volume;
 use crate::requests::{self, Change, RequestError};
 
+/// What is noted of the PersistentVolumes of a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Note {
+    /// The one that keeps the volume, if one does.
+    pub keeper: Option<String>,
+    /// The claim that has it, or had it last, as NAMESPACE/NAME.
+    pub claim: Option<String>,
+}
+
 /// What matters here of a PersistentVolume of our driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PersistentVolume {
@@ -21,6 +30,8 @@ pub struct PersistentVolume {
     pub deletes: bool,
     /// Whether its deletion was asked for.
     pub is_deleting: bool,
+    /// The claim that it is bound to, or was last, as NAMESPACE/NAME.
+    pub claim: Option<String>,
 }
 
 impl PersistentVolume {
@@ -34,23 +45,36 @@ impl PersistentVolume {
     }
 }
 
-/// The name of the PersistentVolume that keeps it, by volume. `all` has by name those that keep theirs.
+/// What is to be noted, by volume. `all` has PersistentVolumes by name.
 #[must_use]
-pub fn by_volume(all: &BTreeMap<String, String>) -> BTreeMap<String, String> {
-    // Of several the first counts, so that what is noted does not change to and fro.
-    let mut kept = BTreeMap::new();
-    for (name, volume) in all {
-        kept.entry(volume.clone()).or_insert_with(|| name.clone());
+pub fn by_volume(all: &BTreeMap<String, PersistentVolume>) -> BTreeMap<String, Note> {
+    // Of several the first counts, so that what is noted does not change to and fro; one that keeps its volume before others.
+    let (keepers, others): (Vec<_>, Vec<_>) = all.iter().partition(|(_, found)| found.keeps());
+    let mut notes = BTreeMap::new();
+    for (name, found) in keepers.into_iter().chain(others) {
+        let keeper = found.keeps().then(|| name.clone());
+        notes.entry(found.handle.clone()).or_insert_with(|| Note { keeper, claim: found.claim.clone() });
     }
-    kept
+    notes
+}
+
+/// What is noted of a volume.
+fn noted_of(volume: &Volume) -> Note {
+    Note { keeper: volume.status.persistent_volume.clone(), claim: volume.status.claim.clone() }
+}
+
+/// Whether something else is noted in a volume than what is so.
+#[must_use]
+pub fn is_outdated(volume: &Volume, notes: &BTreeMap<String, Note>) -> bool {
+    let noted = noted_of(volume);
+    notes.get(&volume.metadata.name).map_or_else(|| noted != Note::default(), |note| *note != noted)
 }
 
 /// The volumes of which something else is noted than what is so.
 #[must_use]
-pub fn outdated(world: &World, kept: &BTreeMap<String, String>) -> Vec<String> {
-    let differs =
-        |volume: &&Volume| volume.status.persistent_volume.as_ref() != kept.get(&volume.metadata.name);
-    world.volumes.values().filter(differs).map(|volume| volume.metadata.name.clone()).collect()
+pub fn outdated(world: &World, notes: &BTreeMap<String, Note>) -> Vec<String> {
+    let outdated = world.volumes.values().filter(|volume| is_outdated(volume, notes));
+    outdated.map(|volume| volume.metadata.name.clone()).collect()
 }
 
 /// The volume with what is so noted.
@@ -59,15 +83,15 @@ pub fn outdated(world: &World, kept: &BTreeMap<String, String>) -> Vec<String> {
 /// [`RequestError::NoVolume`].
 pub fn noted(
     world: &World,
-    kept: &BTreeMap<String, String>,
+    notes: &BTreeMap<String, Note>,
     name: &str,
 ) -> Result<Change<Volume>, RequestError> {
     let mut volume = requests::find(world, name)?.clone();
-    let persistent_volume = kept.get(name).cloned();
-    if volume.status.persistent_volume == persistent_volume {
+    if !is_outdated(&volume, notes) {
         return Ok(Change::AlreadySo(volume));
     }
-    volume.status.persistent_volume = persistent_volume;
+    let Note { keeper, claim } = notes.get(name).cloned().unwrap_or_default();
+    (volume.status.persistent_volume, volume.status.claim) = (keeper, claim);
     Ok(Change::Store(volume))
 }
 
@@ -88,11 +112,15 @@ mod tests {
         world
     }
 
+    fn found(handle: &str, phase: &str, deletes: bool, is_deleting: bool) -> PersistentVolume {
+        let (handle, phase) = (handle.to_owned(), phase.to_owned());
+        let claim = Some(format!("shop/{handle}"));
+        PersistentVolume { handle, phase, deletes, is_deleting, claim }
+    }
+
     #[test]
     fn a_persistent_volume_keeps_its_volume_until_its_driver_is_asked_to_delete_it() {
-        let keeps = |phase: &str, deletes, is_deleting| {
-            PersistentVolume { handle: "v".to_owned(), phase: phase.to_owned(), deletes, is_deleting }.keeps()
-        };
+        let keeps = |phase: &str, deletes, is_deleting| found("v", phase, deletes, is_deleting).keeps();
         for phase in ["Pending", "Available", "Bound"] {
             assert!(keeps(phase, true, false) && keeps(phase, false, false), "{phase}");
         }
@@ -109,17 +137,31 @@ mod tests {
 
     #[test]
     fn what_is_noted_follows_what_is_so() {
-        let all = |pairs: &[(&str, &str)]| {
-            pairs.iter().map(|(name, volume)| ((*name).to_owned(), (*volume).to_owned())).collect()
+        let all = |pairs: &[(&str, &str, &str)]| {
+            let one = |(name, volume, phase): &(&str, &str, &str)| {
+                ((*name).to_owned(), found(volume, phase, true, false))
+            };
+            pairs.iter().map(one).collect::<BTreeMap<_, _>>()
         };
-        let kept = by_volume(&all(&[("b", "v"), ("a", "v"), ("c", "w")]));
-        assert_eq!((kept["v"].as_str(), kept["w"].as_str()), ("a", "c"));
-        let (free, taken) = (world(None), world(Some("a")));
+        let kept = by_volume(&all(&[
+            ("c", "v", "Bound"),
+            ("b", "v", "Bound"),
+            ("a", "v", "Released"),
+            ("d", "w", "Released"),
+        ]));
+        assert_eq!(kept["v"].keeper.as_deref(), Some("b"), "the first that keeps it");
+        let released = Note { keeper: None, claim: Some("shop/w".to_owned()) };
+        assert_eq!(kept["w"], released, "whose it was is known for as long as it is there");
+        let (free, taken) = (world(None), world(Some("b")));
         assert_eq!(outdated(&free, &kept), ["v"]);
+        assert_eq!(outdated(&taken, &kept), ["v"], "its claim is not noted yet");
+        let Ok(Change::Store(volume)) = noted(&free, &kept, "v") else { panic!("nothing is noted") };
+        assert_eq!(volume.status.persistent_volume.as_deref(), Some("b"));
+        assert_eq!(volume.status.claim.as_deref(), Some("shop/v"));
+        let mut taken = World::default();
+        taken.insert(volume.into());
         assert!(outdated(&taken, &kept).is_empty());
         assert_eq!(outdated(&taken, &BTreeMap::new()), ["v"]);
-        let Ok(Change::Store(volume)) = noted(&free, &kept, "v") else { panic!("nothing is noted") };
-        assert_eq!(volume.status.persistent_volume.as_deref(), Some("a"));
         assert!(matches!(noted(&taken, &kept, "v"), Ok(Change::AlreadySo(_))));
         assert_eq!(noted(&free, &kept, "w"), Err(RequestError::NoVolume("w".to_owned())));
     }

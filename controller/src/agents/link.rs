@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{Detail, Instance, InstanceKey, InstanceKind, Link};
+use shorthorn_controller_core::reconcile::is_noticeable;
 use shorthorn_controller_core::{NodeName, Timestamp};
 use shorthorn_proto::v1;
 use shorthorn_proto::v1::instance_event::Type;
@@ -165,18 +166,23 @@ fn take(fleet: &Fleet, node: &NodeName, event: v1::InstanceEvent) {
 }
 
 /// The volume, where its reconciler looks at what an instance says itself: the arbiter at what an engine asks for, and
-/// whoever takes a volume off a lost node at which engines a replica refuses.
+/// whoever takes a volume off a lost node at which engines a replica refuses, and whoever shows what the volume takes at that.
 fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &Instance) -> Option<Key> {
     let Detail::Replica(now) = &now.detail else { return Some(Key::new(Kind::Volume, &key.name)) };
     let refuses_the_same = fleet.agents().get(node).is_some_and(|view| {
         let before = view.instances.get(key).map(|before| &before.detail);
         matches!(before, Some(Detail::Replica(before)) if before.attach == now.attach)
     });
-    if refuses_the_same {
-        return None;
-    }
     let world = fleet.store.world();
     let volume = world.replicas.get(&key.name)?.spec.volume_name.as_str();
+    let stored_bytes = world.volumes.get(volume).map(|volume| volume.status.actual_size);
+    // The volume takes as much as its largest replica does: one that takes less is no news.
+    let has_grown = stored_bytes.is_some_and(|stored_bytes| {
+        now.allocated_bytes > stored_bytes && is_noticeable(stored_bytes, now.allocated_bytes)
+    });
+    if refuses_the_same && !has_grown {
+        return None;
+    }
     Some(Key::new(Kind::Volume, volume))
 }
 

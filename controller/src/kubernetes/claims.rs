@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::PersistentVolume as KubePersistentVolume;
 use kube::{Api, Client};
-use shorthorn_controller_core::claimed::{self, PersistentVolume};
+use shorthorn_controller_core::claimed::{self, Note, PersistentVolume};
 use shorthorn_controller_core::objects::{Kind, Volume};
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_driver::DRIVER_NAME;
@@ -24,27 +24,31 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// is noted.
 pub async fn note_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
     let kept = Mirror::new();
-    tokio::join!(kept.follow(Api::all(client), keeping), note(&kept, store.as_ref(), first));
+    tokio::join!(kept.follow(Api::all(client), ours), note(&kept, store.as_ref(), first));
 }
 
-/// The volume that it keeps.
-fn keeping(found: &KubePersistentVolume) -> Option<String> {
+/// What matters of it, if it is of our driver.
+fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
     let spec = found.spec.as_ref()?;
     let source = spec.csi.as_ref().filter(|source| source.driver == DRIVER_NAME)?;
     let phase = found.status.as_ref().and_then(|status| status.phase.clone());
-    let persistent_volume = PersistentVolume {
+    let claim = spec
+        .claim_ref
+        .as_ref()
+        .and_then(|claim| Some(format!("{}/{}", claim.namespace.as_deref()?, claim.name.as_deref()?)));
+    Some(PersistentVolume {
         handle: source.volume_handle.clone(),
         phase: phase.unwrap_or_default(),
         deletes: spec.persistent_volume_reclaim_policy.as_deref() == Some("Delete"),
         is_deleting: found.metadata.deletion_timestamp.is_some(),
-    };
-    persistent_volume.keeps().then_some(persistent_volume.handle)
+        claim,
+    })
 }
 
-async fn note(mirror: &Mirror<String>, store: &dyn Store, first: oneshot::Sender<()>) {
+async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
     let mut first = Some(first);
     let (mut changes, mut found) = (store.changes(), mirror.changes());
-    let mut kept: Option<BTreeMap<String, String>> = None;
+    let mut kept: Option<BTreeMap<String, Note>> = None;
     let mut failures = 0;
     loop {
         // Nothing is noted before Kubernetes has said what it has: a note that is there stays until then.
@@ -84,15 +88,15 @@ async fn note(mirror: &Mirror<String>, store: &dyn Store, first: oneshot::Sender
 async fn volume_differs(
     changes: &mut tokio::sync::broadcast::Receiver<shorthorn_controller_core::objects::Key>,
     store: &dyn Store,
-    kept: Option<&BTreeMap<String, String>>,
+    kept: Option<&BTreeMap<String, Note>>,
 ) {
     loop {
         match changes.recv().await {
             Ok(key) if key.kind == Kind::Volume => {
                 let world = store.world();
-                let noted =
-                    world.volumes.get(&key.name).map(|volume| volume.status.persistent_volume.as_ref());
-                if noted.is_some_and(|noted| kept.is_some_and(|kept| kept.get(&key.name) != noted)) {
+                let volume = world.volumes.get(&key.name);
+                let differs = |kept| volume.is_some_and(|volume| claimed::is_outdated(volume, kept));
+                if kept.is_some_and(differs) {
                     return;
                 }
             }
@@ -104,10 +108,7 @@ async fn volume_differs(
     }
 }
 
-async fn note_all(
-    store: &dyn Store,
-    kept: &BTreeMap<String, String>,
-) -> Result<(), ChangeError<RequestError>> {
+async fn note_all(store: &dyn Store, kept: &BTreeMap<String, Note>) -> Result<(), ChangeError<RequestError>> {
     let outdated = claimed::outdated(&store.world(), kept);
     for name in outdated {
         match change::<Volume, _>(store, |world| claimed::noted(world, kept, &name)).await {
@@ -126,26 +127,28 @@ mod tests {
     use super::*;
     use crate::store::MemoryStore;
 
-    fn read(driver: &str, phase: &str) -> Option<String> {
+    fn read(driver: &str, phase: &str) -> Option<PersistentVolume> {
         let object = json!({
             "metadata": { "name": "pvc-1" },
             "spec": {
                 "csi": { "driver": driver, "volumeHandle": "v" },
                 "persistentVolumeReclaimPolicy": "Delete",
+                "claimRef": { "namespace": "shop", "name": "orders" },
             },
             "status": { "phase": phase },
         });
-        keeping(&serde_json::from_value::<KubePersistentVolume>(object).unwrap())
+        ours(&serde_json::from_value::<KubePersistentVolume>(object).unwrap())
     }
 
     #[test]
-    fn those_of_other_drivers_and_those_that_are_free_keep_nothing() {
-        assert_eq!(read(DRIVER_NAME, "Bound").as_deref(), Some("v"));
-        assert_eq!(read(DRIVER_NAME, "Released"), None);
+    fn those_of_other_drivers_count_for_nothing_and_those_that_are_free_keep_nothing() {
+        let bound = read(DRIVER_NAME, "Bound").unwrap();
+        assert!(bound.keeps() && bound.handle == "v" && bound.claim.as_deref() == Some("shop/orders"));
+        assert!(!read(DRIVER_NAME, "Released").unwrap().keeps());
         assert_eq!(read("csi.example.com", "Bound"), None);
         let nfs: Value =
             json!({ "metadata": { "name": "a" }, "spec": { "nfs": { "server": "s", "path": "/" } } });
-        assert_eq!(keeping(&serde_json::from_value::<KubePersistentVolume>(nfs).unwrap()), None);
+        assert_eq!(ours(&serde_json::from_value::<KubePersistentVolume>(nfs).unwrap()), None);
     }
 
     #[tokio::test]
@@ -158,8 +161,8 @@ mod tests {
         let made = wanted.apply(&store.world(), Secret::new([1; 32]), Timestamp::now()).unwrap();
         let Change::Store(volume) = made else { panic!("{made:?}") };
         store.put(volume.into()).await.unwrap();
-        let kept =
-            BTreeMap::from([("v", "pvc-1"), ("w", "pvc-2")].map(|(a, b)| (a.to_owned(), b.to_owned())));
+        let note = |keeper: &str| Note { keeper: Some(keeper.to_owned()), claim: None };
+        let kept = BTreeMap::from([("v", "pvc-1"), ("w", "pvc-2")].map(|(a, b)| (a.to_owned(), note(b))));
         note_all(&store, &kept).await.unwrap();
         let noted = |store: &MemoryStore| store.world().volumes["v"].status.persistent_volume.clone();
         assert_eq!(noted(&store).as_deref(), Some("pvc-1"));

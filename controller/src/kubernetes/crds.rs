@@ -214,10 +214,13 @@ fn columns(kind: Kind) -> Value {
         Kind::Volume => json!([
             column("State", ".status.state", 0),
             column("Robustness", ".status.robustness", 0),
-            condition("Scheduled", "Scheduled", 1),
-            column("Size", ".spec.size", 0),
-            with(column("Replicas", ".spec.numberOfReplicas", 1), "type", "integer".into()),
+            column("Replicas", ".status.display.replicas", 0),
+            column("Size", ".status.display.size", 0),
+            column("Actual size", ".status.display.actualSize", 1),
             column("Node", ".status.currentNodeID", 0),
+            column("Claim", ".status.claim", 1),
+            condition("Scheduled", "Scheduled", 1),
+            column("Reason", ".status.display.reason", 1),
             age,
         ]),
         Kind::Engine => json!([

@@ -46,6 +46,19 @@ impl ConditionType {
             ConditionType::Ready => "Ready",
         }
     }
+
+    /// The reason of one that holds.
+    const fn reason_of_well(self) -> &'static str {
+        match self {
+            ConditionType::Accepted => "SpecAccepted",
+            ConditionType::Scheduled => "ReplicasPlaced",
+            ConditionType::Healthy => "ReplicasComplete",
+            ConditionType::Settled => "AsWanted",
+            ConditionType::Granted => "NotWaiting",
+            ConditionType::Expanded => "SizeReached",
+            ConditionType::Ready => "AgentAnswers",
+        }
+    }
 }
 
 /// One thing about an object that is so or is not so, and why.
@@ -59,7 +72,10 @@ pub struct Condition {
     #[serde(with = "super::truth")]
     #[schemars(with = "schema::Truth")]
     pub status: bool,
-    /// One word for programs, like `ReplicaFailed`; empty where all is well.
+    /// The generation of the object that this was found out about; absent: the store counts none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub observed_generation: u64,
+    /// One word for programs, like `ReplicaFailed`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// A sentence for people: what is in the way, and what to do.
@@ -68,6 +84,10 @@ pub struct Condition {
     /// When `status` last changed.
     #[schemars(with = "schema::Time")]
     pub last_transition_time: Timestamp,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// What a reconciler finds for a condition: that all is well, or the reason and the sentence.
@@ -147,7 +167,7 @@ impl Conditions {
     /// Notes `finding`; the transition time changes only with the status.
     pub fn set(&mut self, kind: ConditionType, finding: Finding, now: Timestamp) {
         let (status, reason, message) = match finding {
-            Finding::Well => (true, String::new(), String::new()),
+            Finding::Well => (true, kind.reason_of_well().to_owned(), String::new()),
             Finding::Wrong(reason, message) => (false, reason.to_owned(), message),
         };
         match self.known.iter_mut().find(|condition| condition.kind == kind) {
@@ -157,8 +177,28 @@ impl Conditions {
                 }
                 (condition.status, condition.reason, condition.message) = (status, reason, message);
             }
-            None => self.known.push(Condition { kind, status, reason, message, last_transition_time: now }),
+            None => self.known.push(Condition {
+                kind,
+                status,
+                observed_generation: 0,
+                reason,
+                message,
+                last_transition_time: now,
+            }),
         }
+    }
+
+    /// Notes that all of them are about the object as its owner wants it in that generation; 0: the store counts none.
+    pub fn observe(&mut self, generation: u64) {
+        if generation > 0 {
+            self.known.iter_mut().for_each(|condition| condition.observed_generation = generation);
+        }
+    }
+
+    /// The same of one of them.
+    pub fn observe_one(&mut self, kind: ConditionType, generation: u64) {
+        let condition = self.known.iter_mut().find(|condition| condition.kind == kind && generation > 0);
+        condition.into_iter().for_each(|condition| condition.observed_generation = generation);
     }
 
     /// The condition of that type, where it was ever set.
@@ -182,6 +222,18 @@ impl Conditions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_condition_that_holds_has_a_reason_and_each_says_of_which_generation_it_is() {
+        let mut conditions = Conditions::default();
+        conditions.set(ConditionType::Healthy, Finding::Well, Timestamp::UNIX_EPOCH);
+        conditions.observe(0);
+        let written = serde_json::to_value(&conditions).unwrap();
+        assert_eq!(written[0]["reason"], "ReplicasComplete");
+        assert!(written[0].get("observedGeneration").is_none(), "this store counts none: {written}");
+        conditions.observe(7);
+        assert_eq!(serde_json::to_value(&conditions).unwrap()[0]["observedGeneration"], 7);
+    }
 
     #[test]
     fn a_condition_of_a_later_version_stays() {

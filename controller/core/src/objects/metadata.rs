@@ -64,11 +64,18 @@ pub struct Metadata {
     pub uid: String,
     /// Raised by the store at every write, and checked against what is stored; 0: not stored yet.
     pub resource_version: u64,
+    /// Raised by the store with every change of what is wanted, if it counts these; else 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub generation: u64,
     /// When it was made.
     pub creation_timestamp: Timestamp,
     /// When its deletion was asked for; the reconcilers take it from there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_timestamp: Option<Timestamp>,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 impl Metadata {
@@ -79,6 +86,7 @@ impl Metadata {
             name: name.into(),
             uid: String::new(),
             resource_version: 0,
+            generation: 0,
             creation_timestamp: now,
             deletion_timestamp: None,
         }

@@ -20,8 +20,8 @@ pub use node::{Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec,
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
 pub use shorthorn_types::{SECRET_BYTES, Secret};
 pub use volume::{
-    DataLocality, DataLocalityError, Frontend, FrontendError, RebuildLimits, Robustness, Salvage, Volume,
-    VolumeSpec, VolumeState, VolumeStatus,
+    DataLocality, DataLocalityError, Display, Frontend, FrontendError, RebuildLimits, Robustness, Salvage,
+    Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 
 /// What an instance (an engine or a replica process) should be.

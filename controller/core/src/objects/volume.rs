@@ -150,9 +150,43 @@ pub struct VolumeStatus {
     /// is gone or released. Only the controller writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume: Option<String>,
+    /// The claim that this PersistentVolume is bound to, or was last, as NAMESPACE/NAME.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claim: Option<String>,
+    /// What its replicas take on a disk, the largest of them, to a few percent; 0: not known yet.
+    #[serde(with = "super::quoted", default, skip_serializing_if = "is_zero")]
+    #[schemars(with = "schema::Quoted")]
+    pub actual_size: u64,
+    /// What kubectl shows in its columns.
+    #[serde(default, skip_serializing_if = "Display::is_empty")]
+    pub display: Display,
     /// What holds and what does not, and why.
     #[serde(default)]
     pub conditions: Conditions,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+/// A volume as people read it in a column. Only the reconciler writes it, and nobody decides by it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Display {
+    /// What its owner wants it to have, like 10Gi.
+    pub size: String,
+    /// What its replicas take on a disk, like 1.5Gi.
+    pub actual_size: String,
+    /// How many replicas have everything, of how many it should have, like 2/3; a number alone where it is not served.
+    pub replicas: String,
+    /// The reason of the condition that matters most of those that do not hold.
+    pub reason: String,
+}
+
+impl Display {
+    fn is_empty(&self) -> bool {
+        *self == Display::default()
+    }
 }
 
 /// How much copying may take of a volume's speed.

@@ -16,6 +16,8 @@ use crate::observed::{AgentView, Agents, Link};
 use crate::scheduler::Limits;
 use crate::{Decision, NodeName, Timestamp, World, drain, lost_disk, lost_node};
 
+pub use self::volume::is_noticeable;
+
 /// How long an agent may be out of reach before what is on its node counts as unknown. Longer than a
 /// restart of the agent or of the controller takes.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(10);

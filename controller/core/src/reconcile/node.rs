@@ -39,6 +39,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     if let Some(finding) = ready {
         news = news_of(&node, &finding);
         node.status.conditions.set(ConditionType::Ready, finding, context.now);
+        node.status.conditions.observe(node.metadata.generation);
     }
     if stored != Some(&node) {
         decision.write(node);

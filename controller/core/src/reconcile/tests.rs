@@ -16,6 +16,7 @@ use crate::{Action, AgentCall};
 
 mod deletion;
 mod detach;
+mod display;
 mod losses;
 mod starts;
 

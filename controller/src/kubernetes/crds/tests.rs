@@ -61,6 +61,20 @@ fn definitions_are_structural() {
 }
 
 #[test]
+fn kubectl_shows_what_people_ask_of_a_volume() {
+    let columns = |wide: bool| {
+        let definition = definition(Kind::Volume, Rules::Included);
+        let columns = definition["spec"]["versions"][0]["additionalPrinterColumns"].as_array().unwrap();
+        let shown = columns.iter().filter(|column| wide || column.get("priority").is_none());
+        shown.map(|column| column["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(columns(false), ["State", "Robustness", "Replicas", "Size", "Node", "Age"]);
+    for name in ["Actual size", "Claim", "Reason"] {
+        assert!(columns(true).contains(&name.to_owned()), "{name}");
+    }
+}
+
+#[test]
 fn secrets_have_no_place_in_a_volume() {
     let text = schema(Kind::Volume).to_string();
     assert!(!text.contains("secret"), "{text}");

@@ -79,6 +79,7 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
         name: stored.name.clone().ok_or(ConvertError::Lacks("name"))?,
         uid: stored.uid.clone().unwrap_or_default(),
         resource_version: version(stored.resource_version.as_deref())?,
+        generation: stored.generation.and_then(|number| u64::try_from(number).ok()).unwrap_or_default(),
         creation_timestamp: stored
             .creation_timestamp
             .as_ref()
@@ -151,13 +152,16 @@ fn leave_out_empty(status: &mut Value) {
 }
 
 /// What is noted of a volume that cannot be, as a change of its status; none: it is noted already.
-pub fn refused_status(status: Option<&Value>, why: &str, now: Timestamp) -> Option<Value> {
+pub fn refused_status(stored: &DynamicObject, why: &str, now: Timestamp) -> Option<Value> {
+    let status = stored.data.get("status");
+    let generation = stored.metadata.generation.and_then(|number| u64::try_from(number).ok());
     let known = status.and_then(|status| status.get("conditions")).cloned();
     let known = known.and_then(|conditions| serde_json::from_value::<Conditions>(conditions).ok());
     let known = known.unwrap_or_default();
     let mut conditions = known.clone();
     let message = format!("nothing is done for this volume until its spec is corrected: {why}");
     conditions.set(ConditionType::Accepted, Finding::wrong(INVALID_SPEC, message), now);
+    conditions.observe_one(ConditionType::Accepted, generation.unwrap_or_default());
     if conditions == known {
         return None;
     }

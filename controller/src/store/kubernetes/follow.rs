@@ -133,7 +133,7 @@ async fn readable(
 async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &ConvertError) {
     let status = match (key.kind, error) {
         (Kind::Volume, ConvertError::Part("spec", why)) => {
-            convert::refused_status(object.data.get("status"), why, Timestamp::now())
+            convert::refused_status(object, why, Timestamp::now())
         }
         _ => {
             tracing::warn!(%key, %error, "this object is left alone");

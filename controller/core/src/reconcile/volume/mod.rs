@@ -5,12 +5,14 @@ mod attach;
 mod behind;
 mod create;
 mod detach;
+mod display;
 mod expand;
 mod fence;
 mod replace;
 mod salvage;
 
 pub(super) use detach::engine_is_over;
+pub use display::is_noticeable;
 pub(super) use replace::may_go;
 
 use super::{Context, Sight, health, quiet_left, remaining, sight};
@@ -47,6 +49,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         finally: None,
     };
     run.step();
+    run.show();
     // Told once it is stored: a run whose write fails is repeated, with all that it tells.
     let is_event = |action: &Action| matches!(action, Action::Emit(_));
     let (events, mut actions): (Vec<Action>, Vec<Action>) =

@@ -1,7 +1,7 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
-    EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode, MemberStatus, NodeSpec,
-    NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec, VolumeStatus,
+    Display, EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode, MemberStatus,
+    NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec, VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
 use shorthorn_controller_core::{NodeName, ReplicaTarget, Timestamp, labels, salvage};
@@ -79,6 +79,9 @@ fn full() -> Vec<Object> {
                 done: true,
             }),
             first_members: vec![id],
+            claim: Some("shop/orders".to_owned()),
+            actual_size: 1 << 30,
+            display: Display { replicas: "1/2".to_owned(), ..Display::default() },
             conditions: conditions(now),
             ..VolumeStatus::default()
         },
@@ -238,18 +241,24 @@ fn a_volume_of_kubectl_needs_a_size_only() {
 #[test]
 fn what_is_wrong_with_a_volume_is_noted_once() {
     let (now, later) = (Timestamp::UNIX_EPOCH, "2026-01-02T03:04:05Z".parse().unwrap());
+    let of = |status: Value| DynamicObject {
+        types: None,
+        metadata: ObjectMeta { generation: Some(3), ..ObjectMeta::default() },
+        data: json!({ "status": status }),
+    };
     // A status that was never written, as an API server takes it.
     let mut status = json!({});
-    apply(&mut status, &refused_status(None, "the size", now).unwrap());
+    apply(&mut status, &refused_status(&of(Value::Null), "the size", now).unwrap());
     let read: VolumeStatus = serde_json::from_value(status.clone()).unwrap();
     let noted = read.conditions.get(ConditionType::Accepted).unwrap();
     assert!(!noted.status && noted.reason == INVALID_SPEC && noted.message.contains("the size"), "{noted:?}");
-    assert_eq!(refused_status(Some(&status), "the size", later), None);
+    assert_eq!(noted.observed_generation, 3);
+    assert_eq!(refused_status(&of(status), "the size", later), None);
     // Everything else stays.
     let whole = full().remove(0);
     let before = parts(&whole).unwrap().status;
     let mut after = before.clone();
-    apply(&mut after, &refused_status(Some(&before), "the share", now).unwrap());
+    apply(&mut after, &refused_status(&of(before), "the share", now).unwrap());
     let mut read: VolumeStatus = serde_json::from_value(after).unwrap();
     assert!(!read.conditions.is_true(ConditionType::Accepted));
     assert!(read.conditions.get(ConditionType::Healthy).is_some());

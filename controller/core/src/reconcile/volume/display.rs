@@ -1,0 +1,126 @@
+//! What kubectl shows of a volume in its columns, which cannot compute anything themselves.
+
+use super::Run;
+use crate::objects::{ConditionType, Display, Engine, Replica, Volume, VolumeState};
+use crate::observed::{Agents, Detail, InstanceKey};
+use crate::reconcile::quiet_left;
+
+const GIB: u64 = 1 << 30;
+/// Less of a change is not worth a write.
+const LEAST_CHANGE_BYTES: u64 = 64 << 20;
+/// Nor is less than this part of what is stored.
+const LEAST_CHANGE_PART: u64 = 64;
+/// Conditions, those first that say most of why a volume is as it is.
+const BY_WEIGHT: [ConditionType; 6] = [
+    ConditionType::Accepted,
+    ConditionType::Healthy,
+    ConditionType::Granted,
+    ConditionType::Scheduled,
+    ConditionType::Settled,
+    ConditionType::Expanded,
+];
+
+impl Run<'_> {
+    /// Brings up to date what is shown. A start is left alone for as long as its steps are not stored.
+    pub(super) fn show(&mut self) {
+        self.next.status.conditions.observe(self.stored.metadata.generation);
+        if self.next.status.state == VolumeState::Attaching
+            && !quiet_left(self.context, Some(self.stored)).is_zero()
+        {
+            return;
+        }
+        let found = self.replicas.iter().filter_map(|replica| allocated_bytes(self.context.agents, replica));
+        if let Some(found) = found.max()
+            && is_noticeable(self.next.status.actual_size, found)
+        {
+            self.next.status.actual_size = found;
+        }
+        self.next.status.display = display(&self.next, self.engine);
+    }
+}
+
+fn allocated_bytes(agents: &Agents, replica: &Replica) -> Option<u64> {
+    let spec = &replica.spec;
+    let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
+    match &agents.get(&spec.node_id)?.instances.get(&key)?.detail {
+        Detail::Replica(view) => Some(view.allocated_bytes),
+        Detail::Engine(_) => None,
+    }
+}
+
+/// Whether what replicas take differs enough from what is stored to be stored: so often that people see how a volume fills,
+/// so seldom that it costs a volume some hundred writes in all.
+#[must_use]
+pub fn is_noticeable(stored_bytes: u64, found_bytes: u64) -> bool {
+    let is_first = stored_bytes == 0 && found_bytes > 0;
+    let least_bytes = LEAST_CHANGE_BYTES.max(stored_bytes / LEAST_CHANGE_PART);
+    is_first || stored_bytes.abs_diff(found_bytes) >= least_bytes
+}
+
+fn display(volume: &Volume, engine: Option<&Engine>) -> Display {
+    let (spec, status) = (&volume.spec, &volume.status);
+    let is_served = matches!(status.state, VolumeState::Attached | VolumeState::Detaching);
+    let engine = engine.filter(|engine| is_served && engine.status.is_serving());
+    let replicas = match engine {
+        Some(engine) => {
+            let members = engine.status.replica_mode_map.keys().filter(|id| engine.status.has_member(**id));
+            format!("{}/{}", members.count(), spec.number_of_replicas)
+        }
+        None => spec.number_of_replicas.to_string(),
+    };
+    let wrong = |kind: &ConditionType| status.conditions.get(*kind).filter(|condition| !condition.status);
+    let reason = BY_WEIGHT.iter().find_map(wrong).map(|condition| condition.reason.clone());
+    Display {
+        size: gibibytes(spec.size),
+        actual_size: if status.actual_size == 0 { String::new() } else { gibibytes(status.actual_size) },
+        replicas,
+        reason: reason.unwrap_or_default(),
+    }
+}
+
+/// As Kubernetes writes sizes, in Gi, with as many digits as matter.
+fn gibibytes(bytes: u64) -> String {
+    if bytes.is_multiple_of(GIB) {
+        return format!("{}Gi", bytes / GIB);
+    }
+    let hundredths = (u128::from(bytes) * 100).div_ceil(u128::from(GIB));
+    match (hundredths / 100, hundredths % 100) {
+        (0..=9, _) => format!("{}.{:02}Gi", hundredths / 100, hundredths % 100),
+        (whole, rest) => format!("{whole}.{}Gi", rest / 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_in_gi() {
+        for (bytes, text) in [
+            (10 * GIB, "10Gi"),
+            (GIB + GIB / 2, "1.50Gi"),
+            (4096, "0.01Gi"),
+            (64 << 20, "0.07Gi"),
+            (10 * GIB + GIB / 4, "10.2Gi"),
+            (16 << 40, "16384Gi"),
+            (u64::MAX, "17179869184.0Gi"),
+        ] {
+            assert_eq!(gibibytes(bytes), text);
+        }
+    }
+
+    #[test]
+    fn a_size_is_stored_when_it_says_something_new() {
+        assert!(is_noticeable(0, 4096) && !is_noticeable(0, 0) && !is_noticeable(4096, 8192));
+        assert!(is_noticeable(4096, 4096 + LEAST_CHANGE_BYTES) && is_noticeable(GIB, GIB / 2));
+        assert!(!is_noticeable(1 << 40, (1 << 40) + GIB), "a thousandth of it");
+        assert!(is_noticeable(1 << 40, (1 << 40) + (1 << 34)));
+        let (mut stored, mut writes) = (0, 0);
+        for found in (0..16 << 40_u64).step_by(1 << 26) {
+            if is_noticeable(stored, found) {
+                (stored, writes) = (found, writes + 1);
+            }
+        }
+        assert!(writes < 600, "{writes} writes while the largest volume fills");
+    }
+}
