@@ -245,6 +245,9 @@ pub struct EngineStatus {
     /// The last or current scrub, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub: Option<ScrubStatus>,
+    /// Version of the program that the process runs; empty: of one that does not say it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub version: String,
 }
 
 /// How a replica stands with the engine.

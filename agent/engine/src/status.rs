@@ -29,6 +29,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         grant_wanted: None,
         equalising: None,
         scrub: None,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
     })
 }
 

@@ -71,6 +71,7 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
     shown.device = status.device.clone().unwrap_or_default();
     shown.size_bytes = status.size_bytes;
     shown.lost_writes = status.lost_writes;
+    shown.version.clone_from(&status.version);
     let member = |member: &shorthorn_control::MemberStatus| v1::EngineMember {
         replica_id: member.replica.to_string(),
         address: member.address.clone(),

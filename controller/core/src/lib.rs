@@ -8,9 +8,11 @@
 //! - [`csi`]: what the calls of CSI mean for the stored objects.
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
+//! - [`doctor`]: whether the cluster is set up well, check by check.
 //! - [`drain`]: what is left on a node that everything is to leave.
 //! - [`lost_disk`], [`lost_node`]: giving up what does not come back.
 //! - [`orphans`]: directories of replicas that nothing stored names.
+//! - [`overview`]: the whole cluster on one screen.
 //! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
 //! - [`salvage`]: what would be lost with each replica as the only one.
@@ -45,7 +47,10 @@ pub mod claimed;
 pub mod csi;
 pub mod dead_mounts;
 pub mod discovery;
+pub mod doctor;
 pub mod drain;
+#[cfg(test)]
+mod example;
 mod label;
 pub mod lost_disk;
 pub mod lost_node;
@@ -53,6 +58,7 @@ mod node_name;
 pub mod objects;
 pub mod observed;
 pub mod orphans;
+pub mod overview;
 pub mod rebalance;
 pub mod reboot;
 pub mod reconcile;

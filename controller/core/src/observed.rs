@@ -198,6 +198,8 @@ pub struct AgentInfo {
     pub feature_level: u32,
     /// Pods on its node that use a device that is gone.
     pub dead_mounts: Vec<DeadMount>,
+    /// What is so on its host and should not be, for people.
+    pub warnings: Vec<String>,
 }
 
 /// What an agent says of a disk.
@@ -332,6 +334,8 @@ pub struct EngineView {
     pub scrub: Option<Box<ScrubView>>,
     /// The view that waits for the arbiter.
     pub grant_wanted: Option<Box<GrantWanted>>,
+    /// Version of its program; empty: it does not say.
+    pub version: String,
 }
 
 /// A view that an engine cannot bring through by itself.

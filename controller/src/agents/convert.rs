@@ -36,6 +36,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
             .into_iter()
             .map(|mount| DeadMount { volume: mount.volume, pod_uid: mount.pod_uid })
             .collect(),
+        warnings: info.warnings,
     }
 }
 
@@ -102,6 +103,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         size_bytes: status.size_bytes,
         lost_writes: status.lost_writes,
         damaged_ranges: status.members.iter().map(|member| member.times_rot_copied).sum(),
+        version: status.version,
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
             next_attach: expansion.next_attach,

@@ -40,6 +40,7 @@ impl Controller {
             max_volumes: 0,
             feature_level: 0,
             dead_mounts: Vec::new(),
+            warnings: Vec::new(),
         });
         let disk = DiskView {
             uuid: "disk".to_owned(),

@@ -1,0 +1,346 @@
+//! Whether a cluster is set up well, as far as the controller and its agents know: check by check, each with what mends it.
+
+use std::collections::BTreeMap;
+
+use crate::objects::{ConditionType, Node, Robustness, Volume};
+use crate::observed::{AgentInfo, AgentView, Agents, Detail};
+use crate::scheduler::Limits;
+use crate::{NodeName, World};
+
+/// The most findings of one check that are listed; more are counted in the last one.
+const FINDINGS_MAX: usize = 20;
+/// The frontend that makes no device.
+const SOCKET: &str = "socket";
+
+/// How a check has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outcome {
+    /// Nothing was found.
+    Passed,
+    /// It works now, and may not when something happens.
+    Warned,
+    /// Something does not work.
+    Failed,
+}
+
+impl Outcome {
+    /// The word for programs.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Outcome::Passed => "passed",
+            Outcome::Warned => "warned",
+            Outcome::Failed => "failed",
+        }
+    }
+}
+
+/// One check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Check {
+    /// Its name, for programs.
+    pub name: &'static str,
+    /// What it has looked at, for people.
+    pub title: &'static str,
+    /// Nothing: it has passed.
+    pub findings: Vec<Finding>,
+}
+
+/// Something that should not be so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// How bad that is.
+    pub outcome: Outcome,
+    /// What is so.
+    pub message: String,
+    /// What mends it.
+    pub fix: String,
+}
+
+impl Check {
+    /// The worst of its findings.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        self.findings.iter().map(|finding| finding.outcome).max().unwrap_or(Outcome::Passed)
+    }
+}
+
+/// The controller that looks.
+#[derive(Clone, Copy, Debug)]
+pub struct Controller<'a> {
+    /// Its version.
+    pub version: &'a str,
+    /// The level of features that agents of its release have.
+    pub feature_level: u32,
+    /// How full disks may become.
+    pub limits: Limits,
+}
+
+/// Makes all checks.
+#[must_use]
+pub fn examine(world: &World, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
+    let doctor = Doctor { world, agents, controller };
+    let checks: [(&str, &str, Vec<Finding>); 9] = [
+        ("agents", "agents answer", doctor.agents_answer()),
+        ("agent-versions", "agents are of the controller's version", doctor.agent_versions()),
+        ("engine-versions", "engines run the installed program", doctor.engine_versions()),
+        ("hosts", "agents warn of nothing", doctor.warnings()),
+        ("frontends", "nodes can make devices", doctor.frontends()),
+        ("data-addresses", "nodes reach each other's replicas", doctor.data_addresses()),
+        ("disks", "disks can be used and have room", doctor.disks()),
+        ("places", "replicas have places", doctor.places()),
+        ("volumes", "volumes are served and complete", doctor.volumes()),
+    ];
+    checks
+        .into_iter()
+        .map(|(name, title, findings)| Check { name, title, findings: bounded(findings) })
+        .collect()
+}
+
+/// The worst first, and not too many.
+fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.outcome));
+    let more = findings.len().saturating_sub(FINDINGS_MAX);
+    findings.truncate(FINDINGS_MAX);
+    if let (Some(last), true) = (findings.last_mut(), more > 0) {
+        last.message.push_str(&format!(" (and {more} more like these)"));
+    }
+    findings
+}
+
+fn failed(message: String, fix: String) -> Finding {
+    Finding { outcome: Outcome::Failed, message, fix }
+}
+
+fn warned(message: String, fix: String) -> Finding {
+    Finding { outcome: Outcome::Warned, message, fix }
+}
+
+struct Doctor<'a> {
+    world: &'a World,
+    agents: &'a Agents,
+    controller: Controller<'a>,
+}
+
+impl<'a> Doctor<'a> {
+    fn nodes(&self) -> impl Iterator<Item = (&'a str, &'a Node)> {
+        self.world.nodes.iter().map(|(name, node)| (name.as_str(), node))
+    }
+
+    /// The nodes whose agents answer, with what these show.
+    fn seen(&self) -> impl Iterator<Item = (&'a str, &'a AgentView)> {
+        let agents = self.agents;
+        let view = move |(name, _): (&'a str, &'a Node)| {
+            let view = NodeName::new(name).ok().and_then(|name| agents.get(&name))?;
+            view.is_synced().then_some((name, view))
+        };
+        self.nodes().filter_map(view)
+    }
+
+    fn infos(&self) -> impl Iterator<Item = (&'a str, &'a AgentInfo)> {
+        self.seen().filter_map(|(name, view)| Some((name, view.info.as_ref()?)))
+    }
+
+    fn agents_answer(&self) -> Vec<Finding> {
+        if self.world.nodes.is_empty() {
+            let fix = "shorthornctl node add NAME --address HOST:PORT, or start the controller with --node NAME=URL";
+            return vec![failed("there is no node".to_owned(), fix.to_owned())];
+        }
+        let away = |(name, node): (&str, &Node)| {
+            let ready = node.status.conditions.get(ConditionType::Ready);
+            let ready = ready.filter(|ready| !ready.status)?;
+            let fix = format!(
+                "on node {name}: systemctl status shorthorn-agent; a node that never comes back: shorthornctl node delete {name}"
+            );
+            Some(failed(format!("node {name}: {}", ready.message), fix))
+        };
+        self.nodes().filter_map(away).collect()
+    }
+
+    fn agent_versions(&self) -> Vec<Finding> {
+        let Controller { version, feature_level, .. } = self.controller;
+        let other = |(name, info): (&str, &AgentInfo)| {
+            let fix = format!(
+                "upgrade the agent of node {name} to {version}, or the controller to {}",
+                info.version
+            );
+            if info.feature_level < feature_level {
+                let message = format!(
+                    "the agent of node {name} ({}) lacks features that this controller uses: some calls are refused",
+                    info.version
+                );
+                return Some(warned(message, fix));
+            }
+            let message =
+                format!("the agent of node {name} is version {}, the controller {version}", info.version);
+            (info.version != version).then(|| warned(message, fix))
+        };
+        self.infos().filter_map(other).collect()
+    }
+
+    fn engine_versions(&self) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        for (node, view) in self.seen() {
+            let Some(installed) = view.info.as_ref().map(|info| info.version.as_str()) else { continue };
+            for (key, instance) in &view.instances {
+                let Detail::Engine(engine) = &instance.detail else { continue };
+                if engine.version.is_empty() || engine.version == installed {
+                    continue;
+                }
+                let (volume, version) = (&key.name, &engine.version);
+                findings.push(warned(
+                    format!(
+                        "the engine of volume {volume} is version {version}, node {node} has {installed}"
+                    ),
+                    format!("shorthornctl volume upgrade-engine {volume}; the device stays in use"),
+                ));
+            }
+        }
+        findings
+    }
+
+    fn warnings(&self) -> Vec<Finding> {
+        let of_node = |(name, info): (&'a str, &'a AgentInfo)| {
+            info.warnings.iter().map(move |warning| {
+                warned(format!("node {name}: {warning}"), format!("mend that on node {name}"))
+            })
+        };
+        self.infos().flat_map(of_node).collect()
+    }
+
+    fn frontends(&self) -> Vec<Finding> {
+        let without = |(name, info): (&str, &AgentInfo)| {
+            let mut devices = info.frontends.iter().filter(|frontend| frontend.name != SOCKET);
+            if devices.clone().any(|frontend| frontend.usable) {
+                return None;
+            }
+            let reasons: Vec<String> =
+                devices.by_ref().map(|frontend| format!("{}: {}", frontend.name, frontend.reason)).collect();
+            let message = format!("node {name} can make no device ({})", reasons.join("; "));
+            let fix = format!("on node {name}: modprobe ublk_drv or nbd, and start its agent again");
+            Some(warned(message, fix))
+        };
+        self.infos().filter_map(without).collect()
+    }
+
+    fn data_addresses(&self) -> Vec<Finding> {
+        if self.world.nodes.len() < 2 {
+            return Vec::new();
+        }
+        let mut findings = Vec::new();
+        let mut owners: BTreeMap<&str, &str> = BTreeMap::new();
+        for (name, info) in self.infos() {
+            let address = info.data_address.as_str();
+            if address.is_empty() {
+                findings.push(failed(
+                    format!("no other node reaches the replicas on node {name}"),
+                    format!(
+                        "set data_address in /etc/shorthorn/agent.toml of node {name}, and restart its agent"
+                    ),
+                ));
+            } else if let Some(other) = owners.insert(address, name) {
+                findings.push(warned(
+                    format!("nodes {other} and {name} both have the data_address {address}"),
+                    "give each its own in /etc/shorthorn/agent.toml, and restart its agent".to_owned(),
+                ));
+            }
+        }
+        findings
+    }
+
+    fn disks(&self) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        let mut owners: BTreeMap<&str, (&str, &str)> = BTreeMap::new();
+        for (node, view) in self.seen() {
+            if view.disks.is_empty() {
+                findings.push(warned(
+                    format!("node {node} has no disk: it gets no replicas"),
+                    format!("shorthornctl disk add {node} PATH"),
+                ));
+            }
+            for (path, disk) in &view.disks {
+                if !disk.problem.is_empty() {
+                    let fix = format!("mend it, or shorthornctl disk drain {node} {path}");
+                    findings.push(failed(format!("disk {path} of node {node}: {}", disk.problem), fix));
+                    continue;
+                }
+                if let Some((node_of_other, other)) = owners.insert(&disk.uuid, (node, path.as_str()))
+                    && !disk.uuid.is_empty()
+                {
+                    findings.push(warned(
+                        format!("disk {path} of node {node} has the identity of disk {other} of node {node_of_other}"),
+                        "one of them is a copy: take it out, and have it formatted before it is used".to_owned(),
+                    ));
+                }
+                findings.extend(self.fullness(node, path, disk.total_bytes, disk.available_bytes));
+            }
+        }
+        findings
+    }
+
+    fn fullness(&self, node: &str, path: &str, total_bytes: u64, available_bytes: u64) -> Option<Finding> {
+        let percent = u128::from(available_bytes) * 100 / u128::from(total_bytes.max(1));
+        let least = self.controller.limits.storage_minimal_available_percentage;
+        (percent < u128::from(least)).then(|| {
+            warned(
+                format!(
+                    "disk {path} of node {node} has {percent} % free: below {least} % it gets no new replica"
+                ),
+                format!("make room there, add a disk, or shorthornctl disk drain {node} {path}"),
+            )
+        })
+    }
+
+    fn places(&self) -> Vec<Finding> {
+        let open = self.nodes().filter(|(_, node)| {
+            node.spec.allow_scheduling && node.status.conditions.is_true(ConditionType::Ready)
+        });
+        let open = open.count();
+        let mut findings = Vec::new();
+        let apart = self.world.volumes.values().filter(|volume| !volume.spec.replica_soft_anti_affinity);
+        if let Some(most) = apart.max_by_key(|volume| volume.spec.number_of_replicas) {
+            let (name, wanted) = (&most.metadata.name, most.spec.number_of_replicas as usize);
+            if open < wanted {
+                findings.push(warned(
+                    format!("{open} nodes take replicas, and volume {name} wants {wanted} on different ones"),
+                    "uncordon or add nodes: a replica that is lost could not be replaced".to_owned(),
+                ));
+            }
+        }
+        let unplaced =
+            self.world.volumes.values().filter_map(|volume| wrong(volume, ConditionType::Scheduled));
+        findings.extend(unplaced.map(|(name, message)| {
+            failed(format!("volume {name}: {message}"), format!("shorthornctl volume why {name}"))
+        }));
+        findings
+    }
+
+    fn volumes(&self) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        for volume in self.world.volumes.values() {
+            if let Some((name, message)) = wrong(volume, ConditionType::Accepted) {
+                findings.push(warned(format!("volume {name}: {message}"), "do as it says".to_owned()));
+            }
+            let (message, name) = match (wrong(volume, ConditionType::Healthy), volume.status.robustness) {
+                (Some((name, message)), Robustness::Degraded | Robustness::Faulted) => (message, name),
+                _ => continue,
+            };
+            let (message, fix) =
+                (format!("volume {name}: {message}"), format!("shorthornctl volume why {name}"));
+            findings.push(match volume.status.robustness {
+                Robustness::Faulted => failed(message, fix),
+                _ => warned(message, fix),
+            });
+        }
+        findings
+    }
+}
+
+/// Name and message, if the condition of the volume does not hold.
+fn wrong(volume: &Volume, kind: ConditionType) -> Option<(&str, &str)> {
+    let condition = volume.status.conditions.get(kind).filter(|condition| !condition.status)?;
+    Some((volume.metadata.name.as_str(), condition.message.as_str()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+//! A small cluster for tests: nodes a, b and c in reach with a disk each, and a volume v with a replica on each, attached to a
+//! and healthy.
+
+use std::collections::BTreeMap;
+
+use shorthorn_types::{ReplicaId, VolumeName};
+
+use crate::objects::{
+    ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, Finding,
+    FrontendStatus, MemberMode, MemberStatus, Metadata, Node, NodeSpec, NodeStatus, Replica, ReplicaSpec,
+    ReplicaStatus, Robustness, Secret, Volume, VolumeState,
+};
+use crate::observed::{
+    AgentInfo, AgentView, Agents, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceState, Link,
+};
+use crate::requests::{Change, CreateVolume};
+use crate::{NodeName, Timestamp, World};
+
+pub(crate) const DISK: &str = "/disk";
+pub(crate) const VERSION: &str = "1.0.0";
+
+pub(crate) struct Example {
+    pub(crate) world: World,
+    pub(crate) agents: Agents,
+}
+
+pub(crate) fn now() -> Timestamp {
+    Timestamp::UNIX_EPOCH
+}
+
+pub(crate) fn id(number: u64) -> ReplicaId {
+    ReplicaId::from_random(number)
+}
+
+fn name(node: &str) -> NodeName {
+    NodeName::new(node).unwrap()
+}
+
+fn volume_name() -> VolumeName {
+    VolumeName::new("v").unwrap()
+}
+
+impl Example {
+    pub(crate) fn new() -> Example {
+        let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
+        let made = wanted.apply(&World::default(), Secret::new([1; 32]), now());
+        let Ok(Change::Store(mut volume)) = made else { panic!("{made:?}") };
+        volume.status.state = VolumeState::Attached;
+        volume.status.robustness = Robustness::Healthy;
+        volume.spec.node_id = Some(name("a"));
+        volume.status.current_node_id = Some(name("a"));
+        volume.status.attach = 1;
+        volume.status.first_members = [1, 2, 3].map(id).to_vec();
+        volume.status.conditions.set(ConditionType::Healthy, Finding::Well, now());
+        let mut engine = Engine::of_new(&volume, now());
+        engine.spec.node_id = Some(name("a"));
+        engine.spec.desire_state = DesireState::Running;
+        (engine.spec.attach, engine.status.seen_attach) = (1, 1);
+        engine.status.current_state = CurrentState::Running;
+        engine.status.phase = "serving".to_owned();
+        let mut example = Example { world: World::default(), agents: Agents::default() };
+        for (number, node) in [(1, "a"), (2, "b"), (3, "c")] {
+            engine.status.replica_mode_map.insert(id(number), MemberStatus::of(MemberMode::Member));
+            example.add_node(node);
+            example.add_replica(number, node);
+        }
+        example.world.insert(volume.into());
+        example.world.insert(engine.into());
+        let shown = EngineView { attach: 1, version: VERSION.to_owned(), ..EngineView::default() };
+        example.engine_says(shown);
+        example
+    }
+
+    pub(crate) fn add_node(&mut self, node: &str) {
+        let mut conditions = Conditions::default();
+        conditions.set(ConditionType::Ready, Finding::Well, now());
+        let disks = BTreeMap::from([(DISK.to_owned(), DiskSpec::of_new(100 << 30))]);
+        let status = NodeStatus { conditions, version: VERSION.to_owned(), ..NodeStatus::default() };
+        let spec = NodeSpec { allow_scheduling: true, disks, ..NodeSpec::default() };
+        self.world.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
+        let mut view = AgentView::new("http://agent", now());
+        view.link = Link::Synced;
+        let ublk = FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() };
+        view.info = Some(AgentInfo {
+            name: node.to_owned(),
+            version: VERSION.to_owned(),
+            data_address: format!("10.0.0.{}", node.as_bytes()[0]),
+            frontends: vec![ublk],
+            feature_level: 1,
+            ..AgentInfo::default()
+        });
+        let disk = DiskView {
+            uuid: format!("disk-of-{node}"),
+            total_bytes: 100 << 30,
+            available_bytes: 50 << 30,
+            ..DiskView::default()
+        };
+        view.disks.insert(DISK.to_owned(), disk);
+        self.agents.by_node.insert(name(node), view);
+    }
+
+    pub(crate) fn add_replica(&mut self, number: u64, node: &str) {
+        let spec = ReplicaSpec {
+            volume_name: volume_name(),
+            volume_size: 1 << 30,
+            replica_id: id(number),
+            node_id: name(node),
+            disk_path: DISK.to_owned(),
+            disk_id: String::new(),
+            desire_state: DesireState::Running,
+            eviction_requested: false,
+        };
+        let status = ReplicaStatus {
+            current_state: CurrentState::Running,
+            data: DataState::Present,
+            healthy_at: Some(now()),
+            ..ReplicaStatus::default()
+        };
+        let metadata = Metadata::new(ReplicaSpec::instance_name(&volume_name(), id(number)), now());
+        self.world.insert(Replica { metadata, spec, status }.into());
+    }
+
+    pub(crate) fn engine_says(&mut self, view: EngineView) {
+        let detail = Detail::Engine(Box::new(view));
+        let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+        self.agent("a").instances.insert(InstanceKey::engine(&volume_name()), instance);
+    }
+
+    pub(crate) fn agent(&mut self, node: &str) -> &mut AgentView {
+        self.agents.by_node.get_mut(&name(node)).unwrap()
+    }
+
+    pub(crate) fn info(&mut self, node: &str) -> &mut AgentInfo {
+        self.agent(node).info.as_mut().unwrap()
+    }
+
+    pub(crate) fn node(&mut self, node: &str) -> &mut Node {
+        self.world.nodes.get_mut(node).unwrap()
+    }
+
+    pub(crate) fn volume(&mut self) -> &mut Volume {
+        self.world.volumes.get_mut("v").unwrap()
+    }
+
+    pub(crate) fn replica(&mut self, number: u64, change: impl FnOnce(&mut Replica)) {
+        let mut replica = self.world.replicas[&format!("v-{}", id(number))].clone();
+        change(&mut replica);
+        self.world.insert(replica.into());
+    }
+}

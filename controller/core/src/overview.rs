@@ -1,0 +1,227 @@
+//! The whole cluster on one screen: what is wrong, what goes on, and which versions there are.
+
+use std::collections::BTreeMap;
+
+use crate::objects::{ConditionType, Node, Robustness, Volume, VolumeState};
+use crate::observed::{Agents, Detail};
+use crate::{NodeName, World, drain};
+
+/// The most matters of a sort that are listed; more are counted.
+pub const MATTERS_MAX: usize = 50;
+/// The most names that are listed of those who run a version.
+pub const NAMES_MAX: usize = 5;
+
+/// Everything at a glance.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Overview {
+    /// How many volumes there are, by how they are.
+    pub volumes: Volumes,
+    /// How many nodes there are.
+    pub nodes: u32,
+    /// Those that answer.
+    pub ready_nodes: u32,
+    /// Those that get no new replicas.
+    pub closed_nodes: u32,
+    /// The space of all disks in reach.
+    pub space: Space,
+    /// What is wrong.
+    pub wrong: Matters,
+    /// What goes on, or waits.
+    pub waiting: Matters,
+    /// Which versions run.
+    pub versions: Vec<Version>,
+}
+
+/// Numbers of volumes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Volumes {
+    /// All of them.
+    pub all: u32,
+    /// Those with a device.
+    pub attached: u32,
+    /// Attached ones whose replicas all have everything.
+    pub healthy: u32,
+    /// Attached ones that serve with fewer.
+    pub degraded: u32,
+    /// Those that cannot serve.
+    pub faulted: u32,
+}
+
+/// Bytes of disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Space {
+    /// All of them.
+    pub total_bytes: u64,
+    /// What is free.
+    pub available_bytes: u64,
+    /// What replicas were promised.
+    pub scheduled_bytes: u64,
+}
+
+/// Some matters, the first of them in words.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Matters {
+    /// At most [`MATTERS_MAX`].
+    pub listed: Vec<Matter>,
+    /// How many more there are.
+    pub more: u32,
+}
+
+/// Something about an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Matter {
+    /// Kind and name, like `volume v1`.
+    pub about: String,
+    /// The word for programs.
+    pub reason: String,
+    /// The sentence for people.
+    pub message: String,
+}
+
+/// A version of a program, and where it runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Version {
+    /// controller, agent or engine.
+    pub program: &'static str,
+    /// Empty: it does not say.
+    pub version: String,
+    /// How many run it.
+    pub count: u32,
+    /// Nodes of agents, volumes of engines; at most [`NAMES_MAX`].
+    pub names: Vec<String>,
+    /// Whether the controller is of another version.
+    pub differs: bool,
+}
+
+impl Overview {
+    /// What is so now, seen by a controller of that version.
+    #[must_use]
+    pub fn of(world: &World, agents: &Agents, version: &str) -> Overview {
+        let mut overview = Overview::default();
+        world.nodes.values().for_each(|node| overview.look_at_node(world, agents, node));
+        world.volumes.values().for_each(|volume| overview.look_at_volume(volume));
+        overview.look_at_moves(world, agents);
+        overview.versions = versions(world, agents, version);
+        overview
+    }
+
+    fn look_at_node(&mut self, world: &World, agents: &Agents, node: &Node) {
+        let name = node.metadata.name.as_str();
+        let about = || format!("node {name}");
+        self.nodes += 1;
+        self.closed_nodes += u32::from(!node.spec.allow_scheduling);
+        let ready = node.status.conditions.get(ConditionType::Ready);
+        self.ready_nodes += u32::from(ready.is_some_and(|ready| ready.status));
+        match ready {
+            Some(ready) if !ready.status => self.wrong.add(about(), &ready.reason, &ready.message),
+            None => self.waiting.add(about(), "NotSeenYet", "its agent was not reached yet"),
+            Some(_) => {}
+        }
+        let view = NodeName::new(name).ok().and_then(|name| agents.get(&name));
+        for (path, disk) in view.into_iter().flat_map(|view| &view.disks) {
+            self.space.total_bytes = self.space.total_bytes.saturating_add(disk.total_bytes);
+            self.space.available_bytes = self.space.available_bytes.saturating_add(disk.available_bytes);
+            if !disk.problem.is_empty() {
+                self.wrong.add(format!("disk {path} of node {name}"), "DiskProblem", &disk.problem);
+            }
+        }
+        let promised = world.replicas.promised_on(name).into_iter().flat_map(BTreeMap::values);
+        let promised: u128 = promised.map(|promised| promised.bytes).sum();
+        let promised = u64::try_from(promised).unwrap_or(u64::MAX);
+        self.space.scheduled_bytes = self.space.scheduled_bytes.saturating_add(promised);
+    }
+
+    fn look_at_volume(&mut self, volume: &Volume) {
+        let status = &volume.status;
+        let is_attached = status.state == VolumeState::Attached;
+        self.volumes.all += 1;
+        self.volumes.attached += u32::from(is_attached);
+        self.volumes.healthy += u32::from(is_attached && status.robustness == Robustness::Healthy);
+        self.volumes.degraded += u32::from(status.robustness == Robustness::Degraded);
+        self.volumes.faulted += u32::from(status.robustness == Robustness::Faulted);
+        let about = || format!("volume {}", volume.metadata.name);
+        for condition in status.conditions.iter().filter(|condition| !condition.status) {
+            let matters = match condition.kind {
+                // They say how far something is that goes on by itself.
+                ConditionType::Settled | ConditionType::Expanded => &mut self.waiting,
+                // Nobody serves a detached volume: it says nothing of its data.
+                ConditionType::Healthy if status.robustness == Robustness::Unknown && !is_attached => {
+                    continue;
+                }
+                _ => &mut self.wrong,
+            };
+            matters.add(about(), &condition.reason, &condition.message);
+        }
+    }
+
+    /// Copies that are under way, and replicas that are to leave their places.
+    fn look_at_moves(&mut self, world: &World, agents: &Agents) {
+        for (key, detail) in agents.by_node.values().flat_map(|view| &view.instances) {
+            let Detail::Engine(engine) = &detail.detail else { continue };
+            for (replica, copy) in &engine.copies {
+                let left = copy.left_s().map(|seconds| format!(", about {seconds} s left"));
+                let message = format!(
+                    "replica {}-{replica} is brought up: {} %{}",
+                    key.name,
+                    copy.percent(),
+                    left.unwrap_or_default()
+                );
+                self.waiting.add(format!("volume {}", key.name), "Rebuilding", &message);
+            }
+        }
+        for replica in world.replicas.values().filter(|replica| drain::is_evicted(world, replica)) {
+            let left = drain::of_replica(world, agents, replica);
+            let about = format!("replica {}", replica.metadata.name);
+            let (matters, reason) =
+                if left.held { (&mut self.wrong, "EvictionHeld") } else { (&mut self.waiting, "Evicting") };
+            matters.add(about, reason, &left.message);
+        }
+    }
+}
+
+impl Matters {
+    fn add(&mut self, about: String, reason: &str, message: &str) {
+        if self.listed.len() >= MATTERS_MAX {
+            self.more += 1;
+            return;
+        }
+        self.listed.push(Matter { about, reason: reason.to_owned(), message: message.to_owned() });
+    }
+}
+
+fn versions(world: &World, agents: &Agents, own: &str) -> Vec<Version> {
+    let mut found: BTreeMap<(&'static str, String), Version> = BTreeMap::new();
+    let mut note = |program: &'static str, version: &str, name: String| {
+        let differs = !version.is_empty() && version != own;
+        let of_it = found.entry((program, version.to_owned())).or_insert_with(|| Version {
+            program,
+            version: version.to_owned(),
+            count: 0,
+            names: Vec::new(),
+            differs,
+        });
+        of_it.count += 1;
+        if of_it.names.len() < NAMES_MAX {
+            of_it.names.push(name);
+        }
+    };
+    for node in world.nodes.values().filter(|node| !node.status.version.is_empty()) {
+        note("agent", &node.status.version, node.metadata.name.clone());
+    }
+    for (key, instance) in agents.by_node.values().flat_map(|view| &view.instances) {
+        if let Detail::Engine(engine) = &instance.detail {
+            note("engine", &engine.version, key.name.clone());
+        }
+    }
+    let controller = Version {
+        program: "controller",
+        version: own.to_owned(),
+        count: 1,
+        names: Vec::new(),
+        differs: false,
+    };
+    std::iter::once(controller).chain(found.into_values()).collect()
+}
+
+#[cfg(test)]
+mod tests;
