@@ -190,7 +190,7 @@ async fn a_running_engine_is_told_what_changes() {
     let two =
         |volume: &Value| volume["replicas"].as_array().unwrap().iter().any(|r| r["mode"] == "rebuilding");
     cluster.until("v", "brought up", two).await;
-    assert!(cluster.fails(&["volume", "replicas", "v", "1"]).await.1.contains("only more"));
+    assert!(cluster.fails(&["volume", "replicas", "v", "9"]).await.1.contains("use 1 to 8"));
     cluster.check();
 }
 

@@ -142,6 +142,10 @@ impl Example {
         self.world.volumes.get_mut("v").unwrap()
     }
 
+    pub(crate) fn engine(&mut self) -> &mut Engine {
+        self.world.engines.get_mut("v").unwrap()
+    }
+
     pub(crate) fn replica(&mut self, number: u64, change: impl FnOnce(&mut Replica)) {
         let mut replica = self.world.replicas[&format!("v-{}", id(number))].clone();
         change(&mut replica);

@@ -26,13 +26,14 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::NotInTrash { .. }
         | RequestError::NoOrphan { .. }
         | RequestError::NoReplica { .. }
+        | RequestError::NoSuchReplica(_)
         | RequestError::NoDisk { .. } => Code::NotFound,
         RequestError::Exists { .. } => Code::AlreadyExists,
         RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => Code::ResourceExhausted,
         RequestError::AttachedElsewhere { .. }
         | RequestError::Deleting(_)
         | RequestError::IsPersistentVolume { .. }
-        | RequestError::FewerReplicas { .. }
+        | RequestError::NotServed { .. }
         | RequestError::Shrinks { .. }
         | RequestError::IsServed(_)
         | RequestError::HoldsNothing(_)

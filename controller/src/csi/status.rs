@@ -29,7 +29,8 @@ impl IntoCsiError for RequestError {
             // It is on its way, and takes nobody's attention.
             RequestError::Deleting(_) => CsiError::Aborted(message),
             RequestError::AttachedElsewhere { .. }
-            | RequestError::FewerReplicas { .. }
+            | RequestError::NotServed { .. }
+            | RequestError::NoSuchReplica(_)
             | RequestError::IsPersistentVolume { .. }
             | RequestError::Shrinks { .. }
             | RequestError::HoldsNothing(_)

@@ -29,10 +29,6 @@ pub struct Volume {
 #[schemars(extend("x-kubernetes-validations" = [
     { "rule": "self.frontend == oldSelf.frontend", "message": "the frontend of a volume cannot be changed" },
     { "rule": "int(self.size) >= int(oldSelf.size)", "message": "a volume can grow, not shrink" },
-    {
-        "rule": "self.numberOfReplicas >= oldSelf.numberOfReplicas",
-        "message": "fewer replicas cannot be asked for, only more",
-    },
 ]))]
 pub struct VolumeSpec {
     /// Its name, which is also the name of its engine and of its device: that of the object, and for good.

@@ -106,16 +106,22 @@ pub enum RequestError {
         /// The PersistentVolume.
         persistent_volume: String,
     },
-    /// Members cannot be taken out of a view on demand.
-    #[error("volume {name} has {has} replicas, and {wanted} are fewer: only more can be asked for")]
-    FewerReplicas {
+    /// Replicas are replaced only while their volume is served.
+    #[error(
+        "replica {replica} cannot be replaced while volume {name} is {state}: attach it first (shorthornctl volume attach {name} --node \
+         NODE)"
+    )]
+    NotServed {
         /// The volume.
         name: String,
-        /// How many it should have now.
-        has: u32,
-        /// How many were asked for.
-        wanted: u32,
+        /// Its replica.
+        replica: String,
+        /// The state of the volume.
+        state: &'static str,
     },
+    /// There is no replica of that name.
+    #[error("there is no replica {0}; shorthornctl replica list shows those that are there")]
+    NoSuchReplica(String),
     /// Volumes never shrink.
     #[error("volume {name} has {has} bytes, and {wanted} are fewer: a volume only grows")]
     Shrinks {

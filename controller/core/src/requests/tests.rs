@@ -417,3 +417,51 @@ fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
     assert_eq!(check(VolumeState::Attaching, "frozen", 0), Ok(()));
     assert_eq!(check(VolumeState::Detached, "", 3), Ok(()), "no engine is there");
 }
+
+#[test]
+fn a_volume_is_given_other_places_and_as_many_replicas_as_it_may_have() {
+    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    let world = world_with("n", volume.clone());
+    let set = |change: SetVolume| SetVolume { name: "v".to_owned(), ..change }.apply(&world);
+    let tags = |tag: &str| Some(vec![tag.to_owned()]);
+    let changed = stored(
+        set(SetVolume {
+            number_of_replicas: Some(1),
+            node_selector: tags("fast"),
+            disk_selector: tags("ssd"),
+            data_locality: Some("best-effort".to_owned()),
+            replica_zone_soft_anti_affinity: Some(false),
+            ..SetVolume::default()
+        })
+        .unwrap(),
+    );
+    let spec = &changed.spec;
+    assert_eq!((spec.number_of_replicas, spec.data_locality), (1, DataLocality::BestEffort));
+    assert_eq!(
+        (&spec.node_selector, &spec.disk_selector),
+        (&labels(["fast"]).unwrap(), &labels(["ssd"]).unwrap())
+    );
+    assert!(!spec.replica_zone_soft_anti_affinity && spec.replica_disk_soft_anti_affinity);
+    assert_eq!(set(SetVolume::default()), Ok(Change::AlreadySo(volume)), "what is absent stays");
+    for number in [0, 9] {
+        let refused = set(SetVolume { number_of_replicas: Some(number), ..SetVolume::default() });
+        assert_eq!(refused, Err(RequestError::Replicas(number)));
+    }
+    let refused = set(SetVolume { node_selector: tags("a b"), ..SetVolume::default() });
+    assert!(matches!(refused, Err(RequestError::Label(_))));
+}
+
+#[test]
+fn a_replica_is_evicted_while_its_volume_is_served() {
+    let mut example = crate::example::Example::new();
+    let name = format!("v-{}", crate::example::id(2));
+    let Ok(Change::Store(leaving)) = evict(&example.world, &name, now()) else { panic!("it is refused") };
+    assert!(leaving.metadata.is_deleting());
+    example.world.insert(leaving.clone().into());
+    assert_eq!(evict(&example.world, &name, now()), Ok(Change::AlreadySo(leaving)));
+    let other = format!("v-{}", crate::example::id(3));
+    example.volume().status.state = crate::objects::VolumeState::Detached;
+    let refused = evict(&example.world, &other, now()).unwrap_err();
+    assert!(matches!(&refused, RequestError::NotServed { state: "detached", .. }), "{refused}");
+    assert_eq!(evict(&example.world, "v-x", now()), Err(RequestError::NoSuchReplica("v-x".to_owned())));
+}

@@ -4,9 +4,9 @@ use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::create::{check_share, check_size};
 use super::{Change, RequestError, find, find_living, with_spec};
-use crate::objects::{RebuildLimits, Volume, VolumeSpec, VolumeState};
+use crate::objects::{RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
 use crate::scheduler::{self, Limits};
-use crate::{NodeName, Timestamp, World};
+use crate::{NodeName, Timestamp, World, labels};
 
 /// The volume wanted on `node`.
 ///
@@ -74,21 +74,88 @@ pub fn ask_for_deletion(world: &World, name: &str, now: Timestamp) -> Result<Cha
     Ok(Change::Store(volume))
 }
 
-/// The volume with more replicas. They are made while it is attached.
+/// The volume with another number of replicas. They are made, and go, while it is attached.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
 pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Volume>, RequestError> {
-    let volume = find_living(world, name)?;
-    let has = volume.spec.number_of_replicas;
-    if wanted == 0 || wanted as usize > MAX_MEMBERS {
-        return Err(RequestError::Replicas(wanted));
+    SetVolume { name: name.to_owned(), number_of_replicas: Some(wanted), ..SetVolume::default() }.apply(world)
+}
+
+/// What an owner changes of a volume; none: it stays as it is.
+#[derive(Clone, Debug, Default)]
+pub struct SetVolume {
+    /// Its name.
+    pub name: String,
+    /// How many replicas it should have. Those beyond that go while it is attached, one at a time.
+    pub number_of_replicas: Option<u32>,
+    /// All tags that a node must have to get a replica from now on. Replicas that are there stay.
+    pub node_selector: Option<Vec<String>>,
+    /// The same of disks.
+    pub disk_selector: Option<Vec<String>>,
+    /// disabled, best-effort.
+    pub data_locality: Option<String>,
+    /// Whether several replicas may be on one node.
+    pub replica_soft_anti_affinity: Option<bool>,
+    /// Whether several replicas may be in one zone.
+    pub replica_zone_soft_anti_affinity: Option<bool>,
+    /// Whether several replicas that are on one node may be on one disk.
+    pub replica_disk_soft_anti_affinity: Option<bool>,
+}
+
+impl SetVolume {
+    /// The volume as it is to be stored.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what to change.
+    pub fn apply(&self, world: &World) -> Result<Change<Volume>, RequestError> {
+        let volume = find_living(world, &self.name)?;
+        let mut spec = volume.spec.clone();
+        if let Some(wanted) = self.number_of_replicas {
+            if wanted == 0 || wanted as usize > MAX_MEMBERS {
+                return Err(RequestError::Replicas(wanted));
+            }
+            spec.number_of_replicas = wanted;
+        }
+        if let Some(tags) = &self.node_selector {
+            spec.node_selector = labels(tags)?;
+        }
+        if let Some(tags) = &self.disk_selector {
+            spec.disk_selector = labels(tags)?;
+        }
+        if let Some(locality) = &self.data_locality {
+            spec.data_locality = locality.parse()?;
+        }
+        for (wanted, field) in [
+            (self.replica_soft_anti_affinity, &mut spec.replica_soft_anti_affinity),
+            (self.replica_zone_soft_anti_affinity, &mut spec.replica_zone_soft_anti_affinity),
+            (self.replica_disk_soft_anti_affinity, &mut spec.replica_disk_soft_anti_affinity),
+        ] {
+            *field = wanted.unwrap_or(*field);
+        }
+        Ok(with_spec(volume, spec))
     }
-    if wanted < has {
-        return Err(RequestError::FewerReplicas { name: name.to_owned(), has, wanted });
+}
+
+/// The replica to leave its volume once another one has taken its place.
+///
+/// # Errors
+/// [`RequestError`] says what is in the way.
+pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Replica>, RequestError> {
+    let stored = world.replicas.get(replica);
+    let stored = stored.ok_or_else(|| RequestError::NoSuchReplica(replica.to_owned()))?;
+    if stored.metadata.is_deleting() {
+        return Ok(Change::AlreadySo(stored.clone()));
     }
-    let spec = VolumeSpec { number_of_replicas: wanted, ..volume.spec.clone() };
-    Ok(with_spec(volume, spec))
+    let volume = find_living(world, stored.spec.volume_name.as_str())?;
+    let state = volume.status.state;
+    if !matches!(state, VolumeState::Attached | VolumeState::Attaching) {
+        let (name, replica) = (volume.metadata.name.clone(), replica.to_owned());
+        return Err(RequestError::NotServed { name, replica, state: state.as_str() });
+    }
+    let mut replica = stored.clone();
+    replica.metadata.deletion_timestamp = Some(now);
+    Ok(Change::Store(replica))
 }
 
 /// The volume with more bytes, attached or not, where the disks of its replicas are not to promise more than they

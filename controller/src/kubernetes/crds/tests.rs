@@ -119,13 +119,16 @@ fn the_rules_refuse_changes_that_nothing_follows() {
         refusals(&volume("a", |spec| spec["numberOfReplicas"] = 4.into()), Some(&good)),
         Vec::<String>::new()
     );
+    assert_eq!(
+        refusals(&volume("a", |spec| spec["numberOfReplicas"] = 1.into()), Some(&good)),
+        Vec::<String>::new()
+    );
     assert_eq!(refusals(&volume("a", |spec| spec["nodeID"] = "n".into()), Some(&good)), Vec::<String>::new());
     let grown = volume("a", |spec| spec["size"] = "12288".into());
     assert_eq!(refusals(&grown, Some(&good)), Vec::<String>::new());
     for (what, bad) in [
         ("not shrink", volume("a", |spec| spec["size"] = "4096".into())),
         ("frontend", volume("a", |spec| spec["frontend"] = "nbd".into())),
-        ("fewer replicas", volume("a", |spec| spec["numberOfReplicas"] = 2.into())),
     ] {
         let refused = refusals(&bad, Some(&good));
         assert!(refused.len() == 1 && refused[0].contains(what), "{bad}: {refused:?}");

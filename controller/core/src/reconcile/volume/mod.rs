@@ -10,6 +10,7 @@ mod expand;
 mod fence;
 mod replace;
 mod salvage;
+mod surplus;
 
 pub(super) use detach::engine_is_over;
 pub use display::is_noticeable;

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use super::Run;
+use super::{Run, surplus};
 use crate::drain::{self, Leaves};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
@@ -61,7 +61,7 @@ pub(in crate::reconcile) fn may_go(
 /// Whether the replica has to go before its substitute can be made: an engine cannot have one more. All
 /// others are members then, so that one at a time goes. A replica that only has a better place elsewhere
 /// stays where it is.
-fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
+pub(super) fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
     let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
     let id = replica.spec.replica_id;
     let others = || world.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
@@ -137,7 +137,8 @@ impl<'a> Run<'a> {
     /// All run, but for one that leaves the view. What becomes of those that nobody needs does not matter: one that
     /// was stopped to leave the view must not come back into it.
     fn want_needed(&mut self, engine: &Engine, live: &[&'a Replica], needless: &[&Replica]) {
-        let leaving = self.leaving(engine, live).map(|replica| replica.spec.replica_id);
+        let leaving = surplus::leaving(self.context, self.stored, engine, live);
+        let leaving = leaving.map(|replica| replica.spec.replica_id);
         for replica in live {
             let id = replica.spec.replica_id;
             if leaving == Some(id) {
@@ -146,28 +147,6 @@ impl<'a> Run<'a> {
                 self.want_replica(replica, DesireState::Running);
             }
         }
-    }
-
-    /// A member that the view has beyond what is configured: first one that is to leave its place, else the
-    /// newest. Without such one, a member that has to go before its substitute is made.
-    fn leaving(&self, engine: &Engine, live: &[&'a Replica]) -> Option<&'a Replica> {
-        let members =
-            live.iter().copied().filter(|replica| engine.status.has_member(replica.spec.replica_id));
-        let members: Vec<&Replica> = members.collect();
-        let wanted = self.stored.spec.number_of_replicas.max(1) as usize;
-        // Without enough that stay it would be wanted again as soon as it has left.
-        let staying = members.iter().filter(|replica| !self.is_evicted(replica)).count();
-        if staying < wanted || members.len() == wanted {
-            let makes_room =
-                |replica: &&Replica| makes_room(self.context.world, self.stored, engine, replica);
-            let urgency = |replica: &&Replica| drain::leaves(self.context.world, replica);
-            return members.into_iter().filter(makes_room).min_by_key(urgency);
-        }
-        let rank = |replica: &&&Replica| {
-            let metadata = &replica.metadata;
-            (self.is_evicted(replica), metadata.creation_timestamp, replica.spec.replica_id)
-        };
-        members.iter().max_by_key(rank).copied()
     }
 
     /// Whether the replica has been away for so long that another takes its place.

@@ -1,0 +1,230 @@
+//! Which member leaves a view that has more than are wanted.
+//!
+//! A member cannot be taken out of a view from outside: its process is stopped, and the engine has it leave as one that has
+//! failed. That takes a majority of the view that answers without it, or the arbiter's grant if exactly half of two is left. So
+//! nobody is chosen whose end the view could not get over, and never the last one that has everything.
+
+use shorthorn_types::ReplicaId;
+
+use crate::objects::{CurrentState, DataLocality, DesireState, Engine, Replica, Volume};
+use super::replace::makes_room;
+use crate::reconcile::Context;
+use crate::{Timestamp, drain};
+
+/// The member to stop, if one is to be stopped. Of a view with more than are wanted: first one whose stop has begun, then one that is to leave its place, then one
+/// that does badly, then one whose place is worst, then the newest. Else one that has to go before its substitute is made.
+pub(super) fn leaving<'a>(
+    context: &Context<'_>,
+    volume: &Volume,
+    engine: &Engine,
+    live: &[&'a Replica],
+) -> Option<&'a Replica> {
+    let members = live.iter().copied().filter(|replica| engine.status.has_member(replica.spec.replica_id));
+    let members: Vec<&Replica> = members.collect();
+    let wanted = volume.spec.number_of_replicas.max(1) as usize;
+    // Without enough that stay it would be wanted again as soon as it has left.
+    let staying = members.iter().filter(|replica| !drain::is_evicted(context.world, replica)).count();
+    let has_surplus = staying >= wanted && members.len() != wanted;
+    let surplus = Surplus { context, volume, engine, members };
+    let candidates = surplus.members.iter().copied().filter(|replica| surplus.can_do_without(replica));
+    if !has_surplus {
+        let makes_room = |replica: &&Replica| makes_room(context.world, volume, engine, replica);
+        return candidates.filter(makes_room).min_by_key(|replica| drain::leaves(context.world, replica));
+    }
+    candidates.max_by_key(|replica| surplus.rank(replica))
+}
+
+/// The greater, the sooner it goes.
+type Rank = (bool, bool, bool, Badness, Timestamp, ReplicaId);
+type Badness = (bool, usize, usize, usize, bool);
+
+struct Surplus<'a, 'w, 'r> {
+    context: &'a Context<'w>,
+    volume: &'a Volume,
+    engine: &'a Engine,
+    members: Vec<&'r Replica>,
+}
+
+impl Surplus<'_, '_, '_> {
+    /// Whether those that do well without it can change the view, and have everything.
+    fn can_do_without(&self, replica: &Replica) -> bool {
+        let id = replica.spec.replica_id;
+        let others = self.members.iter().filter(|other| other.spec.replica_id != id && self.does_well(other));
+        let (well, all) = (others.count(), self.members.len());
+        well > all / 2 || all == 2 && well == 1
+    }
+
+    /// Whether it answers, as far as its engine and its agent tell; its state is unknown while its agent is out of reach.
+    fn does_well(&self, replica: &Replica) -> bool {
+        let member = self.engine.status.replica_mode_map.get(&replica.spec.replica_id);
+        member.is_some_and(|member| !member.is_awaited())
+            && replica.status.current_state == CurrentState::Running
+            && replica.spec.desire_state == DesireState::Running
+    }
+
+    fn rank(&self, replica: &Replica) -> Rank {
+        (
+            replica.spec.desire_state == DesireState::Stopped,
+            drain::is_evicted(self.context.world, replica),
+            !self.does_well(replica),
+            self.badness_of_place(replica),
+            replica.metadata.creation_timestamp,
+            replica.spec.replica_id,
+        )
+    }
+
+    /// What is worst of its place comes first: tags that it lacks, others at the same place, that the volume is used there.
+    fn badness_of_place(&self, replica: &Replica) -> Badness {
+        let (world, spec) = (self.context.world, &replica.spec);
+        let zone = |replica: &Replica| {
+            let node = world.nodes.get(replica.spec.node_id.as_str())?;
+            node.zone().cloned()
+        };
+        let others = |same: &dyn Fn(&Replica) -> bool| {
+            let id = spec.replica_id;
+            self.members.iter().filter(|other| other.spec.replica_id != id && same(other)).count()
+        };
+        let here = zone(replica);
+        let on_node = others(&|other| other.spec.node_id == spec.node_id);
+        let on_disk =
+            others(&|other| other.spec.node_id == spec.node_id && other.spec.disk_path == spec.disk_path);
+        let in_zone = others(&|other| here.is_some() && zone(other) == here);
+        let is_kept_local = self.volume.spec.data_locality == DataLocality::BestEffort
+            && self.engine.spec.node_id.as_ref() == Some(&spec.node_id);
+        (!self.is_selected(replica), on_disk, on_node, in_zone, !is_kept_local)
+    }
+
+    /// Whether its node and its disk have the tags that the volume asks for.
+    fn is_selected(&self, replica: &Replica) -> bool {
+        let Some(node) = self.context.world.nodes.get(replica.spec.node_id.as_str()) else { return true };
+        let disk = node.spec.disks.get(&replica.spec.disk_path);
+        self.volume.spec.node_selector.is_subset(&node.spec.tags)
+            && disk.is_none_or(|disk| self.volume.spec.disk_selector.is_subset(&disk.tags))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::Label;
+    use crate::example::{DISK, Example, id, now};
+    use crate::objects::{MemberMode, MemberStatus};
+    use crate::reconcile::Settings;
+
+    /// The number of the replica that leaves.
+    fn chosen(example: &Example) -> Option<u64> {
+        let context = Context {
+            world: &example.world,
+            agents: &example.agents,
+            now: now(),
+            random: Default::default(),
+            settings: Settings::default(),
+        };
+        let (volume, engine) = (&example.world.volumes["v"], &example.world.engines["v"]);
+        let live: Vec<&Replica> = example.world.replicas_of(&volume.spec.volume_name).collect();
+        let leaving = leaving(&context, volume, engine, &live)?;
+        (1..=5).find(|number| id(*number) == leaving.spec.replica_id)
+    }
+
+    fn wanted(number: u32) -> Example {
+        let mut example = Example::new();
+        example.volume().spec.number_of_replicas = number;
+        let age = |second| {
+            move |replica: &mut Replica| {
+                replica.metadata.creation_timestamp = Timestamp::from_second(second).unwrap();
+            }
+        };
+        (1..=3).for_each(|number| example.replica(number, age(i64::try_from(number).unwrap())));
+        example
+    }
+
+    fn awaited(example: &mut Example, number: u64) {
+        let message = "it is slow".to_owned();
+        let member = MemberStatus { message, ..MemberStatus::of(MemberMode::Member) };
+        example.engine().status.replica_mode_map.insert(id(number), member);
+    }
+
+    fn label(text: &str) -> Label {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn as_many_as_wanted_stay_and_else_the_newest_goes() {
+        assert_eq!(chosen(&wanted(3)), None);
+        assert_eq!(chosen(&wanted(2)), Some(3));
+        assert_eq!(chosen(&wanted(1)), Some(3), "one after the other");
+    }
+
+    #[test]
+    fn one_that_does_badly_goes_first_if_the_others_are_a_majority() {
+        let mut example = wanted(2);
+        awaited(&mut example, 1);
+        assert_eq!(chosen(&example), Some(1));
+        awaited(&mut example, 2);
+        assert_eq!(chosen(&example), None, "one of three that answers is no majority");
+
+        let mut example = wanted(2);
+        example.replica(2, |replica| replica.status.current_state = CurrentState::Unknown);
+        assert_eq!(chosen(&example), Some(2), "its node is out of reach");
+    }
+
+    #[test]
+    fn the_last_one_that_is_well_never_goes() {
+        let mut example = wanted(1);
+        example.engine().status.replica_mode_map.remove(&id(3));
+        assert_eq!(chosen(&example), Some(2), "the arbiter grants the other half");
+        awaited(&mut example, 1);
+        assert_eq!(chosen(&example), Some(1), "and not the one that is well");
+        awaited(&mut example, 2);
+        assert_eq!(chosen(&example), None);
+        let mut alone = wanted(1);
+        (2..=3).for_each(|number| drop(alone.engine().status.replica_mode_map.remove(&id(number))));
+        assert_eq!(chosen(&alone), None);
+    }
+
+    #[test]
+    fn one_whose_stop_has_begun_stays_chosen_for_as_long_as_the_view_gets_over_it() {
+        let mut example = wanted(2);
+        example.replica(1, |replica| replica.spec.desire_state = DesireState::Stopped);
+        assert_eq!(chosen(&example), Some(1));
+        example.replica(3, |replica| replica.spec.eviction_requested = true);
+        awaited(&mut example, 2);
+        assert_eq!(chosen(&example), None, "it is wanted again: two others do badly or leave");
+    }
+
+    #[test]
+    fn the_worst_place_is_left() {
+        let mut example = wanted(2);
+        example.volume().spec.disk_selector = [label("fast")].into();
+        for node in ["b", "c"] {
+            let disks = &mut example.node(node).spec.disks;
+            disks.get_mut(DISK).unwrap().tags = [label("fast")].into();
+        }
+        assert_eq!(chosen(&example), Some(1), "its disk lacks the tag");
+
+        let mut example = wanted(2);
+        example.node("a").spec.zone = Some(label("z1"));
+        example.node("b").spec.zone = Some(label("z1"));
+        example.node("c").spec.zone = Some(label("z2"));
+        assert_eq!(chosen(&example), Some(2), "the newest of those in one zone");
+        example.volume().spec.data_locality = DataLocality::BestEffort;
+        assert_eq!(chosen(&example), Some(2));
+        example.replica(1, |replica| {
+            replica.metadata.creation_timestamp = now() + Duration::from_secs(9);
+        });
+        assert_eq!(chosen(&example), Some(2), "the volume is used on a");
+        example.volume().spec.data_locality = DataLocality::Disabled;
+        assert_eq!(chosen(&example), Some(1));
+        example.replica(2, |replica| replica.spec.eviction_requested = true);
+        assert_eq!(chosen(&example), Some(2), "it is to leave its place");
+    }
+
+    #[test]
+    fn two_on_one_disk_are_parted() {
+        let mut example = wanted(2);
+        example.replica(2, |replica| replica.spec.node_id = "a".parse().unwrap());
+        assert_eq!(chosen(&example), Some(2));
+    }
+}
