@@ -32,6 +32,7 @@ use crate::kubernetes::guard_pods::GuardPods;
 use crate::kubernetes::lease::Leadership;
 use crate::kubernetes::release::Releaser;
 use crate::kubernetes::restage::Restager;
+use crate::kubernetes::workloads::ClusterWorkloads;
 use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
 use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
 use crate::store::kubernetes::{CallError, OpenError};
@@ -104,7 +105,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
-    let Opened { store, mut leadership, events, attachments, pods, mut tasks } = tokio::select! {
+    let Opened { store, mut leadership, events, attachments, workloads, pods, mut tasks } = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
         Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
@@ -135,6 +136,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let mut api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
     if let Some(attachments) = attachments {
         api = api.with_attachments(Arc::new(attachments));
+    }
+    if let Some(workloads) = workloads {
+        api = api.with_workloads(Arc::new(workloads));
     }
     let csi =
         CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics).telling(events);
@@ -190,6 +194,7 @@ struct Opened {
     leadership: Option<Leadership>,
     events: Option<Events>,
     attachments: Option<ClusterAttachments>,
+    workloads: Option<ClusterWorkloads>,
     /// None: there are no pods.
     pods: Option<Pods>,
     /// They end with this value.
@@ -234,8 +239,15 @@ async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, Ser
     match config {
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
-            let (leadership, events, attachments, pods) = (None, None, None, None);
-            Ok(Opened { store, leadership, events, attachments, pods, tasks: JoinSet::new() })
+            Ok(Opened {
+                store,
+                leadership: None,
+                events: None,
+                attachments: None,
+                workloads: None,
+                pods: None,
+                tasks: JoinSet::new(),
+            })
         }
         StoreConfig::Kubernetes(config) => lead(config, readiness).await,
     }
@@ -285,9 +297,11 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let guards = GuardPods::new(client.clone(), &config.namespace, image, machines, kept, events.clone());
     tasks.spawn(guards.run());
     let attachments = Some(ClusterAttachments::new(client.clone()));
+    let workloads = Some(ClusterWorkloads::new(client.clone()));
     let releases = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
     let pods = Some(Pods { client, known, releases, restages: config.ends_pods_without_device });
-    Ok(Opened { store, leadership: Some(leadership), events: Some(events), attachments, pods, tasks })
+    let (leadership, events) = (Some(leadership), Some(events));
+    Ok(Opened { store, leadership, events, attachments, workloads, pods, tasks })
 }
 
 /// A name that no other process has: that of the host or the pod, with a part of its own.

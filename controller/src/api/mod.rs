@@ -1,6 +1,9 @@
 //! The gRPC interface of the controller: checks and stores what is wanted, and shows what is.
 
 mod lost;
+mod list;
+mod overview;
+mod places;
 mod rebalance;
 mod repair;
 mod server;

@@ -17,6 +17,7 @@ use super::{status, view};
 use crate::address::ServerUrl;
 use crate::agents::{CallError, Fleet};
 use crate::kubernetes::attachments::{Attachment, Attachments};
+use crate::kubernetes::workloads::Workloads;
 use crate::random::new_secret;
 use crate::store::{self, ChangeError, Store, StoreError};
 
@@ -35,6 +36,8 @@ pub struct Api {
     pub(super) settings: Settings,
     /// None: no Kubernetes has volumes attached.
     attachments: Option<Arc<dyn Attachments>>,
+    /// None: no Kubernetes has workloads.
+    pub(super) workloads: Option<Arc<dyn Workloads>>,
 }
 
 impl std::fmt::Debug for Api {
@@ -52,13 +55,19 @@ impl Api {
         stopping: watch::Receiver<bool>,
         settings: Settings,
     ) -> Api {
-        Api { store, fleet, stopping, settings, attachments: None }
+        Api { store, fleet, stopping, settings, attachments: None, workloads: None }
     }
 
     /// The same, which detaches no volume that one of these names unless it is told to.
     #[must_use]
     pub fn with_attachments(self, attachments: Arc<dyn Attachments>) -> Api {
         Api { attachments: Some(attachments), ..self }
+    }
+
+    /// The same, which can tell what uses a volume.
+    #[must_use]
+    pub fn with_workloads(self, workloads: Arc<dyn Workloads>) -> Api {
+        Api { workloads: Some(workloads), ..self }
     }
 
     /// Whether nobody but the operator has to know of a detach.
@@ -145,11 +154,8 @@ impl Controller for Api {
         self.show(&request.into_inner().name).map(Response::new)
     }
 
-    async fn list_volumes(&self, _: Request<v1::ListVolumesRequest>) -> Reply<v1::ListVolumesResponse> {
-        let world = self.store.world();
-        let agents = self.fleet.agents();
-        let volumes = world.volumes.values().map(|volume| view::volume(&world, &agents, volume)).collect();
-        Ok(Response::new(v1::ListVolumesResponse { volumes }))
+    async fn list_volumes(&self, request: Request<v1::ListVolumesRequest>) -> Reply<v1::ListVolumesResponse> {
+        self.volumes(request.into_inner()).await
     }
 
     async fn attach_volume(&self, request: Request<v1::AttachVolumeRequest>) -> Reply<v1::Volume> {
@@ -267,25 +273,11 @@ impl Controller for Api {
         &self,
         request: Request<v1::ListReplicasRequest>,
     ) -> Reply<v1::ListReplicasResponse> {
-        let wanted = request.into_inner().volume;
-        let world = self.store.world();
-        if !wanted.is_empty() {
-            requests::find(&world, &wanted).map_err(|error| status::of_request(&error))?;
-        }
-        let agents = self.fleet.agents();
-        let of_it = world
-            .replicas
-            .values()
-            .filter(|replica| wanted.is_empty() || replica.spec.volume_name.as_str() == wanted);
-        let replicas = of_it.map(|replica| view::replica(&world, &agents, replica)).collect();
-        Ok(Response::new(v1::ListReplicasResponse { replicas }))
+        self.replicas(request.get_ref())
     }
 
-    async fn list_nodes(&self, _: Request<v1::ListNodesRequest>) -> Reply<v1::ListNodesResponse> {
-        let world = self.store.world();
-        let agents = self.fleet.agents();
-        let nodes = world.nodes.values().map(|node| view::node(&world, &agents, node)).collect();
-        Ok(Response::new(v1::ListNodesResponse { nodes }))
+    async fn list_nodes(&self, request: Request<v1::ListNodesRequest>) -> Reply<v1::ListNodesResponse> {
+        self.nodes(request.get_ref())
     }
 
     async fn add_disk(&self, request: Request<v1::AddNodeDiskRequest>) -> Reply<v1::NodeObject> {
@@ -375,6 +367,26 @@ impl Controller for Api {
 
     async fn rebalance(&self, request: Request<v1::RebalanceRequest>) -> Reply<v1::RebalanceResponse> {
         self.move_replicas(request.into_inner()).await
+    }
+
+    async fn set_volume(&self, request: Request<v1::SetVolumeRequest>) -> Reply<v1::Volume> {
+        self.change_places(request.into_inner()).await
+    }
+
+    async fn evict_replica(&self, request: Request<v1::EvictReplicaRequest>) -> Reply<v1::DrainLeft> {
+        self.evict(&request.into_inner().name).await
+    }
+
+    async fn inspect_node(&self, request: Request<v1::InspectNodeRequest>) -> Reply<v1::NodeDetail> {
+        self.node_detail(&request.into_inner().name).map(Response::new)
+    }
+
+    async fn get_overview(&self, _: Request<v1::GetOverviewRequest>) -> Reply<v1::Overview> {
+        Ok(Response::new(self.overview()))
+    }
+
+    async fn examine(&self, _: Request<v1::ExamineRequest>) -> Reply<v1::Examination> {
+        Ok(Response::new(Api::examine(self)))
     }
 
     async fn set_disk(&self, request: Request<v1::SetDiskRequest>) -> Reply<v1::NodeObject> {

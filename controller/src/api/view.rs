@@ -52,6 +52,10 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
         disk_selector: texts(&spec.disk_selector),
         data_locality: spec.data_locality.as_str().to_owned(),
         verify_reads: spec.verify_reads,
+        persistent_volume: status.persistent_volume.clone().unwrap_or_default(),
+        claim: status.claim.clone().unwrap_or_default(),
+        actual_size_bytes: status.actual_size,
+        workloads: Vec::new(),
         granted: status.arbiter.granted().map(|view| view.to_string()).unwrap_or_default(),
     }
 }
@@ -103,6 +107,7 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
         reason: condition.reason.clone(),
         message: condition.message.clone(),
         last_transition: condition.last_transition_time.to_string(),
+        observed_generation: condition.observed_generation,
     };
     conditions.iter().map(one).collect()
 }

@@ -4,25 +4,27 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use super::list;
 use super::size::Size;
 use crate::address::{AddressError, ServerUrl};
 use crate::config::DEFAULT_SERVER;
 
 /// Creates, attaches, detaches and deletes Shorthorn volumes, and shows what is there.
 #[derive(Debug, Parser)]
-#[command(version, about, long_about = None, after_help = "\
+#[command(name = "shorthornctl", version, about, long_about = None, after_help = "\
 Exit codes:
   0  done
   1  refused or failed; the message says what to do
   2  wrong usage
   3  no such volume or node
   4  not done within --timeout; the controller goes on with it
-  5  the controller is out of reach")]
+  5  the controller is out of reach
+  6  status or doctor has found something wrong")]
 pub struct Cli {
     /// Where the controller is: unix:///PATH or http://HOST:PORT
     #[arg(long, global = true, value_name = "URL", env = "SHORTHORN_SERVER", default_value = DEFAULT_SERVER)]
     pub server: ServerUrl,
-    /// Tables are for people and may change; json and yaml are for programs
+    /// Tables are for people and may change, wide ones show more; json and yaml are for programs, name is for scripts
     #[arg(long, short, global = true, value_enum, default_value_t = Format::Table)]
     pub output: Format,
     /// What to do.
@@ -35,15 +37,30 @@ pub struct Cli {
 pub enum Format {
     /// For people.
     Table,
+    /// For people with wide screens.
+    Wide,
+    /// Kind and name, a line each.
+    Name,
     /// For programs.
     Json,
     /// For programs.
     Yaml,
 }
 
+impl Format {
+    /// Whether people read it. Where there are no names to show, `name` is as a table.
+    pub(super) fn is_for_people(self) -> bool {
+        !matches!(self, Format::Json | Format::Yaml)
+    }
+}
+
 /// What there is to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Shows the cluster on one screen: what is wrong, what waits, and which versions there are
+    Status,
+    /// Checks whether the cluster is set up well, and says what mends what is not
+    Doctor,
     /// Volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
@@ -70,9 +87,15 @@ pub enum Command {
 pub enum VolumeCommand {
     /// Makes a volume, and waits until its replicas have disks
     Create(CreateArgs),
-    /// Shows all volumes
+    /// Shows volumes; -o wide shows also what uses them
     #[command(visible_alias = "ls")]
-    List,
+    List {
+        /// Only those whose claim is in this namespace
+        #[arg(long, short, value_name = "NAMESPACE")]
+        namespace: Option<String>,
+        #[command(flatten)]
+        options: list::Options,
+    },
     /// Shows everything about one volume
     #[command(visible_alias = "show")]
     Inspect {
@@ -105,7 +128,10 @@ pub enum VolumeCommand {
         #[command(flatten)]
         wait: WaitArgs,
     },
-    /// Raises how many replicas a volume should have. They are made while it is attached
+    /// Changes how many replicas a volume should have, and which places they get. Replicas that are there stay, but for those
+    /// that are too many: these go one at a time while the volume is attached
+    Set(SetVolumeArgs),
+    /// Changes how many replicas a volume should have, as set --replicas does
     Replicas {
         /// Name of the volume
         name: String,
@@ -194,6 +220,43 @@ pub enum VolumeCommand {
     },
 }
 
+/// What is changed of a volume.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = true)]
+pub struct VolumeChanges {
+    /// How many copies of the data there are, 1 to 8
+    #[arg(long, value_name = "COUNT")]
+    pub replicas: Option<u32>,
+    /// All tags that a node must have to get a replica; empty: none
+    #[arg(long, value_name = "TAG,...")]
+    pub node_selector: Option<TagList>,
+    /// All tags that a disk must have to get a replica; empty: none
+    #[arg(long, value_name = "TAG,...")]
+    pub disk_selector: Option<TagList>,
+    /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
+    #[arg(long, value_name = "disabled|best-effort")]
+    pub data_locality: Option<String>,
+    /// Whether several replicas may be on one node
+    #[arg(long, value_name = "true|false")]
+    pub soft_anti_affinity: Option<bool>,
+    /// Whether no two replicas may be in one zone
+    #[arg(long, value_name = "true|false")]
+    pub hard_zone_anti_affinity: Option<bool>,
+    /// Whether no two replicas may be on one disk
+    #[arg(long, value_name = "true|false")]
+    pub hard_disk_anti_affinity: Option<bool>,
+}
+
+/// Which volume is changed, and how.
+#[derive(Debug, Args)]
+pub struct SetVolumeArgs {
+    /// Name of the volume
+    pub name: String,
+    /// What is changed.
+    #[command(flatten)]
+    pub changes: VolumeChanges,
+}
+
 /// Which replica becomes the volume.
 #[derive(Debug, Args)]
 pub struct SalvageArgs {
@@ -276,6 +339,22 @@ pub enum ReplicaCommand {
         /// Only those of this volume
         #[arg(long)]
         volume: Option<String>,
+        /// Only those on this node
+        #[arg(long)]
+        node: Option<String>,
+        #[command(flatten)]
+        options: list::Options,
+    },
+    /// Has a replica replaced elsewhere and then deleted, and waits until it is gone. Its volume must be attached
+    Evict {
+        /// Name of the replica, as replica list shows it
+        name: String,
+        /// Returns as soon as the controller knows; it goes on by itself
+        #[arg(long)]
+        no_wait: bool,
+        /// Seconds to wait at most; the controller goes on by itself
+        #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
+        timeout: Duration,
     },
 }
 
@@ -284,7 +363,16 @@ pub enum ReplicaCommand {
 pub enum NodeCommand {
     /// Shows the nodes and their disks
     #[command(visible_alias = "ls")]
-    List,
+    List {
+        #[command(flatten)]
+        options: list::Options,
+    },
+    /// Shows everything about one node: what it can do, what is on it, what it warns of
+    #[command(visible_alias = "show")]
+    Inspect {
+        /// Name of the node
+        name: String,
+    },
     /// Says where the agent of a node answers; the controller makes the node if it is new
     Add {
         /// Name of the node, as its agent is configured
@@ -448,7 +536,10 @@ pub enum DiskCommand {
     },
     /// Shows the disks of all nodes, with their identities
     #[command(visible_alias = "ls")]
-    List,
+    List {
+        #[command(flatten)]
+        options: list::Options,
+    },
     /// Has no new replicas made on a disk; those that are there stay
     Cordon {
         /// The node

@@ -8,11 +8,13 @@ use super::args::{
     Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, OrphanCommand, RebalanceArgs, ReplicaCommand,
     SalvageArgs, TagList, VolumeCommand, WaitArgs,
 };
+use super::doctor::CheckView;
 use super::error::CtlError;
+use super::list::{Lister, Options, What, watch};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{confirm, output};
+use super::{confirm, doctor, output, places, status};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -30,16 +32,32 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
     let unreachable = |reason: String| CtlError::Unreachable { server: cli.server.to_string(), reason };
     let endpoint = cli.server.endpoint().map_err(|error| unreachable(error.to_string()))?;
     let channel = endpoint.connect_timeout(Duration::from_secs(5)).connect_lazy();
-    let mut session = Session { client: ControllerClient::new(channel), server, format: cli.output };
-    let text = match cli.command {
-        Command::Volume(command) => session.volume(command).await?,
-        Command::Replica(ReplicaCommand::List { volume }) => session.replicas(volume).await?,
-        Command::Node(command) => session.node(command).await?,
-        Command::Disk(command) => session.disk(command).await?,
-        Command::Orphan(command) => session.orphan(command).await?,
-        Command::Rebalance(args) => session.rebalance(args).await?,
-    };
-    output::print(&text)
+    let session = Session { client: ControllerClient::new(channel), server, format: cli.output };
+    session.run(cli.command).await
+}
+
+impl Session {
+    async fn run(self, command: Command) -> Result<(), CtlError> {
+        let mut session = self;
+        let text = match command {
+            Command::Status => return session.status().await,
+            Command::Doctor => return session.doctor().await,
+            Command::Volume(command) => session.volume(command).await?,
+            Command::Replica(ReplicaCommand::List { volume, node, options }) => {
+                let (volume, node) = (volume.unwrap_or_default(), node.unwrap_or_default());
+                session.list(What::Replicas { volume, node }, options).await?
+            }
+            Command::Replica(ReplicaCommand::Evict { name, no_wait, timeout }) => {
+                places::evict(&mut session.client, &session.server, name, (!no_wait).then_some(timeout))
+                    .await?
+            }
+            Command::Node(command) => session.node(command).await?,
+            Command::Disk(command) => session.disk(command).await?,
+            Command::Orphan(command) => session.orphan(command).await?,
+            Command::Rebalance(args) => session.rebalance(args).await?,
+        };
+        output::print(&text)
+    }
 }
 
 struct Session {
@@ -54,19 +72,40 @@ impl Session {
         move |status| CtlError::of(&status, &server)
     }
 
+    async fn status(&mut self) -> Result<(), CtlError> {
+        let request = limited(v1::GetOverviewRequest {});
+        let overview = self.client.get_overview(request).await.map_err(self.error())?.into_inner();
+        let is_well = status::is_well(&overview);
+        output::print(&status::text(self.format, overview)?)?;
+        if is_well { Ok(()) } else { Err(CtlError::Unwell("something is wrong".to_owned())) }
+    }
+
+    async fn doctor(&mut self) -> Result<(), CtlError> {
+        let checks = self.ask_doctor().await?;
+        output::print(&doctor::text(self.format, &checks)?)?;
+        match doctor::failures(&checks) {
+            0 => Ok(()),
+            failures => Err(CtlError::Unwell(format!("checks that have failed: {failures}"))),
+        }
+    }
+
+    async fn ask_doctor(&mut self) -> Result<Vec<CheckView>, CtlError> {
+        let overview = self.client.get_overview(limited(v1::GetOverviewRequest {})).await;
+        let overview = overview.map_err(self.error())?.into_inner();
+        let found = self.client.examine(limited(v1::ExamineRequest {})).await.map_err(self.error())?;
+        let found = found.into_inner().checks.into_iter().map(CheckView::from);
+        Ok(std::iter::once(doctor::version_check(&overview.version)).chain(found).collect())
+    }
+
     async fn volume(&mut self, command: VolumeCommand) -> Result<String, CtlError> {
         match command {
             VolumeCommand::Create(args) => self.create(args).await,
-            VolumeCommand::List => {
-                let request = limited(v1::ListVolumesRequest {});
-                let list = self.client.list_volumes(request).await.map_err(self.error())?;
-                output::volumes(self.format, list.into_inner().volumes)
+            VolumeCommand::List { namespace, options } => {
+                let workloads = self.format != Format::Table && self.format != Format::Name;
+                let namespace = namespace.unwrap_or_default();
+                self.list(What::Volumes { namespace, workloads }, options).await
             }
-            VolumeCommand::Inspect { name } => {
-                let request = limited(v1::GetVolumeRequest { name });
-                let volume = self.client.get_volume(request).await.map_err(self.error())?;
-                output::volume(self.format, volume.into_inner())
-            }
+            VolumeCommand::Inspect { name } => self.inspect(name).await,
             VolumeCommand::Why { name } => {
                 let request = limited(v1::GetVolumeRequest { name });
                 let why = self.client.explain_volume(request).await.map_err(self.error())?;
@@ -79,6 +118,11 @@ impl Session {
                 self.show(volume.into_inner(), |volume| {
                     format!("volume {} should have {} replicas", volume.name, volume.number_of_replicas)
                 })
+            }
+            VolumeCommand::Set(args) => {
+                let request = places::change(args);
+                let volume = self.client.set_volume(limited(request)).await.map_err(self.error())?;
+                self.show(volume.into_inner(), places::sentence)
             }
             VolumeCommand::Expand { name, size, wait, timeout } => {
                 self.expand(name, size.0, WaitArgs { no_wait: !wait, timeout }).await
@@ -275,15 +319,38 @@ impl Session {
         sentence: impl FnOnce(&v1::Volume) -> String,
     ) -> Result<String, CtlError> {
         match self.format {
-            Format::Table => Ok(sentence(&volume)),
+            Format::Table | Format::Wide => Ok(sentence(&volume)),
             format => output::volume(format, volume),
         }
     }
 
-    async fn replicas(&mut self, volume: Option<String>) -> Result<String, CtlError> {
-        let request = limited(v1::ListReplicasRequest { volume: volume.unwrap_or_default() });
-        let list = self.client.list_replicas(request).await.map_err(self.error())?;
-        output::replicas(self.format, list.into_inner().replicas)
+    /// A list as text; one that is watched is written as it goes.
+    async fn list(&mut self, what: What, options: Options) -> Result<String, CtlError> {
+        let is_watched = options.watch;
+        let lister = Lister { client: self.client.clone(), what, options };
+        if is_watched {
+            watch(lister, &self.server, self.format).await?;
+            return Ok(String::new());
+        }
+        let list = lister.list().await?.map_err(self.error())?;
+        list.notes.iter().try_for_each(|note| output::complain(note))?;
+        list.text(self.format)
+    }
+
+    async fn inspect(&mut self, name: String) -> Result<String, CtlError> {
+        let request = limited(v1::GetVolumeRequest { name: name.clone() });
+        let mut volume = self.client.get_volume(request).await.map_err(self.error())?.into_inner();
+        if !volume.claim.is_empty() {
+            let request =
+                v1::ListVolumesRequest { name, page_size: 1, workloads: true, ..Default::default() };
+            let list = self.client.list_volumes(limited(request)).await.map_err(self.error())?.into_inner();
+            if !list.workloads_problem.is_empty() {
+                output::complain(&format!("the workloads are not known: {}", list.workloads_problem))?;
+            }
+            let found = list.volumes.into_iter().next();
+            volume.workloads = found.map(|found| found.workloads).unwrap_or_default();
+        }
+        output::volume(self.format, volume)
     }
 
     async fn node(&mut self, command: NodeCommand) -> Result<String, CtlError> {
@@ -293,7 +360,12 @@ impl Session {
             ..v1::SetNodeRequest::default()
         };
         let request = match command {
-            NodeCommand::List => return self.nodes().await,
+            NodeCommand::List { options } => return self.list(What::Nodes, options).await,
+            NodeCommand::Inspect { name } => {
+                let request = limited(v1::InspectNodeRequest { name });
+                let found = self.client.inspect_node(request).await.map_err(self.error())?.into_inner();
+                return places::node(self.format, found);
+            }
             NodeCommand::Drain { name, no_wait, timeout } => return self.drain(name, no_wait, timeout).await,
             NodeCommand::CanReboot(args) => {
                 return can_reboot(&mut self.client, &self.server, self.format, args).await;
@@ -386,7 +458,11 @@ impl Session {
             DiskCommand::Drain { node, path, no_wait, timeout } => {
                 return self.drain_disk(node, path, no_wait, timeout).await;
             }
-            DiskCommand::List => return self.disks().await,
+            DiskCommand::List { options } => {
+                // Programs have got disks with their nodes from the beginning.
+                let what = if self.format.is_for_people() { What::Disks } else { What::Nodes };
+                return self.list(what, options).await;
+            }
             DiskCommand::Remove { node, path, lost, force, yes } => {
                 if lost && !yes {
                     confirm::disk_loss(&node, &path, force)?;
@@ -441,7 +517,7 @@ impl Session {
     async fn rebalance(&mut self, args: RebalanceArgs) -> Result<String, CtlError> {
         let is_shown = args.dry_run || args.no_wait || args.cancel;
         let (answer, begun) = rebalance(&mut self.client, &self.server, args).await?;
-        if self.format != Format::Table {
+        if !self.format.is_for_people() {
             return output::rebalance(self.format, answer, begun);
         }
         Ok(match (is_shown, begun) {
@@ -452,18 +528,6 @@ impl Session {
         })
     }
 
-    async fn nodes(&mut self) -> Result<String, CtlError> {
-        let request = limited(v1::ListNodesRequest {});
-        let list = self.client.list_nodes(request).await.map_err(self.error())?;
-        output::nodes(self.format, list.into_inner().nodes)
-    }
-
-    async fn disks(&mut self) -> Result<String, CtlError> {
-        let request = limited(v1::ListNodesRequest {});
-        let list = self.client.list_nodes(request).await.map_err(self.error())?;
-        output::disks(self.format, list.into_inner().nodes)
-    }
-
     async fn add_disk(&mut self, node: String, path: String) -> Result<String, CtlError> {
         let request = limited(v1::AddNodeDiskRequest { node, path });
         let node = self.client.add_disk(request).await.map_err(self.error())?.into_inner();
@@ -471,7 +535,7 @@ impl Session {
     }
 }
 
-fn of_tags(tags: TagList) -> v1::Tags {
+pub(super) fn of_tags(tags: TagList) -> v1::Tags {
     v1::Tags { tags: tags.0 }
 }
 
@@ -481,7 +545,7 @@ fn operator() -> String {
     variables.filter_map(|name| std::env::var(name).ok()).find(|name| !name.is_empty()).unwrap_or_default()
 }
 
-fn limited<T>(message: T) -> tonic::Request<T> {
+pub(super) fn limited<T>(message: T) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
     request.set_timeout(CALL_LIMIT);
     request

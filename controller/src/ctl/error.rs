@@ -32,6 +32,9 @@ pub enum CtlError {
     /// Deleting needs a yes.
     #[error("{0}")]
     NotConfirmed(String),
+    /// The question was answered, and the answer is that something is wrong.
+    #[error("{0}")]
+    Unwell(String),
     /// The result cannot be written.
     #[error("cannot write the result: {0}")]
     Output(String),
@@ -49,6 +52,7 @@ impl CtlError {
             CtlError::NotFound(_) => 3,
             CtlError::Timeout(_) => 4,
             CtlError::Unreachable { .. } => 5,
+            CtlError::Unwell(_) => 6,
         })
     }
 

@@ -3,11 +3,15 @@
 mod args;
 mod commands;
 mod confirm;
+mod doctor;
 mod error;
+mod list;
 mod output;
+mod places;
 mod rebalance;
 mod reboot;
 mod size;
+mod status;
 mod view;
 mod wait;
 

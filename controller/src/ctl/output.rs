@@ -9,15 +9,19 @@ use shorthorn_types::Generation;
 
 use super::args::Format;
 use super::error::CtlError;
+use super::list::workloads;
 use super::size::human;
 use super::view::{
-    DrainView, ExplanationView, InspectionView, NodeView, OrphanView, RebalanceView, ReplicaView, TrashView,
-    UpgradeView, VolumeView,
+    DrainView, ExplanationView, InspectionView, NodeView, OrphanView, RebalanceView, TrashView, UpgradeView,
+    VolumeView,
 };
 use super::wait::Drained;
 
 /// Writes `text` and ends its last line. A reader that went away (`| head`) has what it wanted.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
+    if text.trim_end().is_empty() {
+        return Ok(());
+    }
     let mut output = std::io::stdout().lock();
     match writeln!(output, "{}", text.trim_end()).and_then(|()| output.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
@@ -36,41 +40,19 @@ pub(super) fn for_programs(format: Format, value: &impl Serialize) -> Result<Str
         Format::Json => {
             serde_json::to_string_pretty(value).map_err(|error| CtlError::Output(error.to_string()))
         }
-        Format::Yaml | Format::Table => {
+        Format::Yaml | Format::Table | Format::Wide | Format::Name => {
             serde_saphyr::to_string(value).map_err(|error| CtlError::Output(error.to_string()))
         }
     }
 }
 
-pub(super) fn volumes(format: Format, volumes: Vec<v1::Volume>) -> Result<String, CtlError> {
-    if format != Format::Table {
-        let views: Vec<VolumeView> = volumes.into_iter().map(Into::into).collect();
-        return for_programs(format, &views);
+/// How many replicas have everything, of how many it should have, and how far those are that are being brought up.
+pub(super) fn members(volume: &v1::Volume) -> String {
+    if volume.state != "attached" {
+        return volume.number_of_replicas.to_string();
     }
-    if volumes.is_empty() {
-        return Ok("There are no volumes. Make one: shorthornctl volume create NAME --size 10GiB".to_owned());
-    }
-    let mut table = table(&["NAME", "SIZE", "REPLICAS", "STATE", "ROBUSTNESS", "NODE", "DEVICE"]);
-    for volume in volumes {
-        let members = volume.replicas.iter().filter(|replica| replica.mode == "member").count();
-        let attached = volume.state == "attached";
-        let replicas = if attached {
-            format!("{members}/{}{}", volume.number_of_replicas, copying(&volume.replicas))
-        } else {
-            volume.number_of_replicas.to_string()
-        };
-        let size = size(&volume);
-        table.add_row([
-            volume.name,
-            size,
-            replicas,
-            volume.state,
-            volume.robustness,
-            dash(volume.current_node),
-            dash(volume.endpoint),
-        ]);
-    }
-    Ok(table.to_string())
+    let members = volume.replicas.iter().filter(|replica| replica.mode == "member").count();
+    format!("{members}/{}{}", volume.number_of_replicas, copying(&volume.replicas))
 }
 
 /// The size, and the one that it is to have while it has another.
@@ -128,7 +110,7 @@ fn salvage(salvage: &v1::Salvage) -> String {
 
 /// Why a volume is as it is.
 pub(super) fn explanation(format: Format, why: v1::Explanation) -> Result<String, CtlError> {
-    if format != Format::Table {
+    if !format.is_for_people() {
         return for_programs(format, &ExplanationView::from(why));
     }
     let mut text = why.sentences.join("\n");
@@ -145,7 +127,7 @@ pub(super) fn upgrade(
     volume: &str,
     upgraded: &v1::UpgradeEngineResponse,
 ) -> Result<String, CtlError> {
-    if format != Format::Table {
+    if !format.is_for_people() {
         return for_programs(format, &UpgradeView::from(upgraded));
     }
     Ok(format!(
@@ -160,7 +142,7 @@ pub(super) fn inspections(
     volume: &str,
     found: Vec<v1::InspectedReplica>,
 ) -> Result<String, CtlError> {
-    if format != Format::Table {
+    if !format.is_for_people() {
         let views: Vec<InspectionView> = found.into_iter().map(Into::into).collect();
         return for_programs(format, &views);
     }
@@ -216,7 +198,10 @@ fn inspected_state(replica: &v1::InspectedReplica, inspection: &v1::ReplicaInspe
 
 /// One volume in full.
 pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlError> {
-    if format != Format::Table {
+    if format == Format::Name {
+        return Ok(format!("volume/{}", volume.name));
+    }
+    if !format.is_for_people() {
         return for_programs(format, &VolumeView::from(volume));
     }
     let mut facts = table(&[]);
@@ -234,6 +219,8 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         ("Attachment", volume.attach.to_string()),
         ("View", dash(engine.view)),
         ("Created", volume.created),
+        ("Claim", dash(volume.claim)),
+        ("Used by", dash(workloads(&volume.workloads))),
     ] {
         facts.add_row([name.to_owned(), value]);
     }
@@ -253,7 +240,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         text.push_str(&format!("\n\n{}: {}", condition.reason, condition.message));
     }
     text.push_str("\n\n");
-    text.push_str(&replica_table(volume.replicas));
+    text.push_str(&replica_table(&volume.replicas));
     Ok(text)
 }
 
@@ -261,7 +248,7 @@ pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Resul
     let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
     let silent: String = trash.silent_nodes.iter().map(silent).collect();
     let views: Vec<TrashView> = trash.replicas.into_iter().map(Into::into).collect();
-    if format != Format::Table {
+    if !format.is_for_people() {
         return for_programs(format, &views);
     }
     if views.is_empty() {
@@ -307,74 +294,48 @@ pub(super) fn orphans(format: Format, list: v1::ListOrphansResponse) -> Result<S
     Ok(format!("{table}{silent}"))
 }
 
-pub(super) fn replicas(format: Format, replicas: Vec<v1::Replica>) -> Result<String, CtlError> {
-    if format != Format::Table {
-        let views: Vec<ReplicaView> = replicas.into_iter().map(Into::into).collect();
-        return for_programs(format, &views);
-    }
-    Ok(if replicas.is_empty() { "There are no replicas.".to_owned() } else { replica_table(replicas) })
-}
-
-fn replica_table(replicas: Vec<v1::Replica>) -> String {
+fn replica_table(replicas: &[v1::Replica]) -> String {
     let mut table = table(&["REPLICA", "NODE", "DISK", "STATE", "MODE", "ALLOCATED", "MESSAGE"]);
     for replica in replicas {
-        let allocated = human(replica.allocated_bytes);
-        let mode = match &replica.copy {
-            Some(copy) => format!("{} {}", replica.mode, progress(copy)),
-            None if replica.deleting => "being deleted".to_owned(),
-            None => dash(replica.mode),
-        };
-        table.add_row([
-            replica.name,
-            replica.node,
-            replica.disk_path,
-            replica.current_state,
-            mode,
-            allocated,
-            replica.message,
-        ]);
+        table.add_row(replica_row(replica));
     }
     table.to_string()
 }
 
-pub(super) fn nodes(format: Format, nodes: Vec<v1::NodeObject>) -> Result<String, CtlError> {
-    if format != Format::Table {
-        let views: Vec<NodeView> = nodes.into_iter().map(Into::into).collect();
-        return for_programs(format, &views);
-    }
-    if nodes.is_empty() {
-        return Ok("There are no nodes. Start the controller with --node NAME=URL".to_owned());
-    }
-    Ok(node_table(nodes))
+/// The cells of a replica: name, node, disk, state, mode, size and message.
+pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
+    let mode = match &replica.copy {
+        Some(copy) => format!("{} {}", replica.mode, progress(copy)),
+        None if replica.deleting => "being deleted".to_owned(),
+        None => dash(replica.mode.clone()),
+    };
+    [
+        replica.name.clone(),
+        replica.node.clone(),
+        replica.disk_path.clone(),
+        replica.current_state.clone(),
+        mode,
+        human(replica.allocated_bytes),
+        replica.message.clone(),
+    ]
 }
 
-pub(super) fn disks(format: Format, nodes: Vec<v1::NodeObject>) -> Result<String, CtlError> {
-    if format != Format::Table {
-        return self::nodes(format, nodes);
-    }
-    let mut table =
-        table(&["NODE", "DISK", "UUID", "SIZE", "AVAILABLE", "PROMISED", "NEW REPLICAS", "MESSAGE"]);
-    for node in nodes {
-        for disk in node.disks {
-            let allowed = match (disk.allow_scheduling, disk.eviction_requested) {
-                (true, _) => "yes",
-                (false, false) => "no",
-                (false, true) => "no, it is drained",
-            };
-            let sizes = [disk.total_bytes, disk.available_bytes, disk.scheduled_bytes].map(human);
-            let [size, available, promised] = sizes;
-            let (uuid, message) = (dash(disk.uuid), dash(disk.problem));
-            let row =
-                [node.name.clone(), disk.path, uuid, size, available, promised, allowed.to_owned(), message];
-            table.add_row(row);
-        }
-    }
-    Ok(table.to_string())
+/// The cells of a disk: node, path, identity, sizes, whether it gets new replicas, and message.
+pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
+    let allowed = match (disk.allow_scheduling, disk.eviction_requested) {
+        (true, _) => "yes",
+        (false, false) => "no",
+        (false, true) => "no, it is drained",
+    };
+    let sizes = [disk.total_bytes, disk.available_bytes, disk.scheduled_bytes].map(human);
+    let [size, available, promised] = sizes;
+    let (uuid, message) = (dash(disk.uuid.clone()), dash(disk.problem.clone()));
+    [node.to_owned(), disk.path.clone(), uuid, size, available, promised, allowed.to_owned(), message]
 }
 
 /// What is left on a drained node or disk.
 pub(super) fn drain(format: Format, place: &Drained, drain: v1::Drain) -> Result<String, CtlError> {
-    if format != Format::Table {
+    if !format.is_for_people() {
         return for_programs(format, &DrainView::from(drain));
     }
     if drain.left.is_empty() {
@@ -410,57 +371,75 @@ pub(super) fn rebalance(
 
 /// One node in full.
 pub(super) fn node(format: Format, node: v1::NodeObject) -> Result<String, CtlError> {
-    if format != Format::Table {
+    if format == Format::Name {
+        return Ok(format!("node/{}", node.name));
+    }
+    if !format.is_for_people() {
         return for_programs(format, &NodeView::from(node));
     }
-    Ok(node_table(vec![node]))
+    Ok(node_table(&node))
 }
 
-fn node_table(nodes: Vec<v1::NodeObject>) -> String {
+pub(super) fn node_table(node: &v1::NodeObject) -> String {
     let headers =
         ["NODE", "READY", "FRONTENDS", "DISK", "SIZE", "AVAILABLE", "RESERVED", "PROMISED", "MESSAGE"];
     let mut table = table(&headers);
-    for node in nodes {
-        let ready = node.conditions.iter().find(|condition| condition.r#type == "Ready");
-        let word = ready.map_or("unknown", |ready| if ready.status { "yes" } else { "no" });
-        let mut message = ready.map(|ready| ready.message.clone()).unwrap_or_default();
-        if node.deleting {
-            let left = if message.is_empty() { String::new() } else { format!(": {message}") };
-            message = format!("given up{left}");
-        } else if message.is_empty() && !node.allow_scheduling {
-            message = if node.eviction_requested { "drained" } else { "cordoned" }.to_owned();
-        } else if message.is_empty() && node.machine_cordoned {
-            message = "cordoned in Kubernetes".to_owned();
-        }
-        let first = [node.name.clone(), word.to_owned(), dash(node.frontends.join(" "))];
-        if node.disks.is_empty() {
-            let hint = if message.is_empty() {
-                format!("no disk: shorthornctl disk add {} PATH", node.name)
-            } else {
-                message
-            };
-            let nothing = std::iter::repeat_n("-".to_owned(), 5);
-            table.add_row(first.into_iter().chain(nothing).chain([hint]));
-            continue;
-        }
-        for disk in node.disks {
-            let closed = match (disk.eviction_requested, disk.allow_scheduling) {
-                (true, _) => "drained disk",
-                (false, false) => "closed disk",
-                (false, true) => "",
-            };
-            let said = [message.as_str(), closed, disk.problem.as_str()];
-            let said: Vec<&str> = said.into_iter().filter(|text| !text.is_empty()).collect();
-            let rest = [
-                disk.path,
-                human(disk.total_bytes),
-                human(disk.available_bytes),
-                human(disk.reserved_bytes),
-                human(disk.scheduled_bytes),
-                said.join("; "),
-            ];
-            table.add_row(first.iter().cloned().chain(rest));
-        }
+    for row in node_rows(node) {
+        table.add_row(row);
+    }
+    table.to_string()
+}
+
+/// The cells of a node, a row for each of its disks: name, readiness, frontends, path, sizes, and message.
+pub(super) fn node_rows(node: &v1::NodeObject) -> Vec<Vec<String>> {
+    let (word, message) = readiness(node);
+    let first = [node.name.clone(), word.to_owned(), dash(node.frontends.join(" "))];
+    if node.disks.is_empty() {
+        let hint = if message.is_empty() {
+            format!("no disk: shorthornctl disk add {} PATH", node.name)
+        } else {
+            message
+        };
+        let nothing = std::iter::repeat_n("-".to_owned(), 5);
+        return vec![first.into_iter().chain(nothing).chain([hint]).collect()];
+    }
+    let row = |disk: &v1::NodeDisk| {
+        let closed = match (disk.eviction_requested, disk.allow_scheduling) {
+            (true, _) => "drained disk",
+            (false, false) => "closed disk",
+            (false, true) => "",
+        };
+        let said = [message.as_str(), closed, disk.problem.as_str()];
+        let said: Vec<&str> = said.into_iter().filter(|text| !text.is_empty()).collect();
+        let sizes =
+            [disk.total_bytes, disk.available_bytes, disk.reserved_bytes, disk.scheduled_bytes].map(human);
+        let path = std::iter::once(disk.path.clone());
+        first.iter().cloned().chain(path).chain(sizes).chain([said.join("; ")]).collect()
+    };
+    node.disks.iter().map(row).collect()
+}
+
+/// Whether a node can be used, and what is to be said of it.
+fn readiness(node: &v1::NodeObject) -> (&'static str, String) {
+    let ready = node.conditions.iter().find(|condition| condition.r#type == "Ready");
+    let word = ready.map_or("unknown", |ready| if ready.status { "yes" } else { "no" });
+    let mut message = ready.map(|ready| ready.message.clone()).unwrap_or_default();
+    if node.deleting {
+        let left = if message.is_empty() { String::new() } else { format!(": {message}") };
+        message = format!("given up{left}");
+    } else if message.is_empty() && !node.allow_scheduling {
+        message = if node.eviction_requested { "drained" } else { "cordoned" }.to_owned();
+    } else if message.is_empty() && node.machine_cordoned {
+        message = "cordoned in Kubernetes".to_owned();
+    }
+    (word, message)
+}
+
+/// Names and values, a line each.
+pub(super) fn facts(facts: &[(&str, String)]) -> String {
+    let mut table = table(&[]);
+    for (name, value) in facts {
+        table.add_row([*name, value.as_str()]);
     }
     table.to_string()
 }
@@ -475,6 +454,6 @@ fn table(headers: &[&str]) -> Table {
     table
 }
 
-fn dash(text: String) -> String {
+pub(super) fn dash(text: String) -> String {
     if text.is_empty() { "-".to_owned() } else { text }
 }

@@ -37,6 +37,26 @@ pub(super) struct VolumeView {
     scrub: Option<ScrubView>,
     salvage: Option<SalvageView>,
     granted: String,
+    persistent_volume: String,
+    namespace: String,
+    persistent_volume_claim: String,
+    workloads: Vec<WorkloadView>,
+    actual_size: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct WorkloadView {
+    kind: String,
+    name: String,
+    pod: String,
+    phase: String,
+}
+
+impl From<v1::Workload> for WorkloadView {
+    fn from(workload: v1::Workload) -> WorkloadView {
+        let v1::Workload { kind, name, pod, phase } = workload;
+        WorkloadView { kind, name, pod, phase }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -129,17 +149,29 @@ pub(super) struct TrashView {
 
 impl From<v1::VolumeTrash> for TrashView {
     fn from(trash: v1::VolumeTrash) -> TrashView {
-        let replica = trash.replica.unwrap_or_default();
+        let v1::VolumeTrash { node, replica, with_volume } = trash;
+        let v1::TrashedReplica {
+            volume,
+            replica_id,
+            disk_path,
+            allocated_bytes,
+            deleted_ms,
+            expires_ms,
+            problem,
+            disk_uuid: _,
+            record: _,
+        } = replica.unwrap_or_default();
+        let (deleted, expires) = (time_of(deleted_ms), time_of(expires_ms));
         TrashView {
-            volume: replica.volume,
-            replica_id: replica.replica_id,
-            node: trash.node,
-            disk_path: replica.disk_path,
-            allocated_bytes: replica.allocated_bytes,
-            deleted: time_of(replica.deleted_ms),
-            expires: time_of(replica.expires_ms),
-            with_volume: trash.with_volume,
-            problem: replica.problem,
+            volume,
+            replica_id,
+            node,
+            disk_path,
+            allocated_bytes,
+            deleted,
+            expires,
+            with_volume,
+            problem,
         }
     }
 }
@@ -259,6 +291,7 @@ struct ConditionView {
     reason: String,
     message: String,
     last_transition_time: String,
+    observed_generation: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -393,7 +426,7 @@ impl RebalanceView {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct DiskView {
+pub(super) struct DiskView {
     path: String,
     #[serde(rename = "diskUUID")]
     disk_uuid: String,
@@ -409,6 +442,7 @@ struct DiskView {
 
 impl From<v1::Volume> for VolumeView {
     fn from(volume: v1::Volume) -> VolumeView {
+        let (namespace, claim) = volume.claim.split_once('/').unwrap_or_default();
         VolumeView {
             name: volume.name,
             size: volume.size_bytes,
@@ -438,6 +472,11 @@ impl From<v1::Volume> for VolumeView {
             scrub: volume.scrub.map(Into::into),
             salvage: volume.salvage.map(Into::into),
             granted: volume.granted,
+            persistent_volume: volume.persistent_volume,
+            namespace: namespace.to_owned(),
+            persistent_volume_claim: claim.to_owned(),
+            workloads: volume.workloads.into_iter().map(Into::into).collect(),
+            actual_size: volume.actual_size_bytes,
         }
     }
 }
@@ -450,6 +489,7 @@ impl From<v1::Condition> for ConditionView {
             reason: condition.reason,
             message: condition.message,
             last_transition_time: condition.last_transition,
+            observed_generation: condition.observed_generation,
         }
     }
 }

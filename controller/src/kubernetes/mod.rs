@@ -12,6 +12,7 @@ pub mod lease;
 mod mirror;
 pub mod release;
 pub mod restage;
+pub mod workloads;
 
 use kube::core::ApiResource;
 use shorthorn_controller_core::objects::Kind;

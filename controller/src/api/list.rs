@@ -1,0 +1,156 @@
+//! Lists, a page at a time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+
+use shorthorn_controller_core::requests;
+use shorthorn_proto::v1;
+use tonic::{Response, Status};
+
+use super::server::{Api, Reply};
+use super::{status, view};
+use crate::kubernetes::workloads::Workload;
+
+/// The most objects in one answer, far below what a message of gRPC holds.
+pub(super) const PAGE_MAX: usize = 1000;
+/// What tokens begin with; the name of the last one of the page before follows.
+const TOKEN: &str = "after:";
+
+/// Some objects of a kind, in the order of their names.
+struct Page<'a, T> {
+    objects: Vec<&'a T>,
+    next_token: String,
+}
+
+/// The page of those that are `wanted` after the one that `token` names.
+fn page<'a, T>(
+    all: &'a BTreeMap<String, T>,
+    size: u32,
+    token: &str,
+    wanted: impl Fn(&T) -> bool,
+) -> Result<Page<'a, T>, Status> {
+    let after = token.strip_prefix(TOKEN);
+    if after.is_none() && !token.is_empty() {
+        let message = format!("page_token {token:?} is not of this controller: begin again without it");
+        return Err(Status::invalid_argument(message));
+    }
+    let start = after.map_or(Bound::Unbounded, Bound::Excluded);
+    let mut rest = all.range::<str, _>((start, Bound::Unbounded)).filter(|(_, object)| wanted(object));
+    let most = if size == 0 { PAGE_MAX } else { PAGE_MAX.min(size as usize) };
+    let found: Vec<_> = rest.by_ref().take(most).collect();
+    let is_more = rest.next().is_some();
+    if is_more && size == 0 {
+        // Whoever asks without a size takes what comes for everything.
+        let message =
+            format!("there are more than {PAGE_MAX}: ask with page_size, as a newer shorthornctl does");
+        return Err(Status::resource_exhausted(message));
+    }
+    let last = found.last().filter(|_| is_more).map(|(name, _)| format!("{TOKEN}{name}"));
+    let objects = found.into_iter().map(|(_, object)| object).collect();
+    Ok(Page { objects, next_token: last.unwrap_or_default() })
+}
+
+impl Api {
+    pub(super) async fn volumes(&self, request: v1::ListVolumesRequest) -> Reply<v1::ListVolumesResponse> {
+        let mut answer = {
+            let world = self.store.world();
+            let agents = self.fleet.agents();
+            let namespace = |claim: &String| claim.split('/').next() == Some(request.namespace.as_str());
+            let found = page(&world.volumes, request.page_size, &request.page_token, |volume| {
+                (request.namespace.is_empty() || volume.status.claim.as_ref().is_some_and(namespace))
+                    && (request.name.is_empty() || volume.metadata.name == request.name)
+            })?;
+            let volumes = found.objects.into_iter().map(|volume| view::volume(&world, &agents, volume));
+            let (volumes, next_page_token) = (volumes.collect(), found.next_token);
+            v1::ListVolumesResponse { volumes, next_page_token, workloads_problem: String::new() }
+        };
+        if request.workloads {
+            answer.workloads_problem = self.add_workloads(&mut answer.volumes).await;
+        }
+        Ok(Response::new(answer))
+    }
+
+    /// Looks up what uses the claims of the volumes; why it is not known, if it is not.
+    async fn add_workloads(&self, volumes: &mut [v1::Volume]) -> String {
+        let Some(workloads) = &self.workloads else { return String::new() };
+        let claims = volumes.iter().map(|volume| volume.claim.clone()).filter(|claim| !claim.is_empty());
+        let claims: BTreeSet<String> = claims.collect();
+        if claims.is_empty() {
+            return String::new();
+        }
+        match workloads.of(&claims).await {
+            Ok(mut found) => {
+                for volume in volumes {
+                    let used_by = found.remove(&volume.claim).unwrap_or_default();
+                    volume.workloads = used_by.into_iter().map(shown).collect();
+                }
+                String::new()
+            }
+            Err(problem) => problem,
+        }
+    }
+
+    pub(super) fn replicas(&self, request: &v1::ListReplicasRequest) -> Reply<v1::ListReplicasResponse> {
+        let (volume, node) = (&request.volume, &request.node);
+        let world = self.store.world();
+        if !volume.is_empty() {
+            requests::find(&world, volume).map_err(|error| status::of_request(&error))?;
+        }
+        if !node.is_empty() {
+            requests::find_node(&world, node).map_err(|error| status::of_request(&error))?;
+        }
+        let found = page(&world.replicas, request.page_size, &request.page_token, |replica| {
+            (volume.is_empty() || replica.spec.volume_name.as_str() == volume)
+                && (node.is_empty() || replica.spec.node_id.as_str() == node)
+        })?;
+        let agents = self.fleet.agents();
+        let replicas = found.objects.into_iter().map(|replica| view::replica(&world, &agents, replica));
+        let replicas = replicas.collect();
+        Ok(Response::new(v1::ListReplicasResponse { replicas, next_page_token: found.next_token }))
+    }
+
+    pub(super) fn nodes(&self, request: &v1::ListNodesRequest) -> Reply<v1::ListNodesResponse> {
+        let world = self.store.world();
+        let agents = self.fleet.agents();
+        let found = page(&world.nodes, request.page_size, &request.page_token, |_| true)?;
+        let nodes = found.objects.into_iter().map(|node| view::node(&world, &agents, node)).collect();
+        Ok(Response::new(v1::ListNodesResponse { nodes, next_page_token: found.next_token }))
+    }
+}
+
+fn shown(workload: Workload) -> v1::Workload {
+    let Workload { kind, name, pod, phase } = workload;
+    v1::Workload { kind, name, pod, phase }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_follow_each_other_while_objects_come_and_go() {
+        let mut all: BTreeMap<String, u32> = (0..7).map(|number| (format!("v{number}"), number)).collect();
+        let first = page(&all, 3, "", |_| true).unwrap();
+        assert_eq!((first.objects, first.next_token.as_str()), (vec![&0, &1, &2], "after:v2"));
+        // The one that the token names may be gone by then.
+        all.remove("v2");
+        let second = page(&all, 3, "after:v2", |_| true).unwrap();
+        assert_eq!((second.objects, second.next_token.as_str()), (vec![&3, &4, &5], "after:v5"));
+        let last = page(&all, 3, "after:v5", |_| true).unwrap();
+        assert_eq!((last.objects, last.next_token.as_str()), (vec![&6], ""));
+        let even = page(&all, 2, "", |number| number % 2 == 0).unwrap();
+        assert_eq!((even.objects, even.next_token.as_str()), (vec![&0, &4], "after:v4"));
+        assert!(page(&all, 3, "v5", |_| true).is_err(), "no token");
+    }
+
+    #[test]
+    fn an_answer_is_bounded_and_never_shortened_in_silence() {
+        let all: BTreeMap<String, usize> =
+            (0..=PAGE_MAX).map(|number| (format!("v{number:05}"), number)).collect();
+        let refused = page(&all, 0, "", |_| true).map(|page| page.objects.len()).unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        let asked = page(&all, u32::MAX, "", |_| true).unwrap();
+        assert!(asked.objects.len() == PAGE_MAX && !asked.next_token.is_empty());
+        assert_eq!(page(&all, 0, "", |number| *number > 0).unwrap().objects.len(), PAGE_MAX);
+    }
+}

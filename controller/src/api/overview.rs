@@ -1,0 +1,75 @@
+//! The cluster as a whole.
+
+use shorthorn_controller_core::doctor::{self, Check, Controller};
+use shorthorn_controller_core::overview::{Matters, Overview};
+use shorthorn_proto::v1;
+
+use super::server::Api;
+
+/// The version of this controller.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+impl Api {
+    pub(super) fn overview(&self) -> v1::Overview {
+        let found = Overview::of(&self.store.world(), &self.fleet.agents(), VERSION);
+        let version = |found: shorthorn_controller_core::overview::Version| v1::ProgramVersion {
+            program: found.program.to_owned(),
+            version: found.version,
+            count: found.count,
+            names: found.names,
+            differs: found.differs,
+        };
+        v1::Overview {
+            version: VERSION.to_owned(),
+            cluster: self.store.cluster().to_owned(),
+            volumes: found.volumes.all,
+            attached: found.volumes.attached,
+            healthy: found.volumes.healthy,
+            degraded: found.volumes.degraded,
+            faulted: found.volumes.faulted,
+            nodes: found.nodes,
+            ready_nodes: found.ready_nodes,
+            closed_nodes: found.closed_nodes,
+            total_bytes: found.space.total_bytes,
+            available_bytes: found.space.available_bytes,
+            scheduled_bytes: found.space.scheduled_bytes,
+            wrong: Some(matters(found.wrong)),
+            waiting: Some(matters(found.waiting)),
+            versions: found.versions.into_iter().map(version).collect(),
+        }
+    }
+
+    pub(super) fn examine(&self) -> v1::Examination {
+        let controller = Controller {
+            version: VERSION,
+            feature_level: shorthorn_proto::level::NEWEST,
+            limits: self.settings.scheduling,
+        };
+        let checks = doctor::examine(&self.store.world(), &self.fleet.agents(), controller);
+        v1::Examination { checks: checks.into_iter().map(check).collect() }
+    }
+}
+
+fn matters(matters: Matters) -> v1::Matters {
+    let listed = matters.listed.into_iter().map(|matter| v1::Matter {
+        about: matter.about,
+        reason: matter.reason,
+        message: matter.message,
+    });
+    v1::Matters { listed: listed.collect(), more: matters.more }
+}
+
+fn check(check: Check) -> v1::Check {
+    let outcome = check.outcome().as_str().to_owned();
+    let findings = check.findings.into_iter().map(|finding| v1::CheckFinding {
+        outcome: finding.outcome.as_str().to_owned(),
+        message: finding.message,
+        fix: finding.fix,
+    });
+    v1::Check {
+        name: check.name.to_owned(),
+        title: check.title.to_owned(),
+        outcome,
+        findings: findings.collect(),
+    }
+}

@@ -1,0 +1,115 @@
+//! Whether a cluster is set up well.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+use shorthorn_proto::v1;
+
+use super::args::Format;
+use super::error::CtlError;
+use super::output::for_programs;
+use super::status::VERSION;
+
+/// How a check has ended that stands in the way of nothing.
+pub(super) const WARNED: &str = "warned";
+/// How one has ended after which something does not work.
+pub(super) const FAILED: &str = "failed";
+/// How one has ended that has found nothing.
+pub(super) const PASSED: &str = "passed";
+
+/// A check, as it is shown.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct CheckView {
+    name: String,
+    title: String,
+    outcome: String,
+    findings: Vec<FindingView>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct FindingView {
+    outcome: String,
+    message: String,
+    fix: String,
+}
+
+impl From<v1::Check> for CheckView {
+    fn from(check: v1::Check) -> CheckView {
+        let v1::Check { name, title, outcome, findings } = check;
+        let findings = findings.into_iter().map(|finding| {
+            let v1::CheckFinding { outcome, message, fix } = finding;
+            FindingView { outcome, message, fix }
+        });
+        CheckView { name, title, outcome, findings: findings.collect() }
+    }
+}
+
+impl CheckView {
+    /// A check that was made here, with what it has found, if anything: how bad, what, and what mends it.
+    pub(super) fn new(name: &str, title: &str, found: Option<(&str, String, String)>) -> CheckView {
+        let outcome = found.as_ref().map_or(PASSED, |(outcome, ..)| *outcome).to_owned();
+        let findings = found.into_iter().map(|(outcome, message, fix)| {
+            let outcome = outcome.to_owned();
+            FindingView { outcome, message, fix }
+        });
+        CheckView { name: name.to_owned(), title: title.to_owned(), outcome, findings: findings.collect() }
+    }
+
+    fn has_failed(&self) -> bool {
+        self.outcome == FAILED
+    }
+}
+
+/// Whether the controller that answered is of this program's version.
+pub(super) fn version_check(controller: &str) -> CheckView {
+    let found = (controller != VERSION).then(|| {
+        let message = format!("shorthornctl is version {VERSION}, the controller {controller}");
+        (WARNED, message, "use the shorthornctl of the controller's version".to_owned())
+    });
+    CheckView::new("ctl-version", "shorthornctl is of the controller's version", found)
+}
+
+/// How many have failed.
+pub(super) fn failures(checks: &[CheckView]) -> usize {
+    checks.iter().filter(|check| check.has_failed()).count()
+}
+
+/// The checks as text.
+pub(super) fn text(format: Format, checks: &[CheckView]) -> Result<String, CtlError> {
+    if !format.is_for_people() {
+        return for_programs(format, &checks);
+    }
+    let mut text = String::new();
+    for check in checks {
+        let _ = writeln!(text, "{:<7} {}", check.outcome, check.title);
+        for finding in &check.findings {
+            let _ = writeln!(text, "        - {}", finding.message);
+            let _ = writeln!(text, "          {}", finding.fix);
+        }
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finding_is_shown_with_what_mends_it() {
+        let failed = Some((FAILED, "no lease".to_owned(), "start it".to_owned()));
+        let checks = [CheckView::new("lease", "a controller leads", failed), version_check(VERSION)];
+        assert_eq!((failures(&checks), checks[1].outcome.as_str()), (1, PASSED));
+        let text = super::text(Format::Table, &checks).unwrap();
+        assert!(
+            text.contains("failed  a controller leads\n        - no lease\n          start it"),
+            "{text}"
+        );
+        let json: serde_json::Value =
+            serde_json::from_str(&super::text(Format::Json, &checks).unwrap()).unwrap();
+        assert_eq!(
+            (&json[0]["outcome"], &json[0]["findings"][0]["fix"]),
+            (&"failed".into(), &"start it".into())
+        );
+        assert_eq!(failures(&[version_check("0.0.1")]), 0, "another version only warns");
+    }
+}

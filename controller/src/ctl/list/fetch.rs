@@ -1,0 +1,158 @@
+//! Has lists made by the controller, page by page.
+
+use clap::Args;
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::controller_client::ControllerClient;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use super::{List, nodes, replicas, sort, volumes};
+use crate::ctl::commands::limited;
+use crate::ctl::error::CtlError;
+
+/// How many objects are asked for at a time.
+const PAGE: u32 = 500;
+
+/// How a list is made.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Options {
+    /// In the order of this field of -o json, like size or engine.phase
+    #[arg(long, value_name = "FIELD")]
+    pub sort_by: Option<String>,
+    /// Shows what changes until it is interrupted
+    #[arg(long, short, conflicts_with = "limit")]
+    pub watch: bool,
+    /// At most so many; how to go on is said on standard error
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
+    pub limit: Option<u32>,
+    /// Goes on after a list with --limit
+    #[arg(long = "continue", value_name = "TOKEN", default_value = "", hide_default_value = true)]
+    pub page_token: String,
+}
+
+/// What is listed.
+#[derive(Clone, Debug)]
+pub(in crate::ctl) enum What {
+    Volumes {
+        /// Only those whose claim is in this namespace; empty: all.
+        namespace: String,
+        /// Whether the workloads are looked up too.
+        workloads: bool,
+    },
+    Replicas {
+        /// Only those of this volume; empty: of all.
+        volume: String,
+        /// Only those on this node; empty: on all.
+        node: String,
+    },
+    Nodes,
+    Disks,
+}
+
+/// Makes lists.
+#[derive(Debug)]
+pub(in crate::ctl) struct Lister {
+    pub(in crate::ctl) client: ControllerClient<Channel>,
+    pub(in crate::ctl) what: What,
+    pub(in crate::ctl) options: Options,
+}
+
+/// A page of objects, or all pages together.
+struct Page<T> {
+    all: Vec<T>,
+    /// Empty: there are no more.
+    next_token: String,
+    problem: String,
+}
+
+impl Lister {
+    /// The whole list, or as much of it as is wanted.
+    pub(in crate::ctl) async fn list(&self) -> Result<Result<List, Status>, CtlError> {
+        Ok(match self.fetch().await {
+            Ok(mut list) => {
+                if let Some(by) = &self.options.sort_by {
+                    sort::sort(&mut list.entries, by)?;
+                }
+                Ok(list)
+            }
+            Err(status) => Err(status),
+        })
+    }
+
+    async fn fetch(&self) -> Result<List, Status> {
+        let (mut list, next_token) = match self.what.clone() {
+            What::Volumes { namespace, workloads } => self.volumes(namespace, workloads).await?,
+            What::Replicas { volume, node } => self.replicas(volume, node).await?,
+            What::Nodes => self.nodes(nodes::list).await?,
+            What::Disks => self.nodes(nodes::disks).await?,
+        };
+        if !next_token.is_empty() {
+            list.notes.push(format!("there are more: go on with --continue {next_token}"));
+        }
+        Ok(list)
+    }
+
+    async fn volumes(&self, namespace: String, workloads: bool) -> Result<(List, String), Status> {
+        let found = self.pages(async |mut client, page_size, page_token| {
+            let (namespace, name) = (namespace.clone(), String::new());
+            let request = v1::ListVolumesRequest { page_size, page_token, workloads, namespace, name };
+            let page = client.list_volumes(limited(request)).await?.into_inner();
+            Ok(Page { all: page.volumes, next_token: page.next_page_token, problem: page.workloads_problem })
+        });
+        let found = found.await?;
+        let mut list = volumes::list(found.all);
+        if !found.problem.is_empty() {
+            list.notes.push(format!("the workloads are not known: {}", found.problem));
+        }
+        Ok((list, found.next_token))
+    }
+
+    async fn replicas(&self, volume: String, node: String) -> Result<(List, String), Status> {
+        let found = self.pages(async |mut client, page_size, page_token| {
+            let (volume, node) = (volume.clone(), node.clone());
+            let request = v1::ListReplicasRequest { volume, page_size, page_token, node };
+            let page = client.list_replicas(limited(request)).await?.into_inner();
+            Ok(Page { all: page.replicas, next_token: page.next_page_token, problem: String::new() })
+        });
+        let found = found.await?;
+        Ok((replicas::list(found.all), found.next_token))
+    }
+
+    async fn nodes(&self, list: fn(Vec<v1::NodeObject>) -> List) -> Result<(List, String), Status> {
+        let found = self.pages(async |mut client, page_size, page_token| {
+            let request = v1::ListNodesRequest { page_size, page_token };
+            let page = client.list_nodes(limited(request)).await?.into_inner();
+            Ok(Page { all: page.nodes, next_token: page.next_page_token, problem: String::new() })
+        });
+        let found = found.await?;
+        Ok((list(found.all), found.next_token))
+    }
+
+    /// Asks for page after page, as far as is wanted.
+    async fn pages<T>(
+        &self,
+        ask: impl AsyncFn(ControllerClient<Channel>, u32, String) -> Result<Page<T>, Status>,
+    ) -> Result<Page<T>, Status> {
+        let next_token = self.options.page_token.clone();
+        let mut found = Page { all: Vec::new(), next_token, problem: String::new() };
+        while let Some(size) = self.page_after(found.all.len()) {
+            let page = ask(self.client.clone(), size, found.next_token).await?;
+            found.all.extend(page.all);
+            found.next_token = page.next_token;
+            if !page.problem.is_empty() {
+                found.problem = page.problem;
+            }
+            if found.next_token.is_empty() {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    /// How many are asked for after so many; none: no more.
+    fn page_after(&self, had: usize) -> Option<u32> {
+        let Some(limit) = self.options.limit else { return Some(PAGE) };
+        let left = limit.saturating_sub(u32::try_from(had).unwrap_or(u32::MAX));
+        Some(left.min(PAGE)).filter(|left| *left > 0)
+    }
+}

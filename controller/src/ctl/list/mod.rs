@@ -1,0 +1,144 @@
+//! Lists of objects, as people, programs and scripts want them.
+
+mod fetch;
+mod nodes;
+mod replicas;
+mod sort;
+mod volumes;
+mod watch;
+
+use std::fmt::Write as _;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use serde_json::Value;
+
+use super::args::Format;
+use super::error::CtlError;
+use super::output::for_programs;
+
+pub(super) use fetch::{Lister, Options, What};
+pub(super) use volumes::workloads;
+pub(super) use watch::watch;
+
+/// A column of a table.
+#[derive(Clone, Copy, Debug)]
+struct Column {
+    header: &'static str,
+    /// Shown with `-o wide` only.
+    is_wide: bool,
+}
+
+const fn column(header: &'static str) -> Column {
+    Column { header, is_wide: false }
+}
+
+const fn wide(header: &'static str) -> Column {
+    Column { header, is_wide: true }
+}
+
+/// One object of a list.
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    /// Kind and name, as `-o name` shows it.
+    name: String,
+    /// Everything, as programs see it.
+    fields: Value,
+    /// The cells of all its rows, one for each column.
+    rows: Vec<Vec<String>>,
+}
+
+/// Objects of a kind.
+#[derive(Clone, Debug)]
+pub(super) struct List {
+    columns: &'static [Column],
+    entries: Vec<Entry>,
+    /// Said instead of an empty table.
+    if_empty: &'static str,
+    /// Said on standard error: what the list lacks.
+    pub(super) notes: Vec<String>,
+}
+
+impl List {
+    /// The list as text.
+    pub(super) fn text(&self, format: Format) -> Result<String, CtlError> {
+        match format {
+            Format::Table | Format::Wide if self.entries.is_empty() => Ok(self.if_empty.to_owned()),
+            Format::Table | Format::Wide => Ok(self.table(format, true)),
+            Format::Json | Format::Yaml => {
+                let all: Vec<&Value> = self.entries.iter().map(|entry| &entry.fields).collect();
+                for_programs(format, &all)
+            }
+            Format::Name => Ok(self.entries.iter().fold(String::new(), |mut text, entry| {
+                let _ = writeln!(text, "{}", entry.name);
+                text
+            })),
+        }
+    }
+
+    /// For people, with or without the names of the columns.
+    fn table(&self, format: Format, has_headers: bool) -> String {
+        let shown: Vec<bool> =
+            self.columns.iter().map(|column| format == Format::Wide || !column.is_wide).collect();
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        // A wide table is for a wide screen: nothing in it is broken into lines.
+        let is_wide = format == Format::Wide;
+        table.set_content_arrangement(if is_wide {
+            ContentArrangement::Disabled
+        } else {
+            ContentArrangement::Dynamic
+        });
+        if has_headers {
+            let headers = self.columns.iter().zip(&shown).filter(|(_, shown)| **shown);
+            table.set_header(headers.map(|(column, _)| column.header));
+        }
+        for row in self.entries.iter().flat_map(|entry| &entry.rows) {
+            let cells = row.iter().zip(&shown).filter(|(_, shown)| **shown);
+            table.add_row(cells.map(|(cell, _)| if cell.is_empty() { "-" } else { cell.as_str() }));
+        }
+        table.to_string()
+    }
+}
+
+/// Fields as programs see them; Null where there is nothing to see, which no view of ours is.
+fn fields(view: &impl serde::Serialize) -> Value {
+    serde_json::to_value(view).unwrap_or(Value::Null)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn list() -> List {
+        let entry = |name: &str, size: u64| Entry {
+            name: format!("volume/{name}"),
+            fields: json!({ "name": name, "size": size }),
+            rows: vec![vec![name.to_owned(), size.to_string(), "r".to_owned()]],
+        };
+        const COLUMNS: [Column; 3] = [column("NAME"), column("SIZE"), wide("REASON")];
+        let entries = vec![entry("a", 1), entry("b", 2)];
+        List { columns: &COLUMNS, entries, if_empty: "nothing", notes: Vec::new() }
+    }
+
+    #[test]
+    fn each_format_has_what_its_reader_wants() {
+        let list = list();
+        let table = list.text(Format::Table).unwrap();
+        assert!(table.contains("NAME") && table.contains('2') && !table.contains("REASON"), "{table}");
+        assert!(list.text(Format::Wide).unwrap().contains("REASON"));
+        assert_eq!(list.text(Format::Name).unwrap(), "volume/a\nvolume/b\n");
+        let json: Value = serde_json::from_str(&list.text(Format::Json).unwrap()).unwrap();
+        assert_eq!(json[1]["size"], 2);
+        assert!(list.text(Format::Yaml).unwrap().contains("size: 2"));
+    }
+
+    #[test]
+    fn an_empty_list_says_so_to_people_only() {
+        let list = List { entries: Vec::new(), ..list() };
+        assert_eq!(list.text(Format::Wide).unwrap(), "nothing");
+        assert_eq!(list.text(Format::Json).unwrap(), "[]");
+        assert_eq!(list.text(Format::Name).unwrap(), "");
+    }
+}

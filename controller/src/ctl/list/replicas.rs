@@ -1,0 +1,32 @@
+//! Replicas in a list.
+
+use shorthorn_proto::v1;
+
+use super::{Column, Entry, List, column, fields, wide};
+use crate::ctl::output::replica_row;
+use crate::ctl::view::ReplicaView;
+
+const COLUMNS: [Column; 9] = [
+    column("REPLICA"),
+    wide("VOLUME"),
+    column("NODE"),
+    column("DISK"),
+    column("STATE"),
+    column("MODE"),
+    column("ALLOCATED"),
+    wide("WANTED"),
+    column("MESSAGE"),
+];
+
+pub(super) fn list(replicas: Vec<v1::Replica>) -> List {
+    let entries = replicas.into_iter().map(entry).collect();
+    List { columns: &COLUMNS, entries, if_empty: "There are no replicas.", notes: Vec::new() }
+}
+
+fn entry(replica: v1::Replica) -> Entry {
+    let name = format!("replica/{}", replica.name);
+    let [shown, node, disk, state, mode, allocated, message] = replica_row(&replica);
+    let wanted = if replica.deleting { "gone" } else { &replica.desire_state };
+    let row = [shown, replica.volume.clone(), node, disk, state, mode, allocated, wanted.to_owned(), message];
+    Entry { name, rows: vec![row.into()], fields: fields(&ReplicaView::from(replica)) }
+}

@@ -1,0 +1,95 @@
+//! Volumes in a list.
+
+use shorthorn_proto::v1;
+
+use super::{Column, Entry, List, column, fields, wide};
+use crate::ctl::output;
+use crate::ctl::size::human;
+use crate::ctl::view::VolumeView;
+
+const COLUMNS: [Column; 14] = [
+    column("NAME"),
+    column("NAMESPACE"),
+    column("PVC"),
+    column("SIZE"),
+    column("REPLICAS"),
+    column("STATE"),
+    column("ROBUSTNESS"),
+    column("NODE"),
+    wide("WORKLOAD"),
+    wide("ACTUAL"),
+    wide("PV"),
+    column("DEVICE"),
+    wide("CREATED"),
+    wide("REASON"),
+];
+
+pub(super) fn list(volumes: Vec<v1::Volume>) -> List {
+    List {
+        columns: &COLUMNS,
+        entries: volumes.into_iter().map(entry).collect(),
+        if_empty: "There are no volumes. Make one: shorthornctl volume create NAME --size 10GiB",
+        notes: Vec::new(),
+    }
+}
+
+fn entry(volume: v1::Volume) -> Entry {
+    let (namespace, claim) = volume.claim.split_once('/').unwrap_or_default();
+    let wrong = volume.conditions.iter().find(|condition| !condition.status);
+    let actual = if volume.actual_size_bytes == 0 { String::new() } else { human(volume.actual_size_bytes) };
+    let row = vec![
+        volume.name.clone(),
+        namespace.to_owned(),
+        claim.to_owned(),
+        output::size(&volume),
+        output::members(&volume),
+        volume.state.clone(),
+        volume.robustness.clone(),
+        volume.current_node.clone(),
+        workloads(&volume.workloads),
+        actual,
+        volume.persistent_volume.clone(),
+        volume.endpoint.clone(),
+        volume.created.clone(),
+        wrong.map(|wrong| wrong.reason.clone()).unwrap_or_default(),
+    ];
+    Entry {
+        name: format!("volume/{}", volume.name),
+        rows: vec![row],
+        fields: fields(&VolumeView::from(volume)),
+    }
+}
+
+/// What uses a volume, each workload once.
+pub(in crate::ctl) fn workloads(all: &[v1::Workload]) -> String {
+    let mut names: Vec<String> = all.iter().map(|one| format!("{}/{}", one.kind, one.name)).collect();
+    names.dedup();
+    names.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_has_a_cell_for_each_column_and_shows_claim_and_workload() {
+        let workload = |pod: &str| v1::Workload {
+            kind: "Deployment".to_owned(),
+            name: "web".to_owned(),
+            pod: pod.to_owned(),
+            phase: "Running".to_owned(),
+        };
+        let entry = entry(v1::Volume {
+            name: "v".to_owned(),
+            claim: "shop/orders".to_owned(),
+            workloads: vec![workload("web-1"), workload("web-2")],
+            ..v1::Volume::default()
+        });
+        let row = &entry.rows[0];
+        assert_eq!(row.len(), COLUMNS.len());
+        assert_eq!(row[1..3], ["shop", "orders"]);
+        assert_eq!(row[8], "Deployment/web");
+        assert_eq!(entry.fields["namespace"], "shop");
+        assert_eq!(entry.fields["workloads"][1]["pod"], "web-2");
+    }
+}

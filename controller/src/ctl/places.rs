@@ -1,0 +1,235 @@
+//! Where replicas are: what a volume asks of its places, what leaves one, and what is on a node.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::controller_client::ControllerClient;
+use tokio::time::{Instant, sleep, timeout_at};
+use tonic::Code;
+use tonic::transport::Channel;
+
+use super::args::{Format, SetVolumeArgs};
+use super::commands::{limited, of_tags};
+use super::error::{CtlError, is_unreachable};
+use super::output::{dash, facts, for_programs, node_table};
+use super::view::NodeView;
+use super::wait::{HELD_LIMIT, Progress};
+
+/// The least time between two questions.
+const POLL: Duration = Duration::from_millis(500);
+
+/// What is to be changed of a volume.
+pub(super) fn change(args: SetVolumeArgs) -> v1::SetVolumeRequest {
+    let changes = args.changes;
+    v1::SetVolumeRequest {
+        name: args.name,
+        number_of_replicas: changes.replicas,
+        node_selector: changes.node_selector.map(of_tags),
+        disk_selector: changes.disk_selector.map(of_tags),
+        data_locality: changes.data_locality,
+        replica_soft_anti_affinity: changes.soft_anti_affinity,
+        replica_zone_soft_anti_affinity: changes.hard_zone_anti_affinity.map(|hard| !hard),
+        replica_disk_soft_anti_affinity: changes.hard_disk_anti_affinity.map(|hard| !hard),
+    }
+}
+
+/// What a volume asks of its places now.
+pub(super) fn sentence(volume: &v1::Volume) -> String {
+    let mut text = format!("volume {} should have {} replicas", volume.name, volume.number_of_replicas);
+    for (what, tags) in [("nodes", &volume.node_selector), ("disks", &volume.disk_selector)] {
+        if !tags.is_empty() {
+            text.push_str(&format!(", on {what} with {}", tags.join(", ")));
+        }
+    }
+    let has = volume.replicas.iter().filter(|replica| !replica.deleting).count();
+    let wanted = volume.number_of_replicas as usize;
+    let when = if volume.state == "attached" { "one at a time" } else { "once it is attached" };
+    match has.cmp(&wanted) {
+        std::cmp::Ordering::Less => text.push_str(&format!("; {} are made {when}", wanted - has)),
+        std::cmp::Ordering::Greater => text.push_str(&format!("; {} go {when}", has - wanted)),
+        std::cmp::Ordering::Equal => {}
+    }
+    text
+}
+
+/// Has the replica replaced, and waits until it is gone, if for a time.
+pub(super) async fn evict(
+    client: &mut ControllerClient<Channel>,
+    server: &str,
+    name: String,
+    limit: Option<Duration>,
+) -> Result<String, CtlError> {
+    let progress = Progress::start();
+    let (mut deadline, mut held_since, mut was_there) = (None, None, false);
+    loop {
+        let request = limited(v1::EvictReplicaRequest { name: name.clone() });
+        let state = match client.evict_replica(request).await {
+            Ok(left) => {
+                let left = left.into_inner();
+                let Some(limit) = limit else {
+                    return Ok(format!("replica {name} is to go: {}", left.message));
+                };
+                was_there = true;
+                deadline.get_or_insert_with(|| Instant::now() + limit);
+                held_since = left.held.then(|| held_since.unwrap_or_else(Instant::now));
+                left.message
+            }
+            Err(status) if was_there && status.code() == Code::NotFound => {
+                return Ok(format!("replica {name} is gone"));
+            }
+            // A controller that restarts comes back.
+            Err(status) if was_there && is_unreachable(&status) => status.message().to_owned(),
+            Err(status) => return Err(CtlError::of(&status, server)),
+        };
+        progress.say(&state);
+        if held_since.is_some_and(|since: Instant| since.elapsed() >= HELD_LIMIT) {
+            return Err(CtlError::Refused(format!(
+                "replica {name} is still there: {state}. The controller goes on as soon as that can be"
+            )));
+        }
+        let Some(deadline) = deadline else { continue };
+        if timeout_at(deadline, sleep(POLL)).await.is_err() {
+            return Err(CtlError::Timeout(format!(
+                "replica {name} is still there: {state}. The controller goes on"
+            )));
+        }
+    }
+}
+
+/// A node, with what is known of it alone.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct NodeDetailView {
+    #[serde(flatten)]
+    node: NodeView,
+    frontend_details: Vec<FrontendView>,
+    data_address: String,
+    max_volumes: u32,
+    warnings: Vec<String>,
+    feature_level: u32,
+    attached_volumes: Vec<String>,
+    replica_count: u32,
+}
+
+#[derive(Debug, Serialize)]
+struct FrontendView {
+    name: String,
+    usable: bool,
+    reason: String,
+}
+
+/// Everything about a node.
+pub(super) fn node(format: Format, detail: v1::NodeDetail) -> Result<String, CtlError> {
+    let node = detail.node.unwrap_or_default();
+    if format == Format::Name {
+        return Ok(format!("node/{}", node.name));
+    }
+    if !format.is_for_people() {
+        let frontend = |found: v1::FrontendInfo| {
+            let v1::FrontendInfo { name, usable, reason } = found;
+            FrontendView { name, usable, reason }
+        };
+        let view = NodeDetailView {
+            node: node.into(),
+            frontend_details: detail.frontends.into_iter().map(frontend).collect(),
+            data_address: detail.data_address,
+            max_volumes: detail.max_volumes,
+            warnings: detail.warnings,
+            feature_level: detail.feature_level,
+            attached_volumes: detail.attached,
+            replica_count: detail.replicas,
+        };
+        return for_programs(format, &view);
+    }
+    let closed = match (node.deleting, node.eviction_requested, node.allow_scheduling) {
+        (true, ..) => "no, it is given up",
+        (_, true, _) => "no, it is drained",
+        (_, _, false) => "no, it is cordoned",
+        _ => "yes",
+    };
+    let most = if detail.max_volumes == 0 { "any number".to_owned() } else { detail.max_volumes.to_string() };
+    let mut text = facts(&[
+        ("Name", node.name.clone()),
+        ("Agent", dash(node.address.clone())),
+        ("Version", dash(node.version.clone())),
+        ("Data address", dash(detail.data_address)),
+        ("Zone", dash(node.zone.clone())),
+        ("Tags", dash(node.tags.join(", "))),
+        ("New replicas", closed.to_owned()),
+        ("Replicas", detail.replicas.to_string()),
+        ("Attached", format!("{} of {most}", detail.attached.len())),
+        ("Volumes", dash(detail.attached.join(", "))),
+    ]);
+    for frontend in detail.frontends {
+        let state =
+            if frontend.usable { "usable".to_owned() } else { format!("not usable: {}", frontend.reason) };
+        text.push_str(&format!("\nFrontend {}: {state}", frontend.name));
+    }
+    for condition in &node.conditions {
+        let state = if condition.status { "yes" } else { "no" };
+        let message =
+            if condition.message.is_empty() { String::new() } else { format!(": {}", condition.message) };
+        text.push_str(&format!(
+            "\n{} {state} since {}{message}",
+            condition.r#type, condition.last_transition
+        ));
+    }
+    for warning in detail.warnings {
+        text.push_str(&format!("\nWarning: {warning}"));
+    }
+    text.push_str("\n\n");
+    text.push_str(&node_table(&node));
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_becomes_of_the_replicas_is_said() {
+        let replica = |deleting| v1::Replica { deleting, ..v1::Replica::default() };
+        let mut volume = v1::Volume {
+            name: "v".to_owned(),
+            number_of_replicas: 1,
+            state: "attached".to_owned(),
+            replicas: vec![replica(false), replica(false), replica(true)],
+            ..v1::Volume::default()
+        };
+        assert_eq!(sentence(&volume), "volume v should have 1 replicas; 1 go one at a time");
+        volume.number_of_replicas = 3;
+        volume.state = "detached".to_owned();
+        volume.node_selector = vec!["fast".to_owned()];
+        assert_eq!(
+            sentence(&volume),
+            "volume v should have 3 replicas, on nodes with fast; 1 are made once it is attached"
+        );
+    }
+
+    #[test]
+    fn a_node_is_shown_with_what_it_cannot_do() {
+        let detail = v1::NodeDetail {
+            node: Some(v1::NodeObject {
+                name: "n".to_owned(),
+                allow_scheduling: true,
+                ..v1::NodeObject::default()
+            }),
+            frontends: vec![v1::FrontendInfo {
+                name: "ublk".to_owned(),
+                usable: false,
+                reason: "no module".to_owned(),
+            }],
+            warnings: vec!["a manager runs here".to_owned()],
+            attached: vec!["v".to_owned()],
+            max_volumes: 8,
+            ..v1::NodeDetail::default()
+        };
+        let text = node(Format::Table, detail.clone()).unwrap();
+        for words in ["ublk: not usable: no module", "Warning: a manager", "1 of 8"] {
+            assert!(text.contains(words), "{words} in {text}");
+        }
+        let json: serde_json::Value = serde_json::from_str(&node(Format::Json, detail).unwrap()).unwrap();
+        assert_eq!((&json["name"], &json["frontendDetails"][0]["usable"]), (&"n".into(), &false.into()));
+    }
+}
