@@ -24,6 +24,8 @@ pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
 pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
 /// Where agents answer on the nodes of a Kubernetes cluster unless something else is said.
 pub const DEFAULT_AGENT_PORT: u16 = 9501;
+/// Where the API is in a pod, for `kubectl port-forward` and shorthornctl.
+pub const API_PORT: u16 = 9520;
 /// What is logged unless something else is said.
 const DEFAULT_LOG: &str = "info";
 /// Where metrics and health are unless something else is said.
@@ -70,7 +72,7 @@ pub struct DeletionGuardArgs {
 /// How to run it.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, csi_listen, metrics_listen, log, log_format,
+    /// TOML file with any of: store, listen, forward_listen, csi_listen, metrics_listen, log, log_format,
     /// replica_replace_after_s, storage_over_provisioning_percentage, storage_minimal_available_percentage,
     /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit,
     /// disable_scheduling_on_cordoned_node, and the tables [nodes] of NAME = "URL" and [kubernetes] with
@@ -120,6 +122,10 @@ pub struct ServeArgs {
     /// [default: unix:///run/shorthorn/controller.sock]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<Listen>,
+    /// Where else the API is served: 127.0.0.1:PORT of a pod, which shorthornctl reaches by a port-forward; nowhere unless it
+    /// is given
+    #[arg(long, value_name = "ADDRESS")]
+    pub forward_listen: Option<Listen>,
     /// Where the sidecars of CSI find the controller: unix:///PATH, beside them; nowhere unless it is given
     #[arg(long, value_name = "ADDRESS")]
     pub csi_listen: Option<Listen>,
@@ -235,6 +241,7 @@ struct File {
     store: Option<PathBuf>,
     kubernetes: Option<KubernetesTable>,
     listen: Option<Listen>,
+    forward_listen: Option<Listen>,
     csi_listen: Option<Listen>,
     metrics_listen: Option<String>,
     log: Option<String>,
@@ -286,6 +293,8 @@ pub struct Config {
     pub store: StoreConfig,
     /// Where the API is.
     pub listen: Listen,
+    /// Where else the API is; none: nowhere.
+    pub forward_listen: Option<Listen>,
     /// Where CSI is, a socket in the file system; none: nowhere.
     pub csi_listen: Option<Listen>,
     /// Where metrics and health are.
@@ -337,6 +346,7 @@ impl Config {
         };
         Ok(Config {
             store,
+            forward_listen: args.forward_listen.or(file.forward_listen),
             csi_listen: check_csi(args.csi_listen.or(file.csi_listen), &listen)?,
             listen,
             metrics_listen: match (args.metrics_listen, file.metrics_listen) {

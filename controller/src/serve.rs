@@ -142,8 +142,10 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     }
     let csi =
         CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics).telling(events);
-    let api = server().add_service(ControllerServer::new(api));
-    servers.spawn(listen(config.listen.clone(), api, &stopping).await?);
+    for address in std::iter::once(&config.listen).chain(&config.forward_listen) {
+        let api = server().add_service(ControllerServer::new(api.clone()));
+        servers.spawn(listen(address.clone(), api, &stopping).await?);
+    }
     if let Some(address) = &config.csi_listen {
         if !stands_by {
             servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
@@ -175,6 +177,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         tracing::warn!("clients do not let go; ending all the same");
     }
     remove_socket(Some(&config.listen));
+    remove_socket(config.forward_listen.as_ref());
     remove_socket(config.csi_listen.as_ref());
     if let Some(leadership) = leadership {
         leadership.release().await;

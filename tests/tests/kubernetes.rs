@@ -290,7 +290,30 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
     ensure!(volume["metadata"]["labels"]["team"] == "a", "{volume:#}");
     compare_exports(&directories, cluster.folder.path())?;
     cluster.api.ok("DELETE", &path, None)?;
-    cluster.until_gone()
+    cluster.until_gone()?;
+    the_leader_is_found(&cluster)
+}
+
+/// shorthornctl finds the leader by its Lease, with the rights of the controller, and asks for a port of its pod. No kubelet
+/// forwards one here: controller/tests/laptop.rs has a stand-in for that.
+fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
+    let kubeconfig = cluster.api.kubeconfig()?.display().to_string();
+    let list = ["--kubeconfig", &kubeconfig, "volume", "list"];
+    let told = cluster.hosts.refused(&list)?;
+    ensure!(told.contains("which is no pod in namespace"), "{told}");
+    let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/shorthorn-controller");
+    let lease = cluster.api.ok("GET", &leases, None)?;
+    let holder = lease["spec"]["holderIdentity"].as_str().context("nobody leads")?;
+    let host = holder.rsplit_once('-').context("no identity of a controller")?.0;
+    let container = json!({ "name": "controller", "image": "none",
+        "ports": [{ "name": "api", "containerPort": 9521 }] });
+    let pod = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": host },
+        "spec": { "containers": [container] } });
+    let pods = format!("/api/v1/namespaces/{NAMESPACE}/pods");
+    cluster.api.ok("POST", &pods, Some(&pod))?;
+    let told = cluster.hosts.refused(&list)?;
+    ensure!(told.contains(&format!("port 9521 of pod {host}")) && !told.contains("forbidden"), "{told}");
+    cluster.api.ok("DELETE", &format!("{pods}/{host}"), None).map(drop)
 }
 
 /// Several controllers, of which one works: it is killed at some point of an attach or a detach, and the next one takes

@@ -5,9 +5,9 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use super::list;
+use super::reach::ReachArgs;
 use super::size::Size;
 use crate::address::{AddressError, ServerUrl};
-use crate::config::DEFAULT_SERVER;
 
 /// Creates, attaches, detaches and deletes Shorthorn volumes, and shows what is there.
 #[derive(Debug, Parser)]
@@ -21,9 +21,9 @@ Exit codes:
   5  the controller is out of reach
   6  status or doctor has found something wrong")]
 pub struct Cli {
-    /// Where the controller is: unix:///PATH or http://HOST:PORT
-    #[arg(long, global = true, value_name = "URL", env = "SHORTHORN_SERVER", default_value = DEFAULT_SERVER)]
-    pub server: ServerUrl,
+    /// Where the controller is.
+    #[command(flatten)]
+    pub reach: ReachArgs,
     /// Tables are for people and may change, wide ones show more; json and yaml are for programs, name is for scripts
     #[arg(long, short, global = true, value_enum, default_value_t = Format::Table)]
     pub output: Format,

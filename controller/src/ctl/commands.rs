@@ -11,10 +11,11 @@ use super::args::{
 use super::doctor::CheckView;
 use super::error::CtlError;
 use super::list::{Lister, Options, What, watch};
+use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{confirm, doctor, output, places, status};
+use super::{cluster_checks, confirm, doctor, output, places, status};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -28,12 +29,15 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 /// # Errors
 /// [`CtlError`], which says what to do and knows the exit code.
 pub async fn run(cli: Cli) -> Result<(), CtlError> {
-    let server = cli.server.to_string();
-    let unreachable = |reason: String| CtlError::Unreachable { server: cli.server.to_string(), reason };
-    let endpoint = cli.server.endpoint().map_err(|error| unreachable(error.to_string()))?;
-    let channel = endpoint.connect_timeout(Duration::from_secs(5)).connect_lazy();
-    let session = Session { client: ControllerClient::new(channel), server, format: cli.output };
-    session.run(cli.command).await
+    let Reached { channel, name, cluster } = reach(&cli.reach).await?;
+    let client = ControllerClient::new(channel);
+    let session = Session { client, server: name, format: cli.output, cluster: cluster.clone() };
+    let done = session.run(cli.command).await;
+    done.map_err(|error| match (error, cluster.and_then(|cluster| cluster.problem())) {
+        // What Kubernetes says is more than that the connection broke.
+        (CtlError::Unreachable { server, .. }, Some(reason)) => CtlError::Unreachable { server, reason },
+        (error, _) => error,
+    })
 }
 
 impl Session {
@@ -61,6 +65,8 @@ impl Session {
 }
 
 struct Session {
+    /// The one that the controller is reached through, if it is.
+    cluster: Option<Cluster>,
     client: ControllerClient<Channel>,
     server: String,
     format: Format,
@@ -81,7 +87,19 @@ impl Session {
     }
 
     async fn doctor(&mut self) -> Result<(), CtlError> {
-        let checks = self.ask_doctor().await?;
+        let mut checks = match &self.cluster {
+            Some(cluster) => cluster_checks::examine(cluster).await,
+            None => Vec::new(),
+        };
+        match self.ask_doctor().await {
+            Ok(found) => checks.extend(found),
+            // What Kubernetes says may tell why.
+            Err(error) if !checks.is_empty() => {
+                let reason = self.cluster.as_ref().and_then(Cluster::problem);
+                checks.push(doctor::unreachable(reason.unwrap_or_else(|| error.to_string())));
+            }
+            Err(error) => return Err(error),
+        }
         output::print(&doctor::text(self.format, &checks)?)?;
         match doctor::failures(&checks) {
             0 => Ok(()),

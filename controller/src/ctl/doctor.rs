@@ -69,6 +69,12 @@ pub(super) fn version_check(controller: &str) -> CheckView {
     CheckView::new("ctl-version", "shorthornctl is of the controller's version", found)
 }
 
+/// The controller did not answer, for that reason.
+pub(super) fn unreachable(reason: String) -> CheckView {
+    let fix = "see the checks above, and the log of the controller".to_owned();
+    CheckView::new("controller", "the controller answers", Some((FAILED, reason, fix)))
+}
+
 /// How many have failed.
 pub(super) fn failures(checks: &[CheckView]) -> usize {
     checks.iter().filter(|check| check.has_failed()).count()

@@ -1,6 +1,7 @@
 //! `shorthornctl`: what people and scripts do with volumes.
 
 mod args;
+mod cluster_checks;
 mod commands;
 mod confirm;
 mod doctor;
@@ -8,6 +9,7 @@ mod error;
 mod list;
 mod output;
 mod places;
+mod reach;
 mod rebalance;
 mod reboot;
 mod size;

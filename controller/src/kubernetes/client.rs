@@ -1,6 +1,6 @@
 //! The way to the API server.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -72,6 +72,9 @@ pub enum ConnectError {
     /// The file is no kubeconfig.
     #[error("the kubeconfig {0} cannot be used: {1}")]
     Kubeconfig(PathBuf, kube::config::KubeconfigError),
+    /// The context is not there.
+    #[error("the context {0} cannot be used: {1}")]
+    Context(String, kube::config::KubeconfigError),
     /// Nothing says where it is.
     #[error("there is no way to an API server: {0}; give --kubeconfig FILE")]
     Infer(kube::config::InferConfigError),
@@ -85,16 +88,36 @@ pub enum ConnectError {
 /// # Errors
 /// [`ConnectError`].
 pub async fn connect(config: &KubernetesConfig) -> Result<Client, ConnectError> {
-    let mut found = match &config.kubeconfig {
-        Some(path) => {
-            let refused = |error| ConnectError::Kubeconfig(path.clone(), error);
-            let kubeconfig = Kubeconfig::read_from(path).map_err(refused)?;
-            let options = KubeConfigOptions::default();
-            Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(refused)?
-        }
-        None => Config::infer().await.map_err(ConnectError::Infer)?,
-    };
+    let mut found = find(config.kubeconfig.as_deref(), None).await?;
     found.connect_timeout = Some(CONNECT_LIMIT);
     found.read_timeout = Some(READ_LIMIT);
     Client::try_from(found).map_err(ConnectError::Client)
+}
+
+/// A client for a command, whose connections may be silent for long.
+///
+/// # Errors
+/// [`ConnectError`].
+pub async fn client_of(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client, ConnectError> {
+    let mut found = find(kubeconfig, context).await?;
+    found.connect_timeout = Some(CONNECT_LIMIT);
+    found.read_timeout = None;
+    Client::try_from(found).map_err(ConnectError::Client)
+}
+
+/// The API server of that context, of the current one, or of the pod that this runs in.
+async fn find(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Config, ConnectError> {
+    let options = KubeConfigOptions { context: context.map(str::to_owned), ..KubeConfigOptions::default() };
+    match (kubeconfig, context) {
+        (Some(path), _) => {
+            let refused = |error| ConnectError::Kubeconfig(path.to_owned(), error);
+            let kubeconfig = Kubeconfig::read_from(path).map_err(refused)?;
+            Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(refused)
+        }
+        (None, Some(context)) => {
+            let refused = |error| ConnectError::Context(context.to_owned(), error);
+            Config::from_kubeconfig(&options).await.map_err(refused)
+        }
+        (None, None) => Config::infer().await.map_err(ConnectError::Infer),
+    }
 }

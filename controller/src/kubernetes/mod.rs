@@ -17,7 +17,7 @@ pub mod workloads;
 use kube::core::ApiResource;
 use shorthorn_controller_core::objects::Kind;
 
-pub use client::{ConnectError, KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, connect};
+pub use client::{ConnectError, KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, client_of, connect};
 
 /// The API group of the custom resources.
 pub const GROUP: &str = "shorthorn.io";

@@ -24,6 +24,8 @@ pub struct Cluster {
     pub truth: Arc<Mutex<Truth>>,
     /// Where the controller serves metrics and health.
     pub metrics: SocketAddr,
+    /// Where it serves its API for a port-forward.
+    pub forward: SocketAddr,
     serving: Vec<JoinHandle<()>>,
     controller: Option<Child>,
     /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
@@ -41,6 +43,7 @@ impl Cluster {
             agents: nodes.iter().map(|name| FakeAgent::new(name, Arc::clone(&truth))).collect(),
             truth,
             metrics: own_address(),
+            forward: own_address(),
             serving: Vec::new(),
             controller: None,
             replace_after_s: 600,
@@ -71,6 +74,7 @@ impl Cluster {
             let url = format!("{}=unix://{}", agent.name, self.path(&agent.name).display());
             command.args(["--node", &url]);
         }
+        command.args(["--forward-listen", &self.forward.to_string()]);
         command.args(["--csi-listen", &format!("unix://{}", self.path("csi.sock").display())]);
         command.args(["--replica-replace-after-s", &self.replace_after_s.to_string()]);
         let degraded = self.degraded_creation.to_string();

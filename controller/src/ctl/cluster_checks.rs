@@ -1,0 +1,168 @@
+//! What Kubernetes says of the installation, with the rights of whoever asks.
+
+use std::time::Duration;
+
+use kube::api::{ApiResource, DynamicObject, ListParams};
+use kube::{Api, ResourceExt};
+use serde_json::Value;
+use shorthorn_driver::DRIVER_NAME;
+
+use super::doctor::{CheckView, FAILED, WARNED};
+use super::reach::Cluster;
+use crate::kubernetes::crds::{self, definition_name};
+use crate::kubernetes::lease::LEASE_NAME;
+
+/// The longest that one question may take.
+const LIMIT: Duration = Duration::from_secs(10);
+/// The label of the pods of controllers.
+const POD_LABEL: &str = "app.kubernetes.io/name=shorthorn-controller";
+/// How many of them are wanted: one leads, and another one takes over.
+const PODS_WANTED: usize = 2;
+/// The policies that keep volumes from being deleted by mistake.
+const POLICIES: [&str; 2] = ["volumes.shorthorn.io", "installation.shorthorn.io"];
+
+/// What was found: how bad it is, what, and what mends it.
+type Found = Option<(&'static str, String, String)>;
+
+/// Makes all checks.
+pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckView> {
+    let checks = [
+        ("lease", "a controller leads", lease(cluster).await),
+        ("pods", "another controller can take over", pods(cluster).await),
+        ("definitions", "the definitions keep all that is stored", definitions(cluster).await),
+        ("driver", "Kubernetes knows the driver", driver(cluster).await),
+        ("storage-class", "a StorageClass makes volumes", storage_class(cluster).await),
+        ("deletion-guard", "volumes are not deleted by mistake", deletion_guard(cluster).await),
+    ];
+    let checks = checks.into_iter().map(|(name, title, found)| {
+        let found = found.unwrap_or_else(|why| {
+            let fix = "ask as somebody who may".to_owned();
+            Some((WARNED, format!("Kubernetes does not tell: {why}"), fix))
+        });
+        CheckView::new(name, title, found)
+    });
+    checks.collect()
+}
+
+fn resource(group: &str, version: &str, kind: &str, plural: &str) -> ApiResource {
+    let api_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
+    let [group, version, kind, plural] = [group, version, kind, plural].map(str::to_owned);
+    ApiResource { group, version, api_version, kind, plural }
+}
+
+async fn bounded<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T, String> {
+    match tokio::time::timeout(LIMIT, call).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {} s", LIMIT.as_secs())),
+    }
+}
+
+async fn get(cluster: &Cluster, resource: &ApiResource, name: &str) -> Result<Option<DynamicObject>, String> {
+    let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), resource);
+    bounded(api.get_opt(name)).await
+}
+
+async fn lease(cluster: &Cluster) -> Result<Found, String> {
+    let leases = resource("coordination.k8s.io", "v1", "Lease", "leases");
+    let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &leases);
+    let lease = bounded(api.get_opt(LEASE_NAME)).await?;
+    let holder = lease.as_ref().and_then(|lease| lease.data["spec"]["holderIdentity"].as_str());
+    let is_held = holder.is_some_and(|holder| !holder.is_empty());
+    let namespace = &cluster.namespace;
+    Ok((!is_held).then(|| {
+        let message = format!("nobody has the Lease {LEASE_NAME} in namespace {namespace}");
+        (FAILED, message, format!("kubectl get pods -n {namespace}; kubectl apply -f controller/deploy/"))
+    }))
+}
+
+async fn pods(cluster: &Cluster) -> Result<Found, String> {
+    let pods = resource("", "v1", "Pod", "pods");
+    let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &pods);
+    let list = bounded(api.list(&ListParams::default().labels(POD_LABEL))).await?;
+    let ready = list.items.iter().filter(|pod| is_ready(&pod.data)).count();
+    let namespace = &cluster.namespace;
+    Ok((ready < PODS_WANTED).then(|| {
+        let message = format!("{ready} pods of controllers are ready, and {PODS_WANTED} should be");
+        (WARNED, message, format!("kubectl describe pods -n {namespace} -l {POD_LABEL}"))
+    }))
+}
+
+fn is_ready(pod: &Value) -> bool {
+    let conditions = pod["status"]["conditions"].as_array();
+    conditions.is_some_and(|conditions| {
+        conditions.iter().any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
+    })
+}
+
+async fn definitions(cluster: &Cluster) -> Result<Found, String> {
+    let definitions =
+        resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions");
+    let mut lacking = Vec::new();
+    for kind in crds::ORDER {
+        let name = definition_name(kind);
+        match get(cluster, &definitions, &name).await? {
+            None => lacking.push(format!("the definition {name}")),
+            Some(found) => {
+                let found = serde_json::to_value(found).map_err(|error| error.to_string())?;
+                lacking.extend(crds::lacking(kind, &found));
+            }
+        }
+    }
+    Ok((!lacking.is_empty()).then(|| {
+        let message = format!("the definitions lack {}", lacking.join(", "));
+        (FAILED, message, "shorthorn-controller crds | kubectl apply -f -".to_owned())
+    }))
+}
+
+async fn driver(cluster: &Cluster) -> Result<Found, String> {
+    let drivers = resource("storage.k8s.io", "v1", "CSIDriver", "csidrivers");
+    let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
+    Ok(is_missing.then(|| {
+        let message = format!("there is no CSIDriver {DRIVER_NAME}: nothing is attached");
+        (FAILED, message, "kubectl apply -f controller/deploy/csidriver.yaml".to_owned())
+    }))
+}
+
+async fn storage_class(cluster: &Cluster) -> Result<Found, String> {
+    let classes = resource("storage.k8s.io", "v1", "StorageClass", "storageclasses");
+    let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &classes);
+    let list = bounded(api.list(&ListParams::default())).await?;
+    let ours = list.items.iter().filter(|class| class.data["provisioner"] == DRIVER_NAME);
+    let names: Vec<String> = ours.map(ResourceExt::name_any).collect();
+    Ok(names.is_empty().then(|| {
+        let message = format!("no StorageClass has the provisioner {DRIVER_NAME}");
+        (WARNED, message, "kubectl apply -f controller/deploy/storageclass.yaml".to_owned())
+    }))
+}
+
+async fn deletion_guard(cluster: &Cluster) -> Result<Found, String> {
+    let policies = resource(
+        "admissionregistration.k8s.io",
+        "v1",
+        "ValidatingAdmissionPolicy",
+        "validatingadmissionpolicies",
+    );
+    for name in POLICIES {
+        if get(cluster, &policies, name).await?.is_none() {
+            let message =
+                format!("there is no ValidatingAdmissionPolicy {name}: kubectl delete is not refused");
+            let fix = "shorthorn-controller deletion-guard | kubectl apply -f - (Kubernetes 1.30 or later)";
+            return Ok(Some((WARNED, message, fix.to_owned())));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_pod_is_ready_if_it_says_so() {
+        let pod =
+            |status: &str| json!({ "status": { "conditions": [{ "type": "Ready", "status": status }] } });
+        assert!(is_ready(&pod("True")) && !is_ready(&pod("False")) && !is_ready(&json!({})));
+    }
+}

@@ -1,0 +1,97 @@
+//! Which pod leads, and where the API is in it.
+
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, Client, ResourceExt};
+use thiserror::Error;
+
+use crate::config::API_PORT;
+use crate::kubernetes::lease::LEASE_NAME;
+use crate::store::kubernetes::{CallError, bounded};
+
+/// The name of the port in the pod.
+const PORT_NAME: &str = "api";
+/// How many characters of an identity come after the name of its host, and a dash.
+const RANDOM_CHARS: usize = 8;
+
+/// Where the API of the controller is that leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Leader {
+    pub(super) pod: String,
+    pub(super) port: u16,
+}
+
+/// Why it cannot be reached.
+#[derive(Debug, Error)]
+pub(super) enum LeaderError {
+    #[error("the API server does not say who leads: {0}")]
+    Call(#[from] CallError),
+    #[error(
+        "there is no Lease {LEASE_NAME} in namespace {0}: is Shorthorn in this cluster? Name another one with --system-namespace"
+    )]
+    NoLease(String),
+    #[error("no controller leads: see kubectl get pods -n {0}")]
+    Nobody(String),
+    #[error(
+        "{holder} leads, which is no pod in namespace {namespace}: run shorthornctl on that host, or give its address with --server"
+    )]
+    NoPod { holder: String, namespace: String },
+}
+
+/// Asks the API server who leads.
+pub(super) async fn find(client: &Client, namespace: &str) -> Result<Leader, LeaderError> {
+    let leases: Api<Lease> = Api::namespaced(client.clone(), namespace);
+    let lease = bounded(leases.get_opt(LEASE_NAME)).await?;
+    let lease = lease.ok_or_else(|| LeaderError::NoLease(namespace.to_owned()))?;
+    let holder = lease.spec.and_then(|spec| spec.holder_identity).unwrap_or_default();
+    if holder.is_empty() {
+        return Err(LeaderError::Nobody(namespace.to_owned()));
+    }
+    let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
+    let missing = || LeaderError::NoPod { holder: holder.clone(), namespace: namespace.to_owned() };
+    let host = host_of(&holder).ok_or_else(missing)?;
+    let pod = bounded(pods.get_opt(host)).await?.ok_or_else(missing)?;
+    Ok(Leader { port: port_of(&pod), pod: pod.name_any() })
+}
+
+/// The host of a controller, by its identity in the lease.
+fn host_of(identity: &str) -> Option<&str> {
+    let (host, random) = identity.rsplit_once('-')?;
+    let is_random = random.len() == RANDOM_CHARS && random.bytes().all(|byte| byte.is_ascii_hexdigit());
+    (is_random && !host.is_empty()).then_some(host)
+}
+
+/// Where the API is in the pod: as the pod says, else as usual.
+fn port_of(pod: &Pod) -> u16 {
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
+    let named = ports.find(|port| port.name.as_deref() == Some(PORT_NAME));
+    named.and_then(|port| u16::try_from(port.container_port).ok()).unwrap_or(API_PORT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_is_found_by_the_identity_of_its_controller() {
+        assert_eq!(
+            host_of("shorthorn-controller-5d4f-x2x7k-0a1b2c3d"),
+            Some("shorthorn-controller-5d4f-x2x7k")
+        );
+        for other in ["", "pod", "pod-0a1b2c", "-0a1b2c3d", "pod-0a1b2c3g"] {
+            assert_eq!(host_of(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn the_port_is_the_one_that_the_pod_names() {
+        let pod = |port: serde_json::Value| -> Pod {
+            let container = serde_json::json!({ "name": "controller", "ports": [port] });
+            serde_json::from_value(serde_json::json!({ "spec": { "containers": [container] } })).unwrap()
+        };
+        assert_eq!(port_of(&pod(serde_json::json!({ "name": "api", "containerPort": 9999 }))), 9999);
+        assert_eq!(port_of(&pod(serde_json::json!({ "name": "metrics", "containerPort": 9510 }))), API_PORT);
+        assert_eq!(port_of(&Pod::default()), API_PORT);
+    }
+}

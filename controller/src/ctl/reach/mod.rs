@@ -1,0 +1,200 @@
+//! How the controller is reached: at an address, or through the API server of Kubernetes at whichever pod leads.
+
+mod forward;
+mod leader;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use kube::Client;
+use tonic::transport::Channel;
+
+use self::forward::{Connector, PodStreams, Problem};
+use super::error::CtlError;
+use super::output;
+use crate::address::ServerUrl;
+use crate::config::{DEFAULT_NAMESPACE, DEFAULT_SERVER};
+use crate::kubernetes::client_of;
+
+/// The longest that a connection may take to come about; one through Kubernetes takes several calls.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const FORWARD_LIMIT: Duration = Duration::from_secs(20);
+/// How often a silent connection through Kubernetes is tried.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// What the program is called as a plugin of kubectl.
+const PLUGIN: &str = "kubectl-";
+
+/// Where the controller is.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ReachArgs {
+    /// Where the controller is: unix:///PATH or http://HOST:PORT. Without it, and without a cluster that is named,
+    /// unix:///run/shorthorn/controller.sock if that is there, else the cluster of the kubeconfig
+    #[arg(long, global = true, value_name = "URL", env = "SHORTHORN_SERVER")]
+    pub server: Option<ServerUrl>,
+    /// Goes through the cluster of this kubeconfig to the controller that leads there, whatever --server is
+    #[arg(long, global = true, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Goes through the cluster of this context of the kubeconfig
+    #[arg(long, global = true, value_name = "NAME")]
+    pub context: Option<String>,
+    /// Namespace that the controller is in
+    #[arg(long, global = true, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
+    pub system_namespace: String,
+}
+
+/// The way that is taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Way {
+    Address(String),
+    Cluster,
+}
+
+/// What is found on this host.
+#[derive(Clone, Copy, Debug, Default)]
+struct Surroundings {
+    /// The program is a plugin of kubectl.
+    is_plugin: bool,
+    /// Somebody may listen on the default socket.
+    has_socket: bool,
+    /// Something says where an API server is.
+    has_cluster: bool,
+    /// The program runs in a pod.
+    is_pod: bool,
+}
+
+impl Surroundings {
+    fn look() -> Surroundings {
+        let path = DEFAULT_SERVER.trim_start_matches("unix://");
+        let home = std::env::home_dir().map(|home| home.join(".kube/config"));
+        let is_pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
+        let has_config = std::env::var_os("KUBECONFIG").is_some() || home.is_some_and(|file| file.exists());
+        let program = std::env::args_os().next();
+        Surroundings {
+            is_plugin: program.is_some_and(|program| is_plugin(Path::new(&program))),
+            has_socket: std::os::unix::net::UnixStream::connect(path).is_ok(),
+            has_cluster: is_pod || has_config,
+            is_pod,
+        }
+    }
+}
+
+/// Whether a program of that name was started by `kubectl shorthorn`.
+pub(super) fn is_plugin(program: &Path) -> bool {
+    program.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PLUGIN))
+}
+
+fn way(args: &ReachArgs, found: Surroundings) -> Way {
+    if args.kubeconfig.is_some() || args.context.is_some() {
+        return Way::Cluster;
+    }
+    if let Some(server) = &args.server {
+        return Way::Address(server.to_string());
+    }
+    if found.is_plugin || (found.has_cluster && !found.has_socket) {
+        return Way::Cluster;
+    }
+    Way::Address(DEFAULT_SERVER.to_owned())
+}
+
+/// The way to a controller.
+pub(super) struct Reached {
+    /// Connects when it is used first, and again when it broke.
+    pub(super) channel: Channel,
+    /// What it is called in messages.
+    pub(super) name: String,
+    /// The cluster that it is reached through, if it is.
+    pub(super) cluster: Option<Cluster>,
+}
+
+/// A cluster that the controller runs in.
+#[derive(Clone)]
+pub(super) struct Cluster {
+    pub(super) client: Client,
+    pub(super) namespace: String,
+    problem: Problem,
+}
+
+impl Cluster {
+    /// What was in the way of the last connection; none: nothing is known.
+    pub(super) fn problem(&self) -> Option<String> {
+        self.problem.last()
+    }
+}
+
+/// Finds the way. Nothing is connected yet.
+pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
+    let found = Surroundings::look();
+    let way = way(args, found);
+    if way == Way::Cluster && found.is_pod && args.kubeconfig.is_none() && args.context.is_none() {
+        output::complain("no controller serves in this pod: going on with the pod that leads")?;
+    }
+    match way {
+        Way::Address(address) => {
+            let unreachable = |reason: String| CtlError::Unreachable { server: address.clone(), reason };
+            let url = address.parse::<ServerUrl>().map_err(|error| unreachable(error.to_string()))?;
+            let endpoint = url.endpoint().map_err(|error| unreachable(error.to_string()))?;
+            let channel = endpoint.connect_timeout(CONNECT_LIMIT).connect_lazy();
+            Ok(Reached { channel, name: address, cluster: None })
+        }
+        Way::Cluster => through_cluster(args).await,
+    }
+}
+
+async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {
+    let namespace = args.system_namespace.clone();
+    let name = format!("the leading pod in namespace {namespace}");
+    let unreachable = |reason: String| CtlError::Unreachable { server: name.clone(), reason };
+    let client = client_of(args.kubeconfig.as_deref(), args.context.as_deref()).await;
+    let client = client.map_err(|error| unreachable(error.to_string()))?;
+    let problem = Problem::default();
+    let streams = PodStreams::new(client.clone(), namespace.clone(), problem.clone());
+    let endpoint = forward::endpoint().map_err(|error| unreachable(error.to_string()))?;
+    let endpoint = endpoint.connect_timeout(FORWARD_LIMIT);
+    let endpoint = endpoint.http2_keep_alive_interval(KEEP_ALIVE).keep_alive_timeout(KEEP_ALIVE);
+    let channel = endpoint.connect_with_connector_lazy(Connector::new(streams));
+    Ok(Reached { channel, name, cluster: Some(Cluster { client, namespace, problem }) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_counts_before_what_is_found() {
+        let said = ReachArgs { server: Some("http://h:1".parse().unwrap()), ..ReachArgs::default() };
+        let all = Surroundings { is_plugin: true, has_socket: true, has_cluster: true, is_pod: true };
+        assert_eq!(way(&said, all), Way::Address("http://h:1".to_owned()));
+        // The address may be one of the environment.
+        let named = ReachArgs { context: Some("c".to_owned()), ..said };
+        assert_eq!(way(&named, Surroundings { has_socket: true, ..Surroundings::default() }), Way::Cluster);
+    }
+
+    #[test]
+    fn a_host_with_a_socket_uses_that_and_a_laptop_or_a_pod_that_stands_by_the_cluster() {
+        let args = ReachArgs::default();
+        let socket = Way::Address(DEFAULT_SERVER.to_owned());
+        let found = |is_plugin, has_socket, has_cluster| Surroundings {
+            is_plugin,
+            has_socket,
+            has_cluster,
+            is_pod: false,
+        };
+        assert_eq!(way(&args, found(false, true, true)), socket, "the pod that leads");
+        assert_eq!(way(&args, found(false, false, true)), Way::Cluster, "a laptop, the pod that stands by");
+        assert_eq!(way(&args, found(false, false, false)), socket, "a host whose controller is away");
+        assert_eq!(way(&args, found(true, true, true)), Way::Cluster, "kubectl shorthorn");
+    }
+
+    #[test]
+    fn the_plugin_is_known_by_its_name() {
+        for (program, is) in [
+            ("/usr/local/bin/kubectl-shorthorn", true),
+            ("kubectl-shorthorn", true),
+            ("/usr/bin/shorthornctl", false),
+            ("/opt/kubectl-plugins/shorthornctl", false),
+        ] {
+            assert_eq!(is_plugin(Path::new(program)), is, "{program}");
+        }
+    }
+}

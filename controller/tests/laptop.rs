@@ -1,0 +1,97 @@
+//! shorthornctl on a laptop: through an API server to the pod that leads. The API server is a stand-in, and the controller behind
+//! the forwarded port is the real one.
+#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+
+#[path = "support/apiserver.rs"]
+mod apiserver;
+mod support;
+
+use std::path::Path;
+use std::process::Output;
+
+use apiserver::StandIn;
+use serde_json::{Value, json};
+use support::cluster::Cluster;
+use tokio::process::Command;
+
+const NAMESPACE: &str = "shorthorn-system";
+const POD: &str = "shorthorn-controller-5d4f8c-abcde";
+
+struct Laptop {
+    cluster: Cluster,
+    api: StandIn,
+}
+
+impl Laptop {
+    async fn new() -> Laptop {
+        let cluster = Cluster::start(&["a"]).await;
+        let api = StandIn::start(cluster.forward).await;
+        std::fs::write(cluster.path("kubeconfig"), api.kubeconfig()).unwrap();
+        let laptop = Laptop { cluster, api };
+        laptop.lead(&format!("{POD}-0a1b2c3d"));
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": POD, "namespace": NAMESPACE },
+            "spec": { "containers": [{ "name": "controller",
+                "ports": [{ "name": "api", "containerPort": laptop.cluster.forward.port() }] }] },
+        });
+        laptop.api.put(&format!("/api/v1/namespaces/{NAMESPACE}/pods/{POD}"), pod);
+        laptop
+    }
+
+    fn lead(&self, holder: &str) {
+        let lease = json!({
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": { "name": "shorthorn-controller", "namespace": NAMESPACE },
+            "spec": { "holderIdentity": holder },
+        });
+        let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/shorthorn-controller");
+        self.api.put(&path, lease);
+    }
+
+    async fn run(&self, program: &Path, words: &[&str]) -> Output {
+        let mut command = Command::new(program);
+        command.args(words).env("KUBECONFIG", self.cluster.path("kubeconfig"));
+        command.env_remove("SHORTHORN_SERVER").current_dir(self.cluster.directory.path());
+        tokio::time::timeout(support::cluster::LIMIT, command.output()).await.unwrap().unwrap()
+    }
+
+    async fn ctl(&self, words: &[&str]) -> Output {
+        let kubeconfig = self.cluster.path("kubeconfig").display().to_string();
+        let words: Vec<&str> = ["--kubeconfig", &kubeconfig].iter().chain(words).copied().collect();
+        self.run(Path::new(env!("CARGO_BIN_EXE_shorthornctl")), &words).await
+    }
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn commands_reach_the_pod_that_leads_through_a_port_forward() {
+    let laptop = Laptop::new().await;
+    let created = laptop.ctl(&["volume", "create", "v", "--size", "1GiB", "--replicas", "1"]).await;
+    assert!(created.status.success(), "{}", text(&created));
+    // As kubectl starts its plugins, without any flag.
+    let plugin = laptop.cluster.path("kubectl-shorthorn");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_shorthornctl"), &plugin).unwrap();
+    let listed = laptop.run(&plugin, &["volume", "list", "-o", "name"]).await;
+    assert_eq!(text(&listed), "volume/v\n");
+    assert_eq!(*laptop.api.forwarded.lock().unwrap(), [POD, POD]);
+
+    // Somebody else leads, who is no pod; then nobody.
+    laptop.lead("laptop-of-bob-0a1b2c3d");
+    let refused = laptop.ctl(&["volume", "list"]).await;
+    assert!(
+        refused.status.code() == Some(5) && text(&refused).contains("which is no pod"),
+        "{}",
+        text(&refused)
+    );
+    laptop.lead("");
+    let refused = laptop.ctl(&["volume", "list"]).await;
+    assert!(text(&refused).contains("no controller leads"), "{}", text(&refused));
+    let doctor = laptop.ctl(&["doctor", "-o", "json"]).await;
+    let checks: Value = serde_json::from_slice(&doctor.stdout).unwrap();
+    assert_eq!((&checks[0]["name"], &checks[0]["outcome"]), (&"lease".into(), &"failed".into()));
+    assert_eq!(doctor.status.code(), Some(6));
+    laptop.cluster.check();
+}
