@@ -21,7 +21,7 @@ use tonic::transport::server::Router;
 
 use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
-use crate::api::Api;
+use crate::api::{Api, Diagnostics};
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::csi::{CsiController, CsiDoor};
 use crate::kubernetes::attachments::ClusterAttachments;
@@ -134,6 +134,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         metrics.clone(),
     );
     let mut api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
+    api = api.with_diagnostics(Diagnostics { vitals, configuration: format!("{config:#?}\n") });
     if let Some(attachments) = attachments {
         api = api.with_attachments(Arc::new(attachments));
     }

@@ -6,6 +6,7 @@
 mod apiserver;
 mod support;
 
+use std::io::Read;
 use std::path::Path;
 use std::process::Output;
 
@@ -94,4 +95,69 @@ async fn commands_reach_the_pod_that_leads_through_a_port_forward() {
     assert_eq!((&checks[0]["name"], &checks[0]["outcome"]), (&"lease".into(), &"failed".into()));
     assert_eq!(doctor.status.code(), Some(6));
     laptop.cluster.check();
+}
+
+const SECRET: &str = "hunter2OfTheCluster";
+
+/// Objects with a secret wherever one can be.
+fn plant(api: &StandIn) {
+    let list = |items: Value| json!({ "apiVersion": "v1", "kind": "List", "metadata": {}, "items": items });
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": POD, "namespace": NAMESPACE, "annotations": {
+            "kubectl.kubernetes.io/last-applied-configuration": format!("{{\"p\":\"{SECRET}\"}}") } },
+        "spec": { "containers": [{ "name": "controller", "args": [format!("--token={SECRET}")],
+            "env": [{ "name": "DB_PASSWORD", "value": SECRET }] }] },
+        "status": { "containerStatuses": [{ "name": "controller", "ready": true, "restartCount": 0,
+            "image": "i", "imageID": "i" }] },
+    });
+    api.put(&format!("/api/v1/namespaces/{NAMESPACE}/pods"), list(json!([pod])));
+    let log = format!("ready\nAuthorization: Bearer {SECRET}\n");
+    api.put(&format!("/api/v1/namespaces/{NAMESPACE}/pods/{POD}/log"), Value::String(log));
+    let event = json!({ "metadata": { "name": "e" }, "note": format!("password={SECRET} was refused") });
+    api.put(&format!("/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events"), list(json!([event])));
+    let volume = json!({ "metadata": { "name": "p" }, "spec": { "csi": { "driver": "csi.shorthorn.io",
+        "volumeHandle": "v", "volumeAttributes": { "apiToken": SECRET } } } });
+    api.put("/api/v1/persistentvolumes", list(json!([volume])));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_support_bundle_has_everything_but_secrets() {
+    let laptop = Laptop::new().await;
+    plant(&laptop.api);
+    laptop.ctl(&["volume", "create", "v", "--size", "1GiB", "--replicas", "1"]).await;
+    let written = laptop.ctl(&["support-bundle", "b.tar.gz"]).await;
+    assert!(written.status.success(), "{}", text(&written));
+    assert!(text(&written).contains("agents do not hand them out"), "{}", text(&written));
+    let file = std::fs::File::open(laptop.cluster.path("b.tar.gz")).unwrap();
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(file));
+    let mut files = std::collections::BTreeMap::new();
+    for entry in archive.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        let path = entry.path().unwrap().components().skip(1).collect::<std::path::PathBuf>();
+        let mut text = String::new();
+        entry.read_to_string(&mut text).unwrap();
+        files.insert(path.display().to_string(), text);
+    }
+    for (name, words) in [
+        ("status.txt", "Volumes"),
+        ("doctor.txt", "agents answer"),
+        ("controller/volumes.json", "\"name\": \"v\""),
+        ("controller/nodes.json", "/var/lib/longhorn"),
+        ("controller/metrics.txt", "shorthorn_controller_leader"),
+        ("controller/configuration.txt", "rebuilds_per_node"),
+        ("kubernetes/pods.json", POD),
+        ("kubernetes/events.json", "was refused"),
+        ("kubernetes/persistentvolumes.json", "csi.shorthorn.io"),
+        (&format!("logs/{POD}.controller.log"), "ready"),
+        ("missing.json", "storageclasses"),
+    ] {
+        let found = files.get(name).unwrap_or_else(|| panic!("{name} in {:?}", files.keys()));
+        assert!(found.contains(words), "{words} in {name}: {found}");
+    }
+    for (name, text) in &files {
+        assert!(!text.contains(SECRET), "{name} has a secret: {text}");
+    }
+    let again = laptop.ctl(&["support-bundle", "b.tar.gz"]).await;
+    assert!(!again.status.success() && text(&again).contains("exists"), "{}", text(&again));
 }

@@ -1,6 +1,7 @@
 //! The gRPC interface of the controller: checks and stores what is wanted, and shows what is.
 
 mod lost;
+mod diagnostics;
 mod list;
 mod overview;
 mod places;
@@ -11,4 +12,5 @@ mod status;
 mod trash;
 mod view;
 
+pub use diagnostics::Diagnostics;
 pub use server::Api;

@@ -13,6 +13,7 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
+use super::diagnostics::Diagnostics;
 use super::{status, view};
 use crate::address::ServerUrl;
 use crate::agents::{CallError, Fleet};
@@ -36,6 +37,8 @@ pub struct Api {
     pub(super) settings: Settings,
     /// None: no Kubernetes has volumes attached.
     attachments: Option<Arc<dyn Attachments>>,
+    /// None: nothing is told of the controller itself.
+    diagnostics: Option<Diagnostics>,
     /// None: no Kubernetes has workloads.
     pub(super) workloads: Option<Arc<dyn Workloads>>,
 }
@@ -55,13 +58,19 @@ impl Api {
         stopping: watch::Receiver<bool>,
         settings: Settings,
     ) -> Api {
-        Api { store, fleet, stopping, settings, attachments: None, workloads: None }
+        Api { store, fleet, stopping, settings, attachments: None, diagnostics: None, workloads: None }
     }
 
     /// The same, which detaches no volume that one of these names unless it is told to.
     #[must_use]
     pub fn with_attachments(self, attachments: Arc<dyn Attachments>) -> Api {
         Api { attachments: Some(attachments), ..self }
+    }
+
+    /// The same, which tells this of the controller itself.
+    #[must_use]
+    pub fn with_diagnostics(self, diagnostics: Diagnostics) -> Api {
+        Api { diagnostics: Some(diagnostics), ..self }
     }
 
     /// The same, which can tell what uses a volume.
@@ -121,11 +130,13 @@ impl Api {
     }
 }
 
+type PartStream = Pin<Box<dyn Stream<Item = Result<v1::DiagnosticsPart, Status>> + Send>>;
 type VolumeStream = Pin<Box<dyn Stream<Item = Result<v1::Volume, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl Controller for Api {
     type WatchVolumeStream = VolumeStream;
+    type GetDiagnosticsStream = PartStream;
 
     async fn create_volume(&self, request: Request<v1::CreateVolumeRequest>) -> Reply<v1::Volume> {
         let request = request.into_inner();
@@ -379,6 +390,14 @@ impl Controller for Api {
 
     async fn inspect_node(&self, request: Request<v1::InspectNodeRequest>) -> Reply<v1::NodeDetail> {
         self.node_detail(&request.into_inner().name).map(Response::new)
+    }
+
+    async fn get_diagnostics(&self, _: Request<v1::GetDiagnosticsRequest>) -> Reply<PartStream> {
+        let (sender, receiver) = mpsc::channel(WATCH_BUFFER);
+        if let Some(diagnostics) = self.diagnostics.clone() {
+            tokio::spawn(diagnostics.send(sender));
+        }
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
     async fn get_overview(&self, _: Request<v1::GetOverviewRequest>) -> Reply<v1::Overview> {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use super::bundle::BundleArgs;
 use super::list;
 use super::reach::ReachArgs;
 use super::size::Size;
@@ -61,6 +62,9 @@ pub enum Command {
     Status,
     /// Checks whether the cluster is set up well, and says what mends what is not
     Doctor,
+    /// Writes what whoever helps has to see to one file: objects, what is wrong, events, versions, metrics, configuration and
+    /// logs. Secrets are left out
+    SupportBundle(BundleArgs),
     /// Volumes
     #[command(subcommand)]
     Volume(VolumeCommand),

@@ -15,7 +15,7 @@ use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{cluster_checks, confirm, doctor, output, places, status};
+use super::{bundle, cluster_checks, confirm, doctor, output, places, status};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -45,6 +45,9 @@ impl Session {
         let mut session = self;
         let text = match command {
             Command::Status => return session.status().await,
+            Command::SupportBundle(args) => {
+                bundle::write(args, &session.client, session.cluster.as_ref()).await?
+            }
             Command::Doctor => return session.doctor().await,
             Command::Volume(command) => session.volume(command).await?,
             Command::Replica(ReplicaCommand::List { volume, node, options }) => {

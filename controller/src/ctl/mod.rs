@@ -1,6 +1,7 @@
 //! `shorthornctl`: what people and scripts do with volumes.
 
 mod args;
+mod bundle;
 mod cluster_checks;
 mod commands;
 mod confirm;

@@ -75,6 +75,11 @@ impl List {
         }
     }
 
+    /// The objects as programs see them.
+    pub(super) fn into_fields(self) -> Vec<Value> {
+        self.entries.into_iter().map(|entry| entry.fields).collect()
+    }
+
     /// For people, with or without the names of the columns.
     fn table(&self, format: Format, has_headers: bool) -> String {
         let shown: Vec<bool> =

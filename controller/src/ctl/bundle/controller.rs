@@ -1,0 +1,132 @@
+//! What the controller knows.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+
+use serde_json::Value;
+use shorthorn_proto::v1;
+use shorthorn_proto::v1::controller_client::ControllerClient;
+use tonic::transport::Channel;
+
+use super::archive::Archive;
+use crate::ctl::args::Format;
+use crate::ctl::commands::limited;
+use crate::ctl::doctor::{self, CheckView};
+use crate::ctl::list::{Lister, Options, What};
+use crate::ctl::status;
+use crate::ctl::view::ExplanationView;
+
+/// Of how many volumes that are not well the reasons are asked for.
+const EXPLAINED_MAX: usize = 200;
+
+pub(super) async fn gather(
+    archive: &mut Archive<File>,
+    client: &ControllerClient<Channel>,
+) -> io::Result<()> {
+    let volumes = What::Volumes { namespace: String::new(), workloads: true };
+    let replicas = What::Replicas { volume: String::new(), node: String::new() };
+    let mut ill = Vec::new();
+    for (name, what) in [("volumes", volumes), ("replicas", replicas), ("nodes", What::Nodes)] {
+        let lister = Lister { client: client.clone(), what, options: Options::default() };
+        let file = format!("controller/{name}.json");
+        match lister.list().await {
+            Ok(Ok(list)) => {
+                let fields = list.into_fields();
+                if name == "volumes" {
+                    ill = fields.iter().filter(|volume| is_ill(volume)).filter_map(name_of).collect();
+                }
+                archive.add_json(&file, Value::Array(fields))?;
+            }
+            Ok(Err(status)) => archive.note(&file, status.message()),
+            Err(error) => archive.note(&file, &error.to_string()),
+        }
+    }
+    add_status(archive, client.clone()).await?;
+    explain(archive, client.clone(), ill).await?;
+    diagnose(archive, client.clone()).await
+}
+
+fn name_of(volume: &Value) -> Option<String> {
+    volume["name"].as_str().map(str::to_owned)
+}
+
+/// Whether there is more to say of it than its state.
+fn is_ill(volume: &Value) -> bool {
+    let conditions = volume["conditions"].as_array();
+    conditions.is_some_and(|conditions| conditions.iter().any(|condition| condition["status"] == false))
+}
+
+async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Channel>) -> io::Result<()> {
+    match client.get_overview(limited(v1::GetOverviewRequest {})).await {
+        Ok(overview) => {
+            let text = status::text(Format::Table, overview.into_inner()).map_err(io::Error::other)?;
+            archive.add_text("status.txt", &text)?;
+        }
+        Err(status) => archive.note("status.txt", status.message()),
+    }
+    match client.examine(limited(v1::ExamineRequest {})).await {
+        Ok(found) => {
+            let checks: Vec<CheckView> = found.into_inner().checks.into_iter().map(Into::into).collect();
+            archive
+                .add_text("doctor.txt", &doctor::text(Format::Table, &checks).map_err(io::Error::other)?)?;
+        }
+        Err(status) => archive.note("doctor.txt", status.message()),
+    }
+    match client.list_trash(limited(v1::ListVolumeTrashRequest { name: String::new() })).await {
+        Ok(trash) => {
+            let trash =
+                crate::ctl::output::trash(Format::Table, trash.into_inner()).map_err(io::Error::other)?;
+            archive.add_text("trash.txt", &trash)
+        }
+        Err(status) => {
+            archive.note("trash.txt", status.message());
+            Ok(())
+        }
+    }
+}
+
+async fn explain(
+    archive: &mut Archive<File>,
+    mut client: ControllerClient<Channel>,
+    ill: Vec<String>,
+) -> io::Result<()> {
+    let mut told = serde_json::Map::new();
+    for name in ill.iter().take(EXPLAINED_MAX) {
+        match client.explain_volume(limited(v1::GetVolumeRequest { name: name.clone() })).await {
+            Ok(why) => {
+                let why = ExplanationView::from(why.into_inner());
+                told.insert(name.clone(), serde_json::to_value(why).map_err(io::Error::other)?);
+            }
+            Err(status) => archive.note(&format!("why of {name}"), status.message()),
+        }
+    }
+    archive.add_json("controller/why.json", Value::Object(told))
+}
+
+async fn diagnose(archive: &mut Archive<File>, mut client: ControllerClient<Channel>) -> io::Result<()> {
+    let mut files: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+    let mut stream = match client.get_diagnostics(limited(v1::GetDiagnosticsRequest {})).await {
+        Ok(stream) => stream.into_inner(),
+        Err(status) => {
+            archive.note("metrics and configuration of the controller", status.message());
+            return Ok(());
+        }
+    };
+    loop {
+        match stream.message().await {
+            Ok(Some(part)) => files.entry(part.file).or_default().extend(part.data),
+            Ok(None) => break,
+            Err(status) => {
+                archive.note("metrics and configuration of the controller", status.message());
+                break;
+            }
+        }
+    }
+    for (name, data) in files {
+        // A name is no path.
+        let name = name.replace('/', "_");
+        archive.add_text(&format!("controller/{name}"), &String::from_utf8_lossy(&data))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! One file with all that whoever helps has to see.
+
+mod archive;
+mod cluster;
+mod controller;
+mod redact;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde_json::json;
+use shorthorn_proto::v1::controller_client::ControllerClient;
+use tonic::transport::Channel;
+
+use self::archive::Archive;
+use super::error::CtlError;
+use super::output;
+use super::reach::Cluster;
+use super::status::VERSION;
+
+/// The unit of the controller, whose log is on this host where it runs here.
+const UNIT: &str = "shorthorn-controller";
+
+/// What is written where.
+#[derive(Clone, Debug, Args)]
+pub struct BundleArgs {
+    /// The file; it must not be there [default: shorthorn-support-TIME.tar.gz]
+    pub file: Option<PathBuf>,
+    /// The last lines of each log; 0: no logs
+    #[arg(long, value_name = "NUMBER", default_value_t = 10_000)]
+    pub log_lines: u32,
+}
+
+/// Writes the bundle; returns what was written. What cannot be had is noted in it and told.
+pub(super) async fn write(
+    args: BundleArgs,
+    client: &ControllerClient<Channel>,
+    cluster: Option<&Cluster>,
+) -> Result<String, CtlError> {
+    let now = jiff::Timestamp::now();
+    let stamp = now.strftime("%Y%m%dT%H%M%SZ").to_string();
+    let folder = format!("shorthorn-support-{stamp}");
+    let path = args.file.unwrap_or_else(|| PathBuf::from(format!("{folder}.tar.gz")));
+    let seconds = u64::try_from(now.as_second()).unwrap_or_default();
+    let failed = |error: std::io::Error| CtlError::Output(format!("{}: {error}", path.display()));
+    let mut archive = Archive::create(&path, &folder, seconds).map_err(failed)?;
+    let written = fill(&mut archive, args.log_lines, client, cluster).await;
+    let missing = archive.missing();
+    match written.and_then(|()| archive.finish()).and_then(|file| file.sync_all()) {
+        Ok(()) => {}
+        Err(error) => {
+            // Half a bundle helps nobody.
+            let _ = std::fs::remove_file(&path);
+            return Err(failed(error));
+        }
+    }
+    for missing in &missing {
+        output::complain(&format!("not in the bundle: {missing}"))?;
+    }
+    Ok(format!(
+        "{} is written. Secrets are left out as far as they are known: look at it before you send it",
+        shown(&path)
+    ))
+}
+
+fn shown(path: &Path) -> String {
+    path.display().to_string()
+}
+
+async fn fill(
+    archive: &mut Archive<File>,
+    log_lines: u32,
+    client: &ControllerClient<Channel>,
+    cluster: Option<&Cluster>,
+) -> std::io::Result<()> {
+    archive.add_json("shorthornctl.json", json!({ "version": VERSION }))?;
+    controller::gather(archive, client).await?;
+    match cluster {
+        Some(cluster) => cluster::gather(archive, cluster, log_lines).await?,
+        None if log_lines > 0 => add_journal(archive, log_lines).await?,
+        None => {}
+    }
+    if log_lines > 0 {
+        archive.note(
+            "logs of the agents",
+            "agents do not hand them out: journalctl -u shorthorn-agent on each node",
+        );
+    }
+    Ok(())
+}
+
+/// The log of a controller on this host.
+async fn add_journal(archive: &mut Archive<File>, lines: u32) -> std::io::Result<()> {
+    let mut command = tokio::process::Command::new("journalctl");
+    command.args(["--unit", UNIT, "--no-pager", "--output", "short-iso", "--lines", &lines.to_string()]);
+    match command.output().await {
+        Ok(output) if output.status.success() => {
+            archive.add_text("logs/controller.log", &String::from_utf8_lossy(&output.stdout))
+        }
+        Ok(output) => {
+            archive.note("logs/controller.log", String::from_utf8_lossy(&output.stderr).trim());
+            Ok(())
+        }
+        Err(error) => {
+            archive.note("logs/controller.log", &format!("journalctl: {error}"));
+            Ok(())
+        }
+    }
+}
