@@ -7,8 +7,10 @@ export SHORTHORN_BIN_DIR := $(TARGET_DIR)/$(PROFILE)
 SECONDS ?= 5
 # How many faults the soak run has: 1000 take a quarter of an hour on two cores.
 FAULTS ?= 1000
+# Where man pages and completions are written.
+MANUAL_DIR ?= $(TARGET_DIR)/manual
 
-.PHONY: help demo test bench soak few-regions lint deny vm setup build images clean
+.PHONY: help demo test bench soak few-regions lint deny vm setup build images manual clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,6 +57,13 @@ build: setup ## the programs
 images: build ## the virtual machine images and the Kubernetes API server of the tests, once
 	$(SHORTHORN_BIN_DIR)/shorthorn-vm prepare
 	tests/apiserver/build >/dev/null
+
+manual: build ## man pages and completions of shorthornctl, in MANUAL_DIR
+	$(SHORTHORN_BIN_DIR)/shorthornctl man $(MANUAL_DIR)/man1
+	mkdir -p $(MANUAL_DIR)/completions
+	for shell in bash zsh fish; do \
+		$(SHORTHORN_BIN_DIR)/shorthornctl completion $$shell >$(MANUAL_DIR)/completions/shorthornctl.$$shell || exit 1; \
+	done
 
 clean: ## what was built here
 	cargo clean

@@ -1,4 +1,5 @@
 use std::convert::Infallible;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -65,6 +66,17 @@ pub enum Command {
     /// Writes what whoever helps has to see to one file: objects, what is wrong, events, versions, metrics, configuration and
     /// logs. Secrets are left out
     SupportBundle(BundleArgs),
+    /// Prints the script that completes commands in a shell
+    Completion {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Writes a man page of each command to a directory
+    #[command(hide = true)]
+    Man {
+        /// The directory
+        directory: PathBuf,
+    },
     /// Volumes
     #[command(subcommand)]
     Volume(VolumeCommand),

@@ -15,7 +15,7 @@ use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{bundle, cluster_checks, confirm, doctor, output, places, status};
+use super::{bundle, cluster_checks, confirm, doctor, manual, output, places, status};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -29,6 +29,12 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 /// # Errors
 /// [`CtlError`], which says what to do and knows the exit code.
 pub async fn run(cli: Cli) -> Result<(), CtlError> {
+    match &cli.command {
+        // Nobody has to be reached for these.
+        Command::Completion { shell } => return output::print(&manual::completion(*shell)),
+        Command::Man { directory } => return manual::pages(directory),
+        _ => {}
+    }
     let Reached { channel, name, cluster } = reach(&cli.reach).await?;
     let client = ControllerClient::new(channel);
     let session = Session { client, server: name, format: cli.output, cluster: cluster.clone() };
@@ -48,6 +54,7 @@ impl Session {
             Command::SupportBundle(args) => {
                 bundle::write(args, &session.client, session.cluster.as_ref()).await?
             }
+            Command::Completion { .. } | Command::Man { .. } => String::new(),
             Command::Doctor => return session.doctor().await,
             Command::Volume(command) => session.volume(command).await?,
             Command::Replica(ReplicaCommand::List { volume, node, options }) => {

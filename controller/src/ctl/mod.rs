@@ -8,6 +8,7 @@ mod confirm;
 mod doctor;
 mod error;
 mod list;
+mod manual;
 mod output;
 mod places;
 mod reach;
