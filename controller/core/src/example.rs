@@ -96,7 +96,7 @@ impl Example {
             ..DiskView::default()
         };
         view.disks.insert(DISK.to_owned(), disk);
-        self.agents.by_node.insert(name(node), view);
+        self.agents.insert(name(node), view);
     }
 
     pub(crate) fn add_replica(&mut self, number: u64, node: &str) {
@@ -123,11 +123,13 @@ impl Example {
     pub(crate) fn engine_says(&mut self, view: EngineView) {
         let detail = Detail::Engine(Box::new(view));
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
-        self.agent("a").instances.insert(InstanceKey::engine(&volume_name()), instance);
+        let mut view = self.agents.get_mut(&name("a")).unwrap();
+        view.instances.insert(InstanceKey::engine(&volume_name()), instance);
     }
 
+    /// What the agent shows, for changes of anything but its instances.
     pub(crate) fn agent(&mut self, node: &str) -> &mut AgentView {
-        self.agents.by_node.get_mut(&name(node)).unwrap()
+        self.agents.not_indexed(&name(node)).unwrap()
     }
 
     pub(crate) fn info(&mut self, node: &str) -> &mut AgentInfo {

@@ -61,6 +61,12 @@ impl Agents {
         Some(ViewMut { before: engines_of(view), view, engines: &mut self.engines, node: node.clone() })
     }
 
+    /// What the agent of `node` shows, for changes that the index does not follow.
+    #[cfg(test)]
+    pub(crate) fn not_indexed(&mut self, node: &NodeName) -> Option<&mut AgentView> {
+        self.by_node.get_mut(node)
+    }
+
     /// Changes what every agent shows.
     pub fn change_all(&mut self, mut change: impl FnMut(&mut AgentView)) {
         let nodes: Vec<NodeName> = self.by_node.keys().cloned().collect();

@@ -156,7 +156,7 @@ impl Overview {
 
     /// Copies that are under way, and replicas that are to leave their places.
     fn look_at_moves(&mut self, world: &World, agents: &Agents) {
-        for (key, detail) in agents.by_node.values().flat_map(|view| &view.instances) {
+        for (key, detail) in agents.by_node().values().flat_map(|view| &view.instances) {
             let Detail::Engine(engine) = &detail.detail else { continue };
             for (replica, copy) in &engine.copies {
                 let left = copy.left_s().map(|seconds| format!(", about {seconds} s left"));
@@ -208,7 +208,7 @@ fn versions(world: &World, agents: &Agents, own: &str) -> Vec<Version> {
     for node in world.nodes.values().filter(|node| !node.status.version.is_empty()) {
         note("agent", &node.status.version, node.metadata.name.clone());
     }
-    for (key, instance) in agents.by_node.values().flat_map(|view| &view.instances) {
+    for (key, instance) in agents.by_node().values().flat_map(|view| &view.instances) {
         if let Detail::Engine(engine) = &instance.detail {
             note("engine", &engine.version, key.name.clone());
         }

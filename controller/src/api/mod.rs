@@ -1,8 +1,8 @@
 //! The gRPC interface of the controller: checks and stores what is wanted, and shows what is.
 
-mod lost;
 mod diagnostics;
 mod list;
+mod lost;
 mod overview;
 mod places;
 mod rebalance;

@@ -25,8 +25,8 @@ fn a_volume_shows_its_members_its_sizes_and_what_is_wrong() {
     for (node, id, allocated_bytes) in [("a", 1, 3 << 29), ("b", 2, 1 << 30)] {
         let detail = Detail::Replica(ReplicaView { allocated_bytes, ..ReplicaView::default() });
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
-        let view = agents.by_node.get_mut(&NodeName::new(node).unwrap()).unwrap();
-        view.instances.insert(InstanceKey::replica(&name, ReplicaId::from_random(id)), instance);
+        let key = InstanceKey::replica(&name, ReplicaId::from_random(id));
+        agents.get_mut(&NodeName::new(node).unwrap()).unwrap().instances.insert(key, instance);
     }
     let volume = shown(&world, &agents);
     let display = &volume.status.display;

@@ -6,8 +6,8 @@
 
 use shorthorn_types::ReplicaId;
 
-use crate::objects::{CurrentState, DataLocality, DesireState, Engine, Replica, Volume};
 use super::replace::makes_room;
+use crate::objects::{CurrentState, DataLocality, DesireState, Engine, Replica, Volume};
 use crate::reconcile::Context;
 use crate::{Timestamp, drain};
 
