@@ -127,7 +127,7 @@ pub fn held(directory: &Path) -> Result<Held, NodeError> {
     hold(directory).map_err(|error| of_store(&error))
 }
 
-/// Moves the directory of a replica into the trash. `_held` is of that directory. What is older in the trash goes if the disk
+/// Moves the directory of a replica into the trash. `_held` is of that directory. Without a note one that is known stays. What is older in the trash goes if the disk
 /// has no space for the record.
 ///
 /// # Errors
@@ -150,7 +150,7 @@ pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u
         replica: *replica,
         deleted_ms: now_ms,
         allocated_bytes: allocated_bytes(&directory),
-        note: note.to_owned(),
+        note: if note.is_empty() { kept_note(disk, id) } else { note.to_owned() },
     };
     with_room(
         || {
@@ -166,6 +166,14 @@ pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u
     move_durably(&directory, &folder.join(DIRECTORY))?;
     remove_leftovers(disk, |entry, _| entry == id);
     Ok(())
+}
+
+/// The note of the newest folder from which the directory was restored: a deletion by somebody who knows nothing of the volume
+/// takes it to the trash again.
+fn kept_note(disk: &Path, id: &InstanceId) -> String {
+    let restored = entries(disk).into_iter().filter(|entry| entry.is_restored && entry.id == *id);
+    let newest = restored.max_by_key(|entry| entry.deleted_ms);
+    newest.and_then(|entry| entry.record.ok()).map(|record| record.note).unwrap_or_default()
 }
 
 fn write_folder(disk: &Path, folder: &Path, record: &Record) -> Result<(), NodeError> {

@@ -43,7 +43,10 @@ pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
 pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
     let is_known = |directory: &Directory| {
         world.replicas.get(&directory.name()).is_some_and(|replica| {
-            replica.spec.node_id == directory.node && replica.spec.disk_path == directory.disk_path
+            let is_place =
+                replica.spec.node_id == directory.node && replica.spec.disk_path == directory.disk_path;
+            // The disk may be mounted elsewhere now.
+            is_place || !directory.disk_uuid.is_empty() && replica.spec.disk_id == directory.disk_uuid
         })
     };
     let mut orphans: Vec<Directory> = found.into_iter().filter(|directory| !is_known(directory)).collect();
@@ -109,6 +112,14 @@ mod tests {
         assert_eq!(find("my-volume-0000000a"), Ok(forgotten));
         assert!(matches!(find("v-00000001"), Err(RequestError::NoOrphan { .. })), "it is in use");
         assert!(matches!(find("w-00000001"), Err(RequestError::NoOrphan { .. })));
+        let mut replica = world.replicas["v-00000001"].clone();
+        replica.spec.disk_id = "u".to_owned();
+        world.insert(replica.into());
+        assert_eq!(
+            orphans(&world, vec![directory("b", "/e", "v-00000001")]),
+            [],
+            "its disk is mounted elsewhere"
+        );
         assert!(parse("v").is_none() && parse("v-1").is_none());
     }
 }

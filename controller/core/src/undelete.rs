@@ -65,6 +65,10 @@ impl Record {
     pub fn of(volume: &Volume, replica: &Replica, with_volume: bool) -> String {
         let spec =
             VolumeSpec { node_id: None, secret: Secret::new([0; SECRET_BYTES]), ..volume.spec.clone() };
+        if volume.status.attach == 0 && volume.status.first_members.is_empty() {
+            // It has never had data. An agent keeps the record of the directory that an undeletion has restored.
+            return String::new();
+        }
         let record = Record {
             with_volume,
             volume_created: volume.metadata.creation_timestamp,
@@ -139,7 +143,8 @@ pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<T
     let waits = |trashed: &&Trashed| match world.replicas.get(&instance_name(trashed)) {
         Some(stored) => {
             let is_place = stored.spec.node_id == trashed.node && stored.spec.disk_path == trashed.disk_path;
-            is_place && !stored.is_left_behind()
+            // Of one that was left behind, a deletion that has begun since may have moved the directory.
+            is_place && !(stored.is_left_behind() && trashed.restored)
         }
         None => true,
     };

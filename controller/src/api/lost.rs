@@ -55,19 +55,20 @@ impl Api {
             .map_err(|error| status::of_request(&error))?;
         tracing::warn!(node, disk_path, name, "an orphan is deleted");
         let instance = InstanceKey::replica(&orphan.volume, orphan.replica_id);
-        let calls = [
-            AgentCall::StopInstance { instance, attach: 0 },
-            AgentCall::DeleteReplica {
-                disk_path: orphan.disk_path,
-                disk_uuid: orphan.disk_uuid,
-                volume: orphan.volume,
-                replica_id: orphan.replica_id,
-                record: String::new(),
-            },
-        ];
-        for call in &calls {
-            self.fleet.call(&orphan.node, call).await.map_err(|error| status::of_call(&error))?;
-        }
+        let stop = AgentCall::StopInstance { instance, attach: 0 };
+        self.fleet.call(&orphan.node, &stop).await.map_err(|error| status::of_call(&error))?;
+        // The stop may have taken long: an undeletion may have stored it meanwhile.
+        let orphan = orphans::find(&self.store.world(), vec![orphan], &node, &disk_path, &name)
+            .map_err(|error| status::of_request(&error))?;
+        // An agent that knows a record of it keeps that.
+        let delete = AgentCall::DeleteReplica {
+            disk_path: orphan.disk_path,
+            disk_uuid: orphan.disk_uuid,
+            volume: orphan.volume,
+            replica_id: orphan.replica_id,
+            record: String::new(),
+        };
+        self.fleet.call(&orphan.node, &delete).await.map_err(|error| status::of_call(&error))?;
         Ok(v1::DeleteOrphanResponse {})
     }
 }

@@ -23,6 +23,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         RequestError::NoVolume(_)
         | RequestError::NoNode(_)
         | RequestError::NothingToUndelete(_)
+        | RequestError::HasReplicas(_)
         | RequestError::NotInTrash { .. }
         | RequestError::NoOrphan { .. }
         | RequestError::NoReplica { .. }

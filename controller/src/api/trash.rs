@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
-use shorthorn_controller_core::objects::{Object, Volume};
+use shorthorn_controller_core::objects::{Object, Replica, ReplicaSpec, Volume};
+use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
-use shorthorn_controller_core::{NodeName, Timestamp, csi};
+use shorthorn_controller_core::{NodeName, Timestamp, csi, lost_disk};
 use shorthorn_proto::v1;
+use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::Status;
 
@@ -115,6 +117,7 @@ impl Api {
                 if problems.is_empty() { String::new() } else { format!("; {}", problems.join("; ")) };
             return Err(Status::new(error.code(), format!("{}{troubles}", error.message())));
         }
+        problems.extend(self.restore_what_was_deleted_meanwhile(name).await);
         for trashed in &restored {
             // One that stays is listed as restored, and goes with the directory.
             if let Err(error) = self.fleet.remove_trash(trashed).await {
@@ -126,13 +129,13 @@ impl Api {
     }
 
     /// A deletion that has begun is not taken back, as Kubernetes knows no way to do that: it comes to its
-    /// end, which does not wait for nodes that do not answer, and then the volume comes back.
+    /// end, which does not wait for nodes that do not answer, and then the volume comes back. What it has left
+    /// behind on nodes that answer again is waited for too: its data is on its way to the trash.
     async fn wait_for_deletion(&self, name: &str) -> Result<(), Status> {
         let mut changes = self.store.changes();
         let gone = async {
             loop {
-                let volume = self.store.world().volumes.get(name).map(Volume::is_deleting);
-                if volume != Some(true) {
+                if !self.is_being_deleted(name) {
                     return;
                 }
                 // Whatever it says, it is looked again; without a store there is no controller.
@@ -145,6 +148,48 @@ impl Api {
             let waits_for = csi::waits_for(&self.store.world(), name);
             Status::failed_precondition(format!("{waits_for}; it can be undeleted once it is deleted"))
         })
+    }
+
+    fn is_being_deleted(&self, name: &str) -> bool {
+        let (world, agents) = (self.store.world(), self.fleet.agents());
+        if world.volumes.get(name).is_some_and(Volume::is_deleting) {
+            return true;
+        }
+        let Ok(name) = VolumeName::new(name) else { return false };
+        let is_asked = |replica: &Replica| {
+            let key = InstanceKey::replica(&name, replica.spec.replica_id);
+            // One whose disk fails may stay for as long as that.
+            let view = agents.get(&replica.spec.node_id).filter(|view| view.is_synced());
+            view.is_some_and(|view| !view.failures.contains_key(&key)) && !lost_disk::is_lost(&world, replica)
+        };
+        world.left_behind(&name).any(is_asked)
+    }
+
+    /// A deletion that was decided before the volume was stored may have moved directories since. Returns the problems.
+    async fn restore_what_was_deleted_meanwhile(&self, name: &str) -> Vec<String> {
+        let (found, _) = self.fleet.trash().await;
+        let is_stored = |trashed: &Trashed| {
+            let world = self.store.world();
+            let stored = world.replicas.get(&ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id));
+            stored.is_some_and(|replica| {
+                let is_place =
+                    replica.spec.node_id == trashed.node && replica.spec.disk_path == trashed.disk_path;
+                is_place && !replica.is_left_behind()
+            })
+        };
+        let found = found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed));
+        let moved = found.filter(|trashed| trashed.volume.as_str() == name && !trashed.restored);
+        let mut problems = Vec::new();
+        for trashed in moved.filter(is_stored).collect::<Vec<_>>() {
+            let restored = match self.fleet.restore_replica(&trashed).await {
+                Ok(()) => self.fleet.remove_trash(&trashed).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = restored {
+                problems.push(format!("replica {} on {}: {error}", trashed.replica_id, trashed.node));
+            }
+        }
+        problems
     }
 
     async fn store_undeleted(

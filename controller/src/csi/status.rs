@@ -21,6 +21,7 @@ impl IntoCsiError for RequestError {
             | RequestError::NoVolume(_)
             | RequestError::NoNode(_)
             | RequestError::NothingToUndelete(_)
+            | RequestError::HasReplicas(_)
             | RequestError::NotInTrash { .. }
             | RequestError::NoOrphan { .. }
             | RequestError::NoReplica { .. }

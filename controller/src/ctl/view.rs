@@ -160,6 +160,10 @@ impl From<v1::VolumeTrash> for TrashView {
             problem,
             disk_uuid: _,
             record: _,
+            generation: _,
+            committed: _,
+            proposed: _,
+            restored: _,
         } = replica.unwrap_or_default();
         let (deleted, expires) = (time_of(deleted_ms), time_of(expires_ms));
         TrashView {

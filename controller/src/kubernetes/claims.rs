@@ -161,8 +161,8 @@ mod tests {
         let made = wanted.apply(&store.world(), Secret::new([1; 32]), Timestamp::now()).unwrap();
         let Change::Store(volume) = made else { panic!("{made:?}") };
         store.put(volume.into()).await.unwrap();
-        let note = |keeper: &str| Note { keeper: Some(keeper.to_owned()), claim: None };
-        let kept = BTreeMap::from([("v", "pvc-1"), ("w", "pvc-2")].map(|(a, b)| (a.to_owned(), note(b))));
+        let noted_as = |keeper: &str| Note { keeper: Some(keeper.to_owned()), claim: None };
+        let kept = BTreeMap::from([("v", "pvc-1"), ("w", "pvc-2")].map(|(a, b)| (a.to_owned(), noted_as(b))));
         note_all(&store, &kept).await.unwrap();
         let noted = |store: &MemoryStore| store.world().volumes["v"].status.persistent_volume.clone();
         assert_eq!(noted(&store).as_deref(), Some("pvc-1"));
@@ -173,7 +173,7 @@ mod tests {
         let (sender, mut first) = oneshot::channel();
         let mut noting = std::pin::pin!(note(&mirror, &store, sender));
         assert!(is_pending(noting.as_mut()).await && first.try_recv().is_err());
-        mirror.replace(BTreeMap::from([("pvc-1".to_owned(), "v".to_owned())]));
+        mirror.replace(BTreeMap::from([("pvc-1".to_owned(), read(DRIVER_NAME, "Bound").unwrap())]));
         tokio::select! {
             () = noting => panic!("it ended"),
             told = first => told.unwrap(),

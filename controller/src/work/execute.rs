@@ -1,5 +1,5 @@
 use shorthorn_controller_core::objects::Key;
-use shorthorn_controller_core::{Action, Decision, Event};
+use shorthorn_controller_core::{Action, AgentCall, Decision, Event};
 
 use super::{Outcome, Worker};
 use crate::store::StoreError;
@@ -7,7 +7,14 @@ use crate::store::StoreError;
 impl Worker {
     /// Carries the actions out in order, up to the first that fails.
     pub(super) async fn carry_out(&self, key: &Key, decision: Decision) -> Outcome {
+        let version = self.store.world().version(key);
         for action in decision.actions {
+            // Calls before it may have taken long: an undeletion may want the data again.
+            let deletes = matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
+            if deletes && self.store.world().version(key) != version {
+                tracing::info!(object = %key, "changed since its deletion was decided: looking again");
+                return Outcome::Failed;
+            }
             if !self.act(key, action).await {
                 return Outcome::Failed;
             }

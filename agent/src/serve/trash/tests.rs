@@ -164,6 +164,11 @@ fn what_is_restored_is_listed_until_its_record_is_removed() {
     let shown = list(dir.path(), "", LIMITS);
     assert_eq!((shown.len(), shown[0].record.as_str(), shown[0].restored), (1, "a later note", false));
     assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 1);
+    // By somebody who knows nothing of the volume.
+    restore(dir.path(), &replica(), 9).unwrap();
+    moved(dir.path(), "", 11).unwrap();
+    let shown = list(dir.path(), "", LIMITS);
+    assert_eq!((shown.len(), shown[0].record.as_str(), shown[0].restored), (1, "a later note", false));
 }
 
 #[test]

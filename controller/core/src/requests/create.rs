@@ -57,6 +57,10 @@ impl CreateVolume {
         let new = self.sketch(secret, now)?;
         match world.volumes.get(&new.metadata.name) {
             Some(volume) => same_as(volume, &new.spec).map(|()| Change::AlreadySo(volume.clone())),
+            // They are of an undeletion that was cut off: a new volume would begin with their data.
+            None if world.replicas_of(&new.spec.volume_name).next().is_some() => {
+                Err(RequestError::HasReplicas(new.metadata.name))
+            }
             None => Ok(Change::Store(new)),
         }
     }

@@ -84,6 +84,11 @@ pub enum RequestError {
         "nothing of volume {0} that was deleted with it is in the trash of a node in reach; shorthornctl volume trash shows what is"
     )]
     NothingToUndelete(String),
+    /// A volume of the name is half undeleted.
+    #[error(
+        "replicas of a volume {0} are there, of an undeletion that was cut off: shorthornctl volume undelete {0}, or take another name"
+    )]
+    HasReplicas(String),
     /// It is not in the trash.
     #[error(
         "nothing of volume {name} {replica} is in the trash of a node in reach; shorthornctl volume trash \

@@ -1,7 +1,10 @@
 use shorthorn_types::Generation;
 
 use super::*;
-use crate::objects::Object;
+use crate::Action;
+use crate::objects::{ConditionType, Key, Kind, Object};
+use crate::observed::Agents;
+use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
 
 fn at(second: i64) -> Timestamp {
@@ -197,6 +200,39 @@ fn a_replica_that_was_stored_in_part_is_never_made_anew() {
     assert!(end.replicas.values().all(|replica| replica.status.data == DataState::Present));
 }
 
+/// An undeletion was cut off, and somebody makes a volume of the name.
+#[test]
+fn a_new_volume_does_not_begin_with_what_is_half_undeleted() {
+    let (whole, _) = back(&World::default(), &[trashed(&deleted(1), 1, 10, false)]).unwrap();
+    let mut world = World::default();
+    world.insert(without_status(whole.replicas[0].clone().into()));
+    let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+    let made = wanted.clone().apply(&world, Secret::new([7; SECRET_BYTES]), at(300));
+    assert_eq!(made.unwrap_err(), RequestError::HasReplicas("v".to_owned()));
+    // By kubectl: it waits, and its own deletion says nothing of the data.
+    let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
+    let Change::Store(bare) = made else { panic!("{made:?}") };
+    assert_eq!(Record::of(&bare, &whole.replicas[0], true), "");
+    world.insert(bare.into());
+    let agents = Agents::default();
+    let context = Context {
+        world: &world,
+        agents: &agents,
+        now: at(301),
+        random: Default::default(),
+        settings: Settings::default(),
+    };
+    let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
+    let settled = decision.actions.iter().find_map(|action| match action {
+        Action::Write(object) => match &**object {
+            Object::Volume(volume) => volume.status.conditions.get(ConditionType::Settled),
+            _ => None,
+        },
+        _ => None,
+    });
+    assert_eq!(settled.unwrap().reason, "Undeleting", "{decision:#?}");
+}
+
 #[test]
 fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
     let gone = deleted(1);
@@ -248,6 +284,12 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     let back_again = of_it.into_iter().find(|replica| replica.spec.replica_id == behind.replica_id).unwrap();
     assert!(back_again.metadata.is_deleting() && back_again.status.data == DataState::Present);
     assert!(back_again.status.message.is_empty() && back_again.status.failed_at.is_none());
+    // Its deletion goes on meanwhile: the directory is in the trash, and the object still there.
+    let mut both = [trash[0].clone(), behind.clone()];
+    let (_, restored) = back(&world, &both).unwrap();
+    assert_eq!(restored, both);
+    both[1].restored = true;
+    assert_eq!(directories(&world, "v", &both).unwrap(), both[..1]);
     // Also if it is all that there is: the others' time in the trash is over.
     let (alone, restored) = back(&world, &[]).unwrap();
     assert!(restored.is_empty() && alone.replicas.len() == 1);

@@ -27,8 +27,12 @@ impl Run<'_> {
             self.decision.write(Engine::of_new(self.stored, self.context.now));
         }
         let wanted = self.stored.spec.number_of_replicas;
-        if self.replicas.iter().any(|replica| replica.status.data == DataState::Present) {
-            // Data was there before the volume: it is being undeleted, and the rest of it is about to be stored.
+        let created = self.stored.metadata.creation_timestamp;
+        let was_before = |replica: &&Replica| {
+            replica.status.data == DataState::Present || replica.metadata.creation_timestamp < created
+        };
+        if self.replicas.iter().any(was_before) {
+            // It was there before the volume: it is being undeleted, and the rest of it is about to be stored.
             self.settle(Finding::wrong("Undeleting", UNDELETING));
             return;
         }
