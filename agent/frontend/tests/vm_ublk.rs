@@ -264,7 +264,7 @@ fn killed_during_a_recovery() -> Result<()> {
     guest.no_io_errors()
 }
 
-/// Before Linux 6.15 the driver takes no other process after that.
+/// Before Linux 6.15 the driver takes no other process after that, unless it has noticed the death before.
 #[test]
 fn killed_between_mapping_and_fetching() -> Result<()> {
     let guest = start()?;
@@ -281,14 +281,19 @@ fn killed_between_mapping_and_fetching() -> Result<()> {
     // At once, not when START_LIMIT is over.
     let output = vm.run(&format!("timeout --signal=KILL 25 {}", guest.command("memory", "")))?;
     let stderr = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status == 1 && stderr.contains("resume the device ublkb0 of memory"), "{output}");
-    ensure!(stderr.contains("a process has died while it took the device over"), "{output}");
-    ensure!(stderr.contains("detach the volume"), "{output}");
+    // On a busy machine the driver may have noticed the death by itself: then it takes the next process, which serves until its
+    // time is over.
+    let is_taken = output.status == 137 && String::from_utf8_lossy(&output.stdout).contains("\"device\"");
+    if !is_taken {
+        ensure!(output.status == 1 && stderr.contains("resume the device ublkb0 of memory"), "{output}");
+        ensure!(stderr.contains("a process has died while it took the device over"), "{output}");
+        ensure!(stderr.contains("detach the volume"), "{output}");
+    }
     // As a detachment and the next attachment do.
     vm.sh("rm /mem/memory.state")?;
     let pid = guest.serve("memory", "")?;
     let output = waiting.wait(MINUTE)?;
-    ensure!(!output.success(), "a write to the device that was removed: {output}");
+    ensure!(output.success() == is_taken, "a write to the device that was removed: {output}");
     vm.sh(&format!("dd if={NODE} of=/dev/null bs=1M count=1 iflag=direct status=none"))?;
     guest.end(pid, "TERM")
 }
