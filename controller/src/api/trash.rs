@@ -117,7 +117,7 @@ impl Api {
                 if problems.is_empty() { String::new() } else { format!("; {}", problems.join("; ")) };
             return Err(Status::new(error.code(), format!("{}{troubles}", error.message())));
         }
-        problems.extend(self.restore_what_was_deleted_meanwhile(name).await);
+        problems.extend(self.restore_what_was_deleted_meanwhile(name, &trash).await);
         for trashed in &restored {
             // One that stays is listed as restored, and goes with the directory.
             if let Err(error) = self.fleet.remove_trash(trashed).await {
@@ -165,8 +165,9 @@ impl Api {
         world.left_behind(&name).any(is_asked)
     }
 
-    /// A deletion that was decided before the volume was stored may have moved directories since. Returns the problems.
-    async fn restore_what_was_deleted_meanwhile(&self, name: &str) -> Vec<String> {
+    /// A deletion that was decided before the volume was stored may have moved directories since `before` was listed. Returns
+    /// the problems.
+    async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
         let (found, _) = self.fleet.trash().await;
         let is_stored = |trashed: &Trashed| {
             let world = self.store.world();
@@ -178,7 +179,13 @@ impl Api {
             })
         };
         let found = found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed));
-        let moved = found.filter(|trashed| trashed.volume.as_str() == name && !trashed.restored);
+        // Older directories of the same replicas stay where they are.
+        let was_there = |trashed: &Trashed| {
+            let id = |trashed: &Trashed| (trashed.node.clone(), trashed.replica_id, trashed.deleted_ms);
+            before.iter().any(|older| id(older) == id(trashed))
+        };
+        let is_new = |trashed: &Trashed| !trashed.restored && !was_there(trashed);
+        let moved = found.filter(|trashed| trashed.volume.as_str() == name && is_new(trashed));
         let mut problems = Vec::new();
         for trashed in moved.filter(is_stored).collect::<Vec<_>>() {
             let restored = match self.fleet.restore_replica(&trashed).await {

@@ -95,8 +95,8 @@ impl Worker {
     async fn one(self: Arc<Worker>, key: Key) {
         let started = Instant::now();
         let outcome = match self.decide_and_promise(&key) {
-            Ok((decision, promised)) => {
-                let outcome = self.carry_out(&key, decision).await;
+            Ok((decision, version, promised)) => {
+                let outcome = self.carry_out(&key, version, decision).await;
                 if !promised.is_empty() {
                     self.store.forget_promises(&promised);
                 }
@@ -111,20 +111,21 @@ impl Worker {
         self.queue.done(&key, outcome);
     }
 
-    /// A decision, and the names of the new replicas whose places are promised until it is carried out.
-    fn decide_and_promise(&self, key: &Key) -> Result<(Decision, Vec<String>), getrandom::Error> {
+    /// A decision, the version of the object that it is about, and the names of the new replicas whose places are promised
+    /// until it is carried out.
+    fn decide_and_promise(&self, key: &Key) -> Result<(Decision, u64, Vec<String>), getrandom::Error> {
         let gives = gives_space_away(&self.store.world(), key);
         let _placing = gives.then(|| self.placing.lock().unwrap_or_else(PoisonError::into_inner));
-        let decision = self.decide(key)?;
+        let (decision, version) = self.decide(key)?;
         let new: Vec<Replica> = decision.new_replicas(&self.store.world()).cloned().collect();
         let names = new.iter().map(|replica| replica.metadata.name.clone()).collect();
         if !new.is_empty() {
             self.store.promise(new);
         }
-        Ok((decision, names))
+        Ok((decision, version, names))
     }
 
-    fn decide(&self, key: &Key) -> Result<Decision, getrandom::Error> {
+    fn decide(&self, key: &Key) -> Result<(Decision, u64), getrandom::Error> {
         let mut random = [0; MAX_MEMBERS];
         for number in &mut random {
             *number = getrandom::u64()?;
@@ -133,6 +134,6 @@ impl Worker {
         let agents = self.fleet.agents();
         let (now, settings) = (Timestamp::now(), self.settings);
         let context = Context { world: &world, agents: &agents, now, random, settings };
-        Ok(reconcile(&context, key))
+        Ok((reconcile(&context, key), world.version(key)))
     }
 }
