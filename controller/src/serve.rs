@@ -29,13 +29,13 @@ use crate::kubernetes::claims::note_claims;
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::guard_pods::GuardPods;
-use crate::kubernetes::lease::Leadership;
+use crate::kubernetes::lease_thread::{END_LIMIT, LeaseThread};
 use crate::kubernetes::release::Releaser;
 use crate::kubernetes::restage::Restager;
 use crate::kubernetes::workloads::ClusterWorkloads;
 use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
 use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
-use crate::store::kubernetes::{CallError, OpenError};
+use crate::store::kubernetes::OpenError;
 use crate::store::{KubeStore, RedbStore, Store, StoreError};
 use crate::work::{Queue, Worker};
 
@@ -64,6 +64,9 @@ pub enum ServeError {
     /// Another controller works now, or may.
     #[error("this controller does not lead any more: the lease is lost, as {0}")]
     LeaseLost(String),
+    /// The thread of the lease cannot be started.
+    #[error("cannot start the thread that renews the lease: {0}")]
+    Lease(io::Error),
     /// The operating system gives no random numbers.
     #[error("no random numbers for a name of this controller: {0}")]
     Random(#[from] getrandom::Error),
@@ -105,7 +108,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
-    let Opened { store, mut leadership, events, attachments, workloads, pods, mut tasks } = tokio::select! {
+    let Opened { store, mut lease, events, attachments, workloads, pods, mut tasks } = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
         Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
@@ -163,7 +166,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         () = fleet.run() => Ok(()),
         Some(error) = broken.recv() => Err(error.into()),
         // At once: another one may start to work within seconds.
-        reason = held(leadership.as_mut()) => return Err(ServeError::LeaseLost(reason)),
+        reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),
         Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
@@ -180,8 +183,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     remove_socket(Some(&config.listen));
     remove_socket(config.forward_listen.as_ref());
     remove_socket(config.csi_listen.as_ref());
-    if let Some(leadership) = leadership {
-        leadership.release().await;
+    if let Some(lease) = lease {
+        lease.release().await;
     }
     result
 }
@@ -195,7 +198,7 @@ fn remove_socket(address: Option<&Listen>) {
 /// The store, and what comes with it in Kubernetes.
 struct Opened {
     store: Arc<dyn Store>,
-    leadership: Option<Leadership>,
+    lease: Option<LeaseThread>,
     events: Option<Events>,
     attachments: Option<ClusterAttachments>,
     workloads: Option<ClusterWorkloads>,
@@ -245,7 +248,7 @@ async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, Ser
             let store = Arc::new(RedbStore::open(path)?);
             Ok(Opened {
                 store,
-                leadership: None,
+                lease: None,
                 events: None,
                 attachments: None,
                 workloads: None,
@@ -263,11 +266,12 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     // Standing by is all that can be asked of it for now.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status), sd_notify::NotifyState::Ready]);
     let identity = identity()?;
-    let told = |error: Option<&CallError>| match error {
+    let looked = |error: Option<String>| match error {
         None => readiness.reached(Phase::StandingBy),
-        Some(error) => readiness.heard(Some(error.to_string())),
+        error => readiness.heard(error),
     };
-    let mut leadership = Leadership::acquire(client.clone(), &config.namespace, &identity, told).await;
+    let mut lease = LeaseThread::start(config, identity.clone(), end).map_err(ServeError::Lease)?;
+    lease.acquired(looked).await.map_err(ServeError::LeaseLost)?;
     readiness.reached(Phase::Opening);
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
     let mut tasks = JoinSet::new();
@@ -275,13 +279,13 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     tasks.spawn(teller.run());
     let opened = tokio::select! {
         opened = KubeStore::open(client.clone(), &config.namespace, events.clone()) => opened,
-        reason = leadership.hold() => return Err(ServeError::LeaseLost(reason)),
+        reason = lease.lost() => return Err(ServeError::LeaseLost(reason)),
     };
     let store: Arc<dyn Store> = match opened {
         Ok(store) => Arc::new(store),
         Err(error) => {
             // Nothing was begun, and the next attempt need not wait for the end of this lease.
-            leadership.release().await;
+            lease.release().await;
             return Err(error.into());
         }
     };
@@ -295,7 +299,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
         noted = tokio::time::timeout(CLAIMS_LIMIT, noted) => if noted.is_err() {
             tracing::warn!("the PersistentVolumes are not listed yet; going on with what is noted already");
         },
-        reason = leadership.hold() => return Err(ServeError::LeaseLost(reason)),
+        reason = lease.lost() => return Err(ServeError::LeaseLost(reason)),
     }
     let (machines, kept, image) = (Arc::clone(&known), Arc::clone(&store), config.guards());
     let guards = GuardPods::new(client.clone(), &config.namespace, image, machines, kept, events.clone());
@@ -304,8 +308,8 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let workloads = Some(ClusterWorkloads::new(client.clone()));
     let releases = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
     let pods = Some(Pods { client, known, releases, restages: config.ends_pods_without_device });
-    let (leadership, events) = (Some(leadership), Some(events));
-    Ok(Opened { store, leadership, events, attachments, workloads, pods, tasks })
+    let (lease, events) = (Some(lease), Some(events));
+    Ok(Opened { store, lease, events, attachments, workloads, pods, tasks })
 }
 
 /// A name that no other process has: that of the host or the pod, with a part of its own.
@@ -314,12 +318,18 @@ fn identity() -> Result<String, getrandom::Error> {
     Ok(format!("{}-{:08x}", host.trim(), getrandom::u32()?))
 }
 
-/// Returns why the lease is lost; never where there is none.
-async fn held(leadership: Option<&mut Leadership>) -> String {
-    match leadership {
-        Some(leadership) => leadership.hold().await,
+/// Returns why the lease is lost; never if there is none.
+async fn lost(lease: Option<&mut LeaseThread>) -> String {
+    match lease {
+        Some(lease) => lease.lost().await,
         None => std::future::pending().await,
     }
+}
+
+/// Ends the process, which hangs, as another controller may work by now.
+fn end() {
+    tracing::error!("the lease is lost, and the controller did not end within {} s", END_LIMIT.as_secs());
+    std::process::exit(1);
 }
 
 type Serving = std::pin::Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send>>;

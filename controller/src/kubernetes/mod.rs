@@ -9,6 +9,7 @@ pub mod events;
 pub mod guard;
 pub mod guard_pods;
 pub mod lease;
+pub mod lease_thread;
 mod mirror;
 pub mod release;
 pub mod restage;
