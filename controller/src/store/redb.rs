@@ -1,3 +1,4 @@
+use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
@@ -38,6 +39,8 @@ struct Inner {
     /// Drawn when the file was made.
     cluster: String,
     cache: Cache,
+    /// Objects of the file that cannot be read. They stay as they are: a new object never replaces one.
+    unreadable: BTreeSet<String>,
     /// The database, and the newest version that it gave out; also makes writes one at a time.
     writer: Mutex<Writer>,
 }
@@ -65,10 +68,12 @@ impl RedbStore {
         let drawn = new_cluster()
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
         let (revision, cluster) = prepare(&database, &drawn).map_err(|error| error.at(path))?;
-        let world = load(&database).map_err(|error| error.at(path))?;
+        let (world, unreadable) = load(&database).map_err(|error| error.at(path))?;
         let writer = Mutex::new(Writer { database, revision });
         let path = path.to_owned();
-        Ok(RedbStore { inner: Arc::new(Inner { path, cluster, cache: Cache::new(world), writer }) })
+        Ok(RedbStore {
+            inner: Arc::new(Inner { path, cluster, cache: Cache::new(world), unreadable, writer }),
+        })
     }
 
     /// Runs `write` where blocking is allowed. It runs to its end even if the caller goes away, so that
@@ -124,6 +129,10 @@ impl Inner {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let key = object.key();
         self.cache.check(&key, object.metadata().resource_version)?;
+        if self.unreadable.contains(&name(&key)) {
+            let message = "the store has an object of this name that cannot be read".to_owned();
+            return Err(StoreError::Refused { key, message });
+        }
         let revision = writer.revision + 1;
         object.metadata_mut().resource_version = revision;
         let text = self.text(&writer.database, &object).map_err(|error| self.write_error(&error))?;
@@ -210,16 +219,21 @@ fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
     Ok((revision, cluster))
 }
 
-fn load(database: &Database) -> Result<World, Damage> {
-    let mut world = World::default();
+/// The objects, and the names of those that cannot be read: one bad object is reported, and does not stop the others.
+fn load(database: &Database) -> Result<(World, BTreeSet<String>), Damage> {
+    let (mut world, mut unreadable) = (World::default(), BTreeSet::new());
     let objects = database.begin_read()?.open_table(OBJECTS)?;
     for entry in objects.iter()? {
         let (key, value) = entry?;
-        let object: Object = serde_json::from_slice(value.value())
-            .map_err(|error| Damage::Format(format!("the object {} cannot be read: {error}", key.value())))?;
-        world.insert(object);
+        match serde_json::from_slice::<Object>(value.value()) {
+            Ok(object) => world.insert(object),
+            Err(error) => {
+                tracing::error!(object = key.value(), %error, "this object cannot be read and is left out");
+                unreadable.insert(key.value().to_owned());
+            }
+        }
     }
-    Ok(world)
+    Ok((world, unreadable))
 }
 
 fn name(key: &Key) -> String {

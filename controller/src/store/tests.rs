@@ -99,3 +99,30 @@ fn a_store_is_of_one_cluster_for_good() {
     assert_eq!(first, open("a"));
     assert_ne!(first, open("b"));
 }
+
+#[tokio::test]
+async fn one_object_that_cannot_be_read_stops_no_other_and_is_never_replaced() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    let store = RedbStore::open(&path).unwrap();
+    for name in ["bad", "good"] {
+        store.put(node(name, 0)).await.unwrap();
+    }
+    drop(store);
+    let table = ::redb::TableDefinition::<&str, &[u8]>::new("objects");
+    let bytes = |database: &::redb::Database| {
+        let objects = ::redb::ReadableDatabase::begin_read(database).unwrap().open_table(table).unwrap();
+        objects.get("node/bad").unwrap().unwrap().value().to_vec()
+    };
+    let database = ::redb::Database::open(&path).unwrap();
+    let write = database.begin_write().unwrap();
+    write.open_table(table).unwrap().insert("node/bad", b"{".as_slice()).unwrap();
+    write.commit().unwrap();
+    drop(database);
+    let store = RedbStore::open(&path).unwrap();
+    assert_eq!(store.world().nodes.keys().collect::<Vec<_>>(), ["good"]);
+    let refused = store.put(node("bad", 0)).await.unwrap_err();
+    assert!(matches!(&refused, StoreError::Refused { key, .. } if key.name == "bad"), "{refused}");
+    drop(store);
+    assert_eq!(bytes(&::redb::Database::open(&path).unwrap()), b"{");
+}

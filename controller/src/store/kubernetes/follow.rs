@@ -1,12 +1,15 @@
-//! Hears of every change of one kind: a list, then a watch from its version on, and again where that breaks.
+//! Hears of every change of one kind: a list, then a watch from its version on, and again if that breaks.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kube::api::{Api, DynamicObject, ListParams, WatchEvent, WatchParams};
-use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::objects::{Key, Kind, Object};
 use shorthorn_controller_core::{Event, Timestamp};
 use thiserror::Error;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_stream::StreamExt;
 
 use super::calls::{CallError, bounded, is_code};
@@ -16,12 +19,18 @@ use super::{ConvertError, Inner, OpenError, Part, convert, is_expired};
 use crate::kubernetes::{plural, resource};
 use crate::work::backoff;
 
-/// How many objects are asked for at once.
-pub(crate) const PAGE_OBJECTS: u32 = 500;
+/// How many objects are asked for at once: a page of 2 to 6 MB, which the API server makes in one go.
+pub(crate) const PAGE_OBJECTS: u32 = 2000;
 /// After which time the API server ends a watch by itself, in seconds.
 pub(crate) const WATCH_LIMIT_S: u32 = 290;
 /// The longest silence of a watch: the API server sends a bookmark every minute.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(150);
+/// How often a list begins anew because the API server does not know its version any more.
+const LISTS_MAX: u32 = 5;
+/// How many objects are marked as ours at a time during a list.
+const HOLDS_MAX: usize = 16;
+/// The wait before objects are tried again that could not be marked as ours.
+const LEFT_OUT_WAIT: Duration = Duration::from_secs(30);
 
 /// Why a watch does not go on.
 #[derive(Debug, Error)]
@@ -34,13 +43,44 @@ enum WatchError {
     Lost(String),
 }
 
-/// Follows a kind from that version on, until it is dropped.
-pub(super) async fn follow(inner: Arc<Inner>, kind: Kind, mut version: u64) {
+/// How far a kind is known.
+#[derive(Debug)]
+pub(super) struct Followed {
+    /// Everything up to this version.
+    version: u64,
+    /// But for these, which the API server does not let us mark as ours.
+    left_out: BTreeSet<Key>,
+    /// When these are tried again.
+    again_at: Instant,
+}
+
+impl Followed {
+    fn new(version: u64) -> Followed {
+        Followed { version, left_out: BTreeSet::new(), again_at: Instant::now() + LEFT_OUT_WAIT }
+    }
+
+    /// Reports an object that is left out, unless it is known.
+    fn leave_out(&mut self, key: Key, error: &CallError) {
+        tracing::warn!(%key, %error, "this object cannot be marked as ours and is left out for now");
+        if self.left_out.is_empty() {
+            self.again_at = Instant::now() + LEFT_OUT_WAIT;
+        }
+        self.left_out.insert(key);
+    }
+}
+
+/// Whether the API server refuses this object, rather than every call.
+fn is_about_object(error: &CallError) -> bool {
+    [400, 403, 422, 500].into_iter().any(|code| is_code(error, code))
+}
+
+/// Follows a kind from there on, until it is dropped.
+pub(super) async fn follow(inner: Arc<Inner>, kind: Kind, mut followed: Followed) {
     let mut failures = 0;
     loop {
-        let before = version;
-        let error = watch(&inner, kind, &mut version).await;
-        if version != before {
+        let before = followed.version;
+        let error = watch(&inner, kind, &mut followed).await;
+        if followed.version != before {
             failures = 0;
         }
         match error {
@@ -48,7 +88,7 @@ pub(super) async fn follow(inner: Arc<Inner>, kind: Kind, mut version: u64) {
             WatchError::Lost(reason) => {
                 tracing::info!(kind = kind.as_str(), reason, "listing again");
                 match list(&inner, kind).await {
-                    Ok(listed) => version = listed,
+                    Ok(listed) => followed = listed,
                     Err(error) => tracing::warn!(kind = kind.as_str(), %error, "cannot list"),
                 }
             }
@@ -58,33 +98,108 @@ pub(super) async fn follow(inner: Arc<Inner>, kind: Kind, mut version: u64) {
     }
 }
 
-/// Takes in everything of a kind; returns the version of the list.
-pub(super) async fn list(inner: &Inner, kind: Kind) -> Result<u64, OpenError> {
+/// Takes in everything of a kind.
+pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
+    let mut lists = 1;
+    loop {
+        match list_once(inner, kind).await {
+            // It took so long that the API server has forgotten the version that it began with.
+            Err(OpenError::Call(error)) if is_code(&error, 410) && lists < LISTS_MAX => {
+                tracing::info!(kind = kind.as_str(), %error, "listing again from the start");
+                lists += 1;
+            }
+            result => return result,
+        }
+    }
+}
+
+async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
     let api = inner.api(kind);
-    let mut list = List::default();
+    let (mut list, mut followed) = (List::default(), Followed::new(0));
     let mut page = ListParams::default().limit(PAGE_OBJECTS);
     loop {
         let found = bounded(api.list(&page)).await.map_err(|error| not_installed(kind, error))?;
-        for object in found.items {
-            let key = key_of(kind, &object);
-            match readable(inner, &key, object).await? {
-                Some(object) => list.objects.push(object),
-                None => list.unreadable.push(key),
-            }
-        }
         if list.version == 0 {
             list.version =
                 convert::version(found.metadata.resource_version.as_deref()).map_err(OpenError::List)?;
         }
+        read_page(inner, kind, found.items, &mut list, &mut followed).await?;
         match found.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => page.continue_token = Some(token),
             None => break,
         }
     }
-    let version = list.version;
+    followed.version = list.version;
     let mut order = inner.order();
     inner.cache.change(|world| order.relist(world, kind, list));
-    Ok(version)
+    drop(order);
+    Ok(followed)
+}
+
+/// Adds a page to a list. Objects that are not marked as ours yet are marked side by side.
+async fn read_page(
+    inner: &Arc<Inner>,
+    kind: Kind,
+    objects: Vec<DynamicObject>,
+    list: &mut List,
+    followed: &mut Followed,
+) -> Result<(), CallError> {
+    let mut take = |key: Key, read: Result<Option<Object>, CallError>| {
+        match read {
+            Ok(Some(object)) => list.objects.push(object),
+            Ok(None) => list.unreadable.push(key),
+            Err(error) if is_about_object(&error) => {
+                list.unreadable.push(key.clone());
+                followed.leave_out(key, &error);
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    };
+    let mut marking = JoinSet::new();
+    for object in objects {
+        let key = key_of(kind, &object);
+        if is_marked(kind, &object) {
+            take(key.clone(), readable(inner, &key, object).await)?;
+            continue;
+        }
+        if marking.len() >= HOLDS_MAX
+            && let Some(Ok((key, read))) = marking.join_next().await
+        {
+            take(key, read)?;
+        }
+        let inner = Arc::clone(inner);
+        marking.spawn(async move {
+            let read = readable(&inner, &key, object).await;
+            (key, read)
+        });
+    }
+    for (key, read) in marking.join_all().await {
+        take(key, read)?;
+    }
+    Ok(())
+}
+
+/// Takes in the volumes that were created after the list of volumes, and before that of what belongs to them.
+pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
+    let missing: BTreeSet<String> = {
+        let world = inner.cache.world();
+        let replicas = world.replicas.values().map(|replica| replica.spec.volume_name.as_str());
+        let owners = replicas.chain(world.engines.keys().map(String::as_str));
+        owners.filter(|name| !world.volumes.contains_key(*name)).map(str::to_owned).collect()
+    };
+    for name in missing {
+        let key = Key::new(Kind::Volume, &name);
+        let Some(found) = bounded(inner.api(Kind::Volume).get_opt(&name)).await? else { continue };
+        match readable(inner, &key, found).await {
+            Ok(Some(volume)) => inner.take(volume),
+            Ok(None) => {}
+            // The list of volumes has left it out.
+            Err(error) if is_about_object(&error) => tracing::warn!(%key, %error, "this volume is left out"),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 fn not_installed(kind: Kind, error: CallError) -> OpenError {
@@ -96,11 +211,7 @@ fn key_of(kind: Kind, object: &DynamicObject) -> Key {
 }
 
 /// The object as the reconcilers see it, once nothing can take it away under their hands.
-async fn readable(
-    inner: &Inner,
-    key: &Key,
-    mut object: DynamicObject,
-) -> Result<Option<shorthorn_controller_core::objects::Object>, CallError> {
+async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result<Option<Object>, CallError> {
     let is_held = convert::is_held(key.kind, &object.metadata);
     if !is_held && object.metadata.deletion_timestamp.is_some() {
         // Nothing of ours is in it: others hold it.
@@ -111,8 +222,7 @@ async fn readable(
         refuse(inner, key, &object, &error).await;
         return Ok(None);
     }
-    let is_marked = key.kind != Kind::Volume || has_fingerprint(&object);
-    if !is_held || (!is_marked && object.metadata.deletion_timestamp.is_none()) {
+    if !is_marked(key.kind, &object) {
         match hold(inner, key, &object).await {
             Ok(held) => object = held,
             // Somebody was first: the watch brings what it is now.
@@ -154,6 +264,13 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     inner.events.tell(&event, object.metadata.uid.as_deref().unwrap_or_default());
 }
 
+/// Whether the object has our finalizer, and a volume the fingerprint of its key.
+fn is_marked(kind: Kind, object: &DynamicObject) -> bool {
+    let is_complete =
+        kind != Kind::Volume || has_fingerprint(object) || object.metadata.deletion_timestamp.is_some();
+    is_complete && convert::is_held(kind, &object.metadata)
+}
+
 fn has_fingerprint(volume: &DynamicObject) -> bool {
     let annotations = volume.metadata.annotations.as_ref();
     annotations.is_some_and(|annotations| annotations.contains_key(FINGERPRINT_ANNOTATION))
@@ -188,11 +305,11 @@ pub(super) async fn keys_of_volumes(
     }
 }
 
-/// Takes in what changes; `version` is how far it has come.
-async fn watch(inner: &Inner, kind: Kind, version: &mut u64) -> WatchError {
+/// Takes in what changes, and keeps `followed` up to date.
+async fn watch(inner: &Inner, kind: Kind, followed: &mut Followed) -> WatchError {
     let parameters = WatchParams::default().timeout(WATCH_LIMIT_S);
     let api = inner.api(kind);
-    let start = version.to_string();
+    let start = followed.version.to_string();
     let stream = match bounded(api.watch(&parameters, &start)).await {
         Ok(stream) => stream,
         Err(error) if is_code(&error, 410) => return WatchError::Lost(error.to_string()),
@@ -200,31 +317,68 @@ async fn watch(inner: &Inner, kind: Kind, version: &mut u64) -> WatchError {
     };
     let mut stream = std::pin::pin!(stream);
     loop {
-        let event = match tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
+        let event = tokio::select! {
+            event = tokio::time::timeout(SILENCE_LIMIT, stream.next()) => event,
+            () = tokio::time::sleep_until(followed.again_at), if !followed.left_out.is_empty() => {
+                match try_left_out(inner, kind, followed).await {
+                    Ok(()) => continue,
+                    Err(error) => return error,
+                }
+            }
+        };
+        let event = match event {
             Ok(Some(Ok(event))) => event,
             Ok(Some(Err(error))) => return WatchError::Broken(error.to_string()),
             Ok(None) => return WatchError::Broken("the API server ended it".to_owned()),
             Err(_) => return WatchError::Broken("the API server is silent".to_owned()),
         };
-        if let Err(error) = take(inner, kind, event, version).await {
+        if let Err(error) = take(inner, kind, event, followed).await {
             return error;
         }
     }
+}
+
+/// Tries again to mark as ours the objects that are left out.
+async fn try_left_out(inner: &Inner, kind: Kind, followed: &mut Followed) -> Result<(), WatchError> {
+    for key in std::mem::take(&mut followed.left_out) {
+        let found = match bounded(inner.api(kind).get_opt(&key.name)).await {
+            Ok(found) => found,
+            Err(error) => {
+                followed.leave_out(key, &error);
+                continue;
+            }
+        };
+        let Some(found) = found else { continue };
+        match readable(inner, &key, found).await {
+            Ok(Some(object)) => {
+                inner.take(object);
+                if inner.cache.world().version(&key) == 0 {
+                    // Another controller has marked it, and the watch is past that.
+                    return Err(WatchError::Lost(format!("{key} was marked meanwhile")));
+                }
+            }
+            Ok(None) => {}
+            Err(error) => followed.leave_out(key, &error),
+        }
+    }
+    followed.again_at = Instant::now() + LEFT_OUT_WAIT;
+    Ok(())
 }
 
 async fn take(
     inner: &Inner,
     kind: Kind,
     event: WatchEvent<DynamicObject>,
-    version: &mut u64,
+    followed: &mut Followed,
 ) -> Result<(), WatchError> {
     let lost = |error: ConvertError| WatchError::Lost(error.to_string());
     let (object, is_gone) = match event {
         WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
         WatchEvent::Deleted(object) => (object, true),
         WatchEvent::Bookmark(bookmark) => {
-            *version = convert::version(Some(&bookmark.metadata.resource_version)).map_err(lost)?;
-            inner.order().heard(kind, *version);
+            let version = convert::version(Some(&bookmark.metadata.resource_version)).map_err(lost)?;
+            followed.version = version;
+            inner.order().heard(kind, version);
             return Ok(());
         }
         WatchEvent::Error(status) if is_expired(&status) => return Err(WatchError::Lost(status.message)),
@@ -233,18 +387,26 @@ async fn take(
     let at = convert::version(object.metadata.resource_version.as_deref()).map_err(lost)?;
     let key = key_of(kind, &object);
     if is_gone {
+        followed.left_out.remove(&key);
         let mut order = inner.order();
         inner.cache.change(|world| if order.take_gone(world, &key, at) { vec![key] } else { Vec::new() });
         order.heard(kind, at);
     } else {
-        // What was not held is listed again, if it cannot be held now.
-        let readable =
-            readable(inner, &key, object).await.map_err(|error| WatchError::Lost(error.to_string()))?;
-        if let Some(object) = readable {
-            inner.take(object);
+        match readable(inner, &key, object).await {
+            Ok(Some(object)) => {
+                followed.left_out.remove(&key);
+                inner.take(object);
+            }
+            Ok(None) => {}
+            Err(error) if is_about_object(&error) => followed.leave_out(key, &error),
+            // It is listed again, as it cannot be marked now.
+            Err(error) => return Err(WatchError::Lost(error.to_string())),
         }
         inner.order().heard(kind, at);
     }
-    *version = at;
+    followed.version = at;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

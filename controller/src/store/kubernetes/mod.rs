@@ -67,6 +67,9 @@ pub enum OpenError {
         /// What it does not have.
         lacking: String,
     },
+    /// A list was cut off, as by a panic.
+    #[error("a list of the API server was cut off: {0}")]
+    Ended(String),
     /// The list has no version that can be used.
     #[error("a list of the API server cannot be used: {0}")]
     List(ConvertError),
@@ -151,10 +154,20 @@ impl KubeStore {
             order: Mutex::default(),
             events,
         });
-        let mut following = JoinSet::new();
+        let mut listing = JoinSet::new();
         for kind in KINDS {
-            let version = follow::list(&inner, kind).await?;
-            following.spawn(follow::follow(Arc::clone(&inner), kind, version));
+            let inner = Arc::clone(&inner);
+            listing.spawn(async move { (kind, follow::list(&inner, kind).await) });
+        }
+        let mut lists = Vec::new();
+        while let Some(listed) = listing.join_next().await {
+            let (kind, followed) = listed.map_err(|error| OpenError::Ended(error.to_string()))?;
+            lists.push((kind, followed?));
+        }
+        follow::complete(&inner).await?;
+        let mut following = JoinSet::new();
+        for (kind, followed) in lists {
+            following.spawn(follow::follow(Arc::clone(&inner), kind, followed));
         }
         Ok(KubeStore { inner, _following: following })
     }

@@ -1,0 +1,170 @@
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::sync::Mutex;
+
+use http::{Method, Request, Response};
+use kube::client::Body;
+use serde_json::{Value, json};
+use shorthorn_controller_core::World;
+use tower::service_fn;
+
+use super::super::keys::VolumeKeys;
+use super::super::order::Order;
+use super::*;
+use crate::kubernetes::events::events;
+use crate::store::cache::Cache;
+
+/// Volumes of an API server, two on a page.
+#[derive(Default)]
+struct FakeApi {
+    volumes: Mutex<BTreeMap<String, Value>>,
+    /// How many pages are refused because their version is forgotten.
+    expired: Mutex<u32>,
+    /// The volume that cannot be changed.
+    frozen: Mutex<Option<String>>,
+}
+
+fn refusal(code: u16) -> (u16, Value) {
+    (code, json!({ "kind": "Status", "status": "Failure", "message": "no", "reason": "No", "code": code }))
+}
+
+impl FakeApi {
+    fn add(&self, name: &str) {
+        let metadata = json!({ "name": name, "uid": format!("uid-{name}"), "resourceVersion": "5",
+            "creationTimestamp": "2026-01-01T00:00:00Z" });
+        let volume = json!({ "apiVersion": "shorthorn.io/v1alpha1", "kind": "Volume", "metadata": metadata,
+            "spec": { "size": "8192" } });
+        self.volumes.lock().unwrap().insert(name.to_owned(), volume);
+    }
+
+    fn list(&self, query: &str) -> (u16, Value) {
+        let volumes = self.volumes.lock().unwrap();
+        let from = query.split('&').find_map(|part| part.strip_prefix("continue=")).unwrap_or_default();
+        let mut expired = self.expired.lock().unwrap();
+        if !from.is_empty() && *expired > 0 {
+            *expired -= 1;
+            return refusal(410);
+        }
+        let page: Vec<&Value> = volumes.range(from.to_owned()..).map(|(_, volume)| volume).take(2).collect();
+        let next = volumes.range(from.to_owned()..).nth(2).map(|(name, _)| name);
+        let metadata = json!({ "resourceVersion": "10", "continue": next });
+        (
+            200,
+            json!({ "apiVersion": "shorthorn.io/v1alpha1", "kind": "VolumeList", "metadata": metadata,
+            "items": page }),
+        )
+    }
+
+    fn change(&self, name: &str, change: &Value) -> (u16, Value) {
+        if self.frozen.lock().unwrap().as_deref() == Some(name) {
+            return refusal(422);
+        }
+        let mut volumes = self.volumes.lock().unwrap();
+        let Some(volume) = volumes.get_mut(name) else { return refusal(404) };
+        for (key, value) in change["metadata"].as_object().unwrap() {
+            volume["metadata"][key] = value.clone();
+        }
+        volume["metadata"]["resourceVersion"] = json!("11");
+        (200, volume.clone())
+    }
+
+    async fn answer(&self, request: Request<Body>) -> Response<Body> {
+        let (head, body) = request.into_parts();
+        let name = head.uri.path().rsplit_once("/volumes").unwrap().1.trim_start_matches('/').to_owned();
+        let (code, value) = match (head.method, name.as_str()) {
+            (Method::GET, "") => self.list(head.uri.query().unwrap_or_default()),
+            (Method::GET, name) => match self.volumes.lock().unwrap().get(name) {
+                Some(volume) => (200, volume.clone()),
+                None => refusal(404),
+            },
+            (_, name) => {
+                let body = body.collect_bytes().await.unwrap();
+                self.change(name, &serde_json::from_slice(&body).unwrap())
+            }
+        };
+        let body = Body::from(serde_json::to_vec(&value).unwrap());
+        Response::builder().status(code).body(body).unwrap()
+    }
+}
+
+fn inner(api: &Arc<FakeApi>) -> Arc<Inner> {
+    let api = Arc::clone(api);
+    let service = service_fn(move |request: Request<Body>| {
+        let api = Arc::clone(&api);
+        async move { Ok::<_, Infallible>(api.answer(request).await) }
+    });
+    let client = kube::Client::new(service, "n");
+    let (events, _) = events(client.clone(), "n", "a");
+    let keys = VolumeKeys::new(&[7; 32]);
+    Arc::new(Inner {
+        client,
+        namespace: "n".to_owned(),
+        cluster: keys.cluster(),
+        keys,
+        cache: Cache::new(World::default()),
+        order: Mutex::<Order>::default(),
+        events,
+    })
+}
+
+fn known(inner: &Inner) -> Vec<String> {
+    inner.cache.world().volumes.keys().cloned().collect()
+}
+
+#[tokio::test]
+async fn a_list_that_took_too_long_begins_again_and_ends_after_some_attempts() {
+    let api = Arc::<FakeApi>::default();
+    for name in ["a", "b", "c"] {
+        api.add(name);
+    }
+    *api.expired.lock().unwrap() = LISTS_MAX - 1;
+    let followed = list(&inner(&api), Kind::Volume).await.unwrap();
+    assert_eq!((followed.version, followed.left_out.len()), (10, 0));
+    let inner = inner(&api);
+    *api.expired.lock().unwrap() = LISTS_MAX;
+    let error = list(&inner, Kind::Volume).await.unwrap_err();
+    assert!(matches!(&error, OpenError::Call(error) if is_code(error, 410)), "{error}");
+    assert!(known(&inner).is_empty(), "half of a list counts for nothing");
+}
+
+#[tokio::test]
+async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
+    let api = Arc::<FakeApi>::default();
+    for name in ["a", "b", "c"] {
+        api.add(name);
+    }
+    *api.frozen.lock().unwrap() = Some("b".to_owned());
+    let inner = inner(&api);
+    let mut followed = list(&inner, Kind::Volume).await.unwrap();
+    assert_eq!(known(&inner), ["a", "c"]);
+    let b = Key::new(Kind::Volume, "b");
+    assert_eq!(followed.left_out, BTreeSet::from([b.clone()]));
+    try_left_out(&inner, Kind::Volume, &mut followed).await.unwrap();
+    assert_eq!(followed.left_out, BTreeSet::from([b]), "as long as it is refused");
+    *api.frozen.lock().unwrap() = None;
+    try_left_out(&inner, Kind::Volume, &mut followed).await.unwrap();
+    assert!(followed.left_out.is_empty());
+    assert_eq!(known(&inner), ["a", "b", "c"]);
+}
+
+#[tokio::test]
+async fn a_volume_that_came_between_two_lists_is_fetched() {
+    use shorthorn_controller_core::Timestamp;
+    use shorthorn_controller_core::objects::Engine;
+    let api = Arc::<FakeApi>::default();
+    api.add("a");
+    let inner = inner(&api);
+    list(&inner, Kind::Volume).await.unwrap();
+    let volume = inner.cache.world().volumes["a"].clone();
+    let mut late = volume.clone();
+    late.metadata.name = "late".to_owned();
+    late.spec.volume_name = shorthorn_types::VolumeName::new("late").unwrap();
+    for owner in [volume, late] {
+        let mut engine = Engine::of_new(&owner, Timestamp::UNIX_EPOCH);
+        engine.metadata.resource_version = 12;
+        inner.take(engine.into());
+    }
+    api.add("late");
+    complete(&inner).await.unwrap();
+    assert_eq!(known(&inner), ["a", "late"]);
+}
