@@ -4,7 +4,7 @@
 //! deleted, refuses the same as the controller. A VolumeAttachment names a PersistentVolume, which its attacher keeps for as
 //! long; so there is nothing to note of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::World;
 use crate::objects::Volume;
@@ -12,11 +12,11 @@ use crate::requests::{self, Change, RequestError};
 
 /// What is noted of the PersistentVolumes of a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Note {
+struct Note {
     /// The one that keeps the volume, if one does.
-    pub keeper: Option<String>,
+    keeper: Option<String>,
     /// The claim that has it, or had it last, as NAMESPACE/NAME.
-    pub claim: Option<String>,
+    claim: Option<String>,
 }
 
 /// What matters here of a PersistentVolume of our driver.
@@ -45,17 +45,68 @@ impl PersistentVolume {
     }
 }
 
-/// What is to be noted, by volume. `all` has PersistentVolumes by name.
-#[must_use]
-pub fn by_volume(all: &BTreeMap<String, PersistentVolume>) -> BTreeMap<String, Note> {
-    // Of several the first counts, so that what is noted does not change to and fro; one that keeps its volume before others.
-    let (keepers, others): (Vec<_>, Vec<_>) = all.iter().partition(|(_, found)| found.keeps());
-    let mut notes = BTreeMap::new();
-    for (name, found) in keepers.into_iter().chain(others) {
-        let keeper = found.keeps().then(|| name.clone());
-        notes.entry(found.handle.clone()).or_insert_with(|| Note { keeper, claim: found.claim.clone() });
+/// The PersistentVolumes of our driver, and which volumes they are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Claims {
+    by_name: BTreeMap<String, PersistentVolume>,
+    /// The names of those of a volume, by its name.
+    of_volume: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Claims {
+    /// All of them, by name.
+    #[must_use]
+    pub fn new(all: BTreeMap<String, PersistentVolume>) -> Claims {
+        let mut claims = Claims::default();
+        for (name, found) in all {
+            claims.set(name, Some(found));
+        }
+        claims
     }
-    notes
+
+    /// What Kubernetes has of that name now. Returns the volumes of which something else may have to be noted.
+    pub fn set(&mut self, name: String, found: Option<PersistentVolume>) -> BTreeSet<String> {
+        let mut volumes = BTreeSet::new();
+        if let Some(before) = self.by_name.remove(&name) {
+            if let Some(names) = self.of_volume.get_mut(&before.handle) {
+                names.remove(&name);
+                if names.is_empty() {
+                    self.of_volume.remove(&before.handle);
+                }
+            }
+            volumes.insert(before.handle);
+        }
+        if let Some(found) = found {
+            self.of_volume.entry(found.handle.clone()).or_default().insert(name.clone());
+            volumes.insert(found.handle.clone());
+            self.by_name.insert(name, found);
+        }
+        volumes
+    }
+
+    /// What is to be noted of a volume. Of several PersistentVolumes the first counts, so that what is noted does not
+    /// change to and fro; one that keeps its volume before others.
+    fn note_of(&self, volume: &str) -> Note {
+        let names = self.of_volume.get(volume).into_iter().flatten();
+        let found = || names.clone().filter_map(|name| Some((name, self.by_name.get(name)?)));
+        let keeper = found().find(|(_, found)| found.keeps());
+        let first = keeper.or_else(|| found().next());
+        let claim = first.and_then(|(_, found)| found.claim.clone());
+        Note { keeper: keeper.map(|(name, _)| name.clone()), claim }
+    }
+
+    /// Whether something else is noted in a volume than what is so.
+    #[must_use]
+    pub fn is_outdated(&self, volume: &Volume) -> bool {
+        noted_of(volume) != self.note_of(&volume.metadata.name)
+    }
+
+    /// The volumes of which something else is noted than what is so.
+    #[must_use]
+    pub fn outdated(&self, world: &World) -> BTreeSet<String> {
+        let outdated = world.volumes.values().filter(|volume| self.is_outdated(volume));
+        outdated.map(|volume| volume.metadata.name.clone()).collect()
+    }
 }
 
 /// What is noted of a volume.
@@ -63,34 +114,16 @@ fn noted_of(volume: &Volume) -> Note {
     Note { keeper: volume.status.persistent_volume.clone(), claim: volume.status.claim.clone() }
 }
 
-/// Whether something else is noted in a volume than what is so.
-#[must_use]
-pub fn is_outdated(volume: &Volume, notes: &BTreeMap<String, Note>) -> bool {
-    let noted = noted_of(volume);
-    notes.get(&volume.metadata.name).map_or_else(|| noted != Note::default(), |note| *note != noted)
-}
-
-/// The volumes of which something else is noted than what is so.
-#[must_use]
-pub fn outdated(world: &World, notes: &BTreeMap<String, Note>) -> Vec<String> {
-    let outdated = world.volumes.values().filter(|volume| is_outdated(volume, notes));
-    outdated.map(|volume| volume.metadata.name.clone()).collect()
-}
-
 /// The volume with what is so noted.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].
-pub fn noted(
-    world: &World,
-    notes: &BTreeMap<String, Note>,
-    name: &str,
-) -> Result<Change<Volume>, RequestError> {
+pub fn noted(world: &World, claims: &Claims, name: &str) -> Result<Change<Volume>, RequestError> {
     let mut volume = requests::find(world, name)?.clone();
-    if !is_outdated(&volume, notes) {
+    if !claims.is_outdated(&volume) {
         return Ok(Change::AlreadySo(volume));
     }
-    let Note { keeper, claim } = notes.get(name).cloned().unwrap_or_default();
+    let Note { keeper, claim } = claims.note_of(name);
     (volume.status.persistent_volume, volume.status.claim) = (keeper, claim);
     Ok(Change::Store(volume))
 }
@@ -143,27 +176,37 @@ mod tests {
             };
             pairs.iter().map(one).collect::<BTreeMap<_, _>>()
         };
-        let kept = by_volume(&all(&[
+        let mut kept = Claims::new(all(&[
             ("c", "v", "Bound"),
             ("b", "v", "Bound"),
             ("a", "v", "Released"),
             ("d", "w", "Released"),
         ]));
-        assert_eq!(kept["v"].keeper.as_deref(), Some("b"), "the first that keeps it");
+        assert_eq!(kept.note_of("v").keeper.as_deref(), Some("b"), "the first that keeps it");
         let released = Note { keeper: None, claim: Some("shop/w".to_owned()) };
-        assert_eq!(kept["w"], released, "whose it was is known for as long as it is there");
+        assert_eq!(kept.note_of("w"), released, "whose it was is known for as long as it is there");
         let (free, taken) = (world(None), world(Some("b")));
-        assert_eq!(outdated(&free, &kept), ["v"]);
-        assert_eq!(outdated(&taken, &kept), ["v"], "its claim is not noted yet");
+        let only = |name: &str| BTreeSet::from([name.to_owned()]);
+        assert_eq!(kept.outdated(&free), only("v"));
+        assert_eq!(kept.outdated(&taken), only("v"), "its claim is not noted yet");
         let Ok(Change::Store(volume)) = noted(&free, &kept, "v") else { panic!("nothing is noted") };
         assert_eq!(volume.status.persistent_volume.as_deref(), Some("b"));
         assert_eq!(volume.status.claim.as_deref(), Some("shop/v"));
         let mut taken = World::default();
         taken.insert(volume.into());
-        assert!(outdated(&taken, &kept).is_empty());
-        assert_eq!(outdated(&taken, &BTreeMap::new()), ["v"]);
+        assert!(kept.outdated(&taken).is_empty());
+        assert_eq!(Claims::default().outdated(&taken), only("v"));
         assert!(matches!(noted(&taken, &kept, "v"), Ok(Change::AlreadySo(_))));
         assert_eq!(noted(&free, &kept, "w"), Err(RequestError::NoVolume("w".to_owned())));
+        // One that is gone, one that is another volume now.
+        assert_eq!(kept.set("b".to_owned(), None), only("v"));
+        assert_eq!(kept.note_of("v").keeper.as_deref(), Some("c"));
+        let both = BTreeSet::from(["v".to_owned(), "x".to_owned()]);
+        assert_eq!(kept.set("c".to_owned(), Some(found("x", "Bound", true, false))), both);
+        assert_eq!(kept.note_of("v"), Note { keeper: None, claim: Some("shop/v".to_owned()) });
+        assert_eq!(kept.note_of("x").keeper.as_deref(), Some("c"));
+        assert_eq!(kept.set("a".to_owned(), None), only("v"));
+        assert_eq!(kept.note_of("v"), Note::default());
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub mod guards;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::objects::{ConditionType, CurrentState, Engine, MemberMode, Replica, Volume, VolumeState};
+use crate::objects::{ConditionType, CurrentState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
 use crate::{NodeName, Timestamp, World, drain};
 
 /// A volume that holds a restart up.
@@ -36,8 +36,12 @@ pub struct Hold {
 /// What a restart of `node` waits for, by volume; nothing: it can be restarted.
 #[must_use]
 pub fn holds(world: &World, node: &str) -> Vec<Hold> {
+    let replicas = world.replicas_on(node).map(|replica| replica.spec.volume_name.as_str());
+    let engines = world.engines_on(node).map(|engine| engine.metadata.name.as_str());
+    let volumes = world.volumes_on(node).map(|volume| volume.metadata.name.as_str());
+    let names: BTreeSet<&str> = replicas.chain(engines).chain(volumes).collect();
     let mut holds = Vec::new();
-    for volume in world.volumes.values() {
+    for volume in names.into_iter().filter_map(|name| world.volumes.get(name)) {
         let name = &volume.metadata.name;
         if drain::is_attached_to(world, volume, node) {
             let message = format!(
@@ -58,6 +62,8 @@ pub fn holds(world: &World, node: &str) -> Vec<Hold> {
 pub struct Needed {
     /// By volume. Most need nobody in particular, and are not here.
     by_volume: BTreeMap<String, BTreeMap<NodeName, String>>,
+    /// The machines that were cordoned in Kubernetes at the last look, and since when.
+    cordoned: BTreeMap<String, Timestamp>,
 }
 
 impl Needed {
@@ -71,9 +77,28 @@ impl Needed {
         }
     }
 
+    /// Looks again at the volumes for which a change of `node` counts: those with a replica there, if it was cordoned or
+    /// uncordoned.
+    pub fn look_at_node(&mut self, world: &World, node: &str) {
+        let since = NodeName::new(node).ok().and_then(|node| cordoned_since(world, &node));
+        if self.cordoned.get(node).copied() == since {
+            return;
+        }
+        match since {
+            Some(since) => drop(self.cordoned.insert(node.to_owned(), since)),
+            None => drop(self.cordoned.remove(node)),
+        }
+        let volumes: BTreeSet<&str> =
+            world.replicas_on(node).map(|replica| replica.spec.volume_name.as_str()).collect();
+        volumes.into_iter().for_each(|volume| self.look_at(world, volume));
+    }
+
     /// Looks at all of them again.
     pub fn look_at_all(&mut self, world: &World) {
         self.by_volume.clear();
+        let since = |node: &Node| node.spec.discovered.as_ref()?.cordoned_since;
+        let cordoned = world.nodes.iter().filter_map(|(name, node)| Some((name.clone(), since(node)?)));
+        self.cordoned = cordoned.collect();
         for volume in world.volumes.keys() {
             self.look_at(world, volume);
         }

@@ -15,7 +15,6 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::discovery::Cluster;
-use crate::objects::Volume;
 use crate::observed::Agents;
 use crate::reconcile::{Sight, sight_of};
 use crate::telling::About;
@@ -258,13 +257,9 @@ pub fn lost(cluster: &Cluster, world: &World, agents: &Agents, now: Timestamp) -
         .drivers
         .iter()
         .filter(|(name, _)| cluster.machines.get(*name).is_some_and(|machine| !machine.is_ready));
-    let unwell: Vec<(&String, NodeName)> =
-        unwell.filter_map(|(name, driver)| Some((name, NodeName::new(driver).ok()?))).collect();
-    if unwell.is_empty() {
-        return lost;
-    }
-    let with_volumes: BTreeSet<&NodeName> = world.volumes.values().flat_map(places).collect();
-    for (name, node) in unwell.into_iter().filter(|(_, node)| with_volumes.contains(node)) {
+    let unwell = unwell.filter_map(|(name, driver)| Some((name, NodeName::new(driver).ok()?)));
+    let has_volumes = |node: &NodeName| world.volumes_on(node.as_str()).next().is_some();
+    for (name, node) in unwell.filter(|(_, node)| has_volumes(node)) {
         match sight_of(agents, now, &node) {
             Sight::Clear(_) => {}
             Sight::Blurred(left) => {
@@ -274,11 +269,6 @@ pub fn lost(cluster: &Cluster, world: &World, agents: &Agents, now: Timestamp) -
         }
     }
     lost
-}
-
-/// Where the volume is, or is to be.
-fn places(volume: &Volume) -> impl Iterator<Item = &NodeName> {
-    [&volume.spec.node_id, &volume.status.current_node_id].into_iter().flatten()
 }
 
 /// Whether this controller sees the agent of that node, or has lost it only a moment ago.

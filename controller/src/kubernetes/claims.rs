@@ -1,23 +1,23 @@
 //! Notes in each volume which PersistentVolume keeps it (`controller_core::claimed` decides).
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::PersistentVolume as KubePersistentVolume;
 use kube::{Api, Client};
-use shorthorn_controller_core::claimed::{self, Note, PersistentVolume};
+use shorthorn_controller_core::claimed::{self, Claims, PersistentVolume};
 use shorthorn_controller_core::objects::{Kind, Volume};
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_driver::DRIVER_NAME;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 
-use super::mirror::Mirror;
+use super::mirror::{Mirror, News};
 use crate::store::{ChangeError, Store, change};
 use crate::work::backoff;
 
-/// How long changes are gathered before all volumes are looked at: many claims are made or deleted at once.
+/// How long changes are gathered before volumes are looked at: many claims are made or deleted at once.
 const SETTLE: Duration = Duration::from_millis(200);
 
 /// Keeps what is noted up to date, until it is dropped. `first` hears once everything that Kubernetes has
@@ -48,13 +48,21 @@ fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
 async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
     let mut first = Some(first);
     let (mut changes, mut found) = (store.changes(), mirror.changes());
-    let mut kept: Option<BTreeMap<String, Note>> = None;
+    // Nothing is noted before Kubernetes has said what it has: a note that is there stays until then.
+    let mut claims: Option<Claims> = None;
+    let mut pending = BTreeSet::new();
     let mut failures = 0;
     loop {
-        // Nothing is noted before Kubernetes has said what it has: a note that is there stays until then.
-        if let Some(all) = mirror.all() {
-            let kept = kept.insert(claimed::by_volume(&all));
-            failures = match note_all(store, kept).await {
+        match mirror.news() {
+            None => {}
+            Some(News::All(all)) => pending = claims.insert(Claims::new(all)).outdated(&store.world()),
+            Some(News::Some(news)) => {
+                let claims = claims.get_or_insert_default();
+                pending.extend(news.into_iter().flat_map(|(name, found)| claims.set(name, found)));
+            }
+        }
+        if let Some(claims) = &claims {
+            failures = match note_all(store, claims, &mut pending).await {
                 Ok(()) => {
                     // Whoever has waited may be gone: nothing depends on it any more then.
                     if let Some(first) = first.take() {
@@ -77,45 +85,54 @@ async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: onesh
         tokio::select! {
             // An error means that the mirror is gone, and with it the controller.
             changed = found.changed() => if changed.is_err() { return },
-            () = volume_differs(&mut changes, store, kept.as_ref()) => {}
+            outdated = outdated_volumes(&mut changes, store, claims.as_ref()) => pending.extend(outdated),
             () = again => {}
         }
         tokio::time::sleep(SETTLE).await;
     }
 }
 
-/// Waits for a change after which something else is noted in a volume than what is so.
-async fn volume_differs(
+/// Waits for a change after which something else is noted in a volume than what is so; returns these volumes.
+async fn outdated_volumes(
     changes: &mut tokio::sync::broadcast::Receiver<shorthorn_controller_core::objects::Key>,
     store: &dyn Store,
-    kept: Option<&BTreeMap<String, Note>>,
-) {
+    claims: Option<&Claims>,
+) -> BTreeSet<String> {
     loop {
-        match changes.recv().await {
+        let change = changes.recv().await;
+        if matches!(change, Err(RecvError::Closed)) {
+            // The store is gone, and with it the controller.
+            return std::future::pending().await;
+        }
+        // Before the first list everything is looked at anyway.
+        let Some(claims) = claims else { continue };
+        let world = store.world();
+        match change {
             Ok(key) if key.kind == Kind::Volume => {
-                let world = store.world();
                 let volume = world.volumes.get(&key.name);
-                let differs = |kept| volume.is_some_and(|volume| claimed::is_outdated(volume, kept));
-                if kept.is_some_and(differs) {
-                    return;
+                if volume.is_some_and(|volume| claims.is_outdated(volume)) {
+                    return BTreeSet::from([key.name]);
                 }
             }
             Ok(_) => {}
-            Err(RecvError::Lagged(_)) => return,
-            // The store is gone, and with it the controller.
-            Err(RecvError::Closed) => std::future::pending().await,
+            Err(_) => return claims.outdated(&world),
         }
     }
 }
 
-async fn note_all(store: &dyn Store, kept: &BTreeMap<String, Note>) -> Result<(), ChangeError<RequestError>> {
-    let outdated = claimed::outdated(&store.world(), kept);
-    for name in outdated {
-        match change::<Volume, _>(store, |world| claimed::noted(world, kept, &name)).await {
+/// Notes what is so in these volumes; leaves in `pending` those of which it is not noted.
+async fn note_all(
+    store: &dyn Store,
+    claims: &Claims,
+    pending: &mut BTreeSet<String>,
+) -> Result<(), ChangeError<RequestError>> {
+    while let Some(name) = pending.first() {
+        match change::<Volume, _>(store, |world| claimed::noted(world, claims, name)).await {
             // It was deleted meanwhile.
             Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_))) => {}
             Err(error) => return Err(error),
         }
+        pending.pop_first();
     }
     Ok(())
 }
@@ -161,19 +178,30 @@ mod tests {
         let made = wanted.apply(&store.world(), Secret::new([1; 32]), Timestamp::now()).unwrap();
         let Change::Store(volume) = made else { panic!("{made:?}") };
         store.put(volume.into()).await.unwrap();
-        let noted_as = |keeper: &str| Note { keeper: Some(keeper.to_owned()), claim: None };
-        let kept = BTreeMap::from([("v", "pvc-1"), ("w", "pvc-2")].map(|(a, b)| (a.to_owned(), noted_as(b))));
-        note_all(&store, &kept).await.unwrap();
+        let bound = |volume: &str| PersistentVolume {
+            handle: volume.to_owned(),
+            phase: "Bound".to_owned(),
+            ..PersistentVolume::default()
+        };
+        let kept = [("pvc-1", "v"), ("pvc-2", "w")].map(|(name, volume)| (name.to_owned(), bound(volume)));
+        let claims = Claims::new(kept.into());
+        let mut pending = BTreeSet::from(["v", "w"].map(str::to_owned));
+        note_all(&store, &claims, &mut pending).await.unwrap();
+        assert!(pending.is_empty());
         let noted = |store: &MemoryStore| store.world().volumes["v"].status.persistent_volume.clone();
         assert_eq!(noted(&store).as_deref(), Some("pvc-1"));
-        note_all(&store, &BTreeMap::new()).await.unwrap();
+        pending.insert("v".to_owned());
+        note_all(&store, &Claims::default(), &mut pending).await.unwrap();
         assert_eq!(noted(&store), None);
         // Whoever waits for the first list hears of it after it is noted, and not before it is there.
         let mirror = Mirror::new();
         let (sender, mut first) = oneshot::channel();
         let mut noting = std::pin::pin!(note(&mirror, &store, sender));
         assert!(is_pending(noting.as_mut()).await && first.try_recv().is_err());
-        mirror.replace(BTreeMap::from([("pvc-1".to_owned(), read(DRIVER_NAME, "Bound").unwrap())]));
+        mirror.replace(std::collections::BTreeMap::from([(
+            "pvc-1".to_owned(),
+            read(DRIVER_NAME, "Bound").unwrap(),
+        )]));
         tokio::select! {
             () = noting => panic!("it ended"),
             told = first => told.unwrap(),

@@ -159,10 +159,11 @@ impl GuardPods {
             }
         }
         let world = self.store.world();
-        // A node may be cordoned now, which counts for every volume.
-        if all || keys.iter().any(|key| key.kind == Kind::Node) {
+        if all {
             return needed.look_at_all(&world);
         }
+        let nodes = keys.iter().filter(|key| key.kind == Kind::Node);
+        nodes.for_each(|node| needed.look_at_node(&world, &node.name));
         let volumes: BTreeSet<&str> = keys.iter().filter_map(volume_of).collect();
         volumes.into_iter().for_each(|volume| needed.look_at(&world, volume));
     }

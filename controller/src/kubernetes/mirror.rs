@@ -1,7 +1,7 @@
 //! A part of what the API server has of one kind, kept in memory: a list, then a watch from its version on, and again
 //! where that breaks. For objects of Kubernetes that the controller only reads; its own are in the store.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -26,6 +26,17 @@ struct Kept<T> {
     by_name: BTreeMap<String, T>,
     /// Whether everything was listed once.
     is_complete: bool,
+    /// The names of what has changed since it was asked for; none: it was listed since.
+    news: Option<BTreeSet<String>>,
+}
+
+/// What has changed in a mirror.
+#[derive(Debug, PartialEq, Eq)]
+pub enum News<T> {
+    /// Everything was listed.
+    All(BTreeMap<String, T>),
+    /// These, by name; none: it is gone.
+    Some(BTreeMap<String, Option<T>>),
 }
 
 /// Why a watch does not go on.
@@ -39,7 +50,7 @@ enum Broken {
 impl<T: Clone + PartialEq> Mirror<T> {
     /// Nothing yet.
     pub fn new() -> Mirror<T> {
-        let kept = Kept { by_name: BTreeMap::new(), is_complete: false };
+        let kept = Kept { by_name: BTreeMap::new(), is_complete: false, news: Some(BTreeSet::new()) };
         Mirror { kept: Mutex::new(kept), changed: watch::Sender::new(()) }
     }
 
@@ -53,13 +64,28 @@ impl<T: Clone + PartialEq> Mirror<T> {
         kept.is_complete.then(|| kept.by_name.clone())
     }
 
+    /// What has changed since the last call, for one caller only; none before everything was listed once.
+    pub fn news(&self) -> Option<News<T>> {
+        let mut kept = self.kept();
+        if !kept.is_complete {
+            return None;
+        }
+        let news = kept.news.replace(BTreeSet::new());
+        Some(match news {
+            None => News::All(kept.by_name.clone()),
+            Some(names) => News::Some(
+                names.into_iter().map(|name| (name.clone(), kept.by_name.get(&name).cloned())).collect(),
+            ),
+        })
+    }
+
     /// Hears of every change from now on.
     pub fn changes(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }
 
     pub(super) fn replace(&self, all: BTreeMap<String, T>) {
-        *self.kept() = Kept { by_name: all, is_complete: true };
+        *self.kept() = Kept { by_name: all, is_complete: true, news: None };
         self.changed.send_replace(());
     }
 
@@ -67,6 +93,9 @@ impl<T: Clone + PartialEq> Mirror<T> {
         let mut kept = self.kept();
         if kept.by_name.get(&name) == part.as_ref() {
             return;
+        }
+        if let Some(news) = &mut kept.news {
+            news.insert(name.clone());
         }
         match part {
             Some(part) => drop(kept.by_name.insert(name, part)),

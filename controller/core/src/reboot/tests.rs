@@ -213,6 +213,29 @@ fn of_machines_that_are_cordoned_the_first_one_goes() {
 }
 
 #[test]
+fn a_change_of_a_node_counts_for_the_volumes_with_a_replica_there() {
+    let mut world = world(3, &[MemberMode::Member; 3]);
+    let mut needed = Needed::default();
+    needed.look_at_all(&world);
+    assert!(needed.by_node().is_empty());
+    for (node, second) in [("n1", 10), ("n2", 20), ("elsewhere", 30)] {
+        cordon(&mut world, node, second);
+        needed.look_at_node(&world, node);
+        let mut anew = Needed::default();
+        anew.look_at_all(&world);
+        assert_eq!(needed, anew, "{node} is cordoned");
+    }
+    assert!(!needed.by_node().is_empty());
+    for node in ["n1", "n2", "elsewhere"] {
+        let mut uncordoned = world.nodes[node].clone();
+        uncordoned.spec.discovered = None;
+        world.insert(uncordoned.into());
+        needed.look_at_node(&world, node);
+    }
+    assert_eq!(needed, Needed::default());
+}
+
+#[test]
 fn a_volume_that_is_not_used_needs_nobody() {
     let mut idle = world(1, &[MEMBER]);
     change_volume(&mut idle, |volume| {
