@@ -24,7 +24,7 @@ test: setup lint few-regions build images ## every test: units, properties, proc
 bench: build images ## speed, CPU and memory beside the ceilings of this machine
 	$(SHORTHORN_BIN_DIR)/shorthorn-bench --seconds $(SECONDS)
 	cargo bench --profile $(PROFILE) -p shorthorn-controller-core --bench placements
-	cargo bench --profile $(PROFILE) -p shorthorn-controller --bench idle
+	cargo bench --profile $(PROFILE) -p shorthorn-controller --bench fleet
 
 soak: build few-regions ## the simulation with new seeds, each for SECONDS, and FAULTS on real processes, as a table
 	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0

@@ -196,6 +196,31 @@ impl FakeAgent {
         });
     }
 
+    /// The volumes whose engines here rebuild a replica.
+    pub fn rebuilding(&self) -> Vec<String> {
+        let state = self.state();
+        let engines = state.instances.iter().filter_map(|((_, name), instance)| match &instance.detail {
+            Some(v1::instance::Detail::Engine(engine)) => Some((name, engine)),
+            _ => None,
+        });
+        let rebuilding =
+            engines.filter(|(_, engine)| engine.members.iter().any(|member| member.mode == "rebuilding"));
+        rebuilding.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// The engine of `volume`, if it runs here, says that its rebuilds have so much left.
+    pub fn show_progress(&self, volume: &str, left_bytes: u64) {
+        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
+        let mut state = self.state();
+        let Some(instance) = state.instances.get_mut(&key) else { return };
+        let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { return };
+        for copy in engine.members.iter_mut().filter_map(|member| member.copy.as_mut()) {
+            copy.left_bytes = left_bytes;
+        }
+        let changed = instance.clone();
+        self.send(Type::Set, changed);
+    }
+
     /// The node restarts: every process is gone, every directory stays.
     pub fn reboot(&self) {
         let gone = std::mem::take(&mut self.state().instances);

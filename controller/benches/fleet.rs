@@ -1,0 +1,291 @@
+//! A controller at the size of a large cluster: 100,000 attached volumes of three replicas on 5,000 nodes.
+//!
+//! The controller is the real program with a store in memory-backed storage, so that the disk of this machine does not
+//! count; the agents are those of the tests, all in this process. Five figures, in this order, each beside its aim:
+//! volumes created and attached per second; CPU time and memory of a controller that has nothing to do; the time of a
+//! CSI CreateVolume; the time from the death of a node until its volumes are attached elsewhere, while other volumes
+//! rebuild; the time from the kill of the controller until the next one decides.
+//! `--volumes N` and `--nodes N` make it smaller.
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_precision_loss,
+    dead_code,
+    missing_docs,
+    reason = "a benchmark ends where something it relies on is not so"
+)]
+
+#[path = "../tests/support/agent.rs"]
+mod agent;
+#[path = "fleet/controller.rs"]
+mod controller;
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use agent::{FakeAgent, Truth};
+use controller::{Controller, create, publish, unpublish};
+use shorthorn_proto::v1;
+use tokio::task::{JoinHandle, JoinSet};
+
+/// Calls under way at once.
+const CALLS: usize = 64;
+/// How long nothing is done before the measurement begins.
+const CALM: Duration = Duration::from_secs(10);
+/// How often rebuilding engines show their progress, as real ones do.
+const PROGRESS_EVERY: Duration = Duration::from_secs(1);
+/// The wait before a refused call is repeated. Kubernetes begins with a second.
+const REPEAT: Duration = Duration::from_millis(500);
+/// CreateVolume calls that are timed.
+const TIMED_CREATES: usize = 100;
+
+struct Size {
+    nodes: usize,
+    volumes: usize,
+    rebuilding: usize,
+    measured: Duration,
+    calm: Duration,
+}
+
+struct Fleet {
+    size: Size,
+    agents: Vec<FakeAgent>,
+    serving: Vec<JoinHandle<()>>,
+    truth: Arc<Mutex<Truth>>,
+    controller: Controller,
+}
+
+#[tokio::main]
+async fn main() {
+    // `cargo test --benches` runs this too, and wants no more than that it works.
+    let is_test = !std::env::args().any(|argument| argument == "--bench");
+    let size = if is_test {
+        let (measured, calm) = (Duration::from_secs(1), Duration::ZERO);
+        Size { nodes: 6, volumes: 12, rebuilding: 3, measured, calm }
+    } else {
+        let (nodes, volumes) = (option("--nodes").unwrap_or(5_000), option("--volumes").unwrap_or(100_000));
+        Size { nodes, volumes, rebuilding: volumes / 20, measured: Duration::from_secs(60), calm: CALM }
+    };
+    let mut fleet = Fleet::start(size).await;
+    println!("\n{} attached volumes of three replicas on {} nodes", fleet.size.volumes, fleet.size.nodes);
+    fleet.fill().await;
+    fleet.idle().await;
+    fleet.create().await;
+    fleet.lose_a_node().await;
+    fleet.take_over().await;
+    let truth = fleet.truth.lock().unwrap();
+    assert!(truth.violations.is_empty(), "{:#?}", truth.violations);
+}
+
+/// The number that follows that word on the command line.
+fn option(word: &str) -> Option<usize> {
+    std::env::args().skip_while(|argument| argument != word).nth(1).map(|number| number.parse().unwrap())
+}
+
+fn node(at: usize) -> String {
+    format!("node-{at:04}")
+}
+
+fn volume(at: usize) -> String {
+    format!("volume-{at:06}")
+}
+
+fn line(what: &str, value: String) {
+    println!("  {what:<66} {value:>10}");
+}
+
+impl Fleet {
+    async fn start(size: Size) -> Fleet {
+        let truth: Arc<Mutex<Truth>> = Arc::default();
+        let agents: Vec<FakeAgent> =
+            (0..size.nodes).map(|at| FakeAgent::new(&node(at), Arc::clone(&truth))).collect();
+        let controller = Controller::start(&agents);
+        let serving = agents.iter().map(|agent| agent.serve(&controller.agent_socket(&agent.name))).collect();
+        let fleet = Fleet { size, agents, serving, truth, controller };
+        fleet.all_followed(fleet.size.nodes).await;
+        for_each(fleet.size.nodes, |at| {
+            let mut api = fleet.controller.api();
+            async move {
+                let request = v1::AddNodeDiskRequest { node: node(at), path: "/disk".into() };
+                api.add_disk(request).await.unwrap();
+            }
+        })
+        .await;
+        fleet
+    }
+
+    async fn all_followed(&self, nodes: usize) {
+        let ready = "shorthorn_nodes{ready=\"true\"}";
+        self.controller.until("all agents followed", |shown| shown.value(ready) == Some(nodes as f64)).await;
+    }
+
+    /// Every volume is created, and attached to one node after the other.
+    async fn fill(&self) {
+        let begun = Instant::now();
+        let nodes = self.size.nodes;
+        for_each(self.size.volumes, |at| {
+            let mut api = self.controller.api();
+            async move {
+                let name = volume(at);
+                let request = v1::CreateVolumeRequest {
+                    name: name.clone(),
+                    size_bytes: 1 << 30,
+                    number_of_replicas: 3,
+                    ..v1::CreateVolumeRequest::default()
+                };
+                api.create_volume(request).await.unwrap();
+                api.attach_volume(v1::AttachVolumeRequest { name, node: node(at % nodes) }).await.unwrap();
+            }
+        })
+        .await;
+        let healthy = "shorthorn_volumes{state=\"attached\",robustness=\"healthy\"}";
+        let all = self.size.volumes as f64;
+        self.controller.until("all volumes healthy", |shown| shown.value(healthy) == Some(all)).await;
+        line("created and attached, volumes/s", format!("{:.0}", all / begun.elapsed().as_secs_f64()));
+    }
+
+    async fn idle(&self) {
+        tokio::time::sleep(self.size.calm).await;
+        let before = self.controller.look().await.unwrap();
+        let begun = Instant::now();
+        tokio::time::sleep(self.size.measured).await;
+        let took = begun.elapsed().as_secs_f64();
+        let scraping = Instant::now();
+        let after = self.controller.look().await.unwrap();
+        let scrape = scraping.elapsed();
+        let grown = |family: &str| after.sum(family) - before.sum(family);
+        let cpu = grown("process_cpu_seconds_total") / took * 100.0;
+        let memory = after.sum("process_resident_memory_bytes") / f64::from(1 << 20);
+        line("nothing to do: CPU, % of a core (aim: below 5)", format!("{cpu:.2}"));
+        line("nothing to do: resident memory, MiB (aim: below 2048)", format!("{memory:.0}"));
+        let runs = grown("shorthorn_controller_reconciles_total") / took;
+        line("nothing to do: runs of reconcilers, per s", format!("{runs:.1}"));
+        let writes = grown("shorthorn_controller_store_writes_total") / took;
+        line("nothing to do: writes to the store, per s", format!("{writes:.2}"));
+        line("answer of /metrics, ms", format!("{:.1}", scrape.as_secs_f64() * 1e3));
+    }
+
+    async fn create(&self) {
+        let mut csi = self.controller.csi();
+        let mut times = Vec::new();
+        for at in 0..TIMED_CREATES {
+            let begun = Instant::now();
+            csi.create_volume(create(&format!("timed-{at}"))).await.unwrap();
+            times.push(begun.elapsed());
+        }
+        times.sort_unstable();
+        let middle = times[times.len() / 2].as_secs_f64() * 1e3;
+        let longest = times[times.len() - 1].as_secs_f64() * 1e3;
+        line("CSI CreateVolume, median, ms", format!("{middle:.1}"));
+        line("CSI CreateVolume, longest, ms (aim: below 1000)", format!("{longest:.1}"));
+    }
+
+    /// The last node dies while many volumes rebuild.
+    async fn lose_a_node(&mut self) {
+        let (nodes, lost) = (self.size.nodes, self.size.nodes - 1);
+        let progress = self.rebuild().await;
+        let begun = Instant::now();
+        self.serving[lost].abort();
+        self.agents[lost].hang_up();
+        let moved: Vec<usize> = (0..self.size.volumes).filter(|at| at % nodes == lost).collect();
+        let mut moving = JoinSet::new();
+        for (turn, at) in moved.iter().enumerate() {
+            let (mut csi, name, target) = (self.controller.csi(), volume(*at), node(turn % (nodes - 1)));
+            moving.spawn(async move {
+                // As Kubernetes does: off the lost node, then to another one, again for as long as it is refused.
+                while csi.controller_unpublish_volume(unpublish(&name, &node(lost))).await.is_err() {
+                    tokio::time::sleep(REPEAT).await;
+                }
+                while csi.controller_publish_volume(publish(&name, &target)).await.is_err() {
+                    tokio::time::sleep(REPEAT).await;
+                }
+                begun.elapsed()
+            });
+        }
+        let longest = moving.join_all().await.into_iter().max().unwrap_or_default();
+        progress.abort();
+        line(
+            &format!("a node dies: its {} volumes attached elsewhere, s (aim: below 20)", moved.len()),
+            format!("{:.1}", longest.as_secs_f64()),
+        );
+    }
+
+    /// Has the replicas of some nodes replaced. The new ones never end, and their engines show that they go on.
+    async fn rebuild(&self) -> JoinHandle<()> {
+        let per_node = (self.size.volumes * 3).div_ceil(self.size.nodes);
+        let drained = self.size.rebuilding.div_ceil(per_node).min(self.size.nodes / 3);
+        let begun = Instant::now();
+        for_each(drained, |at| {
+            let mut api = self.controller.api();
+            async move {
+                let name = node(at);
+                let eviction_requested = Some(true);
+                let request = v1::SetNodeRequest { name, eviction_requested, ..Default::default() };
+                api.set_node(request).await.unwrap();
+            }
+        })
+        .await;
+        // Two replicas of one volume on two of these nodes are one rebuild.
+        let wanted = self.size.rebuilding * 9 / 10;
+        let engines = loop {
+            let engines: Vec<(FakeAgent, String)> = self
+                .agents
+                .iter()
+                .flat_map(|agent| agent.rebuilding().into_iter().map(|volume| (agent.clone(), volume)))
+                .collect();
+            if engines.len() >= wanted {
+                break engines;
+            }
+            assert!(begun.elapsed() < controller::LIMIT, "only {} volumes rebuild", engines.len());
+            tokio::time::sleep(controller::POLL).await;
+        };
+        let count = engines.len();
+        line(
+            &format!("{count} replicas placed elsewhere and rebuilding, after s"),
+            format!("{:.1}", begun.elapsed().as_secs_f64()),
+        );
+        tokio::spawn(async move {
+            let mut left_bytes = 1 << 30;
+            loop {
+                left_bytes -= 1;
+                for (agent, volume) in &engines {
+                    agent.show_progress(volume, left_bytes);
+                }
+                tokio::time::sleep(PROGRESS_EVERY).await;
+            }
+        })
+    }
+
+    /// The controller is killed. The next one has the same store.
+    async fn take_over(&mut self) {
+        let begun = Instant::now();
+        self.controller.restart();
+        let decided = self
+            .controller
+            .until("a decision", |shown| shown.sum("shorthorn_controller_reconciles_total") > 0.0);
+        decided.await;
+        let first = begun.elapsed();
+        let name = "timed-0".to_owned();
+        let mut csi = self.controller.csi();
+        while csi.controller_publish_volume(publish(&name, &node(0))).await.is_err() {
+            tokio::time::sleep(REPEAT).await;
+        }
+        let attached = begun.elapsed();
+        self.all_followed(self.size.nodes - 1).await;
+        let seconds = |time: Duration| format!("{:.1}", time.as_secs_f64());
+        line("the controller is killed: the next one decides, after s (aim: below 15)", seconds(first));
+        line("the controller is killed: a volume is attached, after s", seconds(attached));
+        line("the controller is killed: all agents followed, after s", seconds(begun.elapsed()));
+    }
+}
+
+/// Does `work` for each of `count` numbers, some at a time.
+async fn for_each<F: Future<Output = ()> + Send + 'static>(count: usize, work: impl Fn(usize) -> F) {
+    let mut under_way = JoinSet::new();
+    for at in 0..count {
+        if under_way.len() >= CALLS {
+            under_way.join_next().await.unwrap().unwrap();
+        }
+        under_way.spawn(work(at));
+    }
+    under_way.join_all().await;
+}
