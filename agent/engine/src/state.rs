@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, Flock, FlockArg, RenameFlags, renameat2};
 use serde::{Deserialize, Serialize};
+use shorthorn_control::Unknown;
 use shorthorn_frontend::DeviceRecord;
 use shorthorn_types::{Generation, View};
 
 use crate::EngineError;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct Content {
     /// The generation that was used last.
     generation: Generation,
@@ -29,6 +29,9 @@ struct Content {
     /// What the user of that device was told is stored may be gone.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     lost_writes: bool,
+    /// Fields of a later version.
+    #[serde(flatten)]
+    unknown: Unknown,
 }
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -268,6 +271,23 @@ mod tests {
         let state = EngineState::open(&path, 3, 0).unwrap();
         assert_eq!(state.predecessor(), Some(Generation::new(3, 4)));
         assert_eq!(pair(state.generation()), Generation::new(3, 5));
+    }
+
+    /// A later version was installed for a while: nothing that it has noted is lost, and the volume starts.
+    #[test]
+    fn fields_of_a_later_version_are_tolerated_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let later =
+            r#"{"generation":{"attach":3,"restart":4,"epoch":9},"device":null,"tenants":{"a":[1,2]}}"#;
+        fs::write(&path, later).unwrap();
+        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        state.device_goes_live(record()).unwrap();
+        drop(state);
+        assert_eq!(pair(EngineState::open(&path, 3, 0).unwrap().generation()), Generation::new(3, 6));
+        let kept: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(kept["tenants"]["a"], serde_json::json!([1, 2]), "{kept}");
+        assert_eq!(kept["device"]["queues"], 1);
     }
 
     /// Without its nonce.

@@ -39,8 +39,8 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     // Before there is a second thread: threads inherit the mask.
     let signals = block_signals()?;
     let mut store = open_store(&spec)?;
-    let owner = Owner { volume: spec.volume.clone(), replica: spec.replica };
-    let views = load_views(&mut store, &owner, &spec)?;
+    let mut owner = Owner::of(&spec);
+    let views = load_views(&mut store, &mut owner, &spec)?;
     let (state, marks, summer) = Marks::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
     // Only whoever has the directory may take the sockets: another process may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;

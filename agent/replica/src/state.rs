@@ -1,7 +1,7 @@
 //! What a replica must not forget: the generation that holds it, and the views of its volume.
 
 use serde::{Deserialize, Serialize};
-use shorthorn_control::ReplicaSpec;
+use shorthorn_control::{ReplicaSpec, Unknown};
 use shorthorn_store::{Provenance, SavedState, Store};
 use shorthorn_types::{Generation, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;
@@ -13,27 +13,36 @@ use crate::error::ReplicaError;
 pub(crate) struct Owner {
     pub volume: VolumeName,
     pub replica: ReplicaId,
+    /// Fields of its state that a later version has written. They are kept.
+    pub unknown: Unknown,
 }
 
 impl Owner {
+    /// Of that spec; what its state has of a later version is still to be read.
+    pub fn of(spec: &ReplicaSpec) -> Owner {
+        Owner { volume: spec.volume.clone(), replica: spec.replica, unknown: Unknown::default() }
+    }
+
     /// What is saved of the views.
     pub fn with_views(&self, views: &ReplicaViews) -> Result<Vec<u8>, ReplicaError> {
-        let Owner { volume, replica } = self.clone();
-        let state = State { volume, replica, views: views.clone() };
+        let Owner { volume, replica, unknown } = self.clone();
+        let state = State { volume, replica, views: views.clone(), unknown };
         serde_json::to_vec(&state).map_err(ReplicaError::Encode)
     }
 }
 
 /// The state as it is saved.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct State {
     volume: VolumeName,
     replica: ReplicaId,
     views: ReplicaViews,
+    /// Fields of a later version.
+    #[serde(flatten)]
+    unknown: Unknown,
 }
 
-/// The views of the replica in `store`.
+/// The views of the replica in `store`. `owner` has what its state holds of a later version from then on.
 ///
 /// A directory that no replica of ours has served yet, new or made by Longhorn, begins in the first view.
 ///
@@ -41,12 +50,16 @@ struct State {
 /// Where the directory has lost its state, belongs to another replica, or was changed by somebody else.
 pub(crate) fn load_views(
     store: &mut Store,
-    owner: &Owner,
+    owner: &mut Owner,
     spec: &ReplicaSpec,
 ) -> Result<ReplicaViews, ReplicaError> {
     match store.load_state()? {
         SavedState::None => first_views(store, owner, spec),
-        SavedState::Current(bytes) => parse(&bytes, spec),
+        SavedState::Current(bytes) => {
+            let state = parse(&bytes, spec)?;
+            owner.unknown = state.unknown;
+            Ok(state.views)
+        }
         SavedState::Outdated(_) => Err(ReplicaError::ChangedByOthers(spec.directory.clone())),
     }
 }
@@ -61,7 +74,7 @@ fn first_views(store: &mut Store, owner: &Owner, spec: &ReplicaSpec) -> Result<R
     Ok(views)
 }
 
-fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<ReplicaViews, ReplicaError> {
+fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<State, ReplicaError> {
     let state: State = serde_json::from_slice(bytes)
         .map_err(|source| ReplicaError::State { directory: spec.directory.clone(), source })?;
     if (&state.volume, state.replica) != (&spec.volume, spec.replica) {
@@ -73,7 +86,7 @@ fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<ReplicaViews, ReplicaError>
             expected_replica: spec.replica,
         });
     }
-    Ok(state.views)
+    Ok(state)
 }
 
 /// Whether anything was ever written to the volume.
@@ -86,4 +99,58 @@ pub(crate) fn holds_data(store: &Store) -> Result<bool, ReplicaError> {
         }
     }
     Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use shorthorn_store::CreateOptions;
+    use shorthorn_types::{Members, Secret};
+
+    use super::*;
+
+    fn spec(directory: &Path) -> ReplicaSpec {
+        ReplicaSpec {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(1),
+            directory: directory.to_owned(),
+            size_bytes: 1 << 20,
+            create: false,
+            first_members: Members::new([ReplicaId::from_random(1)]).unwrap(),
+            secret: Secret::new([1; 32]),
+            data_socket: "/data".into(),
+            data_address: None,
+            control_socket: "/control".into(),
+            sum_bytes_per_s: 0,
+            unknown: Unknown::default(),
+        }
+    }
+
+    /// A later version was installed for a while: nothing that it has noted is lost, and the replica starts.
+    #[test]
+    fn fields_of_a_later_version_are_tolerated_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        let mut store = Store::create(&directory, created).unwrap();
+        let spec = spec(&directory);
+        let mut owner = Owner::of(&spec);
+        let mut views = load_views(&mut store, &mut owner, &spec).unwrap();
+        let mut later: serde_json::Value =
+            serde_json::from_slice(&owner.with_views(&views).unwrap()).unwrap();
+        later["leases"] = serde_json::json!({ "a": [1, 2] });
+        later["views"]["witnesses"] = serde_json::json!([]);
+        store.save_state(later.to_string().as_bytes()).unwrap();
+
+        let mut owner = Owner::of(&spec);
+        assert_eq!(load_views(&mut store, &mut owner, &spec).unwrap(), views);
+        views.fence(Generation::new(3, 0)).unwrap();
+        store.save_state(&owner.with_views(&views).unwrap()).unwrap();
+        let SavedState::Current(bytes) = store.load_state().unwrap() else { panic!("it is not saved") };
+        let kept: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(kept["leases"]["a"], serde_json::json!([1, 2]), "{kept}");
+        assert_eq!(kept["views"]["generation"]["attach"], 3);
+        store.close().unwrap();
+    }
 }

@@ -5,7 +5,6 @@ use thiserror::Error;
 
 /// What one replica keeps of the views of its volume. The shell stores it durably before it answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct ReplicaViews {
     generation: Generation,
     report: ReplicaReport,

@@ -184,7 +184,8 @@ mod tests {
         store.write_at(&vec![7; 8 << 20], 0, true).unwrap();
         let id = ViewId { generation: Generation::NEVER, number: 0 };
         let committed = View { id, members: Members::default() };
-        let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1) };
+        let unknown = shorthorn_control::Unknown::default();
+        let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1), unknown };
         let loaded = Marks::load(&mut store, &owner, ReplicaViews::new(committed), 0);
         let (state, marks, summer) = loaded.unwrap();
         Executor::new(store, owner, state, marks, summer).unwrap()
