@@ -44,9 +44,14 @@ impl DeadMounts {
         }
     }
 
-    /// Nothing is mounted there any more.
-    pub(crate) fn forget(&self, path: &Path) {
-        self.lock().remove(path);
+    /// The volume is not published at `target` any more, or anew. Kubelet publishes a device at another path than the one at which
+    /// it asks how the device is: both name the pod.
+    pub(crate) fn forget(&self, volume: &VolumeName, target: &Path) {
+        let uid = pod_uid(target);
+        self.lock().retain(|path, mount| {
+            let is_of_pod = mount.volume == *volume && Some(mount.pod_uid.as_str()) == uid;
+            path != target && !is_of_pod
+        });
     }
 
     /// The same for everything of the volume.
@@ -59,13 +64,15 @@ impl DeadMounts {
     }
 }
 
-/// The pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system, `…/dev/UID` its node
-/// of a device.
+/// The pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system, `…/volumeDevices/PV/dev/UID` its node
+/// of a device, which is published at `…/volumeDevices/publish/PV/UID` (kubernetes/pkg/volume/csi: `csi_plugin.go`,
+/// `csi_block.go`; kubelets before 1.19 publish at `publish/PV`, which names no pod).
 fn pod_uid(path: &Path) -> Option<&str> {
     let names: Vec<&str> = path.iter().filter_map(|name| name.to_str()).collect();
     let of_mount = names.windows(2).find(|pair| pair[0] == "pods").map(|pair| pair[1]);
     let of_device = names.windows(2).last().filter(|pair| pair[0] == "dev").map(|pair| pair[1]);
-    [of_mount, of_device].into_iter().flatten().find(|name| is_uid(name))
+    let of_target = names.windows(3).last().filter(|last| last[0] == "publish").map(|last| last[2]);
+    [of_mount, of_device, of_target].into_iter().flatten().find(|name| is_uid(name))
 }
 
 fn is_uid(text: &str) -> bool {
@@ -87,6 +94,9 @@ mod tests {
         assert_eq!(found(format!("/var/lib/kubelet/pods/{UID}/{csi}")).as_deref(), Some(UID));
         let devices = "/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/pvc-1/dev";
         assert_eq!(found(format!("{devices}/{UID}")).as_deref(), Some(UID));
+        let published = "/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc-1";
+        assert_eq!(found(format!("{published}/{UID}")).as_deref(), Some(UID));
+        assert_eq!(found(published.to_owned()), None);
         for other in ["/var/lib/kubelet/plugins/kubernetes.io/csi/x/globalmount", "/pods/a/volumes", "/dev/x"]
         {
             assert_eq!(found(other.to_owned()), None, "{other}");
@@ -104,12 +114,25 @@ mod tests {
         };
         assert_eq!((note(true), note(false)), (dead.clone(), vec![]));
         note(true);
-        mounts.forget(Path::new("/elsewhere"));
+        mounts.forget(&volume, Path::new("/elsewhere"));
         assert_eq!(mounts.all(), dead);
-        mounts.forget(&path);
+        mounts.forget(&volume, &path);
         assert!(mounts.all().is_empty());
         note(true);
         mounts.forget_volume(&volume);
+        assert!(mounts.all().is_empty());
+    }
+
+    #[test]
+    fn a_device_that_is_not_published_any_more_is_not_dead() {
+        let (mounts, volume) = (DeadMounts::default(), VolumeName::new("v").unwrap());
+        let devices = "/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices";
+        mounts.note(Path::new(&format!("{devices}/pvc-1/dev/{UID}")), &volume, true);
+        let target = format!("{devices}/publish/pvc-1/{UID}");
+        mounts.forget(&VolumeName::new("w").unwrap(), Path::new(&target));
+        mounts.forget(&volume, Path::new(&target.replace("6a11", "6a12")));
+        assert_eq!(mounts.all().len(), 1, "another volume of the pod, and another pod");
+        mounts.forget(&volume, Path::new(&target));
         assert!(mounts.all().is_empty());
     }
 

@@ -190,9 +190,9 @@ impl Node for NodeService {
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
         let wish = publish::Wish { target, staging, capability, read_only: request.readonly };
         let dead_mounts = Arc::clone(&self.dead_mounts);
-        self.work(&self.gates, volume, move |options, found| {
+        self.work(&self.gates, volume.clone(), move |options, found| {
             publish::publish(options, &found?, &wish)?;
-            dead_mounts.forget(&wish.target);
+            dead_mounts.forget(&volume, &wish.target);
             Ok(v1::NodePublishVolumeResponse {})
         })
         .await
@@ -206,9 +206,9 @@ impl Node for NodeService {
         let volume = arguments::volume(&request.volume_id)?;
         let target = arguments::path("target_path", &request.target_path)?;
         let dead_mounts = Arc::clone(&self.dead_mounts);
-        self.work(&self.gates, volume, move |options, found| {
+        self.work(&self.gates, volume.clone(), move |options, found| {
             publish::unpublish(options, found.ok().as_ref(), &target)?;
-            dead_mounts.forget(&target);
+            dead_mounts.forget(&volume, &target);
             Ok(v1::NodeUnpublishVolumeResponse {})
         })
         .await
