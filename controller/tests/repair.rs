@@ -298,6 +298,8 @@ async fn leftovers_are_listed_and_deleted_only_by_name() {
 
     let (_, text) = cluster.fails(&["disk", "remove", "a", disk]).await;
     assert!(text.contains("replicas are on disk"), "{text}");
+    let (code, text) = cluster.fails(&["disk", "remove", "b", disk]).await;
+    assert!(code == 1 && text.contains("1 directories are in the trash of disk"), "{text}");
     let (_, text) = cluster.fails(&["disk", "remove", "b", disk, "--lost", "--yes"]).await;
     assert!(text.contains("can be used"), "{text}");
     cluster.ok(&["disk", "remove", "b", disk, "--lost", "--force", "--yes"]).await;

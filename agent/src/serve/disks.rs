@@ -127,13 +127,30 @@ impl Disks {
         }
     }
 
-    /// What is in the trash of all of them.
-    pub fn trash(&self, limits: TrashLimits) -> Vec<v1::TrashedReplica> {
-        let of_disk = |path: &PathBuf| {
-            let uuid = read_identity(path).ok().flatten().map(|identity| identity.disk_uuid);
-            trash::list(path, &uuid.unwrap_or_default(), limits)
-        };
-        self.paths().iter().flat_map(of_disk).collect()
+    /// What is in the trash of all of them, and why that of some is not known.
+    pub fn trash(&self, limits: TrashLimits) -> v1::ListTrashResponse {
+        let mut answer = v1::ListTrashResponse::default();
+        for path in self.paths() {
+            let listed = match read_identity(&path) {
+                Ok(Some(identity)) => {
+                    let listed = trash::list(&path, &identity.disk_uuid, limits);
+                    listed.map_err(|error| error.to_string())
+                }
+                // A disk of the configuration that was never there.
+                Ok(None) if !self.is_known(&path) => continue,
+                Ok(None) => Err(format!("{} is not mounted", path.display())),
+                Err(problem) => Err(problem),
+            };
+            match listed {
+                Ok(replicas) => answer.replicas.extend(replicas),
+                Err(problem) => {
+                    answer
+                        .problems
+                        .push(format!("the trash of disk {} is not known: {problem}", path.display()));
+                }
+            }
+        }
+        answer
     }
 
     /// Checks that `path` is one of them and that it is mounted: something is read or written there only if the disk's
@@ -549,8 +566,11 @@ mod tests {
         disks.check(&disk, "").unwrap();
         let refused = |uuid: &str| disks.check(&disk, uuid).unwrap_err();
         assert!(matches!(refused("u-2"), NodeError::Precondition(text) if text.contains("u-2 is meant")));
+        assert!(disks.trash(NO_TRASH).problems.is_empty());
         // What is left when it is unmounted.
         fs::remove_file(disk.join(IDENTITY_FILE)).unwrap();
+        let problems = disks.trash(NO_TRASH).problems;
+        assert!(problems.len() == 1 && problems[0].contains("not mounted"), "{problems:?}");
         for uuid in [uuid.as_str(), ""] {
             assert!(matches!(refused(uuid), NodeError::Precondition(text) if text.contains("not mounted")));
         }

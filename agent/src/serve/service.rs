@@ -248,8 +248,7 @@ impl Node for NodeService {
 
     async fn list_trash(&self, _: Request<v1::ListTrashRequest>) -> Answer<v1::ListTrashResponse> {
         let (all, limits) = (Arc::clone(&self.disks), TrashLimits::of(&self.config));
-        let replicas = blocking(move || Ok(all.trash(limits))).await?;
-        Ok(Response::new(v1::ListTrashResponse { replicas }))
+        Ok(Response::new(blocking(move || Ok(all.trash(limits))).await?))
     }
 
     async fn restore_replica(
@@ -343,8 +342,9 @@ impl NodeService {
 
 /// No directory is made empty for a replica whose data is in the trash.
 fn refuse_trashed(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
-    let is_there = disks::directory_of(disk, id).exists();
-    if is_there || !trash::has(disk, id) {
+    let directory = disks::directory_of(disk, id);
+    let is_there = directory.try_exists().map_err(NodeError::at(&directory))?;
+    if is_there || !trash::has(disk, id)? {
         return Ok(());
     }
     Err(NodeError::Precondition(format!(

@@ -150,7 +150,7 @@ pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u
         replica: *replica,
         deleted_ms: now_ms,
         allocated_bytes: allocated_bytes(&directory),
-        note: if note.is_empty() { kept_note(disk, id) } else { note.to_owned() },
+        note: if note.is_empty() { kept_note(disk, id)? } else { note.to_owned() },
     };
     with_room(
         || {
@@ -170,10 +170,10 @@ pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u
 
 /// The note of the newest folder from which the directory was restored: a deletion by somebody who knows nothing of the volume
 /// takes it to the trash again.
-fn kept_note(disk: &Path, id: &InstanceId) -> String {
-    let restored = entries(disk).into_iter().filter(|entry| entry.is_restored && entry.id == *id);
+fn kept_note(disk: &Path, id: &InstanceId) -> Result<String, NodeError> {
+    let restored = entries_of(disk, |other| other == id)?.into_iter().filter(|entry| entry.is_restored);
     let newest = restored.max_by_key(|entry| entry.deleted_ms);
-    newest.and_then(|entry| entry.record.ok()).map(|record| record.note).unwrap_or_default()
+    Ok(newest.and_then(|entry| entry.record.ok()).map(|record| record.note).unwrap_or_default())
 }
 
 fn write_folder(disk: &Path, folder: &Path, record: &Record) -> Result<(), NodeError> {
@@ -199,8 +199,11 @@ fn with_room(
 
 /// Deletes the oldest directory in the trash that nobody reads. False: there is none.
 fn remove_oldest(disk: &Path) -> bool {
-    let all = entries(disk).into_iter().filter(|entry| !entry.is_restored);
-    for entry in all {
+    let all = entries(disk).unwrap_or_else(|error| {
+        tracing::warn!("{error}");
+        Vec::new()
+    });
+    for entry in all.into_iter().filter(|entry| !entry.is_restored) {
         match remove(disk, &entry.id, entry.deleted_ms) {
             Ok(()) => {
                 tracing::info!("{} is deleted for good: the disk is full", entry.folder.display());
@@ -215,8 +218,8 @@ fn remove_oldest(disk: &Path) -> bool {
 /// Takes the directory of a replica out of the trash, to where it was. Its record stays until it is removed.
 ///
 /// # Errors
-/// [`NodeError::NotFound`] if it is not there, [`NodeError::Precondition`] if it cannot be used, or if something else has its
-/// place.
+/// [`NodeError::NotFound`] if it is not there, [`NodeError::Precondition`] if it cannot be used or is being read, or if something
+/// else has its place.
 pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeError> {
     let (folder, directory) = (folder_of(disk, id, deleted_ms), directory_of(disk, id));
     let is_in_place = directory.try_exists().map_err(NodeError::at(&directory))?;
@@ -224,7 +227,7 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
         if is_in_place {
             return Ok(());
         }
-        return Err(NodeError::NotFound(format!("{} is not in the trash any more", folder.display())));
+        return Err(gone(&folder));
     }
     if is_in_place {
         return Err(NodeError::Precondition(format!(
@@ -232,18 +235,44 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
             directory.display()
         )));
     }
-    read_record(&folder, id, deleted_ms).map_err(NodeError::Precondition)?;
-    let mark = folder.join(RESTORED);
-    fs::File::create(&mark).and_then(|file| file.sync_all()).map_err(NodeError::at(&mark))?;
-    sync(&folder)?;
-    move_durably(&folder.join(DIRECTORY), &directory)?;
-    tracing::info!("{} is restored from the trash", directory.display());
-    Ok(())
+    // Until the end: a sweep that finds it held lets it be.
+    let _held = held_unless_unreadable(&folder.join(DIRECTORY))?;
+    let restored = read_record(&folder, id, deleted_ms).map_err(NodeError::Precondition).and_then(|_| {
+        let mark = folder.join(RESTORED);
+        fs::File::create(&mark).and_then(|file| file.sync_all()).map_err(NodeError::at(&mark))?;
+        sync(&folder)?;
+        move_durably(&folder.join(DIRECTORY), &directory)
+    });
+    match restored {
+        // A sweep has come first.
+        Err(_) if !folder.try_exists().map_err(NodeError::at(&folder))? => Err(gone(&folder)),
+        Err(error) => Err(error),
+        Ok(()) => {
+            tracing::info!("{} is restored from the trash", directory.display());
+            Ok(())
+        }
+    }
+}
+
+fn gone(folder: &Path) -> NodeError {
+    NodeError::NotFound(format!("{} is not in the trash any more", folder.display()))
+}
+
+/// Holds a directory in the trash, against exports, restores and deletions. What cannot be held for another reason than that
+/// somebody else holds it cannot be read by others either.
+fn held_unless_unreadable(directory: &Path) -> Result<Option<Held>, NodeError> {
+    match hold(directory) {
+        Err(error @ StoreError::Locked { .. }) => Err(of_store(&error)),
+        held => Ok(held.ok()),
+    }
 }
 
 /// Whether the data of that replica is in the trash: an empty directory must not take its place.
-pub fn has(disk: &Path, id: &InstanceId) -> bool {
-    entries(disk).iter().any(|entry| entry.id == *id && !entry.is_restored)
+///
+/// # Errors
+/// The trash cannot be read: it may be there.
+pub fn has(disk: &Path, id: &InstanceId) -> Result<bool, NodeError> {
+    Ok(entries_of(disk, |other| other == id)?.iter().any(|entry| !entry.is_restored))
 }
 
 /// Deletes a directory in the trash for good. Of one that was restored only the record is deleted.
@@ -256,17 +285,30 @@ pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeE
         return Ok(());
     }
     // Until the end: an export that has begun is not cut off, and none begins.
-    let _held = match is_there(&folder)?.then(|| hold(&folder.join(DIRECTORY))) {
-        Some(Err(error @ StoreError::Locked { .. })) => return Err(of_store(&error)),
-        // What cannot be held for another reason cannot be read either.
-        held => held.and_then(Result::ok),
-    };
+    let was_there = is_there(&folder)?;
+    let _held = if was_there { held_unless_unreadable(&folder.join(DIRECTORY))? } else { None };
+    if was_there && !is_there(&folder)? {
+        // It was restored meanwhile; its record stays.
+        return Ok(());
+    }
     let mut gone = folder.clone().into_os_string();
     gone.push(GONE);
     let gone = PathBuf::from(gone);
-    fs::rename(&folder, &gone).map_err(NodeError::at(&folder))?;
+    match fs::rename(&folder, &gone) {
+        // Somebody else has deleted it meanwhile, as a sweep does.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        renamed => renamed.map_err(NodeError::at(&folder))?,
+    }
     sync(&root_of(disk))?;
-    fs::remove_dir_all(&gone).map_err(NodeError::at(&gone))
+    remove_tree(&gone).map_err(NodeError::at(&gone))
+}
+
+/// Two may do that at the same time.
+fn remove_tree(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Both directories are durable as they are after it: the one that it has left first, as it may be in both after a crash of a
@@ -319,24 +361,56 @@ fn of_store(error: &StoreError) -> NodeError {
     }
 }
 
-/// What is in the trash of a disk, the oldest first.
-fn entries(disk: &Path) -> Vec<Entry> {
-    let found = fs::read_dir(root_of(disk)).into_iter().flatten().flatten();
-    let mut all: Vec<Entry> = found.filter_map(|found| entry(disk, found.path())).collect();
-    all.sort_by(|one, other| (one.deleted_ms, &one.id).cmp(&(other.deleted_ms, &other.id)));
-    all
+/// What is in the trash of a disk, the oldest first. A disk that has no trash has nothing in it.
+fn entries(disk: &Path) -> Result<Vec<Entry>, NodeError> {
+    entries_of(disk, |_| true)
 }
 
+/// The same, of the replicas that are meant.
+fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec<Entry>, NodeError> {
+    let root = root_of(disk);
+    let found = match fs::read_dir(&root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        found => found.map_err(NodeError::at(&root))?,
+    };
+    let mut all = Vec::new();
+    for found in found {
+        let folder = found.map_err(NodeError::at(&root))?.path();
+        if named(&folder).is_some_and(|(id, _)| is_meant(&id)) {
+            all.extend(entry(disk, folder));
+        }
+    }
+    all.sort_by(|one, other| (one.deleted_ms, &one.id).cmp(&(other.deleted_ms, &other.id)));
+    Ok(all)
+}
+
+/// None: it holds nothing, or is gone meanwhile. One that cannot be looked at counts as one that holds its directory.
 fn entry(disk: &Path, folder: PathBuf) -> Option<Entry> {
     let (id, deleted_ms) = named(&folder)?;
     let (inside, in_place) = (folder.join(DIRECTORY), directory_of(disk, &id));
-    let is_restored = !inside.is_dir();
-    if is_restored && !(folder.join(RESTORED).exists() && in_place.is_dir()) {
+    let look = || -> io::Result<(bool, bool)> {
+        let is_marked = folder.join(RESTORED).try_exists()?;
+        Ok((is_directory(&inside)?, is_marked && is_directory(&in_place)?))
+    };
+    let (is_restored, record) = match look() {
+        Ok((true, _)) => (false, read_record(&folder, &id, deleted_ms)),
+        Ok((false, true)) => (true, read_record(&folder, &id, deleted_ms)),
+        Ok((false, false)) => return None,
+        Err(error) => (false, Err(format!("{}: {error}", folder.display()))),
+    };
+    // A sweep may have renamed it in the middle of that.
+    if record.is_err() && folder.try_exists().is_ok_and(|is_there| !is_there) {
         return None;
     }
     let directory = if is_restored { in_place } else { inside };
-    let record = read_record(&folder, &id, deleted_ms);
     Some(Entry { folder, id, deleted_ms, directory, is_restored, record })
+}
+
+fn is_directory(path: &Path) -> io::Result<bool> {
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        found => Ok(found?.is_dir()),
+    }
 }
 
 /// Which replica the folder is of, and when it was deleted.
@@ -355,7 +429,10 @@ impl Entry {
 }
 
 /// What is in the trash of a disk, as the node API shows it.
-pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Vec<v1::TrashedReplica> {
+///
+/// # Errors
+/// The trash cannot be read.
+pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Result<Vec<v1::TrashedReplica>, NodeError> {
     let shown = |entry: Entry| {
         let InstanceId::Replica(volume, replica) = &entry.id else { return None };
         // Without that it is not known how new the data is; then the record has to do.
@@ -376,12 +453,17 @@ pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Vec<v1::Trashe
             record: entry.record.map(|record| record.note).unwrap_or_default(),
         })
     };
-    entries(disk).into_iter().filter_map(shown).collect()
+    Ok(entries(disk)?.into_iter().filter_map(shown).collect())
 }
 
-/// What the trash of a disk takes of it.
+/// What the trash of a disk takes of it, as far as it can be read.
 pub fn trash_bytes(disk: &Path) -> u64 {
-    entries(disk).iter().filter(|entry| !entry.is_restored).map(Entry::allocated_bytes).sum()
+    entries(disk)
+        .unwrap_or_default()
+        .iter()
+        .filter(|entry| !entry.is_restored)
+        .map(Entry::allocated_bytes)
+        .sum()
 }
 
 /// The space of a disk.
@@ -411,7 +493,13 @@ fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: Space, now_ms: u64) 
 pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     remove_gone(disk);
     remove_leftovers(disk, |_, deleted_ms| now_ms.saturating_sub(deleted_ms) >= limits.keep_ms());
-    let all: Vec<Entry> = entries(disk).into_iter().filter(|entry| !entry.is_restored).collect();
+    let all: Vec<Entry> = match entries(disk) {
+        Ok(all) => all.into_iter().filter(|entry| !entry.is_restored).collect(),
+        Err(error) => {
+            tracing::warn!("the trash is not swept: {error}");
+            return;
+        }
+    };
     if all.is_empty() {
         return;
     }
@@ -440,7 +528,7 @@ fn remove_leftovers(disk: &Path, meant: impl Fn(&InstanceId, u64) -> bool) {
         let is_empty = is_there(&path).is_ok_and(|is_there| !is_there) && entry(disk, path.clone()).is_none();
         if is_meant
             && is_empty
-            && let Err(error) = fs::remove_dir_all(&path)
+            && let Err(error) = remove_tree(&path)
         {
             tracing::warn!("{}: {error}", path.display());
         }
@@ -452,7 +540,7 @@ fn remove_gone(disk: &Path) {
     for found in fs::read_dir(root_of(disk)).into_iter().flatten().flatten() {
         let path = found.path();
         let is_gone = path.to_str().is_some_and(|path| path.ends_with(GONE));
-        if is_gone && let Err(error) = fs::remove_dir_all(&path) {
+        if is_gone && let Err(error) = remove_tree(&path) {
             tracing::warn!("{}: {error}", path.display());
         }
     }

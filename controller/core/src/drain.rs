@@ -7,9 +7,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::World;
 use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
+use crate::{World, survivors};
 
 /// Something that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -190,7 +190,8 @@ pub fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
     };
     let mut others = world
         .replicas_of(&volume.spec.volume_name)
-        .filter(|other| other.spec.replica_id != replica.spec.replica_id);
+        .filter(|other| other.spec.replica_id != replica.spec.replica_id)
+        .filter(|other| !survivors::is_given_up(world, other));
     has_all(replica) && !others.any(has_all)
 }
 

@@ -67,6 +67,7 @@ pub mod salvage;
 pub mod scheduler;
 pub mod schema;
 pub mod stranded;
+pub mod survivors;
 pub mod telling;
 pub mod undelete;
 pub mod why;

@@ -9,7 +9,8 @@
 use crate::objects::{Node, Replica};
 use crate::observed::Agents;
 use crate::requests::{Change, RequestError, find_node};
-use crate::{NodeName, World, drain};
+use crate::survivors::Losses;
+use crate::{NodeName, World};
 
 /// Whether somebody has said that the disk of the replica does not come back.
 #[must_use]
@@ -29,7 +30,7 @@ pub struct RemoveDisk {
     /// Whether it does not come back, with all that is on it.
     pub lost: bool,
     /// Of one that is lost: also if nothing is wrong with it as far as its agent sees, and if volumes lose
-    /// the last replica that has everything.
+    /// the last replica that has everything. Else: also if something is in its trash.
     pub force: bool,
 }
 
@@ -59,18 +60,44 @@ impl RemoveDisk {
         if self.is_usable(agents) && !self.force {
             return Err(RequestError::DiskIsUsable { node: name(), path: path() });
         }
-        let is_last = |replica: &&Replica| {
-            let volume = world.volumes.get(replica.spec.volume_name.as_str());
-            volume.is_some_and(|volume| !volume.is_deleting() && drain::is_last(world, volume, replica))
+        let goes = |replica: &Replica| {
+            replica.spec.node_id.as_str() == self.node && replica.spec.disk_path == self.path
         };
-        let last: Vec<&str> =
-            self.replicas(world).filter(is_last).map(|replica| replica.spec.volume_name.as_str()).collect();
-        if !last.is_empty() && !self.force {
-            let volumes = crate::lost_node::listed(last);
+        let lost = Losses::of(world, self.replicas(world), goes);
+        if let (Some(volumes), false) = (lost.everything(), self.force) {
             return Err(RequestError::DiskHasLast { node: name(), path: path(), volumes });
+        }
+        if let (Some(volumes), false) = (lost.too_many(), self.force) {
+            return Err(RequestError::DiskHasMajority { node: name(), path: path(), volumes });
         }
         (disk.lost, disk.eviction_requested, disk.allow_scheduling) = (true, true, false);
         Ok(Change::Store(node))
+    }
+
+    /// The node, with no new replicas on the disk from here on: none is placed there while its agent has it be no disk any more.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what is in the way.
+    pub fn closed(&self, world: &World, agents: &Agents) -> Result<Change<Node>, RequestError> {
+        self.apply(world, agents)?;
+        let mut node = find_node(world, &self.node)?.clone();
+        match node.spec.disks.get_mut(&self.path).filter(|disk| disk.allow_scheduling) {
+            Some(disk) => disk.allow_scheduling = false,
+            None => return Ok(Change::AlreadySo(node)),
+        }
+        Ok(Change::Store(node))
+    }
+
+    /// Whether what is in its trash may be left there: nobody lists or deletes it any more. `directories`: how many there are.
+    ///
+    /// # Errors
+    /// [`RequestError::DiskHasTrash`].
+    pub fn leave_trash(&self, directories: usize) -> Result<(), RequestError> {
+        if directories == 0 || self.force {
+            return Ok(());
+        }
+        let (node, path) = (self.node.clone(), self.path.clone());
+        Err(RequestError::DiskHasTrash { node, path, directories })
     }
 
     /// What is stored of replicas on it.

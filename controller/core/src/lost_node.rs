@@ -5,9 +5,10 @@
 //! Nothing else is hurried: an engine there is stopped or fenced before another one is started, and a replica that may be
 //! in the view stays. The object stays until nothing is left that names the node.
 
-use crate::objects::{ConditionType, Node, Volume};
+use crate::objects::{ConditionType, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents};
 use crate::requests::{Change, RequestError, find_node};
+use crate::survivors::Losses;
 use crate::{NodeName, Timestamp, World, drain};
 
 /// Whether somebody has said that the node never comes back: its object is to be deleted, or is gone.
@@ -70,9 +71,13 @@ impl DeleteNode {
         if !engines.is_empty() {
             return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(engines) });
         }
-        let last = with_last_replica(world, &self.name);
-        if !last.is_empty() && !self.force {
-            return Err(RequestError::NodeHasLast { node: name(), volumes: listed(last) });
+        let goes = |replica: &Replica| replica.spec.node_id.as_str() == self.name;
+        let lost = Losses::of(world, world.replicas_on(&self.name), goes);
+        if let (Some(volumes), false) = (lost.everything(), self.force) {
+            return Err(RequestError::NodeHasLast { node: name(), volumes });
+        }
+        if let (Some(volumes), false) = (lost.too_many(), self.force) {
+            return Err(RequestError::NodeHasMajority { node: name(), volumes });
         }
         let mut node = node.clone();
         // Nothing else: a store may take a deletion and other changes by calls of their own.
@@ -86,16 +91,6 @@ fn answers(node: &Node, agents: &Agents) -> bool {
     let view = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
     let was_ready = node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status);
     view.is_some_and(AgentView::is_synced) || was_ready
-}
-
-/// The volumes of which only a replica on that node, as far as is known, has everything.
-fn with_last_replica<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
-    let last = world.replicas_on(node).filter_map(|replica| {
-        let volume = world.volumes.get(replica.spec.volume_name.as_str())?;
-        let is_last = !volume.is_deleting() && drain::is_last(world, volume, replica);
-        is_last.then_some(volume.metadata.name.as_str())
-    });
-    last.collect()
 }
 
 /// The most names in a message.

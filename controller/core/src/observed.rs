@@ -146,7 +146,16 @@ pub struct AgentView {
     /// The processes that it knows.
     pub instances: BTreeMap<InstanceKey, Instance>,
     /// What became of the last call about an instance, where that failed.
-    pub failures: BTreeMap<InstanceKey, String>,
+    pub failures: BTreeMap<InstanceKey, Failure>,
+}
+
+/// A call that has failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Its name in the node API.
+    pub call: &'static str,
+    /// What was in the way.
+    pub message: String,
 }
 
 impl AgentView {
@@ -405,6 +414,8 @@ pub struct ReplicaView {
     pub addresses: Vec<String>,
     /// What its directory takes on the disk.
     pub allocated_bytes: u64,
+    /// That directory; empty: it does not say.
+    pub directory: String,
     /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does not say.
     pub attach: u64,
     /// The views that it knows, no older than that.

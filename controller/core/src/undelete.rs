@@ -34,8 +34,12 @@ use crate::{NodeName, Timestamp, World};
 pub struct Record {
     /// Whether it was deleted with its volume; else the volume has gone on without it.
     pub with_volume: bool,
-    /// Which volume of the name: when it was made.
+    /// When the volume was made, by a clock.
     pub volume_created: Timestamp,
+    /// The version that the store had given to the volume: a store gives a greater one to each volume of the name that
+    /// comes later. 0: the record is of a release that did not note it.
+    #[serde(default)]
+    pub volume_version: u64,
     /// Without its secret.
     pub spec: VolumeSpec,
     /// The number of its newest attachment.
@@ -72,6 +76,7 @@ impl Record {
         let record = Record {
             with_volume,
             volume_created: volume.metadata.creation_timestamp,
+            volume_version: volume.metadata.resource_version,
             spec,
             attach: volume.status.attach,
             fenced_attach: volume.status.fenced_attach,
@@ -85,6 +90,18 @@ impl Record {
         // Without it the directory is kept all the same, for whoever looks at it by hand.
         serde_json::to_string(&record).unwrap_or_default()
     }
+
+    fn life(&self) -> LifeId {
+        let created = self.first_members.is_empty().then_some(self.volume_created);
+        LifeId { first_members: self.first_members.clone(), created }
+    }
+}
+
+/// Which of the volumes of a name: no other one has had the same ids. A volume of an early release does not know its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct LifeId {
+    first_members: Vec<ReplicaId>,
+    created: Option<Timestamp>,
 }
 
 /// How new the data of a directory is, as it says itself. Of two directories of one replica the greater one
@@ -106,6 +123,8 @@ pub struct Trashed {
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,
+    /// The identity of that disk, as its agent says; empty: it does not say.
+    pub disk_uuid: String,
     /// Whose data it holds.
     pub volume: VolumeName,
     /// Which replica.
@@ -210,9 +229,9 @@ struct Life<'a> {
 }
 
 impl<'a> Life<'a> {
-    /// Of several volumes of the name the one that was made last: the name was free only after the one
-    /// before was gone. Of several directories of a replica, and of several records, the newest by what
-    /// they hold.
+    /// Of several volumes of the name the one that the store had last: the name was free only after the one before was gone.
+    /// Clocks decide only between records of earlier releases. Of several directories of a replica, and of several records, the
+    /// newest by what they hold.
     fn newest(world: &World, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
         let name = VolumeName::new(name)?;
         let of_it = trash.iter().filter(|trashed| trashed.volume == name);
@@ -225,17 +244,20 @@ impl<'a> Life<'a> {
         let mut left: Vec<(Replica, Record)> =
             left.filter_map(|replica| Some((replica.clone(), read(replica)?))).collect();
         let records = || all.iter().map(|(_, record)| *record).chain(left.iter().map(|(_, record)| record));
-        let created = records().map(|record| record.volume_created).max();
+        let last = records().max_by_key(|record| (record.volume_version, record.volume_created));
+        let Some(life) = last.map(Record::life) else {
+            return Err(RequestError::NothingToUndelete(name.to_string()));
+        };
         let age = |record: &Record| {
             let granted = record.arbiter.granted().map(|view| view.id);
             (record.attach, granted, record.fenced_attach, record.current_size)
         };
-        let of_last = records().filter(|record| Some(record.volume_created) == created);
+        let of_last = records().filter(|record| record.life() == life);
         let Some(record) = of_last.max_by_key(|record| age(record)).cloned() else {
             return Err(RequestError::NothingToUndelete(name.to_string()));
         };
-        all.retain(|(_, record)| Some(record.volume_created) == created);
-        left.retain(|(_, record)| Some(record.volume_created) == created);
+        all.retain(|(_, record)| record.life() == life);
+        left.retain(|(_, record)| record.life() == life);
         let newness = |trashed: &Trashed| (trashed.restored, trashed.holds, trashed.deleted_ms);
         let mut found: BTreeMap<ReplicaId, (&Trashed, &Record)> = BTreeMap::new();
         for (trashed, record) in all {
@@ -263,9 +285,12 @@ impl<'a> Life<'a> {
         Ok(Some(volume))
     }
 
-    /// Whether its status was not stored any more: a new volume does not have these replicas.
+    /// Whether its status was not stored any more: a new volume does not have these replicas. Those that were left behind belong to
+    /// no volume, whatever it is.
     fn is_bare(&self, world: &World, volume: &Volume) -> bool {
-        let is_stored = |trashed: &Trashed| world.replicas.contains_key(&instance_name(trashed));
+        let is_stored = |trashed: &Trashed| {
+            world.replicas.get(&instance_name(trashed)).is_some_and(|replica| !replica.is_left_behind())
+        };
         volume.status.state == VolumeState::Creating
             && volume.status.attach == 0
             && (self.found.values().any(|(trashed, _)| is_stored(trashed))
@@ -300,8 +325,13 @@ impl<'a> Life<'a> {
 
 /// What its volume had left behind belongs to it again.
 fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -> Replica {
-    let mut status =
-        ReplicaStatus { deletion_record: None, message: String::new(), ..replica.status.clone() };
+    let mut status = ReplicaStatus {
+        deletion_record: None,
+        message: String::new(),
+        // A process of it, on a node that does not answer, has the secret that the volume had before.
+        stop_first: true,
+        ..replica.status.clone()
+    };
     if record.attach < attach {
         status.failed_at.get_or_insert(now);
     }

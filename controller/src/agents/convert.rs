@@ -129,6 +129,7 @@ fn replica(status: v1::ReplicaStatus) -> ReplicaView {
     ReplicaView {
         addresses: status.addresses,
         allocated_bytes: status.allocated_bytes,
+        directory: status.directory,
         attach: attach_of(&status.generation),
         views: report(status.committed, status.proposed).map(Box::new),
     }
@@ -335,6 +336,7 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
     Some(Trashed {
         node: node.clone(),
         disk_path: trashed.disk_path.clone(),
+        disk_uuid: trashed.disk_uuid.clone(),
         volume: VolumeName::new(&trashed.volume).ok()?,
         replica_id: trashed.replica_id.parse().ok()?,
         deleted_ms: trashed.deleted_ms,

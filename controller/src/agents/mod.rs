@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::observed::{AgentView, Agents, DiskView};
+use shorthorn_controller_core::observed::{AgentView, Agents, DiskView, Failure};
 use shorthorn_controller_core::orphans::Directory;
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::undelete::Trashed;
@@ -110,6 +110,26 @@ pub struct Fleet {
     configured: BTreeMap<NodeName, ServerUrl>,
     peers: RwLock<BTreeMap<NodeName, Peer>>,
     agents: RwLock<Agents>,
+}
+
+/// What is in the trash of all nodes.
+#[derive(Clone, Debug, Default)]
+pub struct FoundTrash {
+    /// The directories, with their nodes.
+    pub found: Vec<(NodeName, v1::TrashedReplica)>,
+    /// The nodes that do not say.
+    pub silent: Vec<NodeName>,
+    /// The disks whose trash is not known, in sentences.
+    pub problems: Vec<String>,
+}
+
+impl FoundTrash {
+    /// What may be missing, in sentences.
+    #[must_use]
+    pub fn unknown(&self) -> Vec<String> {
+        let silent = self.silent.iter().map(|node| format!("node {node} does not say what is in its trash"));
+        silent.chain(self.problems.iter().cloned()).collect()
+    }
 }
 
 /// The way to an agent.
@@ -241,7 +261,7 @@ impl Fleet {
                 Ok(()) => view.failures.remove(&call.instance()),
                 Err(error) => {
                     let message = format!("cannot {}: {error}", call.verb());
-                    view.failures.insert(call.instance(), message)
+                    view.failures.insert(call.instance(), Failure { call: call.name(), message })
                 }
             };
         });
@@ -323,8 +343,8 @@ impl Fleet {
         Ok(self.client(node)?.inspect_replica(limited(request, CALL_LIMIT)).await?.into_inner())
     }
 
-    /// What is in the trash of the disks of every node in reach, and the nodes that do not say.
-    pub async fn trash(&self) -> (Vec<(NodeName, v1::TrashedReplica)>, Vec<NodeName>) {
+    /// What is in the trash of the disks of every node in reach, and of what it is not known.
+    pub async fn trash(&self) -> FoundTrash {
         let in_reach: Vec<NodeName> = {
             let agents = self.agents();
             agents
@@ -343,19 +363,28 @@ impl Fleet {
                 (node, answer)
             });
         }
-        let (mut found, mut said) = (Vec::new(), BTreeSet::new());
+        let (mut found, mut said, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
         for (node, answer) in asking.join_all().await {
             match answer {
                 Ok(answer) => {
-                    found.extend(
-                        answer.into_inner().replicas.into_iter().map(|trashed| (node.clone(), trashed)),
-                    );
+                    let v1::ListTrashResponse { replicas, problems: of_node } = answer.into_inner();
+                    found.extend(replicas.into_iter().map(|trashed| (node.clone(), trashed)));
+                    problems.extend(of_node.into_iter().map(|problem| format!("node {node}: {problem}")));
                     said.insert(node);
                 }
                 Err(error) => tracing::warn!(%node, %error, "its trash is not known"),
             }
         }
-        (found, known.into_iter().filter(|node| !said.contains(node)).collect())
+        let silent = known.into_iter().filter(|node| !said.contains(node)).collect();
+        FoundTrash { found, silent, problems }
+    }
+
+    /// What is in the trash of the disks of one node.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn trash_on(&self, node: &NodeName) -> Result<v1::ListTrashResponse, CallError> {
+        Ok(self.client(node)?.list_trash(limited(v1::ListTrashRequest {}, CALL_LIMIT)).await?.into_inner())
     }
 
     /// Has the agent of `node` take a directory out of the trash.
@@ -368,7 +397,7 @@ impl Fleet {
             volume: trashed.volume.to_string(),
             replica_id: trashed.replica_id.to_string(),
             deleted_ms: trashed.deleted_ms,
-            disk_uuid: String::new(),
+            disk_uuid: trashed.disk_uuid.clone(),
         };
         self.client(&trashed.node)?.restore_replica(limited(request, CALL_LIMIT)).await?;
         Ok(())
@@ -431,7 +460,7 @@ impl Fleet {
             volume: trashed.volume.to_string(),
             replica_id: trashed.replica_id.to_string(),
             deleted_ms: trashed.deleted_ms,
-            disk_uuid: String::new(),
+            disk_uuid: trashed.disk_uuid.clone(),
         };
         self.client(&trashed.node)?.remove_trash(limited(request, STOP_LIMIT)).await?;
         Ok(())

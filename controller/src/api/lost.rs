@@ -23,10 +23,29 @@ impl Api {
             tracing::warn!(node = wanted.node, disk = wanted.path, force, "a disk is given up");
         } else {
             let node = NodeName::new(&wanted.node).map_err(|error| status::of_request(&error.into()))?;
+            self.check_trash(&node, &wanted).await?;
+            self.change(|world| wanted.closed(world, &self.fleet.agents())).await?;
             self.fleet.remove_disk(&node, &wanted.path).await.map_err(|error| status::of_call(&error))?;
         }
         self.change(|world| wanted.apply(world, &self.fleet.agents())).await?;
         self.show_node(&wanted.node)
+    }
+
+    /// What is in the trash of a disk that is removed is out of sight. A disk that was given up cannot be asked.
+    async fn check_trash(&self, node: &NodeName, wanted: &RemoveDisk) -> Result<(), Status> {
+        let is_given_up = self
+            .store
+            .world()
+            .nodes
+            .get(&wanted.node)
+            .is_some_and(|node| node.spec.disks.get(&wanted.path).is_some_and(|disk| disk.lost));
+        if is_given_up {
+            return Ok(());
+        }
+        let listed = self.fleet.trash_on(node).await.map_err(|error| status::of_call(&error))?;
+        let is_there = |trashed: &&v1::TrashedReplica| trashed.disk_path == wanted.path && !trashed.restored;
+        let directories = listed.replicas.iter().filter(is_there).count();
+        wanted.leave_trash(directories).map_err(|error| status::of_request(&error))
     }
 
     pub(super) async fn orphans(&self) -> v1::ListOrphansResponse {

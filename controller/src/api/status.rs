@@ -45,9 +45,12 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::NodeNotCordoned(_)
         | RequestError::NodeHasEngines { .. }
         | RequestError::NodeHasLast { .. }
+        | RequestError::NodeHasMajority { .. }
         | RequestError::DiskHasReplicas { .. }
         | RequestError::DiskIsUsable { .. }
         | RequestError::DiskHasLast { .. }
+        | RequestError::DiskHasMajority { .. }
+        | RequestError::DiskHasTrash { .. }
         | RequestError::NeverAttached(_)
         | RequestError::NotAttached(_) => Code::FailedPrecondition,
     };

@@ -6,7 +6,7 @@ use shorthorn_controller_core::objects::{Object, Replica, ReplicaSpec, Volume};
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
-use shorthorn_controller_core::{NodeName, Timestamp, csi, lost_disk};
+use shorthorn_controller_core::{Timestamp, csi, lost_disk};
 use shorthorn_proto::v1;
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
@@ -14,20 +14,19 @@ use tonic::Status;
 
 use super::server::Api;
 use super::status;
-use crate::agents::convert;
+use crate::agents::{FoundTrash, convert};
 use crate::random::new_secret;
 use crate::store::StoreError;
 
-fn unsaid(node: &NodeName) -> String {
-    format!("node {node} does not say what is in its trash")
-}
+/// How often what an undeletion stores is decided anew because another change came first.
+const CONFLICTS_MAX: u32 = 10;
 
 /// How long an undeletion waits for the deletion to be over. Less than the caller does.
 const DELETION_LIMIT: Duration = Duration::from_secs(20);
 
 impl Api {
     pub(super) async fn trash(&self, name: &str) -> v1::ListVolumeTrashResponse {
-        let (found, silent) = self.fleet.trash().await;
+        let FoundTrash { found, silent, problems } = self.fleet.trash().await;
         // What is restored and in use is no trash.
         let is_in_use = |trashed: &v1::TrashedReplica| {
             let world = self.store.world();
@@ -55,6 +54,7 @@ impl Api {
         v1::ListVolumeTrashResponse {
             replicas,
             silent_nodes: silent.iter().map(ToString::to_string).collect(),
+            problems,
         }
     }
 
@@ -65,19 +65,19 @@ impl Api {
         name: &str,
         replica_id: &str,
     ) -> Result<v1::RemoveVolumeTrashResponse, Status> {
-        let (found, silent) = self.fleet.trash().await;
+        let listed = self.fleet.trash().await;
         let is_meant = |trashed: &v1::TrashedReplica| {
             let is_replica = replica_id.is_empty() || trashed.replica_id == replica_id;
             trashed.volume == name && is_replica && !trashed.restored
         };
-        let meant = found.iter().filter(|(_, trashed)| is_meant(trashed));
+        let meant = listed.found.iter().filter(|(_, trashed)| is_meant(trashed));
         let meant: Vec<Trashed> =
             meant.filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
         if meant.is_empty() {
             let error = RequestError::NotInTrash { name: name.to_owned(), replica: replica_id.to_owned() };
             return Err(status::of_request(&error));
         }
-        let mut problems: Vec<String> = silent.iter().map(unsaid).collect();
+        let mut problems = listed.unknown();
         let mut removed = 0;
         for trashed in meant {
             let (replica, node) = (trashed.replica_id, &trashed.node);
@@ -96,13 +96,13 @@ impl Api {
     /// end in between finds the rest in the trash.
     pub(super) async fn undelete(&self, name: &str) -> Result<v1::UndeleteVolumeResponse, Status> {
         self.wait_for_deletion(name).await?;
-        let (found, silent) = self.fleet.trash().await;
+        let listed = self.fleet.trash().await;
         let trash: Vec<Trashed> =
-            found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
+            listed.found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
         let wanted =
             directories(&self.store.world(), name, &trash).map_err(|error| status::of_request(&error))?;
         tracing::warn!(volume = name, replicas = wanted.len(), "a volume is undeleted");
-        let mut problems: Vec<String> = silent.iter().map(unsaid).collect();
+        let mut problems = listed.unknown();
         let mut restored = Vec::new();
         for trashed in wanted {
             match self.fleet.restore_replica(&trashed).await {
@@ -168,7 +168,7 @@ impl Api {
     /// A deletion that was decided before the volume was stored may have moved directories since `before` was listed. Returns
     /// the problems.
     async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
-        let (found, _) = self.fleet.trash().await;
+        let FoundTrash { found, .. } = self.fleet.trash().await;
         let is_stored = |trashed: &Trashed| {
             let world = self.store.world();
             let stored = world.replicas.get(&ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id));
@@ -199,6 +199,7 @@ impl Api {
         problems
     }
 
+    /// Decides anew what to store if another change comes first.
     async fn store_undeleted(
         &self,
         name: &str,
@@ -208,17 +209,27 @@ impl Api {
         let secret = new_secret()
             .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
         let in_place = restored.iter().map(|trashed| trashed.replica_id).collect();
-        let decided = undelete(&self.store.world(), name, trash, &in_place, secret, Timestamp::now());
-        let Undeletion { replicas, engine, volume } = decided.map_err(|error| status::of_request(&error))?;
-        let objects = replicas.into_iter().map(Object::from);
-        for object in objects.chain(engine.map(Object::from)).chain(volume.map(Object::from)) {
-            match self.store.put(object).await {
-                Ok(_) => {}
+        let mut conflicts = 0;
+        loop {
+            let secret = secret.clone();
+            let decided = undelete(&self.store.world(), name, trash, &in_place, secret, Timestamp::now());
+            match self.put_undeleted(decided.map_err(|error| status::of_request(&error))?).await {
+                Ok(()) => return Ok(()),
+                Err(StoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,
                 Err(conflict @ StoreError::Conflict { .. }) => {
-                    return Err(Status::aborted(format!("{conflict}; try again")));
+                    return Err(Status::aborted(format!("too many changes at once: {conflict}; try again")));
                 }
                 Err(error) => return Err(status::of_store(&error)),
             }
+        }
+    }
+
+    /// The volume last.
+    async fn put_undeleted(&self, undeletion: Undeletion) -> Result<(), StoreError> {
+        let Undeletion { replicas, engine, volume } = undeletion;
+        let objects = replicas.into_iter().map(Object::from);
+        for object in objects.chain(engine.map(Object::from)).chain(volume.map(Object::from)) {
+            self.store.put(object).await?;
         }
         Ok(())
     }

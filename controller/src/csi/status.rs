@@ -42,9 +42,12 @@ impl IntoCsiError for RequestError {
             | RequestError::NodeNotCordoned(_)
             | RequestError::NodeHasEngines { .. }
             | RequestError::NodeHasLast { .. }
+            | RequestError::NodeHasMajority { .. }
             | RequestError::DiskHasReplicas { .. }
             | RequestError::DiskIsUsable { .. }
             | RequestError::DiskHasLast { .. }
+            | RequestError::DiskHasMajority { .. }
+            | RequestError::DiskHasTrash { .. }
             | RequestError::NeverAttached(_)
             | RequestError::NotAttached(_) => CsiError::Precondition(message),
             RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => CsiError::Exhausted(message),

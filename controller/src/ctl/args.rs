@@ -588,8 +588,9 @@ pub enum DiskCommand {
         /// on it is not waited for
         #[arg(long)]
         lost: bool,
-        /// Also if nothing seems wrong with it, or if it has the last replica of volumes: those are lost
-        #[arg(long, requires = "lost")]
+        /// With --lost: also if nothing seems wrong with it, or if it has the last replica of volumes: those are lost. Else: also if
+        /// something is in its trash, which stays on the disk
+        #[arg(long)]
         force: bool,
         /// Does not ask
         #[arg(long, short)]

@@ -246,7 +246,8 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
 
 pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Result<String, CtlError> {
     let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
-    let silent: String = trash.silent_nodes.iter().map(silent).collect();
+    let problems = trash.problems.iter().map(|problem| format!("\n{problem}"));
+    let silent: String = trash.silent_nodes.iter().map(silent).chain(problems).collect();
     let views: Vec<TrashView> = trash.replicas.into_iter().map(Into::into).collect();
     if !format.is_for_people() {
         return for_programs(format, &views);

@@ -5,6 +5,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use shorthorn_proto::v1;
@@ -47,6 +48,15 @@ struct State {
     views: BTreeMap<String, v1::View>,
 }
 
+/// Something that happens once.
+struct Meanwhile(Pin<Box<dyn Future<Output = ()> + Send>>);
+
+impl std::fmt::Debug for Meanwhile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Meanwhile")
+    }
+}
+
 /// One agent; clones are the same.
 #[derive(Clone, Debug)]
 pub struct FakeAgent {
@@ -54,6 +64,8 @@ pub struct FakeAgent {
     state: Arc<Mutex<State>>,
     truth: Arc<Mutex<Truth>>,
     events: broadcast::Sender<v1::InstanceEvent>,
+    /// What is done once, within the next call of that name, before anything else.
+    before: Arc<Mutex<BTreeMap<&'static str, Meanwhile>>>,
     /// Connections that were opened since it last hung up.
     open: Arc<Mutex<Vec<OwnedFd>>>,
 }
@@ -65,8 +77,35 @@ impl FakeAgent {
             state: Arc::default(),
             truth,
             events: broadcast::Sender::new(1024),
+            before: Arc::default(),
             open: Arc::default(),
         }
+    }
+
+    /// Something else happens while the agent has the next call of that name.
+    pub fn meanwhile(&self, call: &'static str, work: impl Future<Output = ()> + Send + 'static) {
+        self.before.lock().unwrap().insert(call, Meanwhile(Box::pin(work)));
+    }
+
+    async fn has(&self, call: &'static str) {
+        let meanwhile = self.before.lock().unwrap().remove(call);
+        if let Some(Meanwhile(work)) = meanwhile {
+            work.await;
+        }
+    }
+
+    /// The directory of a replica goes to the trash, as by a call of some time ago.
+    pub fn trash(&self, trashed: v1::TrashedReplica) {
+        let mut state = self.state();
+        let name = format!("{}-{}", trashed.volume, trashed.replica_id);
+        state.directories.remove(&name);
+        state.trash.retain(|other| !other.restored || other.replica_id != trashed.replica_id);
+        state.trash.push(trashed);
+    }
+
+    /// When what is in the trash was deleted.
+    pub fn trashed(&self) -> Vec<u64> {
+        self.state().trash.iter().map(|trashed| trashed.deleted_ms).collect()
     }
 
     /// Serves until the returned task is aborted; the state outlives that.
@@ -443,6 +482,7 @@ impl Node for FakeAgent {
         &self,
         request: Request<v1::StopInstanceRequest>,
     ) -> Result<Response<v1::StopInstanceResponse>, Status> {
+        self.has("StopInstance").await;
         let request = request.into_inner();
         let mut state = self.state();
         let key = (request.kind, request.name.clone());
@@ -676,6 +716,7 @@ impl Node for FakeAgent {
         if state.directories.remove(&name) {
             let trashed = v1::TrashedReplica {
                 disk_path: request.disk_path,
+                disk_uuid: request.disk_uuid,
                 volume: request.volume,
                 replica_id: request.replica_id,
                 deleted_ms: u64::try_from(state.trash.len()).unwrap() + 1,
@@ -691,21 +732,30 @@ impl Node for FakeAgent {
         &self,
         _: Request<v1::ListTrashRequest>,
     ) -> Result<Response<v1::ListTrashResponse>, Status> {
-        Ok(Response::new(v1::ListTrashResponse { replicas: self.state().trash.clone() }))
+        Ok(Response::new(v1::ListTrashResponse {
+            replicas: self.state().trash.clone(),
+            problems: Vec::new(),
+        }))
     }
 
     async fn restore_replica(
         &self,
         request: Request<v1::RestoreReplicaRequest>,
     ) -> Result<Response<v1::RestoreReplicaResponse>, Status> {
+        self.has("RestoreReplica").await;
         let request = request.into_inner();
+        self.check_disk(&request.disk_path, &request.disk_uuid);
         let mut state = self.state();
         let is_it = |trashed: &v1::TrashedReplica| {
             trashed.replica_id == request.replica_id && trashed.deleted_ms == request.deleted_ms
         };
         let Some(at) = state.trash.iter().position(is_it) else { return Err(Status::not_found("gone")) };
+        let name = format!("{}-{}", request.volume, request.replica_id);
+        if !state.trash[at].restored && state.directories.contains(&name) {
+            return Err(Status::failed_precondition(format!("{name} is there already")));
+        }
         state.trash[at].restored = true;
-        state.directories.insert(format!("{}-{}", request.volume, request.replica_id));
+        state.directories.insert(name);
         Ok(Response::new(v1::RestoreReplicaResponse {}))
     }
 
@@ -714,6 +764,7 @@ impl Node for FakeAgent {
         request: Request<v1::RemoveTrashRequest>,
     ) -> Result<Response<v1::RemoveTrashResponse>, Status> {
         let request = request.into_inner();
+        self.check_disk(&request.disk_path, &request.disk_uuid);
         self.state().trash.retain(|trashed| {
             trashed.replica_id != request.replica_id || trashed.deleted_ms != request.deleted_ms
         });

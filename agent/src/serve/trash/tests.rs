@@ -26,6 +26,10 @@ fn made(disk: &Path) -> PathBuf {
     directory
 }
 
+fn listed(disk: &Path) -> Vec<v1::TrashedReplica> {
+    list(disk, "u-1", LIMITS).unwrap()
+}
+
 /// Deletes the replica.
 fn moved(disk: &Path, note: &str, now_ms: u64) -> Result<(), NodeError> {
     let held = held(&directory_of(disk, &replica()))?;
@@ -39,7 +43,7 @@ fn what_was_deleted_comes_back_as_it_was() {
     fs::write(directory.join("mark"), "mine").unwrap();
     moved(dir.path(), "a note", HOUR_MS).unwrap();
     assert!(!directory.exists());
-    let shown = list(dir.path(), "u-1", LIMITS);
+    let shown = listed(dir.path());
     assert_eq!(shown.len(), 1);
     assert_eq!((shown[0].volume.as_str(), shown[0].replica_id.as_str()), ("v1", "0123abcd"));
     assert_eq!((shown[0].deleted_ms, shown[0].expires_ms), (HOUR_MS, 25 * HOUR_MS));
@@ -49,7 +53,7 @@ fn what_was_deleted_comes_back_as_it_was() {
     assert_eq!(fs::read_to_string(directory.join("mark")).unwrap(), "mine");
     restore(dir.path(), &replica(), HOUR_MS).unwrap();
     remove(dir.path(), &replica(), HOUR_MS).unwrap();
-    assert!(list(dir.path(), "u-1", LIMITS).is_empty() && directory.exists());
+    assert!(listed(dir.path()).is_empty() && directory.exists());
     restore(dir.path(), &replica(), HOUR_MS).unwrap();
     fs::remove_dir_all(&directory).unwrap();
     assert!(matches!(restore(dir.path(), &replica(), HOUR_MS), Err(NodeError::NotFound(_))));
@@ -72,7 +76,7 @@ fn no_replica_takes_the_place_of_another_one() {
     moved(dir.path(), "", 1).unwrap();
     made(dir.path());
     assert!(matches!(restore(dir.path(), &replica(), 1), Err(NodeError::Precondition(_))));
-    assert_eq!(list(dir.path(), "", LIMITS).len(), 1);
+    assert_eq!(listed(dir.path()).len(), 1);
 }
 
 /// Wherever the move is cut off, the directory is in one place, and in the trash only with its record.
@@ -82,17 +86,17 @@ fn a_move_that_is_cut_off_loses_nothing() {
     let (directory, folder) = (directory_of(dir.path(), &replica()), folder_of(dir.path(), &replica(), 7));
     make(&root_of(dir.path())).unwrap();
     make(&folder).unwrap();
-    assert!(list(dir.path(), "", LIMITS).is_empty() && directory.exists(), "before its record");
+    assert!(listed(dir.path()).is_empty() && directory.exists(), "before its record");
     fs::write(folder.join(RECORD), "{").unwrap();
-    assert!(list(dir.path(), "", LIMITS).is_empty() && directory.exists(), "within its record");
+    assert!(listed(dir.path()).is_empty() && directory.exists(), "within its record");
     // The same again goes to its end.
     moved(dir.path(), "", 7).unwrap();
-    assert_eq!(list(dir.path(), "", LIMITS).len(), 1);
+    assert_eq!(listed(dir.path()).len(), 1);
     // A restore that is cut off before the rest was removed.
     fs::write(folder.join(RESTORED), "").unwrap();
-    assert!(!list(dir.path(), "", LIMITS)[0].restored && has(dir.path(), &replica()));
+    assert!(!listed(dir.path())[0].restored && has(dir.path(), &replica()).unwrap());
     fs::rename(folder.join(DIRECTORY), &directory).unwrap();
-    assert!(list(dir.path(), "", LIMITS)[0].restored && !has(dir.path(), &replica()));
+    assert!(listed(dir.path())[0].restored && !has(dir.path(), &replica()).unwrap());
     restore(dir.path(), &replica(), 7).unwrap();
 }
 
@@ -103,7 +107,7 @@ fn a_record_that_is_damaged_or_of_another_one_restores_nothing() {
     let path = folder_of(dir.path(), &replica(), 7).join(RECORD);
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace("a note", "b note")).unwrap();
-    let shown = list(dir.path(), "", LIMITS);
+    let shown = listed(dir.path());
     assert!(shown[0].problem.contains("ShorthornCheck") && shown[0].record.is_empty(), "{shown:?}");
     assert!(shown[0].allocated_bytes > 0);
     assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::Precondition(_))));
@@ -139,7 +143,7 @@ fn a_sweep_ends_what_was_cut_off_and_leaves_what_is_young() {
     fs::create_dir(&cut_off).unwrap();
     sweep(dir.path(), LIMITS, 25 * HOUR_MS);
     assert!(!cut_off.exists());
-    let left: Vec<u64> = list(dir.path(), "", LIMITS).iter().map(|shown| shown.deleted_ms).collect();
+    let left: Vec<u64> = listed(dir.path()).iter().map(|shown| shown.deleted_ms).collect();
     assert_eq!(left, [2 * HOUR_MS]);
     remove(dir.path(), &replica(), 2 * HOUR_MS).unwrap();
     remove(dir.path(), &replica(), 2 * HOUR_MS).unwrap();
@@ -152,22 +156,22 @@ fn what_is_restored_is_listed_until_its_record_is_removed() {
     let dir = disk();
     moved(dir.path(), "a note", 7).unwrap();
     restore(dir.path(), &replica(), 7).unwrap();
-    let shown = list(dir.path(), "", LIMITS);
+    let shown = listed(dir.path());
     assert!(shown[0].restored && shown[0].record == "a note" && shown[0].problem.is_empty(), "{shown:?}");
     assert_eq!(trash_bytes(dir.path()), 0, "it is no trash");
     // Neither time nor want of space is a reason to delete what is in place.
     let full = TrashLimits { free_percent: 100, ..LIMITS };
     sweep(dir.path(), full, 1000 * HOUR_MS);
-    assert!(directory_of(dir.path(), &replica()).exists() && list(dir.path(), "", LIMITS).len() == 1);
+    assert!(directory_of(dir.path(), &replica()).exists() && listed(dir.path()).len() == 1);
     // Deleted again it is one directory, with one record.
     moved(dir.path(), "a later note", 9).unwrap();
-    let shown = list(dir.path(), "", LIMITS);
+    let shown = listed(dir.path());
     assert_eq!((shown.len(), shown[0].record.as_str(), shown[0].restored), (1, "a later note", false));
     assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 1);
     // By somebody who knows nothing of the volume.
     restore(dir.path(), &replica(), 9).unwrap();
     moved(dir.path(), "", 11).unwrap();
-    let shown = list(dir.path(), "", LIMITS);
+    let shown = listed(dir.path());
     assert_eq!((shown.len(), shown[0].record.as_str(), shown[0].restored), (1, "a later note", false));
 }
 
@@ -194,8 +198,7 @@ fn the_oldest_make_room_for_the_record_of_the_newest() {
         moved(dir.path(), "", at).unwrap();
         made(dir.path());
     }
-    let deleted =
-        || -> Vec<u64> { list(dir.path(), "", LIMITS).iter().map(|shown| shown.deleted_ms).collect() };
+    let deleted = || -> Vec<u64> { listed(dir.path()).iter().map(|shown| shown.deleted_ms).collect() };
     let full = || NodeError::Exhausted("full".to_owned());
     // The disk has space once the two oldest are gone.
     let work = || if deleted().len() > 1 { Err(full()) } else { Ok(()) };
@@ -220,5 +223,49 @@ fn a_replica_that_a_process_has_open_is_not_deleted_where_nothing_is_kept_either
     assert!(matches!(delete(), Err(NodeError::Precondition(_))) && directory.exists());
     store.close().unwrap();
     delete().unwrap();
-    assert!(!directory.exists() && list(dir.path(), "", LIMITS).is_empty());
+    assert!(!directory.exists() && listed(dir.path()).is_empty());
+}
+
+#[test]
+fn a_trash_that_cannot_be_read_is_not_taken_for_an_empty_one() {
+    let dir = disk();
+    moved(dir.path(), "", 7).unwrap();
+    let (root, hidden) = (root_of(dir.path()), dir.path().join("hidden"));
+    fs::rename(&root, &hidden).unwrap();
+    assert!(!has(dir.path(), &replica()).unwrap() && listed(dir.path()).is_empty(), "there is none");
+    // As far as the system says: no directory can be read there.
+    fs::write(&root, "").unwrap();
+    assert!(has(dir.path(), &replica()).is_err() && list(dir.path(), "", LIMITS).is_err());
+    sweep(dir.path(), LIMITS, 100 * HOUR_MS);
+    fs::remove_file(&root).unwrap();
+    fs::rename(&hidden, &root).unwrap();
+    // One folder of it cannot be looked at: a link that leads to itself.
+    let inside = folder_of(dir.path(), &replica(), 7).join(DIRECTORY);
+    fs::rename(&inside, dir.path().join("away")).unwrap();
+    std::os::unix::fs::symlink(&inside, &inside).unwrap();
+    assert!(has(dir.path(), &replica()).unwrap(), "its data may be there");
+    let shown = listed(dir.path());
+    assert!(shown.len() == 1 && !shown[0].problem.is_empty(), "{shown:?}");
+    remove_leftovers(dir.path(), |_, _| true);
+    assert_eq!(listed(dir.path()).len(), 1, "it is no leftover");
+}
+
+/// A sweep deletes for good what somebody else restores or deletes at that moment.
+#[test]
+fn what_a_sweep_has_deleted_meanwhile_is_gone_and_no_trouble() {
+    let dir = disk();
+    moved(dir.path(), "", 7).unwrap();
+    let folder = folder_of(dir.path(), &replica(), 7);
+    let record = entry(dir.path(), folder.clone()).unwrap();
+    assert!(record.record.is_ok());
+    // It holds the directory for as long as it deletes: nothing is moved out of a folder that goes.
+    let held = hold(&folder.join(DIRECTORY)).unwrap();
+    assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::Precondition(_))));
+    assert!(folder.join(DIRECTORY).exists() && !folder.join(RESTORED).exists());
+    drop(held);
+    fs::rename(&folder, folder.with_extension("7.gone")).unwrap();
+    assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::NotFound(_))));
+    remove(dir.path(), &replica(), 7).unwrap();
+    remove_tree(&folder).unwrap();
+    assert!(entry(dir.path(), folder).is_none());
 }

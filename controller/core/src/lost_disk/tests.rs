@@ -2,6 +2,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::Timestamp;
+use crate::example::{self, Example};
 use crate::objects::{
     DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, ReplicaStatus, Secret, VolumeState,
 };
@@ -66,6 +67,18 @@ fn only_an_empty_disk_is_taken_out_of_use() {
         panic!("it stays")
     };
     assert!(node.spec.disks.is_empty());
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&world(false), &agents("")) else {
+        panic!("a replica could still be placed there")
+    };
+    assert!(!closed.spec.disks[DISK].allow_scheduling);
+    let mut world_closed = world(false);
+    world_closed.insert(closed.into());
+    let again = remove(false, false).closed(&world_closed, &agents(""));
+    assert!(matches!(again, Ok(Change::AlreadySo(_))));
+    assert!(remove(false, false).closed(&world(true), &agents("")).is_err(), "replicas are on it");
+    let refused = remove(false, false).leave_trash(2).unwrap_err().to_string();
+    assert!(refused.contains("2 directories") && refused.contains("--force"), "{refused}");
+    assert!(remove(false, false).leave_trash(0).is_ok() && remove(false, true).leave_trash(2).is_ok());
     let other = RemoveDisk { path: "/other".to_owned(), ..remove(false, false) };
     assert!(matches!(other.apply(&world(false), &agents("")), Err(RequestError::NoDisk { .. })));
 }
@@ -95,4 +108,25 @@ fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force(
     let back = SetDisk { node, path, allow_scheduling: allow, ..SetDisk::default() }.apply(&world);
     let Ok(Change::Store(node)) = back else { panic!("{back:?}") };
     assert!(!node.spec.disks[DISK].lost && !node.spec.disks[DISK].eviction_requested);
+}
+
+/// Two of three members are on disks that are lost: what the third one has is not enough to start.
+#[test]
+fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
+    let mut example = Example::new();
+    example.volume().status.state = VolumeState::Detached;
+    example.engine().status = Default::default();
+    example.node("b").spec.disks.get_mut(example::DISK).unwrap().lost = true;
+    let give_up = |example: &Example| {
+        let (node, path) = ("a".to_owned(), example::DISK.to_owned());
+        RemoveDisk { node, path, lost: true, force: false }.apply(&example.world, &Agents::default())
+    };
+    let refused = give_up(&example).unwrap_err();
+    assert!(matches!(&refused, RequestError::DiskHasMajority { volumes, .. } if volumes == "v"), "{refused}");
+    assert!(refused.to_string().contains("volume salvage"), "{refused}");
+    example.replica(3, |replica| replica.status.failed_at = Some(now()));
+    assert!(matches!(give_up(&example), Err(RequestError::DiskHasLast { .. })), "the third one is stale");
+    example.replica(3, |replica| replica.status.failed_at = None);
+    example.node("b").spec.disks.get_mut(example::DISK).unwrap().lost = false;
+    assert!(matches!(give_up(&example), Ok(Change::Store(_))));
 }

@@ -124,6 +124,10 @@ pub struct VolumeStatus {
     /// run: enough replicas refuse it. 0: none was ever fenced without having been stopped.
     #[serde(default)]
     pub fenced_attach: u64,
+    /// Nobody waits for an engine of this attachment or an older one: the volume is deleted, and its node was given up. It is not
+    /// fenced, and is stopped if its node comes back. 0: that was never so.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub abandoned_attach: u64,
     /// What the arbiter has granted. It is part of the volume, so that the compare-and-swap which stores a grant
     /// fails where another attachment was drawn meanwhile.
     #[serde(default)]

@@ -121,7 +121,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
             write_status(&mut decision, engine, status);
         }
         (_, shown) => {
-            let failure = view.failures.get(&key);
+            let failure = view.failures.get(&key).map(|failure| &failure.message);
             let Some(volume) = context.world.volumes.get(engine.spec.volume_name.as_str()) else {
                 return decision;
             };
@@ -298,7 +298,8 @@ fn stop(engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
         }
         return decision;
     }
-    let status = stopping(engine, view, view.failures.get(&key));
+    let failure = view.failures.get(&key).map(|failure| &failure.message);
+    let status = stopping(engine, view, failure);
     if status != engine.status {
         // Shown first; the change brings the next run, which calls.
         write_status(&mut decision, engine, status);

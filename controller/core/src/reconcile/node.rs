@@ -1,9 +1,10 @@
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use super::{Context, GIVE_UP_CHECK, Sight, sight};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Node};
-use crate::observed::AgentView;
-use crate::{Action, Decision, Label, NodeName, lost_node};
+use crate::observed::{AgentView, Detail, Instance, InstanceKey};
+use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = Decision::nothing();
@@ -41,13 +42,44 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         node.status.conditions.set(ConditionType::Ready, finding, context.now);
         node.status.conditions.observe(node.metadata.generation);
     }
+    let lost: Vec<String> = lost_disks(&node).map(str::to_owned).collect();
     if stored != Some(&node) {
         decision.write(node);
         if let Some((is_warning, reason, message)) = news {
             decision.emit(Key::new(Kind::Node, name), is_warning, reason, message);
         }
     }
+    // Last, because a process that hangs must not hold up anything.
+    stop_forgotten(context, &node_name, &lost, &mut decision);
     decision
+}
+
+fn lost_disks(node: &Node) -> impl Iterator<Item = &str> {
+    node.spec.disks.iter().filter(|(_, disk)| disk.lost).map(|(path, _)| path.as_str())
+}
+
+/// Stops the processes on disks that are given up whose replicas are forgotten: nothing else knows of them. A process that waits
+/// for its disk may not end at once, so this is done until the agent does not show it any more.
+fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decision: &mut Decision) {
+    if lost.is_empty() {
+        return;
+    }
+    let Sight::Clear(view) = sight(context, node) else { return };
+    let is_there = |(key, instance): &(&InstanceKey, &Instance)| {
+        let Detail::Replica(shown) = &instance.detail else { return false };
+        let is_lost = lost.iter().any(|disk| Path::new(&shown.directory).starts_with(disk));
+        is_lost && !context.world.replicas.contains_key(&key.name)
+    };
+    let mut forgotten: Vec<&InstanceKey> =
+        view.instances.iter().filter(is_there).map(|(key, _)| key).collect();
+    // A call that fails is the last one of its run.
+    forgotten.sort_by_key(|key| view.failures.contains_key(key));
+    if !forgotten.is_empty() {
+        decision.again_after(GIVE_UP_CHECK);
+    }
+    for key in forgotten {
+        decision.call(node, AgentCall::StopInstance { instance: key.clone(), attach: 0 });
+    }
 }
 
 /// Whether a node is lost, is back, or is there for the first time: whether that is a trouble, and in words.

@@ -57,6 +57,9 @@ fn lose_sight(context: &Context<'_>, replica: &Replica, reason: String) -> Decis
 }
 
 fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
+    if replica.status.stop_first {
+        return stop_first(replica, view);
+    }
     let key = instance_of(replica);
     let mut decision = Decision::nothing();
     let mut status = wanted_status(context, replica);
@@ -64,7 +67,7 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
     match found {
         Some(instance) => take_over(&mut status, instance),
         None => {
-            let failure = view.failures.get(&key);
+            let failure = view.failures.get(&key).map(|failure| &failure.message);
             let failed = failure.is_some();
             status.current_state = if failed { CurrentState::Error } else { CurrentState::Starting };
             status.message = failure.cloned().unwrap_or_default();
@@ -77,6 +80,34 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
     if found.is_none() {
         start(context, replica, create, &mut decision);
     }
+    decision
+}
+
+/// Has the process stopped that a replica may have had before its undeletion: no engine of its volume could talk to it. What
+/// is stored after the call says that this was done.
+fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
+    let mut decision = Decision::nothing();
+    let key = instance_of(replica);
+    let failure = view.failures.get(&key).map(|failure| &failure.message);
+    let mut status = ReplicaStatus {
+        current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
+        message: failure.cloned().unwrap_or_default(),
+        addresses: Vec::new(),
+        ..replica.status.clone()
+    };
+    if failure.is_some() && status != replica.status {
+        // Shown first; the change brings the next run, which tries again.
+        write_status(&mut decision, replica, status);
+        return decision;
+    }
+    decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
+    status = ReplicaStatus {
+        stop_first: false,
+        current_state: CurrentState::Starting,
+        message: String::new(),
+        ..status
+    };
+    write_status(&mut decision, replica, status);
     decision
 }
 
@@ -143,16 +174,18 @@ fn stop(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision 
     let shown = view.instances.get(&key).is_some_and(|instance| instance.state != InstanceState::Stopped);
     let mut status = with_membership(context, replica);
     let stopped = status.current_state == CurrentState::Stopped;
-    if let Some(failure) = view.failures.get(&key).filter(|failure| !stopped && **failure != status.message) {
+    let failure = view.failures.get(&key).map(|failure| &failure.message);
+    if let Some(failure) = failure.filter(|failure| !stopped && **failure != status.message) {
         // Shown first; the change brings the next run, which tries again.
         status.message.clone_from(failure);
         write_status(&mut decision, replica, status);
         return decision;
     }
-    if shown || !stopped {
+    if shown || !stopped || status.stop_first {
         decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
     }
     status.current_state = CurrentState::Stopped;
+    status.stop_first = false;
     status.addresses.clear();
     status.message.clear();
     write_status(&mut decision, replica, status);
@@ -262,15 +295,16 @@ fn remove(
         }
         Sight::Gone(reason) => Some((reason, Duration::ZERO)),
         Sight::Clear(view) => {
-            if replica.is_left_behind() {
-                stop_stray(context, replica, &record, view, &mut decision);
+            let stray = stray_engine(context, replica, &record, view);
+            if let Some((instance, attach)) = stray.clone() {
+                decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
             }
             ask_for_deletion(&mut decision, replica, &record);
             decision.actions.push(remove);
             // A call that has failed is tried for as long as a node is that does not answer.
             let since = volume.and_then(|(volume, _)| volume.metadata.deletion_timestamp);
             let left = since.map_or(Duration::ZERO, |since| remaining(since, UNREACHABLE_AFTER, context.now));
-            view.failures.get(&key).cloned().map(|failure| (failure, left))
+            obstacle(view, &key, stray.map(|(instance, _)| instance)).map(|failure| (failure, left))
         }
     };
     let Some((message, left)) = trouble else { return decision };
@@ -290,23 +324,33 @@ fn remove(
     decision
 }
 
-/// Stops an engine that is still there on the node of a replica that was left behind: nothing else knows of it, if the
-/// volume has been elsewhere since. It is fenced. An engine of a new volume of the name is left alone.
-fn stop_stray(
+/// What keeps the data from being deleted: the last call of a deletion has failed. A call for something else says nothing of
+/// that.
+fn obstacle(view: &AgentView, replica: &InstanceKey, stray: Option<InstanceKey>) -> Option<String> {
+    if let Some(failure) = stray.and_then(|engine| view.failures.get(&engine)) {
+        return Some(format!(
+            "an engine of its deleted volume is still there, and is stopped first: {}",
+            failure.message
+        ));
+    }
+    let failure = view.failures.get(replica)?;
+    matches!(failure.call, "StopInstance" | "DeleteReplica").then(|| failure.message.clone())
+}
+
+/// An engine that is still there on the node of a replica that was left behind, and the number of its volume's last attachment:
+/// nothing else knows of it, if the volume has been elsewhere since. It is fenced. An engine of a new volume of the name is
+/// left alone.
+fn stray_engine(
     context: &Context<'_>,
     replica: &Replica,
     record: &str,
     view: &AgentView,
-    decision: &mut Decision,
-) {
+) -> Option<(InstanceKey, u64)> {
     let instance = InstanceKey::engine(&replica.spec.volume_name);
     let is_nobodys = !context.world.volumes.contains_key(replica.spec.volume_name.as_str());
-    if is_nobodys
-        && view.instances.contains_key(&instance)
-        && let Ok(Record { attach, .. }) = serde_json::from_str(record)
-    {
-        decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
-    }
+    let is_stray = replica.is_left_behind() && is_nobodys && view.instances.contains_key(&instance);
+    let record: Record = serde_json::from_str(record).ok().filter(|_| is_stray)?;
+    Some((instance, record.attach))
 }
 
 fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {

@@ -10,7 +10,9 @@ use crate::objects::{
     EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberStatus, Metadata, Node, NodeSpec,
     NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
-use crate::observed::{AgentInfo, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceState};
+use crate::observed::{
+    AgentInfo, Detail, DiskView, EngineView, Failure, Instance, InstanceKey, InstanceState,
+};
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall};
 
@@ -18,6 +20,7 @@ mod deletion;
 mod detach;
 mod display;
 mod losses;
+mod returns;
 mod starts;
 
 const ATTACH: u64 = 2;

@@ -203,6 +203,17 @@ pub enum RequestError {
         /// Of which volumes.
         volumes: String,
     },
+    /// Volumes could not start by themselves.
+    #[error(
+        "node {node} has so many replicas of {volumes} that these do not start without it: the others that have everything \
+         are fewer than half; with --force each of them has to be salvaged (shorthornctl volume salvage NAME)"
+    )]
+    NodeHasMajority {
+        /// The node.
+        node: String,
+        /// Which volumes.
+        volumes: String,
+    },
     /// Something is on it.
     #[error(
         "replicas are on disk {path} of node {node}: shorthornctl disk drain {node} {path} has them leave it; \
@@ -236,6 +247,33 @@ pub enum RequestError {
         /// The disk there.
         path: String,
         /// Of which volumes.
+        volumes: String,
+    },
+    /// Nobody would list or delete what is in its trash.
+    #[error(
+        "{directories} directories are in the trash of disk {path} of node {node}, and nobody lists or deletes them once the disk \
+         is removed: shorthornctl volume trash shows them, and volume undelete or volume trash --remove empties it; with --force \
+         they stay there, and are listed again if the disk is added again"
+    )]
+    DiskHasTrash {
+        /// The node.
+        node: String,
+        /// The disk there.
+        path: String,
+        /// How many.
+        directories: usize,
+    },
+    /// Volumes could not start by themselves.
+    #[error(
+        "without disk {path} of node {node} fewer than half of the replicas of {volumes} that have everything are left, and \
+         these do not start; with --force each of them has to be salvaged (shorthornctl volume salvage NAME)"
+    )]
+    DiskHasMajority {
+        /// The node.
+        node: String,
+        /// The disk there.
+        path: String,
+        /// Which volumes.
         volumes: String,
     },
     /// There is no such directory, or it belongs to a volume.

@@ -26,6 +26,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
     let mut there = Trashed {
         node: NodeName::new(&format!("n{id}")).unwrap(),
         disk_path: "/disk".to_owned(),
+        disk_uuid: "disk".to_owned(),
         volume: volume.spec.volume_name.clone(),
         replica_id: ReplicaId::from_random(id),
         deleted_ms,
@@ -36,6 +37,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
     let stored = Record {
         with_volume: false,
         volume_created: at(0),
+        volume_version: 0,
         spec: volume.spec.clone(),
         attach: 0,
         fenced_attach: 0,
@@ -108,13 +110,59 @@ fn a_replica_that_its_volume_went_on_without_stays_where_it_is() {
     assert!(matches!(back(&World::default(), &[damaged]), Err(RequestError::NothingToUndelete(_))));
 }
 
+/// A deleted volume of the name with ids of its own, of which `first` is the first.
+fn life(created: i64, version: u64, first: u64) -> Volume {
+    let mut gone = deleted(created);
+    gone.metadata.resource_version = version;
+    gone.status.first_members = (first..first + 3).map(ReplicaId::from_random).collect();
+    gone
+}
+
 #[test]
-fn of_two_volumes_of_the_name_the_one_that_was_made_last_comes_back() {
-    let (first, second) = (deleted(1), deleted(50));
-    // The clock of node n2 is behind.
+fn of_two_volumes_of_the_name_the_one_that_the_store_had_last_comes_back() {
+    // The clock of the controller that made the first one was ahead, and so are those of two nodes.
+    let (first, second) = (life(50, 7, 1), life(1, 9, 4));
     let trash =
-        [trashed(&first, 1, 100, false), trashed(&second, 2, 60, false), trashed(&first, 3, 110, false)];
+        [trashed(&first, 1, 100, false), trashed(&second, 5, 60, false), trashed(&first, 3, 110, false)];
     assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..2]);
+    // Records of releases that noted no version are of earlier volumes; among them clocks decide.
+    let (old, older) = (life(80, 0, 1), life(70, 0, 4));
+    let trash = [trashed(&old, 1, 10, false), trashed(&older, 5, 90, false)];
+    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[..1]);
+    let trash = [trash[0].clone(), trashed(&second, 5, 5, false)];
+    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..]);
+}
+
+/// The same volume, undeleted by a controller whose clock is behind, and deleted once more.
+#[test]
+fn a_volume_that_was_undeleted_before_comes_back_with_all_of_its_replicas() {
+    let before = life(50, 7, 1);
+    let mut again = life(20, 9, 1);
+    again.status.attach += 1;
+    let trash = [trashed(&before, 1, 10, false), trashed(&again, 2, 11, false)];
+    let (undeletion, restored) = back(&World::default(), &trash).unwrap();
+    assert_eq!(restored, trash);
+    let failed: Vec<bool> =
+        undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
+    assert_eq!(failed, [true, false], "it has gone on without the first one");
+}
+
+/// A deletion has left replicas behind, and somebody makes a new volume of the name: it has nothing of the old one.
+#[test]
+fn a_new_volume_is_not_taken_for_one_that_is_half_undeleted_by_what_was_left_behind() {
+    let gone = life(1, 7, 1);
+    let behind = trashed(&gone, 2, 10, false);
+    let mut left = replica(&behind, behind.record.as_ref().unwrap(), at(50));
+    left.metadata.deletion_timestamp = Some(at(100));
+    left.status.deletion_record = Some(serde_json::to_string(&behind.record).unwrap());
+    let mut world = World::default();
+    world.insert(left.into());
+    let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+    let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
+    let Change::Store(new) = made else { panic!("{made:?}") };
+    world.insert(new.into());
+    let trash = [trashed(&gone, 1, 10, false), behind];
+    assert!(matches!(back(&world, &trash), Err(RequestError::Exists { .. })), "it has a life of its own");
 }
 
 fn holds(attach: u64, number: u32) -> Holds {
@@ -283,6 +331,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     assert_eq!(of_it.len(), 2);
     let back_again = of_it.into_iter().find(|replica| replica.spec.replica_id == behind.replica_id).unwrap();
     assert!(back_again.metadata.is_deleting() && back_again.status.data == DataState::Present);
+    assert!(back_again.status.stop_first, "a process there has the secret that the volume had before");
     assert!(back_again.status.message.is_empty() && back_again.status.failed_at.is_none());
     // Its deletion goes on meanwhile: the directory is in the trash, and the object still there.
     let mut both = [trash[0].clone(), behind.clone()];
@@ -295,7 +344,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     assert!(restored.is_empty() && alone.replicas.len() == 1);
     assert_eq!(alone.volume.unwrap().status.attach, 5);
     // Of another volume of the name it is left where it is.
-    let newer = [trashed(&deleted(50), 3, 60, false)];
+    let newer = [trashed(&life(50, 0, 3), 3, 60, false)];
     let (other, _) = back(&world, &newer).unwrap();
     assert!(other.replicas.iter().all(|replica| replica.spec.replica_id == ReplicaId::from_random(3)));
 }

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, Secret, Volume};
-use shorthorn_controller_core::observed::{InstanceKey, InstanceKind, InstanceState};
+use shorthorn_controller_core::observed::{Failure, InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
 use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World, rebalance};
@@ -435,7 +435,10 @@ impl Sim {
         if let Some(mut view) = self.controller.agents.get_mut(node) {
             match &result {
                 Ok(()) => drop(view.failures.remove(&call.instance())),
-                Err(error) => drop(view.failures.insert(call.instance(), error.clone())),
+                Err(error) => drop(
+                    view.failures
+                        .insert(call.instance(), Failure { call: call.name(), message: error.clone() }),
+                ),
             }
         }
         result.is_ok()

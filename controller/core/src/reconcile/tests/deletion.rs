@@ -128,7 +128,7 @@ fn full_world() -> World {
 }
 
 /// Agents of all nodes.
-fn all_agents(world: &World) -> Agents {
+pub(super) fn all_agents(world: &World) -> Agents {
     let mut agents = agents(None);
     let view = agents.by_node().values().next().unwrap().clone();
     for name in world.nodes.keys() {
@@ -197,7 +197,7 @@ fn a_replica_with_a_better_place_does_not_make_room() {
 }
 
 /// A volume that is to be deleted, whose replica on b is on a node that does not answer.
-fn without_b() -> (World, Agents) {
+pub(super) fn without_b() -> (World, Agents) {
     let mut world = leaving_world();
     let mut volume = world.volumes["v"].clone();
     volume.metadata.deletion_timestamp = Some(now());
@@ -215,7 +215,7 @@ fn without_b() -> (World, Agents) {
 }
 
 /// Some rounds of everything but the nodes; the calls that were made.
-fn all_rounds(world: &mut World, agents: &Agents) -> Vec<AgentCall> {
+pub(super) fn all_rounds(world: &mut World, agents: &Agents) -> Vec<AgentCall> {
     let mut calls = Vec::new();
     for _ in 0..6 {
         let keys: Vec<Key> = world.keys().filter(|key| key.kind != Kind::Node).collect();
@@ -229,7 +229,11 @@ fn all_rounds(world: &mut World, agents: &Agents) -> Vec<AgentCall> {
     calls
 }
 
-fn answers(agents: &mut Agents, node: &str) {
+pub(super) fn failure(call: &'static str, message: &str) -> Failure {
+    Failure { call, message: message.to_owned() }
+}
+
+pub(super) fn answers(agents: &mut Agents, node: &str) {
     agents.get_mut(&NodeName::new(node).unwrap()).unwrap().link = Link::Synced;
 }
 
@@ -272,7 +276,7 @@ fn a_deletion_does_not_wait_for_a_disk_that_cannot_be_used() {
         .get_mut(&NodeName::new("b").unwrap())
         .unwrap()
         .failures
-        .insert(id, "the disk is not mounted".to_owned());
+        .insert(id, failure("DeleteReplica", "the disk is not mounted"));
     // Each call to it fails.
     for round in 0..12 {
         if round == 6 {
@@ -330,15 +334,7 @@ fn what_is_left_behind_goes_with_a_node_that_is_given_up() {
 #[test]
 fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
     let (mut world, mut agents) = without_b();
-    let mut engine = world.engines["v"].clone();
-    engine.spec.node_id = Some(NodeName::new("b").unwrap());
-    engine.status.current_state = CurrentState::Unknown;
-    world.insert(engine.into());
-    let mut volume = world.volumes["v"].clone();
-    (volume.status.fenced_attach, volume.status.attach) = (ATTACH, ATTACH + 1);
-    world.insert(volume.into());
-    all_rounds(&mut world, &agents);
-    assert!(world.volumes.is_empty() && world.engines.contains_key("v"), "{world:#?}");
+    left_behind_engine(&mut world, &agents);
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
     let made = wanted.apply(&world, Secret::new([1; 32]), now()).unwrap();
     let Change::Store(new) = made else { panic!("{made:?}") };
@@ -404,4 +400,17 @@ fn a_member_on_a_disk_that_is_given_up_stays_until_it_is_replaced() {
     }
     let replica = world.replicas.values().find(|replica| replica.spec.replica_id == kept).unwrap();
     assert!(!replica.metadata.is_deleting(), "it may be the only one that has everything");
+}
+
+/// Deletes the volume of [`without_b`], whose engine is on b and fenced.
+pub(super) fn left_behind_engine(world: &mut World, agents: &Agents) {
+    let mut engine = world.engines["v"].clone();
+    engine.spec.node_id = Some(NodeName::new("b").unwrap());
+    engine.status.current_state = CurrentState::Unknown;
+    world.insert(engine.into());
+    let mut volume = world.volumes["v"].clone();
+    (volume.status.fenced_attach, volume.status.attach) = (ATTACH, ATTACH + 1);
+    world.insert(volume.into());
+    all_rounds(world, agents);
+    assert!(world.volumes.is_empty() && world.engines.contains_key("v"), "{world:#?}");
 }

@@ -49,7 +49,8 @@ pub(super) fn both() -> Agents {
 
 fn refuse(agents: &mut Agents) {
     let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
-    a.failures.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), IN_USE.to_owned());
+    let failure = Failure { call: "StopInstance", message: IN_USE.to_owned() };
+    a.failures.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), failure);
 }
 
 /// Some rounds of the reconcilers of the volume and its engine; every stop of the engine is refused. The calls that were made.

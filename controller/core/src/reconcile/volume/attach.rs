@@ -13,6 +13,9 @@ use crate::{NodeName, ReplicaTarget};
 impl Run<'_> {
     /// Draws the number of the attachment. Stored by this run; nothing is started before the next one.
     pub(super) fn begin_attach(&mut self, node: NodeName) {
+        if self.waits_for_name() {
+            return;
+        }
         if self.engine.is_none() {
             // It was undeleted while the engine that it had before was removed.
             self.decision.write(Engine::of_new(self.stored, self.context.now));
@@ -24,16 +27,20 @@ impl Run<'_> {
         self.settle(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 
-    /// Above all that anybody in reach knows of: the store may be older than the volume.
+    /// Above all that anybody in reach knows of, as the store may be older than the volume; and above its engine.
     pub(super) fn draw_attach(&mut self) {
-        self.next.status.attach = self.next.status.attach.max(self.reported_attach()) + 1;
+        let of_engine = self.engine.map_or(0, |engine| engine.spec.attach);
+        self.next.status.attach = self.next.status.attach.max(self.reported_attach()).max(of_engine) + 1;
         self.next.status.attach_started_at = Some(self.context.now);
     }
 
     /// Replicas, then the engine, then the device.
     pub(super) fn attach(&mut self) {
         self.want_replicas(DesireState::Running);
-        let Some(engine) = self.engine else { return };
+        let Some(engine) = self.engine else {
+            self.make_engine();
+            return;
+        };
         if engine.spec.attach < self.stored.status.attach {
             self.launch(engine);
             return;
@@ -68,6 +75,16 @@ impl Run<'_> {
             };
             self.settle_start(finding);
         }
+    }
+
+    /// Makes the engine object of a volume that has lost it on its way to a node: it was left behind by the volume before
+    /// its undeletion, and was removed when its process had stopped. Nothing may have the number that was drawn for it.
+    fn make_engine(&mut self) {
+        if self.waits_for_name() {
+            return;
+        }
+        self.decision.write(Engine::of_new(self.stored, self.context.now));
+        self.draw_attach();
     }
 
     /// Hands the engine this attachment, once enough replicas run.

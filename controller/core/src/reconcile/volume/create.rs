@@ -8,7 +8,7 @@ use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     VolumeState,
 };
-use crate::reconcile::{SPACE_CHECK, engine};
+use crate::reconcile::SPACE_CHECK;
 use crate::scheduler::{self, Placement, Refusal, Request};
 
 /// What a volume waits for whose undeletion was cut off.
@@ -18,9 +18,7 @@ const UNDELETING: &str =
 impl Run<'_> {
     /// Makes the engine object and gives every replica a place.
     pub(super) fn create(&mut self) {
-        if self.engine.is_some_and(|engine| engine::is_left_behind(self.context, engine)) {
-            let message = "an engine of a deleted volume of this name is stopped first, when its node is back or given up";
-            self.settle(Finding::wrong("NameInUse", message));
+        if self.waits_for_name() {
             return;
         }
         if self.engine.is_none() {
@@ -63,6 +61,17 @@ impl Run<'_> {
             self.know_no_health();
             self.enter(VolumeState::Detached);
         }
+    }
+
+    /// Whether an engine that an earlier volume of the name has left behind has to go before this volume can have one.
+    pub(super) fn waits_for_name(&mut self) -> bool {
+        let is_taken = self.context.world.engines.contains_key(&self.stored.metadata.name);
+        let waits = self.engine.is_none() && is_taken;
+        if waits {
+            let message = "an engine of a deleted volume of this name is stopped first, when its node is back or given up";
+            self.settle(Finding::wrong("NameInUse", message));
+        }
+        waits
     }
 
     /// Whether the volume is to go on with those that are placed.

@@ -15,12 +15,19 @@ use crate::{Action, AgentCall};
 
 /// Whether no engine of the volume can write any more: the data of one that is deleted may go.
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
-    let Some(engine) = context.world.engines.get(&volume.metadata.name) else { return true };
+    let stored = context.world.engines.get(&volume.metadata.name);
+    let Some(engine) = stored.filter(|engine| !engine::is_left_behind(context, engine)) else { return true };
     let is_given_up = || engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(context, node));
     engine.spec.desire_state == DesireState::Stopped
         && (engine.status.current_state == CurrentState::Stopped
             || engine.spec.attach <= volume.status.fenced_attach
+            || is_abandoned(volume, engine)
             || is_given_up())
+}
+
+/// Whether it was stored that nobody waits for the engine any more.
+fn is_abandoned(volume: &Volume, engine: &Engine) -> bool {
+    volume.is_deleting() && engine.spec.attach <= volume.status.abandoned_attach
 }
 
 impl Run<'_> {
@@ -133,9 +140,12 @@ impl Run<'_> {
             self.decision.write(Engine { spec, ..engine.clone() });
         } else if engine.status.current_state == CurrentState::Stopped
             || self.is_fenced(engine)
-            || self.goes_with_its_node(engine)
+            || is_abandoned(self.stored, engine)
         {
             return true;
+        } else if self.goes_with_its_node(engine) {
+            self.abandon(engine);
+            return false;
         }
         let finding = match (engine.status.current_state, &engine.status.stop_refused) {
             (CurrentState::Unknown, _) => {
@@ -155,6 +165,17 @@ impl Run<'_> {
     fn goes_with_its_node(&self, engine: &Engine) -> bool {
         self.stored.is_deleting()
             && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
+    }
+
+    /// Notes that nobody waits for an engine on a node that is given up, before the first replica goes: its node may come back in
+    /// the middle of that, and then it is stopped like one that is fenced. The arbiter grants it nothing any more.
+    fn abandon(&mut self, engine: &Engine) {
+        self.draw_attach();
+        self.next.status.abandoned_attach = engine.spec.attach;
+        self.settle(Finding::wrong(
+            "Deleting",
+            "its engine is on a node that is given up, and is not waited for",
+        ));
     }
 
     /// Everything stops, then the replicas go with their data, then the objects.

@@ -16,7 +16,7 @@ pub(super) use detach::engine_is_over;
 pub use display::is_noticeable;
 pub(super) use replace::may_go;
 
-use super::{Context, Sight, health, quiet_left, remaining, sight};
+use super::{Context, Sight, engine, health, quiet_left, remaining, sight};
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::{Action, AgentCall, Decision, NodeName};
 
@@ -43,7 +43,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         context,
         stored,
         next: stored.clone(),
-        engine: context.world.engines.get(name),
+        // One that an earlier volume of the name has left behind is not its own: it has a number of that one.
+        engine: context.world.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
         replicas: context.world.replicas_of(&stored.spec.volume_name).collect(),
         decision: Decision::nothing(),
         then: Vec::new(),

@@ -53,9 +53,9 @@ impl Run<'_> {
         let view = self.context.agents.get(&chosen.spec.node_id);
         if let Some(failure) = view.and_then(|view| view.failures.get(&key)) {
             let settled = self.stored.status.conditions.get(ConditionType::Settled);
-            if settled.is_none_or(|settled| settled.message != *failure) {
+            if settled.is_none_or(|settled| settled.message != failure.message) {
                 // Shown first; the change brings the next run, which tries again.
-                self.settle(Finding::wrong("Salvaging", failure.clone()));
+                self.settle(Finding::wrong("Salvaging", failure.message.clone()));
                 return;
             }
         }

@@ -1,0 +1,215 @@
+//! What a volume has left if replicas of it are given up, with their disk or their node.
+//!
+//! Replicas in places that were given up before count as gone. The controller does not know the view of a volume that is not
+//! served: whoever was in it and is not known to have left it counts as a member.
+
+use std::collections::BTreeSet;
+
+use crate::objects::{DataState, Replica, Volume};
+use crate::{World, lost_disk, lost_node};
+
+/// What is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Survivors {
+    /// The volume goes on, or starts again, from what is left.
+    Enough,
+    /// There are members left that have everything, and too few of them to start without a salvage.
+    TooFew,
+    /// No replica is left that has everything, as far as is known.
+    Nobody,
+}
+
+/// What is left of the volume without the replicas that `goes` names.
+#[must_use]
+pub fn without(world: &World, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
+    let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
+    let is_left = |replica: &&Replica| !goes(replica) && !is_given_up(world, replica);
+    let all: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+    let members: Vec<&Replica> =
+        all.iter().copied().filter(|replica| is_member(world, volume, replica)).collect();
+    if !members.iter().any(|replica| has_data(replica) && goes(replica)) {
+        // Nothing changes for the view. The last data at all is what a salvage could take.
+        let loses = all.iter().any(|replica| has_data(replica) && goes(replica));
+        let has_some = all.iter().any(|replica| has_data(replica) && is_left(replica));
+        return if loses && !has_some { Survivors::Nobody } else { Survivors::Enough };
+    }
+    let left = members.iter().filter(|replica| has_data(replica) && is_left(replica)).count();
+    // Half of them needs a grant.
+    let grants = volume.status.arbiter.stale_since().is_none();
+    if left == 0 {
+        Survivors::Nobody
+    } else if left * 2 > members.len() || left * 2 == members.len() && grants {
+        Survivors::Enough
+    } else {
+        Survivors::TooFew
+    }
+}
+
+/// The volumes that lose more than they can do without.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Losses<'a> {
+    everything: BTreeSet<&'a str>,
+    too_many: BTreeSet<&'a str>,
+}
+
+impl<'a> Losses<'a> {
+    /// Those of the volumes of `replicas`, unless they are to be deleted anyway.
+    pub(crate) fn of(
+        world: &'a World,
+        replicas: impl Iterator<Item = &'a Replica>,
+        goes: impl Fn(&Replica) -> bool,
+    ) -> Losses<'a> {
+        let names: BTreeSet<&str> = replicas.map(|replica| replica.spec.volume_name.as_str()).collect();
+        let mut losses = Losses::default();
+        for name in names {
+            let Some(volume) = world.volumes.get(name).filter(|volume| !volume.is_deleting()) else {
+                continue;
+            };
+            match without(world, volume, &goes) {
+                Survivors::Enough => {}
+                Survivors::TooFew => drop(losses.too_many.insert(name)),
+                Survivors::Nobody => drop(losses.everything.insert(name)),
+            }
+        }
+        losses
+    }
+
+    /// The volumes of which nobody is left.
+    pub(crate) fn everything(&self) -> Option<String> {
+        Losses::named(&self.everything)
+    }
+
+    /// Those of which too few are left.
+    pub(crate) fn too_many(&self) -> Option<String> {
+        Losses::named(&self.too_many)
+    }
+
+    fn named(names: &BTreeSet<&str>) -> Option<String> {
+        (!names.is_empty()).then(|| lost_node::listed(names.iter().copied().collect()))
+    }
+}
+
+/// Whether its disk or its node was given up.
+#[must_use]
+pub fn is_given_up(world: &World, replica: &Replica) -> bool {
+    lost_disk::is_lost(world, replica) || lost_node::is_given_up(world, &replica.spec.node_id)
+}
+
+/// Whether the replica is in the view, as far as is known: an engine that serves says so.
+fn is_member(world: &World, volume: &Volume, replica: &Replica) -> bool {
+    let id = replica.spec.replica_id;
+    let engine = world.engines.get(&volume.metadata.name);
+    let serving = engine.filter(|engine| {
+        engine.spec.attach == volume.status.attach
+            && engine.status.seen_attach == engine.spec.attach
+            && engine.status.is_serving()
+    });
+    match serving {
+        Some(engine) => engine.status.has_member(id),
+        None => {
+            replica.status.failed_at.is_none()
+                && (replica.status.healthy_at.is_some() || volume.status.first_members.contains(&id))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Survivors::{Enough, Nobody, TooFew};
+    use super::*;
+    use crate::example::{DISK, Example, id, now};
+    use crate::objects::VolumeState;
+
+    /// How a replica is, on a node of its own.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Is {
+        /// A member, as far as is known.
+        Whole,
+        /// It has left the view.
+        Stale,
+        /// It was never started.
+        Empty,
+        /// A member on a disk that was given up before.
+        OnLostDisk,
+        /// A member on a node that was given up before.
+        OnLostNode,
+    }
+    use Is::{Empty, OnLostDisk, OnLostNode, Stale, Whole};
+
+    /// A detached volume with these replicas.
+    fn detached(replicas: &[Is]) -> Example {
+        let mut example = Example::new();
+        example.volume().status.state = VolumeState::Detached;
+        example.engine().status = Default::default();
+        for ((number, node), is) in (1..).zip(["a", "b", "c", "d"]).zip(replicas) {
+            if number > 3 {
+                example.add_node(node);
+                example.add_replica(number, node);
+                example.volume().status.first_members.push(id(number));
+            }
+            match is {
+                Whole => {}
+                Stale => example.replica(number, |replica| replica.status.failed_at = Some(now())),
+                Empty => example.replica(number, |replica| {
+                    (replica.status.data, replica.status.healthy_at) = (DataState::None, None);
+                }),
+                OnLostDisk => example.node(node).spec.disks.get_mut(DISK).unwrap().lost = true,
+                OnLostNode => example.node(node).metadata.deletion_timestamp = Some(now()),
+            }
+        }
+        let names = example.world.replicas.values().filter(|replica| {
+            (replicas.len() + 1..=3).any(|number| replica.spec.replica_id == id(number as u64))
+        });
+        for name in names.map(|replica| replica.metadata.name.clone()).collect::<Vec<_>>() {
+            example.world.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, name));
+        }
+        example
+    }
+
+    fn without_first(example: &Example) -> Survivors {
+        without(&example.world, &example.world.volumes["v"], |replica| replica.spec.replica_id == id(1))
+    }
+
+    #[test]
+    fn a_detached_volume_needs_half_of_its_members() {
+        let table: &[(&[Is], Survivors)] = &[
+            (&[Whole, Whole, Whole], Enough),
+            (&[Whole, Whole], Enough),
+            (&[Whole], Nobody),
+            (&[Whole, Stale, Stale], Nobody),
+            (&[Whole, Whole, Stale], Enough),
+            (&[Whole, OnLostDisk, Whole], TooFew),
+            (&[Whole, OnLostNode, Whole], TooFew),
+            (&[Whole, OnLostDisk, Stale], Nobody),
+            (&[Whole, OnLostNode, OnLostDisk], Nobody),
+            (&[Whole, OnLostDisk, OnLostNode, Whole], TooFew),
+            (&[Whole, Whole, OnLostNode, Whole], Enough),
+            (&[Whole, Empty, Empty], Nobody),
+            // One that is no member: it is all that a salvage could take, or nothing changes.
+            (&[Stale, Whole, Whole], Enough),
+            (&[Stale, OnLostDisk, Whole], Enough),
+            (&[Stale, OnLostDisk, OnLostNode], Nobody),
+            (&[Empty, Whole, Whole], Enough),
+            (&[Empty, Empty, Empty], Enough),
+        ];
+        for (replicas, expected) in table {
+            assert_eq!(without_first(&detached(replicas)), *expected, "{replicas:?}");
+        }
+    }
+
+    #[test]
+    fn half_is_too_few_if_the_arbiter_grants_nothing() {
+        let mut example = detached(&[Whole, Whole]);
+        let arbiter = example.volume().status.arbiter.stale(1);
+        example.volume().status.arbiter = arbiter;
+        assert_eq!(without_first(&example), TooFew);
+    }
+
+    #[test]
+    fn an_engine_that_serves_knows_its_members() {
+        let mut example = Example::new();
+        assert_eq!(without_first(&example), Enough);
+        (2..=3).for_each(|number| drop(example.engine().status.replica_mode_map.remove(&id(number))));
+        assert_eq!(without_first(&example), Nobody, "whatever was noted of the others");
+    }
+}
