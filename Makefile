@@ -10,7 +10,7 @@ FAULTS ?= 1000
 # Where man pages and completions are written.
 MANUAL_DIR ?= $(TARGET_DIR)/manual
 
-.PHONY: help demo test bench soak few-regions lint deny vm setup build images manual clean
+.PHONY: help demo test bench soak soak-vm few-regions lint deny vm setup build images manual clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +30,9 @@ soak: build few-regions ## the simulation with new seeds, each for SECONDS, and 
 	$(SHORTHORN_BIN_DIR)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
 	$(TARGET_DIR)/few-regions/$(PROFILE)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
 	$(SHORTHORN_BIN_DIR)/shorthorn-soak --faults $(FAULTS)
+
+soak-vm: build images ## FAULTS in a virtual machine with the newest kernel, on its ublk devices, as a table
+	$(SHORTHORN_BIN_DIR)/shorthorn-soak --in-vm --frontend ublk --faults $(FAULTS)
 
 # Volumes whose regions become larger when they are expanded: see REGIONS_MAX. The seeds are those of the commit.
 few-regions: setup ## the simulation of volumes with few regions, for 20 seconds

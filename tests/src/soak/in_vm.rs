@@ -3,25 +3,30 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use shorthorn_vmkit::Kernel;
+use shorthorn_vmkit::{Kernel, print_output};
 
 use crate::{VmHost, binary};
 
 /// What the hosts of a volume need beside the programs.
 const MODULES: &str = "modprobe -a loop veth bridge && { modprobe ublk_drv || modprobe nbd; }";
 
-/// Runs shorthorn-soak with these arguments in a new machine; returns what it printed, and whether it has passed.
+/// Of the logs and the kernel, after a run that has failed.
+const LOG_LINES: u32 = 200;
+
+/// Runs shorthorn-soak with these arguments in a new machine and prints as it goes what it prints; returns whether it has passed. If not, the ends
+/// of the logs of engines and kernel follow: the machine is gone after that.
 ///
 /// # Errors
 /// The machine does not start, or the program does not end within `limit`.
-pub fn run_in_vm(kernel: Kernel, arguments: &[String], limit: Duration) -> Result<(String, bool)> {
-    let host = VmHost::bare(VmHost::options(kernel).command_limit(limit))?;
+pub fn run_in_vm(kernel: Kernel, arguments: &[String], limit: Duration) -> Result<bool> {
+    let host = VmHost::bare(VmHost::options(kernel))?;
     host.vm.push(&[(binary("shorthorn-soak")?, "/usr/bin/shorthorn-soak", 0o755)])?;
     host.vm.sh(MODULES).context("loading modules")?;
     let line = arguments.join(" ");
-    let told = host.vm.run(&format!(
-        "SHORTHORN_BIN_DIR=/usr/bin shorthorn-soak {line} --dir /var/lib/longhorn 2>&1; code=$?; \
-         [ $code = 0 ] || tail -n 40 /var/lib/longhorn/soak*/v*/engine.log; exit $code"
-    ))?;
-    Ok((told.text(), told.success()))
+    let script = format!(
+        "uname -r; SHORTHORN_BIN_DIR=/usr/bin shorthorn-soak {line} --dir /var/lib/longhorn 2>&1; code=$?; \
+         [ $code = 0 ] || {{ tail -n {LOG_LINES} /var/lib/longhorn/soak*/v*/*.log; dmesg | tail -n {LOG_LINES}; }}; \
+         exit $code"
+    );
+    Ok(host.vm.command(&script).limit(limit).run_streaming(print_output)?.success())
 }
