@@ -463,6 +463,7 @@ impl Executor {
         if slot == SUM_SLOT {
             return self.sum_read(outcome);
         }
+        self.sums_followed(slot, outcome);
         self.finished.push((slot, outcome));
     }
 
