@@ -18,9 +18,9 @@ use shorthorn_recovery::{Link, LinkError, OTHER_RUN};
 use shorthorn_ring::set_up_tcp;
 use shorthorn_types::{Errno, Generation, MarkRegions, RegionsOf, View};
 use shorthorn_wire::{
-    BadPage, Challenge, Claim, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, FrameError,
-    HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce, Opcode,
-    ProvenWelcome, Refusal, RegionsPage, RegionsQuery, ReplicaReport, Session, Unproven, ViewMessage,
+    BadPage, Challenge, Claim, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, Flags,
+    FrameError, HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce,
+    Opcode, ProvenWelcome, Refusal, RegionsPage, RegionsQuery, ReplicaReport, Session, Unproven, ViewMessage,
     Welcome, decode_text, encode_patch, encode_text,
 };
 use thiserror::Error;
@@ -301,9 +301,16 @@ impl Connection {
         Ok(page)
     }
 
-    /// Fills `data` from `offset_bytes` of one layer.
-    pub fn read_layer(&mut self, layer: u32, offset_bytes: u64, data: &mut [u8]) -> Result<(), ConnectError> {
-        let request = layer_request(Opcode::ReadLayer, layer, offset_bytes, data);
+    /// Fills `data` from `offset_bytes` of one layer. With [`Flags::CHECKED`] in `flags`, rot is an error.
+    pub fn read_layer(
+        &mut self,
+        layer: u32,
+        offset_bytes: u64,
+        data: &mut [u8],
+        flags: Flags,
+    ) -> Result<(), ConnectError> {
+        let mut request = layer_request(Opcode::ReadLayer, layer, offset_bytes, data);
+        request.flags = flags;
         self.send(&request, &[])?;
         let header = self.receive_header(Opcode::ReadLayer)?;
         self.judge(&header, &[])?;
@@ -435,6 +442,10 @@ impl LinkError for ConnectError {
 
     fn is_refusal(&self) -> bool {
         matches!(self, ConnectError::Refused { .. })
+    }
+
+    fn is_rot(&self) -> bool {
+        matches!(self, ConnectError::Refused { errno: Errno::ROTTEN, .. })
     }
 }
 

@@ -10,6 +10,11 @@ pub trait LinkError: std::fmt::Display {
 
     /// Whether the replica has answered, and refuses. The connection is as good as before.
     fn is_refusal(&self) -> bool;
+
+    /// Whether the replica knows that what it was to read is not what was stored there.
+    fn is_rot(&self) -> bool {
+        false
+    }
 }
 
 /// A connection to a replica that has taken this engine. Each function is one request and its answer.

@@ -65,6 +65,8 @@ pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 pub struct Source {
     /// The member.
     pub address: Address,
+    /// It holds rot in a snapshot, and no other member can be read: what it holds is copied as it is.
+    pub is_rotten: bool,
     losses: u64,
 }
 
@@ -93,7 +95,8 @@ pub trait Courier {
 
     /// Copies the data of every snapshot layer of `source` to `target` that is not whole there yet. It ends the copy of a layer
     /// only if the source [has stayed](Source::has_stayed), else it fails with [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to
-    /// wait for that.
+    /// wait for that. The source compares what it reads with its sums; rot fails the copy, unless the source
+    /// [is known to be rotten](Source::is_rotten).
     async fn copy_snapshots(
         &self,
         target: Address,
@@ -136,9 +139,12 @@ pub async fn rebuild<C: Courier>(courier: &C, bad_sources: &mut BadSources) -> R
     let rebuilt = attempt.run(&peer).await;
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
-        Err(Trouble::SourceFailed { source, .. }) => {
+        Err(Trouble::SourceFailed { source, error, .. }) => {
             let members = engine.look(|core| core.membership().view().members).unwrap_or_default();
-            bad_sources.failed(*source, &members);
+            match error.is_rot() {
+                true => bad_sources.holds_rot(*source, &members),
+                false => bad_sources.failed(*source, &members),
+            }
         }
         Err(_) => {}
     }
@@ -287,7 +293,8 @@ impl<C: Courier> Attempt<'_, C> {
         let source = self.look(|core| {
             let sources = members.into_iter().filter_map(|(index, peer)| {
                 let losses = core.membership().losses_of_member(index)?;
-                Some(Source { address: Address { peer: index, replica: peer.replica }, losses })
+                let address = Address { peer: index, replica: peer.replica };
+                Some(Source { address, is_rotten: self.bad_sources.is_rotten(peer.replica), losses })
             });
             self.bad_sources.best(sources, |source| source.address.replica)
         })?;

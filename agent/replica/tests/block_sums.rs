@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -16,9 +17,9 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use proptest::prelude::*;
 use shorthorn_control::ReplicaSpec;
 use shorthorn_regions::RegionKeeper;
-use shorthorn_store::AlignedBuffer;
+use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
 use shorthorn_types::{Errno, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf};
-use shorthorn_wire::{ExpandReplica, Flags, Opcode};
+use shorthorn_wire::{ExpandReplica, Flags, Header, Opcode};
 
 const REGION: u64 = 64 << 10;
 const BLOCK: u64 = 4096;
@@ -162,6 +163,42 @@ fn rot_stays_known_if_the_disk_has_no_space_for_other_data() {
     filler.set_len(0).unwrap();
     client.write(31 * BLOCK, &pattern(3, 8192)).unwrap();
     assert_eq!(read_checked(&mut client, 31 * BLOCK, 2 * BLOCK), Ok(pattern(3, 8192)));
+}
+
+/// What a copy is made of: rot in a snapshot is told, but not of blocks that a reader does not see there.
+#[test]
+fn rot_in_a_snapshot_is_told_to_whoever_copies_it() {
+    let base = base();
+    let spec = spec_of(base.path());
+    assert!(Replica::start(&spec).terminate().success());
+    let mut store = Store::open(&spec.directory, StoreOptions::default()).unwrap();
+    store.write_at(&pattern(1, 65536), 0, false).unwrap();
+    store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+    store.write_at(&pattern(2, 4096), 5 * BLOCK, false).unwrap();
+    store.close().unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    is_clean(&mut client, SIZE);
+    wait_until_summed(&spec, SIZE, &[0]);
+    let mut read = |flags| {
+        let mut request = Header::request(Opcode::ReadLayer, 7000, 0, 65536);
+        request.flags = flags;
+        let bytes = client.encode(&request);
+        client.raw(&bytes);
+        let (header, data) = client.receive().unwrap();
+        if header.status == 0 { Ok(data) } else { Err(header.status) }
+    };
+    // The sixth block of the snapshot is not what a reader sees.
+    assert_eq!(read(Flags::CHECKED), Ok(pattern(1, 65536)));
+    let snapshot = spec.directory.join("volume-snap-below.img");
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(snapshot).unwrap();
+    let mut bytes = AlignedBuffer::new(4096);
+    file.read_exact_at(bytes.as_mut_slice(), 3 * BLOCK).unwrap();
+    bytes.as_mut_slice()[100] ^= 1;
+    file.write_all_at(bytes.as_slice(), 3 * BLOCK).unwrap();
+    assert_eq!(read(Flags::CHECKED), Err(ROTTEN));
+    assert!(read(Flags::NONE).is_ok(), "who does not ask gets what is there");
 }
 
 #[test]

@@ -57,7 +57,8 @@ pub enum Opcode {
     /// Where does a layer have data? Text: [`crate::ExtentsQuery`]; the response carries
     /// [`crate::ExtentsPage`].
     Extents = 16,
-    /// Data of the range in one layer alone, whose number is in the status field.
+    /// Data of the range in one layer alone, whose number is in the status field. With [`Flags::CHECKED`], the
+    /// blocks of it that a reader of the volume sees are compared.
     ReadLayer = 17,
     /// Data for the range in one layer of a replica that is being copied to; its number is in the status field.
     WriteLayer = 18,

@@ -131,8 +131,17 @@ pub struct Files {
     pub head: SparseFile,
     /// Slot 1: the snapshot.
     pub snapshot: SparseFile,
-    /// Blocks of the head that the disk has changed by itself, and what they held.
-    pub rot: BTreeMap<u64, Block>,
+    /// Blocks that the disk has changed by itself, where a reader sees them.
+    pub rot: BTreeMap<u64, Rotten>,
+}
+
+/// A block that the disk has changed by itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotten {
+    /// The content before.
+    was: Block,
+    /// It is in the snapshot, else in the head.
+    is_below: bool,
 }
 
 impl Files {
@@ -158,38 +167,55 @@ impl Files {
         self
     }
 
-    /// The disk changes a block of the head by itself. False if there is none, or if it would not stay.
+    /// The disk changes a block by itself, in the file where a reader sees it. False if there is none, or if it
+    /// would not stay.
     pub fn rot(&mut self, block: u64) -> bool {
-        let Some(content) = self.head.get(block).filter(|_| self.head.is_settled(block)) else {
+        let is_below = self.head.get(block).is_none();
+        let found = if is_below { self.snapshot.get(block) } else { self.head.get(block) };
+        let Some(was) = found.filter(|_| self.head.is_settled(block)) else {
             return false;
         };
         if self.rot.contains_key(&block) {
             return false;
         }
-        self.head.replace(block, Some([ROT; BLOCK_SECTORS]));
-        self.rot.insert(block, content);
+        self.file_with(is_below).replace(block, Some([ROT; BLOCK_SECTORS]));
+        self.rot.insert(block, Rotten { was, is_below });
         true
+    }
+
+    fn file_with(&mut self, is_below: bool) -> &mut SparseFile {
+        if is_below { &mut self.snapshot } else { &mut self.head }
+    }
+
+    /// The blocks of the snapshot that are rotten.
+    pub fn rot_below(&self) -> impl Iterator<Item = u64> {
+        self.rot.iter().filter(|(_, rotten)| rotten.is_below).map(|(block, _)| *block)
     }
 
     /// The block is what it was.
     pub fn heal(&mut self, block: u64) {
-        if let Some(content) = self.rot.remove(&block) {
-            self.head.replace(block, Some(content));
+        if let Some(Rotten { was, is_below }) = self.rot.remove(&block) {
+            self.file_with(is_below).replace(block, Some(was));
         }
     }
 
     /// The block is written over: the disk holds what is written, or after a loss of power what it held before it rotted.
     pub fn overwrite_rot(&mut self, block: u64) {
-        if let Some(content) = self.rot.remove(&block) {
-            self.head.durable.set(block, Some(content));
+        match self.rot.get(&block) {
+            // From now on it lies below the head.
+            Some(Rotten { is_below: true, .. }) => self.heal(block),
+            Some(Rotten { was, .. }) => {
+                self.head.durable.set(block, Some(*was));
+                self.rot.remove(&block);
+            }
+            None => {}
         }
     }
 
     /// All of them are.
     pub fn heal_all(&mut self) {
-        for (block, content) in std::mem::take(&mut self.rot) {
-            self.head.replace(block, Some(content));
-        }
+        let rotten: Vec<u64> = self.rot.keys().copied().collect();
+        rotten.into_iter().for_each(|block| self.heal(block));
     }
 
     /// The file of an index.

@@ -74,6 +74,8 @@ pub enum Sabotage {
     NoStamps,
     /// Replicas tell nobody that what they read is rotten.
     UncheckedSources,
+    /// Nobody compares the snapshots that a copy is made of.
+    UncheckedLayers,
     /// The first repair takes the sums of a region away, also those beside the rot.
     ForgottenRot,
     /// Blocks are read to be summed before it is noted what is modified from then on.
@@ -175,6 +177,8 @@ pub const COVERED: &[&str] = &[
     "fault: rot blocks",
     "regions summed",
     "rot told",
+    "blocks of snapshots that rot",
+    "rot told of snapshots",
     "rot found by copies",
     "rot found by scrubs",
     "fault: lose state file",

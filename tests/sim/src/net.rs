@@ -47,6 +47,8 @@ pub enum Ask {
     HeadExtents(u64),
     /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
     CopyBegin { has_snapshot: bool },
+    /// The snapshot, for a copy; and whether it is compared with its sums.
+    ReadSnapshot { is_checked: bool },
     /// The snapshot, as the other one has it.
     CopySnapshot(Rc<SparseFile>),
     /// The copy is whole.

@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 17] = [
+const SABOTAGES: [&str; 18] = [
     "forgotten-rot",
     "no-intent",
     "lying-flush",
@@ -27,6 +27,7 @@ const SABOTAGES: [&str; 17] = [
     "end-unnoted",
     "no-offenders",
     "first-source",
+    "unchecked-layers",
     "unchecked-sources",
     "sums-before-look",
 ];

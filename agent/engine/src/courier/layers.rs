@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_recovery::{Address, SOURCE_HAS_LEFT, Source};
-use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList};
+use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source};
+use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
 
 use crate::courier::{Courier, Told, Trouble};
 use crate::pacer::{Pacer, piece_bytes};
@@ -30,7 +30,7 @@ impl Courier {
                 Ok(())
             })?;
         }
-        let mut progress = Progress { total_bytes, left_bytes: total_bytes, told: None };
+        let mut progress = Progress { total_bytes, left_bytes: total_bytes, rotten_bytes: 0, told: None };
         let mut pacer = Pacer::new(Instant::now());
         let mut buffer = Vec::new();
         for layer in missing {
@@ -44,6 +44,13 @@ impl Courier {
             self.desk
                 .with_line(target, |line| line.layer_copy_end(layer))
                 .map_err(Trouble::while_doing("ending the copy of a layer"))?;
+        }
+        if progress.rotten_bytes > 0 {
+            let (volume, replica) = (&self.desk.greeter.volume, source.address.replica);
+            let rotten_bytes = progress.rotten_bytes;
+            let told = "snapshots with rot were copied as they are, as no other member could be read; the source \
+                        has logged which blocks are damaged";
+            tracing::error!(%volume, source = %replica, rotten_bytes, "{told}");
         }
         Ok(())
     }
@@ -85,9 +92,7 @@ impl Courier {
             let rate = self.desk.bytes_per_s();
             let piece = piece_bytes(rate).min(end - at);
             buffer.resize(usize::try_from(piece).unwrap_or(0), 0);
-            self.desk
-                .with_line(source.address, |line| line.read_layer(layer, at, buffer))
-                .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
+            progress.rotten_bytes += self.read_layer(source, layer, at, buffer)?;
             self.desk
                 .with_line(target, |line| line.write_layer(layer, at, buffer))
                 .map_err(Trouble::while_doing("writing a layer"))?;
@@ -100,6 +105,19 @@ impl Courier {
             }
         }
         Ok(())
+    }
+
+    /// Fills `buffer` from a layer of the source; returns how much of it holds rot. Rot fails the copy: it is
+    /// made of another member then, if one can be read.
+    fn read_layer(&self, source: Source, layer: u32, at: u64, buffer: &mut [u8]) -> Result<u64, Trouble> {
+        let mut read =
+            |flags| self.desk.with_line(source.address, |line| line.read_layer(layer, at, buffer, flags));
+        let (read, is_rotten) = match read(Flags::CHECKED) {
+            Err(error) if error.is_rot() && source.is_rotten => (read(Flags::NONE), true),
+            checked => (checked, false),
+        };
+        read.map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
+        Ok(if is_rotten { buffer.len() as u64 } else { 0 })
     }
 
     fn show(&self, progress: &mut Progress) {
@@ -115,5 +133,7 @@ impl Courier {
 struct Progress {
     total_bytes: u64,
     left_bytes: u64,
+    /// In pieces of which the source has said that they hold rot.
+    rotten_bytes: u64,
     told: Option<Instant>,
 }

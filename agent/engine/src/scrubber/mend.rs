@@ -3,7 +3,7 @@
 use shorthorn_core::{PeerIndex, Witness};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_wire::{ExtentsQuery, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
+use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
 
 use super::{Done, Layer, Scrubber};
 use crate::connection::ConnectError;
@@ -106,7 +106,7 @@ impl Scrubber {
         for run in &held.runs {
             let start = distance(run.offset() - piece.offset());
             let target = &mut held.data[start..start + distance(run.length())];
-            self.desk.with_line_to(peer, |line| line.read_layer(layer, run.offset(), target))?;
+            self.desk.with_line_to(peer, |line| line.read_layer(layer, run.offset(), target, Flags::NONE))?;
         }
         Ok(held)
     }

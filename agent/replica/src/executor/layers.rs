@@ -15,6 +15,7 @@ impl Executor {
     pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
         let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
         let count = block_count(range.grown_to_blocks().length());
+        self.begin_check(slot);
         self.read(slot, kind::READ, piece(EDGE_BLOCKS, count, file), ring);
         Ok(())
     }
@@ -66,6 +67,6 @@ impl Executor {
     }
 }
 
-fn layer_of(header: &Header) -> Result<usize, Errno> {
+pub(super) fn layer_of(header: &Header) -> Result<usize, Errno> {
     usize::try_from(header.status).map_err(|_| Errno::INVALID)
 }

@@ -12,16 +12,17 @@ use std::time::{Duration, Instant};
 
 use shorthorn_ring::{Ring, Token};
 use shorthorn_store::{
-    BLOCKS_PER_SUM_PAGE, BlockSource, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN,
-    SumPage, block_sum, sum_of_zeroes,
+    BLOCKS_PER_SUM_PAGE, BlockSource, BlockSumsFile, FileIndex, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES,
+    SUM_UNKNOWN, SumPage, block_sum, sum_of_zeroes,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Flags, Header, Opcode};
 
 use super::known_rot::KnownRot;
+use super::layers::layer_of;
 use super::sum_pages::{Found, SumPages};
-use super::{Executor, Outcome, SOURCE_DISK, kind};
+use super::{Executor, Outcome, SOURCE_DISK, Work, kind};
 use crate::error::ReplicaError;
 use crate::limits::{
     REPORTED_ROTTEN_MAX, SLOTS, SUM_BUSY_SHARE, SUM_FREE_BYTES_MIN, SUM_LOOK_INTERVAL, SUM_PIECE_BYTES,
@@ -142,7 +143,7 @@ impl Summer {
 fn asks_for_check(header: &Header) -> bool {
     match header.opcode {
         Opcode::Verify => true,
-        Opcode::Read => header.flags.has(Flags::CHECKED),
+        Opcode::Read | Opcode::ReadLayer => header.flags.has(Flags::CHECKED),
         _ => false,
     }
 }
@@ -610,10 +611,27 @@ impl Executor {
         }
     }
 
-    /// The first block in the slot that is not as it was stored, if there is one.
-    fn rotten_block(&self, slot: u16) -> Option<ByteRange> {
-        let blocks = self.work(slot).blocks;
-        block_ranges(blocks).find(|block| self.is_rotten(slot, blocks, *block))
+    /// The first block in the slot that is not as it was stored, if there is one. Sums are about what a reader
+    /// sees: of a single layer, blocks that lie below others have none.
+    fn rotten_block(&mut self, slot: u16) -> Option<ByteRange> {
+        let Work { header, blocks, .. } = *self.work(slot);
+        let layer = match header.opcode {
+            Opcode::ReadLayer => Some(layer_of(&header).ok().and_then(|layer| self.store.layer_file(layer))?),
+            _ => None,
+        };
+        block_ranges(blocks).find(|block| {
+            self.is_rotten(slot, blocks, *block) && layer.is_none_or(|layer| self.is_seen_in(layer, *block))
+        })
+    }
+
+    /// Whether a reader sees what this file has in the block.
+    fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
+        let mut segments = std::mem::take(&mut self.segments);
+        segments.clear();
+        let is_planned = self.store.plan_read(block, &mut segments).is_ok();
+        let is_seen = segments.iter().all(|segment| segment.source == BlockSource::File(file));
+        self.segments = segments;
+        is_planned && is_seen
     }
 
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {

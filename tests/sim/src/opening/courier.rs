@@ -2,7 +2,8 @@
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, BadSources, Courier, OTHER_RUN, Peer, PendingView, Source, Trouble, forget_in_vain, rebuild,
+    Address, BadSources, Courier, LinkError, OTHER_RUN, Peer, PendingView, Source, Trouble, forget_in_vain,
+    rebuild,
 };
 use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
 
@@ -270,8 +271,13 @@ impl Courier for Rebuild<'_> {
         if layers.layers.len() < 2 {
             return Ok(());
         }
-        let read = self.process.with_line(source.address, Ask::Layers).await;
-        let snapshot = match read {
+        let read = |is_checked| self.process.with_line(source.address, Ask::ReadSnapshot { is_checked });
+        let mut snapshot = read(true).await;
+        if source.is_rotten && snapshot.as_ref().is_err_and(LinkError::is_rot) {
+            self.process.sim.borrow_mut().count("rot in a snapshot without a sound copy");
+            snapshot = read(false).await;
+        }
+        let snapshot = match snapshot {
             Ok(Answer::Layers(_, snapshot)) => Ok(snapshot),
             Ok(_) => Err(CallError::Broken),
             Err(error) => Err(error),

@@ -35,6 +35,10 @@ impl LinkError for CallError {
     fn is_refusal(&self) -> bool {
         matches!(self, CallError::Refused(_))
     }
+
+    fn is_rot(&self) -> bool {
+        matches!(self, CallError::Refused(Errno::ROTTEN))
+    }
 }
 
 impl From<Misfit<CallError>> for CallError {

@@ -12,7 +12,7 @@ impl World {
         if replica.slow_by_us > 0 { base + replica.rng.u64(0..replica.slow_by_us) } else { base }
     }
 
-    fn answer(&mut self, conn: ConnId, number: u64, answer: Answer) {
+    pub(super) fn answer(&mut self, conn: ConnId, number: u64, answer: Answer) {
         if self.conns.get(&conn).is_some_and(|conn| conn.replica_open) {
             self.send(conn, false, Message::Answer(number, Box::new(answer)));
         }
@@ -142,6 +142,7 @@ impl World {
             | Ask::Commit(_)
             | Ask::Mark(_)
             | Ask::Layers
+            | Ask::ReadSnapshot { .. }
             | Ask::HeadExtents(_)
             | Ask::CopyBegin { .. }
             | Ask::CopySnapshot(_)
@@ -321,6 +322,7 @@ impl World {
                 let (has, file) = (replica.durable.has_snapshot, Rc::new(replica.files.snapshot.clone()));
                 return self.answer(op.conn, op.number, Answer::Layers(has, file));
             }
+            Ask::ReadSnapshot { is_checked } => return self.read_snapshot(at, &op, *is_checked),
             Ask::HeadExtents(from_bytes) => {
                 let mut page = replica.head_extents(*from_bytes);
                 if replica.takes_error(Broken::Extents) {

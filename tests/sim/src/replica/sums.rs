@@ -170,6 +170,9 @@ impl World {
             let replica = &mut self.replicas[at];
             if has_other && replica.is_summed(block) && replica.files.rot(block) {
                 has_rotten = true;
+                if replica.files.rot_below().any(|below| below == block) {
+                    self.count("blocks of snapshots that rot");
+                }
                 self.was_rotten.insert((at, block));
                 self.note(|| format!("block {block} of replica {at} is rotten"));
             }
@@ -196,6 +199,24 @@ impl World {
         }
         self.count("rot without a sound copy");
         replicas.into_iter().for_each(|(_, at)| self.replicas[at].heal(range));
+    }
+
+    /// The snapshot of a replica is read to be copied.
+    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op, is_checked: bool) {
+        let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedLayers);
+        let replica = &mut self.replicas[at];
+        let rotten: Vec<u64> = replica.files.rot_below().collect();
+        if is_checked && !is_unchecked && rotten.iter().any(|block| replica.is_known_rotten(*block)) {
+            replica.know_rot();
+            self.count("rot told of snapshots");
+            return self.answer(op.conn, op.number, Answer::Error(Errno::ROTTEN));
+        }
+        if !is_unchecked {
+            // Nobody has it, or nobody can notice it.
+            rotten.into_iter().for_each(|block| replica.files.heal(block));
+        }
+        let (has, file) = (replica.durable.has_snapshot, Rc::new(replica.files.snapshot.clone()));
+        self.answer(op.conn, op.number, Answer::Layers(has, file));
     }
 
     /// A process looks for regions to sum.
