@@ -14,8 +14,8 @@ use crate::size::VolumeSize;
 
 /// Replicated block storage: everything that runs on a node.
 ///
-/// `serve` is the agent of a node in a cluster. `run` needs no agent, no controller and no configuration: it
-/// keeps one volume in a directory for as long as it runs. `engine` and `replica serve` are the processes
+/// `serve` is the agent of a node in a cluster. `run` does not need an agent, a controller or a configuration. It
+/// serves one volume from a directory for as long as it runs. `engine` and `replica serve` are the processes
 /// that both of them start.
 #[derive(Debug, Parser)]
 #[command(name = "shorthorn-agent", version, about, long_about, max_term_width = 100)]
@@ -28,11 +28,11 @@ pub struct Cli {
 
 #[derive(Debug, Args)]
 pub struct LogArgs {
-    /// What is logged: error, warn, info, debug or trace, or directives like info,shorthorn_engine=debug.
-    /// Replaces what the configuration file says; info where nothing says anything
+    /// Log level: error, warn, info, debug or trace, or directives like info,shorthorn_engine=debug.
+    /// Overrides the configuration file; the default is info
     #[arg(long, global = true, value_name = "LEVEL", env = "SHORTHORN_LOG", value_parser = log_level)]
     pub log_level: Option<String>,
-    /// How it is logged, to standard error. Replaces what the configuration file says
+    /// Format of the log on standard error. Overrides the configuration file
     #[arg(long, global = true, value_name = "FORMAT", env = "SHORTHORN_LOG_FORMAT")]
     pub log_format: Option<LogFormat>,
 }
@@ -43,7 +43,7 @@ fn log_level(text: &str) -> Result<String, String> {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Runs one volume, with no daemon, until SIGTERM or ctrl-C
+    /// Runs one volume without a daemon, until SIGTERM or ctrl-C
     Run(RunArgs),
     /// Runs the agent of this node: the API that a controller calls
     Serve(ServeArgs),
@@ -58,22 +58,22 @@ pub enum Command {
 pub enum ReplicaCommand {
     /// Serves one replica directory to engines; started by `serve` and `run`
     Serve(RoleArgs),
-    /// Shows what is in a replica directory that no process has open
+    /// Shows a replica directory that no process has open
     Inspect(InspectArgs),
-    /// Writes the volume as a replica directory has it, or one of its snapshots, as a raw image
+    /// Exports the volume of a replica directory, or one of its snapshots, as a raw image
     Export(ExportArgs),
 }
 
-/// What an engine or replica process is started with.
+/// Arguments of an engine or replica process.
 #[derive(Clone, Debug, Args)]
 pub struct RoleArgs {
-    /// What to run: a JSON file, as `serve` and `run` write it
+    /// Spec file of the process: JSON, written by `serve` and `run`
     #[arg(long, value_name = "FILE")]
     pub spec: PathBuf,
-    /// Hold a lock on this file, with the process id in it; refuse to start where another process has it
+    /// Lock this file and write the process id to it; refuse to start if another process has the lock
     #[arg(long, value_name = "FILE")]
     pub pid_file: Option<PathBuf>,
-    /// Where this ends with an error, leave the message in this file
+    /// Write the message to this file if the process ends with an error
     #[arg(long, value_name = "FILE")]
     pub error_file: Option<PathBuf>,
     /// Stop when the parent process, which must have this id, ends
@@ -81,28 +81,28 @@ pub struct RoleArgs {
     pub parent: Option<i32>,
 }
 
-/// Runs one volume in a directory, with no daemon at all.
+/// Runs one volume in a directory, without a daemon.
 ///
-/// Makes the volume where DIR has none, else goes on with the one that is there. When it is ready, one line of
-/// JSON on standard output says where: its `device` or its `uri` and `socket`, and the `pids` of all its
-/// processes. An engine or replica that dies is started again. SIGTERM and SIGINT stop everything cleanly.
+/// Creates the volume if DIR has none, otherwise continues with the existing one. When the volume is ready, the
+/// command prints one line of JSON: its `device` or its `uri` and `socket`, and the `pids` of all its
+/// processes. It restarts an engine or replica that dies. SIGTERM and SIGINT stop everything cleanly.
 ///
-/// Killed with SIGKILL, a volume with the frontend `socket` stops as well. With a kernel frontend engine and
-/// replicas go on, so that a mounted file system keeps its disk; the next `run` on DIR takes the device over.
+/// After SIGKILL, a volume with the frontend `socket` stops as well. With a kernel frontend, engine and replicas
+/// continue, so that a mounted file system keeps its disk; the next `run` on DIR takes the device over.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     /// Name of the volume: lower-case letters, digits and '-', at most 63
     pub name: VolumeName,
-    /// Directory of the volume: its replicas, its identity, its sockets; made where it is missing
+    /// Directory of the volume: its replicas, identity and sockets; created if it does not exist
     #[arg(long)]
     pub dir: PathBuf,
     /// Size of the volume, for instance 1GiB: a multiple of 4096 bytes
     #[arg(long)]
     pub size: VolumeSize,
-    /// How many replicas, 1 to 8
+    /// Number of replicas, 1 to 8
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub replicas: u8,
-    /// How the volume is offered. `socket` works for everybody, the others need root and a kernel driver
+    /// Frontend of the volume. `socket` works for every user, the others need root and a kernel driver
     #[arg(long, default_value = "socket")]
     pub frontend: FrontendArg,
     /// Threads of the engine, and connections to each replica; a new NBD device has one
@@ -111,21 +111,20 @@ pub struct RunArgs {
     /// Requests in flight per queue
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub queue_depth: u16,
-    /// A replica that does not answer a request for so many milliseconds has failed
+    /// Milliseconds after which a replica that does not answer counts as late
     #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(500..=600_000))]
     pub replica_timeout_ms: u32,
-    /// Replicas count as equal again where nothing was written for so many milliseconds: after a crash of the engine they
-    /// are made equal nowhere else. 0: never while the engine runs
+    /// Milliseconds without a write after which a region counts as clean. After a crash of the engine, only dirty
+    /// regions are resynced. 0: never while the engine runs
     #[arg(long, default_value_t = INTENT_CLEAR_AFTER_MS, value_name = "MS")]
     pub intent_clear_after_ms: u32,
-    /// Replicas compare every read with the sums of its blocks; another replica answers a read of rot
+    /// Replicas compare every read with their block checksums; another replica answers if one has rot
     #[arg(long)]
     pub verify_reads: bool,
-    /// How many MiB of the volume each replica reads in a second, while it is at rest, to keep sums of its blocks. 0: none are
-    /// kept
+    /// MiB per second that each replica of an idle volume reads to compute block checksums. 0: no checksums
     #[arg(long, default_value_t = SUM_MIB_PER_S, value_name = "MIB")]
     pub sum_mib_per_s: u32,
-    /// Give up when the volume is not ready after so many seconds
+    /// Seconds after which the command fails if the volume is not ready
     #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub ready_timeout: u64,
     /// Directory of the device node
@@ -138,7 +137,7 @@ pub struct RunArgs {
 pub enum FrontendArg {
     /// NBD on a Unix socket: no kernel driver, no root
     Socket,
-    /// A block device: ublk where the kernel has it, else nbd
+    /// A block device: ublk if the kernel has it, otherwise nbd
     Auto,
     /// A block device through the ublk driver
     Ublk,
@@ -159,20 +158,20 @@ impl From<FrontendArg> for FrontendChoice {
 
 /// Runs the agent of this node.
 ///
-/// Engines and replicas are units of systemd, or processes of their own where PID 1 is not systemd. They go on
+/// Engines and replicas are systemd units, or separate processes if PID 1 is not systemd. They continue
 /// when the agent stops, crashes or is upgraded, and the next agent finds them again.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// The configuration file, TOML. Where it is not given, /etc/shorthorn/agent.toml if that is there
+    /// Configuration file in TOML. The default is /etc/shorthorn/agent.toml, if that exists
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Check the configuration, and end
+    /// Check the configuration, and exit
     #[arg(long)]
     pub check: bool,
-    /// Replaces `data_address` of the configuration
+    /// Overrides `data_address` of the configuration
     #[arg(long, value_name = "IP")]
     pub data_address: Option<IpAddr>,
-    /// Replaces `metrics_listen` of the configuration; or off
+    /// Overrides `metrics_listen` of the configuration; off turns metrics off
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics_listen: Option<MetricsListen>,
 }
@@ -186,7 +185,7 @@ pub struct InspectArgs {
     pub output: OutputFormat,
 }
 
-/// How a result is printed.
+/// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OutputFormat {
     /// For people
@@ -199,7 +198,7 @@ pub enum OutputFormat {
 pub struct ExportArgs {
     /// The replica directory
     pub dir: PathBuf,
-    /// The snapshot to write, instead of the volume as it is now
+    /// The snapshot to write instead of the present volume
     #[arg(long, value_name = "NAME")]
     pub snapshot: Option<String>,
     /// The file to write, sparse; `-` is standard output

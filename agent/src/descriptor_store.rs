@@ -128,7 +128,7 @@ fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
             Ok(Some((message, descriptors))) => lock(kept).take(&message, descriptors),
             Err(Errno::EINTR) => {}
             Err(error) => {
-                return tracing::warn!(%error, "descriptors of engines are not taken any more");
+                return tracing::warn!(%error, "no longer accepting descriptors of engines");
             }
         }
     }

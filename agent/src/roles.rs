@@ -47,7 +47,7 @@ fn run<T>(args: &RoleArgs, name: &CStr, role: impl FnOnce(&Path) -> anyhow::Resu
 
 fn start(args: &RoleArgs) -> anyhow::Result<Option<PidFile>> {
     if let Some(parent) = args.parent {
-        prctl::set_pdeathsig(Signal::SIGTERM).context("cannot ask to be told of the parent's end")?;
+        prctl::set_pdeathsig(Signal::SIGTERM).context("cannot request a signal at the parent's end")?;
         // The parent may have ended before that call.
         anyhow::ensure!(getppid().as_raw() == parent, "the parent, process {parent}, has ended");
     }

@@ -29,10 +29,7 @@ pub fn export(args: &ExportArgs) -> anyhow::Result<()> {
     };
     let done = export_volume(&args.dir, args.snapshot.as_deref(), target, |_, _| {})?;
     if done.was_dirty {
-        tracing::warn!(
-            "{} was not closed cleanly: the end of what was written may be missing",
-            args.dir.display()
-        );
+        tracing::warn!("{} was not closed cleanly: the last writes may be missing", args.dir.display());
     }
     tracing::info!(size_bytes = done.size_bytes, data_bytes = done.data_bytes, "exported");
     Ok(())

@@ -18,29 +18,29 @@ use thiserror::Error;
 use crate::address::{AddressError, Listen, ServerUrl};
 use crate::kubernetes::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes};
 
-/// Where the API is unless something else is said.
+/// Default address of the API.
 pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
-/// Where the custom resources are unless something else is said.
+/// Default namespace of the custom resources.
 pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
-/// Where agents answer on the nodes of a Kubernetes cluster unless something else is said.
+/// Default port of the agents on the nodes of a Kubernetes cluster.
 pub const DEFAULT_AGENT_PORT: u16 = 9501;
 /// Where the API is in a pod, for `kubectl port-forward` and shorthornctl.
 pub const API_PORT: u16 = 9520;
-/// What is logged unless something else is said.
+/// Default log level.
 const DEFAULT_LOG: &str = "info";
-/// Where metrics and health are unless something else is said.
+/// Default address of metrics and health.
 pub const DEFAULT_METRICS: MetricsListen = MetricsListen::loopback(9510);
 
-/// The Shorthorn controller: keeps volumes where they should be.
+/// The Shorthorn controller: reconciles volumes, schedules replicas, and serves CSI.
 #[derive(Debug, Parser)]
 #[command(version, about, long_about = None)]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What the controller can do.
+/// Commands of the controller.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Runs the controller in the foreground, until SIGTERM or SIGINT.
@@ -49,19 +49,19 @@ pub enum Command {
     Crds(CrdsArgs),
     /// Prints the admission policies that keep volumes from being deleted by mistake, for kubectl apply -f -
     DeletionGuard(DeletionGuardArgs),
-    /// Does nothing until SIGTERM or SIGINT: the pods that kubectl drain waits for run this
+    /// Waits for SIGTERM or SIGINT; guard pods, for which kubectl drain waits, run this
     Pause,
 }
 
 /// What is printed of the definitions.
 #[derive(Debug, Args)]
 pub struct CrdsArgs {
-    /// Leaves out the rules in CEL, which API servers before 1.25 do not know.
+    /// Leaves out the CEL rules, which API servers before 1.25 do not support.
     #[arg(long)]
     pub without_rules: bool,
 }
 
-/// Where the policies are for.
+/// Arguments of deletion-guard.
 #[derive(Debug, Args)]
 pub struct DeletionGuardArgs {
     /// The namespace of the objects and of the controller's service account.
@@ -69,7 +69,7 @@ pub struct DeletionGuardArgs {
     pub namespace: String,
 }
 
-/// How to run it.
+/// Arguments of serve.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
     /// TOML file with any of: store, listen, forward_listen, csi_listen, metrics_listen, log, log_format,
@@ -81,86 +81,86 @@ pub struct ServeArgs {
     /// the file; nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Database file of the volumes; made where it is missing. One controller at a time can have it.
+    /// Database file of the volumes; created if it does not exist. Only one controller at a time can open it.
     #[arg(long, value_name = "FILE")]
     pub store: Option<PathBuf>,
-    /// Keeps the volumes as custom resources of Kubernetes. One of several controllers works at a time.
+    /// Stores the volumes as custom resources of Kubernetes. One of several controllers leads at a time.
     #[arg(long, conflicts_with = "store")]
     pub kubernetes: bool,
     /// Namespace of the custom resources [default: shorthorn-system]
     #[arg(long, value_name = "NAMESPACE")]
     pub namespace: Option<String>,
-    /// How to reach the API server; without it as a pod does, else as kubectl does.
+    /// Kubeconfig of the API server; the default is the pod's service account, then kubectl's configuration.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    /// Port of the agents on the nodes of the cluster: where the driver is registered, a node is found by itself
+    /// Port of the agents on the nodes of the cluster. The controller discovers nodes with the registered driver
     /// [default: 9501]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub agent_port: Option<u16>,
-    /// What becomes of pods with volumes of Shorthorn that Kubernetes wants elsewhere while their node is lost: delete ends
-    /// them in the place of their kubelet, so that they come back on other nodes; keep lets them wait for their node or for
-    /// somebody [default: delete]
+    /// Action for terminating pods with Shorthorn volumes on lost nodes: delete force-deletes them, so that they
+    /// start on other nodes; keep lets them wait for their node or an operator
+    /// [default: delete]
     #[arg(long, value_name = "WHAT")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
-    /// Whether a pod whose device is gone is ended, so that its volume is staged anew: only pods that a
-    /// controller makes again [default: true]
+    /// Whether to delete a pod whose device is gone, so that its volume is staged again. Applies only to pods that
+    /// a controller re-creates [default: true]
     #[arg(long, value_name = "true|false")]
     pub auto_delete_pod_when_volume_detached_unexpectedly: Option<bool>,
-    /// What kubectl drain does on a node with replicas that volumes in use need: with
-    /// block-if-contains-last-replica it waits until they can do without, if there is a --guard-image; with
-    /// always-allow it does not wait [default: block-if-contains-last-replica]
+    /// Policy for kubectl drain on a node with replicas that volumes in use need. With
+    /// block-if-contains-last-replica and a --guard-image, the drain waits until the volumes no longer need them;
+    /// with always-allow it does not wait [default: block-if-contains-last-replica]
     #[arg(long, value_name = "POLICY")]
     pub node_drain_policy: Option<NodeDrainPolicy>,
-    /// Image of the pods that kubectl drain waits for: that of this controller, with shorthorn-controller at
-    /// /usr/bin. Without it there are no such pods, and a drain does not wait
+    /// Image of the guard pods, for which kubectl drain waits: the image of this controller, with
+    /// shorthorn-controller in /usr/bin. Without it, the controller creates no guard pods and a drain does not wait
     #[arg(long, value_name = "IMAGE")]
     pub guard_image: Option<String>,
     /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
     #[arg(long = "node", value_name = "NAME=URL")]
     pub nodes: Vec<NodeFlag>,
-    /// Where shorthornctl finds the controller: unix:///PATH, or 127.0.0.1:PORT
+    /// Address of the API for shorthornctl: unix:///PATH, or 127.0.0.1:PORT
     /// [default: unix:///run/shorthorn/controller.sock]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<Listen>,
-    /// Where else the API is served: 127.0.0.1:PORT of a pod, which shorthornctl reaches by a port-forward; nowhere unless it
-    /// is given
+    /// Second address of the API: 127.0.0.1:PORT of a pod, which shorthornctl reaches by a port-forward; off by
+    /// default
     #[arg(long, value_name = "ADDRESS")]
     pub forward_listen: Option<Listen>,
-    /// Where the sidecars of CSI find the controller: unix:///PATH, beside them; nowhere unless it is given
+    /// Socket for the CSI sidecars: unix:///PATH, on their host; off by default
     #[arg(long, value_name = "ADDRESS")]
     pub csi_listen: Option<Listen>,
-    /// Where /metrics, /healthz and /readyz are served: ADDRESS:PORT, or off. Whoever can reach it can read them
-    /// [default: 127.0.0.1:9510, where that is free]
+    /// Address of /metrics, /healthz and /readyz: ADDRESS:PORT, or off. Every client that reaches it can read them
+    /// [default: 127.0.0.1:9510, if that is free]
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics_listen: Option<MetricsListen>,
     /// Seconds that a replica may be away from an attached volume before a new one takes its place
     /// [default: 600]
     #[arg(long, value_name = "SECONDS")]
     pub replica_replace_after_s: Option<u64>,
-    /// How much of a disk replicas may promise, in percent of what is not reserved. More than 100 can work, as
-    /// replicas are sparse, and can run out of space [default: 100]
+    /// Bytes that may be scheduled on a disk, in percent of its unreserved space. More than 100 is possible, because
+    /// replicas are sparse, but the disk can run out of space [default: 100]
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..))]
     pub storage_over_provisioning_percentage: Option<u32>,
-    /// A disk with less than this free, in percent of its size, gets no new replica [default: 10]
+    /// Minimum free space of a disk for new replicas, in percent of its size [default: 10]
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(..100))]
     pub storage_minimal_available_percentage: Option<u32>,
-    /// Whether a volume is created with fewer replicas than asked for, if not all have a place now. The others are made once it
-    /// is attached and there is a place [default: true]
+    /// Whether to create a volume with fewer replicas than requested if not all can be scheduled. The others are
+    /// created once the volume is attached and they can be scheduled [default: true]
     #[arg(long, value_name = "true|false")]
     pub allow_volume_creation_with_degraded_availability: Option<bool>,
-    /// How many replicas a node may bring up at a time before others are placed elsewhere or wait. Of volumes that
-    /// wait, those with the fewest replicas come first [default: 5]
+    /// Maximum number of concurrent rebuilds on a node. Further replacements are placed elsewhere or wait; volumes
+    /// with the fewest replicas come first [default: 5]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
     pub concurrent_replica_rebuild_per_node_limit: Option<u32>,
-    /// Whether machines that are cordoned in Kubernetes get no new replicas; those that are there stay
+    /// Whether nodes that are cordoned in Kubernetes get no new replicas; existing replicas stay
     /// [default: true]
     #[arg(long, value_name = "true|false")]
     pub disable_scheduling_on_cordoned_node: Option<bool>,
-    /// What is logged to standard error: error, warn, info, debug or trace, also per module
+    /// Log level on standard error: error, warn, info, debug or trace, also per module
     /// (shorthorn_controller=debug,info) [default: info]
     #[arg(long, value_name = "FILTER", value_parser = log_level)]
     pub log: Option<String>,
-    /// How it is logged: text for people, json for programs [default: text]
+    /// Log format: text for people, json for programs [default: text]
     #[arg(long, value_name = "FORMAT")]
     pub log_format: Option<LogFormat>,
 }
@@ -176,7 +176,7 @@ pub struct NodeFlag {
     url: ServerUrl,
 }
 
-/// Why a configuration cannot be used.
+/// Errors of a configuration.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     /// A node without a URL.
@@ -213,9 +213,7 @@ pub enum ConfigError {
     #[error("csi_listen and listen are both {0}: give each its own")]
     SameListen(Listen),
     /// Nothing says where the store is.
-    #[error(
-        "where are the volumes kept? Give --store FILE or --kubernetes, or the same in the --config file"
-    )]
+    #[error("no store is configured: give --store FILE or --kubernetes, or the same in the --config file")]
     NoStore,
     /// Two things say where the store is.
     #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]

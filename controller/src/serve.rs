@@ -62,7 +62,7 @@ pub enum ServeError {
     #[error(transparent)]
     Kubernetes(#[from] OpenError),
     /// Another controller works now, or may.
-    #[error("this controller does not lead any more: the lease is lost, as {0}")]
+    #[error("lost leadership: {0}")]
     LeaseLost(String),
     /// The thread of the lease cannot be started.
     #[error("cannot start the thread that renews the lease: {0}")]
@@ -178,7 +178,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let _ = stop.send(true);
     let ended = async { while servers.join_next().await.is_some() {} };
     if tokio::time::timeout(STOP_LIMIT, ended).await.is_err() {
-        tracing::warn!("clients do not let go; ending all the same");
+        tracing::warn!("clients keep their connections open; exiting anyway");
     }
     remove_socket(Some(&config.listen));
     remove_socket(config.forward_listen.as_ref());
@@ -297,7 +297,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     // controller has noted.
     tokio::select! {
         noted = tokio::time::timeout(CLAIMS_LIMIT, noted) => if noted.is_err() {
-            tracing::warn!("the PersistentVolumes are not listed yet; going on with what is noted already");
+            tracing::warn!("PersistentVolumes are not listed yet; continuing with the stored claims");
         },
         reason = lease.lost() => return Err(ServeError::LeaseLost(reason)),
     }

@@ -75,10 +75,10 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
     let text = cluster.ok(&["node", "drain", "b", "--no-wait"]).await;
     assert!(text.contains("1 left on node b") && text.contains(&name), "{text}");
     let (code, text) = cluster.fails(&["node", "drain", "b"]).await;
-    assert!(code == 1 && text.contains("(held): there is no other place for it"), "{text}");
+    assert!(code == 1 && text.contains("(held): no other disk can take it"), "{text}");
     let why = cluster.ok(&["volume", "why", "v"]).await;
     assert!(
-        why.contains(&format!("Replica {name} is to leave node b, which is drained, and cannot yet")),
+        why.contains(&format!("Replica {name} has to leave node b, which is drained, and cannot yet")),
         "{why}"
     );
 
@@ -136,7 +136,7 @@ async fn a_node_can_be_restarted_if_its_volumes_can_do_without_it() {
     cluster.until("v", "degraded", |volume| volume["robustness"] == "degraded").await;
     cluster.ok(&["node", "can-reboot", "a"]).await;
     let (code, text) = cluster.fails(&["node", "can-reboot", "b"]).await;
-    assert!(code == 1 && text.contains("in use, and nobody else has all of its data"), "{text}");
+    assert!(code == 1 && text.contains("in use, and no other replica has all of its data"), "{text}");
     let wait = ["node", "can-reboot", "b", "--wait", "--timeout", "0.1"];
     assert_eq!(cluster.fails(&wait).await.0, 4);
     let output = cluster.run(&["-o", "json", "node", "can-reboot", "b"]).await;
@@ -163,11 +163,11 @@ async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is
     assert!(code == 3 && text.contains("node b has no disk /nowhere"), "{text}");
     let drain = ["disk", "drain", "b", "/var/lib/longhorn"];
     let (code, text) = cluster.fails(&drain).await;
-    assert!(code == 1 && text.contains("(held): there is no other place for it"), "{text}");
+    assert!(code == 1 && text.contains("(held): no other disk can take it"), "{text}");
     assert!(text.contains("shorthornctl disk uncordon b /var/lib/longhorn gives it up"), "{text}");
     let why = cluster.ok(&["volume", "why", "v"]).await;
     assert!(
-        why.contains("is to leave disk /var/lib/longhorn of node b, which is drained, and cannot yet"),
+        why.contains("has to leave disk /var/lib/longhorn of node b, which is drained, and cannot yet"),
         "{why}"
     );
     assert!(cluster.ok(&["node", "list"]).await.contains("drained disk"));
@@ -215,7 +215,7 @@ async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
     assert!(text.contains("0 replicas are on their way, 2 more would be better elsewhere"), "{text}");
     assert!(text.contains("Not looked at: 1 volumes, not attached"), "{text}");
     let (code, text) = cluster.fails(&["rebalance", "nowhere"]).await;
-    assert!(code == 3 && text.contains("there is no volume nowhere"), "{text}");
+    assert!(code == 3 && text.contains("no volume nowhere"), "{text}");
     assert_eq!(cluster.fails(&["rebalance", "--max-moves", "0"]).await.0, 2);
 
     let begin = ["--output", "json", "rebalance", "--no-wait", "--max-moves", "1"];
@@ -225,7 +225,7 @@ async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
     let three = |volume: &Value| nodes_of(volume) == ["a", "b", "c"];
     cluster.until(&moving, "three replicas", three).await;
     let why = cluster.ok(&["volume", "why", &moving]).await;
-    assert!(why.contains("is to leave node") && why.contains("for a better place"), "{why}");
+    assert!(why.contains("has to leave node") && why.contains("for a better place"), "{why}");
     let answer: Value = serde_json::from_str(&cluster.ok(&begin).await).unwrap();
     assert_eq!(answer["begun"], 0, "one is on its way: {answer:#}");
 

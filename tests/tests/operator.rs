@@ -76,7 +76,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     until_whole(&hosts.engine_control(newer, VOLUME), LIMIT)?;
     let mut client = hosts.client(newer, VOLUME)?;
     write(&mut client, 0, 1)?;
-    until_told(&hosts, &["is healthy", "2 of 2 replicas have everything"])?;
+    until_told(&hosts, &["is healthy", "2 of 2 replicas are complete"])?;
 
     // One is cut off and misses a write.
     hosts.set_link(older, false)?;
@@ -86,7 +86,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     let missing = format!("Replica {} on node {} is missing since", placed[1].2, name(older));
     until_told(
         &hosts,
-        &["is degraded", "1 of 2 replicas have everything", &missing, "is replaced by a new one in"],
+        &["is degraded", "1 of 2 replicas are complete", &missing, "The controller replaces it in"],
     )?;
     drop(client);
     hosts.detach(VOLUME)?;
@@ -97,10 +97,10 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     hosts.kill_agent(newer)?;
     hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(older), "--no-wait"])?;
     let silent = format!("Replica {newer_name} on node {} does not run", name(newer));
-    until_told(&hosts, &["is on its way to node", &silent, "is silent since", "volume salvage v"])?;
+    until_told(&hosts, &["is attaching to node", &silent, "is silent since", "volume salvage v"])?;
     let table = hosts.ctl(&["volume", "salvage", VOLUME])?;
     let loss = format!("With {older_id}: it lacks what was acknowledged in view");
-    ensure!(table.contains(&loss) && table.contains("cannot be asked"), "{table}");
+    ensure!(table.contains(&loss) && table.contains("does not answer"), "{table}");
     let refusal = hosts.refused(&["volume", "salvage", VOLUME, "--replica", older_id])?;
     ensure!(refusal.contains("--yes-i-may-lose-data"), "{refusal}");
     let decide = [
@@ -226,11 +226,11 @@ fn an_empty_node_gets_its_share_under_load() -> Result<()> {
         ensure!(told.contains("1 more would be better elsewhere") && told.contains("more room"), "{told}");
         ensure!(replicas_of(&hosts, VOLUME)?.iter().all(|replica| replica.0 != name(2)), "moved unasked");
         let told = hosts.ctl(&["rebalance", VOLUME])?;
-        ensure!(told.contains("1 replica was moved"), "{told}");
+        ensure!(told.contains("moved 1 replica"), "{told}");
         load.wait_for_answers(200, LIMIT).map(drop)
     })?;
     let told = hosts.ctl(&["rebalance"])?;
-    ensure!(told.contains("every replica is where it is best"), "{told}");
+    ensure!(told.contains("every replica has the best placement"), "{told}");
     let moved = replicas_of(&hosts, VOLUME)?;
     ensure!(moved.len() == 2 && moved.iter().any(|replica| replica.0 == name(2)), "{moved:?}");
     let directories = hosts.directories(VOLUME)?;

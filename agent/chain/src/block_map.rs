@@ -1,4 +1,4 @@
-//! Which file of the chain holds each block of the volume.
+//! The block map: the file of the chain that holds each block of the volume.
 //!
 //! The volume is cut into windows of 16 MiB. For each window the map keeps two things, both filled
 //! when first needed: one bit per block for the head, which changes with every write, and for

@@ -1,4 +1,4 @@
-//! What can be wrong with a directory, or with what is asked of it.
+//! Errors of a replica directory and of operations on it.
 
 use thiserror::Error;
 
@@ -195,7 +195,7 @@ pub enum ChainError {
     #[error("there is a snapshot '{0}' already")]
     SnapshotExists(String),
     /// There is no snapshot of this name.
-    #[error("there is no snapshot '{0}'")]
+    #[error("no snapshot '{0}'")]
     NoSnapshot(String),
     /// The snapshot was removed; its content is no longer kept.
     #[error("snapshot '{0}' is marked as removed: its content is no longer kept")]

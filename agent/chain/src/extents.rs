@@ -1,4 +1,4 @@
-//! How the map learns what lies in a file.
+//! Loading the extents of a file into the block map.
 
 use std::num::NonZeroU8;
 

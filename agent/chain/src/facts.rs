@@ -1,4 +1,4 @@
-//! What lies in a directory, as the caller found it.
+//! Files of a directory, as the caller found them.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What a replica directory means, without touching one.
+//! The meaning of a replica directory, without I/O.
 //!
 //! A replica keeps a volume as a chain of sparse files in Longhorn's version-1 format: the *head*
 //! takes writes, the snapshots below it never change, and a hole in a layer means "ask the parent".

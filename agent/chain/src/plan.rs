@@ -1,4 +1,4 @@
-//! What a read, a write, a discard or a write of zeroes has to do to which file.
+//! Plans: the file operations of a read, a write, a discard or a write of zeroes.
 //!
 //! Plans are values; nothing here does I/O beyond asking the caller's [`ExtentSource`] about
 //! windows that the map does not know yet. The caller executes a plan and then tells the map with
@@ -106,7 +106,7 @@ pub enum PlanError<E> {
     #[error(transparent)]
     Range(#[from] RangeError),
     /// The source could not say what a file holds.
-    #[error("cannot find out what the layers hold")]
+    #[error("cannot determine the data of the layers")]
     Source(E),
 }
 

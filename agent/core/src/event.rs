@@ -1,4 +1,4 @@
-//! What goes into the core and what comes out of it.
+//! Events (inputs) and outputs of the core.
 
 use shorthorn_types::{ByteRange, Errno, MarkRegions, Members, RegionSet, ReplicaReport, View, ViewId};
 

@@ -1,4 +1,4 @@
-//! What failures of this crate are to the caller.
+//! Errors of this crate as gRPC codes.
 
 use shorthorn_driver::CsiError;
 

@@ -1,4 +1,4 @@
-//! What kubelet asks a driver whose socket it has found in its directory of plugins.
+//! Registration of the driver with kubelet, which finds its socket in the directory of plugins.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Where the block devices of volumes come from.
+//! Source of the block devices of volumes.
 
 use std::path::PathBuf;
 

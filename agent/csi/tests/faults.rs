@@ -206,7 +206,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     // The engine too, for good: who uses the mount has to hear of that.
     node.forget("v1");
     let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
-    let words = ["not attached to this node", &old.number.to_string(), "end the pods"];
+    let words = ["not attached to this node", &old.number.to_string(), "delete the pods"];
     let says = words.iter().all(|word| condition.message.contains(word));
     assert!(condition.abnormal && says, "{condition:?}");
     let (code, _) = client.stats("v1", &node.target("p2")).await.unwrap_err();

@@ -1,4 +1,4 @@
-//! What was done for whoever uses the device, counted by each queue for itself.
+//! I/O counters of the device, one set for each queue.
 //!
 //! Only the thread of a queue writes its counters, so that counting is a load and a store, and each queue has cache lines of
 //! its own. The clock is read once for all requests that a turn begins, and once for all that it completes.

@@ -246,7 +246,8 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), Engin
 /// Has the members forget what a replica has missed that is given up.
 fn forget(desk: &Desk, replica: ReplicaId) {
     for (member, error) in finish(shorthorn_recovery::give_up(desk)) {
-        tracing::warn!(volume = %desk.greeter.volume, %replica, %member, %error, "a member still counts what a replica misses that was given up");
+        tracing::warn!(volume = %desk.greeter.volume, %replica, %member, %error, "a member still has the \
+         out-of-sync set of a removed replica");
     }
 }
 

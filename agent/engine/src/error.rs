@@ -35,7 +35,10 @@ pub enum EngineError {
         path: PathBuf,
     },
     /// The spec is older than what ran here before.
-    #[error("attachment {asked} is older than {known}, which ran here before: the spec is out of date")]
+    #[error(
+        "attachment {asked} is older than {known}, which ran on this host before: the spec is out of \
+     date"
+    )]
     Outdated {
         /// In the spec.
         asked: u64,

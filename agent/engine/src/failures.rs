@@ -85,12 +85,12 @@ pub fn name(operation: Operation) -> &'static str {
 pub fn reason(cause: Cause, errno: Errno) -> &'static str {
     match cause {
         Cause::Replicas(_) if errno == Errno::NO_SPACE => "the disks of these replicas have no space for it",
-        Cause::Replicas(_) => "this replica cannot do it, and no other one is left",
+        Cause::Replicas(_) => "this replica failed, and no other replica is left",
         Cause::Rot(_) => {
             "the disks of these replicas have lost or changed the data, and no other member has it"
         }
         Cause::LostWrites => {
-            "writes that were acknowledged may be gone: every request is refused until the volume is attached anew"
+            "acknowledged writes may be gone: every request fails until the volume is attached again"
         }
     }
 }

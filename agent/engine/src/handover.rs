@@ -72,7 +72,7 @@ impl FromStr for Name {
 /// the generation of that process; sockets of any other one are shut down, so that the kernel knows them for dead.
 pub fn take(predecessor: Option<Generation>) -> Vec<QueueSocket> {
     let passed = passed().unwrap_or_else(|error| {
-        tracing::warn!(%error, "what was passed to this process cannot be taken");
+        tracing::warn!(%error, "cannot take over the descriptors that were passed to this process");
         Vec::new()
     });
     // Before anything is read: should this process die, its successor must not find them.

@@ -149,7 +149,7 @@ impl Link {
         if self.is_absent() {
             // It broke between its opening and its first use: the core has to learn that, or it would wait.
             return events
-                .push(Event::Lost { peer: self.peer, reason: "there is no connection to it".into() });
+                .push(Event::Lost { peer: self.peer, reason: "no connection to the replica".into() });
         }
         let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
         if let Err(error) = framed.send(&header, payload) {
@@ -281,7 +281,7 @@ impl Link {
         while let Some(header) = self.framed.as_ref().and_then(Framed::header) {
             let header = header.map_err(|error| error.to_string())?;
             if !header.is_response() {
-                return Err(format!("it sends a request: {header}"));
+                return Err(format!("replica sends a request: {header}"));
             }
             if header.opcode == Opcode::Read && header.status == 0 {
                 if !self.begin_payload(header, arena)? {
@@ -388,7 +388,7 @@ impl Link {
         let slot = u16::try_from(header.id & !ID_KIND).ok();
         match slot.filter(|slot| header.id & ID_KIND == ID_REQUEST && usize::from(*slot) < self.asked.len()) {
             Some(slot) => Ok(SlotId { queue: self.queue, slot }),
-            None => Err(format!("it answers what it was not asked: {header}")),
+            None => Err(format!("replica answers a request that was not sent: {header}")),
         }
     }
 }

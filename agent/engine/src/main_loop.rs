@@ -289,7 +289,7 @@ impl Start<'_> {
             serving.forget_device()?;
             // Now nothing is modified any more: what was meanwhile can be cleared too.
             if is_settled && let Err(error) = serving.settle(&self.news, ending, SETTLE_LIMIT) {
-                tracing::warn!(%volume, %error, "the members could not flush what was written last");
+                tracing::warn!(%volume, %error, "the members could not flush the last writes");
             }
         }
         shared.stop();
@@ -355,7 +355,7 @@ fn drain(
 
 fn notify_systemd(state: sd_notify::NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
-        tracing::warn!(%error, "systemd cannot be told how far the engine is");
+        tracing::warn!(%error, "cannot report the engine's state to systemd");
     }
 }
 

@@ -320,7 +320,7 @@ impl Opener<'_> {
             if !in_view {
                 member.away_since_ms = Some(status::now_ms());
                 if member.message.is_empty() {
-                    "it is not in the view: it is brought up as soon as it answers"
+                    "not in the view: the replica is rebuilt as soon as it answers"
                         .clone_into(&mut member.message);
                 }
             }
@@ -449,8 +449,8 @@ impl OpeningEngine for Attempt<'_, '_> {
 
     fn offended(&mut self, replica: ReplicaId, reason: &str) {
         let volume = &self.opener.spec.volume;
-        tracing::warn!(%volume, %replica, reason, "a replica that has welcomed the engine does not do as it is asked");
-        self.show(replica, format!("it makes attempts to open the volume fail: {reason}"));
+        tracing::warn!(%volume, %replica, reason, "a replica accepts the engine and then fails its requests");
+        self.show(replica, format!("attempts to open the volume fail because of this replica: {reason}"));
     }
 
     fn leaves_out(&mut self, replica: ReplicaId, reason: &str) {
@@ -520,7 +520,9 @@ impl OpeningEngine for Attempt<'_, '_> {
         state.note_lost_writes()?;
         let lost_writes = state.lost_writes();
         if lost_writes {
-            tracing::error!(volume = %self.opener.spec.volume, "the hosts of all members were restarted while data was not durable: writes may be gone that the user of the device was told are stored, so every request is refused until the volume is attached anew");
+            tracing::error!(volume = %self.opener.spec.volume, "the hosts of all members restarted while \
+             data was not durable: acknowledged writes may be gone. Every request fails until the volume is \
+             attached again");
         }
         status::publish(self.opener.publisher, |engine| engine.lost_writes = lost_writes);
         Ok(())
@@ -624,7 +626,7 @@ fn connect_queues(
         return Ok((replica, Vec::new()));
     }
     let endpoint = spec.replicas.iter().find(|endpoint| endpoint.replica == replica);
-    let endpoint = endpoint.ok_or_else(|| (replica, "it is no replica of the volume".to_owned()))?;
+    let endpoint = endpoint.ok_or_else(|| (replica, "not a replica of the volume".to_owned()))?;
     let mut connections = vec![one.link];
     for queue in 1..spec.queues {
         let opened = greeter.greet(endpoint, queue);

@@ -415,7 +415,7 @@ impl Running {
     fn trim(&mut self) {
         let queue = self.queue.index;
         if !self.queue.frontend.is_idle() {
-            return tracing::debug!(queue, "memory is kept: data of a client is on its way");
+            return tracing::debug!(queue, "keeping memory: data of a client is in transit");
         }
         tracing::debug!(queue, "memory of large requests is given back");
         for slot in 0..usize::from(self.queue.depth) {

@@ -225,7 +225,7 @@ impl Scrubber {
             peers.retain(|peer| members.contains(peer));
             let checks = self.check(layer, piece, &mut peers);
             if checks.is_empty() {
-                return Err(Trouble::Failed("no member answers any more".to_owned()));
+                return Err(Trouble::Failed("no member answers".to_owned()));
             }
             at = checks
                 .iter()

@@ -103,7 +103,7 @@ impl<'a> Serving<'a> {
             logged: now,
         };
         if let Some(bytes) = opened.unequal_bytes() {
-            tracing::info!(volume = %serving.spec.volume, bytes, "making the members equal where they may differ");
+            tracing::info!(volume = %serving.spec.volume, bytes, "resyncing the members in dirty regions");
         }
         for (index, peer) in serving.desk().known_peers() {
             if !serving.view.members.contains(peer.endpoint.replica) {
@@ -190,9 +190,10 @@ impl<'a> Serving<'a> {
         let dirty_bytes = self.dirty_bytes();
         let (volume, settled_ms) = (&self.spec.volume, took.as_millis());
         if is_done {
-            tracing::info!(%volume, settled_ms, dirty_bytes, "what was written is flushed on every member");
+            tracing::info!(%volume, settled_ms, dirty_bytes, "every member has flushed all writes");
         } else {
-            tracing::warn!(%volume, settled_ms, dirty_bytes, "not every member has flushed in time: the next start makes the members equal where something was written lately");
+            tracing::warn!(%volume, settled_ms, dirty_bytes, "not every member has flushed in time: the next \
+             start resyncs dirty regions");
         }
     }
 
@@ -371,14 +372,14 @@ impl<'a> Serving<'a> {
                 let meter = meter.get_or_insert_with(|| Meter::new(total_bytes, now));
                 meter.update(left_bytes, now);
                 let shown = meter.status();
-                self.show_copy(replica, shown, "its snapshots are being copied");
+                self.show_copy(replica, shown, "copying its snapshots");
             }
             Told::Joining { missing_bytes, is_copy } => {
                 tracing::info!(%volume, %replica, bytes = missing_bytes, is_copy, "bringing a replica up");
                 let meter = Meter::new(missing_bytes, now);
                 let shown = meter.status();
                 self.copies[usize::from(peer)] = Some(meter);
-                self.show_copy(replica, shown, "it gets what it lacks");
+                self.show_copy(replica, shown, "copying its out-of-sync regions");
             }
         }
     }
@@ -461,8 +462,8 @@ impl<'a> Serving<'a> {
         let replicas = odd.iter().map(name).collect::<Vec<_>>().join(" ");
         let what = match &done {
             Done::Repaired { from } => format!("repaired from {}", name(from)),
-            Done::Told => "not repaired, as it was not asked for".to_owned(),
-            Done::Undecided => "not repaired: nobody can tell which of them is right".to_owned(),
+            Done::Told => "not repaired: repair was not requested".to_owned(),
+            Done::Undecided => "not repaired: no majority".to_owned(),
             Done::Failed(reason) => format!("not repaired: {reason}"),
         };
         let repaired = matches!(done, Done::Repaired { .. });

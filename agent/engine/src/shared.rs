@@ -1,4 +1,4 @@
-//! What the threads of an engine share: the core, and a mailbox for each queue.
+//! State that the threads of an engine share: the core, and a mailbox for each queue.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};

@@ -1,4 +1,4 @@
-//! What an engine remembers from one process to the next, on the host where it runs.
+//! State file of an engine: it survives from one process to the next on the same host.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -110,7 +110,7 @@ impl EngineState {
         let Generation { attach, restart, .. } = self.content.generation;
         let next = restart.checked_add(1).ok_or_else(|| EngineError::State {
             path: self.path.clone(),
-            source: io::Error::other("no number is left for another start: attach the volume anew"),
+            source: io::Error::other("no restart number is left: detach and attach the volume"),
         })?;
         self.content.generation = drawn(Generation::new(attach, next))?;
         self.store()?;
@@ -408,7 +408,7 @@ mod tests {
         let with = |restart: u32| CONTENT.replace("\"restart\":1", &format!("\"restart\":{restart}"));
         fs::write(&path, with(u32::MAX)).unwrap();
         let error = EngineState::open(&path, 3, 0).unwrap_err().to_string();
-        assert!(error.contains("v1.state") && error.contains("attach the volume anew"), "{error}");
+        assert!(error.contains("v1.state") && error.contains("detach and attach the volume"), "{error}");
         assert_eq!(pair(EngineState::open(&path, 4, 0).unwrap().generation()), Generation::new(4, 0));
         fs::write(&path, with(1)).unwrap();
         assert_eq!(pair(EngineState::open(&path, 3, 0).unwrap().generation()), Generation::new(3, 2));

@@ -1,4 +1,4 @@
-//! What the engine shows of itself on its control socket.
+//! Status of the engine on its control socket.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -80,7 +80,7 @@ pub fn check_replicas(replicas: &[ReplicaEndpoint]) -> Result<(), String> {
     }
     for (at, endpoint) in replicas.iter().enumerate() {
         if replicas[..at].iter().any(|other| other.replica == endpoint.replica) {
-            return Err(format!("replica {} is there twice", endpoint.replica));
+            return Err(format!("replica {} is listed twice", endpoint.replica));
         }
     }
     Ok(())

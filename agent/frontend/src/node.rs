@@ -67,7 +67,7 @@ impl fmt::Debug for DeviceNumber {
 
 /// The text is not `major:minor`.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("{0:?} is no device number: it has to look like 259:3")]
+#[error("{0:?} is not a device number such as 259:3")]
 pub struct DeviceNumberError(String);
 
 impl FromStr for DeviceNumber {
@@ -177,7 +177,7 @@ pub fn settle(
         Ok::<_, ()>(is_handled.then_some(()))
     };
     if wait::until(limit, handled) != Ok(Some(())) {
-        tracing::warn!(disk = name, "udev has not handled the disk within {limit:?}; going on without it");
+        tracing::warn!(disk = name, "udev has not handled the disk within {limit:?}; continuing without it");
     }
     Ok(device)
 }
@@ -283,7 +283,8 @@ fn obstacle(
     let taken = nodes(sysfs, device_dir)?.iter().any(|node| node.device == old && node.volume != *volume);
     Ok((!taken).then(|| {
         format!(
-            "the name leads to the live device {old} ({}); stop whoever serves it, or remove the node if it is a leftover",
+            "the name refers to the live device {old} ({}); stop its server, or remove the node if it is a \
+             leftover",
             name_of(sysfs, old).unwrap_or_else(|| "without a name in sysfs".into())
         )
     }))

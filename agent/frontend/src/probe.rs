@@ -61,7 +61,7 @@ pub fn choose(
         // It needs nothing of the host.
         None if kind == FrontendKind::Socket => Ok(kind),
         Some(report) => Err(FrontendError::Unsupported { frontend: kind, reason: report.reason.clone() }),
-        None => Err(FrontendError::Unsupported { frontend: kind, reason: "it was not looked for".into() }),
+        None => Err(FrontendError::Unsupported { frontend: kind, reason: "not probed".into() }),
     }
 }
 
@@ -188,7 +188,7 @@ pub(crate) fn load_ublk() -> Result<(), MissingModule> {
     }
     Err(MissingModule {
         module: UBLK_MODULE,
-        reason: format!("it is loaded, but there is no {CONTROL_PATH}"),
+        reason: format!("module loaded, but {CONTROL_PATH} does not exist"),
     })
 }
 

@@ -56,7 +56,7 @@ impl<E> Trouble<E> {
 }
 
 /// The answers of a replica count for one run of its process only: see [`Welcome::run`].
-pub const OTHER_RUN: &str = "it was started again since it was asked for what it holds";
+pub const OTHER_RUN: &str = "the replica restarted during the attempt";
 /// Why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
@@ -163,7 +163,7 @@ struct Attempt<'a, C: Courier> {
 impl<C: Courier> Attempt<'_, C> {
     async fn run(&self, peer: &Peer) -> Result<(), Trouble<Error<C>>> {
         if !self.engine.is_disconnected(self.me) {
-            return Err(Trouble::NotYet("its last connections are being closed"));
+            return Err(Trouble::NotYet("its previous connections are being closed"));
         }
         let opened = self.engine.open_line(self.address()).await;
         let welcome = opened.map_err(Trouble::while_doing("connecting"))?;
@@ -298,7 +298,7 @@ impl<C: Courier> Attempt<'_, C> {
             });
             self.bad_sources.best(sources, |source| source.address.replica)
         })?;
-        source.ok_or(Trouble::NotYet("there is no member to copy from"))
+        source.ok_or(Trouble::NotYet("no member can be the source of the copy"))
     }
 
     /// A set of regions of a replica; full if it does not keep that one.
@@ -357,7 +357,7 @@ impl<C: Courier> Attempt<'_, C> {
         regions: Regions,
     ) -> Result<RegionSet, Trouble<Error<C>>> {
         let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
-            let failed = Trouble::while_reading(source, "asking a member where it has data");
+            let failed = Trouble::while_reading(source, "reading the extents of a member");
             return self.regions_or_all(source.address, RegionsOf::Allocated, regions, failed).await;
         };
         let mut line = self.engine.line(source.address);
@@ -370,7 +370,7 @@ impl<C: Courier> Attempt<'_, C> {
             }
             let page = line.extents(ExtentsQuery { layer, from_bytes }).await;
             let page =
-                page.map_err(Trouble::while_reading(source, "asking a member where a layer has data"))?;
+                page.map_err(Trouble::while_reading(source, "reading the extents of a member's layer"))?;
             for Extent { offset_bytes, length_bytes } in page.extents {
                 if let Ok(range) = ByteRange::new(offset_bytes, length_bytes) {
                     data.insert_run(regions.touched(range));
@@ -444,7 +444,7 @@ impl<C: Courier> Attempt<'_, C> {
         let count_now = match joined {
             Ok(Some(count_now)) => count_now,
             Ok(None) => {
-                self.drop_queues("it has not followed an expansion yet");
+                self.drop_queues("the replica has not followed an expansion yet");
                 return Err(Trouble::NotYet("the volume is being expanded"));
             }
             Err(trouble) => {
@@ -546,7 +546,7 @@ impl<C: Courier> Attempt<'_, C> {
                 let (of, size_bytes) = (RegionsOf::Missed(replica), regions.size_bytes());
                 let change = MarkRegions { of, action: MarkAction::Add, runs, stamp, size_bytes };
                 let marked = self.engine.line(*keeper).mark(&change).await;
-                marked.map_err(Trouble::while_doing("having a replica count what another one misses"))?;
+                marked.map_err(Trouble::while_doing("starting an out-of-sync set on a replica"))?;
             }
         }
         Ok(())

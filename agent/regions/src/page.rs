@@ -70,10 +70,10 @@ pub enum PageDamage {
     #[error("the page is torn or damaged")]
     Check,
     /// It is a page of another format, set, place or volume.
-    #[error("the page belongs to something else")]
+    #[error("the page belongs to another set or volume")]
     Other,
     /// Somebody else may have changed the volume since it was written.
-    #[error("the page is older than what somebody else may have done to the directory")]
+    #[error("the page is older than possible changes of the directory by another program")]
     Outdated,
 }
 

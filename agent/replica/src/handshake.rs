@@ -31,7 +31,7 @@ pub(crate) enum HandshakeError {
     #[error(transparent)]
     Frame(#[from] FrameError),
     /// The peer sent something else first.
-    #[error("{0:?} came where a hello has to come first")]
+    #[error("received {0:?} instead of a hello")]
     NoHello(Opcode),
     /// The engine wants another volume or replica.
     #[error(

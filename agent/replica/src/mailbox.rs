@@ -1,4 +1,4 @@
-//! What other threads tell the data thread.
+//! Messages of other threads to the data thread.
 
 use std::io;
 use std::os::fd::OwnedFd;

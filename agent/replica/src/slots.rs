@@ -1,4 +1,4 @@
-//! Who may have how many requests in flight.
+//! Slots: limits of requests in flight per connection.
 
 use std::collections::VecDeque;
 

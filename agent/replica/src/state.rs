@@ -1,4 +1,4 @@
-//! What a replica must not forget: the generation that holds it, and the views of its volume.
+//! Durable state of a replica: its generation, and the views of its volume.
 
 use serde::{Deserialize, Serialize};
 use shorthorn_control::{ReplicaSpec, Unknown};

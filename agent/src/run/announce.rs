@@ -58,7 +58,7 @@ impl Ready {
         let line = serde_json::to_string(self).unwrap_or_default();
         let mut out = std::io::stdout().lock();
         if let Err(error) = writeln!(out, "{line}").and_then(|()| out.flush()) {
-            tracing::warn!(%error, "nobody reads standard output");
+            tracing::warn!(%error, "standard output has no reader");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the supervisor waits for: signals, and the statuses of its processes.
+//! Events of the supervisor: signals, and statuses of its processes.
 
 use std::path::PathBuf;
 use std::sync::Arc;

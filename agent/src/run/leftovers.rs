@@ -45,7 +45,7 @@ pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<
 fn stop_one(holder: &Holder, at_once: bool, control: Option<&Path>) -> Result<(), RunError> {
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };
-    tracing::warn!(pid, at_once, "a process of an earlier run goes on: stopping it");
+    tracing::warn!(pid, at_once, "a process of an earlier run is still running: stopping it");
     let is_told = |control: &Path| Client::connect(control).and_then(|client| client.stop()).is_ok();
     if at_once {
         holder.kill().map_err(failed)?;

@@ -1,4 +1,4 @@
-//! Where the sockets and the files of the processes of a volume are.
+//! Paths of the sockets and files of a volume.
 //!
 //! The path of a Unix socket is limited to 107 bytes, and directories of volumes have longer ones. So the
 //! sockets are in DIR/run where that is short enough, else in a directory of their own under

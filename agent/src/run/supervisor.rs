@@ -128,7 +128,7 @@ impl Supervisor {
         let Some(engine) = self.processes.last() else { return };
         tracing::info!("a new process takes the place of the engine");
         if let Err(error) = engine.order(&Order::Handover) {
-            tracing::warn!("the engine cannot be told: {error}");
+            tracing::warn!("cannot send a command to the engine: {error}");
         }
     }
 

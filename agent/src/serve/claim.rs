@@ -76,7 +76,7 @@ impl Claim {
             ))),
             None => {
                 self.keep(cluster)?;
-                tracing::info!(cluster, "this node belongs to a cluster from here on");
+                tracing::info!(cluster, "this node now belongs to a cluster");
                 *owner = Some(cluster.to_owned());
                 Ok(())
             }
@@ -95,11 +95,12 @@ impl Claim {
         }
         if present != from {
             return Err(NodeError::Precondition(format!(
-                "this node belongs to cluster {present:?}, not to {from:?}: it is handed over only from the cluster that has it"
+                "this node belongs to cluster {present:?}, not to {from:?}: only its present cluster can \
+                 hand it over"
             )));
         }
         self.keep(to)?;
-        tracing::warn!(from, to, "this node is handed over to another cluster");
+        tracing::warn!(from, to, "this node now belongs to another cluster");
         *owner = Some(to.to_owned());
         Ok(())
     }

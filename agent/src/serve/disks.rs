@@ -365,7 +365,7 @@ fn look(path: &Path) -> v1::Disk {
             disk.total_bytes = space.f_blocks.saturating_mul(space.f_frsize);
             disk.available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
         }
-        Err(error) => disk.problem = format!("its space is unknown: {error}"),
+        Err(error) => disk.problem = format!("free space is unknown: {error}"),
     }
     disk.filesystem = filesystem(path).unwrap_or_default();
     disk.replicas = replicas(path);
@@ -377,10 +377,10 @@ fn look(path: &Path) -> v1::Disk {
 fn obstacle(path: &Path) -> Option<String> {
     match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Some("there is no such directory: mount the disk, or make the directory".into());
+            return Some("no such directory: mount the disk, or create the directory".into());
         }
         Err(error) => return Some(error.to_string()),
-        Ok(meta) if !meta.is_dir() => return Some("it is no directory".into()),
+        Ok(meta) if !meta.is_dir() => return Some("not a directory".into()),
         Ok(_) => {}
     }
     let space = match statvfs(path) {
@@ -389,7 +389,7 @@ fn obstacle(path: &Path) -> Option<String> {
     };
     if space.f_flag.contains(StatVfsMountFlags::RDONLY) {
         return Some(
-            "its file system is mounted read-only: look into the kernel's log why, and mount it again".into(),
+            "file system is mounted read-only: see the kernel's log for the cause, and mount it again".into(),
         );
     }
     if space.f_frsize > BLOCK_BYTES {
@@ -637,7 +637,7 @@ mod tests {
         assert!(matches!(add(&dir.path().join("../x")), NodeError::Invalid(_)));
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
-        assert!(add(&file).to_string().contains("no directory"));
+        assert!(add(&file).to_string().contains("not a directory"));
         let damaged = dir.path().join("damaged");
         fs::create_dir(&damaged).unwrap();
         fs::write(damaged.join("longhorn-disk.cfg"), "{").unwrap();

@@ -1,4 +1,4 @@
-//! Which frontends work on this host.
+//! Frontends that work on this host.
 
 use std::time::{Duration, Instant};
 

@@ -82,7 +82,7 @@ async fn bind_one(address: &ListenAddress) -> io::Result<Incoming> {
         }
         ListenAddress::Tcp(tcp) => {
             if !tcp.ip().is_loopback() {
-                tracing::warn!(%address, "whoever can reach this address can control this node");
+                tracing::warn!(%address, "every client that reaches this address can control this node");
             }
             let listener = TcpListenerStream::new(TcpListener::bind(tcp).await?);
             Ok(Box::pin(listener.map(|stream| {

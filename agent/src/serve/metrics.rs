@@ -1,4 +1,4 @@
-//! What the agent shows at `/metrics` and `/readyz`. docs/metrics.md explains every number.
+//! Metrics of the agent at `/metrics`, and `/readyz`. docs/metrics.md explains every metric.
 //!
 //! Instances are shown as the table has them; engines are asked for their counters, and disks for their space, when
 //! somebody asks, each within a time: a disk or an engine that hangs is left out.
@@ -91,16 +91,14 @@ impl Vitals for AgentVitals {
         if let Some(driver) = &shown.driver {
             let registered = page.gauges(
                 "shorthorn_agent_csi_registered",
-                "1 where kubelet has said that it has registered the CSI driver, else 0",
+                "1 if kubelet has confirmed the registration of the CSI driver, otherwise 0",
             );
             registered.set(&[], u64::from(driver.registered.load(Ordering::Relaxed)));
         }
         let looked =
             look(Arc::clone(&self.looking), Arc::clone(&shown.disks), shown.device_dir.clone()).await;
-        let answered = page.gauges(
-            "shorthorn_agent_disks_answer",
-            "0 where a disk hangs: disks and devices are left out then",
-        );
+        let answered = page
+            .gauges("shorthorn_agent_disks_answer", "0 if a disk hangs; disks and devices are then omitted");
         answered.set(&[], u64::from(looked.is_some()));
         if let Some((disks, devices)) = looked {
             show_disks(&disks, page);
@@ -180,25 +178,24 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
         page.gauges("shorthorn_volume_size_bytes", "Size of the device of a volume that has its engine here");
     let frozen = page.gauges(
         "shorthorn_volume_frozen",
-        "1 where the requests of a volume wait for replicas or the arbiter, else 0",
+        "1 if requests of a volume wait for replicas or the arbiter, otherwise 0",
     );
     let lost = page.gauges(
         "shorthorn_volume_lost_writes",
-        "1 where writes that were not flushed may be gone, so that every request is refused, else 0",
+        "1 if unflushed writes may be gone, so that every request fails, otherwise 0",
     );
-    let members =
-        page.gauges("shorthorn_volume_replicas", "Replicas of a volume, by what they are to its engine");
+    let members = page.gauges("shorthorn_volume_replicas", "Replicas of a volume, by mode");
     let awaited = page.gauges(
         "shorthorn_volume_replicas_awaited",
-        "Members that are late and that the others cannot go on without: requests wait for them",
+        "Late members without which the others cannot continue: requests wait for them",
     );
     let waits = page.counters(
         "shorthorn_volume_replica_waits",
-        "How often requests had to wait for a member that was late, since the engine has started",
+        "Number of times that requests had to wait for a late member, since the engine started",
     );
     let rot = page.counters(
         "shorthorn_volume_replica_rot",
-        "How often a member that others were to copy from held something else than was stored on it, since the engine has started",
+        "Number of times that the source of a copy had rot, since the engine started",
     );
     let rot_copied = page.counters(
         "shorthorn_volume_replica_rot_copied",
@@ -227,7 +224,7 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
 fn show_copies(engines: &[&v1::EngineStatus], page: &mut Page) {
     let total = page.gauges(
         "shorthorn_volume_rebuild_total_bytes",
-        "What there was to copy to a replica that is being brought up",
+        "Bytes to copy in total to a replica that is being rebuilt",
     );
     let left = page.gauges("shorthorn_volume_rebuild_left_bytes", "What is left of that");
     let unequal = page.gauges(
@@ -278,10 +275,7 @@ fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut Page) {
 fn show_disks(disks: &[v1::Disk], page: &mut Page) {
     let sizes = page.gauges("shorthorn_disk_size_bytes", "Size of the file system of a disk");
     let free = page.gauges("shorthorn_disk_available_bytes", "What is free on it");
-    let usable = page.gauges(
-        "shorthorn_disk_usable",
-        "1 where replicas can be on a disk, 0 where something is wrong with it",
-    );
+    let usable = page.gauges("shorthorn_disk_usable", "1 if the disk can be used, 0 if it has a problem");
     let replicas = page.gauges(
         "shorthorn_disk_replicas",
         "Directories of replicas on a disk, whether they are in use or not",

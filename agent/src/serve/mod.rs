@@ -135,7 +135,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         signal = stop_signal() => signal,
         () = lost => Err(anyhow::anyhow!("the connection to systemd is lost")),
     };
-    tracing::info!("stopping; engines and replicas go on");
+    tracing::info!("stopping; engines and replicas continue");
     stop.send_replace(true);
     // Whoever is cut off calls again.
     let drained = async {

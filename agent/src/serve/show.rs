@@ -6,7 +6,7 @@ use shorthorn_proto::v1::{self, InstanceState, instance::Detail};
 use crate::serve::instance::{Phase, Process, Spec};
 use crate::serve::words;
 
-/// What the process of an instance and its control socket say, in one.
+/// Combines the states of the process and of the control socket of an instance.
 pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::Instance {
     let id = spec.id();
     let (inside, told) = match status {

@@ -231,7 +231,7 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
     }
     if is_in_place {
         return Err(NodeError::Precondition(format!(
-            "{} is there already: two directories cannot be one replica",
+            "{} already exists: two directories cannot be one replica",
             directory.display()
         )));
     }
@@ -255,7 +255,7 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
 }
 
 fn gone(folder: &Path) -> NodeError {
-    NodeError::NotFound(format!("{} is not in the trash any more", folder.display()))
+    NodeError::NotFound(format!("{} is no longer in the trash", folder.display()))
 }
 
 /// Holds a directory in the trash, against exports, restores and deletions. What cannot be held for another reason than that

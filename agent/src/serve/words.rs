@@ -17,7 +17,7 @@ pub fn view(view: v1::View) -> Result<View, NodeError> {
     Ok(View { id, members: Members::new(members)? })
 }
 
-/// A view as it is told.
+/// Converts a view to its message.
 pub fn of_view(view: &View) -> v1::View {
     v1::View {
         attach: view.id.generation.attach,

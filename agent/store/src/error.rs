@@ -1,4 +1,4 @@
-//! What can go wrong with a directory on a real file system.
+//! Errors of a directory on a real file system.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -127,13 +127,13 @@ pub enum StoreError {
     #[error("the chain changed while snapshot '{0}' was being coalesced; coalesce it again")]
     FoldOutdated(String),
     /// There is no such layer, or none that is being copied to.
-    #[error("layer {0} is not there, or is not being copied")]
+    #[error("layer {0} does not exist, or is not being copied")]
     NoLayer(usize),
     /// There is no such layer of a snapshot, or it cannot have sums, or what is to be put into it does not fit.
-    #[error("{0} is no layer of a snapshot in the chain, or none that this can be done with")]
+    #[error("{0} is not a snapshot layer of the chain, or does not support this operation")]
     NoSnapshotLayer(String),
     /// A layer was not copied.
-    #[error("{0} is not whole: the replica cannot count as rebuilt before it is")]
+    #[error("layer {0} is incomplete: the replica does not count as rebuilt yet")]
     CopyUnfinished(String),
     /// An export would write into the replica.
     #[error("{} lies in the replica's own directory; export to another place", .0.display())]

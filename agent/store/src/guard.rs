@@ -1,4 +1,4 @@
-//! How we notice that somebody else has had the directory open.
+//! Guard: detects that another program has opened the directory.
 //!
 //! Longhorn writes `volume.meta` anew whenever it opens a replica, and so do we. `shorthorn.guard`
 //! records which file ours was: inode, time of modification, checksum of its content. The record is made
@@ -76,15 +76,15 @@ impl Guard {
         let volume_meta = identity(directory, VOLUME_META)?;
         let Some(mut guard) = found else {
             let guard = Guard { volume_meta: vec![volume_meta], ..Guard::new() };
-            return Ok((guard, Provenance::Foreign { why: "no record of ours is there".to_owned() }));
+            return Ok((guard, Provenance::Foreign { why: "Shorthorn has no record".to_owned() }));
         };
         let mut why = None;
         if !guard.volume_meta.contains(&volume_meta) {
-            why = Some("volume.meta was written by somebody else since".to_owned());
+            why = Some("another program has written volume.meta since".to_owned());
         } else if let Some(head) = &guard.head
             && HeadIdentity::of(directory, &head.name)?.as_ref() != Some(head)
         {
-            why = Some(format!("{} was changed by somebody else since", head.name));
+            why = Some(format!("another program has changed {} since", head.name));
         }
         guard.head = None;
         guard.volume_meta = vec![volume_meta];

@@ -1,4 +1,4 @@
-//! What the file system under a directory can do, found out by trying.
+//! Probes the capabilities of the file system under a directory.
 
 use std::fs::File;
 use std::os::fd::AsFd;

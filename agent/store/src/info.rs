@@ -1,4 +1,4 @@
-//! What a store tells about itself.
+//! Facts about an open store.
 
 use std::collections::BTreeMap;
 

@@ -179,8 +179,7 @@ fn problem(severity: Severity, message: impl Into<String>) -> Problem {
 fn problems_of(volume: &VolumeMeta, in_use_by: Option<u32>) -> Vec<Problem> {
     let mut problems = Vec::new();
     if volume.dirty && in_use_by.is_none() {
-        let message =
-            "the replica was not closed cleanly; what was written last may differ from other replicas";
+        let message = "the replica was not closed cleanly; the last writes may differ from other replicas";
         problems.push(problem(Severity::Note, message));
     }
     if volume.is_rebuilding() {
@@ -238,7 +237,11 @@ fn own_state(
         None => false,
     };
     if lost_cache {
-        problems.push(problem(Severity::Note, "the host was restarted while the replica was open, or its disk has failed: what was written last and not flushed may be gone"));
+        problems.push(problem(
+            Severity::Note,
+            "the host was restarted while the replica was open, or its \
+         disk failed: unflushed writes may be gone",
+        ));
     }
     Ok(OwnState { status, length_bytes, epoch, foreign, lost_cache, saved })
 }

@@ -1,4 +1,4 @@
-//! One process at a time.
+//! Lock of a directory: one process at a time.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};

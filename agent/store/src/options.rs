@@ -1,4 +1,4 @@
-//! How a store is created and opened.
+//! Options for creating and opening a store.
 
 use std::fmt;
 use std::path::PathBuf;

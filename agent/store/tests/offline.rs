@@ -73,7 +73,7 @@ fn exports_that_are_refused() {
     let inside = fixture.path().join("volume-snap-s1.img");
     assert!(to(&inside, None).contains("lies in the replica's own directory"));
     let outside = fixture.path().parent().unwrap().join("x");
-    assert!(to(&outside, Some("nope")).contains("there is no snapshot 'nope'"));
+    assert!(to(&outside, Some("nope")).contains("no snapshot 'nope'"));
     assert!(to(Path::new("/nonexistent/x"), None).contains("cannot create"));
     let _store = Store::open(fixture.path(), OpenOptions::default()).unwrap();
     assert!(to(&outside, None).contains("in use by process"));

@@ -1,4 +1,4 @@
-//! Which accounts of missed regions are kept in vain.
+//! Out-of-sync sets (accounts of missed regions) that are no longer needed.
 
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Members, ReplicaId, View};

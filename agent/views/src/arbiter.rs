@@ -39,8 +39,8 @@ pub enum NotGranted {
     },
     /// The record was restored from a backup: what was granted since is not in it.
     #[error(
-        "what was granted before attachment {since} is not known, as the record was restored from a backup: the volume has \
-         to be started from more than half of its replicas once"
+        "grants before attachment {since} are unknown because the record was restored from a backup: start \
+         the volume once from more than half of its replicas"
     )]
     Stale {
         /// The first attachment since that was noticed.

@@ -1,4 +1,4 @@
-//! Who may be a member of the first view, from what the fenced replicas say, and who is still what it was.
+//! Members of the first view, planned from the reports of the fenced replicas.
 
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View, is_current};
 
@@ -22,10 +22,12 @@ pub struct Witness {
     pub stamp: Option<u32>,
 }
 
-const FORGOTTEN: &str = "it does not know the views that it was in: its directory is another one than it was. It has to be rebuilt";
-const ROLLED_BACK: &str = "it lacks what the other members have stored since: its disk was restored to an older state. It has to be rebuilt";
-const BROKEN: &str = "it lacks data, although it is in the view: it was being rebuilt and that was not finished. It has to be \
-    rebuilt again";
+const FORGOTTEN: &str = "the replica does not know its former views: its directory was replaced. It has to \
+ be rebuilt";
+const ROLLED_BACK: &str = "the replica lacks later writes: its disk was restored to an older state. It has \
+ to be rebuilt";
+const BROKEN: &str = "the replica lacks data although it is in the view: its rebuild did not finish. It has \
+    to be rebuilt again";
 
 /// How to start.
 #[derive(Clone, Debug)]

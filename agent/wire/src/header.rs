@@ -236,7 +236,7 @@ pub enum FrameError {
         length_bytes: u32,
     },
     /// A text that is no JSON of the kind that its opcode carries.
-    #[error("the text of {0:?} is not what this version expects")]
+    #[error("this version cannot read the text of {0:?}")]
     Text(Opcode),
 }
 

@@ -269,7 +269,7 @@ impl<'a> Doctor<'a> {
                 {
                     findings.push(warned(
                         format!("disk {path} of node {node} has the identity of disk {other} of node {node_of_other}"),
-                        "one of them is a copy: take it out, and have it formatted before it is used".to_owned(),
+                        "one disk is a copy of the other: remove it, and format it before use".to_owned(),
                     ));
                 }
                 findings.extend(self.fullness(node, path, disk.total_bytes, disk.available_bytes));
@@ -302,7 +302,10 @@ impl<'a> Doctor<'a> {
             let (name, wanted) = (&most.metadata.name, most.spec.number_of_replicas as usize);
             if open < wanted {
                 findings.push(warned(
-                    format!("{open} nodes take replicas, and volume {name} wants {wanted} on different ones"),
+                    format!(
+                        "{open} nodes take replicas, but volume {name} wants {wanted} on different \
+                     nodes"
+                    ),
                     "uncordon or add nodes: a replica that is lost could not be replaced".to_owned(),
                 ));
             }

@@ -108,7 +108,8 @@ pub fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
 fn of_engine(volume: &str) -> Left {
     let name = volume.to_owned();
     let message = format!(
-        "volume {name} is attached here: move what uses it to another node, or shorthornctl volume detach {name}"
+        "volume {name} is attached here: move its workload to another node, or run shorthornctl volume \
+         detach {name}"
     );
     Left { volume: name, replica: None, held: true, message }
 }
@@ -118,7 +119,7 @@ fn of_engine(volume: &str) -> Left {
 pub fn of_replica(world: &World, agents: &Agents, replica: &Replica) -> Left {
     let volume = world.volumes.get(replica.spec.volume_name.as_str());
     let (held, message) = match volume {
-        _ if volume.is_some_and(Volume::is_deleting) => (false, "its data is being deleted".to_owned()),
+        _ if volume.is_some_and(Volume::is_deleting) => (false, "data is being deleted".to_owned()),
         Some(volume) => of_volume(world, agents, volume, replica),
         None => (false, "its volume is gone".to_owned()),
     };
@@ -130,7 +131,7 @@ fn of_volume(world: &World, agents: &Agents, volume: &Volume, replica: &Replica)
     let name = &volume.metadata.name;
     match (volume.status.state, world.engines.get(name)) {
         (VolumeState::Detached, _) => {
-            let last = if is_last(world, volume, replica) { "; nobody else has its data" } else { "" };
+            let last = if is_last(world, volume, replica) { "; no other replica has its data" } else { "" };
             let message = format!(
                 "volume {name} is detached, and replicas are moved only while it is attached{last}: shorthornctl volume \
                  attach {name} --node NODE, or delete it"
@@ -165,7 +166,7 @@ fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, world: &World
     let scheduled =
         volume.status.conditions.get(ConditionType::Scheduled).filter(|scheduled| !scheduled.status);
     match scheduled {
-        Some(scheduled) => (true, format!("there is no other place for it: {}", scheduled.message)),
+        Some(scheduled) => (true, format!("no other disk can take it: {}", scheduled.message)),
         None => (false, "it is being replaced".to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! What the agents show now. Held in memory by the shell, fed by the watch stream of each agent.
+//! Observed state of the agents, kept in memory and updated by the watch stream of each agent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Which replicas would be better elsewhere, when somebody asks.
+//! Rebalancing: plans moves of replicas to better places, on request.
 //!
 //! Nothing is moved unless it is asked for, and nothing of it is remembered but `replica.spec.evictionRequested`: such a
 //! replica is replaced as one of a drained disk is. Its volume's reconciler looks for the better place once more when it comes

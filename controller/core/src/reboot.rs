@@ -185,13 +185,13 @@ fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName)
     if let Some(engine) = world.engines.get(name).filter(|engine| knows_view(engine)) {
         if engine.status.current_state == CurrentState::Unknown {
             return Some(format!(
-                "its engine is out of sight, and may need the replica: {}",
+                "its engine is unreachable and may need the replica: {}",
                 engine.status.message
             ));
         }
         if engine.status.phase == "frozen" {
             return Some(format!(
-                "its engine waits for replicas, and each one counts: shorthornctl volume why {name}"
+                "its engine waits for replicas and may need each of them: shorthornctl volume why {name}"
             ));
         }
     }
@@ -209,8 +209,8 @@ fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName)
     }
     if members.len() == members.iter().filter(|member| member.is_on(node)).count() {
         return Some(format!(
-            "it is in use, and nobody else has all of its data: wait until another replica has, give it more \
-             (shorthornctl volume replicas {name} NUMBER), or detach it"
+            "the volume is in use, and no other replica has all of its data: wait for another complete \
+             replica, add replicas (shorthornctl volume replicas {name} NUMBER), or detach the volume"
         ));
     }
     let (of, waits) = (members.len(), waits(world, volume, members, node));

@@ -1,4 +1,4 @@
-//! What an API call changes in the stored objects, or why it is refused.
+//! Effects of API calls on stored objects, and reasons to refuse a call.
 
 mod create;
 mod error;

@@ -75,7 +75,12 @@ impl Known {
 
     fn judge(&self, replica: ReplicaId, inspection: Option<&Inspection>) -> Choice {
         let impossible = |why: &str| Choice { replica, possible: false, losses: vec![why.to_owned()] };
-        let Some(found) = inspection else { return impossible("its node cannot be asked what it has") };
+        let Some(found) = inspection else {
+            return impossible(
+                "the data is unknown, because its node does \
+         not answer",
+            );
+        };
         if !found.usable {
             return impossible("its directory is missing or damaged");
         }
@@ -85,17 +90,15 @@ impl Known {
         let mut losses = self.lost_views(replica);
         losses.extend(self.unknown(replica));
         if found.rebuilding {
-            losses.push("its rebuild was not finished: parts of it are old or empty".to_owned());
+            losses.push("the rebuild did not finish: parts of the data are old or missing".to_owned());
         }
         if found.lost_cache {
             losses.push(
-                "its host was restarted without a clean stop, or its disk has failed: what was written and not flushed may be gone"
+                "the host restarted without a clean stop, or the disk failed: unflushed writes may be gone"
                     .to_owned(),
             );
         } else if found.dirty {
-            losses.push(
-                "it was not closed cleanly: of what was in flight then it may have any part".to_owned(),
-            );
+            losses.push("unclean close: any part of the writes in flight may be missing".to_owned());
         }
         Choice { replica, possible: true, losses }
     }
@@ -157,7 +160,7 @@ mod tests {
         let (old, new) = (view(1, 1, &[1, 2, 3]), view(1, 2, &[1, 2]));
         let found = judged(&[knows(new, &[]), None, knows(old, &[])], None);
         assert_eq!(found[0], (true, String::new()));
-        assert!(!found[1].0 && found[1].1.contains("cannot be asked"), "{found:?}");
+        assert!(!found[1].0 && found[1].1.contains("does not answer"), "{found:?}");
         assert!(found[2].0 && found[2].1.contains("view 1.0/2"), "{found:?}");
     }
 

@@ -139,12 +139,14 @@ impl Why {
     pub fn advice(&self) -> Option<String> {
         match self {
             Why::OtherDriver(driver) => Some(format!(
-                "it is not ended by force, as it also has a disk of {driver} there, and nobody knows whether that is \
-                 still written on; once the node is surely off: kubectl delete pod --force"
+                "not force-deleted: the pod also has a disk of {driver} there, which may still be written \
+                 to. Once the node is certainly off, run kubectl delete pod --force"
             )),
-            Why::Finalizers(names) => {
-                Some(format!("it is ended, and its object waits for its finalizers: {}", names.join(", ")))
-            }
+            Why::Finalizers(names) => Some(format!(
+                "the pod is deleted, and its object waits for its finalizers: \
+                 {}",
+                names.join(", ")
+            )),
             Why::NotTold | Why::Time(_) | Why::OfItsNode(_) | Why::NotOurs => None,
         }
     }

@@ -1,4 +1,4 @@
-//! Which events are told to people, and how often: what repeats is counted, and nobody is flooded.
+//! Correlates events: repeated events are counted, and their rate is limited.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -90,8 +90,8 @@ impl Teller<'_> {
         }
         if let Some(persistent_volume) = self.volume.deletion_waits_for() {
             self.say(format!(
-                "The deletion of volume {} was asked for; it is PersistentVolume {persistent_volume}, and stays until that is \
-                 deleted or released.",
+                "Volume {} is marked for deletion. PersistentVolume {persistent_volume} needs it; it stays \
+                 until that is deleted or released.",
                 self.name
             ));
         }
@@ -118,7 +118,7 @@ impl Teller<'_> {
         self.say(format!("Volume {} is being expanded from {has} to {wants}{waits}.", self.name));
         if is_next_attach {
             self.hint(format!(
-                "Stop what uses the device, then: shorthornctl volume detach {}, and attach it again",
+                "Stop the users of the device, then run shorthornctl volume detach {}, and attach it again",
                 self.name
             ));
         }
@@ -136,7 +136,7 @@ impl Teller<'_> {
             let (place, stay) = match leaves {
                 Leaves::Volume => {
                     self.say(format!(
-                        "Replica {name} on node {node} is deleted once another one has taken its place{why}."
+                        "Replica {name} on node {node} is deleted once it has been replaced{why}."
                     ));
                     continue;
                 }
@@ -149,7 +149,7 @@ impl Teller<'_> {
                     (format!("node {node} for a better place"), format!("rebalance --cancel {}", self.name))
                 }
             };
-            self.say(format!("Replica {name} is to leave {place}{held}{why}."));
+            self.say(format!("Replica {name} has to leave {place}{held}{why}."));
             if left.held {
                 self.hint(format!("To let it stay: shorthornctl {stay}"));
             }
@@ -169,7 +169,7 @@ impl Teller<'_> {
             self.trouble(ConditionType::Settled).filter(|trouble| trouble.reason == REPLICAS_STOPPING);
         let runs = match stopping {
             Some(trouble) => format!("its engine has stopped, and {}", trouble.message),
-            None => "nothing runs, and nothing is known to be wrong".to_owned(),
+            None => "no process runs, and no problem is known".to_owned(),
         };
         self.say(format!("Volume {} is detached: {runs}.", self.name));
         self.hint(format!("shorthornctl volume attach {} --node NODE", self.name));
@@ -184,7 +184,7 @@ impl Teller<'_> {
             // Requests go on until it is stopped.
             self.tell_members(engine);
         }
-        self.hint("Whatever uses the device has to let go of it: unmount it, or stop who has it open.");
+        self.hint("Release the device: unmount it, or stop the processes that have it open.");
         let node = self.volume.status.current_node_id.as_ref();
         if let Some(node) = node.filter(|_| !self.volume.metadata.is_deleting()) {
             self.hint(format!("To keep it there: shorthornctl volume attach {} --node {node}", self.name));
@@ -196,7 +196,7 @@ impl Teller<'_> {
         let node = status.current_node_id.as_ref().map_or("?", NodeName::as_str);
         let since = status.attach_started_at.map(|since| format!(", since {}", age(since, self.now)));
         let (since, why) = (since.unwrap_or_default(), self.settled());
-        self.say(format!("Volume {} is on its way to node {node}{since}{why}.", self.name));
+        self.say(format!("Volume {} is attaching to node {node}{since}{why}.", self.name));
         self.tell_silence();
         self.tell_frozen();
         for replica in self.replicas.clone() {
@@ -218,7 +218,7 @@ impl Teller<'_> {
             CurrentState::Unknown => {
                 self.tell_silence();
                 self.say(format!(
-                    "How volume {} is doing is not known; most likely it still serves, as it last did ({}).",
+                    "The state of volume {} is unknown; most likely it still serves, as it last did ({}).",
                     self.name, status.phase
                 ));
             }
@@ -228,7 +228,7 @@ impl Teller<'_> {
                 let why = after_colon(&status.message);
                 self.say(format!("The engine of volume {} is {}{why}.", self.name, state.as_str()));
                 self.hint(format!(
-                    "See the log of shorthorn-engine@{} on its node; to try again, detach and attach.",
+                    "See the log of shorthorn-engine@{} on its node. To retry, detach and attach the volume.",
                     self.name
                 ));
             }
@@ -256,7 +256,8 @@ impl Teller<'_> {
         };
         self.told.healthy = word == "healthy";
         self.say(format!(
-            "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas have everything.",
+            "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas are \
+             complete.",
             self.name
         ));
         if engine.status.damaged_ranges > 0 {
@@ -264,7 +265,7 @@ impl Teller<'_> {
         }
         let no_place = self.trouble(ConditionType::Scheduled).map(|trouble| trouble.message.clone());
         if let Some(message) = no_place.filter(|_| !self.told.healthy) {
-            self.say(format!("There is no place for a replacement: {message}."));
+            self.say(format!("No disk can take a replacement: {message}."));
             self.hint_disk();
         }
     }
@@ -272,7 +273,8 @@ impl Teller<'_> {
     /// No replica can repair the others.
     fn tell_damage(&mut self, engine: &Engine, node: &str) {
         self.say(format!(
-            "Data of volume {} is damaged, and no replica has a sound copy of it: {} ranges since the engine was started.",
+            "Data of volume {} is damaged, and no replica has a sound copy: {} ranges since the engine \
+             started.",
             self.name, engine.status.damaged_ranges
         ));
         self.hint(format!(
@@ -290,8 +292,8 @@ impl Teller<'_> {
              answered with an error, so that nobody goes on with data that is not what he wrote."
         ));
         self.hint(format!(
-            "Stop what uses the device and unmount it (in Kubernetes: scale the workload to 0), then: shorthornctl volume detach \
-             {name}, and attach it again. Check the file system before it is used."
+            "Stop the users of the device and unmount it (in Kubernetes: scale the workload to 0). Then run \
+             shorthornctl volume detach {name}, attach it again, and check the file system before you use it."
         ));
     }
 
@@ -320,12 +322,15 @@ impl Teller<'_> {
     fn tell_arbiter(&mut self, missing: &Members) {
         let refused = self.trouble(ConditionType::Granted).filter(|trouble| trouble.reason == "NotGranted");
         let Some(message) = refused.map(|refused| refused.message.clone()) else {
-            self.say("The grant is on its way; if this stays so, the agent of its node does not pass it on.");
+            self.say(
+                "The grant has been sent. If this message stays, the agent of its node does not deliver \
+             it.",
+            );
             return;
         };
         let granted = self.volume.status.arbiter.granted();
         let needed = self.names(&granted.map_or(*missing, |granted| granted.members));
-        self.say(format!("{message}. It waits for {needed}."));
+        self.say(format!("{message}. The volume waits for {needed}."));
         self.hint("Bring those replicas back: their nodes, disks or agents.");
         self.hint_salvage();
     }
@@ -359,7 +364,7 @@ impl Teller<'_> {
                 if let Some(member) = member.filter(|member| member.is_awaited()) {
                     self.say(format!("{at} is slow{}.", after_colon(&member.message)));
                     self.hint(format!(
-                        "Look at the disk {} of node {}.",
+                        "Check the disk {} of node {}.",
                         replica.spec.disk_path, replica.spec.node_id
                     ));
                 }
@@ -381,7 +386,7 @@ impl Teller<'_> {
         self.say(format!("{at} is missing{}{}.", since.unwrap_or_default(), self.reason(replica)));
         if let Some(left) = self.replaced_in(replica) {
             let left = duration(left.as_secs());
-            self.say(format!("It is replaced by a new one in {left}, unless it is back by then."));
+            self.say(format!("The controller replaces it in {left}, unless it comes back before."));
         }
         let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
         if self.silence(node).is_some() {
@@ -418,13 +423,14 @@ impl Teller<'_> {
         if let Some(copy) = shown.equalising {
             let progress = progress(copy);
             self.say(format!(
-                "After an unclean stop the replicas are made equal{progress}; requests for those parts wait."
+                "The replicas are being resynced after an unclean stop{progress}. Requests for dirty regions \
+                 wait."
             ));
         }
         if let Some(scrub) = shown.scrub.as_ref().filter(|scrub| scrub.found > scrub.repaired) {
             self.told.healthy = false;
             self.say(format!(
-                "The last scrub found {} places where replicas differ, and repaired {} ({}).",
+                "The last scrub found {} places with differences, and repaired {} ({}).",
                 scrub.found, scrub.repaired, scrub.last
             ));
             self.hint(format!("shorthornctl volume scrub {} --repair", self.name));
@@ -451,7 +457,7 @@ impl Teller<'_> {
                      that need more space fail."
                 ));
                 self.hint(format!(
-                    "Make room on {path} of node {node}, or discard what the file system does not use: fstrim."
+                    "Make room on {path} of node {node}, or discard unused blocks of the file system: fstrim."
                 ));
             }
         }
@@ -459,8 +465,8 @@ impl Teller<'_> {
 
     fn hint_salvage(&mut self) {
         self.hint(format!(
-            "If what is missing is lost for good: shorthornctl volume salvage {} shows what each replica has, and \
-             what would be lost.",
+            "If the missing replicas are lost for good, run shorthornctl volume salvage {}: it shows the \
+             data of each replica and the data that would be lost.",
             self.name
         ));
     }
@@ -470,7 +476,7 @@ impl Teller<'_> {
     }
 
     fn hint_node(&mut self, node: &NodeName) {
-        self.hint(format!("Look at node {node}: is it up, and is shorthorn-agent running there?"));
+        self.hint(format!("Check that node {node} is up and has shorthorn-agent running."));
     }
 
     fn trouble(&self, kind: ConditionType) -> Option<&Condition> {

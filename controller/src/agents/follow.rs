@@ -50,7 +50,7 @@ impl Fleet {
             // It may be at work on another thread: nothing of the old agent may be taken for the new one's.
             let _ = (&mut link.task).await;
             self.remove(&node);
-            tracing::info!(%node, url = %link.url, "the agent is not followed any more");
+            tracing::info!(%node, url = %link.url, "stopped watching the agent");
             self.wake_all(&node);
         }
         for (node, url) in wanted {

@@ -53,7 +53,7 @@ fn lose(fleet: &Fleet, node: &NodeName, error: &Status) {
         view.link = Link::Down { since, reason: reason.clone() };
     });
     if was_synced {
-        tracing::warn!(%node, reason, "the agent is out of reach");
+        tracing::warn!(%node, reason, "the agent is unreachable");
         fleet.wake_all(node);
     }
 }
@@ -85,7 +85,7 @@ async fn sync(
         view.instances = instances;
         view.link = Link::Synced;
     });
-    tracing::info!(%node, version, "the agent is in reach");
+    tracing::info!(%node, version, "the agent is reachable");
     for warning in warnings {
         tracing::warn!(%node, "{warning}");
     }

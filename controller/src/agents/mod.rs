@@ -52,12 +52,12 @@ type Client = NodeClient<InterceptedService<Channel, OfCluster>>;
 pub enum CallError {
     /// No such node in the configuration.
     #[error(
-        "nothing says where the agent of node {0} is: start the controller with --node {0}=URL, or set spec.address of \
-         its object"
+        "the address of the agent of node {0} is unknown: start the controller with --node {0}=URL, or set \
+         spec.address of its object"
     )]
     NotConfigured(NodeName),
     /// Its agent is not in reach.
-    #[error("the agent of node {0} is out of reach")]
+    #[error("the agent of node {0} is unreachable")]
     OutOfReach(NodeName),
     /// Its agent is of an earlier release than what was asked for.
     #[error(
@@ -372,7 +372,7 @@ impl Fleet {
                     problems.extend(of_node.into_iter().map(|problem| format!("node {node}: {problem}")));
                     said.insert(node);
                 }
-                Err(error) => tracing::warn!(%node, %error, "its trash is not known"),
+                Err(error) => tracing::warn!(%node, %error, "its trash is unknown"),
             }
         }
         let silent = known.into_iter().filter(|node| !said.contains(node)).collect();
@@ -424,7 +424,7 @@ impl Fleet {
             match answer {
                 Ok(answer) => found.extend(convert::directories(&node, answer.into_inner().disks)),
                 Err(error) => {
-                    tracing::warn!(%node, %error, "its directories are not known");
+                    tracing::warn!(%node, %error, "its directories are unknown");
                     silent.push(node);
                 }
             }

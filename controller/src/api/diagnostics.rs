@@ -1,4 +1,4 @@
-//! What the controller knows of itself.
+//! Diagnostics of the controller itself.
 
 use std::sync::Arc;
 

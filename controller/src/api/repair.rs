@@ -1,4 +1,4 @@
-//! What an operator asks about a volume that is not well, and decides.
+//! Calls for an operator who repairs a volume.
 
 use std::collections::BTreeMap;
 
@@ -89,7 +89,7 @@ impl Api {
             by = wanted.by,
             reason = wanted.reason,
             losses = wanted.losses,
-            "a salvage is asked for"
+            "salvage requested"
         );
         self.change_volume(&request.name, |world| wanted.apply(world, Timestamp::now())).await
     }

@@ -88,7 +88,8 @@ impl Api {
         }
         let published = attachments.of(name).await.map_err(|error| {
             let message = format!(
-                "whether Kubernetes has volume {name} attached cannot be asked: {error}; --force detaches it all the same"
+                "cannot check in Kubernetes whether volume {name} is attached: {error}; --force detaches it \
+                 anyway"
             );
             Status::unavailable(message)
         })?;

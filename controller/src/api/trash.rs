@@ -81,7 +81,7 @@ impl Api {
         let mut removed = 0;
         for trashed in meant {
             let (replica, node) = (trashed.replica_id, &trashed.node);
-            tracing::warn!(volume = name, %replica, %node, "trash is deleted for good");
+            tracing::warn!(volume = name, %replica, %node, "deleting trash for good");
             match self.fleet.remove_trash(&trashed).await {
                 Ok(()) => removed += 1,
                 Err(error) => {

@@ -181,7 +181,7 @@ fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeD
     let promised = world.replicas.promised_on(name).and_then(|disks| disks.get(path));
     let promised = promised.map_or(0, |promised| promised.bytes);
     let problem = match (seen, stored) {
-        _ if spec.is_some_and(|spec| spec.lost) => "it is given up (disk remove --lost)".to_owned(),
+        _ if spec.is_some_and(|spec| spec.lost) => "disk is given up (disk remove --lost)".to_owned(),
         (Some(seen), _) => seen.problem.clone(),
         (None, Some(stored)) => stored.problem.clone(),
         (None, None) => String::new(),

@@ -32,7 +32,7 @@ pub(super) fn volume_id(id: &str) -> Result<Option<VolumeName>, CsiError> {
 
 /// The volume, where it has to be there.
 pub(super) fn existing_volume_id(id: &str) -> Result<VolumeName, CsiError> {
-    volume_id(id)?.ok_or_else(|| CsiError::NotFound(format!("there is no volume {id:?}")))
+    volume_id(id)?.ok_or_else(|| CsiError::NotFound(format!("no volume {id:?}")))
 }
 
 /// The node. Whether it is there is another question.

@@ -58,7 +58,7 @@ impl Drop for Call {
                 return;
             }
             Some((_, error)) => error.as_str(),
-            None => "the caller has gone",
+            None => "the caller disconnected",
         };
         tracing::info!(method, volume, node, code = ?code, duration_ms, error, "call");
     }

@@ -1,4 +1,4 @@
-//! How much room there is.
+//! Free capacity for CSI.
 
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};

@@ -65,7 +65,7 @@ impl CsiController {
         let wish = Wish::of(request)?;
         let _pass = self.enter(&wish.volume)?;
         if !wish.is_reached(&self.store.world()) {
-            let message = "no node in the topology that is asked for has an agent of this controller";
+            let message = "no node in the requested topology has an agent of this controller";
             return Err(CsiError::Exhausted(message.into()));
         }
         let secret = new_secret()

@@ -1,4 +1,4 @@
-//! What volumes there are, and whether they can be used in some way.
+//! Lists volumes, and validates their capabilities.
 
 use std::collections::HashMap;
 use std::ops::Bound;

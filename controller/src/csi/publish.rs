@@ -70,7 +70,6 @@ fn has_come(world: &World, volume: &VolumeName, node: &NodeName) -> Option<Resul
     }
     let stored = world.volumes.get(volume.as_str()).filter(|stored| !stored.is_deleting());
     let wanted = stored.is_some_and(|stored| stored.spec.node_id.as_ref() == Some(node));
-    let message =
-        || format!("volume {volume} is not wanted at {node} any more: somebody has detached or deleted it");
+    let message = || format!("volume {volume} is no longer wanted on {node}: it was detached or deleted");
     (!wanted).then(|| Err(CsiError::Aborted(message())))
 }

@@ -1,4 +1,4 @@
-//! What failures of requests and of the store are to a CSI caller.
+//! Errors of requests and of the store as CSI codes.
 
 use shorthorn_controller_core::csi::{SizeError, SizedError};
 use shorthorn_controller_core::requests::RequestError;

@@ -11,7 +11,7 @@ use super::reach::ReachArgs;
 use super::size::Size;
 use crate::address::{AddressError, ServerUrl};
 
-/// Creates, attaches, detaches and deletes Shorthorn volumes, and shows what is there.
+/// Creates, attaches, detaches and deletes Shorthorn volumes, and shows their state.
 #[derive(Debug, Parser)]
 #[command(name = "shorthornctl", version, about, long_about = None, after_help = "\
 Exit codes:
@@ -23,18 +23,18 @@ Exit codes:
   5  the controller is out of reach
   6  status or doctor has found something wrong")]
 pub struct Cli {
-    /// Where the controller is.
+    /// Address of the controller.
     #[command(flatten)]
     pub reach: ReachArgs,
     /// Tables are for people and may change, wide ones show more; json and yaml are for programs, name is for scripts
     #[arg(long, short, global = true, value_enum, default_value_t = Format::Table)]
     pub output: Format,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// How results are written.
+/// Format of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// For people.
@@ -56,17 +56,17 @@ impl Format {
     }
 }
 
-/// What there is to do.
+/// Commands of shorthornctl.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Shows the cluster on one screen: what is wrong, what waits, and which versions there are
+    /// Shows the cluster on one screen: problems, pending work and versions
     Status,
-    /// Checks whether the cluster is set up well, and says what mends what is not
+    /// Checks the setup of the cluster, and suggests a remedy for each problem
     Doctor,
-    /// Writes what whoever helps has to see to one file: objects, what is wrong, events, versions, metrics, configuration and
-    /// logs. Secrets are left out
+    /// Writes a support bundle to one file: objects, problems, events, versions, metrics, configuration and logs.
+    /// Leaves out secrets
     SupportBundle(BundleArgs),
-    /// Prints the script that completes commands in a shell
+    /// Prints the completion script for a shell
     Completion {
         /// The shell
         shell: clap_complete::Shell,
@@ -80,33 +80,32 @@ pub enum Command {
     /// Volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
-    /// The copies of the data of volumes
+    /// Replicas: the copies of the data of volumes
     #[command(subcommand)]
     Replica(ReplicaCommand),
-    /// The machines
+    /// Nodes
     #[command(subcommand)]
     Node(NodeCommand),
-    /// The directories that hold replicas
+    /// Disks: the directories that hold replicas
     #[command(subcommand)]
     Disk(DiskCommand),
-    /// Directories of replicas that belong to no volume: left over on a node or a disk that was given up
-    /// and is back
+    /// Orphans: replica directories without a volume, for example on a node or disk that was given up and is back
     #[command(subcommand)]
     Orphan(OrphanCommand),
-    /// Moves replicas of attached volumes to better places, a few at a time, and waits until that is done: apart from each
-    /// other, to the node where their volume is used if it asks for that, to disks with more room
+    /// Moves replicas of attached volumes to better places, a few at a time, and waits for the moves. Better
+    /// places are apart from each other, on the node of the volume if it asks for that, on disks with more room
     Rebalance(RebalanceArgs),
 }
 
-/// What there is to do with volumes.
+/// Commands for volumes.
 #[derive(Debug, Subcommand)]
 pub enum VolumeCommand {
-    /// Makes a volume, and waits until its replicas have disks
+    /// Creates a volume, and waits until its replicas are scheduled
     Create(CreateArgs),
-    /// Shows volumes; -o wide shows also what uses them
+    /// Lists volumes; -o wide also shows their users
     #[command(visible_alias = "ls")]
     List {
-        /// Only those whose claim is in this namespace
+        /// Lists only volumes whose claim is in this namespace
         #[arg(long, short, value_name = "NAMESPACE")]
         namespace: Option<String>,
         #[command(flatten)]
@@ -118,112 +117,112 @@ pub enum VolumeCommand {
         /// Name of the volume
         name: String,
     },
-    /// Says in sentences why a volume is not healthy, what it waits for and what can be done
+    /// Explains why a volume is not healthy, what it waits for, and what to do
     Why {
         /// Name of the volume
         name: String,
     },
-    /// Makes the device on a node, and waits until it is there
+    /// Attaches a volume to a node, and waits for its device
     Attach {
         /// Name of the volume
         name: String,
-        /// The node that gets the device
+        /// The node to attach the volume to
         #[arg(long)]
         node: String,
         #[command(flatten)]
         wait: WaitArgs,
     },
-    /// Takes the device away, and waits until it is gone. It must not be in use
+    /// Detaches a volume, and waits until its device is gone. The device must not be in use
     Detach {
         /// Name of the volume
         name: String,
-        /// Also if Kubernetes has it attached. Kubernetes is not told: no pod on that node gets the volume until it is
-        /// attached there by hand or its VolumeAttachment is deleted
+        /// Detaches even if a VolumeAttachment names the volume. Kubernetes does not notice: pods on that node do
+        /// not get the volume until you attach it there by hand or delete its VolumeAttachment
         #[arg(long)]
         force: bool,
         #[command(flatten)]
         wait: WaitArgs,
     },
-    /// Changes how many replicas a volume should have, and which places they get. Replicas that are there stay, but for those
-    /// that are too many: these go one at a time while the volume is attached
+    /// Changes the number of replicas of a volume and the rules for their placement. Existing replicas stay.
+    /// Surplus replicas are removed one at a time while the volume is attached
     Set(SetVolumeArgs),
-    /// Changes how many replicas a volume should have, as set --replicas does
+    /// Changes the number of replicas, like set --replicas
     Replicas {
         /// Name of the volume
         name: String,
-        /// How many copies of the data there are, 1 to 8
+        /// Number of replicas, 1 to 8
         count: u32,
     },
-    /// Makes a volume larger, attached or not, while it is in use. It never gets smaller
+    /// Makes a volume larger, attached or not, even in use. Volumes never shrink
     Expand {
         /// Name of the volume
         name: String,
-        /// Its new size, like 20GiB
+        /// New size, like 20GiB
         size: Size,
-        /// Waits until the volume, and its device where it is attached, has that size
+        /// Waits until the volume, and its device if it is attached, have that size
         #[arg(long)]
         wait: bool,
-        /// Seconds to wait at most; the controller goes on by itself
+        /// Maximum seconds to wait; the controller continues without this command
         #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds, requires = "wait")]
         timeout: Duration,
     },
-    /// Limits how much copying to replicas may take of the volume's speed
+    /// Limits the speed of rebuilds of a volume
     RebuildLimit {
         /// Name of the volume
         name: String,
-        /// The most that is copied per second, like 100MiB; 0: no limit
+        /// Maximum bytes copied per second, like 100MiB; 0: no limit
         #[arg(long, default_value = "0", value_name = "SIZE")]
         bytes_per_s: Size,
-        /// The most that copying takes of the bytes that move while the volume is busy, 1 to 100 percent
+        /// Maximum share of copying in all traffic while the volume is busy, 1 to 100 percent
         #[arg(long, default_value_t = 30, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
         share: u32,
     },
-    /// Compares the snapshots and the content of all replicas of an attached volume; show and why tell what was found
+    /// Compares snapshots and data of all replicas of an attached volume; inspect and why show the result
     Scrub {
         /// Name of the volume
         name: String,
-        /// Puts right what has rotten: in a snapshot what is not as it was when all replicas agreed, else what differs
-        /// from the majority
+        /// Repairs rot: in a snapshot, data that differs from its checksum; otherwise, data that differs from the
+        /// majority
         #[arg(long)]
         repair: bool,
-        /// The most that is compared per second, like 100MiB; 0: no limit
+        /// Maximum bytes compared per second, like 100MiB; 0: no limit
         #[arg(long, default_value = "0", value_name = "SIZE")]
         rate: Size,
-        /// Ends the scrub that is under way
+        /// Stops the current scrub
         #[arg(long, conflicts_with_all = ["repair", "rate"])]
         stop: bool,
     },
-    /// Replaces the engine process of an attached volume by the program that is installed on its node now; the device
-    /// stays in use
+    /// Restarts the engine of an attached volume with the program that is installed on its node. The device stays
+    /// in use
     UpgradeEngine {
         /// Name of the volume
         name: String,
     },
-    /// Shows what each replica of a volume that cannot be served has, and makes one of them the volume. What others
-    /// had and it lacks is lost for good
+    /// Shows the data of each replica of a volume that cannot start, and makes one of them the volume. Data that
+    /// only other replicas have is lost for good
     Salvage(SalvageArgs),
-    /// Shows what is left of deleted volumes and replicas: their data stays in the trash of its disk for a day, unless the agent
-    /// there is configured otherwise or the disk gets full
+    /// Lists deleted volumes and replicas in the trash. Data stays in the trash of its disk for a day, unless the
+    /// agent is configured otherwise or the disk fills up
     Trash {
-        /// Only what is of this volume
+        /// Lists only the trash of this volume
         name: Option<String>,
-        /// Deletes what is of this volume for good
+        /// Deletes the trash of this volume for good
         #[arg(long, requires = "name")]
         remove: bool,
-        /// Deletes only this replica of it
+        /// Deletes only this replica
         #[arg(long, value_name = "ID", requires = "remove")]
         replica: Option<String>,
         /// Does not ask
         #[arg(long, short, requires = "remove")]
         yes: bool,
     },
-    /// Brings a deleted volume back from the trash, detached; fails if not all of it could be reached. A
-    /// PersistentVolume of Kubernetes is not made by that
+    /// Restores a deleted volume from the trash, detached. Fails if a part of the trash could not be reached. Does
+    /// not create a PersistentVolume
     Undelete {
         /// Name of the volume
         name: String,
     },
-    /// Deletes a volume with its data, which stays in the trash for a while, and waits until it is gone
+    /// Deletes a volume, and waits until it is gone. Its data stays in the trash for a while
     #[command(visible_alias = "rm")]
     Delete {
         /// Name of the volume
@@ -236,17 +235,17 @@ pub enum VolumeCommand {
     },
 }
 
-/// What is changed of a volume.
+/// Changes to a volume.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = true)]
 pub struct VolumeChanges {
     /// How many copies of the data there are, 1 to 8
     #[arg(long, value_name = "COUNT")]
     pub replicas: Option<u32>,
-    /// All tags that a node must have to get a replica; empty: none
+    /// Tags that a node must have to get a replica; empty: none
     #[arg(long, value_name = "TAG,...")]
     pub node_selector: Option<TagList>,
-    /// All tags that a disk must have to get a replica; empty: none
+    /// Tags that a disk must have to get a replica; empty: none
     #[arg(long, value_name = "TAG,...")]
     pub disk_selector: Option<TagList>,
     /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
@@ -263,25 +262,25 @@ pub struct VolumeChanges {
     pub hard_disk_anti_affinity: Option<bool>,
 }
 
-/// Which volume is changed, and how.
+/// Arguments of volume set.
 #[derive(Debug, Args)]
 pub struct SetVolumeArgs {
     /// Name of the volume
     pub name: String,
-    /// What is changed.
+    /// The changes.
     #[command(flatten)]
     pub changes: VolumeChanges,
 }
 
-/// Which replica becomes the volume.
+/// Arguments of volume salvage.
 #[derive(Debug, Args)]
 pub struct SalvageArgs {
     /// Name of the volume
     pub name: String,
-    /// The replica that becomes the volume; without it nothing is changed
+    /// The replica that becomes the volume. Without it, the command only shows the replicas
     #[arg(long, value_name = "ID")]
     pub replica: Option<String>,
-    /// Why; kept with the volume
+    /// Reason, stored with the volume
     #[arg(long, default_value = "", hide_default_value = true)]
     pub reason: String,
     /// Does not ask
@@ -289,27 +288,27 @@ pub struct SalvageArgs {
     pub yes_i_may_lose_data: bool,
 }
 
-/// What a new volume is like.
+/// Arguments of volume create.
 #[derive(Debug, Args)]
 pub struct CreateArgs {
-    /// Lower-case letters, digits and '-', at most 63
+    /// Name: lower-case letters, digits and '-', at most 63 characters
     pub name: String,
-    /// Like 10GiB or 512MiB: KiB, MiB, GiB, TiB, or a number of bytes
+    /// Size, like 10GiB or 512MiB: KiB, MiB, GiB, TiB, or a number of bytes
     #[arg(long)]
     pub size: Size,
     /// How many copies of the data there are, 1 to 8
     #[arg(long, default_value_t = 3, value_name = "COUNT")]
     pub replicas: u32,
-    /// auto, ublk, nbd or socket
+    /// Frontend: auto, ublk, nbd or socket
     #[arg(long, default_value = "auto")]
     pub frontend: String,
     /// Allows several replicas on one node (replicaSoftAntiAffinity)
     #[arg(long)]
     pub soft_anti_affinity: bool,
-    /// Allows no two replicas in one zone; else they are apart where that can be
+    /// Forbids two replicas in one zone. By default they are apart if possible
     #[arg(long)]
     pub hard_zone_anti_affinity: bool,
-    /// Allows no two replicas on one disk; else they are apart where that can be
+    /// Forbids two replicas on one disk. By default they are apart if possible
     #[arg(long)]
     pub hard_disk_anti_affinity: bool,
     /// Tags that a node must have to get a replica
@@ -321,7 +320,7 @@ pub struct CreateArgs {
     /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
     #[arg(long, default_value = "disabled", value_name = "disabled|best-effort")]
     pub data_locality: String,
-    /// Replicas compare every read with the sums of its blocks; another replica answers a read of rot
+    /// Replicas compare every read with their block checksums; another replica answers if one has rot
     #[arg(long)]
     pub verify_reads: bool,
     /// How long to wait.
@@ -332,10 +331,10 @@ pub struct CreateArgs {
 /// How long to wait.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct WaitArgs {
-    /// Returns as soon as the controller knows; it goes on by itself
+    /// Returns once the controller has accepted the request, and does not wait
     #[arg(long)]
     pub no_wait: bool,
-    /// Seconds to wait at most; the controller goes on by itself
+    /// Maximum seconds to wait; the controller continues without this command
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     pub timeout: Duration,
 }
@@ -346,85 +345,85 @@ fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
 }
 
-/// What there is to do with replicas.
+/// Commands for replicas.
 #[derive(Debug, Subcommand)]
 pub enum ReplicaCommand {
-    /// Shows replicas
+    /// Lists replicas
     #[command(visible_alias = "ls")]
     List {
-        /// Only those of this volume
+        /// Lists only replicas of this volume
         #[arg(long)]
         volume: Option<String>,
-        /// Only those on this node
+        /// Lists only replicas on this node
         #[arg(long)]
         node: Option<String>,
         #[command(flatten)]
         options: list::Options,
     },
-    /// Has a replica replaced elsewhere and then deleted, and waits until it is gone. Its volume must be attached
+    /// Replaces a replica elsewhere, then deletes it, and waits until it is gone. Its volume must be attached
     Evict {
-        /// Name of the replica, as replica list shows it
+        /// Name of the replica, from replica list
         name: String,
-        /// Returns as soon as the controller knows; it goes on by itself
+        /// Returns once the controller has accepted the request, and does not wait
         #[arg(long)]
         no_wait: bool,
-        /// Seconds to wait at most; the controller goes on by itself
+        /// Maximum seconds to wait; the controller continues without this command
         #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
         timeout: Duration,
     },
 }
 
-/// What there is to do with nodes.
+/// Commands for nodes.
 #[derive(Debug, Subcommand)]
 pub enum NodeCommand {
-    /// Shows the nodes and their disks
+    /// Lists nodes and their disks
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
         options: list::Options,
     },
-    /// Shows everything about one node: what it can do, what is on it, what it warns of
+    /// Shows everything about one node: frontends, disks, replicas, warnings
     #[command(visible_alias = "show")]
     Inspect {
         /// Name of the node
         name: String,
     },
-    /// Says where the agent of a node answers; the controller makes the node if it is new
+    /// Sets the address of a node's agent; the controller creates the Node object if it is new
     Add {
-        /// Name of the node, as its agent is configured
+        /// Name of the node, from the configuration of its agent
         name: String,
         /// HOST:PORT, http://HOST:PORT or unix:///PATH
         #[arg(long, value_name = "ADDRESS")]
         address: AgentAddress,
     },
-    /// Has no new replicas made on a node; those that are there stay
+    /// Places no new replicas on a node; existing replicas stay
     Cordon {
         /// Name of the node
         name: String,
     },
-    /// Has everything leave a node, and waits until it is empty: its replicas are replaced elsewhere, then they go.
-    /// Uncordon ends that
+    /// Replaces all replicas of a node elsewhere, deletes them, and waits until the node is empty. Uncordon cancels
+    /// the drain
     Drain {
         /// Name of the node
         name: String,
-        /// Returns as soon as the controller knows; it goes on by itself
+        /// Returns once the controller has accepted the request, and does not wait
         #[arg(long)]
         no_wait: bool,
-        /// Seconds to wait at most; the controller goes on by itself
+        /// Maximum seconds to wait; the controller continues without this command
         #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
         timeout: Duration,
     },
-    /// Allows new replicas on a node again; those that were to leave it stay
+    /// Allows new replicas on a node again, and cancels a drain
     Uncordon {
         /// Name of the node
         name: String,
     },
-    /// Says whether a node can be restarted without taking a volume below what it needs, for scripts and
-    /// kured. Ends with 0 if it can; else with 1, after saying which volumes hold it up and what they wait
-    /// for
+    /// Reports whether a node can be restarted without leaving a volume with too few replicas, for scripts and
+    /// kured. Exits with 0 if it can, otherwise with 1 and a list of the volumes that hold the node and what they
+    /// wait for
     CanReboot(CanRebootArgs),
-    /// Gives up a node that never comes back: its replicas are forgotten as their volumes go on without them. One that
-    /// answers is drained instead
+    /// Gives up a node that never comes back. The controller forgets its replicas once their volumes are served
+    /// without them. Drain a node that answers instead
     #[command(visible_alias = "rm")]
     Delete {
         /// Name of the node
@@ -432,33 +431,33 @@ pub enum NodeCommand {
         /// Does not ask
         #[arg(long, short)]
         yes: bool,
-        /// Also where it is not cordoned, or has the last replica of volumes: those are lost
+        /// Also if the node is not cordoned, or has the last replica of a volume: that volume is lost
         #[arg(long)]
         force: bool,
     },
-    /// Has a node that belongs to another cluster released to this one. Stop the controller of the other cluster first, or
-    /// take the node out of it. What runs on the node goes on; what this cluster does not know, it leaves alone
+    /// Takes over a node that belongs to another cluster. Stop the controller of the other cluster first, or remove
+    /// the node from it. Processes on the node continue; this cluster leaves alone those that it does not know
     Release {
         /// Name of the node
         name: String,
-        /// The cluster that it belongs to now, as a call without this says it
+        /// The present owner, as this command reports it without --cluster
         #[arg(long, value_name = "CLUSTER")]
         cluster: Option<String>,
     },
-    /// Says which tags a node has and what fails together with it
+    /// Sets the tags and the zone of a node
     Set {
         /// Name of the node
         name: String,
-        /// All its tags from now on; empty: none
+        /// All tags; replaces the present ones; empty: none
         #[arg(long, value_name = "TAG,...")]
         tags: Option<TagList>,
-        /// Its zone; empty: the one that its agent is configured with
+        /// Zone; empty: the zone in the configuration of its agent
         #[arg(long)]
         zone: Option<String>,
     },
 }
 
-/// Which node, and when it is to be restarted.
+/// Arguments of node can-reboot.
 #[derive(Debug, Args)]
 pub struct CanRebootArgs {
     /// Name of the node
@@ -466,15 +465,15 @@ pub struct CanRebootArgs {
     /// Leaves out volumes that are attached there: kubectl drain moves them first
     #[arg(long)]
     pub before_drain: bool,
-    /// Waits until it can
+    /// Waits until the node can be restarted
     #[arg(long)]
     pub wait: bool,
-    /// Seconds to wait at most
+    /// Maximum seconds to wait
     #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds, requires = "wait")]
     pub timeout: Duration,
 }
 
-/// Where an agent answers.
+/// Address of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentAddress(pub ServerUrl);
 
@@ -486,7 +485,7 @@ impl FromStr for AgentAddress {
     }
 }
 
-/// Tags in one word.
+/// Tags in one argument.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TagList(pub Vec<String>);
 
@@ -497,20 +496,20 @@ impl FromStr for TagList {
     }
 }
 
-/// What there is to do with directories that are left over.
+/// Commands for orphans.
 #[derive(Debug, Subcommand)]
 pub enum OrphanCommand {
-    /// Shows them
+    /// Lists orphans
     #[command(visible_alias = "ls")]
     List,
-    /// Moves one of them to the trash of its disk
+    /// Moves an orphan to the trash of its disk
     #[command(visible_alias = "rm")]
     Delete {
         /// The node
         node: String,
         /// The disk there
         disk: String,
-        /// Name of the directory, as the list shows it
+        /// Name of the directory, from orphan list
         name: String,
         /// Does not ask
         #[arg(long, short)]
@@ -518,74 +517,74 @@ pub enum OrphanCommand {
     },
 }
 
-/// What is moved, and how fast.
+/// Arguments of rebalance.
 #[derive(Debug, Args)]
 pub struct RebalanceArgs {
-    /// Only replicas of these volumes; none: of all
+    /// Moves only replicas of these volumes; none: of all
     pub volumes: Vec<String>,
-    /// The most replicas that are moved at a time; each is copied as a whole
+    /// Maximum number of concurrent moves; each is a full copy
     #[arg(long, value_name = "NUMBER", default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_moves: u32,
-    /// Only shows what would be moved
+    /// Shows the planned moves, and moves nothing
     #[arg(long, conflicts_with = "cancel")]
     pub dry_run: bool,
-    /// Lets stay what is on its way
+    /// Cancels pending moves
     #[arg(long)]
     pub cancel: bool,
-    /// Begins as many moves as may be made at a time, and returns
+    /// Starts the first moves, and does not wait
     #[arg(long)]
     pub no_wait: bool,
-    /// Seconds to wait at most; what has begun goes on
+    /// Maximum seconds to wait; moves that have started continue
     #[arg(long, value_name = "SECONDS", default_value = "86400", value_parser = seconds)]
     pub timeout: Duration,
 }
 
-/// What there is to do with disks.
+/// Commands for disks.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
-    /// Has a node keep replicas in a directory
+    /// Adds a directory of a node as a disk for replicas
     Add {
         /// The node
         node: String,
-        /// The directory there, on a mounted file system; absolute
+        /// Absolute path of the directory, on a mounted file system
         path: String,
     },
-    /// Shows the disks of all nodes, with their identities
+    /// Lists the disks of all nodes, with their UUIDs
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
         options: list::Options,
     },
-    /// Has no new replicas made on a disk; those that are there stay
+    /// Places no new replicas on a disk; existing replicas stay
     Cordon {
         /// The node
         node: String,
         /// The directory there
         path: String,
     },
-    /// Has everything leave a disk, and waits until it is empty: its replicas are replaced on other disks or nodes, then they
-    /// go. Uncordon ends that
+    /// Replaces all replicas of a disk on other disks or nodes, deletes them, and waits until the disk is empty.
+    /// Uncordon cancels the drain
     Drain {
         /// The node
         node: String,
         /// The directory there
         path: String,
-        /// Returns as soon as the controller knows; it goes on by itself
+        /// Returns once the controller has accepted the request, and does not wait
         #[arg(long)]
         no_wait: bool,
-        /// Seconds to wait at most; the controller goes on by itself
+        /// Maximum seconds to wait; the controller continues without this command
         #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
         timeout: Duration,
     },
-    /// Has a disk be used no more, once nothing is on it
+    /// Removes an empty disk from its node
     #[command(visible_alias = "rm")]
     Remove {
         /// The node
         node: String,
         /// The directory there
         path: String,
-        /// It is gone, read-only or fails, and does not come back: its replicas are replaced, and what is
-        /// on it is not waited for
+        /// The disk is gone, read-only or failing, and never comes back. Replaces its replicas without waiting
+        /// for its data
         #[arg(long)]
         lost: bool,
         /// With --lost: also if nothing seems wrong with it, or if it has the last replica of volumes: those are lost. Else: also if
@@ -596,26 +595,26 @@ pub enum DiskCommand {
         #[arg(long, short)]
         yes: bool,
     },
-    /// Allows new replicas on a disk again; those that were to leave it stay
+    /// Allows new replicas on a disk again, and cancels a drain
     Uncordon {
         /// The node
         node: String,
         /// The directory there
         path: String,
     },
-    /// Says which tags a disk has, what replicas leave to others there, and whether it gets new ones
+    /// Sets the tags of a disk, its reserved space, and whether new replicas may be placed there
     Set {
         /// The node
         node: String,
         /// The directory there
         path: String,
-        /// All its tags from now on; empty: none
+        /// All tags; replaces the present ones; empty: none
         #[arg(long, value_name = "TAG,...")]
         tags: Option<TagList>,
-        /// What replicas leave to others, like 10GiB
+        /// Space reserved for other uses, like 10GiB
         #[arg(long, value_name = "SIZE")]
         reserved: Option<Size>,
-        /// Whether new replicas may go there
+        /// Whether new replicas may be placed there
         #[arg(long, value_name = "true|false")]
         scheduling: Option<bool>,
     },

@@ -36,8 +36,8 @@ pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckView> {
     ];
     let checks = checks.into_iter().map(|(name, title, found)| {
         let found = found.unwrap_or_else(|why| {
-            let fix = "ask as somebody who may".to_owned();
-            Some((WARNED, format!("Kubernetes does not tell: {why}"), fix))
+            let fix = "run it as a user with these rights".to_owned();
+            Some((WARNED, format!("Kubernetes refuses the request: {why}"), fix))
         });
         CheckView::new(name, title, found)
     });
@@ -70,7 +70,7 @@ async fn lease(cluster: &Cluster) -> Result<Found, String> {
     let is_held = holder.is_some_and(|holder| !holder.is_empty());
     let namespace = &cluster.namespace;
     Ok((!is_held).then(|| {
-        let message = format!("nobody has the Lease {LEASE_NAME} in namespace {namespace}");
+        let message = format!("the Lease {LEASE_NAME} in namespace {namespace} has no holder");
         (FAILED, message, format!("kubectl get pods -n {namespace}; kubectl apply -f controller/deploy/"))
     }))
 }
@@ -118,7 +118,7 @@ async fn driver(cluster: &Cluster) -> Result<Found, String> {
     let drivers = resource("storage.k8s.io", "v1", "CSIDriver", "csidrivers");
     let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
     Ok(is_missing.then(|| {
-        let message = format!("there is no CSIDriver {DRIVER_NAME}: nothing is attached");
+        let message = format!("CSIDriver {DRIVER_NAME} does not exist: no volume can be attached");
         (FAILED, message, "kubectl apply -f controller/deploy/csidriver.yaml".to_owned())
     }))
 }
@@ -145,7 +145,7 @@ async fn deletion_guard(cluster: &Cluster) -> Result<Found, String> {
     for name in POLICIES {
         if get(cluster, &policies, name).await?.is_none() {
             let message =
-                format!("there is no ValidatingAdmissionPolicy {name}: kubectl delete is not refused");
+                format!("ValidatingAdmissionPolicy {name} does not exist: kubectl delete is not refused");
             let fix = "shorthorn-controller deletion-guard | kubectl apply -f - (Kubernetes 1.30 or later)";
             return Ok(Some((WARNED, message, fix.to_owned())));
         }

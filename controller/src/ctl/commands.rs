@@ -263,7 +263,8 @@ impl Session {
         self.show(volume, |volume| {
             let salvage = volume.salvage.clone().unwrap_or_default();
             format!(
-                "volume {} goes on from replica {} alone ({}); shorthornctl volume why {} tells how far that is",
+                "volume {} continues from replica {} alone ({}); shorthornctl volume why {} shows the \
+                 progress",
                 volume.name, salvage.replica_id, salvage.losses, volume.name
             )
         })
@@ -297,8 +298,8 @@ impl Session {
         if !problems.is_empty() {
             let (name, missing) = (&volume.name, problems.join("; "));
             return Err(CtlError::Incomplete(format!(
-                "volume {name} is back, and perhaps not all of it: {missing}. Once that is mended, what is \
-                 missing comes back with another shorthornctl volume undelete {name}"
+                "volume {name} is restored, perhaps incompletely: {missing}. After the repair, restore the \
+                 rest with another shorthornctl volume undelete {name}"
             )));
         }
         self.show(volume, |volume| {
@@ -550,9 +551,9 @@ impl Session {
         }
         Ok(match (is_shown, begun) {
             (true, _) => describe(&answer),
-            (false, 0) => "every replica is where it is best".to_owned(),
-            (false, 1) => "1 replica was moved; now every one is where it is best".to_owned(),
-            (false, begun) => format!("{begun} replicas were moved; now every one is where it is best"),
+            (false, 0) => "every replica has the best placement".to_owned(),
+            (false, 1) => "moved 1 replica; every replica has the best placement".to_owned(),
+            (false, begun) => format!("moved {begun} replicas; every replica has the best placement"),
         })
     }
 

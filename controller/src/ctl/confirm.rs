@@ -4,45 +4,43 @@ use super::error::CtlError;
 
 /// Asks on a terminal whether `volume` shall go; elsewhere nobody could answer.
 pub(super) fn deletion(volume: &str) -> Result<(), CtlError> {
-    let refusal = format!("deleting volume {volume} destroys its data: say --yes where nobody can be asked");
+    let refusal = format!("deleting volume {volume} destroys its data: use --yes without a terminal");
     typed(volume, &refusal, &format!("Delete volume {volume} and all its data?"))
 }
 
 /// Asks on a terminal whether what is left of `volume` shall go for good.
 pub(super) fn trash_removal(volume: &str) -> Result<(), CtlError> {
     let refusal =
-        format!("what is in the trash of volume {volume} goes for good: say --yes where nobody can be asked");
-    typed(volume, &refusal, &format!("Delete for good what is in the trash of volume {volume}?"))
+        format!("the trash of volume {volume} will be deleted for good: use --yes without a terminal");
+    typed(volume, &refusal, &format!("Delete the trash of volume {volume} for good?"))
 }
 
 /// Asks on a terminal whether one replica shall be all of `volume`.
 pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
     let refusal = format!(
-        "salvaging volume {volume} may lose acknowledged writes: say --yes-i-may-lose-data where nobody can be asked"
+        "salvaging volume {volume} may lose acknowledged writes: use --yes-i-may-lose-data without a terminal"
     );
     typed(volume, &refusal, &format!("Make replica {replica} all that there is of volume {volume}?"))
 }
 
 /// Asks on a terminal whether a node never comes back.
 pub(super) fn node_deletion(node: &str, force: bool) -> Result<(), CtlError> {
-    let refusal =
-        format!("deleting node {node} gives up the replicas on it: say --yes where nobody can be asked");
+    let refusal = format!("deleting node {node} gives up its replicas: use --yes without a terminal");
     let loss = if force { ", and lose the volumes whose last replica it has" } else { "" };
     typed(node, &refusal, &format!("Give up node {node} for good{loss}?"))
 }
 
 /// Asks on a terminal whether a disk never comes back.
 pub(super) fn disk_loss(node: &str, path: &str, force: bool) -> Result<(), CtlError> {
-    let refusal = format!(
-        "giving up disk {path} of node {node} gives up its replicas: say --yes where nobody can be asked"
-    );
+    let refusal =
+        format!("giving up disk {path} of node {node} gives up its replicas: use --yes without a terminal");
     let loss = if force { ", and lose the volumes whose last replica it has" } else { "" };
     typed(path, &refusal, &format!("Give up disk {path} of node {node} for good{loss}?"))
 }
 
 /// Asks on a terminal whether a directory that is left over shall go.
 pub(super) fn orphan_deletion(name: &str) -> Result<(), CtlError> {
-    let refusal = format!("{name} may be the only copy of its data: say --yes where nobody can be asked");
+    let refusal = format!("{name} may be the only copy of its data: use --yes without a terminal");
     typed(name, &refusal, &format!("Move {name} to the trash of its disk?"))
 }
 
@@ -53,7 +51,7 @@ fn typed(name: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
         return Err(CtlError::NotConfirmed(refusal.to_owned()));
     }
     let failed = |error: std::io::Error| CtlError::NotConfirmed(format!("cannot ask: {error}"));
-    write!(output, "{question} Type its name to go on: ").map_err(failed)?;
+    write!(output, "{question} Type its name to continue: ").map_err(failed)?;
     output.flush().map_err(failed)?;
     let mut answer = String::new();
     input.lock().read_line(&mut answer).map_err(failed)?;

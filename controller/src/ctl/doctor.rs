@@ -1,4 +1,4 @@
-//! Whether a cluster is set up well.
+//! The command doctor: checks the setup of a cluster.
 
 use std::fmt::Write as _;
 

@@ -85,7 +85,7 @@ pub(super) async fn evict(
         progress.say(&state);
         if held_since.is_some_and(|since: Instant| since.elapsed() >= HELD_LIMIT) {
             return Err(CtlError::Refused(format!(
-                "replica {name} is still there: {state}. The controller goes on as soon as that can be"
+                "replica {name} still exists: {state}. The controller continues as soon as possible"
             )));
         }
         let Some(deadline) = deadline else { continue };

@@ -81,12 +81,13 @@ async fn until_even(
         progress.say(state.lines().next().unwrap_or_default());
         if held_since.is_some_and(|since| since.elapsed() >= HELD_LIMIT) {
             return Err(CtlError::Refused(format!(
-                "{state}\nThe controller goes on as soon as that can be; shorthornctl rebalance --cancel gives it up"
+                "{state}\nThe controller continues as soon as possible; shorthornctl rebalance --cancel \
+                 cancels the moves"
             )));
         }
         if timeout_at(deadline, sleep(POLL.max(asked.elapsed()))).await.is_err() {
             return Err(CtlError::Timeout(format!(
-                "{state}\nWhat has begun goes on; run it again for the rest"
+                "{state}\nMoves that have started continue; run the command again for the rest"
             )));
         }
     }

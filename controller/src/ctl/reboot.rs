@@ -1,4 +1,4 @@
-//! Whether a node can be restarted without taking a volume below what it needs.
+//! The command node can-reboot.
 
 use std::time::Duration;
 

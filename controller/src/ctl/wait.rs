@@ -128,7 +128,7 @@ pub(super) async fn wait(
             Ok(Ok(end)) => return Ok(end),
             // A controller that restarts comes back.
             Ok(Err(Broken::Stream(error))) => {
-                progress.say(&format!("the controller is out of reach: {}", error.message()));
+                progress.say(&format!("the controller is unreachable: {}", error.message()));
                 if timeout_at(deadline, sleep(RETRY)).await.is_err() {
                     return Err(CtlError::of(&error, server));
                 }
@@ -193,7 +193,7 @@ pub(super) async fn drained(
                     return Ok(drain);
                 }
                 if !drain.eviction_requested {
-                    let message = format!("{place} is no longer drained: somebody has uncordoned it");
+                    let message = format!("{place} is no longer drained: it was uncordoned");
                     return Err(CtlError::Refused(message));
                 }
                 let held = drain.left.iter().all(|left| left.held);
@@ -207,7 +207,7 @@ pub(super) async fn drained(
         progress.say(left.lines().next().unwrap_or_default());
         if held_since.is_some_and(|since| since.elapsed() >= HELD_LIMIT) {
             return Err(CtlError::Refused(format!(
-                "{left}\nThe controller goes on as soon as that can be; {} gives it up",
+                "{left}\nThe controller continues as soon as possible; {} cancels it",
                 place.uncordon()
             )));
         }
@@ -268,8 +268,8 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
         None => "nothing was heard of it".to_owned(),
     };
     format!(
-        "volume {name} was not {} within {} s; {state}. The controller goes on: see \
-         shorthornctl volume inspect {name}",
+        "volume {name} was not {} within {} s; {state}. The controller continues: see shorthornctl volume \
+         inspect {name}",
         goal.words(),
         limit.as_secs_f64()
     )

@@ -76,7 +76,7 @@ pub enum ConnectError {
     #[error("the context {0} cannot be used: {1}")]
     Context(String, kube::config::KubeconfigError),
     /// Nothing says where it is.
-    #[error("there is no way to an API server: {0}; give --kubeconfig FILE")]
+    #[error("cannot find an API server: {0}; give --kubeconfig FILE")]
     Infer(kube::config::InferConfigError),
     /// The certificates or the like cannot be used.
     #[error("the way to the API server cannot be used: {0}")]

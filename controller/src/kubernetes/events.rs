@@ -162,7 +162,8 @@ impl Teller {
         if let Err(error) = done {
             // It is in the log already, and the next one may get through.
             self.dropped.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(about = event.about.name(), reason = event.reason, %error, "an event is not told");
+            tracing::debug!(about = event.about.name(), reason = event.reason, %error, "an event was not \
+             recorded");
         }
     }
 
@@ -206,7 +207,12 @@ impl Teller {
         let dropped = self.dropped.load(Ordering::Relaxed);
         if dropped > self.dropped_before {
             let more = dropped - self.dropped_before;
-            tracing::warn!(more, dropped, "events were not told to Kubernetes; the log has them all");
+            tracing::warn!(
+                more,
+                dropped,
+                "events were dropped and not recorded in Kubernetes; the log has \
+             all of them"
+            );
             self.dropped_before = dropped;
         }
     }

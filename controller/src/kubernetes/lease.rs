@@ -1,4 +1,4 @@
-//! Who of several controllers works: the one that holds a Lease.
+//! Leader election: the controller that holds the Lease leads.
 //!
 //! The holder renews it; whoever else sees it unchanged for its whole duration, by its own clock, takes it. Clocks of
 //! different machines are never compared. The holder counts from before it asked for the last renewal that worked, and
@@ -136,7 +136,7 @@ impl Leadership {
 
     /// Renews the lease for as long as that works; returns why it does not any more.
     pub async fn hold(&mut self) -> String {
-        let too_late = || format!("it could not be renewed for {} s", HOLD_LIMIT.as_secs());
+        let too_late = || format!("the Lease could not be renewed for {} s", HOLD_LIMIT.as_secs());
         loop {
             // Nothing is asked when there is no time left: a refusal comes at once, and would be asked for again and again.
             let Some(left) = time_left(self.renewed.elapsed()) else { return too_late() };
@@ -144,7 +144,7 @@ impl Leadership {
             if self.renewed.elapsed() >= RENEW_EVERY {
                 match tokio::time::timeout(left, self.renew()).await {
                     Ok(Ok(None)) => {}
-                    Ok(Ok(Some(other))) => return format!("{other} has taken it"),
+                    Ok(Ok(Some(other))) => return other,
                     Ok(Err(error)) => {
                         tracing::warn!(%error, "cannot renew the lease");
                         wait = LOOK_AGAIN;
@@ -169,8 +169,8 @@ impl Leadership {
                 // Perhaps an earlier renewal came through of which no answer came.
                 match bounded(self.leases.get_opt(LEASE_NAME)).await? {
                     Some(found) if holder(&found) == self.identity => self.held = found,
-                    Some(found) => return Ok(Some(holder(&found).to_owned())),
-                    None => return Ok(Some("nobody: it was deleted; somebody".to_owned())),
+                    Some(found) => return Ok(Some(format!("{} has taken the Lease", holder(&found)))),
+                    None => return Ok(Some("the Lease was deleted".to_owned())),
                 }
             }
             Err(error) => return Err(error),

@@ -114,8 +114,8 @@ impl Restager {
         for (pod, volumes) in plan.tell {
             if told.insert(pod.uid.clone()) {
                 let message = format!(
-                    "the device of volume {} is gone under it, and no controller would make the pod again: end it \
-                     and make it anew",
+                    "the device of volume {} is gone, and no controller would re-create the pod: delete it \
+                     and create it again",
                     volumes.join(", ")
                 );
                 tracing::warn!(pod = %pod.name, "{message}");
@@ -128,7 +128,7 @@ impl Restager {
 
     fn tell_of_end(&self, node: &NodeName, pod: &Pod, volumes: &[String]) {
         let message = format!(
-            "the device of volume {} is gone under it: it is ended, so that the volume is staged anew",
+            "the device of volume {} is gone: deleting the pod, so that the volume is staged again",
             volumes.join(", ")
         );
         tracing::warn!(%node, pod = %pod.name, "{message}");

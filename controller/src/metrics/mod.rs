@@ -1,4 +1,4 @@
-//! What the controller shows at `/metrics` and `/readyz`. docs/metrics.md explains every number.
+//! Metrics of the controller at `/metrics`, and `/readyz`. docs/metrics.md explains every metric.
 //!
 //! What happens is counted when it happens, whatever is there is counted when somebody asks, under the locks that a
 //! decision takes too, and for as long as counting the objects takes.
@@ -67,21 +67,13 @@ impl Metrics {
 
     fn show(&self, page: &mut Page) {
         let counters = [
-            (
-                "shorthorn_controller_reconciles",
-                "Runs of reconcilers, by what became of them",
-                &self.reconciles,
-            ),
-            (
-                "shorthorn_controller_store_writes",
-                "Writes of objects, by what became of them",
-                &self.store_writes,
-            ),
+            ("shorthorn_controller_reconciles", "Runs of reconcilers, by result", &self.reconciles),
+            ("shorthorn_controller_store_writes", "Writes of objects, by result", &self.store_writes),
             ("shorthorn_controller_agent_calls", "Calls to agents, by code of the answer", &self.agent_calls),
             ("shorthorn_controller_csi_calls", "Calls over CSI, by code of the answer", &self.csi_calls),
             (
                 "shorthorn_controller_lost_node_deletions",
-                "Pods and attachments of lost nodes that were deleted, by what became of it",
+                "Deletions of pods and attachments of lost nodes, by result",
                 &self.releases,
             ),
         ];
@@ -145,8 +137,7 @@ impl Vitals for ControllerVitals {
     }
 
     async fn fill(&self, page: &mut Page) {
-        let leader = page
-            .gauges("shorthorn_controller_leader", "1 where this controller is the one that works, else 0");
+        let leader = page.gauges("shorthorn_controller_leader", "1 if this controller leads, otherwise 0");
         leader.set(&[], u64::from(self.readiness.is_leading()));
         let Some(Shown { store, fleet, queue }) = self.shown.get() else { return };
         objects::show(&store.world(), page);

@@ -1,4 +1,4 @@
-//! How many objects are in which state.
+//! Counts objects by state.
 
 use shorthorn_controller_core::World;
 use shorthorn_controller_core::objects::{ConditionType, CurrentState, Node, Robustness, VolumeState};
@@ -48,7 +48,7 @@ pub(super) fn show(world: &World, page: &mut Page) {
     let frozen = world.engines.values().filter(|engine| engine.status.phase == "frozen").count();
     page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
         .set(&[], number(frozen));
-    let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are in reach");
+    let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are reachable");
     let ready = world.nodes.values().filter(|node| is_ready(node)).count();
     nodes.set(&[("ready", "true")], number(ready));
     nodes.set(&[("ready", "false")], number(world.nodes.len() - ready));

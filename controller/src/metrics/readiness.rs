@@ -1,4 +1,4 @@
-//! Whether the controller can do its work.
+//! Readiness of the controller.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

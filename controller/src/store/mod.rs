@@ -1,4 +1,4 @@
-//! Where the objects are kept.
+//! Stores of objects.
 
 mod cache;
 mod change;
@@ -66,7 +66,7 @@ pub enum StoreError {
         found: u64,
     },
     /// The store does not answer now; what was to be written may be written all the same. Try again.
-    #[error("the store is out of reach: {message}")]
+    #[error("the store is unreachable: {message}")]
     Unavailable {
         /// What was wanted, and what went wrong.
         message: String,

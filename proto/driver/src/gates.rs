@@ -1,4 +1,4 @@
-//! One call at a time on each volume.
+//! Gates: one call at a time for each volume.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -9,8 +9,7 @@ use shorthorn_proto::csi::v1::{self, plugin_capability as capability};
 use tonic::{Request, Response, Status};
 
 /// Why a call is refused while another process does the work. Callers take this code for a failure that passes.
-pub const NOT_READY: &str =
-    "this controller stands by: another one leads, or none does yet; ask again once Probe says ready";
+pub const NOT_READY: &str = "this controller stands by and does not lead; retry once Probe reports ready";
 
 /// The Identity service.
 #[derive(Clone, Debug)]

@@ -1,4 +1,4 @@
-//! How large a volume is to be.
+//! Requested size of a volume.
 
 use shorthorn_proto::csi::v1;
 

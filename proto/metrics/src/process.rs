@@ -1,4 +1,4 @@
-//! What every process shows, by the names that Prometheus has for it.
+//! Standard process metrics of Prometheus.
 
 use std::fs;
 

@@ -12,40 +12,40 @@ use anyhow::Context;
 use clap::Parser;
 use shorthorn_sim::{COVERED, Options, Outcome, Sabotage, Script, run, shrink};
 
-/// Simulates a volume under faults. What fails is shrunk and printed as a script, which replays the same way.
+/// Simulates a volume under faults. Shrinks each failing run and prints it as a script that replays it.
 #[derive(Clone, Debug, Parser)]
 struct Args {
     /// The first seed.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// How many seeds.
+    /// Number of seeds.
     #[arg(long, default_value_t = 1)]
     count: u64,
-    /// Go on with new seeds for this many seconds, however many those are.
+    /// Run new seeds for this many seconds.
     #[arg(long)]
     seconds: Option<u64>,
-    /// Run these stored scripts and no seed.
+    /// Run these stored scripts instead of seeds.
     #[arg(long, num_args = 1..)]
     script: Vec<PathBuf>,
-    /// Print the script of the seed, and run nothing.
+    /// Print the script of the seed without running it.
     #[arg(long)]
     print: bool,
-    /// Runs at once; 0: as many as there are processors.
+    /// Concurrent runs; 0: one per processor.
     #[arg(long, default_value_t = 1)]
     jobs: u64,
-    /// End after so many failures.
+    /// Stop after this number of failures.
     #[arg(long, default_value_t = 5)]
     failures: u64,
-    /// How many runs it may take to shrink a script that fails; 0: it is not shrunk.
+    /// Maximum number of runs to shrink a failing script; 0: do not shrink.
     #[arg(long, default_value_t = 200)]
     shrink_runs: u32,
-    /// Print what happens in every run.
+    /// Trace every run.
     #[arg(long)]
     trace: bool,
-    /// Leave a part of the rules out.
+    /// Sabotage: leave out one of the rules.
     #[arg(long)]
     sabotage: Option<Sabotage>,
-    /// Fail where anything that is to be covered has not happened in any run.
+    /// Fail if a required kind of fault did not happen in any run.
     #[arg(long)]
     assert_coverage: bool,
 }

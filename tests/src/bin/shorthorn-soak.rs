@@ -18,19 +18,19 @@ const VM_LIMIT: Duration = Duration::from_secs(6 * 3600);
 const REPLICA_TIMEOUT_MS: u64 = 3000;
 const REPLICA_TIMEOUT_IN_VM_MS: u64 = 10_000;
 
-/// Kills, pauses, cuts, slow and full disks and corrupt frames on volumes of three replicas. Needs root.
+/// Injects kills, pauses, cuts, slow and full disks, and corrupt frames into volumes of three replicas. Needs root.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Which faults come in which order; one is drawn and printed if none is given.
+    /// Seed of the faults and their order; drawn and printed by default.
     #[arg(long)]
     seed: Option<u64>,
-    /// How many faults.
+    /// Number of faults.
     #[arg(long, default_value_t = 1000)]
     faults: usize,
     /// No fault begins after so many seconds.
     #[arg(long)]
     seconds: Option<u64>,
-    /// How many volumes are hit at the same time, each by its own part of the faults.
+    /// Number of volumes under faults at the same time; each gets a part of the faults.
     #[arg(long, default_value_t = 6)]
     volumes: usize,
     /// Only this volume, with its part of the faults: counted from 0.
@@ -39,7 +39,7 @@ struct Arguments {
     /// No fault lasts longer than so many seconds.
     #[arg(long, default_value_t = 30)]
     longest: u64,
-    /// How the loads reach the volumes.
+    /// Frontend of the volumes.
     #[arg(long, value_enum, default_value = "socket")]
     frontend: Frontend,
     /// replica_timeout_ms of the volumes: 3000, and 10000 in a virtual machine, which may be emulated.
@@ -51,10 +51,10 @@ struct Arguments {
     /// The kernel of the machine: newest (Debian's newest), ublk (Debian 13's) or nbd (Debian 12's, without ublk).
     #[arg(long, default_value = "newest", value_parser = kernel, requires = "in_vm")]
     kernel: Kernel,
-    /// Stops all volumes as soon as one has shown what must not be.
+    /// Stops all volumes after the first violation.
     #[arg(long)]
     stop_early: bool,
-    /// Where the files are while it runs, and stay if something goes wrong.
+    /// Directory of the files; they stay there after a failure.
     #[arg(long, default_value = "/var/tmp")]
     dir: PathBuf,
 }

@@ -1,4 +1,4 @@
-//! What the kernel says of a volume.
+//! State of a volume in the kernel.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

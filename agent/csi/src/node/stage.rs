@@ -84,7 +84,8 @@ fn is_staged(
 ) -> Result<bool, CsiError> {
     if !mount.is_whole(device.number) {
         if look::is_callers(options, &mount.point) && look::is_stale(mount) {
-            tracing::warn!(path = %mount.point.display(), device = %mount.device, "a mount whose device is gone is taken away");
+            tracing::warn!(path = %mount.point.display(), device = %mount.device, "unmounting a mount whose \
+             device is gone");
             return Ok(false);
         }
         return Err(taken(mount));
@@ -169,11 +170,12 @@ fn file_system(
     let kind = match filesystem::probe(device)? {
         Content::FileSystem(kind) => kind,
         Content::Other(what) => {
-            let hint = "it is neither mounted nor formatted; wipefs makes it empty, if nobody needs that";
+            let hint = "the device is neither mounted nor formatted; if the data is not needed, wipefs \
+             clears it";
             return Err(CsiError::Precondition(format!("{path} holds {what}: {hint}")));
         }
         Content::Empty | Content::Unfinished if read_only || claimed => {
-            let why = if claimed { "somebody else has the device" } else { "it is read-only" };
+            let why = if claimed { "another process uses the device" } else { "it is read-only" };
             return Err(CsiError::Precondition(format!("{path} has no file system, and {why}")));
         }
         Content::Empty | Content::Unfinished => {

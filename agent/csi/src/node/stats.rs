@@ -1,4 +1,4 @@
-//! How full a volume is, and how it is.
+//! Usage and condition of a volume.
 
 use std::path::Path;
 
@@ -44,8 +44,11 @@ fn of_remains(options: &NodeOptions, path: Option<&Path>, error: VolumesError) -
     let Some(mount) = table.at(&point).filter(|mount| look::is_stale(mount)) else {
         return Err(error.into());
     };
-    let message =
-        format!("{error}, and {}: end the pods that use it, so that they get it anew", lost_mount(mount));
+    let message = format!(
+        "{error}, and {}: delete the pods that use it, so that the volume is staged \
+         again",
+        lost_mount(mount)
+    );
     let condition = v1::VolumeCondition { abnormal: true, message };
     let answer = v1::NodeGetVolumeStatsResponse { usage: Vec::new(), volume_condition: Some(condition) };
     Ok(Stats { answer, is_dead: true })

@@ -121,7 +121,8 @@ impl shorthorn_recovery::Courier for Courier {
 
     fn is_restored(&self, kept: Option<u32>, sent: u32) {
         let (volume, replica) = (&self.desk.greeter.volume, self.replica());
-        tracing::error!(%volume, replica, ?kept, sent, "a replica lacks state that it had stored: its disk was restored to an older state; it is rebuilt");
+        tracing::error!(%volume, replica, ?kept, sent, "a replica lacks stored state: its disk was restored \
+         to an older state; rebuilding it");
     }
 
     fn is_joining(&self, missing_bytes: u64, is_copy: bool) {

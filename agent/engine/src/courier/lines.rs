@@ -104,7 +104,8 @@ impl Desk {
         match finish(forget_in_vain(self, &mut connection, &welcome)) {
             // The connection is as good as before; it is tried again at the next greeting.
             Err(ConnectError::Refused { message, .. }) => {
-                tracing::warn!(volume = %self.greeter.volume, replica = %to.replica, tracks = %welcome.tracks, message, "a replica still counts what replicas miss that are gone");
+                tracing::warn!(volume = %self.greeter.volume, replica = %to.replica, tracks = %welcome.tracks, message, "a \
+                 replica still has out-of-sync sets of removed replicas");
             }
             forgotten => forgotten?,
         }

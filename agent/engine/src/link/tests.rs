@@ -191,7 +191,7 @@ fn answers_to_what_was_not_asked_are_failures() {
     let mut replica = Bench::new();
     let lies = [
         (replica.answer(&read, &[0; 4096]), "0 bytes asked for"),
-        (session().encode(&far.response(Ok(()))).to_vec(), "not asked"),
+        (session().encode(&far.response(Ok(()))).to_vec(), "not sent"),
         (session().encode(&Header::request(Opcode::Ping, ID_PING, 0, 0)).to_vec(), "sends a request"),
         (vec![0; HEADER_BYTES], "magic"),
     ];

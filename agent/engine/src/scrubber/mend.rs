@@ -138,7 +138,7 @@ impl Scrubber {
         if self.unsettled.contains(&piece.offset()) {
             return Done::Failed("a layer below it differs there and comes first".to_owned());
         }
-        let mut reason = "nobody can be read".to_owned();
+        let mut reason = "no member can be read".to_owned();
         for source in sources {
             let Some(number) = layer.number_at(*source) else { continue };
             let expected = witnesses.iter().find(|(peer, _)| peer == source).and_then(|(_, found)| found.sum);
@@ -165,7 +165,7 @@ impl Scrubber {
         if check.sum == Some(held.sum()) {
             return Ok(());
         }
-        Err(format!("{} does not keep what is written to it: replace its disk", self.replica(peer)))
+        Err(format!("{} loses writes: replace its disk", self.replica(peer)))
     }
 }
 

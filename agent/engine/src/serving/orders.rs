@@ -33,7 +33,7 @@ impl Serving<'_> {
     }
 
     pub(super) fn ignore(&self, what: &str, reason: &str) {
-        tracing::warn!(volume = %self.spec.volume, reason, "an order is ignored: {what}");
+        tracing::warn!(volume = %self.spec.volume, reason, "ignoring a command: {what}");
     }
 
     fn granted(&mut self, view: View) -> Result<(), EngineError> {
@@ -48,7 +48,7 @@ impl Serving<'_> {
             return Ok(()); // the agent repeats it while the engine asks for another grant
         }
         if self.asked != Some(view) {
-            self.ignore("grant", &format!("view {view} was not asked for; the next start honours it"));
+            self.ignore("grant", &format!("view {view} was not requested; the next start honours it"));
             return Ok(());
         }
         tracing::info!(volume = %self.spec.volume, %view, "the arbiter has granted the view");

@@ -7,9 +7,9 @@ use shorthorn_control::EnginePhase;
 use crate::load::Load;
 use crate::volume::Volume;
 
-const SETTLED: &str = "what was written is flushed on every member";
+const SETTLED: &str = "every member has flushed all writes";
 const NOT_SETTLED: &str = "not every member has flushed in time";
-const UNEQUAL: &str = "making the members equal where they may differ";
+const UNEQUAL: &str = "resyncing the members in dirty regions";
 /// Of an end that waits for a replica which does not answer: it must be far below what those wait who have ordered it.
 const END_LIMIT: Duration = Duration::from_secs(20);
 

@@ -40,7 +40,7 @@ fn an_error_of_the_last_replica_is_logged_with_its_cause() {
         "offset_bytes=1048576",
         "length_bytes=4096",
         "os error 5",
-        "no other one is left",
+        "no other replica is left",
     ] {
         assert!(told.contains(part), "{part} is not in {told}");
     }
@@ -84,7 +84,7 @@ fn a_storm_of_errors_is_a_few_lines_and_a_number() {
     drop(client);
     volume.stop();
     let told = lines(&volume, FAILED);
-    assert!(told[0].contains("replicas=\"\"") && told[0].contains("attached anew"), "{}", told[0]);
+    assert!(told[0].contains("replicas=\"\"") && told[0].contains("attached again"), "{}", told[0]);
     let numbers: Vec<usize> = lines(&volume, MORE).iter().map(|line| count_of(line)).collect();
     // One connection is on one queue, which begins an interval every ten seconds at most.
     assert!(

@@ -272,7 +272,7 @@ fn a_lost_directory_is_noticed_and_filled_again() {
     volume.wait("it is a member again", |engine| {
         engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 3
     });
-    assert!(volume.log_of_engine().contains("its directory is another one"), "{}", volume.log_of_engine());
+    assert!(volume.log_of_engine().contains("its directory was replaced"), "{}", volume.log_of_engine());
     Load::start(&volume, 14).stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();

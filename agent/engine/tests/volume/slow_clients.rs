@@ -10,7 +10,7 @@ use crate::volume::Volume;
 
 /// A slot is full with that, and far more than a socket holds.
 const LENGTH: usize = 1 << 20;
-const KEPT: &str = "memory is kept: data of a client is on its way";
+const KEPT: &str = "keeping memory: data of a client is in transit";
 const GIVEN_BACK: &str = "memory of large requests is given back";
 
 /// No two blocks alike, and no block of zeroes.

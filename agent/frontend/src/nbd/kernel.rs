@@ -172,7 +172,7 @@ fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), Front
     match sysfs::read_once(path.clone(), DEAD_LIMIT) {
         Ok(()) => return refuse("another process serves it; stop that one first".into()),
         Err(error) => {
-            tracing::warn!(%volume, index, %error, "nbd: an old device is taken away")
+            tracing::warn!(%volume, index, %error, "nbd: removing an old device")
         }
     }
     let number = sysfs::number(index).map_err(|source| system(action(), source))?;
@@ -186,7 +186,8 @@ fn disconnect(index: u32) -> io::Result<()> {
     link::call(move |driver| driver.disconnect(index))?;
     let gone = wait::until(STOP_LIMIT, || Ok::<_, io::Error>((!sysfs::is_connected(index)).then_some(())))?;
     gone.ok_or_else(|| {
-        let text = "it is disconnected, but somebody has it open; it is gone when that one closes it";
+        let text = "the device is disconnected but open in another process; it is removed when that process \
+         closes it";
         io::Error::new(io::ErrorKind::TimedOut, text)
     })
 }
@@ -323,7 +324,7 @@ impl Device for NbdDevice {
                     .map_err(|source| system(format!("disconnect {}", sysfs::name(index)), source))
             });
             if let Err(error) = removed {
-                tracing::warn!(index, %error, "nbd: a device that did not come up can not be taken away");
+                tracing::warn!(index, %error, "nbd: cannot remove a device that did not start");
             }
             self.record.kernel_id = None;
         }

@@ -119,10 +119,7 @@ pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<Atomic
                 Ok(()) => tracing::info!(device = target.index, "nbd: a broken connection was replaced"),
                 Err(_) if !target.is_there() => {
                     closed.store(true, Ordering::Release);
-                    tracing::warn!(
-                        device = target.index,
-                        "nbd: the device was disconnected by somebody else"
-                    );
+                    tracing::warn!(device = target.index, "nbd: another process disconnected the device");
                 }
                 // The queue finds its end closed, and tries again with a new pair.
                 Err(error) => {

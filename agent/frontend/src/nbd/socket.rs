@@ -400,7 +400,7 @@ fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(system(format!("looking at {}", path.display()), error)),
         Ok(metadata) if !metadata.file_type().is_socket() => {
-            return taken("something that is no socket is there; move it away");
+            return taken("the path is not a socket; move the file away");
         }
         Ok(_) => {}
     }

@@ -1,4 +1,4 @@
-//! What sysfs says about the NBD devices of this host.
+//! NBD devices of this host in sysfs.
 
 use std::fs::{self, File};
 use std::io;

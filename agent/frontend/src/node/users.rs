@@ -1,4 +1,4 @@
-//! Who uses a block device.
+//! Users of a block device.
 
 use std::ffi::OsString;
 use std::fs;

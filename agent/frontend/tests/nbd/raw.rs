@@ -520,7 +520,7 @@ fn the_path_is_taken_only_from_the_dead() {
     std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, "precious").unwrap();
     stale.device.stop().unwrap();
-    assert!(taken(&path).contains("no socket"));
+    assert!(taken(&path).contains("not a socket"));
     let long = dir.path().join("x".repeat(108));
     assert!(taken(&long).contains("shorter directory"));
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");

@@ -1,4 +1,4 @@
-//! What a replica makes of what it finds on its disk.
+//! Start of a replica from the files on its disk.
 
 use shorthorn_regions::{PageDamage, RegionKeeper, SetKey};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};

@@ -1,4 +1,4 @@
-//! What waits for pages of the sets of regions.
+//! Requests that wait for pages of region sets.
 
 use shorthorn_regions::{Admit, PageWrite, RegionKeeper, Ticket};
 use shorthorn_types::{ByteRange, Errno};

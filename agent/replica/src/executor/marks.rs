@@ -218,7 +218,7 @@ impl Executor {
             PageEnd::Again => {}
             PageEnd::NoSpace(errno) => self.give_up_waiting(errno),
             PageEnd::Failed(errno) => {
-                self.fail(&format!("what is about to be written could not be noted: {errno}"));
+                self.fail(&format!("cannot mark the region dirty: {errno}"));
             }
         }
     }
@@ -257,7 +257,7 @@ impl Executor {
     pub(super) fn close_marks(&mut self) {
         // Without it regions are copied that need not be.
         if let Err(error) = self.write_all_pages() {
-            tracing::warn!(%error, "what was cleared from the sets of regions could not be written");
+            tracing::warn!(%error, "cannot write the cleared regions");
         }
     }
 

@@ -525,7 +525,7 @@ impl Executor {
         if let Err(error @ (StoreError::Io { .. } | StoreError::NotDurable { .. })) = written
             && is_final(error.errno())
         {
-            self.fail(&format!("what is known of a copy could not be stored: {error}"));
+            self.fail(&format!("the state of a copy could not be stored: {error}"));
         }
     }
 
@@ -545,7 +545,7 @@ impl Executor {
         let mut shelf = Shelf { store, files: &mut marks.files, owner };
         let changed = change(&mut self.state, &mut shelf);
         if let Some(failure) = self.state.failure().filter(|_| was_serving) {
-            tracing::error!("nothing is served any more: {}", failure.outlook());
+            tracing::error!("the replica no longer serves: {}", failure.outlook());
             self.give_up_waiting(Errno::IO);
         }
         changed

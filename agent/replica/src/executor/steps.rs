@@ -95,9 +95,9 @@ impl Disk for Shelf<'_> {
                 }
             },
             Step::NoteMadeUpFor => match self.store.cache_made_up_for() {
-                Ok(()) => tracing::info!("what was lost with the page cache is made up for"),
+                Ok(()) => tracing::info!("the data that the page cache lost has been restored"),
                 Err(error) => {
-                    tracing::warn!(%error, "what was lost and made up for could not be noted");
+                    tracing::warn!(%error, "cannot record that lost data has been restored");
                     return Err(error.into());
                 }
             },

@@ -443,7 +443,8 @@ impl Executor {
         if count > 0 {
             self.summer.next_at.get_or_insert_with(Instant::now);
             if !std::mem::replace(&mut self.summer.are_pages_told, true) {
-                tracing::warn!(regions = count, %span, "sums of blocks are damaged or were torn by a crash, and are made again; more of them are not told");
+                tracing::warn!(regions = count, %span, "block checksums are damaged or torn by a crash, and \
+                 are recomputed; further ones are not logged");
             }
         }
     }
@@ -469,7 +470,8 @@ impl Executor {
                 Ok(())
             }
             Err(error) => {
-                tracing::warn!(%error, "sums of blocks are not kept any more: nothing guards data at rest until the replica is started again");
+                tracing::warn!(%error, "block checksums are off: rot on the disk is not detected until the \
+                 replica restarts");
                 self.state.keeper_mut().forget_unsummed();
                 let forgotten = self.store.forget_block_sums();
                 if let Err(error) = &forgotten {

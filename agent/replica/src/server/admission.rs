@@ -1,4 +1,4 @@
-//! Which engine is let in, and when.
+//! Admission of engines.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;

@@ -267,7 +267,7 @@ impl Server {
         }
         // The disk may hang: an engine that is connected is answered all the same.
         if self.failed_at.is_some() && self.is_quiet() && self.executor.note_failure_again() {
-            tracing::warn!("that data may be gone is noted now");
+            tracing::warn!("recorded that data may be gone");
             self.failed_at = Some(Instant::now());
             self.publish_failure();
         }

@@ -1,4 +1,4 @@
-//! Where kubelet has its directory.
+//! Finds the root directory of kubelet.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -42,7 +42,7 @@ impl Volumes for Attached {
 
     async fn take_size(&self, volume: &VolumeName) {
         if let Err(error) = self.hub.renew_device(volume.clone()).await {
-            tracing::warn!(%volume, %error, "the device is not made anew and may keep its size");
+            tracing::warn!(%volume, %error, "the device was not recreated and may keep its size");
         }
     }
 }

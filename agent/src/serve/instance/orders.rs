@@ -1,4 +1,4 @@
-//! What a running engine is told: kept in its spec file first, so that the next process knows it too.
+//! Commands to a running engine. Each is stored in its spec file first, so that the next process knows it too.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -215,7 +215,7 @@ impl Hub {
                 Err(NodeError::Precondition(format!("the {id} here is of attachment {there}, not {attach}")))
             }
             Some((Spec::Engine(spec), process)) => Ok((spec, process)),
-            _ => Err(NodeError::Precondition(format!("there is no {id} here"))),
+            _ => Err(NodeError::Precondition(format!("{id} does not exist on this node"))),
         }
     }
 
@@ -244,7 +244,7 @@ impl Hub {
         let measured = measure(&mut watch, &name, old_pid);
         let late = |_| {
             NodeError::Unavailable(format!(
-                "the new process of the {id} does not serve within {} s: it goes on trying; see its log",
+                "the new process of the {id} does not serve within {} s and keeps trying; see its log",
                 UPGRADE_LIMIT.as_secs()
             ))
         };
@@ -277,7 +277,7 @@ impl Hub {
             }
             self.refuse_in_use(&spec).await?;
             let watch = self.table().watch();
-            tracing::info!(instance = %id, "its device is made anew, to have the size of the volume");
+            tracing::info!(instance = %id, "recreating the device with the size of the volume");
             self.table().set_process(&id, Process { phase: Phase::Stopping, ..process });
             // It takes its device away, and is the same engine to the controller: it has never been gone.
             let stopped = self.backend().stop(&id).await;
@@ -292,7 +292,7 @@ impl Hub {
         let name = id.name();
         let late = |_| {
             NodeError::Unavailable(format!(
-                "the {id} does not serve its new device within {} s: it goes on trying; see its log",
+                "the {id} does not serve its new device within {} s and keeps trying; see its log",
                 RENEW_LIMIT.as_secs()
             ))
         };
@@ -321,7 +321,7 @@ async fn serves(watch: &mut Watch, name: &str) -> Result<(), NodeError> {
 
 async fn send(id: &InstanceId, control: &Path, order: &Command) -> Result<(), NodeError> {
     control_watch::order(control, order).await.map_err(|error| {
-        NodeError::Unavailable(format!("the {id} cannot be told: {}: {error}", control.display()))
+        NodeError::Unavailable(format!("cannot send a command to the {id}: {}: {error}", control.display()))
     })
 }
 

@@ -1,4 +1,4 @@
-//! Which file of an instance is where.
+//! Paths of the files of an instance.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,4 +1,4 @@
-//! What an instance is started with, made from what the controller asks for.
+//! Spec of an instance, built from the request of the controller.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -183,7 +183,7 @@ pub fn endpoints(replicas: Vec<v1::ReplicaAddress>) -> Result<Vec<ReplicaEndpoin
     let replicas: Vec<_> = replicas.into_iter().map(endpoint).collect::<Result<_, _>>()?;
     let distinct = Members::new(replicas.iter().map(|endpoint| endpoint.replica))?;
     if distinct.len() != replicas.len() {
-        return Err(NodeError::Invalid("one of the replicas is given twice".into()));
+        return Err(NodeError::Invalid("a replica is listed twice".into()));
     }
     Ok(replicas)
 }

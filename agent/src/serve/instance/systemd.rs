@@ -71,7 +71,7 @@ impl Systemd {
             let (bus, followed) = (self.bus.clone(), id.clone());
             let task = tokio::spawn(async move {
                 if let Err(error) = bus.follow(&followed, path).await {
-                    tracing::error!(instance = %followed, "not followed any more: {error}");
+                    tracing::error!(instance = %followed, "no longer watched: {error}");
                 }
             });
             followers.insert(id.clone(), task);

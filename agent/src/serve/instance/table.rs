@@ -1,4 +1,4 @@
-//! What is known of the instances of this node, and who is told when that changes.
+//! Table of the instances of this node, with notifications of changes.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! What must hold, all of it.
+//! The invariants of the model.
 //!
 //! Words. An engine *has served* from when its first view is through. An engine is *newer* than another when its
 //! generation is. To *hold* a replica is to be the generation that the replica has stored.

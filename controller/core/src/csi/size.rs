@@ -16,7 +16,7 @@ pub enum SizeError {
     TooLarge(u64),
     /// Sizes come in steps.
     #[error(
-        "there is no size from {required_bytes} to {limit_bytes} bytes: volumes have multiples of {BLOCK_BYTES}"
+        "no valid size from {required_bytes} to {limit_bytes} bytes: sizes are multiples of {BLOCK_BYTES}"
     )]
     NoStep {
         /// The least.

@@ -121,7 +121,7 @@ fn what_cannot_be_moved_is_held_and_says_why() {
     };
     let (held, message) = only(&full());
     assert!(
-        held && message.ends_with("no other place for it: 2 of 3 replicas have a place; b: full"),
+        held && message.ends_with("no other disk can take it: 2 of 3 replicas have a place; b: full"),
         "{message}"
     );
 
@@ -139,16 +139,16 @@ fn a_detached_volume_holds_and_says_when_nobody_else_has_its_data() {
     volume.spec.node_id = None;
     let (held, message) = only(&world);
     assert!(held && message.contains("volume attach v --node NODE"), "{message}");
-    assert!(!message.contains("nobody else"), "{message}");
+    assert!(!message.contains("no other replica"), "{message}");
     let mut behind = replica(2, "b");
     behind.status.failed_at = Some(now());
     world.insert(behind.into());
-    assert!(only(&world).1.contains("nobody else has its data"));
+    assert!(only(&world).1.contains("no other replica has its data"));
     let mut behind = replica(1, "a");
     behind.status.failed_at = Some(now());
     world.insert(behind.into());
     world.insert(replica(2, "b").into());
-    assert!(!only(&world).1.contains("nobody else"));
+    assert!(!only(&world).1.contains("no other replica"));
 }
 
 #[test]

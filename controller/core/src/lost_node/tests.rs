@@ -141,7 +141,7 @@ fn only_force_gives_up_a_node_that_is_open_or_has_the_last_data() {
     let mut cluster = Cluster::new();
     cluster.change_replica(2, |replica| replica.status.failed_at = Some(now()));
     let error = cluster.delete(false).unwrap_err().to_string();
-    assert!(error.contains("has everything of v;"), "{error}");
+    assert!(error.contains("complete replica of v;"), "{error}");
     assert!(cluster.delete(true).is_ok());
     // It has left the view: nothing is lost with it.
     cluster.change_replica(1, |replica| replica.status.failed_at = Some(now()));

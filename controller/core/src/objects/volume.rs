@@ -362,7 +362,7 @@ pub enum DataLocality {
 
 /// A text names no data locality.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("there is no data locality {0:?}: use disabled or best-effort")]
+#[error("unknown data locality {0:?}: use disabled or best-effort")]
 pub struct DataLocalityError(String);
 
 impl DataLocality {
@@ -388,7 +388,7 @@ impl FromStr for DataLocality {
 
 /// A text names no frontend.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("there is no frontend {0:?}: use auto, ublk, nbd or socket")]
+#[error("unknown frontend {0:?}: use auto, ublk, nbd or socket")]
 pub struct FrontendError(String);
 
 impl Frontend {

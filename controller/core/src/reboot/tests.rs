@@ -134,9 +134,9 @@ fn a_healthy_volume_needs_nobody_in_particular() {
 
 #[test]
 fn the_last_member_of_a_volume_in_use_is_needed() {
-    assert!(told(&world(1, &[MEMBER]), "n0").contains("nobody else has all of its data"));
-    assert!(told(&world(2, &[MEMBER, FAILED]), "n0").contains("nobody else"));
-    assert!(told(&world(3, &[MEMBER, REBUILDING, FAILED]), "n0").contains("nobody else"));
+    assert!(told(&world(1, &[MEMBER]), "n0").contains("no other replica has all of its data"));
+    assert!(told(&world(2, &[MEMBER, FAILED]), "n0").contains("no other replica"));
+    assert!(told(&world(3, &[MEMBER, REBUILDING, FAILED]), "n0").contains("no other replica"));
     assert_eq!(told(&world(3, &[MEMBER, REBUILDING, FAILED]), "n1"), "", "what is brought up begins anew");
 }
 
@@ -246,7 +246,7 @@ fn a_volume_that_is_not_used_needs_nobody() {
     change_engine(&mut idle, |status| *status = EngineStatus::default());
     assert_eq!(told(&idle, "n0"), "");
     change_volume(&mut idle, |volume| volume.spec.node_id = NodeName::new("user").ok());
-    assert!(told(&idle, "n0").contains("nobody else"), "it is about to be attached");
+    assert!(told(&idle, "n0").contains("no other replica"), "it is about to be attached");
     let mut going = world(1, &[MEMBER]);
     change_volume(&mut going, |volume| volume.metadata.deletion_timestamp = Some(now()));
     assert_eq!(told(&going, "n0"), "");
@@ -256,10 +256,10 @@ fn a_volume_that_is_not_used_needs_nobody() {
 fn an_engine_that_cannot_be_asked_may_need_every_replica() {
     let mut unseen = world(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut unseen, |status| status.current_state = CurrentState::Unknown);
-    assert!(told(&unseen, "n0").contains("out of sight"));
+    assert!(told(&unseen, "n0").contains("is unreachable"));
     let mut frozen = world(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut frozen, |status| status.phase = "frozen".to_owned());
-    assert!(told(&frozen, "n1").contains("each one counts"));
+    assert!(told(&frozen, "n1").contains("may need each of them"));
     // One that starts begins with the view that is known.
     let mut starting = world(3, &[FAILED, MEMBER, MEMBER]);
     change_engine(&mut starting, |status| *status = EngineStatus::default());

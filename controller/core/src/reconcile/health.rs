@@ -1,4 +1,4 @@
-//! How safe the data of a volume is, and whether it can start.
+//! Robustness of a volume, and whether it can start.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -220,9 +220,9 @@ pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget
     let addresses: Vec<String> = if local { unix.into_iter().chain(other).collect() } else { other };
     if addresses.is_empty() {
         let reason = if local {
-            "it runs without an address".to_owned()
+            "replica runs without an address".to_owned()
         } else {
-            "it has no address that other nodes reach: set data_address in the agent's configuration there"
+            "replica has no address for other nodes: set data_address in the configuration of its agent"
                 .to_owned()
         };
         return Err((reason, false));

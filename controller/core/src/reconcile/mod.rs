@@ -216,8 +216,8 @@ fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
 pub(crate) fn sight_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) -> Sight<'a> {
     let Some(view) = agents.get(node) else {
         return Sight::Gone(format!(
-            "nothing says where the agent of node {node} is: start the controller with --node {node}=URL, or set \
-             spec.address of its object"
+            "the address of the agent of node {node} is unknown: start the controller with --node \
+             {node}=URL, or set spec.address of the Node object"
         ));
     };
     match (&view.link, &view.info) {
@@ -229,10 +229,7 @@ pub(crate) fn sight_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) 
         (Link::Down { since, reason }, _) => {
             let left = remaining(*since, UNREACHABLE_AFTER, now);
             if left.is_zero() {
-                Sight::Gone(format!(
-                    "the agent of node {node} at {} is out of reach ({reason})",
-                    view.address
-                ))
+                Sight::Gone(format!("the agent of node {node} at {} is unreachable ({reason})", view.address))
             } else {
                 Sight::Blurred(left)
             }

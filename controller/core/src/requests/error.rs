@@ -44,13 +44,13 @@ pub enum RequestError {
         other: String,
     },
     /// There is no such volume.
-    #[error("there is no volume {0}; shorthornctl volume list shows those that are there")]
+    #[error("no volume {0}; shorthornctl volume list shows all volumes")]
     NoVolume(String),
     /// There is no such node.
-    #[error("there is no node {0}; shorthornctl node list shows those that are there")]
+    #[error("no node {0}; shorthornctl node list shows all nodes")]
     NoNode(String),
     /// The node has no such disk.
-    #[error("node {node} has no disk {path}; shorthornctl node list shows those that are there")]
+    #[error("node {node} has no disk {path}; shorthornctl node list shows all disks")]
     NoDisk {
         /// The node.
         node: String,
@@ -58,7 +58,7 @@ pub enum RequestError {
         path: String,
     },
     /// The name is taken by a volume that is something else.
-    #[error("volume {name} is there already, with another {differs}; choose another name")]
+    #[error("volume {name} already exists with another {differs}; choose another name")]
     Exists {
         /// The name.
         name: String,
@@ -74,25 +74,27 @@ pub enum RequestError {
         node: NodeName,
     },
     /// The path of a disk can never work.
-    #[error("{0:?} is no absolute path of a directory on the node")]
+    #[error("{0:?} is not an absolute path of a directory on the node")]
     DiskPath(String),
     /// The volume is being deleted.
     #[error("volume {0} is being deleted; wait until it is gone")]
     Deleting(String),
     /// It is not in the trash.
     #[error(
-        "nothing of volume {0} that was deleted with it is in the trash of a node in reach; shorthornctl volume trash shows what is"
+        "nothing of volume {0} that was deleted with it is in the trash of a reachable node; shorthornctl \
+         volume trash lists the trash"
     )]
     NothingToUndelete(String),
     /// A volume of the name is half undeleted.
     #[error(
-        "replicas of a volume {0} are there, of an undeletion that was cut off: shorthornctl volume undelete {0}, or take another name"
+        "replicas of a volume {0} exist from an interrupted undeletion: run shorthornctl volume undelete \
+         {0}, or choose another name"
     )]
     HasReplicas(String),
     /// It is not in the trash.
     #[error(
-        "nothing of volume {name} {replica} is in the trash of a node in reach; shorthornctl volume trash \
-         shows what is"
+        "nothing of volume {name} {replica} is in the trash of a reachable node; shorthornctl volume trash \
+         lists the trash"
     )]
     NotInTrash {
         /// The volume.
@@ -103,7 +105,7 @@ pub enum RequestError {
     /// Kubernetes needs it.
     #[error(
         "volume {name} is PersistentVolume {persistent_volume} in Kubernetes: delete its claim, or the PersistentVolume if that \
-         is released and kept (kubectl delete pv {persistent_volume}), and then the volume if it is still there"
+         is released and kept (kubectl delete pv {persistent_volume}), and then the volume if it still exists"
     )]
     IsPersistentVolume {
         /// The volume.
@@ -125,10 +127,10 @@ pub enum RequestError {
         state: &'static str,
     },
     /// There is no replica of that name.
-    #[error("there is no replica {0}; shorthornctl replica list shows those that are there")]
+    #[error("no replica {0}; shorthornctl replica list shows all replicas")]
     NoSuchReplica(String),
     /// Volumes never shrink.
-    #[error("volume {name} has {has} bytes, and {wanted} are fewer: a volume only grows")]
+    #[error("volume {name} has {has} bytes, more than {wanted}: a volume only grows")]
     Shrinks {
         /// The volume.
         name: String,
@@ -148,12 +150,10 @@ pub enum RequestError {
         refusal: Box<Refusal>,
     },
     /// The share of copying can never work.
-    #[error("a share of {0} percent: use 1 to 100")]
+    #[error("invalid share of {0} percent: use 1 to 100")]
     Share(u32),
     /// The volume has no such replica.
-    #[error(
-        "volume {name} has no replica {replica}; shorthornctl volume salvage {name} shows those that it has"
-    )]
+    #[error("volume {name} has no replica {replica}; shorthornctl volume salvage {name} lists its replicas")]
     NoReplica {
         /// The volume.
         name: String,
@@ -161,27 +161,28 @@ pub enum RequestError {
         replica: String,
     },
     /// The replica was never seen with data.
-    #[error("replica {0} holds nothing: salvage with another one")]
+    #[error("replica {0} holds no data: salvage with another replica")]
     HoldsNothing(String),
     /// Whoever asks has not confirmed it.
     #[error("salvaging volume {0} loses acknowledged writes: confirm it with the name of the volume")]
     NotConfirmed(String),
     /// The volume can be used as it is.
-    #[error("volume {0} is served: there is nothing to salvage")]
+    #[error("volume {0} is served and needs no salvage")]
     IsServed(String),
     /// An engine may still serve it.
     #[error("volume {0} is attached: detach it first, so that nothing is written while it is salvaged")]
     IsAttached(String),
     /// No engine has ever opened it.
-    #[error("volume {0} was never attached: there is nothing in it to salvage")]
+    #[error("volume {0} was never attached and has no data to salvage")]
     NeverAttached(String),
     /// The node is there: it can be drained.
     #[error(
-        "node {0} answers: shorthornctl node drain {0} has everything leave it; only a node that never comes back is deleted"
+        "node {0} answers: move its replicas with shorthornctl node drain {0}; delete only a node that never \
+         comes back"
     )]
     NodeAnswers(String),
     /// New replicas could still go there.
-    #[error("node {0} is not cordoned: shorthornctl node cordon {0}, so that nothing new goes there")]
+    #[error("node {0} is not cordoned: run shorthornctl node cordon {0}, so that it gets no new replicas")]
     NodeNotCordoned(String),
     /// Engines may still run there.
     #[error(
@@ -194,9 +195,7 @@ pub enum RequestError {
         volumes: String,
     },
     /// Data would be lost.
-    #[error(
-        "node {node} has the last replica that has everything of {volumes}; with --force these volumes are lost"
-    )]
+    #[error("node {node} has the last complete replica of {volumes}; with --force these volumes are lost")]
     NodeHasLast {
         /// The node.
         node: String,
@@ -216,8 +215,8 @@ pub enum RequestError {
     },
     /// Something is on it.
     #[error(
-        "replicas are on disk {path} of node {node}: shorthornctl disk drain {node} {path} has them leave it; \
-         if the disk does not come back, shorthornctl disk remove --lost {node} {path}"
+        "disk {path} of node {node} has replicas: move them with shorthornctl disk drain {node} {path}; if \
+         the disk never comes back, run shorthornctl disk remove --lost {node} {path}"
     )]
     DiskHasReplicas {
         /// The node.
@@ -228,7 +227,7 @@ pub enum RequestError {
     /// It can be drained.
     #[error(
         "disk {path} of node {node} can be used, as far as its agent sees: shorthornctl disk drain {node} \
-         {path} has everything leave it; with --force its replicas are given up all the same"
+         {path} moves its replicas; with --force its replicas are given up anyway"
     )]
     DiskIsUsable {
         /// The node.
@@ -238,7 +237,7 @@ pub enum RequestError {
     },
     /// Data would be lost.
     #[error(
-        "disk {path} of node {node} has the last replica that has everything of {volumes}; with --force these \
+        "disk {path} of node {node} has the last complete replica of {volumes}; with --force these \
          volumes are lost"
     )]
     DiskHasLast {
@@ -278,7 +277,7 @@ pub enum RequestError {
     },
     /// There is no such directory, or it belongs to a volume.
     #[error(
-        "{name} on disk {path} of node {node} is no orphan; shorthornctl orphan list shows those that are there"
+        "{name} on disk {path} of node {node} is not an orphan; shorthornctl orphan list shows all orphans"
     )]
     NoOrphan {
         /// The node.

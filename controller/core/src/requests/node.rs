@@ -1,4 +1,4 @@
-//! What an administrator wants of a node and its disks.
+//! Requests about nodes and their disks.
 
 use super::{Change, RequestError};
 use crate::objects::{DiskSpec, DiskStatus, Node, NodeSpec};

@@ -1,4 +1,4 @@
-//! What is wanted of a volume that is there.
+//! Requests about existing volumes.
 
 use shorthorn_types::limits::MAX_MEMBERS;
 

@@ -1,4 +1,4 @@
-//! Whether a replica would be better elsewhere.
+//! Finds a better place for a replica.
 
 use std::cmp::Ordering;
 

@@ -87,17 +87,17 @@ fn disk_candidate(node: &Node, view: Option<&AgentView>, path: &str, spec: &Disk
 
 fn not_ready(node: &Node, view: Option<&AgentView>) -> Option<String> {
     match node.status.conditions.get(ConditionType::Ready) {
-        Some(ready) if !ready.status => Some(format!("it is not ready: {}", ready.message)),
-        None => Some("its agent has not been reached yet".to_owned()),
-        Some(_) if !view.is_some_and(AgentView::is_synced) => Some("its agent is out of reach".to_owned()),
+        Some(ready) if !ready.status => Some(format!("not ready: {}", ready.message)),
+        None => Some("agent not reached yet".to_owned()),
+        Some(_) if !view.is_some_and(AgentView::is_synced) => Some("agent unreachable".to_owned()),
         Some(_) => None,
     }
 }
 
 fn disk_refusal(allow_scheduling: bool, problem: Option<&str>) -> Option<String> {
     match problem {
-        _ if !allow_scheduling => Some("it is closed for new replicas".to_owned()),
-        None => Some("its agent has not reported it yet".to_owned()),
+        _ if !allow_scheduling => Some("disk is cordoned".to_owned()),
+        None => Some("agent has not reported the disk yet".to_owned()),
         Some("") => None,
         Some(problem) => Some(problem.to_owned()),
     }

@@ -58,9 +58,9 @@ const NODE_FILTERS: &[NodeFilter] = &[
         },
         reason: |_, node| {
             if node.cordoned {
-                format!("it is cordoned: shorthornctl node uncordon {}", node.name)
+                format!("cordoned: shorthornctl node uncordon {}", node.name)
             } else {
-                "its machine is cordoned in Kubernetes: kubectl uncordon".to_owned()
+                "cordoned in Kubernetes: kubectl uncordon".to_owned()
             }
         },
     },
@@ -78,26 +78,28 @@ const NODE_FILTERS: &[NodeFilter] = &[
         filter: Filter::ZoneAntiAffinity,
         takes: |request, _, zone| request.zone_soft_anti_affinity || zone.same_volume <= zone.excused,
         reason: |_, node| match &node.zone {
-            Some(zone) => format!("its zone {zone} has a replica of this volume already"),
-            None => "it has no zone, and such a node has a replica of this volume already".to_owned(),
+            Some(zone) => format!("zone {zone} already has a replica of this volume"),
+            None => "node without a zone, and another such node already has a replica of this \
+             volume"
+                .to_owned(),
         },
     },
     NodeFilter {
         filter: Filter::NodeAntiAffinity,
         takes: |request, node, _| request.soft_anti_affinity || node.same_volume() <= node.excused(),
         reason: |_, _| {
-            "it has a replica of this volume already (replicaSoftAntiAffinity allows more)".to_owned()
+            "node already has a replica of this volume (replicaSoftAntiAffinity allows more)".to_owned()
         },
     },
     NodeFilter {
         filter: Filter::Rebuilds,
         takes: |_, node, _| !node.is_busy,
-        reason: |_, _| "it brings up as many replicas as it may at a time".to_owned(),
+        reason: |_, _| "node has reached the limit of concurrent rebuilds".to_owned(),
     },
     NodeFilter {
         filter: Filter::HasDisk,
         takes: |_, node, _| !node.disks.is_empty(),
-        reason: |_, node| format!("it has no disk: run shorthornctl disk add {} PATH", node.name),
+        reason: |_, node| format!("node without a disk: run shorthornctl disk add {} PATH", node.name),
     },
 ];
 

@@ -1,4 +1,4 @@
-//! Whether the disks of a volume's replicas can promise more.
+//! Checks whether the disks of a volume's replicas have space for an expansion.
 
 use std::collections::BTreeMap;
 

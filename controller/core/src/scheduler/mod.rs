@@ -1,4 +1,4 @@
-//! Where the replicas of a volume go, or why nowhere.
+//! The scheduler: chooses nodes and disks for replicas, or explains why none fits.
 //!
 //! [`candidates`] reads the nodes out of the world, [`place`] decides over them alone: first the table of [`filters`],
 //! each entry of which can say why it removes a node or a disk, then the table of [`scores`], of which the first that

@@ -1,4 +1,4 @@
-//! How much more could be placed.
+//! Free capacity for new volumes.
 
 use shorthorn_types::limits::BLOCK_BYTES;
 

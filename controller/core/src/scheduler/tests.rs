@@ -110,14 +110,14 @@ fn every_filter_removes_and_says_why() {
             Filter::Cordon,
             request(5),
             NodeCandidate { cordoned: true, ..plain("n") },
-            "it is cordoned",
+            "cordoned",
             "1 is cordoned",
         ),
         (
             Filter::Cordon,
             request(5),
             NodeCandidate { machine_cordoned: true, ..plain("n") },
-            "its machine is cordoned in Kubernetes",
+            "cordoned in Kubernetes",
             "1 is cordoned",
         ),
         (
@@ -138,22 +138,28 @@ fn every_filter_removes_and_says_why() {
             Filter::ZoneAntiAffinity,
             hard_zones.clone(),
             in_zone("z", used(plain("n"), 1)),
-            "its zone z has a replica of this volume already",
+            "zone z already has a replica of this volume",
             "1 is in a zone that has a replica",
         ),
-        (Filter::ZoneAntiAffinity, hard_zones, used(plain("n"), 1), "it has no zone, and", "1 is in a zone"),
+        (
+            Filter::ZoneAntiAffinity,
+            hard_zones,
+            used(plain("n"), 1),
+            "node without a zone, and",
+            "1 is in a zone",
+        ),
         (
             Filter::NodeAntiAffinity,
             request(5),
             used(plain("n"), 1),
-            "it has a replica of this volume already (replicaSoftAntiAffinity allows more)",
+            "node already has a replica of this volume (replicaSoftAntiAffinity allows more)",
             "1 has a replica of this volume already",
         ),
         (
             Filter::HasDisk,
             request(5),
             node("n", vec![]),
-            "it has no disk: run shorthornctl disk add n PATH",
+            "node without a disk: run shorthornctl disk add n PATH",
             "1 has no disk",
         ),
         (
@@ -359,8 +365,7 @@ fn a_refusal_sums_up_and_names_some_nodes() {
     let refusal = place(&ssd, &mut nodes, 0, 2).unwrap_err();
     assert_eq!((refusal.placed, refusal.wanted, refusal.by_node.len()), (0, 2, 21));
     let text = refusal.to_string();
-    let start =
-        "0 of 2 replicas have a place; 21 nodes: 20 have no disk with tag ssd, 1 is cordoned; closed: it is";
+    let start = "0 of 2 replicas have a place; 21 nodes: 20 have no disk with tag ssd, 1 is cordoned; closed: cordoned";
     assert!(text.starts_with(start), "{text}");
     assert!(text.contains("; n08: disk /1 lacks tag ssd") && !text.contains("n09"), "{text}");
     assert!(text.ends_with("; and 11 more"), "{text}");

@@ -1,4 +1,4 @@
-//! What the nodes of a zone come to together.
+//! Totals of the nodes of a zone.
 
 use std::collections::BTreeMap;
 

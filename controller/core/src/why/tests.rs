@@ -184,7 +184,7 @@ fn volumes_that_serve() {
         "(1 min 0 s ago)",
         "its node is silent",
         "connection refused",
-        "replaced by a new one in 9 min 0 s",
+        "The controller replaces it in 9 min 0 s",
         "shorthorn-agent running",
     ];
     check("waiting for a replica", &case, false, &words);
@@ -259,7 +259,7 @@ fn volumes_that_serve() {
     let mut case = Case::healthy();
     case.away(MemberMode::Failed, "I/O error");
     case.condition(ConditionType::Scheduled, "NoPlace", "3 of 4 replicas have a place; b: full");
-    check("no place", &case, false, &["no place for a replacement", "b: full", "I/O error", "disk add"]);
+    check("no place", &case, false, &["No disk can take a replacement", "b: full", "I/O error", "disk add"]);
 }
 
 #[test]
@@ -279,7 +279,7 @@ fn volumes_that_do_not() {
         "waiting for the arbiter",
         &case,
         false,
-        &["is frozen", "only half", "v-00000002 on node b", "on its way"],
+        &["is frozen", "only half", "v-00000002 on node b", "has been sent"],
     );
     case.volume().status.arbiter = salvage::arbiter(1, id(1));
     case.condition(
@@ -287,7 +287,7 @@ fn volumes_that_do_not() {
         "NotGranted",
         &format!("not granted: view {granted} is granted already"),
     );
-    let words = ["view 1.0/2", "It waits for v-00000001 on node a", "volume salvage v"];
+    let words = ["view 1.0/2", "The volume waits for v-00000001 on node a", "volume salvage v"];
     check("refused by the arbiter", &case, false, &words);
 
     let mut case = Case::healthy();
@@ -335,7 +335,7 @@ fn volumes_on_their_way() {
         status.message = "the directory is missing".to_owned();
     });
     let words = [
-        "on its way to node a, since",
+        "attaching to node a, since",
         "waiting for replicas",
         "on node b does not run (error): the directory",
         "volume detach v",
@@ -350,7 +350,7 @@ fn volumes_on_their_way() {
 
     let mut case = Case::healthy();
     case.volume().status.state = VolumeState::Detached;
-    check("detached", &case, true, &["is detached: nothing runs", "volume attach v"]);
+    check("detached", &case, true, &["is detached: no process runs", "volume attach v"]);
     case.condition(
         ConditionType::Settled,
         REPLICAS_STOPPING,
@@ -389,10 +389,10 @@ fn a_replica_that_is_to_leave_a_drained_node_is_told_of() {
     drained.spec.eviction_requested = true;
     case.world.insert(drained.into());
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id(3));
-    let leaves = format!("Replica {name} is to leave node c, which is drained: it is being replaced.");
+    let leaves = format!("Replica {name} has to leave node c, which is drained: it is being replaced.");
     check("drained", &case, true, &[&leaves]);
     case.condition(ConditionType::Scheduled, "NoPlace", "no place");
-    let cannot = "and cannot yet: there is no other place for it: no place.";
+    let cannot = "and cannot yet: no other disk can take it: no place.";
     check("drain is held", &case, true, &[cannot, "node uncordon c"]);
 }
 

@@ -1,4 +1,4 @@
-//! What the controller knows.
+//! Parts of the support bundle from the controller.
 
 use std::collections::BTreeMap;
 use std::fs::File;

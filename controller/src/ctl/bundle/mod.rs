@@ -1,4 +1,4 @@
-//! One file with all that whoever helps has to see.
+//! The support bundle.
 
 mod archive;
 mod cluster;
@@ -58,10 +58,7 @@ pub(super) async fn write(
     for missing in &missing {
         output::complain(&format!("not in the bundle: {missing}"))?;
     }
-    Ok(format!(
-        "{} is written. Secrets are left out as far as they are known: look at it before you send it",
-        shown(&path)
-    ))
+    Ok(format!("wrote {}. Known secrets are removed: check the file before you send it", shown(&path)))
 }
 
 fn shown(path: &Path) -> String {

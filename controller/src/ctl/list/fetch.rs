@@ -87,7 +87,7 @@ impl Lister {
             What::Disks => self.nodes(nodes::disks).await?,
         };
         if !next_token.is_empty() {
-            list.notes.push(format!("there are more: go on with --continue {next_token}"));
+            list.notes.push(format!("more results: continue with --continue {next_token}"));
         }
         Ok(list)
     }

@@ -16,7 +16,7 @@ pub(super) fn sort(entries: &mut [Entry], by: &str) -> Result<(), CtlError> {
         let known = known.into_iter().flat_map(|fields| fields.iter());
         let known = known.filter(|(_, value)| !value.is_array()).map(|(name, _)| name.as_str());
         let known: Vec<&str> = known.collect();
-        let message = format!("--sort-by {by}: there is no such field; use one of {}", known.join(", "));
+        let message = format!("--sort-by {by}: unknown field; use one of {}", known.join(", "));
         return Err(CtlError::Refused(message));
     }
     entries.sort_by(|one, other| compare(of(one).as_ref(), of(other).as_ref()));

@@ -1,4 +1,4 @@
-//! Which pod leads, and where the API is in it.
+//! Finds the leading pod and its API port.
 
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Pod;
@@ -24,10 +24,11 @@ pub(super) struct Leader {
 /// Why it cannot be reached.
 #[derive(Debug, Error)]
 pub(super) enum LeaderError {
-    #[error("the API server does not say who leads: {0}")]
+    #[error("cannot read the Lease of the leader from the API server: {0}")]
     Call(#[from] CallError),
     #[error(
-        "there is no Lease {LEASE_NAME} in namespace {0}: is Shorthorn in this cluster? Name another one with --system-namespace"
+        "Lease {LEASE_NAME} does not exist in namespace {0}: is Shorthorn installed in this cluster? \
+         --system-namespace names another namespace"
     )]
     NoLease(String),
     #[error("no controller leads: see kubectl get pods -n {0}")]

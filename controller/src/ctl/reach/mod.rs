@@ -127,7 +127,7 @@ pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
     let found = Surroundings::look();
     let way = way(args, found);
     if way == Way::Cluster && found.is_pod && args.kubeconfig.is_none() && args.context.is_none() {
-        output::complain("no controller serves in this pod: going on with the pod that leads")?;
+        output::complain("no controller serves in this pod: connecting to the leading pod")?;
     }
     match way {
         Way::Address(address) => {

@@ -175,7 +175,8 @@ impl Releaser {
 
     fn tell_of_detach(&self, name: &str, attachment: &Attachment) {
         let message = format!(
-            "no pod of the lost node {name} uses the volume any more: it is taken away, once its engine is fenced"
+            "no pod of the lost node {name} uses the volume any longer: the volume is detached once its \
+             engine is fenced"
         );
         tracing::info!(node = name, attachment = attachment.name, "{message}");
         self.tell_volume(attachment, DETACHED, message);

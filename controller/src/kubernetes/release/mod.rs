@@ -113,14 +113,14 @@ impl Releaser {
         cared.retain(|name, task| {
             let stays = lost.contains_key(name) && !task.is_finished();
             if !stays {
-                tracing::info!(node = name, "its pods are not looked after any more");
+                tracing::info!(node = name, "node is back: its pods are no longer watched");
                 task.abort();
             }
             stays
         });
         for (name, node) in lost {
             if cared.len() < MACHINES_MAX && !cared.contains_key(name) {
-                tracing::info!(node = name, "this node is lost: its pods are looked after");
+                tracing::info!(node = name, "node is lost: watching its pods");
                 let task = tasks.spawn(Arc::clone(self).look_after(name.clone(), node.clone()));
                 cared.insert(name.clone(), task);
             }

@@ -1,4 +1,4 @@
-//! What matters here of objects of Kubernetes.
+//! Reads the relevant fields of Kubernetes objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -27,7 +27,7 @@ pub enum ConvertError {
     #[error("it has no {0}")]
     Lacks(&'static str),
     /// Versions are compared, so they must be numbers. Kubernetes keeps to that since 1.35 by its word, before by habit.
-    #[error("its resourceVersion {0:?} is no number: this API server cannot be used as a store")]
+    #[error("its resourceVersion {0:?} is not a number: this API server cannot be used as a store")]
     Version(String),
     /// Its spec or status has something that can never work.
     #[error("its {0} cannot be used: {1}")]

@@ -463,7 +463,7 @@ enum Part {
 enum WriteError {
     #[error(transparent)]
     Call(#[from] CallError),
-    #[error("it was changed meanwhile")]
+    #[error("the object changed meanwhile")]
     Changed,
     #[error(transparent)]
     Convert(#[from] ConvertError),

@@ -26,7 +26,11 @@ impl Run<'_> {
             Ok(granted) => {
                 let view = wanted.view;
                 if granted != *arbiter {
-                    let message = format!("view {view} is granted: the volume goes on with {}", view.members);
+                    let message = format!(
+                        "view {view} is granted: the volume continues with \
+                     {}",
+                        view.members
+                    );
                     self.decision.emit(self.key(), true, "Granted", message);
                     self.next.status.arbiter = granted;
                 }

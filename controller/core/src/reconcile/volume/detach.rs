@@ -94,7 +94,11 @@ impl Run<'_> {
         }
         let serves = is_current && shown.phase == "serving";
         self.enter(if serves { VolumeState::Attached } else { VolumeState::Attaching });
-        self.settle(Finding::wrong("Attaching", "the volume is wanted here again, and its engine goes on"));
+        self.settle(Finding::wrong(
+            "Attaching",
+            "the volume is wanted on this node again, and its engine \
+         continues",
+        ));
         true
     }
 
@@ -201,7 +205,7 @@ impl Run<'_> {
             if !engine.metadata.is_deleting() {
                 self.settle(Finding::wrong(
                     "Deleting",
-                    "its engine is fenced, and stopped when its node is back",
+                    "the engine is fenced, and will be stopped when its node is back",
                 ));
                 let metadata =
                     Metadata { deletion_timestamp: Some(self.context.now), ..engine.metadata.clone() };
@@ -211,8 +215,7 @@ impl Run<'_> {
             self.engine = None;
         }
         if !left.is_empty() {
-            let message =
-                format!("volume is deleted, but for what could not be reached: {}", left.join(", "));
+            let message = format!("volume is deleted, except for unreachable replicas: {}", left.join(", "));
             self.decision.emit(self.key(), true, "LeftBehind", message);
         }
         // The volume goes last: while it is there, the next run finds what is left.

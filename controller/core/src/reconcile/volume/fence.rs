@@ -26,7 +26,7 @@ impl Run<'_> {
     pub(super) fn fence(&mut self, engine: &Engine, trouble: &str) {
         if self.stored.status.attach <= engine.spec.attach {
             self.draw_attach();
-            self.wait_for_fence(trouble, "its replicas are being told to refuse it");
+            self.wait_for_fence(trouble, "its replicas are being fenced");
             return;
         }
         self.want_replicas(DesireState::Running);

@@ -96,7 +96,8 @@ impl Run<'_> {
     /// The volume goes on as if nobody had asked: what Kubernetes has of it may be in use.
     fn hold_deletion(&mut self, persistent_volume: &str) {
         let message = format!(
-            "its deletion was asked for, and it is PersistentVolume {persistent_volume}: it is deleted once that is deleted or released"
+            "deletion requested: the volume is deleted once PersistentVolume {persistent_volume} is deleted \
+             or released"
         );
         let accepted = self.stored.status.conditions.get(ConditionType::Accepted);
         if accepted.is_none_or(|accepted| accepted.status || accepted.message != message) {

@@ -174,7 +174,7 @@ impl<'a> Run<'a> {
         }
         self.ask_for_deletion(replica);
         let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
-        let message = format!("replica {name} on {node} is not needed any more: its data is deleted");
+        let message = format!("replica {name} on {node} is no longer needed: deleting its data");
         self.decision.emit(self.key(), false, "ReplicaRetired", message);
     }
 
@@ -243,8 +243,7 @@ impl<'a> Run<'a> {
 
     /// A replacement is there before what it replaces goes, and an engine cannot have that many.
     fn note_full(&mut self) {
-        let message =
-            format!("it has {MAX_MEMBERS} replicas, and an engine cannot have one more for a while");
+        let message = format!("the volume has {MAX_MEMBERS} replicas, the maximum of an engine");
         self.next.status.conditions.set(
             ConditionType::Scheduled,
             Finding::wrong("TooManyReplicas", message),
@@ -312,7 +311,7 @@ impl<'a> Run<'a> {
             (Some(lost), _) => format!("{} is away", at(lost)),
             (None, Some(evicted)) => match drain::leaves(self.context.world, evicted) {
                 Some(Leaves::Disk) => format!("{} is to leave its disk", at(evicted)),
-                Some(Leaves::Place) => format!("that is a better place than that of {}", at(evicted)),
+                Some(Leaves::Place) => format!("better placement than that of {}", at(evicted)),
                 Some(Leaves::Volume) => format!("{} was deleted", at(evicted)),
                 _ => format!("{} is to leave its node", at(evicted)),
             },

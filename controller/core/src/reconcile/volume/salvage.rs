@@ -19,7 +19,7 @@ impl Run<'_> {
             self.replicas.iter().copied().find(|replica| replica.spec.replica_id == salvage.replica_id);
         let Some(chosen) = chosen else {
             let message =
-                format!("replica {} is not there any more: salvage with another one", salvage.replica_id);
+                format!("replica {} no longer exists: salvage with another one", salvage.replica_id);
             self.settle(Finding::wrong("SalvageImpossible", message));
             return;
         };
@@ -30,8 +30,12 @@ impl Run<'_> {
             return;
         }
         let (name, node) = (&chosen.metadata.name, &chosen.spec.node_id);
-        let said =
-            if chosen.status.message.is_empty() { "it is being stopped" } else { &chosen.status.message };
+        let said = if chosen.status.message.is_empty() {
+            "the replica is being \
+             stopped"
+        } else {
+            &chosen.status.message
+        };
         let message = format!("replica {name} on {node} is about to become the volume: {said}");
         self.settle(Finding::wrong("Salvaging", message));
     }

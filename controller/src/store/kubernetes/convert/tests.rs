@@ -281,7 +281,7 @@ fn versions_are_numbers_or_refused() {
     assert_eq!(version(Some("12")).unwrap(), 12);
     for bad in ["", "0", "a12", "-1", "12.3", "99999999999999999999"] {
         let error = version(Some(bad)).unwrap_err().to_string();
-        assert!(error.contains("no number"), "{error}");
+        assert!(error.contains("not a number"), "{error}");
     }
     assert!(matches!(version(None), Err(ConvertError::Lacks(_))));
 }
