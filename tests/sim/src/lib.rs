@@ -178,7 +178,6 @@ pub const COVERED: &[&str] = &[
     "regions summed",
     "rot told",
     "blocks of snapshots that rot",
-    "rot told of snapshots",
     "rot found by copies",
     "rot found by scrubs",
     "fault: lose state file",
