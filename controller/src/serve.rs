@@ -327,6 +327,7 @@ async fn lost(lease: Option<&mut LeaseThread>) -> String {
 }
 
 /// Ends the process, which hangs, as another controller may work by now.
+#[expect(clippy::exit, reason = "the threads that could end it in order do not run")]
 fn end() {
     tracing::error!("the lease is lost, and the controller did not end within {} s", END_LIMIT.as_secs());
     std::process::exit(1);
