@@ -215,7 +215,7 @@ fn volumes_that_serve() {
     });
     let words = [
         "is being rebuilt: 60 % done, 4.0 GiB of 10.0 GiB to go at 100.0 MiB/s, about 40 s left",
-        "made equal: 50 % done",
+        "an unclean stop: 50 % done",
     ];
     check("rebuilding", &case, false, &words);
 
