@@ -5,13 +5,11 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::disks::{Mounted, may_mount};
 use common::*;
 use nix::fcntl::{FallocateFlags, fallocate};
 use proptest::prelude::*;
@@ -139,30 +137,6 @@ fn rot_stays_known_until_a_repair_has_succeeded() {
     assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Ok(vec![0; 4096]));
     rot(&spec, 47);
     assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN));
-}
-
-/// Nothing was written over the rot.
-#[test]
-fn rot_stays_known_if_the_disk_has_no_space_for_other_data() {
-    if !may_mount() {
-        return;
-    }
-    let base = base();
-    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 128 * MIB);
-    let spec = ReplicaSpec { directory: disk.0.join("v1-00000007"), ..spec_of(base.path()) };
-    let (_replica, mut client) = summed(&spec);
-    rot(&spec, 32);
-    assert_eq!(read_checked(&mut client, 32 * BLOCK, BLOCK), Err(ROTTEN));
-    let mut filler = File::create(disk.0.join("filler")).unwrap();
-    for chunk in [pattern(4, 1 << 20), pattern(4, 4096)] {
-        while filler.write_all(&chunk).and_then(|()| filler.sync_data()).is_ok() {}
-    }
-    // The first block is a hole.
-    assert_eq!(client.write(31 * BLOCK, &pattern(3, 8192)), Err(nix::libc::ENOSPC));
-    assert_eq!(read_checked(&mut client, 32 * BLOCK, BLOCK), Err(ROTTEN));
-    filler.set_len(0).unwrap();
-    client.write(31 * BLOCK, &pattern(3, 8192)).unwrap();
-    assert_eq!(read_checked(&mut client, 31 * BLOCK, 2 * BLOCK), Ok(pattern(3, 8192)));
 }
 
 /// What a copy is made of: rot in a snapshot is told, but not of blocks that a reader does not see there.

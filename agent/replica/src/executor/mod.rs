@@ -463,7 +463,6 @@ impl Executor {
         if slot == SUM_SLOT {
             return self.sum_read(outcome);
         }
-        self.sums_followed(slot, outcome);
         self.finished.push((slot, outcome));
     }
 

@@ -523,7 +523,7 @@ impl Executor {
         // A discard leaves blocks that it covers in part as they are.
         let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
         let mut known = std::mem::take(&mut self.summer.known);
-        known.modified(slot, blocks, |block| self.sum_after(slot, range, block));
+        known.modified(blocks, |block| self.sum_after(slot, range, block));
         self.summer.known = known;
         if self.summer.checks > 0 {
             for work in self.works.iter_mut().filter(|work| work.wants_check && work.blocks.overlaps(range)) {
@@ -531,11 +531,6 @@ impl Executor {
                 self.summer.checks -= 1;
             }
         }
-    }
-
-    /// The request in the slot has ended.
-    pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
-        self.summer.known.ended(slot, outcome == Err(Errno::NO_SPACE));
     }
 
     /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A repair writes
