@@ -526,7 +526,11 @@ impl Executor {
         known.modified(blocks, |block| self.sum_after(slot, range, block));
         self.summer.known = known;
         if self.summer.checks > 0 {
-            for work in self.works.iter_mut().filter(|work| work.wants_check && work.blocks.overlaps(range)) {
+            // A layer is read beside writes: its blocks are compared as a reader sees them at that moment.
+            let reads = self.works.iter_mut().filter(|work| {
+                work.wants_check && work.header.opcode != Opcode::ReadLayer && work.blocks.overlaps(range)
+            });
+            for work in reads {
                 work.wants_check = false;
                 self.summer.checks -= 1;
             }
