@@ -14,7 +14,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 
 use super::mirror::{Mirror, News};
-use crate::store::{ChangeError, Store, change};
+use crate::store::{ChangeError, Store, StoreError, change};
 use crate::work::backoff;
 
 /// How long changes are gathered before volumes are looked at: many claims are made or deleted at once.
@@ -120,21 +120,31 @@ async fn outdated_volumes(
     }
 }
 
-/// Notes what is so in these volumes; leaves in `pending` those of which it is not noted.
+/// Notes what is so in these volumes; leaves in `pending` those of which it is not noted. A volume whose note is refused does
+/// not hold up the others.
 async fn note_all(
     store: &dyn Store,
     claims: &Claims,
     pending: &mut BTreeSet<String>,
 ) -> Result<(), ChangeError<RequestError>> {
+    let mut refused = (BTreeSet::new(), None);
     while let Some(name) = pending.first() {
         match change::<Volume, _>(store, |world| claimed::noted(world, claims, name)).await {
             // It was deleted meanwhile.
             Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_))) => {}
-            Err(error) => return Err(error),
+            Err(error @ ChangeError::Store(StoreError::Unavailable { .. })) => {
+                pending.append(&mut refused.0);
+                return Err(error);
+            }
+            Err(error) => {
+                refused.0.insert(name.clone());
+                refused.1 = Some(error);
+            }
         }
         pending.pop_first();
     }
-    Ok(())
+    *pending = refused.0;
+    refused.1.map_or(Ok(()), Err)
 }
 
 #[cfg(test)]
