@@ -46,6 +46,8 @@ const KEEPALIVE: Duration = Duration::from_secs(10);
 /// How long the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
 /// noted.
 const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
+/// How long the last line of the log may take.
+const LOG_LIMIT: Duration = Duration::from_millis(100);
 /// The most calls of one sidecar at once; more wait.
 const CSI_CALLS_MAX: usize = 256;
 
@@ -184,6 +186,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     remove_socket(config.forward_listen.as_ref());
     remove_socket(config.csi_listen.as_ref());
     if let Some(lease) = lease {
+        // Nothing may act once another controller can lead.
+        servers.shutdown().await;
+        tasks.shutdown().await;
         lease.release().await;
     }
     result
@@ -329,7 +334,11 @@ async fn lost(lease: Option<&mut LeaseThread>) -> String {
 /// Ends the process, which hangs, as another controller may work by now.
 #[expect(clippy::exit, reason = "the threads that could end it in order do not run")]
 fn end() {
-    tracing::error!("the lease is lost, and the controller did not end within {} s", END_LIMIT.as_secs());
+    // A log that blocks does not delay the end.
+    std::thread::spawn(|| {
+        tracing::error!("the lease is lost, and the controller did not end within {} s", END_LIMIT.as_secs());
+    });
+    std::thread::sleep(LOG_LIMIT);
     std::process::exit(1);
 }
 

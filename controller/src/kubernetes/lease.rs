@@ -146,7 +146,8 @@ impl Leadership {
                     Ok(Ok(None)) => {}
                     Ok(Ok(Some(other))) => return other,
                     Ok(Err(error)) => {
-                        tracing::warn!(%error, "cannot renew the lease");
+                        // A log that blocks does not delay the end of the lease.
+                        tokio::task::spawn_blocking(move || tracing::warn!(%error, "cannot renew the lease"));
                         wait = LOOK_AGAIN;
                     }
                     Err(_) => return too_late(),

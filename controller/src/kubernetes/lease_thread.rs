@@ -1,13 +1,17 @@
 //! The lease on a thread of its own, with a runtime and connections of its own: no work of the controller delays a renewal.
 //!
-//! The thread also sees to it that the process ends once the lease is lost, even if everything else hangs: another controller
-//! may work by then.
+//! The thread also sees to it that the process ends once the lease is lost, even if everything else hangs: another
+//! controller may work by then. If the runtime of the controller runs nothing for [`BEATS_MISSED_MAX`] seconds, the thread
+//! gives the lease up: a controller that hangs must not keep others from leading.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use tokio::sync::{oneshot, watch};
+use tokio::task::JoinSet;
 
 use super::lease::Leadership;
 use super::{KubernetesConfig, connect};
@@ -15,6 +19,10 @@ use crate::store::kubernetes::CallError;
 
 /// How long the process may take to end after the lease is lost.
 pub const END_LIMIT: Duration = Duration::from_secs(2);
+/// How often the runtime of the controller shows that it runs.
+const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// How many times in a row it may fail to. The thread counts its own looks: a pause of the whole process is none.
+const BEATS_MISSED_MAX: u32 = 10;
 
 /// How far the thread has come.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,11 +42,13 @@ enum State {
 pub struct LeaseThread {
     state: watch::Receiver<State>,
     release: Option<oneshot::Sender<()>>,
+    /// Ends with this value.
+    _beating: JoinSet<()>,
 }
 
 impl LeaseThread {
-    /// Starts the thread, which asks for the lease at once. `hangs` runs if the lease is lost and this value is still there
-    /// [`END_LIMIT`] later.
+    /// Starts the thread, which asks for the lease at once, for the runtime that this is called in. `hangs` runs if the
+    /// process is still there [`END_LIMIT`] after the lease was lost, or after this value went without giving it back.
     ///
     /// # Errors
     /// The operating system gives no thread.
@@ -47,19 +57,22 @@ impl LeaseThread {
         let (release, released) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let config = config.clone();
+        let (beats, mut beating) = (Arc::<AtomicU64>::default(), JoinSet::new());
+        beating.spawn(beat(Arc::clone(&beats)));
         thread::Builder::new().name("lease".to_owned()).spawn(move || {
             runtime.block_on(async {
                 tokio::select! {
                     () = sender.closed() => {}
-                    () = keep(&config, &identity, &sender, released) => {}
+                    () = keep(&config, &identity, &sender, released, &beats) => {}
                 }
-                let is_lost = matches!(&*sender.borrow(), State::Lost(_));
-                if is_lost && tokio::time::timeout(END_LIMIT, sender.closed()).await.is_err() {
+                if matches!(&*sender.borrow(), State::Held | State::Lost(_)) {
+                    // A process that ends in order takes this thread with it.
+                    tokio::time::sleep(END_LIMIT).await;
                     hangs();
                 }
             });
         })?;
-        Ok(LeaseThread { state, release: Some(release) })
+        Ok(LeaseThread { state, release: Some(release), _beating: beating })
     }
 
     /// Waits until this controller has the lease; `looked` hears the outcome of each call before that.
@@ -101,12 +114,33 @@ impl LeaseThread {
 
 const ENDED: &str = "its thread has ended";
 
+/// Shows that the runtime runs, until it is dropped.
+async fn beat(beats: Arc<AtomicU64>) {
+    loop {
+        beats.fetch_add(1, Ordering::Relaxed);
+        tokio::time::sleep(BEAT_EVERY).await;
+    }
+}
+
+/// Waits until the runtime of the controller does not run; returns that as the reason for the loss of the lease.
+async fn hang(beats: &AtomicU64) -> String {
+    let (mut last, mut missed) = (0, 0);
+    while missed <= BEATS_MISSED_MAX {
+        let now = beats.load(Ordering::Relaxed);
+        missed = if now == last { missed + 1 } else { 0 };
+        last = now;
+        tokio::time::sleep(BEAT_EVERY).await;
+    }
+    format!("this controller has run nothing for {BEATS_MISSED_MAX} s")
+}
+
 /// Asks for the lease, and renews it until it is lost or to be given back.
 async fn keep(
     config: &KubernetesConfig,
     identity: &str,
     state: &watch::Sender<State>,
     released: oneshot::Receiver<()>,
+    beats: &AtomicU64,
 ) {
     let client = match connect(config).await {
         Ok(client) => client,
@@ -122,6 +156,7 @@ async fn keep(
     state.send_replace(State::Held);
     let lost = tokio::select! {
         reason = leadership.hold() => Some(reason),
+        reason = hang(beats) => Some(reason),
         // An error means that nobody will ask for that.
         Ok(()) = released => None,
     };
@@ -243,7 +278,7 @@ mod tests {
     static HUNG: AtomicBool = AtomicBool::new(false);
 
     #[tokio::test]
-    async fn the_lease_is_renewed_while_all_else_hangs_and_its_loss_ends_the_process() {
+    async fn the_lease_outlives_a_stall_and_a_controller_that_hangs_loses_it_and_ends() {
         let api = Arc::<FakeApi>::default();
         let directory = tempfile::tempdir().unwrap();
         let config = config(directory.path(), &api.serve());
@@ -254,13 +289,23 @@ mod tests {
         let until = |what: &str, is_so: &dyn Fn() -> bool| {
             let begun = Instant::now();
             while !is_so() {
-                assert!(begun.elapsed() < HOLD_LIMIT, "{what}");
+                assert!(begun.elapsed() < 3 * HOLD_LIMIT, "{what}");
                 thread::park_timeout(Duration::from_millis(20));
             }
         };
         until("it is not renewed", &|| api.writes.load(Ordering::Relaxed) >= 2);
-        api.is_taken.store(true, Ordering::Relaxed);
         until("the process is not ended", &|| HUNG.load(Ordering::Relaxed));
+        assert!(lease.lost().await.contains("has run nothing"));
+    }
+
+    #[tokio::test]
+    async fn a_lease_that_another_controller_takes_is_lost() {
+        let api = Arc::<FakeApi>::default();
+        let directory = tempfile::tempdir().unwrap();
+        let config = config(directory.path(), &api.serve());
+        let mut lease = LeaseThread::start(&config, "me".to_owned(), || {}).unwrap();
+        lease.acquired(|_| {}).await.unwrap();
+        api.is_taken.store(true, Ordering::Relaxed);
         assert!(lease.lost().await.contains("other"));
     }
 
