@@ -217,7 +217,7 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let (code, text) = cluster.fails(&["volume", "undelete", "v"]).await;
-    assert!(code == 1 && text.contains("is restored, perhaps incompletely: node b does not list"), "{text}");
+    assert!(code == 1 && text.contains("is restored, perhaps incompletely: node b does not say"), "{text}");
     assert_eq!(cluster.inspect("v").await["state"], "detached");
     cluster.start_agent(1);
     cluster.retry(&["volume", "undelete", "v"]).await;
@@ -260,7 +260,7 @@ async fn a_deletion_goes_on_without_a_node_that_is_down() {
     let left = cluster.ok(&["replica", "list"]).await;
     assert!(left.contains(replica_on(&volume, "b")) && left.contains("being deleted"), "{left}");
     let (code, text) = cluster.fails(&["volume", "undelete", "v"]).await;
-    assert!(code == 1 && text.contains("is back"), "{text}");
+    assert!(code == 1 && text.contains("is restored"), "{text}");
     assert_eq!(cluster.inspect("v").await["replicas"].as_array().unwrap().len(), 2);
 
     cluster.ok(&["volume", "delete", "v", "--yes"]).await;

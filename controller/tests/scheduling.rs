@@ -164,7 +164,7 @@ async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is
     let drain = ["disk", "drain", "b", "/var/lib/longhorn"];
     let (code, text) = cluster.fails(&drain).await;
     assert!(code == 1 && text.contains("(held): no other disk can take it"), "{text}");
-    assert!(text.contains("shorthornctl disk uncordon b /var/lib/longhorn gives it up"), "{text}");
+    assert!(text.contains("shorthornctl disk uncordon b /var/lib/longhorn cancels it"), "{text}");
     let why = cluster.ok(&["volume", "why", "v"]).await;
     assert!(
         why.contains("has to leave disk /var/lib/longhorn of node b, which is drained, and cannot yet"),
