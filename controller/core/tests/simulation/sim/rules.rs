@@ -47,7 +47,8 @@ impl Sim {
         let name = replica.spec.volume_name.as_str();
         let Some(volume) = self.store.volumes.get(name) else { return };
         assert!(volume.is_deleting() && volume.status.state == VolumeState::Deleting, "{volume:#?}");
-        let engine = &self.store.engines[name];
+        // The object of an engine goes once the engine is over.
+        let Some(engine) = self.store.engines.get(name) else { return };
         let is_over = engine.status.current_state == CurrentState::Stopped
             || engine.spec.attach <= volume.status.fenced_attach
             || engine.spec.node_id.as_ref().is_some_and(|node| self.is_given_up(node));
