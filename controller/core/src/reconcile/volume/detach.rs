@@ -17,12 +17,11 @@ use crate::{Action, AgentCall};
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
     let stored = context.world.engines.get(&volume.metadata.name);
     let Some(engine) = stored.filter(|engine| !engine::is_left_behind(context, engine)) else { return true };
-    let is_given_up = || engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(context, node));
+    // That nobody waits for an engine on a node that is given up is stored first (`abandon`).
     engine.spec.desire_state == DesireState::Stopped
         && (engine.status.current_state == CurrentState::Stopped
             || engine.spec.attach <= volume.status.fenced_attach
-            || is_abandoned(volume, engine)
-            || is_given_up())
+            || is_abandoned(volume, engine))
 }
 
 /// Whether it was stored that nobody waits for the engine any more.
