@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use common::node::{REPLICAS, SIZE, connect, endpoint, start_volume, stop, wait_for};
 use common::{LIMIT, Running, agent};
-use shorthorn_proto::v1::InstanceKind;
+use shorthorn_api::v1::InstanceKind;
 use shorthorn_testkit::metrics::{get, own_address, samples, value};
 use shorthorn_testkit::nbd::Nbd;
 use tempfile::TempDir;
@@ -39,8 +39,8 @@ async fn volumes_disks_and_io_are_counted() {
     assert_eq!(get(address, "/readyz").unwrap(), (200, "ready\n".to_owned()));
     let mut client = connect(&dir.path().join("sock")).await.unwrap();
     let engine = start_volume(&disk, "socket", &mut client).await;
-    let whole = |instance: &shorthorn_proto::v1::Instance| match &instance.detail {
-        Some(shorthorn_proto::v1::instance::Detail::Engine(engine)) => {
+    let whole = |instance: &shorthorn_api::v1::Instance| match &instance.detail {
+        Some(shorthorn_api::v1::instance::Detail::Engine(engine)) => {
             engine.members.iter().all(|member| member.mode == "member")
         }
         _ => false,

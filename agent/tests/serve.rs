@@ -11,9 +11,9 @@ use common::node::{
 };
 use common::{LIMIT, Running, agent, lives, signal_to, wait_for_end};
 use rustix::process::Signal;
-use shorthorn_proto::v1::instance_event::Type;
-use shorthorn_proto::v1::node_client::NodeClient;
-use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
+use shorthorn_api::v1::instance_event::Type;
+use shorthorn_api::v1::node_client::NodeClient;
+use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use shorthorn_testkit::nbd::Nbd;
 use tempfile::TempDir;
 use tonic::Code;
@@ -92,7 +92,7 @@ impl Drop for Node {
 /// A call of the controller of a cluster.
 fn of<T>(cluster: &str, message: T) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
-    request.metadata_mut().insert(shorthorn_proto::CLUSTER_HEADER, cluster.parse().unwrap());
+    request.metadata_mut().insert(shorthorn_api::CLUSTER_HEADER, cluster.parse().unwrap());
     request
 }
 
@@ -430,7 +430,7 @@ fn a_wrong_configuration_is_refused_with_its_line() {
 
 #[test]
 fn the_sample_configuration_is_good() {
-    let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/shorthorn-agent.toml");
+    let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/agent.toml");
     let check = agent().args(["serve", "--check", "--config", sample]).output().unwrap();
     let told = String::from_utf8(check.stdout).unwrap();
     assert!(check.status.success() && told.contains(sample) && told.contains("no mistakes"), "{told}");

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use agent::{FakeAgent, Truth};
 use controller::{Controller, create, publish, unpublish};
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 use tokio::task::{JoinHandle, JoinSet};
 
 /// Calls under way at once.

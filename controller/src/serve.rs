@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use shorthorn_api::v1::controller_server::ControllerServer;
 use shorthorn_controller_core::reconcile::is_urgent;
-use shorthorn_driver::{DRIVER_NAME, Identity};
+use shorthorn_csi::{DRIVER_NAME, Identity};
 use shorthorn_metrics::MetricsError;
-use shorthorn_proto::v1::controller_server::ControllerServer;
 use thiserror::Error;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};

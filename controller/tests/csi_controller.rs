@@ -8,6 +8,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::identity_server::Identity as _;
+use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_api::csi::v1::volume_capability::{AccessType, BlockVolume, MountVolume};
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::csi::CsiController;
 use shorthorn_controller::metrics::Metrics;
@@ -18,11 +22,7 @@ use shorthorn_controller_core::objects::{
     ConditionType, Finding, Metadata, NEXT_ATTACH, Node, NodeSpec, NodeStatus, Object, Volume, VolumeState,
 };
 use shorthorn_controller_core::reconcile::Settings;
-use shorthorn_driver::{DRIVER_NAME, Identity, TOPOLOGY_NODE, TOPOLOGY_ZONE};
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::identity_server::Identity as _;
-use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
-use shorthorn_proto::csi::v1::volume_capability::{AccessType, BlockVolume, MountVolume};
+use shorthorn_csi::{DRIVER_NAME, Identity, TOPOLOGY_NODE, TOPOLOGY_ZONE};
 use support::cluster::{Cluster, LIMIT};
 use support::csi::*;
 use tokio::net::UnixListener;

@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_server::Controller;
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::api::Api;
 use shorthorn_controller::kubernetes::attachments::{Attachment, Attachments};
@@ -13,8 +15,6 @@ use shorthorn_controller_core::objects::{Object, Secret};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
 use shorthorn_controller_core::{NodeName, Timestamp};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_server::Controller;
 use tokio::sync::watch;
 use tonic::{Code, Request};
 

@@ -6,7 +6,7 @@ mod support;
 use std::time::Duration;
 
 use serde_json::Value;
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 use support::cluster::Cluster;
 use tokio::time::Instant;
 

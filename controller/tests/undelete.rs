@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, RwLockReadGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_server::Controller;
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::api::Api;
 use shorthorn_controller::metrics::Metrics;
@@ -22,8 +24,6 @@ use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
 use shorthorn_controller_core::undelete::Record;
 use shorthorn_controller_core::{NodeName, Timestamp, World};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_server::Controller;
 use shorthorn_types::ReplicaId;
 use support::agent::{FakeAgent, Truth};
 use tokio::sync::{broadcast, mpsc, watch};

@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use shorthorn_driver::DRIVER_NAME;
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume, access_mode};
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume, access_mode};
+use shorthorn_csi::DRIVER_NAME;
 
 use crate::apiserver::ApiServer;
 

@@ -10,12 +10,12 @@ use crate::apiserver::ApiServer;
 use crate::{binary, until};
 
 const LIMIT: Duration = Duration::from_secs(120);
-const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../controller/deploy");
+const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/deploy");
 
 /// Admission policies, which this API server does not know.
 const POLICIES: &str = "deletion-guard.yaml";
 
-/// The files of controller/deploy but for the admission policies, and the definitions without rules in CEL, which this API server does not know.
+/// The files of packaging/deploy but for the admission policies, and the definitions without rules in CEL, which this API server does not know.
 ///
 /// # Errors
 /// The API server refuses something.

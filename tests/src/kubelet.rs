@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use shorthorn_driver::DRIVER_NAME;
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::node_client::NodeClient;
-use shorthorn_proto::pluginregistration::registration_client::RegistrationClient;
-use shorthorn_proto::pluginregistration::{InfoRequest, RegistrationStatus};
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::node_client::NodeClient;
+use shorthorn_api::pluginregistration::registration_client::RegistrationClient;
+use shorthorn_api::pluginregistration::{InfoRequest, RegistrationStatus};
+use shorthorn_csi::DRIVER_NAME;
 
 use crate::apiserver::ApiServer;
 use crate::claims::{Persistent, attachment_of, bytes, claim_path, csi_node_path, strings, text};

@@ -9,9 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use shorthorn_driver::DRIVER_NAME;
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::identity_client::IdentityClient;
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::identity_client::IdentityClient;
+use shorthorn_csi::DRIVER_NAME;
 
 use crate::apiserver::ApiServer;
 use crate::claims::text;

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use shorthorn_driver::DRIVER_NAME;
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::controller_client::ControllerClient;
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::controller_client::ControllerClient;
+use shorthorn_csi::DRIVER_NAME;
 
 use crate::apiserver::ApiServer;
 use crate::claims::{

@@ -1,5 +1,5 @@
 //! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service account with
-//! the roles of controller/deploy, real agents, engines and replicas.
+//! the roles of packaging/deploy, real agents, engines and replicas.
 
 use std::path::PathBuf;
 use std::process::Child;
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::controller_client::ControllerClient;
-use shorthorn_proto::csi::v1::identity_client::IdentityClient;
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::controller_client::ControllerClient;
+use shorthorn_api::csi::v1::identity_client::IdentityClient;
 use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
 use shorthorn_tests::claims::claim_path;
 use shorthorn_tests::hosts::{Hosts, agent_url, name};

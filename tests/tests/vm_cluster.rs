@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::{Value, json};
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 use shorthorn_tests::apiserver::ApiServer;
 use shorthorn_tests::claims::{Persistent, attachment_of, attachment_path, claim_path};
 use shorthorn_tests::{ClusterNode, Kubelet, Mounted, Sidecars, binary, install, until};

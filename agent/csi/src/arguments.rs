@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use shorthorn_driver::CsiError;
+use shorthorn_csi::CsiError;
 use shorthorn_types::VolumeName;
 
 /// PATH_MAX without the byte that ends it.

@@ -1,6 +1,6 @@
 //! Errors of this crate as gRPC codes.
 
-use shorthorn_driver::CsiError;
+use shorthorn_csi::CsiError;
 
 use crate::command::CommandError;
 use crate::volumes::VolumesError;

@@ -9,7 +9,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use shorthorn_driver::{CsiError, FsKind};
+use shorthorn_csi::{CsiError, FsKind};
 
 use crate::command::{CommandError, Tool};
 use crate::device;

@@ -7,7 +7,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use shorthorn_driver::{CsiError, FsKind};
+use shorthorn_csi::{CsiError, FsKind};
 
 use crate::command::Tool;
 use crate::mounts::{Mount, MountTable};
@@ -163,7 +163,7 @@ pub(crate) fn has_context(mount: &Mount, flags: &[String]) -> bool {
 }
 
 fn context_of(options: &str) -> Option<&str> {
-    let options = shorthorn_driver::options(options)?;
+    let options = shorthorn_csi::options(options)?;
     options.iter().find_map(|option| option.strip_prefix("context=")).map(|context| context.trim_matches('"'))
 }
 
@@ -184,7 +184,7 @@ mod tests {
         let flags = [CONTEXT.to_owned(), "noatime".to_owned()];
         let tool = mount_tool(Path::new("/dev/x"), Path::new("/m"), FsKind::Ext4, false, &flags);
         let options = options_of(&tool);
-        let options = shorthorn_driver::options(&options).unwrap();
+        let options = shorthorn_csi::options(&options).unwrap();
         assert_eq!(options, ["_netdev", "rw", "errors=remount-ro", CONTEXT, "noatime"]);
         assert_eq!(tool.arguments()[tool.arguments().len() - 3..], ["--", "/dev/x", "/m"]);
     }

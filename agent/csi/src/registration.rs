@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use shorthorn_proto::pluginregistration::registration_server::{Registration, RegistrationServer};
-use shorthorn_proto::pluginregistration::{
+use shorthorn_api::pluginregistration::registration_server::{Registration, RegistrationServer};
+use shorthorn_api::pluginregistration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
 use tonic::{Request, Response, Status};

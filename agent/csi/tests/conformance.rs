@@ -6,10 +6,10 @@ mod common;
 use std::collections::BTreeSet;
 
 use common::*;
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
-use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume};
-use shorthorn_proto::csi::v1::{node_service_capability, plugin_capability};
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume};
+use shorthorn_api::csi::v1::{node_service_capability, plugin_capability};
 use tonic::Code;
 
 #[tokio::test]

@@ -8,8 +8,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::*;
-use shorthorn_csi::{Condition, DeadMount, Volume, Volumes, VolumesError};
-use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
+use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
+use shorthorn_csi_node::{Condition, DeadMount, Volume, Volumes, VolumesError};
 use shorthorn_types::VolumeName;
 use tokio::sync::Semaphore;
 use tonic::Code;

@@ -6,10 +6,10 @@ mod common;
 use std::path::Path;
 
 use common::*;
-use shorthorn_csi::Condition;
-use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
-use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume};
-use shorthorn_proto::csi::v1::volume_usage::Unit;
+use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume};
+use shorthorn_api::csi::v1::volume_usage::Unit;
+use shorthorn_csi_node::Condition;
 use shorthorn_vmkit::{DataDisk, FileSystem, Kernel, Vm, VmOptions};
 use tonic::Code;
 
@@ -176,7 +176,7 @@ async fn grows(fs_type: &str) {
     let (staging, target) = (node.staging("v1"), node.target("p1"));
     client.stage(stage("v1", &staging, file_system(fs_type))).await.unwrap();
     client.publish(publish("v1", &staging, &target, file_system(fs_type))).await.unwrap();
-    let total = |answer: shorthorn_proto::csi::v1::NodeGetVolumeStatsResponse| answer.usage[0].total;
+    let total = |answer: shorthorn_api::csi::v1::NodeGetVolumeStatsResponse| answer.usage[0].total;
     let before = total(client.stats("v1", &target).await.unwrap());
     let (code, message) = client.expand("v1", &target, LARGER).await.unwrap_err();
     assert_eq!(code, Code::FailedPrecondition, "the device has not grown: {message}");

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use serde::{Deserialize, Serialize};
+use shorthorn_api::CLUSTER_HEADER;
 use shorthorn_control::{Unknown, load_spec, store_spec};
-use shorthorn_proto::CLUSTER_HEADER;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};

@@ -7,7 +7,7 @@ use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use shorthorn_driver::TOPOLOGY_VALUE_MAX_BYTES;
+use shorthorn_csi::TOPOLOGY_VALUE_MAX_BYTES;
 use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
@@ -35,7 +35,7 @@ const TRASH_FREE_PERCENT: u32 = 10;
 /// More than a disk reads.
 const SUM_MIB_PER_S_MAX: u32 = 65_536;
 
-/// What the agent does; `agent/shorthorn-agent.toml` explains every key.
+/// What the agent does; `packaging/agent.toml` explains every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Name of the node.
@@ -393,7 +393,7 @@ mod tests {
 
     #[test]
     fn the_sample_says_the_defaults() {
-        let sample = include_str!("../../shorthorn-agent.toml");
+        let sample = include_str!("../../../packaging/agent.toml");
         assert_eq!(parse(sample).unwrap(), parse("").unwrap());
         // With every key switched on it must still be what it was.
         let on = |line: &str| match line.strip_prefix('#') {

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
+use shorthorn_api::v1;
 use shorthorn_frontend::FrontendError;
 use shorthorn_frontend::node::{self, DeviceNode, DeviceNumber};
-use shorthorn_proto::v1;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::serve::error::NodeError;

@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use serde::{Deserialize, Serialize};
+use shorthorn_api::v1;
 use shorthorn_control::{Unknown, load_spec, store_spec};
-use shorthorn_proto::v1;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::serve::config::absolute;

@@ -10,10 +10,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use shorthorn_api::v1::instance::Detail;
+use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use shorthorn_control::IoCounters;
 use shorthorn_metrics::{Page, Vitals};
-use shorthorn_proto::v1::instance::Detail;
-use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
 use shorthorn_types::VolumeName;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;

@@ -30,7 +30,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
-use shorthorn_proto::v1::node_server::NodeServer;
+use shorthorn_api::v1::node_server::NodeServer;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tonic::transport::Server;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 use shorthorn_store::{OpenOptions, Severity, Store, StoreError};
 use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;

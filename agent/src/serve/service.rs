@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
+use shorthorn_api::v1::node_server::Node;
+use shorthorn_api::{CLUSTER_HEADER, level, v1};
 use shorthorn_control::ScrubOrder;
 use shorthorn_frontend::probe::FrontendReport;
-use shorthorn_proto::v1::node_server::Node;
-use shorthorn_proto::{CLUSTER_HEADER, level, v1};
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;

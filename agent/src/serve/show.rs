@@ -1,7 +1,7 @@
 //! Instances as the node API shows them.
 
+use shorthorn_api::v1::{self, InstanceState, instance::Detail};
 use shorthorn_control::{EnginePhase, EngineSpec, MemberMode, ReplicaSpec, Status};
-use shorthorn_proto::v1::{self, InstanceState, instance::Detail};
 
 use crate::serve::instance::{Phase, Process, Spec};
 use crate::serve::words;

@@ -20,7 +20,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::statvfs;
 use serde::{Deserialize, Serialize};
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 use shorthorn_store::{Held, StoreError, hold, with_check, without_check};
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::watch;

@@ -1,7 +1,7 @@
 //! Views and progress as the messages of node.proto.
 
+use shorthorn_api::v1;
 use shorthorn_control::{CopyStatus, ExpansionStatus, GrantWanted, ScrubStatus};
-use shorthorn_proto::v1;
 use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
 
 use crate::serve::error::NodeError;

@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
-use shorthorn_proto::csi::v1::NodeGetInfoRequest;
-use shorthorn_proto::csi::v1::node_client::NodeClient;
-use shorthorn_proto::pluginregistration::registration_client::RegistrationClient;
-use shorthorn_proto::pluginregistration::{InfoRequest, RegistrationStatus};
+use shorthorn_api::csi::v1::NodeGetInfoRequest;
+use shorthorn_api::csi::v1::node_client::NodeClient;
+use shorthorn_api::pluginregistration::registration_client::RegistrationClient;
+use shorthorn_api::pluginregistration::{InfoRequest, RegistrationStatus};
 use tonic::transport::{Channel, Endpoint};
 
 use super::LIMIT;

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use shorthorn_proto::v1::instance::Detail;
-use shorthorn_proto::v1::instance_event::Type;
-use shorthorn_proto::v1::node_client::NodeClient;
-use shorthorn_proto::v1::{self, InstanceKind, InstanceState};
+use shorthorn_api::v1::instance::Detail;
+use shorthorn_api::v1::instance_event::Type;
+use shorthorn_api::v1::node_client::NodeClient;
+use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use tonic::transport::{Channel, Endpoint};
 
 use super::LIMIT;

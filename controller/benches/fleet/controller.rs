@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use shorthorn_proto::csi::v1 as csi;
-use shorthorn_proto::csi::v1::controller_client::ControllerClient as CsiClient;
-use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
-use shorthorn_proto::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume};
-use shorthorn_proto::v1::controller_client::ControllerClient;
+use shorthorn_api::csi::v1 as csi;
+use shorthorn_api::csi::v1::controller_client::ControllerClient as CsiClient;
+use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume};
+use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_testkit::metrics::{get, own_address, samples, value};
 use tonic::transport::{Channel, Endpoint};
 

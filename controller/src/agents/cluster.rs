@@ -1,6 +1,6 @@
 //! Which cluster a call to an agent is for, and whether a node belongs to it.
 
-use shorthorn_proto::{CLUSTER_HEADER, v1};
+use shorthorn_api::{CLUSTER_HEADER, v1};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::{Request, Status};

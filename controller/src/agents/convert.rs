@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::dead_mounts::DeadMount;
 use shorthorn_controller_core::objects::{
     ExpansionStatus, FrontendStatus, MemberMode, MemberStatus, RebuildLimits,
@@ -14,7 +15,6 @@ use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::undelete::{Holds, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget};
-use shorthorn_proto::v1;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
 
 pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use shorthorn_api::v1;
+use shorthorn_api::v1::instance_event::Type;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{Detail, Instance, InstanceKey, InstanceKind, Link};
 use shorthorn_controller_core::reconcile::is_noticeable;
 use shorthorn_controller_core::{NodeName, Timestamp};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::instance_event::Type;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::{Status, Streaming};
 

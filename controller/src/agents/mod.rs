@@ -9,14 +9,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
+use shorthorn_api::v1;
+use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{AgentView, Agents, DiskView, Failure};
 use shorthorn_controller_core::orphans::Directory;
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::node_client::NodeClient;
 use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
 use tokio::sync::{Mutex, OwnedMutexGuard};

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use shorthorn_api::v1;
 use shorthorn_metrics::{Page, Vitals};
-use shorthorn_proto::v1;
 use tokio::sync::mpsc;
 use tonic::Status;
 

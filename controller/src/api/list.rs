@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::requests;
-use shorthorn_proto::v1;
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply};

@@ -1,9 +1,9 @@
 //! Disks that are used no more, and directories that are left over.
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::lost_disk::RemoveDisk;
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::{AgentCall, NodeName, orphans};
-use shorthorn_proto::v1;
 use tonic::Status;
 
 use super::server::Api;

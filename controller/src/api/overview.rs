@@ -1,8 +1,8 @@
 //! The cluster as a whole.
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::doctor::{self, Check, Controller};
 use shorthorn_controller_core::overview::{Matters, Overview};
-use shorthorn_proto::v1;
 
 use super::server::Api;
 
@@ -42,7 +42,7 @@ impl Api {
     pub(super) fn examine(&self) -> v1::Examination {
         let controller = Controller {
             version: VERSION,
-            feature_level: shorthorn_proto::level::NEWEST,
+            feature_level: shorthorn_api::level::NEWEST,
             limits: self.settings.scheduling,
         };
         let checks = doctor::examine(&self.store.world(), &self.fleet.agents(), controller);

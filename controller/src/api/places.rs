@@ -1,8 +1,8 @@
 //! What a volume asks of its places, what leaves them, and what is on a node.
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::requests::{self, SetVolume};
 use shorthorn_controller_core::{NodeName, Timestamp, drain};
-use shorthorn_proto::v1;
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply, drain_left};

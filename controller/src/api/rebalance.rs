@@ -1,8 +1,8 @@
 //! Moving replicas on request.
 
+use shorthorn_api::v1;
+use shorthorn_api::v1::rebalance_request::Mode;
 use shorthorn_controller_core::rebalance::{self, Move, Plan, Survey};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::rebalance_request::Mode;
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply, drain_left};

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::objects::Replica;
 use shorthorn_controller_core::requests::{self, SalvageVolume};
 use shorthorn_controller_core::salvage::{self, Choice};
 use shorthorn_controller_core::{Timestamp, why};
-use shorthorn_proto::v1;
 use shorthorn_types::View;
 use tokio::task::JoinSet;
 use tonic::{Response, Status};

@@ -1,13 +1,13 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_server::Controller;
 use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
 use shorthorn_controller_core::{NodeName, Timestamp, World, drain, reboot};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_server::Controller;
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{Object, Replica, ReplicaSpec, Volume};
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
 use shorthorn_controller_core::{Timestamp, csi, lost_disk};
-use shorthorn_proto::v1;
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::Status;

@@ -1,11 +1,11 @@
 //! The objects as the messages of controller.proto. What is secret has no place in them.
 
+use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{
     Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
 };
 use shorthorn_controller_core::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, ScrubView};
 use shorthorn_controller_core::{Labels, NodeName, World};
-use shorthorn_proto::v1;
 
 fn text(node: Option<&NodeName>) -> String {
     node.map(ToString::to_string).unwrap_or_default()

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
+use shorthorn_api::csi::v1;
 use shorthorn_controller_core::requests::CreateVolume;
 use shorthorn_controller_core::{World, csi};
-use shorthorn_driver::{Capability, CsiError, TOPOLOGY_NODE, TOPOLOGY_ZONE, capability};
-use shorthorn_proto::csi::v1;
+use shorthorn_csi::{Capability, CsiError, TOPOLOGY_NODE, TOPOLOGY_ZONE, capability};
 use shorthorn_types::VolumeName;
 
 /// The longest of most strings.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use shorthorn_driver::CsiError;
+use shorthorn_csi::CsiError;
 use tonic::{Code, Response, Status};
 
 use crate::metrics::Metrics;

@@ -1,11 +1,11 @@
 //! Free capacity for CSI.
 
+use shorthorn_api::csi::v1;
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
 use shorthorn_controller_core::requests::CreateVolume;
 use shorthorn_controller_core::scheduler::{self, Request, Room};
-use shorthorn_driver::CsiError;
-use shorthorn_proto::csi::v1;
+use shorthorn_csi::CsiError;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use super::status::IntoCsiError;

@@ -1,10 +1,10 @@
 //! Making and deleting volumes.
 
+use shorthorn_api::csi::v1;
 use shorthorn_controller_core::csi::{self, NewVolume, Placement};
 use shorthorn_controller_core::objects::{Key, Kind, Volume};
 use shorthorn_controller_core::{Event, NodeName, Timestamp, World};
-use shorthorn_driver::{CsiError, size_range};
-use shorthorn_proto::csi::v1;
+use shorthorn_csi::{CsiError, size_range};
 use shorthorn_types::VolumeName;
 use tokio::time::Instant;
 

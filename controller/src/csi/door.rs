@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
-use shorthorn_driver::NOT_READY;
-use shorthorn_proto::csi::v1::controller_server::{ControllerServer, SERVICE_NAME};
+use shorthorn_api::csi::v1::controller_server::{ControllerServer, SERVICE_NAME};
+use shorthorn_csi::NOT_READY;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};

@@ -2,10 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use shorthorn_api::csi::v1;
 use shorthorn_controller_core::csi;
 use shorthorn_controller_core::objects::{ConditionType, NEXT_ATTACH, Volume, VolumeState};
-use shorthorn_driver::{Access, CsiError, size_range};
-use shorthorn_proto::csi::v1;
+use shorthorn_csi::{Access, CsiError, size_range};
 use tokio::time::Instant;
 
 use super::status::IntoCsiError;

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::ops::Bound;
 
+use shorthorn_api::csi::v1;
 use shorthorn_controller_core::objects::{Frontend, SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::requests::{self, CreateVolume};
 use shorthorn_controller_core::{Timestamp, World, csi};
-use shorthorn_driver::{CsiError, capability};
-use shorthorn_proto::csi::v1;
+use shorthorn_csi::{CsiError, capability};
 use shorthorn_types::VolumeName;
 
 use super::create::shown;

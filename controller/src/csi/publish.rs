@@ -1,8 +1,8 @@
 //! Bringing volumes to nodes, and away from them.
 
+use shorthorn_api::csi::v1;
 use shorthorn_controller_core::{NodeName, World, csi};
-use shorthorn_driver::CsiError;
-use shorthorn_proto::csi::v1;
+use shorthorn_csi::CsiError;
 use shorthorn_types::VolumeName;
 use tokio::time::Instant;
 

@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::controller_server::{Controller, ControllerServer};
 use shorthorn_controller_core::reconcile::Settings;
-use shorthorn_driver::{CsiError, Gates, Pass, REQUEST_MAX_BYTES};
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::controller_server::{Controller, ControllerServer};
+use shorthorn_csi::{CsiError, Gates, Pass, REQUEST_MAX_BYTES};
 use shorthorn_types::VolumeName;
 use tokio::sync::{Mutex, watch};
 use tokio::time::Instant;

@@ -2,7 +2,7 @@
 
 use shorthorn_controller_core::csi::{SizeError, SizedError};
 use shorthorn_controller_core::requests::RequestError;
-use shorthorn_driver::CsiError;
+use shorthorn_csi::CsiError;
 
 use crate::store::{ChangeError, StoreError};
 

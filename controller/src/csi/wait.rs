@@ -2,7 +2,7 @@
 
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::{World, csi};
-use shorthorn_driver::CsiError;
+use shorthorn_csi::CsiError;
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::time::Instant;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kube::api::{ApiResource, DynamicObject, ListParams};
 use kube::{Api, ResourceExt};
 use serde_json::Value;
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 
 use super::doctor::{CheckView, FAILED, WARNED};
 use super::reach::Cluster;
@@ -71,7 +71,7 @@ async fn lease(cluster: &Cluster) -> Result<Found, String> {
     let namespace = &cluster.namespace;
     Ok((!is_held).then(|| {
         let message = format!("the Lease {LEASE_NAME} in namespace {namespace} has no holder");
-        (FAILED, message, format!("kubectl get pods -n {namespace}; kubectl apply -f controller/deploy/"))
+        (FAILED, message, format!("kubectl get pods -n {namespace}; kubectl apply -f packaging/deploy/"))
     }))
 }
 
@@ -119,7 +119,7 @@ async fn driver(cluster: &Cluster) -> Result<Found, String> {
     let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
     Ok(is_missing.then(|| {
         let message = format!("CSIDriver {DRIVER_NAME} does not exist: no volume can be attached");
-        (FAILED, message, "kubectl apply -f controller/deploy/csidriver.yaml".to_owned())
+        (FAILED, message, "kubectl apply -f packaging/deploy/csidriver.yaml".to_owned())
     }))
 }
 
@@ -131,7 +131,7 @@ async fn storage_class(cluster: &Cluster) -> Result<Found, String> {
     let names: Vec<String> = ours.map(ResourceExt::name_any).collect();
     Ok(names.is_empty().then(|| {
         let message = format!("no StorageClass has the provisioner {DRIVER_NAME}");
-        (WARNED, message, "kubectl apply -f controller/deploy/storageclass.yaml".to_owned())
+        (WARNED, message, "kubectl apply -f packaging/deploy/storageclass.yaml".to_owned())
     }))
 }
 

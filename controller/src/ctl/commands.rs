@@ -1,7 +1,7 @@
 use std::time::Duration;
 
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_client::ControllerClient;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use serde::Serialize;
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 
 use super::args::Format;
 use super::error::CtlError;

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 use shorthorn_types::Generation;
 
 use super::args::Format;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_client::ControllerClient;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::Code;
 use tonic::transport::Channel;

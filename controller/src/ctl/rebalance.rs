@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_client::ControllerClient;
-use shorthorn_proto::v1::rebalance_request::Mode;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
+use shorthorn_api::v1::rebalance_request::Mode;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::transport::Channel;
 

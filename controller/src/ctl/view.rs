@@ -2,7 +2,7 @@
 //! rely on them. Named as in Longhorn where the meaning is the same.
 
 use serde::Serialize;
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]

@@ -5,9 +5,9 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_controller_core::objects::{NEXT_ATTACH, REPLICAS_STOPPING};
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::transport::Channel;
 use tonic::{Code, Status};

@@ -7,7 +7,7 @@ use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt};
 use shorthorn_controller_core::csi::attachment_name;
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 
 /// The most that are asked for at once.
 const PAGE: u32 = 500;

@@ -9,7 +9,7 @@ use kube::{Api, Client};
 use shorthorn_controller_core::claimed::{self, Claims, PersistentVolume};
 use shorthorn_controller_core::objects::{Kind, Volume};
 use shorthorn_controller_core::requests::RequestError;
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 

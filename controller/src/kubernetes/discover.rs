@@ -8,7 +8,7 @@ use kube::{Api, Client};
 use shorthorn_controller_core::discovery::{self, Cluster, NotFound};
 use shorthorn_controller_core::objects::{Kind, Node};
 use shorthorn_controller_core::{Timestamp, World};
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::watch;

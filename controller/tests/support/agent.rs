@@ -8,9 +8,9 @@ use std::path::Path;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::instance_event::Type;
-use shorthorn_proto::v1::node_server::{Node, NodeServer};
+use shorthorn_api::v1;
+use shorthorn_api::v1::instance_event::Type;
+use shorthorn_api::v1::node_server::{Node, NodeServer};
 use tokio::net::UnixListener;
 use tokio::sync::{broadcast, mpsc};
 use tokio_stream::StreamExt;
@@ -352,7 +352,7 @@ impl Node for FakeAgent {
             max_volumes: 0,
             cluster: String::new(),
             warnings: Vec::new(),
-            feature_level: shorthorn_proto::level::NEWEST,
+            feature_level: shorthorn_api::level::NEWEST,
             dead_mounts: Vec::new(),
             frontends: vec![v1::FrontendInfo {
                 name: "ublk".to_owned(),

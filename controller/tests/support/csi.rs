@@ -3,11 +3,11 @@
 use std::path::Path;
 use std::time::Duration;
 
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::controller_client::ControllerClient;
-use shorthorn_proto::csi::v1::identity_client::IdentityClient;
-use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
-use shorthorn_proto::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::controller_client::ControllerClient;
+use shorthorn_api::csi::v1::identity_client::IdentityClient;
+use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use shorthorn_driver::{Access, Capability, CsiError, FsKind};
+use shorthorn_csi::{Access, Capability, CsiError, FsKind};
 
 use crate::filesystem;
 use crate::mounting;

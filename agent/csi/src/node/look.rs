@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use shorthorn_driver::CsiError;
+use shorthorn_csi::CsiError;
 
 use crate::command::Tool;
 use crate::device::{self, DeviceNumber};

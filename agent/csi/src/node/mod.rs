@@ -15,11 +15,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use shorthorn_driver::{
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::node_server::{Node, NodeServer};
+use shorthorn_csi::{
     CsiError, Gates, REQUEST_MAX_BYTES, TOPOLOGY_NODE, TOPOLOGY_ZONE, capability, size_range,
 };
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::node_server::{Node, NodeServer};
 use shorthorn_types::VolumeName;
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status};

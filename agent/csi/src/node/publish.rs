@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use shorthorn_driver::{Access, Capability, CsiError, MountWish};
+use shorthorn_csi::{Access, Capability, CsiError, MountWish};
 
 use crate::mounting::{self, Place};
 use crate::mounts::{Mount, MountTable};

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use shorthorn_driver::{Access, Capability, CsiError, FsKind, MountWish};
+use shorthorn_csi::{Access, Capability, CsiError, FsKind, MountWish};
 
 use crate::device;
 use crate::filesystem::{self, Content};

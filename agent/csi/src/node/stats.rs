@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use rustix::fs::{StatVfs, statvfs};
-use shorthorn_driver::CsiError;
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::volume_usage::Unit;
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::volume_usage::Unit;
+use shorthorn_csi::CsiError;
 
 use crate::device;
 use crate::mounting;

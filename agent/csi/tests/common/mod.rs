@@ -12,15 +12,15 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use shorthorn_csi::{
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::identity_client::IdentityClient;
+use shorthorn_api::csi::v1::node_client::NodeClient;
+use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
+use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
+use shorthorn_csi::{DRIVER_NAME, Identity};
+use shorthorn_csi_node::{
     Condition, DeadMounts, Device, DeviceNumber, NodeOptions, NodeService, Volume, Volumes, VolumesError,
 };
-use shorthorn_driver::{DRIVER_NAME, Identity};
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::identity_client::IdentityClient;
-use shorthorn_proto::csi::v1::node_client::NodeClient;
-use shorthorn_proto::csi::v1::volume_capability::access_mode::Mode;
-use shorthorn_proto::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use shorthorn_types::VolumeName;
 use tempfile::TempDir;
 use tokio::net::UnixListener;

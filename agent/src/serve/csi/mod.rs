@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use shorthorn_csi::{DeadMounts, NodeOptions, NodeService, RegistrationService};
-use shorthorn_driver::{DRIVER_NAME, Identity, TOPOLOGY_VALUE_MAX_BYTES};
+use shorthorn_csi::{DRIVER_NAME, Identity, TOPOLOGY_VALUE_MAX_BYTES};
+use shorthorn_csi_node::{DeadMounts, NodeOptions, NodeService, RegistrationService};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch as channel};
 use tokio::task::JoinHandle;

@@ -6,9 +6,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use shorthorn_csi::{Condition, Device, DeviceNumber, Volume, Volumes, VolumesError};
-use shorthorn_proto::v1::instance::Detail;
-use shorthorn_proto::v1::{self, InstanceState};
+use shorthorn_api::v1::instance::Detail;
+use shorthorn_api::v1::{self, InstanceState};
+use shorthorn_csi_node::{Condition, Device, DeviceNumber, Volume, Volumes, VolumesError};
 use shorthorn_types::VolumeName;
 
 use crate::serve::instance::{Hub, InstanceId};

@@ -14,8 +14,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use shorthorn_api::v1::InstanceKind;
 use shorthorn_control::Command as Order;
-use shorthorn_proto::v1::InstanceKind;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;

@@ -10,9 +10,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use shorthorn_api::v1;
 use shorthorn_control::EngineSpec;
 use shorthorn_frontend::discard;
-use shorthorn_proto::v1;
 use tokio::task::JoinHandle;
 
 use crate::serve::config::Config;

@@ -14,7 +14,7 @@ mod units;
 
 use std::fmt;
 
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 use shorthorn_types::{ReplicaId, VolumeName};
 
 pub use backend::{Backend, BackendError};

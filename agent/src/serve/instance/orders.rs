@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use shorthorn_api::v1::{self, instance::Detail};
 use shorthorn_control::{Command, EngineSpec, RebuildLimits, ReplicaEndpoint, ScrubOrder};
-use shorthorn_proto::v1::{self, instance::Detail};
 use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 use tokio::time::{Instant, timeout};
 

@@ -7,8 +7,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use shorthorn_api::v1::InstanceKind;
 use shorthorn_control::{EngineSpec, load_spec};
-use shorthorn_proto::v1::InstanceKind;
 use shorthorn_types::{Secret, VolumeName};
 use shorthorn_wire::fingerprint;
 

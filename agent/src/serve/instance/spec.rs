@@ -3,11 +3,11 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use shorthorn_api::v1;
 use shorthorn_control::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret,
     SpecError, Unknown, load_spec, store_spec,
 };
-use shorthorn_proto::v1;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{Members, ReplicaId, VolumeName};
 

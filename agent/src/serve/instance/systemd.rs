@@ -9,8 +9,8 @@ use std::fs;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use shorthorn_api::v1::InstanceKind;
 use shorthorn_control::Command;
-use shorthorn_proto::v1::InstanceKind;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_stream::StreamExt;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use shorthorn_api::v1;
+use shorthorn_api::v1::instance_event::Type;
 use shorthorn_control::Status;
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::instance_event::Type;
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast;
 use tokio::task::JoinHandle;

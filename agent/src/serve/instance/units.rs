@@ -1,6 +1,6 @@
 //! The part of systemd's D-Bus interface that is needed here, and what instances are called there.
 
-use shorthorn_proto::v1::InstanceKind;
+use shorthorn_api::v1::InstanceKind;
 use zbus::OwnedObjectPath;
 
 use crate::serve::instance::InstanceId;

@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn the_storage_class_that_is_installed_can_be_used() {
-        let class = include_str!("../../../deploy/storageclass.yaml");
+        let class = include_str!("../../../../packaging/deploy/storageclass.yaml");
         let (_, lines) = class.split_once("\nparameters:\n").unwrap();
         let pairs: Vec<(&str, &str)> = lines
             .lines()

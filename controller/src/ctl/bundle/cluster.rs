@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::api::{ApiResource, DynamicObject, ListParams, LogParams};
 use kube::{Api, ResourceExt};
 use serde_json::Value;
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 
 use super::archive::Archive;
 use crate::ctl::reach::Cluster;

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io;
 
 use serde_json::Value;
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_client::ControllerClient;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::archive::Archive;

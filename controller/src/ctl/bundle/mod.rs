@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use shorthorn_proto::v1::controller_client::ControllerClient;
+use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use self::archive::Archive;

@@ -1,8 +1,8 @@
 //! Has lists made by the controller, page by page.
 
 use clap::Args;
-use shorthorn_proto::v1;
-use shorthorn_proto::v1::controller_client::ControllerClient;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::Status;
 use tonic::transport::Channel;
 

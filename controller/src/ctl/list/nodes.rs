@@ -1,6 +1,6 @@
 //! Nodes, and disks, in lists.
 
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
 use crate::ctl::output::{disk_row, node_rows};

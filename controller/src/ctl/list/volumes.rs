@@ -1,6 +1,6 @@
 //! Volumes in a list.
 
-use shorthorn_proto::v1;
+use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
 use crate::ctl::output;

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{Node as KubeNode, PersistentVolume, Pod as Kube
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use shorthorn_controller_core::stranded::{Attachment, Machine, Namespaced, Owner, Pod};
-use shorthorn_driver::DRIVER_NAME;
+use shorthorn_csi::DRIVER_NAME;
 
 use crate::kubernetes::discover::is_ready;
 

@@ -198,7 +198,7 @@ async fn keep(secrets: &Api<KubernetesSecret>, secret: &KubernetesSecret) {
     finalizers.push(KEY_FINALIZER.to_owned());
     if let Err(error) = set_finalizers(secrets, secret, finalizers).await {
         // The role of an earlier release does not allow it. The key is as good without.
-        tracing::warn!(%error, "Secret {KEY_NAME} has no finalizer: apply controller/deploy/rbac.yaml again");
+        tracing::warn!(%error, "Secret {KEY_NAME} has no finalizer: apply packaging/deploy/rbac.yaml again");
     }
 }
 

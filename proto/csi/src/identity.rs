@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use shorthorn_proto::csi::v1::identity_server::{Identity as IdentityRpc, IdentityServer};
-use shorthorn_proto::csi::v1::{self, plugin_capability as capability};
+use shorthorn_api::csi::v1::identity_server::{Identity as IdentityRpc, IdentityServer};
+use shorthorn_api::csi::v1::{self, plugin_capability as capability};
 use tonic::{Request, Response, Status};
 
 /// Why a call is refused while another process does the work. Callers take this code for a failure that passes.

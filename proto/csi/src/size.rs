@@ -1,6 +1,6 @@
 //! Requested size of a volume.
 
-use shorthorn_proto::csi::v1;
+use shorthorn_api::csi::v1;
 
 use crate::error::CsiError;
 

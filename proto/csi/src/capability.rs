@@ -1,7 +1,7 @@
 //! How a volume is to be used, checked before anything else happens.
 
-use shorthorn_proto::csi::v1;
-use shorthorn_proto::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
 
 use crate::error::CsiError;
 
