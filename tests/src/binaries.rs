@@ -1,41 +1,28 @@
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::OnceLock;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-/// The path of one of the project's programs, built with the `fast` profile.
-///
-/// `SHORTHORN_BIN_DIR` names the folder where make has built them; without it they are built here, once.
+/// Path of one of the project's programs. `SHORTHORN_BIN_DIR` names the folder of the programs; the default is the
+/// target folder of the running program or test.
 ///
 /// # Errors
-/// It cannot be built, or there is no such program.
+/// The program is not there.
 pub fn binary(name: &str) -> Result<PathBuf> {
-    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let folder = FOLDER.get_or_init(|| find_or_build().map_err(|error| format!("{error:#}")));
-    let path = match folder {
-        Ok(folder) => folder.join(name),
-        Err(error) => bail!("{error}"),
+    let folder = match std::env::var_os("SHORTHORN_BIN_DIR") {
+        Some(folder) => PathBuf::from(folder),
+        None => own_folder()?,
     };
+    let path = folder.join(name);
     if !path.is_file() {
-        bail!("{} is not there: run `make build`", path.display());
+        bail!("{} is not there: run `cargo build --workspace --bins`", path.display());
     }
     Ok(path)
 }
 
-fn find_or_build() -> Result<PathBuf> {
-    if let Some(folder) = std::env::var_os("SHORTHORN_BIN_DIR") {
-        return Ok(folder.into());
-    }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the tests have no parent folder")?;
-    let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-        .args(["build", "--quiet", "--profile", "fast", "--workspace", "--bins"])
-        .current_dir(root)
-        .status()
-        .context("running cargo")?;
-    if !status.success() {
-        bail!("building the programs failed: {status}");
-    }
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    Ok(target.join("fast"))
+/// The folder of the programs that were built together with this one. Tests are in `deps` below it.
+fn own_folder() -> Result<PathBuf> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let folder = program.parent().context("this program has no folder")?;
+    let is_test = folder.file_name().is_some_and(|name| name == "deps");
+    Ok(if is_test { folder.parent().unwrap_or(folder) } else { folder }.to_owned())
 }

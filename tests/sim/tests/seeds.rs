@@ -1,7 +1,7 @@
 //! The simulation over many seeds, in the programs that are built optimised; and that it notices what is left out of the rules.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -33,15 +33,8 @@ const SABOTAGES: [&str; 18] = [
 ];
 
 fn simulate(arguments: &[&str]) -> Output {
-    let folder = std::env::var_os("SHORTHORN_BIN_DIR").map(PathBuf::from);
-    let program = match &folder {
-        Some(folder) => folder.join("shorthorn-sim"),
-        None => PathBuf::from(env!("CARGO_BIN_EXE_shorthorn-sim")),
-    };
-    Command::new(&program)
-        .args(arguments)
-        .output()
-        .unwrap_or_else(|error| panic!("{}: {error}", program.display()))
+    let program = env!("CARGO_BIN_EXE_shorthorn-sim");
+    Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"))
 }
 
 fn text(output: &Output) -> String {

@@ -44,9 +44,10 @@ pub fn check_level(level: &str) -> Result<(), String> {
     EnvFilter::builder().parse(level).map(|_| ()).map_err(|error| format!("{level:?}: {error}"))
 }
 
-/// Sends the logs of this process to standard error. `quiet` are directives for what says nothing that its callers do not
-/// say better; the level may name them again.
+/// Sends the logs of this process to standard error. The directives `quiet` come before those of `level`, which may
+/// override them. From now on a panic of any thread ends the process.
 pub fn start(level: &str, format: LogFormat, quiet: &[&str]) {
+    abort_on_panic();
     let directives: Vec<&str> = quiet.iter().copied().chain([level]).collect();
     let filter = EnvFilter::builder().parse_lossy(directives.join(","));
     let builder = tracing_subscriber::fmt()
@@ -60,6 +61,16 @@ pub fn start(level: &str, format: LogFormat, quiet: &[&str]) {
         (LogFormat::Text, true) => builder.without_time().init(),
         (LogFormat::Text, false) => builder.init(),
     }
+}
+
+/// A daemon that lost a thread looks alive and does not work. Its supervisor starts an aborted one again. The release
+/// profile aborts by itself; programs under test are built like tests, which cannot.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
 }
 
 /// Standard error, except that writing never fails. Whoever reads our logs may end before us, and an
@@ -80,6 +91,23 @@ impl Write for Unfailing {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const PANICS: &str = "SHORTHORN_LOGGING_TEST_PANICS";
+
+    #[test]
+    fn a_panic_of_any_thread_ends_the_process() {
+        use std::os::unix::process::ExitStatusExt;
+        if std::env::var_os(PANICS).is_some() {
+            start("info", LogFormat::Text, &[]);
+            let ended = std::thread::spawn(|| panic!("of a thread")).join();
+            panic!("the process goes on with {ended:?}");
+        }
+        let this = std::env::current_exe().unwrap();
+        let test = "tests::a_panic_of_any_thread_ends_the_process";
+        let output =
+            std::process::Command::new(this).args(["--exact", test]).env(PANICS, "1").output().unwrap();
+        assert_eq!(output.status.signal(), Some(6), "{output:?}");
+    }
 
     #[test]
     fn knows_levels() {
