@@ -11,7 +11,7 @@ FAULTS ?= 1000
 # Where man pages and completions are written.
 MANUAL_DIR ?= $(TARGET_DIR)/manual
 
-.PHONY: help demo test bench soak soak-vm few-regions lint deny vm setup build demo-build test-build apiserver manual clean
+.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -48,6 +48,9 @@ few-regions: setup ## the simulation of volumes with few regions, for 20 seconds
 lint: setup ## format, and clippy with warnings denied
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+
+fuzz: setup ## each fuzz target for a minute: frames, NBD, region files, metadata, CSI arguments
+	tests/fuzz/run 60
 
 deny: ## licences, duplicates and sources of the dependencies
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny

@@ -16,6 +16,8 @@ mod wait;
 
 pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueSocket};
 pub use leftovers::discard;
+#[cfg(shorthorn_fuzzing)]
+pub use nbd::fuzzing;
 pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
 pub use queue::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE};
 pub use ublk::prepare_ublk;

@@ -7,6 +7,8 @@
 
 mod command;
 mod connection;
+#[cfg(shorthorn_fuzzing)]
+pub mod fuzzing;
 mod handshake;
 mod kernel;
 mod link;

@@ -1,0 +1,84 @@
+//! Frames and texts between engine and replica. Any bytes are refused, or decode to a value that encodes back.
+#![no_main]
+
+use std::fmt::Debug;
+
+use libfuzzer_sys::fuzz_target;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use shorthorn_types::limits::MAX_IO_BYTES;
+use shorthorn_types::{Generation, MarkRegions, ReplicaId, Secret};
+use shorthorn_wire::*;
+
+/// Place of the checksum in a header, which the target makes fit, as an attacker does.
+const CHECK_AT: usize = 36;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((kind, rest)) = data.split_first() else { return };
+    if kind % 4 == 0 { check_headers(rest) } else { check_texts(rest) }
+});
+
+fn check_headers(data: &[u8]) {
+    let claim = Claim {
+        volume: "v1".parse().expect("a volume's name"),
+        replica: ReplicaId::from_random(7),
+        generation: Generation::new(3, 1).of_nonce(1 << 52),
+        queue: 2,
+    };
+    let (secret, nonce) = (Secret::new([3; 32]), Nonce::new([5; 32]));
+    let mut sender = Session::of_engine(&secret, nonce, nonce, &claim);
+    let mut receiver = Session::of_replica(&secret, nonce, nonce, &claim);
+    for chunk in data.chunks_exact(HEADER_BYTES) {
+        let mut bytes: [u8; HEADER_BYTES] = chunk.try_into().expect("a chunk of that size");
+        let check = crc32c::crc32c(&bytes[..CHECK_AT]).to_le_bytes();
+        bytes[CHECK_AT..CHECK_AT + 4].copy_from_slice(&check);
+        assert!(receiver.decode(&bytes).is_err(), "a frame without proof was accepted");
+        let Ok(header) = Header::decode(&bytes) else { continue };
+        assert_eq!(header.encode(), bytes);
+        assert!(header.data_bytes() <= MAX_IO_BYTES.max(MAX_LAYERS_TEXT_BYTES));
+        assert!(header.range().is_ok());
+        let proven = sender.encode(&header);
+        assert_eq!(receiver.decode(&proven).expect("a proven frame"), header);
+        receiver.advance();
+    }
+}
+
+fn check_texts(text: &[u8]) {
+    check_text::<Challenge>(text);
+    check_text::<Hello>(text);
+    check_text::<ProvenWelcome>(text);
+    check_text::<Welcome>(text);
+    check_text::<Refusal>(text);
+    check_text::<ViewMessage>(text);
+    check_text::<RegionsQuery>(text);
+    check_text::<RegionsPage>(text);
+    check_text::<MarkRegions>(text);
+    check_text::<LayerList>(text);
+    check_text::<CopyState>(text);
+    check_text::<ExtentsQuery>(text);
+    check_text::<ExtentsPage>(text);
+    check_text::<LayerRange>(text);
+    check_text::<LayerCheck>(text);
+    check_text::<KeepSums>(text);
+    check_patch(text);
+}
+
+fn header_of(opcode: Opcode, text: &[u8]) -> Option<Header> {
+    let length = u32::try_from(text.len()).ok().filter(|bytes| *bytes <= MAX_TEXT_BYTES)?;
+    Some(Header { data_check: crc32c::crc32c(text), ..Header::request(opcode, 1, 0, length) })
+}
+
+fn check_text<T: Serialize + DeserializeOwned + Debug>(text: &[u8]) {
+    let Some(header) = header_of(Opcode::Layers, text) else { return };
+    let Ok(value) = decode_text::<T>(&header, text) else { return };
+    let (header, again) = encode_text(header, &value);
+    let twin: T = decode_text(&header, &again).expect("an encoded text");
+    assert_eq!(format!("{twin:?}"), format!("{value:?}"));
+}
+
+fn check_patch(text: &[u8]) {
+    let Some(header) = header_of(Opcode::RepairLayer, text) else { return };
+    let Ok((patch, data)) = decode_patch(&header, text) else { return };
+    let (header, again) = encode_patch(1, &patch, data);
+    assert_eq!(decode_patch(&header, &again), Ok((patch, data)));
+}
