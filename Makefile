@@ -10,8 +10,10 @@ SECONDS ?= 5
 FAULTS ?= 1000
 # Where man pages and completions are written.
 MANUAL_DIR ?= $(TARGET_DIR)/manual
+# Where the image is written.
+IMAGE_DIR ?= $(TARGET_DIR)/image
 
-.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual clean
+.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual image clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -82,6 +84,11 @@ manual: build ## man pages and completions of shorthornctl, in MANUAL_DIR
 	for shell in bash zsh fish; do \
 		$(PROGRAMS)/shorthornctl completion $$shell >$(MANUAL_DIR)/completions/shorthornctl.$$shell || exit 1; \
 	done
+
+image: setup ## the image of the controller with its list of contents, in IMAGE_DIR; IMAGE=NAME:TAG names it
+	cargo build --profile release -p shorthorn-controller --bins
+	packaging/image/build --programs $(TARGET_DIR)/release --output $(IMAGE_DIR)/shorthorn-controller.tar \
+		$(if $(IMAGE),--name $(IMAGE))
 
 clean: ## what was built here
 	cargo clean
