@@ -537,6 +537,21 @@ async fn the_room_is_what_can_be_made() {
     assert_eq!(csi.capacity(Capacity::default()).await.unwrap().maximum_volume_size, Some(0));
 }
 
+/// Kubernetes schedules no pod whose volume is larger than the room of its node.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_that_may_begin_with_fewer_replicas_has_room_on_too_few_nodes() {
+    let mut cluster = Cluster::start(&["a", "b"]).await;
+    cluster.stop_controller().await;
+    cluster.degraded_creation = true;
+    cluster.start_controller().await;
+    let mut csi = caller(&cluster);
+    let answer = csi.capacity(v1::GetCapacityRequest::default()).await.unwrap();
+    assert_eq!((answer.available_capacity / GIB, answer.maximum_volume_size.unwrap() / GIB), (90, 90));
+    let largest = answer.maximum_volume_size.unwrap();
+    let request = v1::CreateVolumeRequest { capacity_range: range(largest, 0), ..create("v") };
+    csi.create(request).await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_takes_too_long_says_what_it_waits_for_and_can_be_repeated() {
     let cluster = Cluster::start(&["a", "b", "c"]).await;

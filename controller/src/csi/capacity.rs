@@ -15,8 +15,9 @@ use super::{CsiController, arguments};
 const NAME: &str = "capacity";
 
 impl CsiController {
-    /// The same for every part of the cluster that has a node: from there every volume can be reached, wherever its
-    /// replicas are.
+    /// The same for every part of the cluster that has a node: from there every volume can be reached, wherever
+    /// its replicas are. If a volume may begin with fewer replicas, the largest is the largest that has a place for
+    /// one: Kubernetes schedules no pod whose volume is larger than that.
     pub(super) fn capacity(
         &self,
         request: v1::GetCapacityRequest,
@@ -36,7 +37,14 @@ impl CsiController {
         };
         let room = if is_reached {
             let request = Request::of(&volume, self.settings.scheduling);
-            scheduler::room(&request, &nodes, volume.spec.number_of_replicas)
+            let wanted = volume.spec.number_of_replicas;
+            let whole = scheduler::room(&request, &nodes, wanted);
+            if self.settings.degraded_creation && wanted > 1 {
+                let largest_bytes = scheduler::room(&request, &nodes, 1).largest_bytes;
+                Room { available_bytes: whole.available_bytes.max(largest_bytes), largest_bytes }
+            } else {
+                whole
+            }
         } else {
             Room::default()
         };
