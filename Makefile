@@ -10,10 +10,10 @@ SECONDS ?= 5
 FAULTS ?= 1000
 # Where man pages and completions are written.
 MANUAL_DIR ?= $(TARGET_DIR)/manual
-# Where the image is written.
+# Where the image and the chart are written.
 IMAGE_DIR ?= $(TARGET_DIR)/image
 
-.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual image clean
+.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual image chart clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -89,6 +89,11 @@ image: setup ## the image of the controller with its list of contents, in IMAGE_
 	cargo build --profile release -p shorthorn-controller --bins
 	packaging/image/build --programs $(TARGET_DIR)/release --output $(IMAGE_DIR)/shorthorn-controller.tar \
 		$(if $(IMAGE),--name $(IMAGE))
+
+chart: setup ## the Helm chart as a file in IMAGE_DIR, and packaging/deploy rendered from it
+	packaging/chart/render
+	$$(packaging/chart/tools)/helm lint --strict packaging/chart
+	$$(packaging/chart/tools)/helm package packaging/chart --destination $(IMAGE_DIR)
 
 clean: ## what was built here
 	cargo clean

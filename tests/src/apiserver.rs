@@ -368,6 +368,8 @@ fn path_of(document: &str) -> Result<String> {
         "ClusterRoleBinding" => "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings".to_owned(),
         "Deployment" => format!("/apis/apps/v1/namespaces/{NAMESPACE}/deployments"),
         "StorageClass" => "/apis/storage.k8s.io/v1/storageclasses".to_owned(),
+        "Service" => format!("/api/v1/namespaces/{NAMESPACE}/services"),
+        "NetworkPolicy" => format!("/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies"),
         "CSIDriver" => "/apis/storage.k8s.io/v1/csidrivers".to_owned(),
         "CustomResourceDefinition" => "/apis/apiextensions.k8s.io/v1/customresourcedefinitions".to_owned(),
         other => bail!("the tests make no {other} yet"),

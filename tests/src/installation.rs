@@ -12,18 +12,18 @@ use crate::{binary, until};
 const LIMIT: Duration = Duration::from_secs(120);
 const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/deploy");
 
-/// Admission policies, which this API server does not know.
-const POLICIES: &str = "deletion-guard.yaml";
+/// Files with objects or rules that this API server is too old for, and the list of the files.
+const LEFT_OUT: [&str; 4] =
+    ["crds.yaml", "deletion-guard.yaml", "kustomization.yaml", "poddisruptionbudget.yaml"];
 
-/// The files of packaging/deploy but for the admission policies, and the definitions without rules in CEL, which this API server does not know.
+/// The files of packaging/deploy that this API server knows, and the definitions without rules in CEL.
 ///
 /// # Errors
 /// The API server refuses something.
 pub fn install(api: &ApiServer) -> Result<()> {
-    // The namespace is in the first of them.
     let mut files: Vec<_> = fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
-    files.sort_by_key(|path| (!path.ends_with("rbac.yaml"), path.clone()));
-    for file in files.into_iter().filter(|path| !path.ends_with(POLICIES)) {
+    files.sort_by_key(|path| (!path.ends_with("namespace.yaml"), path.clone()));
+    for file in files.into_iter().filter(|path| !LEFT_OUT.iter().any(|name| path.ends_with(name))) {
         api.apply(&fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
     }
     let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;

@@ -21,6 +21,10 @@ const PODS_WANTED: usize = 2;
 /// The policies that keep volumes from being deleted by mistake.
 const POLICIES: [&str; 2] = ["volumes.shorthorn.io", "installation.shorthorn.io"];
 
+/// The remedy if something of the installation is missing.
+const INSTALL: &str =
+    "helm upgrade --install shorthorn packaging/chart, or kubectl apply -k packaging/deploy";
+
 /// What was found: how bad it is, what, and what mends it.
 type Found = Option<(&'static str, String, String)>;
 
@@ -71,7 +75,7 @@ async fn lease(cluster: &Cluster) -> Result<Found, String> {
     let namespace = &cluster.namespace;
     Ok((!is_held).then(|| {
         let message = format!("the Lease {LEASE_NAME} in namespace {namespace} has no holder");
-        (FAILED, message, format!("kubectl get pods -n {namespace}; kubectl apply -f packaging/deploy/"))
+        (FAILED, message, format!("kubectl get pods -n {namespace}; {INSTALL}"))
     }))
 }
 
@@ -119,7 +123,7 @@ async fn driver(cluster: &Cluster) -> Result<Found, String> {
     let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
     Ok(is_missing.then(|| {
         let message = format!("CSIDriver {DRIVER_NAME} does not exist: no volume can be attached");
-        (FAILED, message, "kubectl apply -f packaging/deploy/csidriver.yaml".to_owned())
+        (FAILED, message, INSTALL.to_owned())
     }))
 }
 
@@ -131,7 +135,7 @@ async fn storage_class(cluster: &Cluster) -> Result<Found, String> {
     let names: Vec<String> = ours.map(ResourceExt::name_any).collect();
     Ok(names.is_empty().then(|| {
         let message = format!("no StorageClass has the provisioner {DRIVER_NAME}");
-        (WARNED, message, "kubectl apply -f packaging/deploy/storageclass.yaml".to_owned())
+        (WARNED, message, INSTALL.to_owned())
     }))
 }
 

@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn the_file_is_what_is_printed() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/deploy/deletion-guard.yaml");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/chart/files/deletion-guard.yaml");
         let made = yaml(NAMESPACE).unwrap();
         if std::env::var_os("SHORTHORN_WRITE_CRDS").is_some() {
             std::fs::write(&path, &made).unwrap();

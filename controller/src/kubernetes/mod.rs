@@ -10,6 +10,8 @@ pub mod guard;
 pub mod guard_pods;
 pub mod lease;
 pub mod lease_thread;
+#[cfg(test)]
+mod manifests;
 mod mirror;
 pub mod release;
 pub mod restage;

@@ -246,16 +246,20 @@ mod tests {
     }
 
     #[test]
-    fn the_storage_class_that_is_installed_can_be_used() {
-        let class = include_str!("../../../../packaging/deploy/storageclass.yaml");
-        let (_, lines) = class.split_once("\nparameters:\n").unwrap();
-        let pairs: Vec<(&str, &str)> = lines
-            .lines()
-            .map(|line| line.trim().split_once(": ").unwrap())
-            .map(|(key, value)| (key, value.trim_matches('"')))
-            .collect();
-        let volume = of(&pairs).unwrap();
-        assert_eq!((volume.number_of_replicas, volume.data_locality.as_str()), (3, "best-effort"));
+    fn the_storage_classes_that_are_installed_can_be_used() {
+        let classes = include_str!("../../../../packaging/deploy/storageclass.yaml");
+        let volumes = classes.split("\n---\n").map(|class| {
+            let (_, lines) = class.split_once("\nparameters:\n").unwrap();
+            let pairs: Vec<(&str, &str)> = lines
+                .lines()
+                .map(|line| line.trim().split_once(": ").unwrap())
+                .map(|(key, value)| (key, value.trim_matches('"')))
+                .collect();
+            let volume = of(&pairs).unwrap();
+            (volume.number_of_replicas, volume.data_locality.as_str().to_owned())
+        });
+        let expected = [(3, "best-effort".to_owned()), (1, "best-effort".to_owned())];
+        assert_eq!(volumes.collect::<Vec<_>>(), expected);
     }
 
     /// The parameters that Longhorn 1.12 installs its own class with, and those that people add without effect.

@@ -1,0 +1,220 @@
+//! The chart: what Helm says of it, what it renders, and that its alerts and panels use metrics that exist.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, ensure};
+
+const TREE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+/// Everything that is off by default.
+const EVERYTHING: [&str; 6] = [
+    "metrics.serviceMonitor.enabled=true",
+    "metrics.agents.enabled=true",
+    "metrics.rules.enabled=true",
+    "metrics.dashboard.enabled=true",
+    "networkPolicy.egress.enabled=true",
+    "tls.listener.enabled=true",
+];
+
+#[test]
+fn helm_finds_no_fault() -> Result<()> {
+    for options in [vec![], EVERYTHING.to_vec()] {
+        let mut command = helm("lint")?;
+        command.arg("--strict").arg(chart());
+        for option in options {
+            command.args(["--set", option]);
+        }
+        succeeds(&mut command)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn the_files_of_deploy_are_what_the_chart_renders() -> Result<()> {
+    succeeds(Command::new(chart().join("render")).arg("--check"))?;
+    Ok(())
+}
+
+/// The objects that kubectl applies are those of Helm and the namespace.
+#[test]
+fn kustomize_lists_every_object() -> Result<()> {
+    let mut kustomize = Command::new(tools()?.join("kubectl"));
+    let mut by_kustomize = objects(&succeeds(kustomize.arg("kustomize").arg(tree("packaging/deploy")))?);
+    ensure!(by_kustomize.remove("Namespace/shorthorn-system"), "{by_kustomize:?}");
+    let by_helm = objects(&template(&[])?);
+    ensure!(by_kustomize == by_helm, "kustomize: {by_kustomize:#?}\nhelm: {by_helm:#?}");
+    Ok(())
+}
+
+/// Guard pods are of the image that a user names in one place.
+#[test]
+fn kustomize_gives_guard_pods_the_image_of_the_controller() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    for entry in fs::read_dir(tree("packaging/deploy"))? {
+        let path = entry?.path();
+        fs::copy(&path, dir.path().join(path.file_name().context("a file without a name")?))?;
+    }
+    let file = dir.path().join("kustomization.yaml");
+    let text =
+        fs::read_to_string(&file)?.replace("newName: shorthorn-controller", "newName: registry.test/s");
+    fs::write(&file, text)?;
+    let made = succeeds(Command::new(tools()?.join("kubectl")).arg("kustomize").arg(dir.path()))?;
+    let image = format!("registry.test/s:{}", env!("CARGO_PKG_VERSION"));
+    ensure!(made.contains(&format!("image: {image}\n")), "no container has the image {image}");
+    ensure!(made.contains(&format!("value: {image}\n")), "guard pods do not have the image {image}");
+    Ok(())
+}
+
+#[test]
+fn the_chart_has_the_version_of_the_programs() -> Result<()> {
+    let text = fs::read_to_string(chart().join("Chart.yaml"))?;
+    for line in ["version: ", "appVersion: \""] {
+        let line = format!("\n{line}{}", env!("CARGO_PKG_VERSION"));
+        ensure!(text.contains(&line), "Chart.yaml lacks {line:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_definitions_stay_when_the_chart_is_uninstalled() -> Result<()> {
+    let made = template(&[])?;
+    let definitions: Vec<_> =
+        made.split("\n---\n").filter(|text| text.contains("kind: CustomResourceDefinition\n")).collect();
+    ensure!(definitions.len() == 4, "{} definitions", definitions.len());
+    for definition in definitions {
+        let (metadata, _) = definition.split_once("\nspec:\n").context("no spec")?;
+        ensure!(metadata.contains("helm.sh/resource-policy: keep"), "{metadata}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_right_to_end_pods_goes_with_its_purposes() -> Result<()> {
+    const ROLE: &str = "ClusterRole/shorthorn-lost-pods";
+    let keep = "controller.podsOfLostNodes=keep";
+    let leave = "controller.autoDeletePodWhenVolumeDetachedUnexpectedly=false";
+    ensure!(objects(&template(&[keep])?).contains(ROLE), "the role is missing");
+    ensure!(objects(&template(&[leave])?).contains(ROLE), "the role is missing");
+    ensure!(!objects(&template(&[keep, leave])?).contains(ROLE), "the role is there without a purpose");
+    Ok(())
+}
+
+#[test]
+fn another_namespace_is_used_everywhere() -> Result<()> {
+    let mut command = helm("template")?;
+    command.args(["s", "--namespace", "storage"]).arg(chart());
+    for option in EVERYTHING {
+        command.args(["--set", option]);
+    }
+    let made = succeeds(&mut command)?;
+    ensure!(
+        made.contains("system:serviceaccount:storage:shorthorn-controller"),
+        "the guard names another account"
+    );
+    let lines = made.lines().filter(|line| line.contains("shorthorn-system"));
+    // Alerts tell a person to look in the usual namespace.
+    let lines: Vec<_> = lines.filter(|line| !line.trim_start().starts_with("runbook:")).collect();
+    ensure!(lines.is_empty(), "{lines:#?}");
+    Ok(())
+}
+
+#[test]
+fn unknown_and_impossible_values_are_refused() -> Result<()> {
+    for value in [
+        "controler.replicas=3",
+        "controller.replicas=0",
+        "controller.podsOfLostNodes=perhaps",
+        "storageClasses[0].parameters=none",
+        "sidecars.attacher.extraArgs[0]=--leader-election",
+        "image.digest=sha256:1",
+    ] {
+        let output = helm("template")?.arg("s").arg(chart()).args(["--set", value]).output()?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        ensure!(!output.status.success() && error.contains("schema"), "{value}: {error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn alerts_and_panels_use_metrics_that_exist() -> Result<()> {
+    let page = fs::read_to_string(tree("docs/metrics.md"))?;
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `"));
+    let mut known = BTreeSet::new();
+    for row in rows {
+        let (name, rest) = row.split_once('`').context("a row without a name")?;
+        known.insert(name.to_owned());
+        if rest.starts_with(" | histogram |") {
+            known.extend(["_bucket", "_sum", "_count"].map(|part| format!("{name}{part}")));
+        }
+    }
+    ensure!(known.len() > 40, "only {} metrics are documented", known.len());
+    let mut used = BTreeSet::new();
+    for (file, mark) in [("alerts.yaml", "expr: "), ("dashboard.json", "\"expr\": ")] {
+        let text = fs::read_to_string(chart().join("files").join(file))?;
+        let expressions = text.lines().filter_map(|line| line.trim_start().strip_prefix(mark));
+        let words: Vec<_> = expressions.flat_map(metrics_of).collect();
+        ensure!(words.len() > 10, "{file} uses {} metrics", words.len());
+        used.extend(words);
+    }
+    let unknown: Vec<_> = used.difference(&known).collect();
+    ensure!(unknown.is_empty(), "docs/metrics.md does not have {unknown:?}");
+    Ok(())
+}
+
+/// The words of an expression that are names of metrics.
+fn metrics_of(expression: &str) -> impl Iterator<Item = String> {
+    let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with("shorthorn_") || word.starts_with("process_")).map(str::to_owned)
+}
+
+fn tree(path: &str) -> PathBuf {
+    Path::new(TREE).join(path)
+}
+
+fn chart() -> PathBuf {
+    tree("packaging/chart")
+}
+
+/// The folder of helm and kubectl.
+fn tools() -> Result<PathBuf> {
+    Ok(PathBuf::from(succeeds(&mut Command::new(chart().join("tools")))?.trim()))
+}
+
+fn helm(verb: &str) -> Result<Command> {
+    let mut command = Command::new(tools()?.join("helm"));
+    command.arg(verb);
+    Ok(command)
+}
+
+fn template(values: &[&str]) -> Result<String> {
+    let mut command = helm("template")?;
+    command.args(["shorthorn", "--namespace", "shorthorn-system"]).arg(chart());
+    for value in values {
+        command.args(["--set", value]);
+    }
+    succeeds(&mut command)
+}
+
+/// Every object of a file of YAML documents, as kind and name.
+fn objects(documents: &str) -> BTreeSet<String> {
+    let field = |document: &str, start: &str| {
+        let value = document.lines().find_map(|line| line.strip_prefix(start));
+        value.map(|value| value.trim_matches('"').to_owned())
+    };
+    let pairs = documents.split("---\n").filter_map(|document| {
+        let (_, metadata) = document.split_once("\nmetadata:\n")?;
+        Some(format!("{}/{}", field(document, "kind: ")?, field(metadata, "  name: ")?))
+    });
+    pairs.collect()
+}
+
+/// The standard output of a command that has to work.
+fn succeeds(command: &mut Command) -> Result<String> {
+    let Output { status, stdout, stderr } =
+        command.output().with_context(|| format!("starting {command:?}"))?;
+    let (printed, error) = (String::from_utf8(stdout)?, String::from_utf8_lossy(&stderr));
+    ensure!(status.success(), "{command:?}: {status}\n{error}\n{printed}");
+    Ok(printed)
+}
