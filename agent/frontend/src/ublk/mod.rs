@@ -10,6 +10,7 @@
 mod abi;
 mod control;
 mod fetching;
+mod mark;
 mod privilege;
 mod queue;
 mod recovery;
@@ -117,7 +118,7 @@ fn add(control: &mut Control, spec: &FrontendSpec) -> Result<DeviceInfo, Fronten
     if missing.is_empty() {
         return Ok(info);
     }
-    delete(control, info.id)?;
+    delete(control, info.id, &spec.device_dir)?;
     Err(unsupported(format!("the driver grants no {}; use Linux 6.5 or later, as root", missing.join(", "))))
 }
 
@@ -139,7 +140,7 @@ fn assemble(
     let character_device = match opened {
         Ok(opened) => Arc::new(opened),
         Err(error) => {
-            if !recovered && let Err(second) = delete(&mut control, info.id) {
+            if !recovered && let Err(second) = delete(&mut control, info.id, &spec.device_dir) {
                 tracing::warn!(%second, "a ublk device that could not be set up stays");
             }
             return Err(error);
@@ -215,8 +216,10 @@ fn open_character_device(id: u32) -> Result<OwnedFd, FrontendError> {
         .map_err(during(format!("open {path} (missing, or open in another process)")))
 }
 
-/// Deletes a device that has no block device any more.
-fn delete(control: &mut Control, id: u32) -> Result<(), FrontendError> {
+/// Deletes a device that has no block device any more, and before that its mark: the number is free at once.
+fn delete(control: &mut Control, id: u32, device_dir: &Path) -> Result<(), FrontendError> {
+    mark::remove(device_dir, id)
+        .map_err(during(format!("remove {}", mark::path(device_dir, id).display())))?;
     let deleted = match control.run(abi::CMD_DEL_DEV_ASYNC, id, 0, COMMAND_LIMIT) {
         Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
             // Before Linux 6.7. It waits until the queues, whose tags have all ended, have closed the device.
@@ -344,6 +347,9 @@ impl Device for UblkDevice {
     fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
         // A device that is taken over has no new event.
         let before = (!self.recovered).then(|| node::before(&self.kernel_name()));
+        // Before udev sees the disk; again for one that an earlier version has left.
+        let marked = mark::write(&self.device_dir, self.info.id, &self.volume);
+        marked.map_err(during(format!("mark {} as a volume", self.kernel_name())))?;
         self.start()?;
         recovery::notice_deaths_soon(&self.kernel_name());
         let size_bytes = self.catch_up()?;
@@ -400,7 +406,7 @@ impl Device for UblkDevice {
         )))?;
         self.number = None;
         self.character_device = None;
-        delete(&mut self.control, self.info.id)
+        delete(&mut self.control, self.info.id, &self.device_dir)
     }
 }
 

@@ -151,7 +151,7 @@ pub(super) fn clear(
         remove_node_first(device_dir, volume, number, || {
             let stopped = control.run(abi::CMD_STOP_DEV, id, 0, STOP_LIMIT);
             unless_gone(stopped).map_err(during(format!("stop ublkb{id}, left behind for {volume}")))?;
-            delete(control, id)
+            delete(control, id, device_dir)
         })?;
         removed += 1;
     }
