@@ -52,6 +52,12 @@ pub enum Command {
     /// Serves, shows or exports a replica directory
     #[command(subcommand)]
     Replica(ReplicaCommand),
+    /// Writes a man page of each command to a directory
+    #[command(hide = true)]
+    Man {
+        /// The directory
+        directory: PathBuf,
+    },
 }
 
 #[derive(Debug, Subcommand)]

@@ -2,6 +2,7 @@
 
 mod cli;
 mod descriptor_store;
+mod manual;
 mod pid_file;
 mod roles;
 mod run;
@@ -73,6 +74,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<()> {
             start_logs(&cli.log);
             tools::export(args)
         }
+        Command::Man { directory } => manual::pages(directory),
     }
 }
 

@@ -51,6 +51,12 @@ pub enum Command {
     DeletionGuard(DeletionGuardArgs),
     /// Waits for SIGTERM or SIGINT; guard pods, for which kubectl drain waits, run this
     Pause,
+    /// Writes a man page of each command to a directory
+    #[command(hide = true)]
+    Man {
+        /// The directory.
+        directory: PathBuf,
+    },
 }
 
 /// What is printed of the definitions.

@@ -9,6 +9,7 @@
 //! - [`metrics`][]: what it shows to Prometheus and to probes.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
 //! - [`ctl`][]: `shorthornctl`.
+//! - [`manual`][]: man pages of the daemon.
 #![forbid(unsafe_code)]
 
 pub mod address;
@@ -18,6 +19,7 @@ pub mod config;
 pub mod csi;
 pub mod ctl;
 pub mod kubernetes;
+pub mod manual;
 pub mod metrics;
 mod random;
 pub mod serve;

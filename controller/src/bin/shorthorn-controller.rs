@@ -6,6 +6,7 @@ use clap::Parser;
 use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::kubernetes::guard;
+use shorthorn_controller::manual;
 use shorthorn_controller::serve::serve;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -20,6 +21,7 @@ fn main() -> anyhow::Result<()> {
             return Ok(io::stdout().write_all(guard::yaml(&args.namespace)?.as_bytes())?);
         }
         Command::Pause => return pause(),
+        Command::Man { directory } => return manual::pages(&directory),
     };
     let config = Config::load(*args)?;
     shorthorn_logging::start(&config.log, config.log_format, QUIET);
