@@ -12,6 +12,8 @@ FAULTS ?= 1000
 MANUAL_DIR ?= $(TARGET_DIR)/manual
 # Where the image and the chart are written.
 IMAGE_DIR ?= $(TARGET_DIR)/image
+# Where packages are written.
+PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
 .PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual image chart clean
 
@@ -94,6 +96,13 @@ chart: setup ## the Helm chart as a file in IMAGE_DIR, and packaging/deploy rend
 	packaging/chart/render
 	$$(packaging/chart/tools)/helm lint --strict packaging/chart
 	$$(packaging/chart/tools)/helm package packaging/chart --destination $(IMAGE_DIR)
+
+# Release programs, for hosts of users: built for long, once for each release.
+.PHONY: packages
+packages: setup ## .deb and .rpm of the agent, the controller and shorthornctl, in PACKAGE_DIR
+	cargo build --release --bins -p shorthorn-agent -p shorthorn-controller
+	packaging/build --programs $(TARGET_DIR)/release --output $(PACKAGE_DIR)
+	@ls -1 $(PACKAGE_DIR)/*.deb $(PACKAGE_DIR)/*.rpm
 
 clean: ## what was built here
 	cargo clean
