@@ -262,6 +262,9 @@ impl Opener<'_> {
             Command::Limits { limits } => self.spec.rebuild = limits,
             Command::Expand { size_bytes } => {
                 self.expand_to_bytes = self.expand_to_bytes.max(Some(size_bytes));
+                if size_bytes > self.spec.size_bytes {
+                    return Ok(Heard::Size);
+                }
             }
             order => tracing::warn!(%volume, ?order, "an order is ignored: the volume is not open yet"),
         }
@@ -349,6 +352,8 @@ enum Heard {
     Grant(View),
     /// The volume is to have other replicas, or they are elsewhere.
     Replicas,
+    /// The volume is to be larger.
+    Size,
     Nothing,
 }
 
@@ -488,6 +493,8 @@ impl OpeningEngine for Attempt<'_, '_> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
             Heard::Grant(view) => return Ok(Grant::Told(view)),
             Heard::Replicas => return Err(NotOpen::torn("the volume has other replicas now")),
+            // A replica that another engine has enlarged is taken only by one that knows of it.
+            Heard::Size => return Err(NotOpen::torn("the volume is to be larger now")),
             Heard::Nothing => {}
         }
         if self.search.is_none() {

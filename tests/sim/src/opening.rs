@@ -517,13 +517,19 @@ impl OpeningEngine for Attempt {
             {
                 let mut world = process.sim.borrow_mut();
                 let has_others = world.controller.up && world.guest.replicas != *replicas;
+                let (is_up, wanted_bytes) = (world.controller.up, world.controller.size_bytes);
                 let Some(engine) = world.engines.get_mut(&process.engine) else { return Poll::Pending };
+                let is_larger = is_up && wanted_bytes > engine.size_bytes;
                 if let Some(view) = engine.was_granted.take() {
                     return Poll::Ready(Ok(Grant::Told(view)));
                 }
                 if has_others {
                     world.count("starts with another list of replicas");
                     return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
+                }
+                if is_larger {
+                    world.count("starts with another size");
+                    return Poll::Ready(Err(NotOpen::torn("the volume is to be larger now")));
                 }
             }
             let mut back = None;

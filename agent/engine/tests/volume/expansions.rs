@@ -144,6 +144,24 @@ fn a_replica_that_is_too_large_is_taken_once_the_engine_knows() {
     volume.assert_equal();
 }
 
+/// One that another engine has enlarged is refused by an engine that does not know of it, and may be the one that it waits for.
+#[test]
+fn an_engine_that_waits_for_a_grant_takes_an_expansion() {
+    let mut volume = Volume::start(2, SIZE);
+    Load::start(&volume, 39).stop_and_verify(&volume);
+    volume.stop_engine();
+    volume.kill(1);
+    volume.start_engine();
+    volume.wait("it waits for the arbiter", |engine| engine.phase == EnginePhase::Frozen);
+    volume.expand(LARGER);
+    volume.wait_for_growth(0);
+    volume.start_replica(1);
+    volume.wait("it serves", |engine| has(engine, LARGER));
+    use_what_is_new(&volume, SIZE);
+    volume.stop();
+    volume.assert_equal();
+}
+
 #[test]
 fn a_volume_that_is_not_attached_grows_with_its_next_start() {
     let mut volume = Volume::start(2, SIZE);
