@@ -16,7 +16,7 @@ use shorthorn_tests::{
     BareVolume, BareVolumeOptions, Guest, GuestOptions, NbdRequest, compare_exports, engine_status,
     under_load, until, until_whole,
 };
-use shorthorn_types::{RegionSet, Regions};
+use shorthorn_types::{ByteRange, RegionSet, Regions};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -191,14 +191,20 @@ fn until_summed(volume: &BareVolume) -> Result<()> {
     Ok(())
 }
 
-/// Whether the sums of all regions that hold anything count, also if the process dies.
-fn is_summed(directory: &Path) -> Result<bool> {
+/// What a replica says of the regions whose sums count, also if the process dies.
+fn sums_of(directory: &Path) -> Result<RegionKeeper> {
     let guard: serde_json::Value = serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
-    let head = fs::File::open(head(directory)?)?;
-    let regions = Regions::of(head.metadata()?.len());
+    let regions = Regions::of(fs::metadata(head(directory)?)?.len());
     let epoch = guard["epoch"].as_u64().context("there is no epoch")?;
     let mut keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
     keeper.keep_unsummed(Some(&fs::read(directory.join("shorthorn.unsummed"))?));
+    Ok(keeper)
+}
+
+/// Whether the sums of all regions that the head holds anything of count.
+fn is_summed(directory: &Path) -> Result<bool> {
+    let keeper = sums_of(directory)?;
+    let (head, regions) = (fs::File::open(head(directory)?)?, keeper.regions());
     let mut region_holds = vec![0; usize::try_from(regions.region_bytes())?];
     for region in 0..regions.count() {
         let range = regions.range(region);
@@ -297,6 +303,49 @@ fn a_replica_is_never_made_anew_from_rot_while_another_one_is_sound() -> Result<
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
     all_are_equal(folder.path(), volume)
+}
+
+/// Two members have lost blocks of the snapshots, different ones but for one.
+#[test]
+fn a_snapshot_is_copied_from_whoever_has_each_block_and_what_nobody_has_is_known() -> Result<()> {
+    let folder = folder()?;
+    let volume = with_snapshots(&folder, 3)?;
+    let shown = ByteRange::new(2 * MIB, 5 * MIB)?;
+    for directory in volume.directories() {
+        until("sums of the snapshots", LIMIT, || {
+            let keeper = sums_of(&directory)?;
+            let is_summed = keeper.regions().touched(shown).all(|region| keeper.is_summed(region));
+            Ok(is_summed.then_some(()))
+        })?;
+    }
+    // The second snapshot hides the rest of the first one.
+    for region in 0..2 * MIB / 65536 {
+        let directory = volume.directory(usize::try_from(region % 2)?);
+        rot(&snapshot(&directory, "first"), 2 * MIB + region * 65536)?;
+    }
+    for number in 0..2 {
+        rot(&snapshot(&volume.directory(number), "second"), 5 * MIB)?;
+    }
+    let directories = volume.directories();
+    volume.stop()?;
+    fs::remove_dir_all(&directories[2])?;
+    let volume = BareVolume::start(options(&folder, 3))?;
+    until_whole(&volume.engine_control(), LIMIT)?;
+    volume.stop()?;
+    let copy = fs::read(snapshot(&directories[2], "first"))?;
+    let at = usize::try_from(2 * MIB)?;
+    ensure!(copy[at..2 * at] == pattern(1, 3 * MIB)?[..at], "rot was copied");
+    let lost: serde_json::Value =
+        serde_json::from_slice(&fs::read(directories[2].join("shorthorn.lost-blocks"))?)?;
+    ensure!(
+        lost["blocks"][0][0] == 5 * MIB / 4096 && lost["blocks"].as_array().map(Vec::len) == Some(1),
+        "{lost}"
+    );
+    // Rot has no part in a majority: nobody knows what was there.
+    let volume = BareVolume::start(options(&folder, 3))?;
+    let told = volume.scrub(REPAIR, LIMIT)?;
+    ensure!(told.found > told.repaired, "{told:?}");
+    volume.stop()
 }
 
 #[test]

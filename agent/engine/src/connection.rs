@@ -323,8 +323,15 @@ impl Connection {
     }
 
     /// Writes `data` to `offset_bytes` of one layer of a replica that is being copied to.
-    pub fn write_layer(&mut self, layer: u32, offset_bytes: u64, data: &[u8]) -> Result<(), ConnectError> {
+    pub fn write_layer(
+        &mut self,
+        layer: u32,
+        offset_bytes: u64,
+        data: &[u8],
+        flags: Flags,
+    ) -> Result<(), ConnectError> {
         let mut request = layer_request(Opcode::WriteLayer, layer, offset_bytes, data);
+        request.flags = flags;
         request.data_check = crc32c::crc32c(data);
         self.send(&request, &[])?;
         self.write_all_in_time(data).map_err(broken)?;

@@ -52,6 +52,8 @@ pub(crate) const TICK: Duration = Duration::from_secs(5);
 pub(crate) const SILENT_TICKS_MAX: u32 = 12;
 /// How often the space on the disk is looked at for the status.
 pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
+/// For how long the space on the disk is told to engines without asking the file system again.
+pub(crate) const FREE_SPACE_PERIOD: Duration = Duration::from_secs(1);
 /// Stack of a thread that does nothing deep.
 pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;
 
@@ -69,7 +71,5 @@ pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);
 pub(crate) const SUM_SPACE_INTERVAL: Duration = Duration::from_secs(60);
 /// With less space on the disk no sums are stored: the volume needs it more.
 pub(crate) const SUM_FREE_BYTES_MIN: u64 = 64 << 20;
-/// Pages of sums in which rot was met, of which the sums of blocks stay known until these are modified.
-pub(crate) const KNOWN_ROT_PAGES: usize = 64;
 /// Rotten blocks that a process logs; all are counted.
 pub(crate) const REPORTED_ROTTEN_MAX: u64 = 16;

@@ -5,19 +5,24 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use common::disks::{Mounted, may_mount};
 use common::*;
 use nix::fcntl::{FallocateFlags, fallocate};
 use proptest::prelude::*;
 use shorthorn_control::ReplicaSpec;
 use shorthorn_regions::RegionKeeper;
 use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
-use shorthorn_types::{Errno, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf};
-use shorthorn_wire::{ExpandReplica, Flags, Header, Opcode};
+use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId};
+use shorthorn_wire::{
+    CopyEnd, CopyState, ExpandReplica, Flags, Header, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode,
+    RegionsPage, RegionsQuery, encode_patch,
+};
 
 const REGION: u64 = 64 << 10;
 const BLOCK: u64 = 4096;
@@ -139,22 +144,109 @@ fn rot_stays_known_until_a_repair_has_succeeded() {
     assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN));
 }
 
-/// What a copy is made of: rot in a snapshot is told, but not of blocks that a reader does not see there.
+/// The disk has written a part of the data: that is sound, and so is what it has not touched.
 #[test]
-fn rot_in_a_snapshot_is_told_to_whoever_copies_it() {
+fn rot_stays_known_if_the_disk_has_no_space_for_other_data() {
+    if !may_mount() {
+        return;
+    }
+    let base = base();
+    let disk = Mounted::ext4(&base.path().join("image"), &base.path().join("disk"), 128 * MIB);
+    let spec = ReplicaSpec { directory: disk.0.join("v1-00000007"), ..spec_of(base.path()) };
+    let (_replica, mut client) = summed(&spec);
+    rot(&spec, 32);
+    assert_eq!(read_checked(&mut client, 32 * BLOCK, BLOCK), Err(ROTTEN));
+    let mut filler = File::create(disk.0.join("filler")).unwrap();
+    for chunk in [pattern(4, 1 << 20), pattern(4, 4096)] {
+        while filler.write_all(&chunk).and_then(|()| filler.sync_data()).is_ok() {}
+    }
+    // The first block is a hole.
+    assert_eq!(client.write(31 * BLOCK, &pattern(3, 3 * 4096)), Err(nix::libc::ENOSPC));
+    let (before, after) = (pattern(2, 65536 - 4096), pattern(3, 3 * 4096));
+    let mut found = client.read(32 * BLOCK, 8192).unwrap();
+    for (block, found) in (32..34).zip(found.chunks_mut(4096)) {
+        let at = usize::try_from((block - 32) * BLOCK).unwrap();
+        let is_sound = found == &before[at..at + 4096] || found == &after[at + 4096..at + 8192];
+        let read = read_checked(&mut client, block * BLOCK, BLOCK);
+        assert_eq!(read, if is_sound { Ok(found.to_vec()) } else { Err(ROTTEN) }, "block {block}");
+    }
+    filler.set_len(0).unwrap();
+    client.write(31 * BLOCK, &after).unwrap();
+    assert_eq!(read_checked(&mut client, 31 * BLOCK, 3 * BLOCK), Ok(after));
+}
+
+/// The rest of the block is still rot, which a write of a part must not hide.
+#[test]
+fn a_part_that_is_written_over_known_rot_leaves_the_block_rotten() {
     let base = base();
     let spec = spec_of(base.path());
-    assert!(Replica::start(&spec).terminate().success());
+    let (_replica, mut client) = summed(&spec);
+    [3, 4, 5].into_iter().for_each(|block| rot(&spec, block));
+    assert_eq!(read_checked(&mut client, 0, 65536), Err(ROTTEN));
+    client.write(3 * BLOCK + 512, &pattern(5, 512)).unwrap();
+    client.call(Opcode::WriteZeroes, Flags::NONE, 4 * BLOCK + 512, 512, &[]).unwrap();
+    client.write(6 * BLOCK + 512, &pattern(5, 512)).unwrap();
+    for block in [3, 4, 5] {
+        assert_eq!(read_checked(&mut client, block * BLOCK, BLOCK), Err(ROTTEN), "block {block}");
+    }
+    assert!(read_checked(&mut client, 6 * BLOCK, BLOCK).is_ok(), "it was sound");
+    is_clean(&mut client, SIZE);
+    wait_until_summed(&spec, SIZE, &[0]);
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN), "it is summed as rot");
+    client.write(3 * BLOCK, &pattern(6, 8192)).unwrap();
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, 2 * BLOCK), Ok(pattern(6, 8192)));
+    for sector in 0..8 {
+        assert_eq!(
+            read_checked(&mut client, 5 * BLOCK, BLOCK),
+            Err(ROTTEN),
+            "{sector} sectors have other data"
+        );
+        client.write(5 * BLOCK + sector * 512, &pattern(8 + sector, 512)).unwrap();
+    }
+    assert!(read_checked(&mut client, 5 * BLOCK, BLOCK).is_ok(), "nothing is left of the rot");
+}
+
+const SNAPSHOT: &str = "volume-snap-below.img";
+
+/// A replica with a snapshot of four regions, and one block in the head. All is summed.
+fn with_snapshot(spec: &ReplicaSpec) -> (Replica, Client) {
+    assert!(Replica::start(spec).terminate().success());
     let mut store = Store::open(&spec.directory, StoreOptions::default()).unwrap();
-    store.write_at(&pattern(1, 65536), 0, false).unwrap();
+    store.write_at(&pattern(1, 4 << 16), 0, false).unwrap();
     store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
     store.write_at(&pattern(2, 4096), 5 * BLOCK, false).unwrap();
     store.close().unwrap();
-    let replica = Replica::start(&spec);
+    let replica = Replica::start(spec);
     let mut client = replica.open(generation(1));
     is_clean(&mut client, SIZE);
-    wait_until_summed(&spec, SIZE, &[0]);
-    let mut read = |flags| {
+    wait_until_summed(spec, SIZE, &[0, 1, 2, 3]);
+    (replica, client)
+}
+
+/// The disk changes a byte of a block of the snapshot.
+fn rot_below(spec: &ReplicaSpec, block: u64) {
+    let path = spec.directory.join(SNAPSHOT);
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
+    let mut bytes = AlignedBuffer::new(4096);
+    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
+    bytes.as_mut_slice()[100] ^= 1;
+    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
+}
+
+fn check_layer(client: &mut Client) -> LayerCheck {
+    let length_bytes = u32::try_from(MIB).unwrap();
+    let asked = LayerRange { image: SNAPSHOT.to_owned(), offset_bytes: 0, length_bytes };
+    client.ask(Opcode::CheckLayer, &asked).unwrap()
+}
+
+/// What a copy is made of: rot in a snapshot is told, but not of blocks that a reader does not see there.
+#[test]
+fn rot_in_a_snapshot_is_told_to_whoever_copies_or_compares_it() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = with_snapshot(&spec);
+    let read = |client: &mut Client, flags| {
         let mut request = Header::request(Opcode::ReadLayer, 7000, 0, 65536);
         request.flags = flags;
         let bytes = client.encode(&request);
@@ -163,16 +255,101 @@ fn rot_in_a_snapshot_is_told_to_whoever_copies_it() {
         if header.status == 0 { Ok(data) } else { Err(header.status) }
     };
     // The sixth block of the snapshot is not what a reader sees.
-    assert_eq!(read(Flags::CHECKED), Ok(pattern(1, 65536)));
-    let snapshot = spec.directory.join("volume-snap-below.img");
-    let file =
-        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(snapshot).unwrap();
-    let mut bytes = AlignedBuffer::new(4096);
-    file.read_exact_at(bytes.as_mut_slice(), 3 * BLOCK).unwrap();
-    bytes.as_mut_slice()[100] ^= 1;
-    file.write_all_at(bytes.as_slice(), 3 * BLOCK).unwrap();
-    assert_eq!(read(Flags::CHECKED), Err(ROTTEN));
-    assert!(read(Flags::NONE).is_ok(), "who does not ask gets what is there");
+    rot_below(&spec, 5);
+    assert!(read(&mut client, Flags::CHECKED).is_ok());
+    assert!(check_layer(&mut client).sum.is_some());
+    rot_below(&spec, 3);
+    assert_eq!(read(&mut client, Flags::CHECKED), Err(ROTTEN));
+    assert!(read(&mut client, Flags::NONE).is_ok(), "who does not ask gets what is there");
+    assert_eq!(check_layer(&mut client).sum, None, "rot does not vote");
+}
+
+#[test]
+fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = with_snapshot(&spec);
+    [3, 4, 40].into_iter().for_each(|block| rot_below(&spec, block));
+    assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN));
+    let patch = LayerPatch {
+        image: SNAPSHOT.to_owned(),
+        offset_bytes: 3 * BLOCK,
+        length_bytes: 4096,
+        runs: vec![(0, 1)],
+    };
+    let data = &pattern(1, 4 << 16)[3 * 4096..4 * 4096];
+    let (header, text) = encode_patch(7001, &patch, data);
+    let bytes = [&client.encode(&header)[..], &text].concat();
+    client.raw(&bytes);
+    assert_eq!(client.receive().unwrap().0.status, 0);
+    assert_eq!(verify(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
+    assert_eq!(verify(&mut client, 4 * BLOCK, BLOCK), Err(ROTTEN), "it is known");
+    assert!(is_summed(&spec, SIZE, 1) && is_summed(&spec, SIZE, 2));
+    assert_eq!(verify(&mut client, 40 * BLOCK, BLOCK), Err(ROTTEN), "of another region");
+    assert_eq!(verify(&mut client, 48 * BLOCK, 16 * BLOCK).map(drop), Ok(()));
+}
+
+/// Copies the snapshot of one replica to another one, but for a block that nobody has sound.
+fn copy_with_a_lost_block(from: &mut Client, to: &mut Client, lost: u64) {
+    let list: LayerList = from.ask(Opcode::Layers, &()).unwrap();
+    let _: CopyState = to.ask(Opcode::CopyBegin, &list).unwrap();
+    let data = pattern(1, 4 << 16);
+    for (block, data) in (0..).zip(data.chunks(4096)) {
+        let flags = if block == lost { Flags::ROTTEN } else { Flags::NONE };
+        let data = if block == lost { vec![0; 4096] } else { data.to_vec() };
+        to.call(Opcode::WriteLayer, flags, block * BLOCK, 4096, &data).unwrap();
+    }
+    to.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(0) }).unwrap();
+    to.tell(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap();
+}
+
+#[test]
+fn a_block_that_nobody_has_stays_known_until_it_gets_other_data() {
+    let base = base();
+    let (from, to) = (base.path().join("from"), base.path().join("to"));
+    [&from, &to].into_iter().for_each(|path| std::fs::create_dir_all(path).unwrap());
+    let (_source, mut source) = with_snapshot(&spec_of(&from));
+    let replica = ReplicaId::from_random(99);
+    let first_members = Members::new([ReplicaId::from_random(1)]).unwrap();
+    let spec = ReplicaSpec { replica, first_members, ..spec_of(&to) };
+    let mut target = Replica::start(&spec);
+    let mut client = target.open(generation(1));
+    copy_with_a_lost_block(&mut source, &mut client, 3);
+    let sound = pattern(1, 4 << 16);
+    for attach in 2..4 {
+        assert_eq!(read_checked(&mut client, 0, 3 * BLOCK), Ok(sound[..3 * 4096].to_vec()));
+        assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN));
+        target.kill();
+        target = Replica::start(&spec);
+        client = target.open(generation(attach));
+    }
+    is_clean(&mut client, SIZE);
+    wait_until_summed(&spec, SIZE, &[0, 1, 2, 3]);
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN), "it is never summed as sound");
+    client.write(3 * BLOCK, &pattern(7, 4096)).unwrap();
+    assert!(!spec.directory.join("shorthorn.lost-blocks").exists());
+    // What it holds now is what it held when it was lost, and yet it was stored.
+    client.write(3 * BLOCK, &[0; 4096]).unwrap();
+    target.kill();
+    let target = Replica::start(&spec);
+    assert_eq!(read_checked(&mut target.open(generation(9)), 3 * BLOCK, BLOCK), Ok(vec![0; 4096]));
+}
+
+/// A full copy looks at the sums of blocks that the file does not have any more.
+#[test]
+fn a_region_that_has_vanished_counts_as_one_with_data() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = summed(&spec);
+    replica.kill();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(head(&spec).as_fd(), punch, 2 * 65536, 65536).unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: SIZE };
+    let page: RegionsPage = client.ask(Opcode::Regions, &query).unwrap();
+    assert_eq!(page.runs, [(0, 1), (2, 1)]);
+    assert_eq!(read_checked(&mut client, 2 * REGION, REGION), Err(ROTTEN));
 }
 
 #[test]

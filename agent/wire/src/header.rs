@@ -144,9 +144,11 @@ impl Flags {
     pub const FUA: Flags = Flags(1);
     /// The read is answered with [`Errno::ROTTEN`] if the replica knows that what it has read is not what was stored there.
     pub const CHECKED: Flags = Flags(2);
+    /// The data of a layer that is written is rot: no member has what was stored there. It has to stay known as that.
+    pub const ROTTEN: Flags = Flags(4);
     /// The frame answers the request with the same id.
     pub const RESPONSE: Flags = Flags(1 << 15);
-    const KNOWN: u16 = Flags::FUA.0 | Flags::CHECKED.0 | Flags::RESPONSE.0;
+    const KNOWN: u16 = Flags::FUA.0 | Flags::CHECKED.0 | Flags::ROTTEN.0 | Flags::RESPONSE.0;
 
     /// Whether all bits of `other` are set.
     #[must_use]

@@ -73,9 +73,13 @@ impl SparseFile {
     }
 
     /// The disk has another block now, whoever asks.
-    fn replace(&mut self, block: u64, content: Option<Block>) {
+    pub fn replace(&mut self, block: u64, content: Option<Block>) {
         self.now.set(block, content);
         self.durable.set(block, content);
+        // What rot was merged into is not written any more.
+        let is_rotten = |changed: &Option<Block>| changed.is_some_and(|sectors| sectors.contains(&ROT));
+        let changes = self.unsynced.iter_mut().filter(|(of, changed)| *of == block && is_rotten(changed));
+        changes.for_each(|(_, changed)| *changed = content);
     }
 
     /// Whether all changes of the block are durable.
@@ -167,29 +171,42 @@ impl Files {
         self
     }
 
-    /// The disk changes a block by itself, in the file where a reader sees it. False if there is none, or if it
-    /// would not stay.
-    pub fn rot(&mut self, block: u64) -> bool {
+    /// The disk changes a block by itself, in the file where a reader sees it; if it `vanishes`, there is a hole. False if there is
+    /// none, or if it would not stay.
+    pub fn rot(&mut self, block: u64, vanishes: bool) -> bool {
         let is_below = self.head.get(block).is_none();
         let found = if is_below { self.snapshot.get(block) } else { self.head.get(block) };
         let Some(was) = found.filter(|_| self.head.is_settled(block)) else {
             return false;
         };
-        if self.rot.contains_key(&block) {
+        let below = self.snapshot.get(block).filter(|_| !is_below).unwrap_or_default();
+        if self.rot.contains_key(&block) || vanishes && below == was {
             return false;
         }
-        self.file_with(is_below).replace(block, Some([ROT; BLOCK_SECTORS]));
+        let content = Some([ROT; BLOCK_SECTORS]).filter(|_| !vanishes);
+        self.file_with(is_below).replace(block, content);
         self.rot.insert(block, Rotten { was, is_below });
         true
+    }
+
+    /// Whether there is a hole in the place of the block.
+    pub fn has_vanished(&self, block: u64) -> bool {
+        let file = |is_below: bool| if is_below { &self.snapshot } else { &self.head };
+        self.rot.get(&block).is_some_and(|rotten| file(rotten.is_below).get(block).is_none())
     }
 
     fn file_with(&mut self, is_below: bool) -> &mut SparseFile {
         if is_below { &mut self.snapshot } else { &mut self.head }
     }
 
-    /// The blocks of the snapshot that are rotten.
-    pub fn rot_below(&self) -> impl Iterator<Item = u64> {
-        self.rot.iter().filter(|(_, rotten)| rotten.is_below).map(|(block, _)| *block)
+    /// The blocks of the snapshot that are rotten, and what they were.
+    pub fn rot_below(&self) -> impl Iterator<Item = (u64, Block)> {
+        self.rot.iter().filter(|(_, rotten)| rotten.is_below).map(|(block, rotten)| (*block, rotten.was))
+    }
+
+    /// Rot was copied to a block of the snapshot, as nobody has what it was.
+    pub fn is_lost(&mut self, block: u64, was: Block) {
+        self.rot.insert(block, Rotten { was, is_below: true });
     }
 
     /// The block is what it was.
@@ -199,16 +216,22 @@ impl Files {
         }
     }
 
-    /// The block is written over: the disk holds what is written, or after a loss of power what it held before it rotted.
-    pub fn overwrite_rot(&mut self, block: u64) {
-        match self.rot.get(&block) {
+    /// The block is written over with `content`: the disk holds that, or after a loss of power what it held before it rotted. What
+    /// rot was merged into stays rotten.
+    pub fn overwrite_rot(&mut self, block: u64, content: &Block) {
+        let Some(Rotten { was, is_below }) = self.rot.get(&block).copied() else { return };
+        if is_below {
             // From now on it lies below the head.
-            Some(Rotten { is_below: true, .. }) => self.heal(block),
-            Some(Rotten { was, .. }) => {
-                self.head.durable.set(block, Some(*was));
-                self.rot.remove(&block);
-            }
-            None => {}
+            self.heal(block);
+        } else {
+            self.head.durable.set(block, Some(was));
+            self.rot.remove(&block);
+        }
+        if content.contains(&ROT) {
+            let mut merged = *content;
+            let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| **sector == ROT);
+            rotten.for_each(|(sector, was)| *sector = was);
+            self.rot.insert(block, Rotten { was: merged, is_below: false });
         }
     }
 
@@ -221,6 +244,11 @@ impl Files {
     /// The file of an index.
     pub fn file(&self, index: FileIndex) -> &SparseFile {
         if index.slot() == usize::from(Files::HEAD) { &self.head } else { &self.snapshot }
+    }
+
+    /// Whether there is anything.
+    pub fn holds(&self, block: u64) -> bool {
+        self.head.get(block).is_some() || self.snapshot.get(block).is_some()
     }
 
     /// What the volume reads as.

@@ -61,8 +61,13 @@ pub enum Fault {
     Expand { blocks: u64 },
     /// A replica process is killed, and its sets of regions are damaged.
     RotSets { victim: usize, for_us: u64 },
-    /// A replica's disk changes up to so many blocks by itself.
-    RotBlocks { victim: usize, blocks: u64 },
+    /// A replica's disk changes up to so many blocks by itself; if they `vanish`, there are holes.
+    RotBlocks {
+        victim: usize,
+        blocks: u64,
+        #[serde(default)]
+        vanish: bool,
+    },
     /// A host loses its engine's state file.
     LoseState { host: usize },
     /// The controller's store is copied.
@@ -222,7 +227,8 @@ impl Fault {
             Fault::Destroy { .. } => "fault: destroy replica",
             Fault::Expand { .. } => "fault: expand",
             Fault::RotSets { .. } => "fault: rot sets",
-            Fault::RotBlocks { .. } => "fault: rot blocks",
+            Fault::RotBlocks { vanish: false, .. } => "fault: rot blocks",
+            Fault::RotBlocks { .. } => "fault: blocks vanish",
             Fault::LoseState { .. } => "fault: lose state file",
             Fault::SaveController => "fault: save controller",
             Fault::RestoreController => "fault: restore controller",
@@ -351,9 +357,9 @@ impl World {
                 let killed = !is_any_restored && self.kill_replica(victim, false, for_us, rng);
                 killed && self.replicas[victim].rot_sets(rng)
             }
-            Fault::RotBlocks { victim, blocks } => {
+            Fault::RotBlocks { victim, blocks, vanish } => {
                 let victim = self.victim(victim);
-                self.rot_blocks(victim, blocks, rng)
+                self.rot_blocks(victim, blocks, vanish, rng)
             }
             Fault::SaveDisk { victim } => {
                 let victim = self.victim(victim);

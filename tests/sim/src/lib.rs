@@ -76,8 +76,16 @@ pub enum Sabotage {
     UncheckedSources,
     /// Nobody compares the snapshots that a copy is made of.
     UncheckedLayers,
+    /// A block of a snapshot that the source of a copy has lost is read from nobody else.
+    OthersUnread,
+    /// A replica that is made anew is not told which blocks all have lost.
+    LostUntold,
     /// The first repair takes the sums of a region away, also those beside the rot.
     ForgottenRot,
+    /// Known rot is forgotten before the outcome of the request that gives its block other data is known.
+    EarlyForgetting,
+    /// A source of a copy says where it has data, and not where its sums say that it had some.
+    HolesUnseen,
     /// Blocks are read to be summed before it is noted what is modified from then on.
     SumsBeforeLook,
     /// A replica that has failed ends although its disk does not say that data may be gone.
@@ -175,6 +183,7 @@ pub const COVERED: &[&str] = &[
     "fault: expand",
     "fault: rot sets",
     "fault: rot blocks",
+    "fault: blocks vanish",
     "regions summed",
     "rot told",
     "blocks of snapshots that rot",
@@ -433,8 +442,22 @@ fn describe(world: &World) -> String {
     format!("{waiting} requests wait, {} are to come; {states:?}", world.guest.budget)
 }
 
+/// What all have lost, and know to be lost, is what it was: nobody could do more.
+fn heal_lost(world: &mut World) {
+    let wanted = world.guest.replicas.clone();
+    let all: Vec<usize> = wanted.iter().filter_map(|id| world.replica_index(*id)).collect();
+    let blocks = all.iter().map(|at| world.replicas[*at].size_bytes / 4096).min().unwrap_or(0);
+    for block in 0..blocks {
+        if all.iter().all(|at| world.replicas[*at].is_known_rotten(block)) {
+            all.iter().for_each(|at| world.replicas[*at].files.heal(block));
+            world.count("blocks that all have lost");
+        }
+    }
+}
+
 /// All members read the same.
 fn compare_replicas(world: &mut World) {
+    heal_lost(world);
     let wanted = world.guest.replicas.clone();
     let contents: Vec<(ReplicaId, Vec<disk::Block>)> = wanted
         .iter()

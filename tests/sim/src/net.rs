@@ -7,7 +7,7 @@ use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, 
 use shorthorn_wire::{ExtentsPage, RegionsPage, RegionsQuery};
 
 use crate::checker::Id;
-use crate::disk::SparseFile;
+use crate::disk::{Block, SparseFile};
 
 /// Which connection; never used again.
 pub type ConnId = u64;
@@ -47,15 +47,20 @@ pub enum Ask {
     HeadExtents(u64),
     /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
     CopyBegin { has_snapshot: bool },
-    /// The snapshot, for a copy; and whether it is compared with its sums.
-    ReadSnapshot { is_checked: bool },
-    /// The snapshot, as the other one has it.
-    CopySnapshot(Rc<SparseFile>),
+    /// The snapshot, for a copy.
+    ReadSnapshot,
+    /// A block of the snapshot in which another one holds rot.
+    ReadSnapshotBlock(u64),
+    /// The snapshot, as the other one has it, and the blocks that all have lost.
+    CopySnapshot(Rc<SparseFile>, Vec<RottenBlock>),
     /// The copy is whole.
     CopyEnd,
     /// The volume has grown to this size.
     Expand(u64),
 }
+
+/// A block that holds rot, and what it held before, which only the simulation knows.
+pub type RottenBlock = (u64, Block);
 
 /// What a replica tells an engine that it takes.
 pub use shorthorn_wire::Welcome as Greeting;
@@ -75,8 +80,12 @@ pub enum Answer {
     Check(u32),
     /// To a question for regions.
     Page(RegionsPage),
-    /// To a question for layers: whether there is a snapshot below the head, and that.
-    Layers(bool, Rc<SparseFile>),
+    /// To a question for layers: whether there is a snapshot below the head.
+    Layers(bool),
+    /// To a read of the snapshot: that, and the blocks that the replica knows to be rotten.
+    Snapshot(Rc<SparseFile>, Vec<RottenBlock>),
+    /// To a read of one of its blocks.
+    SnapshotBlock(Box<Block>),
     /// To a question for extents.
     Extents(ExtentsPage),
     /// Something went wrong.

@@ -11,7 +11,7 @@ use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
 use shorthorn_regions::{PAGE_BYTES, RegionKeeper, SetKey};
 use shorthorn_replica_core::{
-    Admission, Displaced, PageEnd, Place, Ready, ReplicaState, Waiter, Waiting, Why,
+    Admission, Displaced, KnownRot, PageEnd, Place, Ready, ReplicaState, Waiter, Waiting, Why,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
@@ -57,6 +57,13 @@ struct Op {
     mark: usize,
 }
 
+impl Op {
+    /// Tells it from all others.
+    fn key(&self) -> (ConnId, u64) {
+        (self.conn, self.number)
+    }
+}
+
 /// A replica, its disk, and its process if it runs.
 #[derive(Debug)]
 pub struct Replica {
@@ -93,6 +100,8 @@ pub struct Replica {
     /// Of delays, and of what errors leave behind.
     rng: Rng,
     can_punch: bool,
+    /// Some of its blocks have vanished, so that the map of its blocks cannot be relied on.
+    has_vanished: bool,
     /// An earlier copy of the disk.
     saved: Option<Saved>,
     /// The disk was restored, and not made anew since.
@@ -108,7 +117,7 @@ pub struct Replica {
     /// Regions that are being summed.
     summing: Option<Summing>,
     /// Sums that stay known because rot was met beside their blocks: the first repair takes the sums of the region away.
-    known_rot: BTreeMap<u64, u32>,
+    known_rot: KnownRot<(ConnId, u64)>,
     /// Its connections; with a candidate comes the number of its hello.
     admission: Admission<ConnId, (ConnId, u64)>,
     pub gone: bool,
@@ -155,6 +164,7 @@ impl Replica {
             says_left: false,
             has_snapshot,
             sums: BTreeMap::new(),
+            lost: BTreeMap::new(),
             power_was_lost: false,
             failures: 0,
         };
@@ -182,6 +192,7 @@ impl Replica {
             could_not_verify: false,
             rng: Rng::with_seed(seed),
             can_punch,
+            has_vanished: false,
             saved: None,
             is_rolled_back: false,
             state,
@@ -190,7 +201,7 @@ impl Replica {
             waiting: Waiting::default(),
             pages: BTreeMap::new(),
             summing: None,
-            known_rot: BTreeMap::new(),
+            known_rot: KnownRot::default(),
             admission: Admission::default(),
             gone: false,
         }
@@ -311,7 +322,8 @@ impl Replica {
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
         self.summing = None;
-        self.known_rot.clear();
+        self.known_rot.forget();
+        self.know_lost();
         self.heal_unknown();
         self.boot = boot;
         self.up = true;
@@ -356,7 +368,26 @@ impl Replica {
         }
     }
 
+    /// What is read as data: blocks that have vanished show as rot.
+    fn read_data(&mut self, range: ByteRange) -> Vec<Id> {
+        let mut data = self.read(range);
+        for (at, sector) in data.iter_mut().enumerate() {
+            let block = (range.offset() + at as u64 * 512) / BLOCK_BYTES;
+            if self.files.has_vanished(block) {
+                *sector = ROT;
+            }
+        }
+        data
+    }
+
+    fn look_at_map(&mut self) {
+        if self.has_vanished {
+            self.remap();
+        }
+    }
+
     fn read(&mut self, range: ByteRange) -> Vec<Id> {
+        self.look_at_map();
         let mut segments = Vec::new();
         let blocks = range.grown_to_blocks();
         let Ok(()) = self.map.plan_read(blocks, &mut self.files, &mut segments) else { return Vec::new() };
@@ -397,7 +428,9 @@ impl Replica {
 
     fn merged(&self, edge: EdgeBlock, new: impl Fn(u64) -> Id) -> (u64, Option<Block>) {
         let number = edge.block.offset() / BLOCK_BYTES;
-        let mut content = self.source_block(edge.source, number);
+        let has_vanished = self.files.has_vanished(number);
+        let mut content =
+            if has_vanished { [ROT; BLOCK_SECTORS] } else { self.source_block(edge.source, number) };
         for (at, id) in content.iter_mut().enumerate() {
             let sector = edge.block.offset() + at as u64 * 512;
             if sector >= edge.part.offset() && sector < edge.part.end() {
@@ -430,6 +463,7 @@ impl Replica {
     }
 
     fn changes(&mut self, ask: &Ask) -> Vec<(u64, Option<Block>)> {
+        self.look_at_map();
         match ask {
             Ask::Write(range, data, _) => self.plan_write(*range, data),
             Ask::Discard(range) => self.plan_zeroes(*range, true),
@@ -439,7 +473,7 @@ impl Replica {
     }
 
     fn put(&mut self, block: u64, content: Option<Block>) {
-        self.files.overwrite_rot(block);
+        self.files.overwrite_rot(block, &content.unwrap_or_default());
         self.files.head.set(block, content);
         let Ok(range) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) else { return };
         match content {
@@ -494,7 +528,7 @@ impl Replica {
             {
                 Answer::Error(Errno::ROTTEN)
             }
-            Ask::Read(range) | Ask::CheckedRead(range) if !breaks => Answer::Data(self.read(*range)),
+            Ask::Read(range) | Ask::CheckedRead(range) if !breaks => Answer::Data(self.read_data(*range)),
             Ask::Verify(range) if !breaks => Answer::Check(check(&self.read(*range))),
             Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => {
                 self.could_not_verify |= error == Broken::Verify;
@@ -513,16 +547,18 @@ impl Replica {
                 }
                 Answer::Done
             }
-            _ => match self.modify(&op.ask, breaks) {
-                Ok(()) => Answer::Done,
-                Err(errno) => Answer::Error(errno),
-            },
+            _ => {
+                let outcome = self.modify(op, breaks);
+                self.sums_have_followed(op, outcome.is_ok());
+                outcome.map_or_else(Answer::Error, |()| Answer::Done)
+            }
         };
         (answer, Some(error).filter(|_| breaks))
     }
 
-    fn modify(&mut self, ask: &Ask, breaks: bool) -> Result<(), Errno> {
-        let changes = self.changes(ask);
+    fn modify(&mut self, op: &Op, breaks: bool) -> Result<(), Errno> {
+        let changes = self.changes(&op.ask);
+        self.sums_are_merged(op, &changes);
         let head = &self.files.head;
         let has_room =
             |(block, content): &(u64, Option<Block>)| content.is_none() || head.get(*block).is_some();
@@ -544,7 +580,7 @@ impl Replica {
         for (block, content) in changes {
             self.put(block, content);
         }
-        match ask {
+        match &op.ask {
             Ask::Write(_, _, true) => self.files.head.sync_blocks(&blocks),
             Ask::WriteZeroes(_, true) => self.files.head.sync(usize::MAX),
             _ => {}
@@ -574,6 +610,7 @@ impl Replica {
         self.is_rolled_back = false;
         self.durable.has_snapshot = has_snapshot;
         self.files = Files::default();
+        self.durable.lost.clear();
         self.forget_sums();
         self.remap();
         Ok(())
@@ -610,7 +647,8 @@ impl Replica {
         };
     }
 
-    fn regions(&self, query: &RegionsQuery) -> RegionsPage {
+    fn regions(&self, query: &RegionsQuery, sabotage: Option<crate::Sabotage>) -> RegionsPage {
+        let is_unseen = sabotage == Some(crate::Sabotage::HolesUnseen);
         let regions = match query.size_bytes {
             0 => self.state.keeper().regions(),
             size_bytes => Regions::of(size_bytes),
@@ -629,6 +667,10 @@ impl Replica {
             RegionsOf::Missed(replica) => kept(SetKey::Missed(replica)),
             RegionsOf::Allocated => {
                 let mut set = RegionSet::empty(regions.count());
+                if !is_unseen {
+                    let keeper = self.state.keeper();
+                    set.insert_all(&keeper.summed().converted(keeper.regions(), regions));
+                }
                 for (block, content) in (0u64..).zip(self.content()) {
                     let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
                     let is_held = content != [0; BLOCK_SECTORS] || self.files.head.get(block).is_some();

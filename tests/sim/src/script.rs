@@ -236,7 +236,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::Destroy => Fault::Destroy { victim },
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
-        Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200) },
+        Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];

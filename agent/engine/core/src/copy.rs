@@ -123,9 +123,11 @@ impl EngineCore {
         let source = source.map_or(PeerMask::NONE, PeerMask::one);
         let members = self.membership.answering();
         let Some(Job::Copy(copy)) = self.job(id) else { return };
-        if matches!(why, Why::Equalise { .. }) {
-            // Of the piece before, another one may have been the source.
-            copy.targets = members;
+        // Of the piece before, another one may have been the source.
+        match why {
+            Why::Equalise { .. } => copy.targets = members,
+            Why::Failed { .. } => copy.targets = copy.all,
+            Why::Join { .. } | Why::Repair { .. } => {}
         }
         copy.targets = copy.targets.without(source);
         if source.is_empty() || copy.targets.is_empty() {
@@ -145,7 +147,7 @@ impl EngineCore {
             Why::Equalise { .. } => self.membership.nearest(),
             Why::Join { .. } => self.membership.reader(self.patience.slow(), rotten),
             Why::Repair { sources, .. } => return sources.and(sound).first(),
-            Why::Failed { sources, .. } => return self.source_of_resync(sources).first(),
+            Why::Failed { sources, .. } => sources.and(sound).first(),
         };
         preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
     }
@@ -178,8 +180,12 @@ impl EngineCore {
         let who = PeerMask::one(peer);
         match self.job(id) {
             Some(Job::Copy(copy)) if copy.step == CopyStep::Read && copy.is_checked() => {
-                copy.rotten = copy.rotten.with(who);
-                out.push(Output::RotFound { peer, range: copy.piece, is_copied: false });
+                // Where a request has failed, others may have no space for more than the source holds: only rot is of another one.
+                let is_narrowed = matches!(copy.why, Why::Failed { .. }) && copy.narrow();
+                if !is_narrowed {
+                    copy.rotten = copy.rotten.with(who);
+                    out.push(Output::RotFound { peer, range: copy.piece, is_copied: false });
+                }
             }
             Some(Job::Check(check)) => check.rotten = check.rotten.with(who),
             _ => return false,
@@ -246,28 +252,34 @@ impl EngineCore {
     /// Takes `peer`, which has no space, out of a copy that only repairs its rot. False if the copy is more than that.
     fn leaves_rot(&mut self, peer: PeerIndex, id: SlotId) -> bool {
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
-        let is_repair = matches!(copy.why, Why::Repair { .. });
-        let is_written = matches!(copy.step, CopyStep::Write { .. });
-        let is_beside = is_written && copy.rotten.has(peer) && !copy.targets.has(peer);
-        if is_repair && is_written {
-            copy.targets = copy.targets.without(PeerMask::one(peer));
-            copy.to = copy.to.without(PeerMask::one(peer));
+        if !matches!(copy.step, CopyStep::Write { .. }) {
+            return false;
         }
-        is_beside || is_repair && is_written
+        let who = PeerMask::one(peer);
+        match copy.why {
+            Why::Repair { .. } => {
+                copy.targets = copy.targets.without(who);
+                copy.to = copy.to.without(who);
+                true
+            }
+            // It stays a target of the pieces that follow.
+            Why::Failed { .. } if copy.rotten.has(peer) => {
+                copy.to = copy.to.without(who);
+                if copy.to.is_empty() {
+                    copy.step = CopyStep::Write { at_bytes: copy.piece.length() };
+                }
+                true
+            }
+            _ => copy.rotten.has(peer) && !copy.targets.has(peer),
+        }
     }
 
     /// A replica cannot do what a slot for copies asks. It leaves; the last member stays, and whoever
     /// depends on it for a copy does not become a member.
     pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
         let members = self.membership.answering();
-        if errno == Errno::NO_SPACE && self.becomes_source(peer, id) {
-            if self.answered_by(peer, id) {
-                self.advance(id, out);
-            }
-            return;
-        }
-        if errno == Errno::NO_SPACE && self.leaves_rot(peer, id) {
-            // It stays, and its block differs from the others: a scrub finds that, and three members can tell which is right.
+        // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds it.
+        if errno == Errno::NO_SPACE && (self.leaves_rot(peer, id) || self.becomes_source(peer, id)) {
             if self.answered_by(peer, id) {
                 self.advance(id, out);
             }

@@ -72,11 +72,15 @@ impl EngineCore {
         if slot.sent.and(self.membership.connected()).is_one() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
-        if self.resyncs.is_empty() {
+        // A discard does not wait for the answers to a PING: a stream of them leaves none that are new enough for others.
+        let waits = |id: &SlotId| self.slots.at(*id).operation != Operation::Discard;
+        if !self.resyncs.iter().any(waits) {
             self.space = Space { since_ms: self.now_ms, ..Space::default() };
             self.patience.ping_soon();
         }
-        self.slots.at_mut(id).phase = Phase::Resync;
+        let now_ms = self.now_ms;
+        let slot = self.slots.at_mut(id);
+        (slot.phase, slot.resync_since_ms) = (Phase::Resync, now_ms);
         self.resyncs.push(id);
         self.wake = true;
     }
@@ -128,8 +132,8 @@ impl EngineCore {
         if rest == members {
             return WayOut::Leave;
         }
-        let Space { known, has_room, since_ms } = self.space;
-        let is_over = self.now_ms.saturating_sub(since_ms) > self.patience.wait_for_space_ms();
+        let Space { known, has_room, .. } = self.space;
+        let is_over = self.now_ms.saturating_sub(slot.resync_since_ms) > self.patience.wait_for_space_ms();
         let is_most = |peers: PeerMask| self.membership.quorum_of(peers) == Quorum::More;
         if slot.operation == Operation::Discard || is_over || !is_most(rest.without(known.without(has_room)))
         {
@@ -153,30 +157,18 @@ impl EngineCore {
         self.advance(id, out);
     }
 
-    /// From which member the others get what the range holds.
-    pub(crate) fn source_of_resync(&mut self, sources: PeerMask) -> PeerMask {
-        let members = self.membership.answering();
-        let without_space = sources.and(members);
-        if without_space.is_empty() { members } else { without_space }
-    }
-
     /// A member has no space for what the source of a resync holds. It holds less: the others get that, from the piece on
     /// whose turn it is. Each member is the source once, so that this ends.
     pub(crate) fn becomes_source(&mut self, peer: PeerIndex, id: SlotId) -> bool {
         let is_member = self.membership.answering().has(peer);
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
-        let Why::Failed { request, sources, tried } = &mut copy.why else { return false };
+        let Why::Failed { sources, tried, .. } = &mut copy.why else { return false };
         if !is_member || tried.has(peer) {
             return false;
         }
         *sources = PeerMask::one(peer);
         *tried = tried.with(*sources);
         copy.starts_over = true;
-        let request = *request;
-        let targets = self.slots.at(request).sent.and(self.membership.connected());
-        if let Some(Job::Copy(copy)) = self.job(id) {
-            copy.targets = targets;
-        }
         true
     }
 

@@ -51,6 +51,8 @@ pub(crate) struct Copy {
     pub piece: ByteRange,
     /// Who gets it. Those that fail are taken out at once.
     pub targets: PeerMask,
+    /// The targets at the beginning, but for those that have failed: the source of one piece is a target of another.
+    pub all: PeerMask,
     /// Members that have said that they hold rot in the piece. They get it from a sound one.
     pub rotten: PeerMask,
     /// Who gets the piece: targets, and members that hold rot there.
@@ -82,6 +84,7 @@ impl Copy {
             range,
             piece: piece_at(range, range.offset()),
             targets,
+            all: targets,
             rotten: PeerMask::NONE,
             to: PeerMask::NONE,
             is_unchecked: false,
@@ -92,10 +95,10 @@ impl Copy {
         }
     }
 
-    /// Whether the source is asked to compare what it reads with its sums. What a request has just modified on all of them has
-    /// none.
+    /// Whether the source is asked to compare what it reads with its sums. If a request has just failed there, it compares what it
+    /// knows to be rot: both what the request was to write and what was there before are sound.
     pub fn is_checked(&self) -> bool {
-        !self.is_unchecked && !matches!(self.why, Why::Failed { .. })
+        !self.is_unchecked
     }
 
     /// The next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
@@ -220,6 +223,7 @@ impl Jobs {
         for (_, job) in &mut self.jobs {
             if let Job::Copy(copy) = job {
                 copy.targets = copy.targets.without(lost);
+                copy.all = copy.all.without(lost);
                 copy.to = copy.to.without(lost);
                 copy.rotten = copy.rotten.without(lost);
             }

@@ -48,6 +48,8 @@ pub(crate) struct Slot {
     /// Who answered that.
     pub erred: PeerMask,
     pub sent_at_ms: u64,
+    /// When everybody had answered, some that they have no space.
+    pub resync_since_ms: u64,
     /// Whether it counts in a [`crate::flight::Flight`].
     pub is_in_flight: bool,
 }
@@ -65,6 +67,7 @@ impl Slot {
         error: None,
         erred: PeerMask::NONE,
         sent_at_ms: 0,
+        resync_since_ms: 0,
         is_in_flight: false,
     };
 

@@ -14,8 +14,6 @@ const FREE_FAILURES: u32 = FAILURES_MAX + 1;
 /// The pause after the first failure beyond these; doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Rot in a source of a copy counts as so many failures: a member that fails now and then is the better source.
-const ROT_COUNTS_AS: u32 = 3;
 
 /// The part of an attempt in which a replica has failed. A replica that has come further than that is well again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,8 +113,6 @@ impl Offenders {
 pub struct BadSources {
     /// How often each has failed; no more than a volume has replicas.
     failures: Vec<(ReplicaId, u32)>,
-    /// Those of them that hold rot in a snapshot.
-    rotten: Members,
 }
 
 impl BadSources {
@@ -132,20 +128,6 @@ impl BadSources {
     fn failures_of(&self, replica: ReplicaId) -> u32 {
         let known = self.failures.iter().find(|(known, _)| *known == replica);
         known.map_or(0, |(_, failures)| *failures)
-    }
-
-    /// Whether the member holds rot in a snapshot. If it is the best all the same, no other one can be read: it
-    /// is copied as it is.
-    pub(crate) fn is_rotten(&self, replica: ReplicaId) -> bool {
-        self.rotten.contains(replica)
-    }
-
-    /// What was to be read of a member is not what was stored there. The others have several turns before it is
-    /// read again.
-    pub(crate) fn holds_rot(&mut self, replica: ReplicaId, members: &Members) {
-        (0..ROT_COUNTS_AS).for_each(|_| self.failed(replica, members));
-        let rotten = self.rotten.iter().filter(|known| members.contains(*known)).chain([replica]);
-        self.rotten = Members::new(rotten).unwrap_or_default();
     }
 
     /// A member has answered with an error or nonsense, or not at all. `members` are those that there are.
@@ -272,19 +254,5 @@ mod tests {
         bad.failed(id(3), &members);
         bad.failed(id(1), &ids(&[2]));
         assert!(bad.failures.is_empty(), "only members are counted");
-    }
-
-    #[test]
-    fn a_source_with_rot_is_read_again_only_if_the_others_fail_again_and_again() {
-        let (mut bad, members) = (BadSources::default(), ids(&[1, 2]));
-        let best = |bad: &BadSources| bad.best([1, 2], |number| id(*number)).unwrap();
-        bad.holds_rot(id(1), &members);
-        for _ in 0..ROT_COUNTS_AS {
-            assert_eq!(best(&bad), 2);
-            bad.failed(id(2), &members);
-        }
-        assert!(best(&bad) == 1 && bad.is_rotten(id(1)) && !bad.is_rotten(id(2)));
-        bad.clear();
-        assert!(!bad.is_rotten(id(1)));
     }
 }

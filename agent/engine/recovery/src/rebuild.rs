@@ -65,8 +65,6 @@ pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 pub struct Source {
     /// The member.
     pub address: Address,
-    /// It holds rot in a snapshot, and no other member can be read: what it holds is copied as it is.
-    pub is_rotten: bool,
     losses: u64,
 }
 
@@ -95,12 +93,15 @@ pub trait Courier {
 
     /// Copies the data of every snapshot layer of `source` to `target` that is not whole there yet. It ends the copy of a layer
     /// only if the source [has stayed](Source::has_stayed), else it fails with [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to
-    /// wait for that. The source compares what it reads with its sums; rot fails the copy, unless the source
-    /// [is known to be rotten](Source::is_rotten).
+    /// wait for that.
+    ///
+    /// The source compares what it reads with its sums. A block in which it holds rot is read from the first of `others` that has it sound
+    /// and has stayed. If there is none, the rot is copied, and the target is told that it is rot.
     async fn copy_snapshots(
         &self,
         target: Address,
         source: Source,
+        others: &[Source],
         layers: &LayerList,
         state: &CopyState,
     ) -> Result<(), Trouble<Error<Self>>>;
@@ -139,12 +140,9 @@ pub async fn rebuild<C: Courier>(courier: &C, bad_sources: &mut BadSources) -> R
     let rebuilt = attempt.run(&peer).await;
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
-        Err(Trouble::SourceFailed { source, error, .. }) => {
+        Err(Trouble::SourceFailed { source, .. }) => {
             let members = engine.look(|core| core.membership().view().members).unwrap_or_default();
-            match error.is_rot() {
-                true => bad_sources.holds_rot(*source, &members),
-                false => bad_sources.failed(*source, &members),
-            }
+            bad_sources.failed(*source, &members);
         }
         Err(_) => {}
     }
@@ -289,16 +287,21 @@ impl<C: Courier> Attempt<'_, C> {
     /// The member that it is compared with, and copied from if need be: one on this host, if there is one. After an attempt that has
     /// failed because of its source, another one.
     fn source(&self) -> Result<Source, Trouble<Error<C>>> {
-        let members = members(self.engine).ok_or(Trouble::Ended)?;
-        let source = self.look(|core| {
-            let sources = members.into_iter().filter_map(|(index, peer)| {
-                let losses = core.membership().losses_of_member(index)?;
-                let address = Address { peer: index, replica: peer.replica };
-                Some(Source { address, is_rotten: self.bad_sources.is_rotten(peer.replica), losses })
-            });
-            self.bad_sources.best(sources, |source| source.address.replica)
-        })?;
+        let sources = self.sources()?;
+        let source = self.bad_sources.best(sources, |source| source.address.replica);
         source.ok_or(Trouble::NotYet("no member can be the source of the copy"))
+    }
+
+    /// The members.
+    fn sources(&self) -> Result<Vec<Source>, Trouble<Error<C>>> {
+        let members = members(self.engine).ok_or(Trouble::Ended)?;
+        self.look(|core| {
+            let source = |(index, peer): (PeerIndex, Peer)| {
+                let losses = core.membership().losses_of_member(index)?;
+                Some(Source { address: Address { peer: index, replica: peer.replica }, losses })
+            };
+            members.into_iter().filter_map(source).collect()
+        })
     }
 
     /// A set of regions of a replica; full if it does not keep that one.
@@ -337,7 +340,8 @@ impl<C: Courier> Attempt<'_, C> {
         };
         let state = begun.map_err(Trouble::while_doing("beginning a copy"))?;
         self.tell_view().await?;
-        self.courier.copy_snapshots(self.address(), source, layers, &state).await?;
+        let others: Vec<Source> = self.sources()?.into_iter().filter(|other| *other != source).collect();
+        self.courier.copy_snapshots(self.address(), source, &others, layers, &state).await?;
         // First they begin to count, then the source is looked at: a change meanwhile is in one or the other.
         let accountants = self.accountants()?;
         self.keep_missed(&accountants, self.replica, &RegionSet::empty(regions.count()), regions).await?;

@@ -295,6 +295,7 @@ impl Courier for &Engine {
         &self,
         _: Address,
         _: Source,
+        _: &[Source],
         _: &LayerList,
         _: &CopyState,
     ) -> Result<(), Trouble<Gone>> {

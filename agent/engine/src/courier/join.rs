@@ -85,10 +85,11 @@ impl shorthorn_recovery::Courier for Courier {
         &self,
         target: Address,
         source: Source,
+        others: &[Source],
         layers: &LayerList,
         state: &CopyState,
     ) -> Result<(), Trouble> {
-        self.copy_layers(target, source, layers, state)
+        self.copy_layers(target, source, others, layers, state)
     }
 
     async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble> {

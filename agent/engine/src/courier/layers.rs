@@ -3,13 +3,27 @@
 use std::time::{Duration, Instant};
 
 use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source};
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
 
+use crate::connection::{ConnectError, Connection};
 use crate::courier::{Courier, Told, Trouble};
 use crate::pacer::{Pacer, piece_bytes};
 
 /// How often the progress is told.
 const TELL_INTERVAL: Duration = Duration::from_secs(1);
+const BLOCK: usize = 4096;
+const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);
+
+/// A layer that is being copied.
+struct Layer<'a> {
+    target: Address,
+    source: Source,
+    /// The other members.
+    others: &'a [Source],
+    number: u32,
+    image: &'a str,
+}
 
 impl Courier {
     /// Copies the data of every snapshot layer that is not whole yet; all layers but the last are snapshots.
@@ -17,6 +31,7 @@ impl Courier {
         &self,
         target: Address,
         source: Source,
+        others: &[Source],
         layers: &LayerList,
         state: &CopyState,
     ) -> Result<(), Trouble> {
@@ -30,27 +45,23 @@ impl Courier {
                 Ok(())
             })?;
         }
-        let mut progress = Progress { total_bytes, left_bytes: total_bytes, rotten_bytes: 0, told: None };
+        let mut progress = Progress { total_bytes, left_bytes: total_bytes, lost_bytes: 0, told: None };
         let mut pacer = Pacer::new(Instant::now());
         let mut buffer = Vec::new();
-        for layer in missing {
-            self.for_each_extent(source, layer, |extent| {
-                self.copy_extent((target, source), layer, extent, &mut buffer, &mut pacer, &mut progress)
+        for number in missing {
+            let image = layers.layers.get(number as usize).map_or("", |layer| layer.image.as_str());
+            let layer = Layer { target, source, others, number, image };
+            self.for_each_extent(source, number, |extent| {
+                self.copy_extent(&layer, extent, &mut buffer, &mut pacer, &mut progress)
             })?;
+            self.tell_lost(&layer, &mut progress);
             // Once the layer counts as whole, no later attempt copies it again.
             if !self.desk.shared.look(|core| source.has_stayed(core)) {
                 return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
             }
             self.desk
-                .with_line(target, |line| line.layer_copy_end(layer))
+                .with_line(target, |line| line.layer_copy_end(number))
                 .map_err(Trouble::while_doing("ending the copy of a layer"))?;
-        }
-        if progress.rotten_bytes > 0 {
-            let (volume, replica) = (&self.desk.greeter.volume, source.address.replica);
-            let rotten_bytes = progress.rotten_bytes;
-            let told = "snapshots with rot were copied as they are, as no other member could be read; the source \
-                        has logged which blocks are damaged";
-            tracing::error!(%volume, source = %replica, rotten_bytes, "{told}");
         }
         Ok(())
     }
@@ -78,8 +89,7 @@ impl Courier {
 
     fn copy_extent(
         &self,
-        (target, source): (Address, Source),
-        layer: u32,
+        layer: &Layer<'_>,
         extent: Extent,
         buffer: &mut Vec<u8>,
         pacer: &mut Pacer,
@@ -92,10 +102,11 @@ impl Courier {
             let rate = self.desk.bytes_per_s();
             let piece = piece_bytes(rate).min(end - at);
             buffer.resize(usize::try_from(piece).unwrap_or(0), 0);
-            progress.rotten_bytes += self.read_layer(source, layer, at, buffer)?;
-            self.desk
-                .with_line(target, |line| line.write_layer(layer, at, buffer))
-                .map_err(Trouble::while_doing("writing a layer"))?;
+            if self.read_sound(layer, at, buffer)? {
+                self.write_layer(layer, at, buffer, Flags::NONE)?;
+            } else {
+                progress.lost_bytes += self.copy_blocks(layer, at, buffer)?;
+            }
             at += piece;
             progress.left_bytes = progress.left_bytes.saturating_sub(piece);
             self.show(progress);
@@ -107,17 +118,105 @@ impl Courier {
         Ok(())
     }
 
-    /// Fills `buffer` from a layer of the source; returns how much of it holds rot. Rot fails the copy: it is
-    /// made of another member then, if one can be read.
-    fn read_layer(&self, source: Source, layer: u32, at: u64, buffer: &mut [u8]) -> Result<u64, Trouble> {
-        let mut read =
-            |flags| self.desk.with_line(source.address, |line| line.read_layer(layer, at, buffer, flags));
-        let (read, is_rotten) = match read(Flags::CHECKED) {
-            Err(error) if error.is_rot() && source.is_rotten => (read(Flags::NONE), true),
-            checked => (checked, false),
-        };
-        read.map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
-        Ok(if is_rotten { buffer.len() as u64 } else { 0 })
+    /// Fills `buffer` from a layer of the source; false if that holds rot there.
+    fn read_sound(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<bool, Trouble> {
+        match self.read_source(layer, at, buffer, Flags::CHECKED) {
+            Err(Trouble::SourceFailed { error, .. }) if error.is_rot() => Ok(false),
+            read => read.map(|()| true),
+        }
+    }
+
+    fn read_source(
+        &self,
+        layer: &Layer<'_>,
+        at: u64,
+        buffer: &mut [u8],
+        flags: Flags,
+    ) -> Result<(), Trouble> {
+        let address = layer.source.address;
+        let read = self.desk.with_line(address, |line| line.read_layer(layer.number, at, buffer, flags));
+        read.map_err(Trouble::while_reading(layer.source, "reading a layer of a member"))
+    }
+
+    fn write_layer(&self, layer: &Layer<'_>, at: u64, data: &[u8], flags: Flags) -> Result<(), Trouble> {
+        self.desk
+            .with_line(layer.target, |line| line.write_layer(layer.number, at, data, flags))
+            .map_err(Trouble::while_doing("writing a layer"))
+    }
+
+    /// Copies a piece in which the source holds rot, block by block. Returns how much of it no member has sound: the rot is copied
+    /// there, and the target knows that.
+    fn copy_blocks(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<u64, Trouble> {
+        let mut lost_bytes = 0;
+        let starts = (at..).step_by(BLOCK);
+        for (at, block) in starts.zip(buffer.chunks_mut(BLOCK)) {
+            self.look_up()?;
+            let is_sound = self.read_sound(layer, at, block)? || self.read_other(layer, at, block)?;
+            if is_sound {
+                self.write_layer(layer, at, block, Flags::NONE)?;
+                continue;
+            }
+            self.read_source(layer, at, block, Flags::NONE)?;
+            self.write_layer(layer, at, block, Flags::ROTTEN)?;
+            lost_bytes += block.len() as u64;
+        }
+        Ok(lost_bytes)
+    }
+
+    /// Fills `block` with what a reader of the snapshot sees at another member that has it sound. False if there is none; one that does not
+    /// answer may have it.
+    fn read_other(&self, layer: &Layer<'_>, at: u64, block: &mut [u8]) -> Result<bool, Trouble> {
+        for other in layer.others {
+            let read = self.read_snapshot(*other, layer.image, at, block);
+            let is_read = match read {
+                Err(error) if error.is_refusal() => false,
+                read => read.map_err(Trouble::while_reading(
+                    *other,
+                    "reading a block that another member has lost",
+                ))?,
+            };
+            if is_read && self.desk.shared.look(|core| other.has_stayed(core)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn read_snapshot(
+        &self,
+        other: Source,
+        image: &str,
+        at: u64,
+        block: &mut [u8],
+    ) -> Result<bool, ConnectError> {
+        let desk = &self.desk;
+        let list = desk.with_line(other.address, Connection::list_layers)?;
+        let number = list.layers.iter().position(|layer| layer.image == image);
+        let Some(number) = number.and_then(|number| u32::try_from(number).ok()) else { return Ok(false) };
+        // It may hold the same in another layer. If none has it, it is lost there, too.
+        for layer in (0..=number).rev() {
+            let query = ExtentsQuery { layer, from_bytes: at };
+            let page = desk.with_line(other.address, |line| line.list_extents(query))?;
+            let has_block = |extent: &Extent| {
+                extent.offset_bytes <= at && at < extent.offset_bytes.saturating_add(extent.length_bytes)
+            };
+            if page.extents.iter().any(has_block) {
+                desk.with_line(other.address, |line| line.read_layer(layer, at, block, Flags::CHECKED))?;
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Before the layer counts as whole: no later attempt reads it again.
+    fn tell_lost(&self, layer: &Layer<'_>, progress: &mut Progress) {
+        let lost_bytes = std::mem::take(&mut progress.lost_bytes);
+        if lost_bytes > 0 {
+            let (volume, source, image) =
+                (&self.desk.greeter.volume, layer.source.address.replica, layer.image);
+            tracing::error!(%volume, %source, image, lost_bytes, "no member has a sound copy of some blocks of a \
+                 snapshot: the new replica knows them as damaged; restore them from a backup");
+        }
     }
 
     fn show(&self, progress: &mut Progress) {
@@ -133,7 +232,7 @@ impl Courier {
 struct Progress {
     total_bytes: u64,
     left_bytes: u64,
-    /// In pieces of which the source has said that they hold rot.
-    rotten_bytes: u64,
+    /// Of the layer that is being copied: no member has it sound.
+    lost_bytes: u64,
     told: Option<Instant>,
 }

@@ -3,6 +3,7 @@
 //! - [`Admission`]: which engine is let in, and when.
 //! - [`ReplicaState`]: what a replica keeps beside the data, the [steps](Step) by which it becomes durable, in their order, and
 //!   what holds when one of them fails. The shell performs each step ([`Disk`]).
+//! - [`KnownRot`]: which blocks hold rot, while and after requests modify them.
 //! - [`Failure`]: when the process of a replica that has failed ends.
 //! - [`revision_counter`]: which number tells Longhorn how new a replica is.
 //! - [`Waiting`]: what waits until regions are noted.
@@ -10,6 +11,7 @@
 
 mod admission;
 mod failure;
+mod known_rot;
 mod revision;
 mod start;
 mod state;
@@ -18,6 +20,7 @@ mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, Displaced, Place, Ready, Why};
 pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
+pub use known_rot::KnownRot;
 pub use revision::revision_counter;
 pub use start::{Found, Started, SumsFound};
 pub use state::ReplicaState;

@@ -558,6 +558,16 @@ impl RegionKeeper {
         self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_summed(region))
     }
 
+    /// The regions whose sums count. Each held data when it was summed.
+    #[must_use]
+    pub fn summed(&self) -> RegionSet {
+        let count = self.regions.count();
+        let Some(unsummed) = &self.unsummed else { return RegionSet::empty(count) };
+        let mut summed = RegionSet::full(count);
+        unsummed.set.content().runs(0).for_each(|run| summed.remove_run(run));
+        summed
+    }
+
     /// These hold data: those of them that have no sums are to be summed.
     pub fn want_sums(&mut self, run: Range<u32>) {
         if let Some(unsummed) = &mut self.unsummed {

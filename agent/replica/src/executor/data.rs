@@ -1,7 +1,7 @@
 //! Reads and writes.
 
 use shorthorn_ring::{Ring, Token};
-use shorthorn_store::{BlockSource, FileIndex, StoreError};
+use shorthorn_store::{BlockSource, FileIndex, StoreError, block_sum};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
@@ -68,6 +68,13 @@ impl Executor {
             let target = self.buffers.part(slot, blocks.offset(), part);
             let skip = super::buffers::distance(from - start);
             target.copy_from_buf(self.buffers.blocks(slot, edge, 1).part(skip, length_of(part)));
+        }
+        if self.sums_await(slot)
+            && let Ok(block) = ByteRange::new(start, BLOCK_BYTES)
+        {
+            let before = block_sum(self.buffers.blocks(slot, edge, 1).crc32c());
+            let after = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+            self.sum_merged(slot, block, (before, after));
         }
     }
 
@@ -200,12 +207,12 @@ impl Executor {
             tracing::warn!(%error, "a request could not be planned; later failures are answered but not logged");
         }
         self.read_failures += 1;
-        not_rot(error.errno())
+        error.errno()
     }
 }
 
 /// A file system whose own structures are damaged answers with the errno that stands for a block that does not fit its sum.
-fn not_rot(errno: Errno) -> Errno {
+pub(super) fn not_rot(errno: Errno) -> Errno {
     if errno == Errno::ROTTEN { Errno::IO } else { errno }
 }
 

@@ -63,6 +63,7 @@ impl Executor {
         {
             self.fail(&format!("writing a layer failed: {errno}"));
         }
+        let outcome = outcome.and_then(|()| self.layer_is_written(slot));
         self.finish(slot, outcome);
     }
 }

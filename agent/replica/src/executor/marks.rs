@@ -70,8 +70,9 @@ impl Marks {
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
         let sums_file = open_sums(store, &mut state)?;
-        let summer = Summer::new(sums_file, sum_bytes_per_s)
+        let mut summer = Summer::new(sums_file, sum_bytes_per_s)
             .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
+        summer.load_lost(store)?;
         let unsummed = state.keeper().keeps_sums().then_some(SetKey::Unsummed);
         let missed = state.keeper().tracks();
         for key in missed.iter().map(SetKey::Missed).chain([SetKey::Intent]).chain(unsummed) {
@@ -262,7 +263,7 @@ impl Executor {
     }
 
     /// Writes all pages that have changed. Blocks; nothing is under way.
-    fn write_all_pages(&mut self) -> io::Result<()> {
+    pub(super) fn write_all_pages(&mut self) -> io::Result<()> {
         let (keeper, files) = (self.state.keeper_mut(), &self.marks.files);
         while let Some(write) = keeper.begin_write(true) {
             let slot = write.slot;

@@ -8,8 +8,8 @@
 mod buffers;
 mod data;
 mod flush;
-mod known_rot;
 mod layers;
+mod lost;
 mod marks;
 mod piece;
 mod steps;
@@ -40,7 +40,7 @@ pub(crate) use self::summer::Summer;
 use self::sums::{Checked, Sums};
 use self::zeroes::ZeroJobs;
 use crate::error::ReplicaError;
-use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
+use crate::limits::{FREE_SPACE_PERIOD, REQUEST_BLOCKS_MAX, SLOTS};
 use crate::state::{Owner, holds_data};
 
 /// The source of the tokens of everything that this module asks of the kernel.
@@ -96,6 +96,8 @@ pub(crate) struct Executor {
     read_failures: u64,
     /// When the process has begun to serve.
     since: Instant,
+    /// When the disk was asked last for its space, and what it has said, in MiB.
+    free: Option<(Instant, u32)>,
 }
 
 /// A request in execution.
@@ -155,6 +157,7 @@ impl Executor {
             in_flight: 0,
             read_failures: 0,
             since: Instant::now(),
+            free: None,
         })
     }
 
@@ -309,9 +312,12 @@ impl Executor {
         Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
-    /// The regions where any layer has data: see [`Store::allocated`], which bounds how long that takes.
+    /// The regions where any layer has data, or had it when they were summed: a block that has vanished is copied by nobody who does
+    /// not look at its sum. See [`Store::allocated`], which bounds how long that takes.
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
-        self.store.allocated(regions, from)
+        let keeper = self.state.keeper();
+        let summed = keeper.summed().converted(keeper.regions(), regions);
+        self.store.allocated(regions, from, &summed)
     }
 
     /// The layers: see [`Store::copy_layers`].
@@ -342,8 +348,10 @@ impl Executor {
         }
         self.look_at_store();
         self.flushes.changed();
-        if begun.is_ok() {
+        if let Ok(done) = &begun {
+            let is_anything_kept = done.iter().any(|done| *done);
             self.renew_sums()?;
+            self.look_at_lost(is_anything_kept)?;
         }
         Ok(begun?)
     }
@@ -448,10 +456,16 @@ impl Executor {
         self.store.fd(file).as_raw_fd()
     }
 
-    /// How much space the disk has left, in MiB; 0 if the file system does not say.
-    pub fn free_mib(&self) -> u32 {
+    /// How much space the disk has left, in MiB; 0 if the file system does not say. It is asked once a second, or after a
+    /// request has found no space: a PING must not wait for it.
+    pub fn free_mib(&mut self) -> u32 {
+        if let Some((_, free_mib)) = self.free.filter(|(at, _)| at.elapsed() < FREE_SPACE_PERIOD) {
+            return free_mib;
+        }
         let free_bytes = self.store.free_bytes().unwrap_or(0);
-        u32::try_from(free_bytes >> 20).unwrap_or(u32::MAX)
+        let free_mib = u32::try_from(free_bytes >> 20).unwrap_or(u32::MAX);
+        self.free = Some((Instant::now(), free_mib));
+        free_mib
     }
 
     fn head_fd(&self) -> RawFd {
@@ -462,6 +476,10 @@ impl Executor {
         let outcome = if self.state.failure().is_some() { Err(Errno::IO) } else { outcome };
         if slot == SUM_SLOT {
             return self.sum_read(outcome);
+        }
+        self.sums_followed(slot, outcome);
+        if outcome == Err(Errno::NO_SPACE) {
+            self.free = None;
         }
         self.finished.push((slot, outcome));
     }

@@ -10,16 +10,16 @@
 
 use std::time::{Duration, Instant};
 
+use shorthorn_replica_core::KnownRot;
 use shorthorn_ring::{Ring, Token};
 use shorthorn_store::{
-    BLOCKS_PER_SUM_PAGE, BlockSource, BlockSumsFile, FileIndex, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES,
-    SUM_UNKNOWN, SumPage, block_sum, sum_of_zeroes,
+    BLOCKS_PER_SUM_PAGE, BlockSource, BlockSumsFile, FileIndex, LostBlocks, SUM_PAGE_BYTES,
+    SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum, sum_of_zeroes,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_types::{ByteRange, Errno};
+use shorthorn_types::{ByteRange, Errno, RegionSet};
 use shorthorn_wire::{Flags, Header, Opcode};
 
-use super::known_rot::KnownRot;
 use super::layers::layer_of;
 use super::sum_pages::{Found, SumPages};
 use super::{Executor, Outcome, SOURCE_DISK, Work, kind};
@@ -51,8 +51,10 @@ pub(crate) struct Summer {
     job: Option<Job>,
     /// The sums that the job has made.
     fresh: SumPage,
-    /// Sums of blocks beside rot.
-    known: KnownRot,
+    /// Sums of blocks beside rot; requests are told apart by their slots.
+    pub(super) known: KnownRot<u16>,
+    /// Blocks of which there is no sound copy.
+    pub(super) lost: LostBlocks,
     /// The sum of a block of zeroes.
     zero_sum: u32,
     /// Operations that the ring has, those of the job and of pages.
@@ -112,6 +114,7 @@ impl Summer {
             job: None,
             fresh: SumPage::unknown(),
             known: KnownRot::default(),
+            lost: LostBlocks::new(),
             zero_sum: sum_of_zeroes(),
             in_flight: 0,
             waiting: Vec::with_capacity(SLOTS),
@@ -142,7 +145,7 @@ impl Summer {
 /// Whether the request asks for a comparison of what it reads.
 fn asks_for_check(header: &Header) -> bool {
     match header.opcode {
-        Opcode::Verify => true,
+        Opcode::Verify | Opcode::CheckLayer => true,
         Opcode::Read | Opcode::ReadLayer => header.flags.has(Flags::CHECKED),
         _ => false,
     }
@@ -238,7 +241,8 @@ impl Executor {
 
     /// At the start it is not known which regions hold data.
     fn search(&mut self, from: u32) {
-        match self.store.allocated(self.state.keeper().regions(), from) {
+        let regions = self.state.keeper().regions();
+        match self.store.allocated(regions, from, &RegionSet::empty(regions.count())) {
             Ok((runs, next)) => {
                 for (first, count) in runs {
                     self.state.keeper_mut().want_sums(first..first + count);
@@ -346,10 +350,10 @@ impl Executor {
         let Some(fd) = self.summer.fd() else { return false };
         let Summer { pages, fresh, known, .. } = &mut self.summer;
         for block in 0..BLOCKS_PER_SUM_PAGE {
-            // What is known to be rotten keeps the sum that says so.
-            match (fresh.sum(block), known.sum(number, block)) {
-                (SUM_UNKNOWN, _) => {}
-                (sum, SUM_UNKNOWN) | (_, sum) => pages.sums_mut(at).set(block, sum),
+            let sum = fresh.sum(block);
+            if sum != SUM_UNKNOWN {
+                let sum = known.sum_to_store(number * BLOCKS_PER_SUM_PAGE as u64 + block as u64, sum);
+                pages.sums_mut(at).set(block, sum);
             }
         }
         if !pages.begin_write(at, series) {
@@ -467,7 +471,7 @@ impl Executor {
             Ok(file) => {
                 self.summer.file = Some(file);
                 (self.summer.search_from, self.summer.next_at) = (Some(0), Some(Instant::now()));
-                Ok(())
+                self.summer.load_lost(&mut self.store)
             }
             Err(error) => {
                 tracing::warn!(%error, "block checksums are off: rot on the disk is not detected until the \
@@ -500,6 +504,13 @@ impl Executor {
         }
     }
 
+    /// There are regions to sum.
+    pub(super) fn sum_soon(&mut self) {
+        if self.summer.file.is_some() {
+            self.summer.next_at.get_or_insert_with(Instant::now);
+        }
+    }
+
     /// Regions are about to have other numbers.
     pub(super) fn search_again(&mut self) {
         self.summer.search_from = self.summer.search_from.map(|_| 0);
@@ -522,18 +533,43 @@ impl Executor {
         let is_discard = self.work(slot).header.opcode == Opcode::Discard;
         // A discard leaves blocks that it covers in part as they are.
         let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
-        let mut known = std::mem::take(&mut self.summer.known);
-        known.modified(blocks, |block| self.sum_after(slot, range, block));
-        self.summer.known = known;
+        let knows_any = !self.summer.known.is_empty();
+        for block in block_ranges(blocks).filter(|_| knows_any) {
+            if self.summer.known.has(number_of(block)) {
+                let after = self.sum_after(slot, range, block);
+                self.summer.known.modified(slot, number_of(block), after);
+            }
+        }
         if self.summer.checks > 0 {
             // A layer is read beside writes: its blocks are compared as a reader sees them at that moment.
-            let reads = self.works.iter_mut().filter(|work| {
-                work.wants_check && work.header.opcode != Opcode::ReadLayer && work.blocks.overlaps(range)
-            });
+            let is_layer = |work: &Work| matches!(work.header.opcode, Opcode::ReadLayer | Opcode::CheckLayer);
+            let reads = self
+                .works
+                .iter_mut()
+                .filter(|work| work.wants_check && !is_layer(work) && work.blocks.overlaps(range));
             for work in reads {
                 work.wants_check = false;
                 self.summer.checks -= 1;
             }
+        }
+    }
+
+    /// The request in the slot is about to write a block that it has merged with what was there: the sums before and after.
+    pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
+        let Ok(range) = self.work(slot).header.range() else { return };
+        self.summer.known.merged(slot, range, number_of(block), sums);
+    }
+
+    /// Whether the request in the slot has to tell what it merges.
+    pub(super) fn sums_await(&self, slot: u16) -> bool {
+        self.summer.known.awaits(slot)
+    }
+
+    /// The request in the slot has ended.
+    pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
+        self.summer.known.ended(slot, outcome.is_ok());
+        if outcome.is_ok() {
+            self.lost_follow(slot);
         }
     }
 
@@ -615,8 +651,9 @@ impl Executor {
     /// The first block in the slot that is not as it was stored, if there is one. Sums are about what a reader
     /// sees: of a single layer, blocks that lie below others have none.
     fn rotten_block(&mut self, slot: u16) -> Option<ByteRange> {
-        let Work { header, blocks, .. } = *self.work(slot);
+        let Work { header, blocks, checked, .. } = *self.work(slot);
         let layer = match header.opcode {
+            Opcode::CheckLayer => Some(checked?.file()),
             Opcode::ReadLayer => Some(layer_of(&header).ok().and_then(|layer| self.store.layer_file(layer))?),
             _ => None,
         };
@@ -635,18 +672,35 @@ impl Executor {
         is_planned && is_seen
     }
 
+    /// Whether a reader sees what a layer above this one has in the block.
+    pub(super) fn is_covered(&mut self, file: FileIndex, block: ByteRange) -> bool {
+        let mut segments = std::mem::take(&mut self.segments);
+        segments.clear();
+        let is_planned = self.store.plan_read(block, &mut segments).is_ok();
+        let layers = self.store.layers();
+        let place = |file: FileIndex| layers.iter().position(|layer| layer.index == file);
+        let is_above = |source: BlockSource| match source {
+            BlockSource::File(other) => place(other) < place(file),
+            BlockSource::Zero => false,
+        };
+        let is_covered = is_planned && segments.iter().all(|segment| is_above(segment.source));
+        self.segments = segments;
+        is_covered
+    }
+
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
+        let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+        if self.summer.known.has(number_of(block)) {
+            return self.summer.known.is_rotten(number_of(block), found()).unwrap_or(false);
+        }
         let kept = self.kept_sum(block);
-        kept != SUM_UNKNOWN && kept != block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c())
+        kept != SUM_UNKNOWN && kept != found()
     }
 
     fn kept_sum(&self, block: ByteRange) -> u32 {
-        let (page, place) = (block.offset() / SUM_PAGE_SPAN_BYTES, number_in_page(block));
-        match self.summer.known.sum(page, place) {
-            SUM_UNKNOWN if !self.is_summed(block) => SUM_UNKNOWN,
-            SUM_UNKNOWN => self.summer.pages.peek(page).map_or(SUM_UNKNOWN, |sums| sums.sum(place)),
-            known => known,
-        }
+        let page = self.summer.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
+        let counts = page.filter(|_| self.is_summed(block));
+        counts.map_or(SUM_UNKNOWN, |sums| sums.sum(number_in_page(block)))
     }
 
     /// Whether the sum of the block counts.
@@ -658,11 +712,11 @@ impl Executor {
 
     /// The repair of this block takes the sums of its region away: what they say of others stays known.
     fn know_rot(&mut self, block: ByteRange) {
-        let page = block.offset() / SUM_PAGE_SPAN_BYTES;
+        let start = block.offset() / SUM_PAGE_SPAN_BYTES * SUM_PAGE_SPAN_BYTES;
+        let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
         let mut known = std::mem::take(&mut self.summer.known);
-        if let Some(sums) = self.summer.pages.peek(page) {
-            known.keep(page, sums, |block| self.is_summed(block));
-        }
+        let sums = block_ranges(page).map(|block| (number_of(block), self.kept_sum(block)));
+        known.keep(sums.filter(|(_, sum)| *sum != SUM_UNKNOWN));
         self.summer.known = known;
     }
 
@@ -693,8 +747,13 @@ fn sums_token(kind: u8, at: usize) -> Token {
     Token { source: SOURCE_DISK, kind, index: u16::try_from(at).unwrap_or(u16::MAX), tag: 0 }
 }
 
+/// The number of a block in the volume.
+pub(super) fn number_of(block: ByteRange) -> u64 {
+    block.offset() / BLOCK_BYTES
+}
+
 /// The place of a block in its page.
-pub(super) fn number_in_page(block: ByteRange) -> usize {
+fn number_in_page(block: ByteRange) -> usize {
     let number = block.offset() / BLOCK_BYTES % BLOCKS_PER_SUM_PAGE as u64;
     usize::try_from(number).unwrap_or(usize::MAX)
 }

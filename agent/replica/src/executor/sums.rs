@@ -4,14 +4,15 @@
 //! more rarely still: that waits for the disk.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, StoreError};
+use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, StoreError, sum_of_data};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
 use shorthorn_wire::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum,
 };
 
 use super::data::{block_count, piece};
-use super::{Executor, Outcome, kind};
+use super::summer::{block_ranges, number_of};
+use super::{Executor, Outcome, SUM_SLOT, kind};
 use crate::error::ReplicaError;
 use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
 
@@ -46,6 +47,13 @@ pub(super) struct Checked {
     kept: Option<u32>,
 }
 
+impl Checked {
+    /// The layer.
+    pub fn file(&self) -> FileIndex {
+        self.file
+    }
+}
+
 impl Executor {
     /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`] can tell.
     pub fn start_check(
@@ -61,6 +69,8 @@ impl Executor {
         let work = self.work_mut(slot);
         (work.blocks, work.checked) = (piece_range, Some(checked));
         self.buffers.touch(slot, piece_range);
+        // Rot does not vote: it is as if it could not be read.
+        self.begin_check(slot);
         self.read(slot, kind::READ, piece(EDGE_BLOCKS, block_count(piece_range.length()), file), ring);
         Ok(())
     }
@@ -178,12 +188,66 @@ impl Executor {
             ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
-        let repaired = self.store.repair_layer(image, range, &runs, data);
-        // What a reader sees there is not what it was.
-        self.renew_sums()?;
+        let layer = self.store.snapshot_layer(image);
+        let is_followed = self.end_sums_in(range);
+        let repaired = match is_followed {
+            true => self.store.repair_layer(image, range, &runs, data),
+            false => {
+                // What a reader sees there may have been summed with the rot in it.
+                self.store.forget_block_sums()?;
+                let repaired = self.store.repair_layer(image, range, &runs, data);
+                self.renew_sums()?;
+                repaired
+            }
+        };
+        if let Some(layer) = layer.filter(|_| is_followed) {
+            self.known_follow_repair(layer, range, &runs, data, repaired.is_ok());
+        }
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
+    }
+}
+
+impl Executor {
+    /// The sums of the regions of `range` do not count any more, durably. False if that could not be done: then all sums have to be
+    /// forgotten. Waits for the disk.
+    fn end_sums_in(&mut self, range: ByteRange) -> bool {
+        let keeper = self.state.keeper_mut();
+        let regions = keeper.regions().touched(range);
+        keeper.unsum(regions);
+        self.sum_soon();
+        // A page that the ring still writes could overtake those that are written here.
+        self.marks.is_idle() && self.write_all_pages().is_ok()
+    }
+
+    /// A layer was repaired: the known sums of what a reader sees there follow.
+    fn known_follow_repair(
+        &mut self,
+        layer: FileIndex,
+        range: ByteRange,
+        runs: &[ByteRange],
+        data: &[u8],
+        well: bool,
+    ) {
+        let mut starts = Vec::with_capacity(runs.len());
+        let mut start = 0;
+        for run in runs {
+            starts.push((*run, start));
+            start += super::buffers::distance(run.length());
+        }
+        for block in block_ranges(range).collect::<Vec<_>>() {
+            if !self.summer.known.has(number_of(block)) || self.is_covered(layer, block) {
+                continue;
+            }
+            let run = starts.iter().find(|(run, _)| run.overlaps(block));
+            let sum = run.and_then(|(run, start)| {
+                let at = start + super::buffers::distance(block.offset() - run.offset());
+                data.get(at..at + BLOCK_BYTES_USIZE).map(sum_of_data)
+            });
+            self.summer.known.modified(SUM_SLOT, number_of(block), sum);
+        }
+        self.summer.known.ended(SUM_SLOT, well);
     }
 }
 

@@ -1,12 +1,13 @@
 //! Discards and writes of zeroes.
 
 use shorthorn_ring::{Ring, Token};
-use shorthorn_store::{BlockSource, EdgeBlock, ZeroStep};
+use shorthorn_store::{BlockSource, EdgeBlock, ZeroStep, block_sum};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Opcode;
 
 use super::buffers::{distance, length_of};
+use super::data::not_rot;
 use super::zeroes::{Next, cut};
 use super::{Executor, Outcome, SOURCE_DISK, is_durable, is_passing, kind};
 
@@ -82,7 +83,11 @@ impl Executor {
     /// The second step of a merge: writes the block with zeroes in it.
     fn write_zero_edge(&mut self, job: u8, slot: u16, edge: EdgeBlock, ring: &mut Ring) {
         let buf = self.buffers.blocks(slot, 0, 1);
+        let before = self.sums_await(slot).then(|| block_sum(buf.crc32c()));
         buf.part(distance(edge.part.offset() - edge.block.offset()), length_of(edge.part)).zero();
+        if let Some(before) = before {
+            self.sum_merged(slot, edge.block, (before, block_sum(buf.crc32c())));
+        }
         ring.write(self.head_fd(), buf, edge.block.offset(), false, zero_token(kind::ZERO_STEP, job));
         self.in_flight += 1;
     }
@@ -99,7 +104,7 @@ impl Executor {
                 self.write_zero_edge(job, slot, edge, ring);
             }
             (ZeroStep::Merge(_), Err(errno)) if kind == kind::ZERO_EDGE => {
-                self.end_zeroing(job, Err(errno), ring);
+                self.end_zeroing(job, Err(not_rot(errno)), ring);
             }
             (step, Err(errno)) => self.zero_step_failed(job, step, errno, ring),
             (ZeroStep::Punch(range), Ok(_)) => {

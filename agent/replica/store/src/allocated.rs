@@ -1,6 +1,6 @@
 //! In which regions of the volume any layer has data.
 
-use shorthorn_types::{ByteRange, RUNS_PER_MARK_MAX, Regions};
+use shorthorn_types::{ByteRange, RUNS_PER_MARK_MAX, RegionSet, Regions};
 
 use crate::error::StoreError;
 use crate::store::Store;
@@ -12,12 +12,17 @@ const QUESTIONS_MAX: usize = 4096;
 pub type AllocatedRuns = (Vec<(u32, u32)>, Option<u32>);
 
 impl Store {
-    /// The runs of regions from `from` on where any layer has data. Bounded in length and time: it may stop early
-    /// and say where to go on. Holes cost nothing, however large they are.
+    /// The runs of regions from `from` on where any layer has data, or that are in `also`. Bounded in length and time: it may stop
+    /// early and say where to go on. Holes cost nothing, however large they are.
     ///
     /// # Errors
     /// What the file system answers.
-    pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
+    pub fn allocated(
+        &self,
+        regions: Regions,
+        from: u32,
+        also: &RegionSet,
+    ) -> Result<AllocatedRuns, StoreError> {
         let region_bytes = regions.region_bytes();
         let mut runs: Vec<(u32, u32)> = Vec::new();
         // What comes next in each layer; each is asked again only when that has been passed.
@@ -37,7 +42,9 @@ impl Store {
                 }
                 first = [first, *next].into_iter().flatten().min_by_key(|data| data.offset().max(at_bytes));
             }
-            let touched = first.map(|data| regions.touched(data));
+            let touched = first.map(|data| regions.touched(data)).filter(|touched| !touched.is_empty());
+            let other = also.next(at).map(|region| region..region + 1);
+            let touched = [touched, other].into_iter().flatten().min_by_key(|touched| touched.start.max(at));
             let Some(touched) = touched.filter(|touched| !touched.is_empty()) else { break };
             let start = touched.start.max(at);
             let count = touched.end - start;

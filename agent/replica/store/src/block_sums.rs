@@ -62,6 +62,12 @@ pub fn block_sum(crc32c: u32) -> u32 {
     crc32c.max(1)
 }
 
+/// The sum of a block with this data.
+#[must_use]
+pub fn sum_of_data(bytes: &[u8]) -> u32 {
+    block_sum(crc32c::crc32c(bytes))
+}
+
 /// The sum of a block of zeroes.
 #[must_use]
 pub fn sum_of_zeroes() -> u32 {

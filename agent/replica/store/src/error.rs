@@ -145,7 +145,13 @@ impl StoreError {
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            StoreError::Io { source, .. } | StoreError::NotDurable { source, .. } => Errno::of(source),
+            // A file system whose own structures are damaged answers with the errno that stands for a block that does not fit its sum.
+            StoreError::Io { source, .. } | StoreError::NotDurable { source, .. } => {
+                match Errno::of(source) {
+                    Errno::ROTTEN => Errno::IO,
+                    errno => errno,
+                }
+            }
             StoreError::Range(_) => Errno::INVALID,
             StoreError::ReadOnly(_) => Errno::new(nix::libc::EROFS),
             StoreError::Locked { .. } | StoreError::FoldRunning => Errno::new(nix::libc::EBUSY),
@@ -204,5 +210,18 @@ fn errno_of(error: &ChainError) -> Errno {
         | ChainError::BadSize(_) => Errno::INVALID,
         ChainError::SeveralChildren { .. } | ChainError::ChildIsHead(_) => Errno::new(nix::libc::EBUSY),
         _ => Errno::IO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// XFS answers with it if its own structures are damaged.
+    #[test]
+    fn a_damaged_file_system_is_no_rot() {
+        let error = |raw| StoreError::io("find the data of", "x", io::Error::from_raw_os_error(raw));
+        assert_eq!(error(nix::libc::EBADMSG).errno(), Errno::IO);
+        assert_eq!(error(nix::libc::ENOSPC).errno(), Errno::NO_SPACE);
     }
 }

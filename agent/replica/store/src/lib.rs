@@ -37,6 +37,7 @@ mod host;
 mod info;
 mod inspect;
 mod lock;
+mod lost_blocks;
 mod operations;
 mod options;
 mod regions;
@@ -52,7 +53,7 @@ mod unwritten;
 pub use allocated::AllocatedRuns;
 pub use block_sums::{
     BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum,
-    sum_of_zeroes,
+    sum_of_data, sum_of_zeroes,
 };
 pub use boot::LossNote;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
@@ -62,6 +63,7 @@ pub use fold::{FoldJob, FoldedJob};
 pub use hold::{Held, hold};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, Severity, inspect};
+pub use lost_blocks::{LOST_BLOCKS_MAX, LostBlocks};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
 pub use regions::RegionFile;
 pub use shorthorn_chain::{

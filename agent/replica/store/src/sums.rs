@@ -280,8 +280,7 @@ impl Store {
         let layer = self.known_layer(image)?.clone();
         let index = self.files.find(&layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
         range.check(self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES))?;
-        // What a reader sees may have been summed with the rot in it.
-        self.forget_block_sums()?;
+        self.check_sums_follow()?;
         let before = self.layer_blocks(index, range)?;
         let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
         let file = self.directory.open_file(image, OFlag::O_RDWR | direct)?;

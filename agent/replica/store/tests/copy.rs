@@ -15,7 +15,7 @@ use shorthorn_regions::SetKey;
 use shorthorn_store::{
     ByteRange, CreateOptions, Fault, FaultHook, OpenOptions, Provenance, Store, StoreError,
 };
-use shorthorn_types::{Regions, ReplicaId};
+use shorthorn_types::{RegionSet, Regions, ReplicaId};
 
 const SIZE: u64 = 4 << 20;
 const NOW: &str = "2026-11-22T10:00:00Z";
@@ -247,8 +247,15 @@ fn allocated_regions_are_those_where_any_layer_has_data() {
     let base = scratch();
     let store = source(&base.path().join("from"));
     let regions = Regions::of(SIZE);
-    assert_eq!(store.allocated(regions, 0).unwrap(), (vec![(0, 1), (63, 1)], None));
-    assert_eq!(store.allocated(regions, 1).unwrap(), (vec![(63, 1)], None));
+    let none = RegionSet::empty(regions.count());
+    assert_eq!(store.allocated(regions, 0, &none).unwrap(), (vec![(0, 1), (63, 1)], None));
+    assert_eq!(store.allocated(regions, 1, &none).unwrap(), (vec![(63, 1)], None));
+    let mut others = none.clone();
+    for region in [0, 1, 9, 62] {
+        others.insert(region);
+    }
+    let found = store.allocated(regions, 0, &others).unwrap();
+    assert_eq!(found, (vec![(0, 2), (9, 1), (62, 2)], None), "and where something was");
     // Many runs come in pages.
     let large = Store::create(
         base.path().join("large"),
@@ -260,7 +267,9 @@ fn allocated_regions_are_those_where_any_layer_has_data() {
     }
     let (mut from, mut found, mut pages) = (0, Vec::new(), 0);
     loop {
-        let (runs, next) = large.allocated(Regions::of(1 << 30), from).unwrap();
+        let (runs, next) = large
+            .allocated(Regions::of(1 << 30), from, &RegionSet::empty(Regions::of(1 << 30).count()))
+            .unwrap();
         found.extend(runs);
         pages += 1;
         let Some(next) = next else { break };
@@ -280,7 +289,9 @@ fn holes_cost_nothing() {
     store.write_at(&[1; 4096], 5 << 30, false).unwrap();
     store.write_at(&[1; 4096], size_bytes - 4096, false).unwrap();
     let begun = std::time::Instant::now();
-    let found = store.allocated(Regions::of(size_bytes), 0).unwrap();
+    let found = store
+        .allocated(Regions::of(size_bytes), 0, &RegionSet::empty(Regions::of(size_bytes).count()))
+        .unwrap();
     println!("{:?}", begun.elapsed());
     assert_eq!(found, (vec![(5 << 10, 1), ((1 << 20) - 1, 1)], None));
 }

@@ -244,6 +244,49 @@ struct Rebuild<'a> {
     replica: ReplicaId,
 }
 
+impl Rebuild<'_> {
+    /// A block of the snapshot that another member has sound.
+    async fn read_other(
+        &self,
+        others: &[Source],
+        block: u64,
+    ) -> Result<Option<crate::disk::Block>, Trouble<CallError>> {
+        let is_sabotaged = self.process.sim.borrow().options.sabotage == Some(Sabotage::OthersUnread);
+        for other in others.iter().filter(|_| !is_sabotaged) {
+            let read = self.process.with_line(other.address, Ask::ReadSnapshotBlock(block)).await;
+            let content = match read {
+                Err(error) if error.is_refusal() => continue,
+                Ok(Answer::SnapshotBlock(content)) => Ok(content),
+                Ok(_) => Err(CallError::Broken),
+                Err(error) => Err(error),
+            };
+            let content =
+                content.map_err(Trouble::while_reading(*other, "reading a block of another member"))?;
+            if self.process.look(|core| other.has_stayed(core)) == Some(true) {
+                return Ok(Some(*content));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Blocks are lost only if no other member that has stayed has them.
+    fn judge_lost(&self, others: &[Source], lost: &[crate::net::RottenBlock]) {
+        let stays = |other: &&Source| self.process.look(|core| other.has_stayed(core)) == Some(true);
+        let staying: Vec<ReplicaId> =
+            others.iter().filter(stays).map(|other| other.address.replica).collect();
+        let mut world = self.process.sim.borrow_mut();
+        for (block, _) in lost {
+            world.count("blocks of snapshots that are lost");
+            let has = |id: &ReplicaId| {
+                world.replica_index(*id).is_some_and(|at| world.replicas[at].has_sound_below(*block))
+            };
+            if let Some(id) = staying.iter().copied().find(has) {
+                world.violate(format!("block {block} counts as lost, and {id} has it"));
+            }
+        }
+    }
+}
+
 impl Courier for Rebuild<'_> {
     type Engine = Process;
 
@@ -259,11 +302,12 @@ impl Courier for Rebuild<'_> {
         self.process.is_away(self.peer) != Some(self.replica)
     }
 
-    /// A snapshot is copied in one piece.
+    /// A snapshot is copied in one piece, but for blocks in which its source holds rot.
     async fn copy_snapshots(
         &self,
         target: Address,
         source: Source,
+        others: &[Source],
         layers: &LayerList,
         _: &CopyState,
     ) -> Result<(), Trouble<CallError>> {
@@ -271,19 +315,27 @@ impl Courier for Rebuild<'_> {
         if layers.layers.len() < 2 {
             return Ok(());
         }
-        let read = |is_checked| self.process.with_line(source.address, Ask::ReadSnapshot { is_checked });
-        let mut snapshot = read(true).await;
-        if source.is_rotten && snapshot.as_ref().is_err_and(LinkError::is_rot) {
-            self.process.sim.borrow_mut().count("rot in a snapshot without a sound copy");
-            snapshot = read(false).await;
-        }
-        let snapshot = match snapshot {
-            Ok(Answer::Layers(_, snapshot)) => Ok(snapshot),
+        let (file, rotten) = match self.process.with_line(source.address, Ask::ReadSnapshot).await {
+            Ok(Answer::Snapshot(file, rotten)) => Ok((file, rotten)),
             Ok(_) => Err(CallError::Broken),
             Err(error) => Err(error),
-        };
-        let snapshot = snapshot.map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
-        let written = self.process.with_line(target, Ask::CopySnapshot(snapshot)).await;
+        }
+        .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
+        let (mut file, mut lost) = ((*file).clone(), Vec::new());
+        for (block, was) in rotten {
+            match self.read_other(others, block).await? {
+                Some(content) => {
+                    self.process.sim.borrow_mut().count("blocks of snapshots of another member");
+                    file.replace(block, Some(content));
+                }
+                None => lost.push((block, was)),
+            }
+        }
+        self.judge_lost(others, &lost);
+        if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUntold) {
+            lost.clear();
+        }
+        let written = self.process.with_line(target, Ask::CopySnapshot(Rc::new(file), lost)).await;
         written.map(drop).map_err(Trouble::while_doing("writing a layer"))
     }
 

@@ -132,7 +132,7 @@ impl<T: Asks> Link for Via<T> {
     }
 
     async fn layers(&mut self) -> Result<LayerList, CallError> {
-        let Answer::Layers(has_snapshot, _) = self.0.ask(Ask::Layers).await? else {
+        let Answer::Layers(has_snapshot) = self.0.ask(Ask::Layers).await? else {
             return Err(CallError::Broken);
         };
         let layer = |image: &str| WireLayer { image: image.to_owned(), meta: String::new(), size_bytes: 0 };

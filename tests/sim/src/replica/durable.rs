@@ -26,6 +26,8 @@ pub(super) struct Durable {
     pub has_snapshot: bool,
     /// Sums of blocks; which of them count is in a set of regions.
     pub sums: BTreeMap<u64, u32>,
+    /// Blocks that were copied as rot, and their sums then.
+    pub lost: BTreeMap<u64, u32>,
     /// The host was off while data was not durable, and not all of that has been made equal since.
     pub power_was_lost: bool,
     /// How often in a row the replica has failed.

@@ -127,7 +127,6 @@ impl World {
 
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
-            let forgets = self.options.sabotage == Some(crate::Sabotage::ForgottenRot);
             self.replicas[at].sums_end(range);
             let sabotaged = self.options.sabotage == Some(crate::Sabotage::NoIntent);
             if !sabotaged {
@@ -135,17 +134,19 @@ impl World {
                 let Some(admitted) = waiting.admit(state, range, op) else { return self.write_pages(at) };
                 op = admitted;
             }
-            self.replicas[at].sums_follow(range, &op.ask, forgets);
+            let sabotage = self.options.sabotage;
+            self.replicas[at].sums_follow(&op, range, sabotage);
         }
         match &op.ask {
             Ask::Propose(..)
             | Ask::Commit(_)
             | Ask::Mark(_)
             | Ask::Layers
-            | Ask::ReadSnapshot { .. }
+            | Ask::ReadSnapshot
+            | Ask::ReadSnapshotBlock(_)
             | Ask::HeadExtents(_)
             | Ask::CopyBegin { .. }
-            | Ask::CopySnapshot(_)
+            | Ask::CopySnapshot(..)
             | Ask::CopyEnd
             | Ask::Expand(_)
             | Ask::Regions(_) => {
@@ -297,7 +298,8 @@ impl World {
 
     fn control(&mut self, at: usize, op: Op) {
         let Some(Place { generation, .. }) = self.replicas[at].admission.place(op.conn) else { return };
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::OldProposals);
+        let sabotage = self.options.sabotage;
+        let sabotaged = sabotage == Some(crate::Sabotage::OldProposals);
         if let Some(answer) = self.lie(at, generation, &op.ask) {
             return self.answer(op.conn, op.number, answer);
         }
@@ -319,10 +321,11 @@ impl World {
                 Err(errno) => Err(errno),
             },
             Ask::Layers => {
-                let (has, file) = (replica.durable.has_snapshot, Rc::new(replica.files.snapshot.clone()));
-                return self.answer(op.conn, op.number, Answer::Layers(has, file));
+                let has_snapshot = replica.durable.has_snapshot;
+                return self.answer(op.conn, op.number, Answer::Layers(has_snapshot));
             }
-            Ask::ReadSnapshot { is_checked } => return self.read_snapshot(at, &op, *is_checked),
+            Ask::ReadSnapshot => return self.read_snapshot(at, &op),
+            Ask::ReadSnapshotBlock(block) => return self.read_snapshot_block(at, &op, *block),
             Ask::HeadExtents(from_bytes) => {
                 let mut page = replica.head_extents(*from_bytes);
                 if replica.takes_error(Broken::Extents) {
@@ -334,9 +337,8 @@ impl World {
             Ask::CopyBegin { has_snapshot } => {
                 replica.write_document(|replica| replica.copy_begin(*has_snapshot))
             }
-            Ask::CopySnapshot(file) => {
-                replica.files.snapshot = (**file).clone();
-                replica.remap();
+            Ask::CopySnapshot(file, lost) => {
+                self.copy_snapshot(at, file, lost);
                 Ok(())
             }
             Ask::CopyEnd => replica.write_document(|replica| {
@@ -345,7 +347,7 @@ impl World {
             }),
             Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),
             Ask::Regions(query) => {
-                let mut page = replica.regions(query);
+                let mut page = replica.regions(query, sabotage);
                 if replica.takes_error(Broken::Regions) {
                     replica.spoil_regions(&mut page);
                     self.count(Broken::Regions.name());

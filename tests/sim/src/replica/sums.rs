@@ -3,12 +3,14 @@
 //! A disk rots only where the replica has sums, and never a block that no other replica could give. What it held before is
 //! remembered, and is there again as soon as no sum of the block counts any more: what has no sums cannot be noticed, by anybody.
 //! The sums of a region end when it is modified, but for those beside rot that was met: they stay known until their block
-//! gets other data, so that such a block stays rotten.
+//! has got other data, so that such a block stays rotten. The replica and its simulation keep them in the same way: see [`KnownRot`].
 
 use super::*;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::Sabotage;
+use crate::disk::SparseFile;
+use crate::net::RottenBlock;
 
 /// What a sector shows that the disk has changed.
 pub const ROT: Id = Id::MAX;
@@ -44,52 +46,81 @@ impl Replica {
             && self.durable.sums.contains_key(&block)
     }
 
-    /// The sum that a block should have.
+    /// The sum that the page of a block says, if that counts.
     fn kept_sum(&self, block: u64) -> Option<u32> {
-        let known = self.known_rot.get(&block).copied();
-        known.or_else(|| self.durable.sums.get(&block).copied().filter(|_| self.is_summed(block)))
+        self.durable.sums.get(&block).copied().filter(|_| self.is_summed(block))
+    }
+
+    /// Whether any sum of the block counts.
+    fn is_guarded(&self, block: u64) -> bool {
+        self.known_rot.has(block) || self.kept_sum(block).is_some()
     }
 
     /// Whether a block is known to hold something else than was stored there.
     pub fn is_known_rotten(&self, block: u64) -> bool {
-        self.kept_sum(block).is_some_and(|sum| sum != self.sum_of(block))
+        let found = self.sum_of(block);
+        let known = self.known_rot.is_rotten(block, found);
+        known.unwrap_or_else(|| self.kept_sum(block).is_some_and(|sum| sum != found))
     }
 
     /// Rot was met: the sums beside it stay known.
     pub(super) fn know_rot(&mut self) {
         let blocks = 0..self.size_bytes / BLOCK_BYTES;
-        let sums = blocks.filter_map(|block| Some((block, self.kept_sum(block)?)));
-        self.known_rot = sums.collect();
+        let sums: Vec<(u64, u32)> = blocks.filter_map(|block| Some((block, self.kept_sum(block)?))).collect();
+        self.known_rot.keep(sums);
     }
 
     /// A request is to modify `range`: the sums of its regions do not count any more, whether it is admitted or not.
     pub(super) fn sums_end(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
-        let unknown: Vec<u64> = rotten.filter(|block| !self.known_rot.contains_key(block)).collect();
+        let unknown: Vec<u64> = rotten.filter(|block| !self.known_rot.has(*block)).collect();
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
-    /// The request is admitted: sums that were known of other data do not count any more.
-    pub(super) fn sums_follow(&mut self, range: ByteRange, ask: &Ask, forgets: bool) {
-        let is_discard = matches!(ask, Ask::Discard(_));
-        let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
-        for block in block_numbers(blocks) {
-            let known = self.known_rot.get(&block).copied();
-            if known.is_some() && known != sum_after(ask, range, block) {
-                self.known_rot.remove(&block);
-                self.files.heal(block);
+    /// The request is admitted. What the disk has changed stays until the outcome is known.
+    pub(super) fn sums_follow(&mut self, op: &Op, range: ByteRange, sabotage: Option<Sabotage>) {
+        let is_discard = matches!(op.ask, Ask::Discard(_));
+        let blocks = if is_discard { whole_blocks(range) } else { block_numbers(range) };
+        for block in blocks {
+            if sabotage == Some(Sabotage::EarlyForgetting) {
+                // As if another request had modified it meanwhile.
+                self.known_rot.modified((ConnId::MAX, 0), block, sum_after(&op.ask, range, block));
+            }
+            self.known_rot.modified(op.key(), block, sum_after(&op.ask, range, block));
+        }
+        if sabotage == Some(Sabotage::ForgottenRot) {
+            // The rest of the regions is summed as it is.
+            let others =
+                block_numbers(self.regions_of(range)).filter(|block| !block_numbers(range).contains(block));
+            for block in others.filter(|block| self.known_rot.has(*block)).collect::<Vec<_>>() {
+                (0..2).for_each(|number| self.known_rot.modified((ConnId::MAX, number), block, None));
+                let sum = self.sum_of(block);
+                self.known_rot.keep([(block, sum)]);
             }
         }
-        if forgets {
-            // The rest of the regions is summed as it is.
-            let is_blessed = |block: &u64| {
-                block_numbers(self.regions_of(range)).contains(block) && !block_numbers(range).contains(block)
-            };
-            let blessed: Vec<u64> = self.known_rot.keys().copied().filter(is_blessed).collect();
-            let sums: Vec<_> = blessed.into_iter().map(|block| (block, self.sum_of(block))).collect();
-            self.known_rot.extend(sums);
+    }
+
+    /// The request has merged a part of each of these blocks with what it held; they are about to be written.
+    pub(super) fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
+        let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
+        for (block, content) in changes {
+            if sum_after(&op.ask, range, *block).is_none() {
+                let (before, after) = (self.sum_of(*block), check(&content.unwrap_or_default()).max(1));
+                self.known_rot.merged(op.key(), range, *block, (before, after));
+            }
         }
+    }
+
+    /// The request has ended; if not `well`, it has done a part of what it was to do.
+    pub(super) fn sums_have_followed(&mut self, op: &Op, well: bool) {
+        let Some(range) = modified(&op.ask) else { return };
+        self.known_rot.ended(op.key(), well);
+        // A hole that was to be one was not written.
+        let whole = whole_blocks(range).filter(|_| well);
+        whole.for_each(|block| {
+            self.files.rot.remove(&block);
+        });
     }
 
     /// What of `range` the replica knows to be rotten.
@@ -108,10 +139,20 @@ impl Replica {
         self.up && !self.failed && !self.durable.rebuilding && !self.files.rot.contains_key(&block)
     }
 
+    /// Whether the snapshot has the block as it was stored, and can be read.
+    pub fn has_sound_below(&self, block: u64) -> bool {
+        let is_rotten = self.files.rot.contains_key(&block);
+        self.up
+            && !self.failed
+            && self.durable.has_snapshot
+            && !is_rotten
+            && self.files.snapshot.get(block).is_some()
+    }
+
     /// Blocks whose sums do not count any more are what they were.
     pub(super) fn heal_unknown(&mut self) {
         let unknown: Vec<u64> =
-            self.files.rot.keys().copied().filter(|block| self.kept_sum(*block).is_none()).collect();
+            self.files.rot.keys().copied().filter(|block| !self.is_guarded(*block)).collect();
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
@@ -119,7 +160,11 @@ impl Replica {
     pub fn heal(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);
         let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
-        rotten.into_iter().for_each(|block| self.files.heal(block));
+        for block in rotten {
+            // A part of it may have been written since it rotted: its sum is not that of what it should hold.
+            self.known_rot.forget_block(block);
+            self.files.heal(block);
+        }
     }
 
     /// The process ends in the middle: what it was writing is there, or not, or has torn the page.
@@ -139,10 +184,17 @@ impl Replica {
         }
     }
 
+    /// Blocks that nobody had when the replica was made, and that hold what they held then.
+    pub(super) fn know_lost(&mut self) {
+        let lost = self.durable.lost.iter().filter(|(block, sum)| self.sum_of(**block) == **sum);
+        let of_none: Vec<(u64, u32)> = lost.map(|(block, sum)| (*block, (!sum).max(1))).collect();
+        self.known_rot.keep(of_none);
+    }
+
     /// No sum counts any more.
     pub(super) fn forget_sums(&mut self) {
         self.void_summing();
-        self.known_rot.clear();
+        self.known_rot.forget();
         self.durable.sums.clear();
         let regions = self.state.keeper().regions();
         self.state.keeper_mut().end_sums(false);
@@ -153,11 +205,14 @@ impl Replica {
 
 impl World {
     /// The disk of a replica changes some blocks.
-    pub fn rot_blocks(&mut self, at: usize, count: u64, rng: &mut Rng) -> bool {
+    pub fn rot_blocks(&mut self, at: usize, count: u64, vanish: bool, rng: &mut Rng) -> bool {
         let of_volume = self.guest.replicas.clone();
         let is_guest = |id: &ReplicaId| of_volume.contains(id);
         if !self.replicas[at].up || self.replicas[at].durable.rebuilding || !is_guest(&self.replicas[at].id) {
             return false;
+        }
+        if vanish && self.replicas[at].durable.has_snapshot {
+            return false; // a full copy does not look where a layer has no data
         }
         let mut has_rotten = false;
         for _ in 0..count {
@@ -168,9 +223,10 @@ impl World {
                 is_guest(&other.id) && other.is_sound(block) && other.is_summed(block)
             });
             let replica = &mut self.replicas[at];
-            if has_other && replica.is_summed(block) && replica.files.rot(block) {
+            if has_other && replica.is_summed(block) && replica.files.rot(block, vanish) {
                 has_rotten = true;
-                if replica.files.rot_below().any(|below| below == block) {
+                replica.has_vanished |= vanish;
+                if replica.files.rot_below().any(|(below, _)| below == block) {
                     self.count("blocks of snapshots that rot");
                 }
                 self.was_rotten.insert((at, block));
@@ -201,22 +257,57 @@ impl World {
         replicas.into_iter().for_each(|(_, at)| self.replicas[at].heal(range));
     }
 
-    /// The snapshot of a replica is read to be copied.
-    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op, is_checked: bool) {
+    /// The snapshot of a replica is read to be copied. Rot that no sum is known of cannot be noticed.
+    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op) {
         let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedLayers);
         let replica = &mut self.replicas[at];
-        let rotten: Vec<u64> = replica.files.rot_below().collect();
-        if is_checked && !is_unchecked && rotten.iter().any(|block| replica.is_known_rotten(*block)) {
+        let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
+        let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
+        unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));
+        let told: Vec<RottenBlock> = replica.files.rot_below().filter(|_| !is_unchecked).collect();
+        let file = Rc::new(replica.files.snapshot.clone());
+        if !told.is_empty() {
             replica.know_rot();
             self.count("rot told of snapshots");
-            return self.answer(op.conn, op.number, Answer::Error(Errno::ROTTEN));
         }
-        if !is_unchecked {
-            // Nobody has it, or nobody can notice it.
-            rotten.into_iter().for_each(|block| replica.files.heal(block));
+        self.answer(op.conn, op.number, Answer::Snapshot(file, told));
+    }
+
+    /// A block of the snapshot is read in which another replica holds rot.
+    pub(super) fn read_snapshot_block(&mut self, at: usize, op: &Op, block: u64) {
+        let replica = &mut self.replicas[at];
+        let is_below = replica.files.rot_below().any(|(below, _)| below == block);
+        if is_below && !replica.is_known_rotten(block) {
+            replica.files.heal(block);
         }
-        let (has, file) = (replica.durable.has_snapshot, Rc::new(replica.files.snapshot.clone()));
-        self.answer(op.conn, op.number, Answer::Layers(has, file));
+        let answer = match replica.files.snapshot.get(block) {
+            _ if is_below && replica.is_known_rotten(block) => Answer::Error(Errno::ROTTEN),
+            Some(content) if replica.durable.has_snapshot => Answer::SnapshotBlock(Box::new(content)),
+            _ => Answer::Error(Errno::INVALID),
+        };
+        self.answer(op.conn, op.number, answer);
+    }
+
+    /// A replica that is made anew gets the snapshot. It knows the blocks that all have lost.
+    pub(super) fn copy_snapshot(&mut self, at: usize, file: &SparseFile, lost: &[RottenBlock]) {
+        let replica = &mut self.replicas[at];
+        replica.files.snapshot = file.clone();
+        replica.remap();
+        for (block, was) in lost {
+            replica.files.is_lost(*block, *was);
+            let sum = replica.sum_of(*block);
+            replica.durable.lost.insert(*block, sum);
+            self.was_rotten.insert((at, *block));
+        }
+        let replica = &mut self.replicas[at];
+        replica.know_lost();
+        let blocks = replica.size_bytes / BLOCK_BYTES;
+        let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| sectors.contains(&ROT));
+        let silently =
+            (0..blocks).find(|block| is_rotten(block) && !lost.iter().any(|(lost, _)| lost == block));
+        if let Some(block) = silently {
+            self.violate(format!("rot is copied to replica {at} in block {block} of its snapshot"));
+        }
     }
 
     /// A process looks for regions to sum.
@@ -234,6 +325,10 @@ impl World {
         }
         let regions = replica.state.keeper().regions();
         replica.state.keeper_mut().want_sums(0..regions.count());
+        let holds =
+            |region: u32| block_numbers(regions.range(region)).any(|block| replica.files.holds(block));
+        let empty: Vec<u32> = (0..regions.count()).filter(|region| !holds(*region)).collect();
+        empty.into_iter().for_each(|region| replica.state.keeper_mut().need_no_sums(region..region + 1));
         let from = replica.rng.u32(0..regions.count());
         let keeper = replica.state.keeper_mut();
         let Some(first) = keeper.next_to_sum(from).or_else(|| keeper.next_to_sum(0)) else { return };
@@ -283,10 +378,14 @@ impl Replica {
         let is_begun = |region: &u32| keeper.is_being_summed(*region) || !keeper.is_summed(*region);
         let blocks =
             regions.filter(is_begun).flat_map(|region| block_numbers(keeper.regions().range(region)));
-        // What is known to be rotten keeps the sum that says so.
-        let sum = |block| self.known_rot.get(&block).copied().unwrap_or_else(|| self.sum_of(block));
+        let sum = |block| self.known_rot.sum_to_store(block, self.sum_of(block));
         blocks.map(|block| (block, sum(block))).collect()
     }
+}
+
+/// The numbers of the blocks that are in the range as a whole.
+fn whole_blocks(range: ByteRange) -> std::ops::Range<u64> {
+    range.offset().div_ceil(BLOCK_BYTES)..range.end() / BLOCK_BYTES
 }
 
 /// The sum of the data that `block` gets by `ask`, if that covers the whole block.

@@ -66,15 +66,15 @@ fn a_source_that_leaves_between_two_pieces() {
     bench.reply(1, 0, Err(Errno::NO_SPACE));
     bench.reply(0, 0, Ok(()));
     let out = bench.reply(2, 0, Err(Errno::NO_SPACE));
-    assert_eq!(sent(&out, COPY), [(1, Operation::Read)]);
+    assert_eq!(sent(&out, COPY), [(1, Operation::CheckedRead)]);
     bench.reply(1, COPY, Ok(()));
     bench.reply(0, COPY, Ok(()));
     let out = bench.reply(2, COPY, Ok(()));
-    assert_eq!(sent(&out, COPY), [(1, Operation::Read)], "the second piece");
+    assert_eq!(sent(&out, COPY), [(1, Operation::CheckedRead)], "the second piece");
     bench.lose(1);
     bench.view_stored(0, 2);
     let out = bench.view_stored(2, 2);
-    assert_eq!(sent(&out, COPY), [(2, Operation::Read)]);
+    assert_eq!(sent(&out, COPY), [(2, Operation::CheckedRead)]);
     let missing = Box::new(RegionSet::empty(Regions::of(4 << 20).count()));
     let more = bench.apply(Event::Join { peer: 1, missing });
     assert_eq!(sent(&more, FIRST_COPY), [], "the range is the request's");
@@ -96,7 +96,7 @@ fn joins_that_fill_all_slots_do_not_hold_a_resync_up() {
     assert_eq!(completed(&bench.reply(1, 0, Ok(())), 0), None);
     bench.view_stored(0, 2);
     let out = bench.view_stored(1, 2);
-    assert_eq!(sent(&out, COPY), [(0, Operation::Read)]);
+    assert_eq!(sent(&out, COPY), [(0, Operation::CheckedRead)]);
     bench.close(2);
     let out = bench.answer(out, &[]);
     assert_eq!(completed(&out, 0), NO_SPACE);

@@ -103,7 +103,7 @@ fn nobody_leaves_if_the_others_could_not_store_that() {
     let out = bench.apply(Event::Pong { peer: 0, queue: 0, free_mib: 1000 });
     assert_eq!((sent(&out, COPY), drops(&out)), (vec![], vec![]));
     let out = bench.apply(Event::Pong { peer: 2, queue: 0, free_mib: 15 });
-    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::CheckedRead)], vec![]));
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 3);
 }
@@ -134,7 +134,7 @@ fn half_of_a_view_without_space_does_not_leave() {
     bench.submit(0, WRITE, 0);
     bench.reply(0, 0, Ok(()));
     let out = bench.reply(1, 0, Err(Errno::NO_SPACE));
-    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::CheckedRead)], vec![]));
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 2);
 }
@@ -143,8 +143,35 @@ fn half_of_a_view_without_space_does_not_leave() {
 #[test]
 fn no_member_leaves_because_of_a_discard() {
     let (mut bench, out) = torn(Operation::Discard, &[1]);
-    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::CheckedRead)], vec![]));
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
+}
+
+/// Each request has its own time, however many have failed before.
+#[test]
+fn a_stream_of_discards_that_fail_leaves_a_write_its_time() {
+    let mut bench = Bench::new(3);
+    let fail = |bench: &mut Bench, slot: u16| {
+        bench.submit(slot, Operation::Discard, u64::from(slot) * 16);
+        for peer in 0..3 {
+            bench.reply(peer, slot, if peer == 1 { Err(Errno::NO_SPACE) } else { Ok(()) });
+        }
+    };
+    fail(&mut bench, 0);
+    // While the members are being made equal for the first, another one fails, and so on.
+    let mut now_ms = 0;
+    for slot in [1, 2, 3, 4] {
+        now_ms += TIMEOUT_MS / 2;
+        tick_with_pongs(&mut bench, now_ms);
+        fail(&mut bench, slot);
+    }
+    bench.submit(5, WRITE, 100);
+    for peer in 0..3 {
+        bench.reply(peer, 5, if peer == 1 { Err(Errno::NO_SPACE) } else { Ok(()) });
+    }
+    let out = tick_with_pongs(&mut bench, now_ms + 500);
+    let dropped: Vec<PeerIndex> = drops(&out).iter().map(|(peer, _)| *peer).collect();
+    assert_eq!(dropped, [1], "it leaves, and the write succeeds");
 }
 
 /// Each may have done a part of it before it ran out of space.
@@ -154,7 +181,10 @@ fn members_without_space_are_made_equal_before_the_request_fails() {
         for without_space in [&[0, 2][..], &[1, 2], &[0, 1, 2]] {
             let (mut bench, out) = torn(operation, without_space);
             let source = without_space[0];
-            assert_eq!((sent(&out, COPY), completed(&out, 0)), (vec![(source, Operation::Read)], None));
+            assert_eq!(
+                (sent(&out, COPY), completed(&out, 0)),
+                (vec![(source, Operation::CheckedRead)], None)
+            );
             assert_eq!(sent_to(&bench.submit(1, Operation::Read, 0), 1), [], "they may differ");
             let out = bench.reply(source, COPY, Ok(()));
             let others: Vec<PeerIndex> = (0..3).filter(|peer| *peer != source).collect();
@@ -243,7 +273,7 @@ fn a_member_without_space_for_what_the_source_holds_becomes_the_source() {
     bench.reply(0, COPY, Ok(()));
     bench.reply(2, COPY, Ok(()));
     let out = bench.reply(1, COPY, Err(Errno::NO_SPACE));
-    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::Read)], vec![]));
+    assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::CheckedRead)], vec![]));
     let out = bench.reply(1, COPY, Ok(()));
     assert_eq!(sent_to(&out, COPY), [0, 2]);
     bench.reply(2, COPY, Ok(()));

@@ -218,7 +218,7 @@ fn a_write_that_no_member_has_space_for_is_taken_back_from_the_joiner() {
     bench.reply(2, 0, Ok(()));
     bench.reply(0, 0, Err(Errno::NO_SPACE));
     let out = bench.reply(1, 0, Err(Errno::NO_SPACE));
-    assert_eq!(sent(&out, COPY + 1), [(0, Operation::Read)]);
+    assert_eq!(sent(&out, COPY + 1), [(0, Operation::CheckedRead)]);
     assert_eq!(sent(&bench.reply(0, COPY + 1, Ok(())), COPY + 1), [(1, WRITE), (2, WRITE)]);
     bench.reply(1, COPY + 1, Ok(()));
     let out = bench.reply(2, COPY + 1, Ok(()));

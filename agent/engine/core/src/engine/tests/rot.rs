@@ -111,15 +111,101 @@ fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copi
     assert!(bench.answer(out, &[]).contains(&Output::Equalised));
 }
 
+/// The slot for copies that is kept for requests that have failed.
+const RESYNC: u16 = 10;
+
+/// A write of three blocks has found no space on `full`, and failed. `answer` says what a member answers to a part of the resync.
+fn resync(
+    members: u64,
+    full: &[PeerIndex],
+    answer: impl Fn(PeerIndex, Operation, u64) -> Result<(), Errno>,
+) -> (Bench, Outputs) {
+    let mut bench = Bench::new(members);
+    let range = ByteRange::new(0, 3 * BLOCK).unwrap();
+    let mut outputs =
+        bench.apply(Event::Submit { queue: 0, request: Request { slot: 0, operation: WRITE, range } });
+    let mut at = 0;
+    while at < outputs.len() {
+        let event = match &outputs[at] {
+            Output::Send { peer, slot, .. } if *slot == id(0) => {
+                let outcome = if full.contains(peer) { Err(Errno::NO_SPACE) } else { Ok(()) };
+                Some(Event::Reply { peer: *peer, slot: *slot, outcome })
+            }
+            Output::Send { peer, slot, operation, range, .. } if *slot == id(RESYNC) => {
+                let last = (range.end() - 1) / BLOCK;
+                let blocks = range.offset() / BLOCK..=last;
+                let outcome = blocks.into_iter().try_for_each(|block| answer(*peer, *operation, block));
+                Some(Event::Reply { peer: *peer, slot: *slot, outcome })
+            }
+            output => answer_to(output).map(|(_, event)| event),
+        };
+        outputs.extend(event.map(|event| bench.apply(event)).unwrap_or_default());
+        at += 1;
+    }
+    (bench, outputs)
+}
+
+/// For each part that is written: to whom, the first block, how many.
+fn written(out: &[Output]) -> Vec<(PeerIndex, u64, u64)> {
+    let part = |output: &Output| match output {
+        Output::Send { peer, slot, operation: WRITE, range, .. } if *slot == id(RESYNC) => {
+            Some((*peer, range.offset() / BLOCK, range.length() / BLOCK))
+        }
+        _ => None,
+    };
+    out.iter().filter_map(part).collect()
+}
+
 #[test]
-fn what_is_modified_by_a_request_that_fails_is_not_checked() {
-    let mut bench = Bench::new(2);
-    bench.submit(0, WRITE, 0);
-    bench.reply(0, 0, Err(Errno::NO_SPACE));
-    let out = bench.reply(1, 0, Ok(()));
-    let copies = |output: &Output| matches!(output, Output::Send { slot, .. } if slot.slot >= COPY);
-    let read = out.iter().find(|output| copies(output));
-    assert!(matches!(read, Some(Output::Send { operation: Operation::Read, .. })), "{out:?}");
+fn a_resync_copies_no_rot_of_its_source() {
+    let is_rotten = |peer, operation, block| match (peer, operation, block) {
+        (1, Operation::CheckedRead, 1) => Err(Errno::ROTTEN),
+        _ => Ok(()),
+    };
+    let (_, out) = resync(2, &[1], is_rotten);
+    assert_eq!(
+        written(&out),
+        [(0, 0, 1), (1, 1, 1), (0, 2, 1)],
+        "the second block is of the other one: {out:?}"
+    );
+    assert_eq!((rot(&out), completed(&out, 0)), (vec![(1, false)], Some(Err(Errno::NO_SPACE))));
+}
+
+#[test]
+fn another_member_without_space_is_the_source_of_a_block_first() {
+    let is_rotten = |peer, operation, block| match (peer, operation, block) {
+        (1, Operation::CheckedRead, 1) => Err(Errno::ROTTEN),
+        _ => Ok(()),
+    };
+    let (_, out) = resync(3, &[1, 2], is_rotten);
+    let mut of_second: Vec<_> = written(&out).into_iter().filter(|(_, block, _)| *block == 1).collect();
+    of_second.sort_unstable();
+    assert_eq!(of_second, [(0, 1, 1), (1, 1, 1)], "{out:?}");
+}
+
+/// It knows that it holds rot there, and gets the other blocks.
+#[test]
+fn a_member_without_space_for_a_sound_block_stays() {
+    let answer = |peer, operation, block| match (peer, operation, block) {
+        (1, Operation::CheckedRead, 1) => Err(Errno::ROTTEN),
+        (1, WRITE, 1) => Err(Errno::NO_SPACE),
+        _ => Ok(()),
+    };
+    let (bench, out) = resync(2, &[1], answer);
+    assert_eq!(written(&out), [(0, 0, 1), (1, 1, 1), (0, 2, 1)], "{out:?}");
+    assert_eq!((drops(&out), completed(&out, 0)), (vec![], Some(Err(Errno::NO_SPACE))));
+    assert_eq!(bench.core.membership().view().members.len(), 2);
+}
+
+#[test]
+fn a_block_that_all_have_lost_is_copied_and_told() {
+    let answer = |_, operation, block| match (operation, block) {
+        (Operation::CheckedRead, 1) => Err(Errno::ROTTEN),
+        _ => Ok(()),
+    };
+    let (_, out) = resync(2, &[1], answer);
+    assert_eq!(rot(&out), [(1, false), (0, false), (1, true)]);
+    assert_eq!(completed(&out, 0), Some(Err(Errno::NO_SPACE)));
 }
 
 /// Scrubs two members; `sums` tells for each block, or all of them, what a member answers.

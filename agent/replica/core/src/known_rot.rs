@@ -1,0 +1,317 @@
+//! Sums of blocks that stay known although their region has none any more.
+//!
+//! Sums count by region, and rot is repaired by block. The first write of a repair takes the sums of the whole region away; the other
+//! rot there would look sound, and be summed as it is. So the sums of a page are kept from when rot was met there, for every block
+//! until that block gets other data.
+//!
+//! A request that gives a block other data may fail for want of space, and may have done a part. Until its outcome is known, and after
+//! it has failed, the block is sound if it holds what it should have held before or what the request was to give it. Everything else
+//! is rot, as before. The data of a repair has the sum that is known: that sum stays, whatever becomes of the request.
+//!
+//! A request that changes a part of a block merges it with what the block holds. If that is rot, the result is rot too, also if
+//! the request succeeds, until such requests have changed every sector.
+
+use std::collections::BTreeMap;
+
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
+
+/// As many blocks have a known sum; of more, those that rot was met beside first. That is 64 pages of the file of sums.
+const BLOCKS_MAX: usize = 64 * 512;
+/// As many sums may be that of one block; after more requests that have failed the block is not compared any more.
+const SUMS_MAX: usize = 4;
+
+/// See the module. `R` tells requests apart that are in execution.
+#[derive(Clone, Debug)]
+pub struct KnownRot<R> {
+    blocks: BTreeMap<u64, Known<R>>,
+    /// How many blocks requests are modifying.
+    under_way: usize,
+}
+
+/// What is known of one block.
+#[derive(Clone, Debug)]
+struct Known<R> {
+    /// The sums of data that it may hold; the first one is that of what it held before any request.
+    sums: Vec<u32>,
+    /// The sectors that have got other data since the rest was merged with rot, a bit for each.
+    fresh: u8,
+    /// The request that is modifying it.
+    change: Option<Change<R>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Change<R> {
+    request: R,
+    /// The sum of the data that the block gets; none: a part of it is not known yet.
+    after: Option<u32>,
+    /// The sectors that it changes, if it merges them with rot.
+    part: u8,
+}
+
+/// The sectors of a block that are in `range`.
+fn sectors(block: u64, range: ByteRange) -> u8 {
+    let start = |sector: u64| block * BLOCK_BYTES + sector * SECTOR_BYTES;
+    let is_in = |sector: &u64| start(*sector) >= range.offset() && start(sector + 1) <= range.end();
+    (0..BLOCK_BYTES / SECTOR_BYTES).filter(is_in).fold(0, |mask, sector| mask | 1 << sector)
+}
+
+impl<R> Default for KnownRot<R> {
+    fn default() -> KnownRot<R> {
+        KnownRot { blocks: BTreeMap::new(), under_way: 0 }
+    }
+}
+
+impl<R: Copy + PartialEq> KnownRot<R> {
+    /// Rot was met beside these blocks, whose sums count. What is known already stays.
+    pub fn keep(&mut self, sums: impl IntoIterator<Item = (u64, u32)>) {
+        for (block, sum) in sums {
+            let is_full = self.blocks.len() >= BLOCKS_MAX;
+            if !is_full || self.blocks.contains_key(&block) {
+                self.blocks.entry(block).or_insert_with(|| Known { sums: vec![sum], fresh: 0, change: None });
+            }
+        }
+    }
+
+    /// Whether nothing is known of any block.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Whether anything is known of the block.
+    #[must_use]
+    pub fn has(&self, block: u64) -> bool {
+        self.blocks.contains_key(&block)
+    }
+
+    /// Whether a block that has this sum holds something else than it should; none: nothing is known of it.
+    #[must_use]
+    pub fn is_rotten(&self, block: u64, found: u32) -> Option<bool> {
+        let known = self.blocks.get(&block)?;
+        let may_be = match known.change {
+            Some(Change { after, .. }) => after.is_none_or(|after| after == found),
+            None => false,
+        };
+        Some(!may_be && !known.sums.contains(&found))
+    }
+
+    /// The sum to store for a block that has this one now: rot keeps the sum that says so.
+    #[must_use]
+    pub fn sum_to_store(&self, block: u64, found: u32) -> u32 {
+        match (self.is_rotten(block, found), self.blocks.get(&block)) {
+            (Some(true), Some(known)) => known.sums.first().copied().unwrap_or(found),
+            _ => found,
+        }
+    }
+
+    /// The request is about to modify the block. `after` is the sum of the data that it gets, if that is known.
+    pub fn modified(&mut self, request: R, block: u64, after: Option<u32>) {
+        let Some(known) = self.blocks.get_mut(&block) else { return };
+        match &mut known.change {
+            // It is begun once more.
+            Some(change) if change.request == request => change.after = after,
+            // Two requests modify one block: nobody can say in which order.
+            Some(_) => self.forget_block(block),
+            None if known.sums.len() == 1 && known.sums.first() == after.as_ref() => known.fresh = 0,
+            None => {
+                known.change = Some(Change { request, after, part: 0 });
+                self.under_way += 1;
+            }
+        }
+    }
+
+    /// Whether the request modifies a block of which something is known. Cheap if there is none.
+    #[must_use]
+    pub fn awaits(&self, request: R) -> bool {
+        let is_its = |known: &Known<R>| known.change.is_some_and(|change| change.request == request);
+        self.under_way > 0 && self.blocks.values().any(is_its)
+    }
+
+    /// The request for `range` has merged its part of the block with what that held, which had the sum `before`; the result has the
+    /// sum `after`.
+    pub fn merged(&mut self, request: R, range: ByteRange, block: u64, (before, after): (u32, u32)) {
+        let Some(known) = self.blocks.get_mut(&block) else { return };
+        let first = known.sums.first().copied();
+        let part = sectors(block, range);
+        // If every sector gets other data, nothing is left of the rot.
+        let is_sound = known.sums.contains(&before) || known.fresh | part == u8::MAX;
+        if let Some(change) = known.change.as_mut().filter(|change| change.request == request) {
+            (change.after, change.part) = if is_sound { (Some(after), 0) } else { (first, part) };
+        }
+    }
+
+    /// The request has ended; if not `well`, it has done a part of what it was to do, or nothing.
+    pub fn ended(&mut self, request: R, well: bool) {
+        if self.under_way == 0 {
+            return;
+        }
+        let mut ended = 0;
+        self.blocks.retain(|_, known| {
+            let Some(Change { after, part, .. }) = known.change.filter(|change| change.request == request)
+            else {
+                return true;
+            };
+            known.change = None;
+            ended += 1;
+            let first = known.sums.first().copied();
+            match after {
+                // It was a repair, or was merged with rot.
+                _ if well && after == first => {
+                    known.sums.truncate(1);
+                    known.fresh = if part == 0 { 0 } else { known.fresh | part };
+                }
+                Some(after) if !well => {
+                    if !known.sums.contains(&after) {
+                        known.sums.push(after);
+                    }
+                }
+                _ => return false,
+            }
+            known.sums.len() <= SUMS_MAX
+        });
+        self.under_way -= ended;
+    }
+
+    /// Nothing is known of the block any more.
+    pub fn forget_block(&mut self, block: u64) {
+        if self.blocks.remove(&block).is_some_and(|known| known.change.is_some()) {
+            self.under_way -= 1;
+        }
+    }
+
+    /// Nothing is known any more.
+    pub fn forget(&mut self) {
+        self.blocks.clear();
+        self.under_way = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks 3 to 6 have the sum 70.
+    fn known() -> KnownRot<u16> {
+        let mut known = KnownRot::default();
+        known.keep((3..7).map(|block| (block, 70)));
+        known
+    }
+
+    fn rotten(known: &KnownRot<u16>, block: u64, sums: [u32; 3]) -> [Option<bool>; 3] {
+        sums.map(|sum| known.is_rotten(block, sum))
+    }
+
+    #[test]
+    fn a_sum_is_known_until_its_block_gets_other_data() {
+        let mut known = known();
+        known.keep([(3, 71), (7, 71)]);
+        assert_eq!(
+            rotten(&known, 3, [70, 71, 72]),
+            [Some(false), Some(true), Some(true)],
+            "the first one counts"
+        );
+        assert_eq!((known.is_rotten(2, 70), known.is_rotten(7, 71)), (None, Some(false)));
+        known.modified(1, 4, Some(80));
+        known.ended(1, true);
+        assert_eq!((known.has(3), known.has(4), known.under_way), (true, false, 0));
+        known.forget();
+        assert!(!known.has(3));
+    }
+
+    /// A repair may fail, because the disk is full.
+    #[test]
+    fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {
+        for well in [true, false] {
+            let mut known = known();
+            known.modified(1, 4, Some(70));
+            assert!(!known.awaits(1));
+            known.ended(1, well);
+            assert_eq!(rotten(&known, 4, [70, 71, 72]), [Some(false), Some(true), Some(true)]);
+        }
+    }
+
+    /// The disk may have written a part of the data, and other blocks hold what they held.
+    #[test]
+    fn until_the_outcome_is_known_the_sums_before_and_after_both_count() {
+        let mut known = known();
+        known.modified(1, 4, Some(80));
+        assert!(known.awaits(1) && !known.awaits(2));
+        assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+        known.ended(2, true);
+        known.ended(1, false);
+        assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+        assert_eq!([70, 80, 81].map(|found| known.sum_to_store(4, found)), [70, 80, 70]);
+        known.modified(2, 4, Some(90));
+        known.ended(2, false);
+        assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false); 3]);
+        // The resync copies what another member holds.
+        known.modified(3, 4, Some(70));
+        known.ended(3, true);
+        assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false), Some(true), Some(true)]);
+        known.modified(3, 4, Some(80));
+        known.ended(3, true);
+        assert!(!known.has(4));
+    }
+
+    #[test]
+    fn a_part_of_a_block_that_is_merged_with_rot_makes_rot() {
+        for well in [true, false] {
+            let mut known = known();
+            (3..6).for_each(|block| known.modified(1, block, None));
+            assert_eq!(known.is_rotten(3, 99), Some(false), "it is not known yet");
+            let range = ByteRange::new(3 * 4096 + 512, 8192).unwrap();
+            known.merged(1, range, 3, (70, 80));
+            known.merged(1, range, 4, (99, 81));
+            known.merged(2, range, 5, (70, 82));
+            known.ended(1, well);
+            let sound = if well { [None; 3] } else { [Some(false), Some(false), Some(true)] };
+            assert_eq!(rotten(&known, 3, [70, 80, 99]), sound);
+            assert_eq!(rotten(&known, 4, [70, 81, 99]), [Some(false), Some(true), Some(true)]);
+            assert!(!known.has(5), "nobody knows the sum of what it may hold");
+        }
+    }
+
+    #[test]
+    fn a_block_of_which_every_sector_has_other_data_is_rot_no_more() {
+        let mut known = known();
+        let mut merge = |start: u64, sectors: u64, well: bool| {
+            let range = ByteRange::new(4 * 4096 + start * 512, sectors * 512).unwrap();
+            known.modified(1, 4, None);
+            known.merged(1, range, 4, (99, 81));
+            known.ended(1, well);
+            known.has(4)
+        };
+        assert!(
+            merge(0, 3, true) && merge(6, 2, true) && merge(3, 3, false),
+            "the last one may have done nothing"
+        );
+        assert!(!merge(3, 3, true));
+    }
+
+    #[test]
+    fn two_requests_that_modify_one_block_leave_nothing_known() {
+        let mut known = known();
+        known.modified(1, 4, Some(80));
+        known.modified(1, 4, Some(80));
+        assert!(known.has(4), "it was begun twice");
+        known.modified(2, 4, Some(81));
+        assert!(!known.has(4) && known.under_way == 0);
+        known.ended(1, false);
+        known.ended(2, true);
+        assert!(known.has(3) && !known.has(4));
+    }
+
+    #[test]
+    fn there_are_bounds() {
+        let mut known = KnownRot::default();
+        known.keep((0..=BLOCKS_MAX as u64).map(|block| (block, 70)));
+        assert!(known.has(0) && !known.has(BLOCKS_MAX as u64));
+        for request in 0..SUMS_MAX as u32 {
+            assert!(known.has(9));
+            known.modified(request, 9, Some(100 + request));
+            known.ended(request, false);
+        }
+        assert!(!known.has(9));
+    }
+}
