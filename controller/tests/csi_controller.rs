@@ -545,9 +545,19 @@ async fn a_volume_that_may_begin_with_fewer_replicas_has_room_on_too_few_nodes()
     cluster.degraded_creation = true;
     cluster.start_controller().await;
     let mut csi = caller(&cluster);
-    let answer = csi.capacity(v1::GetCapacityRequest::default()).await.unwrap();
-    assert_eq!((answer.available_capacity / GIB, answer.maximum_volume_size.unwrap() / GIB), (90, 90));
+    // The controller connects to the agents after it says that it is ready.
+    let answer = tokio::time::timeout(LIMIT, async {
+        loop {
+            let answer = csi.capacity(v1::GetCapacityRequest::default()).await.unwrap();
+            if answer.available_capacity > 0 {
+                break answer;
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let answer = answer.await.unwrap();
     let largest = answer.maximum_volume_size.unwrap();
+    assert_eq!((answer.available_capacity / GIB, largest / GIB), (90, 90));
     let request = v1::CreateVolumeRequest { capacity_range: range(largest, 0), ..create("v") };
     csi.create(request).await.unwrap();
 }
