@@ -81,7 +81,7 @@ pub enum OpenError {
     Key,
     /// The Secret is not there, and volumes need it.
     #[error(
-        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (README.md); its \
+        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (docs/cluster.md); its \
          fingerprint is {fingerprint}. No other key is made: no engine would reach its replicas with it"
     )]
     KeyLost {
@@ -95,7 +95,7 @@ pub enum OpenError {
     /// The Secret has a key that volumes were not made with.
     #[error(
         "Secret {KEY_NAME} has the key {present}, and {count} volumes need the key {needed} ({volume} is one): restore \
-         that from a backup (README.md); with this one no engine of theirs reaches its replicas"
+         that from a backup (docs/cluster.md); with this one no engine of theirs reaches its replicas"
     )]
     OtherKey {
         /// How many volumes need another one.
