@@ -260,10 +260,10 @@ mod tests {
             let mut known = known();
             (3..6).for_each(|block| known.modified(1, block, None));
             assert_eq!(known.is_rotten(3, 99), Some(false), "it is not known yet");
-            let range = ByteRange::new(3 * 4096 + 512, 8192).unwrap();
-            known.merged(1, range, 3, (70, 80));
-            known.merged(1, range, 4, (99, 81));
-            known.merged(2, range, 5, (70, 82));
+            let part = |block: u64| ByteRange::new(block * 4096 + 512, 512).unwrap();
+            known.merged(1, part(3), 3, (70, 80));
+            known.merged(1, part(4), 4, (99, 81));
+            known.merged(2, part(5), 5, (70, 82));
             known.ended(1, well);
             let sound = if well { [None; 3] } else { [Some(false), Some(false), Some(true)] };
             assert_eq!(rotten(&known, 3, [70, 80, 99]), sound);
@@ -307,7 +307,7 @@ mod tests {
         let mut known = KnownRot::default();
         known.keep((0..=BLOCKS_MAX as u64).map(|block| (block, 70)));
         assert!(known.has(0) && !known.has(BLOCKS_MAX as u64));
-        for request in 0..SUMS_MAX as u32 {
+        for request in 0..u32::try_from(SUMS_MAX).unwrap() {
             assert!(known.has(9));
             known.modified(request, 9, Some(100 + request));
             known.ended(request, false);
