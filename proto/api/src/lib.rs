@@ -12,6 +12,26 @@ pub mod level {
     pub const NEWEST: u32 = CLUSTERS;
 }
 
+/// The path of each method of our own interfaces, like `/shorthorn.v1.Node/GetNode`.
+///
+/// # Errors
+/// Never happens: the descriptors are made by the build.
+pub fn method_paths() -> Result<Vec<String>, prost::DecodeError> {
+    use prost::Message;
+    let descriptors = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
+    let files = prost_types::FileDescriptorSet::decode(descriptors.as_slice())?.file;
+    let ours = files.iter().filter(|file| file.package() == "shorthorn.v1");
+    let services = ours.flat_map(|file| &file.service);
+    Ok(services
+        .flat_map(|service| {
+            let path = |method: &prost_types::MethodDescriptorProto| {
+                format!("/shorthorn.v1.{}/{}", service.name(), method.name())
+            };
+            service.method.iter().map(path)
+        })
+        .collect())
+}
+
 /// Version 1 of our own interfaces.
 pub mod v1 {
     #![allow(clippy::all)]

@@ -1,0 +1,162 @@
+use std::time::Duration;
+
+use super::*;
+use crate::Phase;
+use crate::trust::Usage;
+
+fn at(seconds: u64) -> UnixTime {
+    UnixTime::since_unix_epoch(Duration::from_secs(1_800_000_000 + seconds))
+}
+
+fn authority() -> Authority {
+    Authority::create(ClusterId::new("c0ffee").unwrap(), at(0)).unwrap()
+}
+
+fn node(name: &str) -> Role {
+    Role::node(name).unwrap()
+}
+
+#[test]
+fn a_certificate_is_good_for_its_role_in_its_time() {
+    let mut authority = authority();
+    let identity = authority.issue(&node("a"), at(100)).unwrap();
+    let trust = authority.trust().unwrap();
+    let leaf = &identity.chain()[0];
+    let verify = |usage, role: &Role, now| trust.verify(leaf, usage, Some(role), at(now));
+    assert_eq!(verify(Usage::Server, &node("a"), 100).unwrap().name.role, node("a"));
+    // A host whose clock is late by less than the back-dating.
+    verify(Usage::Server, &node("a"), 0).unwrap();
+    let other_name = verify(Usage::Server, &node("b"), 100);
+    assert!(matches!(other_name, Err(TrustError::Role { .. })), "{other_name:?}");
+    let as_client = verify(Usage::Client, &node("a"), 100);
+    assert!(matches!(as_client, Err(TrustError::Chain(_))), "{as_client:?}");
+    let expired = verify(Usage::Server, &node("a"), 101 + LEAF_SECONDS);
+    assert!(matches!(expired, Err(TrustError::Chain(webpki::Error::CertExpired { .. }))), "{expired:?}");
+    let early = trust.verify(
+        leaf,
+        Usage::Server,
+        None,
+        UnixTime::since_unix_epoch(Duration::from_secs(1_799_999_000)),
+    );
+    assert!(matches!(early, Err(TrustError::Chain(webpki::Error::CertNotValidYet { .. }))), "{early:?}");
+}
+
+#[test]
+fn certificates_of_other_clusters_are_refused() {
+    let mut other = Authority::create(ClusterId::new("c0ffee").unwrap(), at(0)).unwrap();
+    let identity = other.issue(&Role::Controller, at(0)).unwrap();
+    let trust = authority().trust().unwrap();
+    let foreign = trust.verify(&identity.chain()[0], Usage::Client, None, at(0));
+    assert!(matches!(foreign, Err(TrustError::Chain(webpki::Error::UnknownIssuer))), "{foreign:?}");
+    // The same CA for two clusters, as after copying its state.
+    let shared: Vec<Vec<u8>> = other.trust().unwrap().authorities().iter().map(|der| der.to_vec()).collect();
+    let trust = Trust::new(ClusterId::new("other").unwrap(), 1, shared, []).unwrap();
+    let copied = trust.verify(&identity.chain()[0], Usage::Client, None, at(0));
+    assert!(matches!(copied, Err(TrustError::Cluster { .. })), "{copied:?}");
+}
+
+#[test]
+fn a_leaf_signs_nothing() {
+    let mut authority = authority();
+    let stolen = authority.issue(&node("a"), at(0)).unwrap();
+    let key = stolen.key().unwrap();
+    let issuer = Issuer::from_ca_cert_der(&stolen.chain()[0], key.0).unwrap();
+    let serial = Serial::draw().unwrap();
+    let params =
+        leaf_params(authority.cluster(), &Role::Controller, &serial, at(0), at(0).as_secs() + 60).unwrap();
+    let forged = params.signed_by(&Key::generate().unwrap().0, &issuer).unwrap();
+    let trust = authority.trust().unwrap();
+    assert!(trust.verify(forged.der(), Usage::Client, None, at(0)).is_err());
+}
+
+#[test]
+fn revoking_a_node_revokes_each_of_its_certificates_and_survives_storage() {
+    let mut authority = authority();
+    let first = authority.issue(&node("a"), at(0)).unwrap();
+    let second = authority.issue(&node("a"), at(1)).unwrap();
+    let other = authority.issue(&node("b"), at(1)).unwrap();
+    let before = authority.trust().unwrap().version();
+    assert_eq!(authority.revoke(|issued| issued.role == node("a"), at(2)).unwrap(), 2);
+    let nothing = authority.revoke(|issued| issued.role == node("a"), at(2));
+    assert!(matches!(nothing, Err(AuthorityError::NothingToRevoke)));
+    let authority = Authority::from_json(&authority.to_json().unwrap()).unwrap();
+    let trust = authority.trust().unwrap();
+    assert!(trust.version() > before);
+    for revoked in [&first, &second] {
+        let found = trust.verify(&revoked.chain()[0], Usage::Server, None, at(2));
+        assert!(matches!(found, Err(TrustError::Revoked(_))), "{found:?}");
+    }
+    trust.verify(&other.chain()[0], Usage::Server, None, at(2)).unwrap();
+}
+
+#[test]
+fn a_revocation_is_kept_until_the_certificate_expires() {
+    let mut authority = authority();
+    authority.issue(&node("a"), at(0)).unwrap();
+    authority.revoke(|_| true, at(1)).unwrap();
+    authority.issue(&node("b"), at(LEAF_SECONDS)).unwrap();
+    assert_eq!(authority.revoked().len(), 1);
+    authority.issue(&node("c"), at(LEAF_SECONDS + 1)).unwrap();
+    assert_eq!((authority.revoked().len(), authority.issued().len()), (0, 2));
+}
+
+#[test]
+fn a_node_joins_once_by_token_and_only_under_its_name() {
+    let mut authority = authority();
+    let token = authority.create_token(Some("a"), 60, at(0)).unwrap();
+    assert_eq!(token.pin(), authority.pin().unwrap());
+    let key = Key::generate().unwrap();
+    let request = Request::from_der(&key.request("a").unwrap()).unwrap();
+    assert!(authority.enrol(&token, "b", &request, at(1)).is_err());
+    let chain = authority.enrol(&token, "a", &request, at(1)).unwrap();
+    let identity = Identity::new(&key, chain).unwrap();
+    assert_eq!(identity.certificate().name.role, node("a"));
+    let other = Request::from_der(&Key::generate().unwrap().request("a").unwrap()).unwrap();
+    let replayed = authority.enrol(&token, "a", &other, at(2));
+    assert!(matches!(replayed, Err(AuthorityError::Token(TokenError::Used))), "{replayed:?}");
+    assert!(authority.create_token(Some("-"), 60, at(0)).is_err());
+}
+
+#[test]
+fn a_damaged_or_mixed_state_is_refused() {
+    let (one, other) = (authority(), authority());
+    assert!(matches!(Authority::from_json(b"{}"), Err(AuthorityError::Stored(_))));
+    assert!(matches!(Authority::from_json(b"{\"format\":2}"), Err(AuthorityError::Format(2))));
+    let mut mixed: serde_json::Value = serde_json::from_slice(&one.to_json().unwrap()).unwrap();
+    let other: serde_json::Value = serde_json::from_slice(&other.to_json().unwrap()).unwrap();
+    mixed["signers"]["current"]["key"] = other["signers"]["current"]["key"].clone();
+    let mixed = Authority::from_json(&serde_json::to_vec(&mixed).unwrap());
+    assert!(matches!(mixed, Err(AuthorityError::Stored(_))), "{mixed:?}");
+    let key: serde_json::Value = serde_json::from_slice(&one.to_json().unwrap()).unwrap();
+    let key = key["signers"]["current"]["key"].as_str().unwrap();
+    assert!(key.len() > 100 && !format!("{one:?}").contains(key));
+}
+
+#[test]
+fn a_roll_over_never_leaves_a_certificate_that_is_not_trusted() {
+    let mut authority = authority();
+    let old = authority.issue(&node("a"), at(0)).unwrap();
+    let before = authority.pin().unwrap();
+    let check = |authority: &Authority, identity: &Identity| {
+        authority.trust().unwrap().verify(&identity.chain()[0], Usage::Server, None, at(10)).map(drop)
+    };
+    authority.begin_roll_over(at(1)).unwrap();
+    assert_eq!(authority.phase(), Phase::Distributing);
+    assert!(authority.begin_roll_over(at(1)).is_err());
+    assert_eq!(authority.pin().unwrap(), before, "the old CA signs until everybody trusts the new one");
+    check(&authority, &old).unwrap();
+    authority.switch_signer().unwrap();
+    assert_eq!(authority.phase(), Phase::Reissuing);
+    check(&authority, &old).unwrap();
+    let left = authority.left_of_old(at(2));
+    assert_eq!(left.len(), 1, "{left:?}");
+    let error = authority.finish_roll_over(false, at(2)).unwrap_err().to_string();
+    assert!(error.contains("node/a"), "{error}");
+    let new = authority.issue(&node("a"), at(3)).unwrap();
+    authority.finish_roll_over(false, at(3)).unwrap();
+    assert_eq!(authority.phase(), Phase::Idle);
+    check(&authority, &new).unwrap();
+    check(&authority, &old).unwrap_err();
+    assert_ne!(authority.pin().unwrap(), before);
+    assert!(authority.switch_signer().is_err());
+}

@@ -1,0 +1,249 @@
+//! Accepts TLS connections. Handshakes run beside each other with limits, so that no stranger holds up the
+//! others.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::ReceiverStream;
+
+use crate::certificate::Certificate;
+use crate::credentials::{ClientAuth, Credentials};
+use crate::guard::{Guard, Guarded, Limit, Peer};
+use crate::trust::Usage;
+
+/// Connections that wait for the server.
+const READY_MAX: usize = 16;
+/// The pause after an accept that failed, as without free file descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Limits for clients that have not proved anything yet.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Handshakes in progress.
+    pub handshakes_max: usize,
+    /// Handshakes in progress of one address (of one /64 with IPv6).
+    pub handshakes_per_source_max: usize,
+    /// The longest handshake.
+    pub handshake_timeout: Duration,
+    /// Open connections without a certificate.
+    pub strangers_max: usize,
+    /// Open connections without a certificate of one address (of one /64 with IPv6).
+    pub strangers_per_source_max: usize,
+    /// The longest connection without a certificate.
+    pub stranger_limit: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            handshakes_max: 64,
+            handshakes_per_source_max: 8,
+            handshake_timeout: Duration::from_secs(10),
+            strangers_max: 64,
+            strangers_per_source_max: 4,
+            stranger_limit: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Connections that have passed the handshake, for `serve_with_incoming` of tonic. Ends when it is dropped.
+pub type Incoming = ReceiverStream<io::Result<Guarded<TlsStream<TcpStream>>>>;
+
+/// Accepts connections on `listener`, until the stream is dropped.
+///
+/// # Errors
+/// [`rustls::Error`] never happens with ring.
+pub fn incoming(
+    listener: TcpListener,
+    credentials: &Credentials,
+    auth: ClientAuth,
+    limits: Limits,
+) -> Result<Incoming, rustls::Error> {
+    let acceptor = TlsAcceptor::from(credentials.server_config(auth)?);
+    let (sender, ready) = mpsc::channel(READY_MAX);
+    let door = Door {
+        acceptor,
+        credentials: credentials.clone(),
+        limits,
+        sources: Sources::default(),
+        stranger_sources: Sources::default(),
+        strangers: Arc::new(Semaphore::new(limits.strangers_max)),
+    };
+    tokio::spawn(accept(listener, Arc::new(door), sender));
+    Ok(ReceiverStream::new(ready))
+}
+
+struct Door {
+    acceptor: TlsAcceptor,
+    credentials: Credentials,
+    limits: Limits,
+    sources: Sources,
+    stranger_sources: Sources,
+    strangers: Arc<Semaphore>,
+}
+
+type Ready = mpsc::Sender<io::Result<Guarded<TlsStream<TcpStream>>>>;
+
+async fn accept(listener: TcpListener, door: Arc<Door>, ready: Ready) {
+    let handshakes = Arc::new(Semaphore::new(door.limits.handshakes_max));
+    let mut running = JoinSet::new();
+    loop {
+        // A permit first: connections beyond the limit wait in the kernel, whose queue has a limit too.
+        let Ok(permit) = Arc::clone(&handshakes).acquire_owned().await else { return };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = ready.closed() => return,
+        };
+        while running.try_join_next().is_some() {}
+        match accepted {
+            Ok((stream, address)) => {
+                let Some(place) = door.sources.enter(address, door.limits.handshakes_per_source_max) else {
+                    tracing::debug!(%address, "too many handshakes of this address: connection closed");
+                    continue;
+                };
+                running.spawn(handshake(Arc::clone(&door), stream, address, ready.clone(), permit, place));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn handshake(
+    door: Arc<Door>,
+    stream: TcpStream,
+    address: SocketAddr,
+    ready: Ready,
+    permit: OwnedSemaphorePermit,
+    place: Place,
+) {
+    let shaken = tokio::time::timeout(door.limits.handshake_timeout, door.shake(stream, address)).await;
+    drop(place);
+    match shaken {
+        Ok(Ok(guarded)) => drop(ready.send(Ok(guarded)).await),
+        // Scanners and health checks do that too: no warning.
+        Ok(Err(error)) => tracing::info!(%address, %error, "TLS handshake failed"),
+        Err(_) => tracing::info!(%address, "TLS handshake timed out"),
+    }
+    // Until the server has the connection: one that is slow to take them holds up later handshakes.
+    drop(permit);
+}
+
+/// The room that a connection without a certificate takes, until it ends.
+#[derive(Debug)]
+pub(crate) struct StrangerPlace {
+    _permit: OwnedSemaphorePermit,
+    _place: Place,
+}
+
+impl Door {
+    fn admit_stranger(&self, address: SocketAddr) -> Option<StrangerPlace> {
+        let permit = Arc::clone(&self.strangers).try_acquire_owned().ok()?;
+        let place = self.stranger_sources.enter(address, self.limits.strangers_per_source_max)?;
+        Some(StrangerPlace { _permit: permit, _place: place })
+    }
+
+    async fn shake(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+    ) -> io::Result<Guarded<TlsStream<TcpStream>>> {
+        stream.set_nodelay(true)?;
+        let stream = self.acceptor.accept(stream).await?;
+        let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first).cloned();
+        let Some(leaf) = leaf else {
+            let held = self.admit_stranger(address);
+            let held = held.ok_or_else(|| io::Error::other("too many connections without a certificate"))?;
+            let until = Instant::now() + self.limits.stranger_limit;
+            let peer = Peer { address, certificate: None };
+            return Ok(Guarded { stream, limit: Limit::Stranger { until, _held: held }, peer });
+        };
+        let certificate = Certificate::from_der(&leaf).map_err(io::Error::other)?;
+        let guard = Guard {
+            credentials: self.credentials.clone(),
+            leaf: leaf.into_owned(),
+            usage: Usage::Client,
+            expected: None,
+            not_after: certificate.not_after,
+            generation: 0,
+        };
+        let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
+        Ok(Guarded { stream, limit: Limit::Certificate(Box::new(guard)), peer })
+    }
+}
+
+/// Counts connections per source.
+#[derive(Clone, Debug, Default)]
+struct Sources(Arc<Mutex<HashMap<IpAddr, usize>>>);
+
+/// One connection of a source.
+#[derive(Debug)]
+struct Place {
+    sources: Sources,
+    source: IpAddr,
+}
+
+impl Sources {
+    fn enter(&self, address: SocketAddr, max: usize) -> Option<Place> {
+        let source = source(address.ip());
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = counts.entry(source).or_default();
+        if *count >= max {
+            return None;
+        }
+        *count += 1;
+        Some(Place { sources: self.clone(), source })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut counts = self.sources.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&self.source) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.source);
+            }
+        }
+    }
+}
+
+/// One host can have each address of a /64.
+fn source(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => IpAddr::V6((address.to_bits() >> 64 << 64).into()),
+        address => address,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handshakes_of_one_source_are_counted_together_and_end() {
+        let sources = Sources::default();
+        let enter = |text: &str| sources.enter(text.parse().unwrap(), 2);
+        let first = enter("[fd00::1]:1");
+        let second = enter("[fd00::2]:1");
+        assert!(first.is_some() && second.is_some());
+        assert!(enter("[fd00::3]:1").is_none(), "the same /64");
+        let other = [enter("[fd00:0:0:1::1]:1"), enter("10.0.0.1:1"), enter("[::ffff:10.0.0.1]:1")];
+        assert!(other.iter().all(Option::is_some));
+        assert!(enter("10.0.0.1:2").is_none(), "IPv4, also when it is written as IPv6");
+        drop(first);
+        assert!(enter("[fd00::3]:1").is_some());
+        drop((second, other));
+        assert!(sources.0.lock().unwrap().is_empty());
+    }
+}

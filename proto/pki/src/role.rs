@@ -1,0 +1,222 @@
+//! Names in certificates: `shorthorn://CLUSTER/controller`, `shorthorn://CLUSTER/node/NAME` and
+//! `shorthorn://CLUSTER/admin/NAME`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+const SCHEME: &str = "shorthorn://";
+const CLUSTER_MAX_BYTES: usize = 64;
+/// As long as a name of a Kubernetes node can be.
+const NODE_MAX_BYTES: usize = 253;
+const ADMIN_MAX_BYTES: usize = 64;
+
+/// The id of a cluster, as the controller's store has it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ClusterId(String);
+
+/// The part that the holder of a certificate plays.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// A controller of the cluster.
+    Controller,
+    /// The agent of the node with this name.
+    Node(String),
+    /// An administrator with shorthornctl.
+    Admin(String),
+}
+
+/// The identity in a certificate.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Name {
+    /// The cluster that the holder belongs to.
+    pub cluster: ClusterId,
+    /// Its part there.
+    pub role: Role,
+}
+
+/// A text is no name.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum NameError {
+    /// No cluster has this id.
+    #[error("{0:?} is no cluster id: use 1 to 64 letters, digits, '-' and '.'")]
+    Cluster(String),
+    /// No node has this name.
+    #[error("{0:?} is no node name: use 1 to 253 lower-case letters, digits, '-' and '.'")]
+    Node(String),
+    /// No administrator has this name.
+    #[error("{0:?} is no name of an administrator: use 1 to 64 letters, digits, '-', '.', '_' and '@'")]
+    Admin(String),
+    /// Not one of the known forms.
+    #[error(
+        "{0:?} is no name of a certificate: expected shorthorn://CLUSTER/ROLE, with the role controller, \
+         node/NAME or admin/NAME"
+    )]
+    Uri(String),
+}
+
+/// Shortens a text of a stranger for an error.
+fn shown(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+fn is_made_of(text: &str, max_bytes: usize, allowed: impl Fn(u8) -> bool) -> bool {
+    !text.is_empty() && text.len() <= max_bytes && text.bytes().all(allowed)
+}
+
+impl ClusterId {
+    /// Checks `text`.
+    ///
+    /// # Errors
+    /// [`NameError::Cluster`].
+    pub fn new(text: &str) -> Result<ClusterId, NameError> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-.".contains(&byte);
+        if !is_made_of(text, CLUSTER_MAX_BYTES, allowed) {
+            return Err(NameError::Cluster(shown(text)));
+        }
+        Ok(ClusterId(text.to_owned()))
+    }
+
+    /// The id as text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for ClusterId {
+    type Error = NameError;
+    fn try_from(text: String) -> Result<ClusterId, NameError> {
+        ClusterId::new(&text)
+    }
+}
+
+impl From<ClusterId> for String {
+    fn from(id: ClusterId) -> String {
+        id.0
+    }
+}
+
+impl fmt::Display for ClusterId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Role {
+    /// The role of the node with this name.
+    ///
+    /// # Errors
+    /// [`NameError::Node`].
+    pub fn node(name: &str) -> Result<Role, NameError> {
+        let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
+        let is_alphanumeric = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
+        let bytes = name.as_bytes();
+        let ends = is_alphanumeric(bytes.first()) && is_alphanumeric(bytes.last());
+        if !ends || !is_made_of(name, NODE_MAX_BYTES, allowed) {
+            return Err(NameError::Node(shown(name)));
+        }
+        Ok(Role::Node(name.to_owned()))
+    }
+
+    /// The role of the administrator with this name.
+    ///
+    /// # Errors
+    /// [`NameError::Admin`].
+    pub fn admin(name: &str) -> Result<Role, NameError> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._@".contains(&byte);
+        if !is_made_of(name, ADMIN_MAX_BYTES, allowed) {
+            return Err(NameError::Admin(shown(name)));
+        }
+        Ok(Role::Admin(name.to_owned()))
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Role::Controller => f.write_str("controller"),
+            Role::Node(name) => write!(f, "node/{name}"),
+            Role::Admin(name) => write!(f, "admin/{name}"),
+        }
+    }
+}
+
+impl FromStr for Role {
+    type Err = NameError;
+    fn from_str(text: &str) -> Result<Role, NameError> {
+        if text == "controller" {
+            return Ok(Role::Controller);
+        }
+        match text.split_once('/') {
+            Some(("node", name)) => Role::node(name),
+            Some(("admin", name)) => Role::admin(name),
+            _ => Err(NameError::Uri(shown(text))),
+        }
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{SCHEME}{}/{}", self.cluster, self.role)
+    }
+}
+
+impl FromStr for Name {
+    type Err = NameError;
+    fn from_str(text: &str) -> Result<Name, NameError> {
+        let rest = text.strip_prefix(SCHEME).and_then(|rest| rest.split_once('/'));
+        let (cluster, role) = rest.ok_or_else(|| NameError::Uri(shown(text)))?;
+        Ok(Name { cluster: ClusterId::new(cluster)?, role: role.parse()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        for good in [
+            "shorthorn://c0ffee/controller",
+            "shorthorn://c0ffee/node/worker-1.example",
+            "shorthorn://c0ffee/admin/ann@example.com",
+        ] {
+            assert_eq!(good.parse::<Name>().unwrap().to_string(), good);
+        }
+        for bad in [
+            "",
+            "shorthorn://",
+            "shorthorn:///controller",
+            "shorthorn://c/",
+            "shorthorn://c/Controller",
+            "shorthorn://c/controller/",
+            "shorthorn://c/node/",
+            "shorthorn://c/node/a/b",
+            "shorthorn://c/node/-a",
+            "shorthorn://c/node/A",
+            "shorthorn://c/node/a\0",
+            "shorthorn://c/admin/",
+            "spiffe://c/controller",
+        ] {
+            assert!(bad.parse::<Name>().is_err(), "{bad:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_has_two_readings(
+            text in "(shorthorn://)?[a-c./]{0,12}(controller|node/|admin/)?[a-cA./@]{0,8}"
+        ) {
+            if let Ok(name) = text.parse::<Name>() {
+                prop_assert_eq!(name.to_string(), text);
+            }
+        }
+    }
+}

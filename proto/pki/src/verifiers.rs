@@ -1,0 +1,130 @@
+//! The verifiers that rustls asks during a handshake.
+
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, PeerIncompatible,
+    SignatureScheme,
+};
+
+use crate::credentials::{ClientAuth, Credentials};
+use crate::role::Role;
+use crate::trust::{TrustError, Usage};
+
+/// Accepts servers of one role.
+#[derive(Debug)]
+pub(crate) struct ServerVerifier {
+    pub(crate) credentials: Credentials,
+    pub(crate) expected: Role,
+}
+
+/// Accepts clients of the cluster.
+#[derive(Debug)]
+pub(crate) struct ClientVerifier {
+    pub(crate) credentials: Credentials,
+    pub(crate) auth: ClientAuth,
+}
+
+/// The error of rustls whose alert lets the peer name the reason in its log.
+pub(crate) fn tls_error(error: TrustError) -> Error {
+    let known = match &error {
+        TrustError::Chain(webpki::Error::CertExpired { .. }) => CertificateError::Expired,
+        TrustError::Chain(webpki::Error::CertNotValidYet { .. }) => CertificateError::NotValidYet,
+        TrustError::Chain(webpki::Error::UnknownIssuer) => CertificateError::UnknownIssuer,
+        TrustError::Revoked(_) => CertificateError::Revoked,
+        _ => CertificateError::Other(OtherError(Arc::new(error))),
+    };
+    Error::InvalidCertificate(known)
+}
+
+pub(crate) fn algorithms() -> WebPkiSupportedAlgorithms {
+    rustls::crypto::ring::default_provider().signature_verification_algorithms
+}
+
+/// Only TLS 1.3 is configured.
+pub(crate) fn no_tls12() -> Result<HandshakeSignatureValid, Error> {
+    Err(Error::PeerIncompatible(PeerIncompatible::Tls13RequiredForQuic))
+}
+
+impl ServerCertVerifier for ServerVerifier {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        // The name in the certificate is that of the node: addresses change, and DNS is not trusted.
+        let verified = self.credentials.verify(leaf, Usage::Server, Some(&self.expected), now);
+        verified.map(|_| ServerCertVerified::assertion()).map_err(tls_error)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        no_tls12()
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, leaf, signature, &algorithms())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        algorithms().supported_schemes()
+    }
+}
+
+impl ClientCertVerifier for ClientVerifier {
+    fn client_auth_mandatory(&self) -> bool {
+        self.auth == ClientAuth::Required
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let verified = self.credentials.verify(leaf, Usage::Client, None, now);
+        verified.map(|_| ClientCertVerified::assertion()).map_err(tls_error)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        no_tls12()
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, leaf, signature, &algorithms())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        algorithms().supported_schemes()
+    }
+}
