@@ -57,7 +57,7 @@ pub enum ConnectError {
         /// The error of the system.
         error: io::Error,
     },
-    /// The other side is not who it should be, or it refuses us.
+    /// The other side has another identity, or refuses ours.
     #[error("cannot connect to {address} with TLS: {error}")]
     Handshake {
         /// The address.
@@ -170,7 +170,8 @@ impl Connector {
         let Some(config) = config else { return Ok(Connection::Plain(stream)) };
         let shaking = TlsConnector::from(Arc::clone(config)).connect(ServerName::from(address.ip()), stream);
         let shaken = limited(shaking).await;
-        let stream = shaken.map_err(|error| ConnectError::Handshake { address, error })?;
+        let stream =
+            shaken.map_err(|error| ConnectError::Handshake { address, error: plain_words(error) })?;
         self.guarded(stream, address)
     }
 
@@ -193,6 +194,15 @@ impl Connector {
         let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
         let limit = Limit::Certificate(Box::new(guard));
         Ok(Connection::Tls(Box::new(Guarded { stream, limit, peer })))
+    }
+}
+
+/// The reason of this crate without the words of rustls around it.
+fn plain_words(error: io::Error) -> io::Error {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    match inner {
+        Some(rustls::Error::Other(reason)) => io::Error::new(error.kind(), reason.to_string()),
+        _ => error,
     }
 }
 

@@ -43,7 +43,7 @@ pub use guard::{Guarded, Peer};
 pub use incoming::{Limits, incoming};
 pub use key::Key;
 pub use pinned::enrolment_config;
-pub use request::{Request, RequestError};
+pub use request::{Request, RequestError, request_to_pem};
 pub use role::{ClusterId, Name, NameError, Role};
 pub use roll_over::Phase;
 pub use serial::Serial;

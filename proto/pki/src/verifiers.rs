@@ -31,12 +31,17 @@ pub(crate) struct ClientVerifier {
 
 /// The error of rustls whose alert lets the peer name the reason in its log.
 pub(crate) fn tls_error(error: TrustError) -> Error {
-    let known = match &error {
-        TrustError::Chain(webpki::Error::CertExpired { .. }) => CertificateError::Expired,
-        TrustError::Chain(webpki::Error::CertNotValidYet { .. }) => CertificateError::NotValidYet,
+    let known = match error {
+        TrustError::Chain(webpki::Error::CertExpired { time, not_after }) => {
+            CertificateError::ExpiredContext { time, not_after }
+        }
+        TrustError::Chain(webpki::Error::CertNotValidYet { time, not_before }) => {
+            CertificateError::NotValidYetContext { time, not_before }
+        }
         TrustError::Chain(webpki::Error::UnknownIssuer) => CertificateError::UnknownIssuer,
         TrustError::Revoked(_) => CertificateError::Revoked,
-        _ => CertificateError::Other(OtherError(Arc::new(error))),
+        // rustls shows the text of this one as it is.
+        error => return Error::Other(OtherError(Arc::new(error))),
     };
     Error::InvalidCertificate(known)
 }

@@ -40,6 +40,12 @@ fn credentials(authority: &Authority, identity: Option<Identity>) -> Credentials
     Credentials::new(Bundle { identity, trust: authority.trust().unwrap() }).unwrap()
 }
 
+/// Credentials with a new certificate.
+fn issued(authority: &mut Authority, role: &Role) -> Credentials {
+    let identity = issue(authority, role, now_s());
+    credentials(authority, Some(identity))
+}
+
 /// Answers each connection with its peer's role, or "stranger", and then echoes.
 async fn serve(credentials: &Credentials, auth: ClientAuth, limits: Limits) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -173,7 +179,7 @@ async fn a_pin_names_the_controller_of_the_first_contact() {
     let other = greet(address, &Connector::pinned(Pin::of(b"other")).unwrap()).await.unwrap_err();
     assert!(other.contains("pin"), "{other}");
     // A node of the cluster must not play the controller.
-    let node = credentials(&ca, Some(issue(&mut ca, &node("a"), now_s())));
+    let node = issued(&mut ca, &node("a"));
     let address = serve(&node, ClientAuth::Optional, Limits::default()).await;
     let played = greet(address, &Connector::pinned(pin).unwrap()).await.unwrap_err();
     assert!(played.contains("expected controller"), "{played}");
@@ -183,7 +189,7 @@ async fn a_pin_names_the_controller_of_the_first_contact() {
 async fn connections_that_do_not_shake_hands_do_not_hold_up_others() {
     let mut ca = authority();
     let server = credentials(&ca, Some(issue(&mut ca.clone(), &node("a"), now_s())));
-    let client = credentials(&ca, Some(issue(&mut ca, &Role::Controller, now_s())));
+    let client = issued(&mut ca, &Role::Controller);
     let limits = Limits {
         handshakes_per_source_max: 3,
         handshake_timeout: Duration::from_millis(500),
@@ -207,7 +213,7 @@ async fn connections_that_do_not_shake_hands_do_not_hold_up_others() {
 async fn connections_without_a_certificate_are_few() {
     let mut ca = authority();
     let server = credentials(&ca, Some(issue(&mut ca.clone(), &Role::Controller, now_s())));
-    let admin = credentials(&ca, Some(issue(&mut ca, &Role::admin("ann").unwrap(), now_s())));
+    let admin = issued(&mut ca, &Role::admin("ann").unwrap());
     let limits = Limits { strangers_max: 1, ..Limits::default() };
     let address = serve(&server, ClientAuth::Optional, limits).await;
     let stranger = Connector::pinned(ca.pin().unwrap()).unwrap();
@@ -220,7 +226,7 @@ async fn connections_without_a_certificate_are_few() {
 async fn only_addresses_of_this_host_are_plain() {
     let mut ca = authority();
     let server = credentials(&ca, Some(issue(&mut ca.clone(), &node("a"), now_s())));
-    let client = credentials(&ca, Some(issue(&mut ca, &Role::Controller, now_s())));
+    let client = issued(&mut ca, &Role::Controller);
     let address = serve(&server, ClientAuth::Required, Limits::default()).await;
     let uri: Uri = format!("http://localhost:{}", address.port()).parse().unwrap();
     let by_default = Connector::new(&client, node("a")).unwrap();
