@@ -1,4 +1,5 @@
-//! Where gRPC servers listen and are found: `unix:///path` or `http://host:port`.
+//! Addresses of gRPC servers: `unix:///path`, `http://host:port` or `https://host:port`. With http,
+//! connections to other hosts use TLS, and connections to this host do not. With https, all do.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -6,8 +7,16 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::Deserialize;
+use shorthorn_pki::{Connector, Credentials, Role};
 use thiserror::Error;
-use tonic::transport::Endpoint;
+use tonic::transport::{Channel, Endpoint};
+
+/// The rest of an error about another host that a program without a certificate cannot connect to.
+const NO_CERTIFICATE: &str =
+    "use --tls-identity FILE or SHORTHORN_TLS_IDENTITY, with a file of shorthornctl tls issue";
+
+const HTTP: &str = "http://";
+const HTTPS: &str = "https://";
 
 /// Where a server is found.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -18,16 +27,20 @@ pub struct ServerUrl(String);
 #[derive(Debug, Error)]
 pub enum AddressError {
     /// Not one of the known forms.
-    #[error("{0:?} is no address: use unix:///path/of/socket or http://host:port")]
+    #[error("{0:?} is no address: use unix:///path/of/socket, http://host:port or https://host:port")]
     Url(String),
     /// Not one of the known forms.
     #[error("{0:?} is nothing to listen on: use unix:///path/of/socket or 127.0.0.1:port")]
     Listen(String),
     /// The connection would not be protected.
     #[error(
-        "{0} can be reached from other hosts, and connections are not encrypted: listen on 127.0.0.1 or unix:///path"
+        "{0} can be reached from other hosts, and connections are not encrypted: use --tls-listen for it, or \
+         listen on 127.0.0.1 or unix:///path"
     )]
     Open(SocketAddr),
+    /// TLS cannot be configured.
+    #[error("cannot configure TLS: {0}")]
+    Tls(String),
 }
 
 impl ServerUrl {
@@ -36,7 +49,36 @@ impl ServerUrl {
     /// # Errors
     /// [`AddressError::Url`].
     pub fn endpoint(&self) -> Result<Endpoint, AddressError> {
-        Endpoint::from_shared(self.0.clone()).map_err(|_| AddressError::Url(self.0.clone()))
+        // The connector of `connect` does TLS, not the endpoint.
+        let url = match self.0.strip_prefix(HTTPS) {
+            Some(host) => format!("{HTTP}{host}"),
+            None => self.0.clone(),
+        };
+        Endpoint::from_shared(url).map_err(|_| AddressError::Url(self.0.clone()))
+    }
+
+    /// A channel over `endpoint`, which connects when it is used first. The server has to have the role
+    /// `expected`, unless the connection stays on this host. Without credentials, it has to stay there.
+    ///
+    /// # Errors
+    /// [`AddressError::Tls`].
+    pub fn connect(
+        &self,
+        endpoint: &Endpoint,
+        credentials: Option<&Credentials>,
+        expected: Role,
+    ) -> Result<Channel, AddressError> {
+        if self.0.starts_with("unix:") {
+            return Ok(endpoint.connect_lazy());
+        }
+        let connector = match credentials {
+            Some(credentials) => Connector::new(credentials, expected),
+            None => Ok(Connector::loopback_only(NO_CERTIFICATE)),
+        };
+        let connector = connector.map_err(|error| AddressError::Tls(error.to_string()))?;
+        let is_https = self.0.starts_with(HTTPS);
+        let connector = if is_https { connector.always_tls() } else { connector };
+        Ok(endpoint.connect_with_connector_lazy(connector))
     }
 }
 
@@ -44,7 +86,8 @@ impl FromStr for ServerUrl {
     type Err = AddressError;
     fn from_str(text: &str) -> Result<ServerUrl, AddressError> {
         let absolute = text.strip_prefix("unix://").is_some_and(|path| path.starts_with('/'));
-        let host = text.strip_prefix("http://").is_some_and(|host| !host.is_empty());
+        let host = [HTTP, HTTPS].iter().find_map(|scheme| text.strip_prefix(scheme));
+        let host = host.is_some_and(|host| !host.is_empty());
         let url = ServerUrl(text.to_owned());
         if !(absolute || host) || url.endpoint().is_err() {
             return Err(AddressError::Url(text.to_owned()));
@@ -118,10 +161,10 @@ mod tests {
         for bad in ["unix://run/a.sock", "0.0.0.0:9500", "10.0.0.1:1", "localhost", ""] {
             assert!(bad.parse::<Listen>().is_err(), "{bad}");
         }
-        for good in ["unix:///run/a.sock", "http://127.0.0.1:9501", "http://node-a:9501"] {
+        for good in ["unix:///run/a.sock", "http://127.0.0.1:9501", "https://node-a:9501"] {
             assert_eq!(good.parse::<ServerUrl>().unwrap().to_string(), good);
         }
-        for bad in ["unix://run/a.sock", "https://a:1", "a:1", "http://", "http://a b"] {
+        for bad in ["unix://run/a.sock", "ftp://a:1", "a:1", "http://", "https://", "http://a b"] {
             assert!(bad.parse::<ServerUrl>().is_err(), "{bad}");
         }
     }

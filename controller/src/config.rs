@@ -1,6 +1,9 @@
 //! How the controller is configured: flags, and a TOML file for what no flag says.
 
+mod tls;
+
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU32};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -15,6 +18,7 @@ use shorthorn_logging::LogFormat;
 use shorthorn_metrics::{MetricsListen, MetricsListenError};
 use thiserror::Error;
 
+pub use self::tls::TlsArgs;
 use crate::address::{AddressError, Listen, ServerUrl};
 use crate::kubernetes::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes};
 
@@ -78,7 +82,7 @@ pub struct DeletionGuardArgs {
 /// Arguments of serve.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, forward_listen, csi_listen, metrics_listen, log, log_format,
+    /// TOML file with any of: store, listen, forward_listen, tls_listen, csi_listen, metrics_listen, log, log_format,
     /// replica_replace_after_s, storage_over_provisioning_percentage, storage_minimal_available_percentage,
     /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit,
     /// disable_scheduling_on_cordoned_node, and the tables [nodes] of NAME = "URL" and [kubernetes] with
@@ -121,7 +125,7 @@ pub struct ServeArgs {
     /// shorthorn-controller in /usr/bin. Without it, the controller creates no guard pods and a drain does not wait
     #[arg(long, value_name = "IMAGE")]
     pub guard_image: Option<String>,
-    /// The agent of a node: http://HOST:PORT or unix:///PATH. Repeat it for each node.
+    /// The agent of a node: http://HOST:PORT, https://HOST:PORT or unix:///PATH. Repeat it for each node.
     #[arg(long = "node", value_name = "NAME=URL")]
     pub nodes: Vec<NodeFlag>,
     /// Address of the API for shorthornctl: unix:///PATH, or 127.0.0.1:PORT
@@ -132,6 +136,9 @@ pub struct ServeArgs {
     /// default
     #[arg(long, value_name = "ADDRESS")]
     pub forward_listen: Option<Listen>,
+    /// Flags for TLS.
+    #[command(flatten)]
+    pub tls: TlsArgs,
     /// Socket for the CSI sidecars: unix:///PATH, on their host; off by default
     #[arg(long, value_name = "ADDRESS")]
     pub csi_listen: Option<Listen>,
@@ -246,6 +253,7 @@ struct File {
     kubernetes: Option<KubernetesTable>,
     listen: Option<Listen>,
     forward_listen: Option<Listen>,
+    tls_listen: Option<SocketAddr>,
     csi_listen: Option<Listen>,
     metrics_listen: Option<String>,
     log: Option<String>,
@@ -299,6 +307,8 @@ pub struct Config {
     pub listen: Listen,
     /// Where else the API is; none: nowhere.
     pub forward_listen: Option<Listen>,
+    /// Where the API is with mutual TLS; none: nowhere.
+    pub tls_listen: Option<SocketAddr>,
     /// Where CSI is, a socket in the file system; none: nowhere.
     pub csi_listen: Option<Listen>,
     /// Where metrics and health are.
@@ -351,6 +361,7 @@ impl Config {
         Ok(Config {
             store,
             forward_listen: args.forward_listen.or(file.forward_listen),
+            tls_listen: args.tls.tls_listen.or(file.tls_listen),
             csi_listen: check_csi(args.csi_listen.or(file.csi_listen), &listen)?,
             listen,
             metrics_listen: match (args.metrics_listen, file.metrics_listen) {

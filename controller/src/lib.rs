@@ -8,6 +8,7 @@
 //! - [`csi`][]: the Controller service of CSI.
 //! - [`metrics`][]: what it shows to Prometheus and to probes.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
+//! - [`tls`][]: the cluster's CA, and the certificates of this controller, nodes and administrators.
 //! - [`ctl`][]: `shorthornctl`.
 //! - [`manual`][]: man pages of the daemon.
 #![forbid(unsafe_code)]
@@ -24,4 +25,5 @@ pub mod metrics;
 mod random;
 pub mod serve;
 pub mod store;
+pub mod tls;
 pub mod work;

@@ -1,6 +1,7 @@
 //! The controller as a daemon.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use shorthorn_api::v1::controller_server::ControllerServer;
 use shorthorn_controller_core::reconcile::is_urgent;
 use shorthorn_csi::{DRIVER_NAME, Identity};
 use shorthorn_metrics::MetricsError;
+use shorthorn_pki::{AccessLayer, ClientAuth, Limits};
 use thiserror::Error;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
@@ -37,6 +39,7 @@ use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect
 use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
 use crate::store::kubernetes::OpenError;
 use crate::store::{KubeStore, RedbStore, Store, StoreError};
+use crate::tls::{Keeper, SecretKeeper, Tls, TlsApi, TlsError, signer};
 use crate::work::{Queue, Worker};
 
 /// How long calls of clients may go on after the controller was told to stop.
@@ -72,6 +75,12 @@ pub enum ServeError {
     /// The operating system gives no random numbers.
     #[error("no random numbers for a name of this controller: {0}")]
     Random(#[from] getrandom::Error),
+    /// The cluster's CA cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The address of the API with TLS is taken, or not ours to take.
+    #[error("cannot listen on {0}: {1}; choose another --tls-listen")]
+    TlsListen(SocketAddr, io::Error),
     /// A node has an address that can never work.
     #[error(transparent)]
     Address(#[from] AddressError),
@@ -110,7 +119,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
-    let Opened { store, mut lease, events, attachments, workloads, pods, mut tasks } = tokio::select! {
+    let opened = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
         Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
         name = signals.next() => {
@@ -119,10 +128,20 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
             return Ok(());
         }
     };
+    let Opened { keeper, signer, store, mut lease, events, attachments, workloads, pods, mut tasks } = opened;
     let store: Arc<dyn Store> = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
+    let tls = tokio::select! {
+        opened = Tls::open(keeper, store.cluster()) => opened?,
+        reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),
+    };
     let seen = Arc::clone(&store);
     let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.world(), key)));
-    let fleet = Fleet::new(&config.nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone())?;
+    let (kept, credentials) = (Arc::clone(&store), tls.credentials().clone());
+    let fleet = Fleet::with_tls(&config.nodes, kept, Arc::clone(&queue), metrics.clone(), Some(credentials))?;
+    tasks.spawn(Arc::clone(&tls).run(Arc::clone(&fleet)));
+    if let Some(client) = signer {
+        tasks.spawn(signer::run(client, Arc::clone(&tls)));
+    }
     vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
     if let (Some(pods), Some(events)) = (pods, events.clone()) {
         pods.look_after(&store, &fleet, &events, &metrics, &mut tasks);
@@ -149,8 +168,12 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let csi =
         CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics).telling(events);
     for address in std::iter::once(&config.listen).chain(&config.forward_listen) {
-        let api = server().add_service(ControllerServer::new(api.clone()));
+        let tls_api = TlsApi::new(Arc::clone(&tls)).server();
+        let api = server().add_service(ControllerServer::new(api.clone())).add_service(tls_api);
         servers.spawn(listen(address.clone(), api, &stopping).await?);
+    }
+    if let Some(address) = config.tls_listen {
+        servers.spawn(listen_tls(address, api.clone(), &tls, &stopping).await?);
     }
     if let Some(address) = &config.csi_listen {
         if !stands_by {
@@ -202,6 +225,10 @@ fn remove_socket(address: Option<&Listen>) {
 
 /// The store, and what comes with it in Kubernetes.
 struct Opened {
+    /// The place for the CA.
+    keeper: Arc<dyn Keeper>,
+    /// The API server with requests for certificates; none: without Kubernetes.
+    signer: Option<kube::Client>,
     store: Arc<dyn Store>,
     lease: Option<LeaseThread>,
     events: Option<Events>,
@@ -252,6 +279,8 @@ async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, Ser
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
             Ok(Opened {
+                keeper: store.keeper(),
+                signer: None,
                 store,
                 lease: None,
                 events: None,
@@ -312,9 +341,11 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let attachments = Some(ClusterAttachments::new(client.clone()));
     let workloads = Some(ClusterWorkloads::new(client.clone()));
     let releases = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
+    let keeper: Arc<dyn Keeper> = Arc::new(SecretKeeper::new(client.clone(), &config.namespace));
+    let signer = Some(client.clone());
     let pods = Some(Pods { client, known, releases, restages: config.ends_pods_without_device });
     let (lease, events) = (Some(lease), Some(events));
-    Ok(Opened { store, lease, events, attachments, workloads, pods, tasks })
+    Ok(Opened { keeper, signer, store, lease, events, attachments, workloads, pods, tasks })
 }
 
 /// A name that no other process has: that of the host or the pod, with a part of its own.
@@ -378,6 +409,30 @@ async fn listen(
             Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
         }
     }
+}
+
+/// Serves the API with mutual TLS. The layer refuses each method that the role of the caller may not call.
+async fn listen_tls(
+    address: SocketAddr,
+    api: Api,
+    tls: &Arc<Tls>,
+    stopping: &watch::Receiver<bool>,
+) -> Result<Serving, ServeError> {
+    let failed = |error| ServeError::TlsListen(address, error);
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let (auth, limits) = (ClientAuth::Optional, Limits::default());
+    let incoming = shorthorn_pki::incoming(listener, tls.credentials(), auth, limits);
+    let incoming = incoming.map_err(|error| failed(io::Error::other(error)))?;
+    let mut stopping = stopping.clone();
+    let stopped = async move {
+        let _ = stopping.wait_for(|stopping| *stopping).await;
+    };
+    let router = server()
+        .layer(AccessLayer)
+        .add_service(ControllerServer::new(api))
+        .add_service(TlsApi::new(Arc::clone(tls)).server());
+    tracing::info!(%address, "the API is served with TLS");
+    Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
 }
 
 /// Listens on a socket in the file system; takes over one that a killed controller left.

@@ -53,7 +53,7 @@ async fn a_node_that_is_added_gets_replicas() {
     let added = FakeAgent::new("b", Arc::clone(&cluster.truth));
     let serving = added.serve(&cluster.path("b"));
     let address = format!("unix://{}", cluster.path("b").display());
-    let (code, text) = cluster.fails(&["node", "add", "b", "--address", "https://b:1"]).await;
+    let (code, text) = cluster.fails(&["node", "add", "b", "--address", "ftp://b:1"]).await;
     assert!(code == 2 && text.contains("is no address"), "{text}");
     cluster.ok(&["node", "add", "b", "--address", &address]).await;
     cluster.retry(&["disk", "add", "b", "/var/lib/longhorn"]).await;

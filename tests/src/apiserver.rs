@@ -22,6 +22,8 @@ const CURL_LIMIT_S: &str = "20";
 pub const NAMESPACE: &str = "shorthorn-system";
 /// Who may do everything.
 const ADMIN: &str = "admin";
+/// The kubelet of node m1.
+const KUBELET: &str = "system:node:m1";
 /// Those of Kubernetes' own controllers that deal with volumes.
 const VOLUME_CONTROLLERS: [&str; 5] = [
     "persistentvolume-binder",
@@ -84,7 +86,7 @@ impl ApiServer {
 
     fn write_files(&self) -> Result<()> {
         let tokens = format!(
-            "{ADMIN}-token,{ADMIN},1,system:masters\n{CONTROLLER}-token,{CONTROLLER},2,\"system:serviceaccounts,system:serviceaccounts:{NAMESPACE}\"\n"
+            "{ADMIN}-token,{ADMIN},1,system:masters\n{KUBELET}-token,{KUBELET},3,system:nodes\n{CONTROLLER}-token,{CONTROLLER},2,\"system:serviceaccounts,system:serviceaccounts:{NAMESPACE}\"\n"
         );
         fs::write(self.file("tokens.csv"), tokens)?;
         let policy = "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules:\n- level: Metadata\n";
@@ -224,7 +226,16 @@ impl ApiServer {
     /// The API server does not answer.
     pub fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
         let kind = if method == "PATCH" { "application/merge-patch+json" } else { "application/json" };
-        self.send(method, path, kind, &body.map(Value::to_string).unwrap_or_default())
+        self.send(ADMIN, method, path, kind, &body.map(Value::to_string).unwrap_or_default())
+    }
+
+    /// A call as the kubelet of node m1.
+    ///
+    /// # Errors
+    /// The API server does not answer.
+    pub fn call_as_kubelet(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
+        let body = body.map(Value::to_string).unwrap_or_default();
+        self.send(KUBELET, method, path, "application/json", &body)
     }
 
     /// Makes the objects of a file with YAML documents.
@@ -234,17 +245,17 @@ impl ApiServer {
     pub fn apply(&self, documents: &str) -> Result<()> {
         for document in documents.split("\n---\n").filter(|text| text.contains("kind:")) {
             let path = path_of(document)?;
-            let answer = self.send("POST", &path, "application/yaml", document)?;
+            let answer = self.send(ADMIN, "POST", &path, "application/yaml", document)?;
             ensure!((200..300).contains(&answer.code), "POST {path}: {} {}", answer.code, answer.body);
         }
         Ok(())
     }
 
-    fn send(&self, method: &str, path: &str, kind: &str, body: &str) -> Result<Answer> {
+    fn send(&self, user: &str, method: &str, path: &str, kind: &str, body: &str) -> Result<Answer> {
         let mut command = Command::new("curl");
         command.args(["--silent", "--show-error", "--max-time", CURL_LIMIT_S, "--request", method]);
         command.arg("--cacert").arg(self.file("certs/apiserver.crt"));
-        command.args(["--header", &format!("Authorization: Bearer {ADMIN}-token")]);
+        command.args(["--header", &format!("Authorization: Bearer {user}-token")]);
         command.args(["--header", &format!("Content-Type: {kind}"), "--write-out", "\n%{http_code}"]);
         command.args(["--data-binary", "@-"]).arg(format!("https://127.0.0.1:{}{path}", self.port));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());

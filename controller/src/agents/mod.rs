@@ -17,6 +17,7 @@ use shorthorn_controller_core::orphans::Directory;
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
+use shorthorn_pki::{Credentials, Role};
 use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
 use tokio::sync::{Mutex, OwnedMutexGuard};
@@ -37,7 +38,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// How often a silent connection is tried, and how long the answer may take.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// The longest answer of an agent that starts or looks at something.
-const CALL_LIMIT: Duration = Duration::from_secs(15);
+pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(15);
 /// The longest answer of an agent that waits for a process to end, or deletes a directory.
 const STOP_LIMIT: Duration = Duration::from_secs(90);
 
@@ -108,6 +109,8 @@ pub struct Fleet {
     queue: Arc<Queue>,
     metrics: Metrics,
     configured: BTreeMap<NodeName, ServerUrl>,
+    /// None: only agents on this host are connected to.
+    credentials: Option<Credentials>,
     peers: RwLock<BTreeMap<NodeName, Peer>>,
     agents: RwLock<Agents>,
 }
@@ -158,11 +161,26 @@ impl Fleet {
         queue: Arc<Queue>,
         metrics: Metrics,
     ) -> Result<Arc<Fleet>, AddressError> {
+        Fleet::with_tls(nodes, store, queue, metrics, None)
+    }
+
+    /// The fleet of these nodes. Agents on other hosts have to prove the name of their node.
+    ///
+    /// # Errors
+    /// [`AddressError`] for a URL that can never work.
+    pub fn with_tls(
+        nodes: &BTreeMap<NodeName, ServerUrl>,
+        store: Arc<dyn Store>,
+        queue: Arc<Queue>,
+        metrics: Metrics,
+        credentials: Option<Credentials>,
+    ) -> Result<Arc<Fleet>, AddressError> {
         let fleet = Fleet {
             store,
             queue,
             metrics,
             configured: nodes.clone(),
+            credentials,
             peers: RwLock::default(),
             agents: RwLock::default(),
         };
@@ -176,7 +194,8 @@ impl Fleet {
 
     /// Knows the agent of `node` from now on.
     fn add(&self, node: &NodeName, url: &ServerUrl, from_object: bool) -> Result<(), AddressError> {
-        let channel = protected(url.endpoint()?).connect_lazy();
+        let role = Role::Node(node.to_string());
+        let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;
         let peer = Peer { url: url.clone(), channel, asking_for_disks: Arc::default() };
         let view = AgentView { from_object, ..AgentView::new(url.to_string(), Timestamp::now()) };
         self.agents_mut().insert(node.clone(), view);
@@ -213,6 +232,19 @@ impl Fleet {
         let peer = peers.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
         let of_cluster = OfCluster::new(self.store.cluster());
         Ok(NodeClient::with_interceptor(peer.channel.clone(), of_cluster))
+    }
+
+    /// The nodes whose agents are connected, with a channel to each.
+    #[must_use]
+    pub fn connected(&self) -> Vec<(NodeName, Channel)> {
+        let agents = self.agents();
+        let is_synced = |node: &NodeName| agents.get(node).is_some_and(AgentView::is_synced);
+        let peers = self.peers();
+        peers
+            .iter()
+            .filter(|(node, _)| is_synced(node))
+            .map(|(node, peer)| (node.clone(), peer.channel.clone()))
+            .collect()
     }
 
     async fn ask_for_disks(&self, node: &NodeName) -> Option<OwnedMutexGuard<()>> {
@@ -533,7 +565,7 @@ fn protected(endpoint: Endpoint) -> Endpoint {
         .keep_alive_while_idle(true)
 }
 
-fn limited<T>(message: T, limit: Duration) -> tonic::Request<T> {
+pub(crate) fn limited<T>(message: T, limit: Duration) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
     request.set_timeout(limit);
     request

@@ -9,6 +9,7 @@ use super::bundle::BundleArgs;
 use super::list;
 use super::reach::ReachArgs;
 use super::size::Size;
+use super::tls::{TlsCommand, TokenArgs};
 use crate::address::{AddressError, ServerUrl};
 
 /// Creates, attaches, detaches and deletes Shorthorn volumes, and shows their state.
@@ -92,6 +93,9 @@ pub enum Command {
     /// Orphans: replica directories without a volume, for example on a node or disk that was given up and is back
     #[command(subcommand)]
     Orphan(OrphanCommand),
+    /// Certificates: of administrators, nodes, and the cluster's CA
+    #[command(subcommand)]
+    Tls(TlsCommand),
     /// Moves replicas of attached volumes to better places, a few at a time, and waits for the moves. Better
     /// places are apart from each other, on the node of the volume if it asks for that, on disks with more room
     Rebalance(RebalanceArgs),
@@ -339,7 +343,7 @@ pub struct WaitArgs {
     pub timeout: Duration,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     let text = text.strip_suffix('s').unwrap_or(text);
     let number: f64 = text.parse().map_err(|_| "a number of seconds, like 90".to_owned())?;
     Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
@@ -392,10 +396,12 @@ pub enum NodeCommand {
     Add {
         /// Name of the node, from the configuration of its agent
         name: String,
-        /// HOST:PORT, http://HOST:PORT or unix:///PATH
+        /// HOST:PORT, http://HOST:PORT, https://HOST:PORT or unix:///PATH
         #[arg(long, value_name = "ADDRESS")]
         address: AgentAddress,
     },
+    /// Prints a token that lets the agent of one node join, once
+    Token(TokenArgs),
     /// Places no new replicas on a node; existing replicas stay
     Cordon {
         /// Name of the node
@@ -635,7 +641,7 @@ mod tests {
             let AgentAddress(found) = text.parse().unwrap();
             assert_eq!(found.to_string(), url);
         }
-        for bad in ["", "https://a:1", "unix://relative"] {
+        for bad in ["", "ftp://a:1", "unix://relative"] {
             assert!(bad.parse::<AgentAddress>().is_err(), "{bad}");
         }
     }

@@ -14,6 +14,7 @@ use super::list::{Lister, Options, What, watch};
 use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
+use super::tls::Certificates;
 use super::wait::{Drained, Goal, drained, wait};
 use super::{bundle, cluster_checks, confirm, doctor, manual, output, places, status};
 
@@ -36,8 +37,8 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
         _ => {}
     }
     let Reached { channel, name, cluster } = reach(&cli.reach).await?;
-    let client = ControllerClient::new(channel);
-    let session = Session { client, server: name, format: cli.output, cluster: cluster.clone() };
+    let client = ControllerClient::new(channel.clone());
+    let session = Session { client, channel, server: name, format: cli.output, cluster: cluster.clone() };
     let done = session.run(cli.command).await;
     done.map_err(|error| match (error, cluster.and_then(|cluster| cluster.problem())) {
         // What Kubernetes says is more than that the connection broke.
@@ -69,6 +70,7 @@ impl Session {
             Command::Disk(command) => session.disk(command).await?,
             Command::Orphan(command) => session.orphan(command).await?,
             Command::Rebalance(args) => session.rebalance(args).await?,
+            Command::Tls(command) => session.certificates().run(command).await?,
         };
         output::print(&text)
     }
@@ -78,6 +80,7 @@ struct Session {
     /// The one that the controller is reached through, if it is.
     cluster: Option<Cluster>,
     client: ControllerClient<Channel>,
+    channel: Channel,
     server: String,
     format: Format,
 }
@@ -86,6 +89,10 @@ impl Session {
     fn error(&self) -> impl Fn(tonic::Status) -> CtlError + use<> {
         let server = self.server.clone();
         move |status| CtlError::of(&status, &server)
+    }
+
+    fn certificates(&self) -> Certificates {
+        Certificates::new(self.channel.clone(), self.server.clone(), self.format)
     }
 
     async fn status(&mut self) -> Result<(), CtlError> {
@@ -395,6 +402,7 @@ impl Session {
                 let found = self.client.inspect_node(request).await.map_err(self.error())?.into_inner();
                 return places::node(self.format, found);
             }
+            NodeCommand::Token(args) => return self.certificates().token(args).await,
             NodeCommand::Drain { name, no_wait, timeout } => return self.drain(name, no_wait, timeout).await,
             NodeCommand::CanReboot(args) => {
                 return can_reboot(&mut self.client, &self.server, self.format, args).await;

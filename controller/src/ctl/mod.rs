@@ -16,6 +16,7 @@ mod rebalance;
 mod reboot;
 mod size;
 mod status;
+mod tls;
 mod view;
 mod wait;
 

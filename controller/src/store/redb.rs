@@ -14,6 +14,7 @@ use tokio::sync::broadcast;
 use super::cache::Cache;
 use super::{Store, StoreError, later};
 use crate::random::new_cluster;
+use crate::tls::{Keeper, KeeperError};
 
 /// `volume/<name>` and so on, to the object as JSON.
 const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");
@@ -21,6 +22,9 @@ const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects"
 const NUMBERS: TableDefinition<'_, &str, u64> = TableDefinition::new("numbers");
 /// `cluster`.
 const TEXTS: TableDefinition<'_, &str, &str> = TableDefinition::new("texts");
+/// `authority`: the state of the cluster's CA.
+const SECRETS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("secrets");
+const AUTHORITY: &str = "authority";
 /// What `format` says; raised when an older controller could no longer read the file.
 const FORMAT: u64 = 1;
 
@@ -74,6 +78,12 @@ impl RedbStore {
         Ok(RedbStore {
             inner: Arc::new(Inner { path, cluster, cache: Cache::new(world), unreadable, writer }),
         })
+    }
+
+    /// The place for the CA in this file.
+    #[must_use]
+    pub fn keeper(&self) -> Arc<dyn Keeper> {
+        Arc::new(RedbKeeper(RedbStore { inner: Arc::clone(&self.inner) }))
     }
 
     /// Runs `write` where blocking is allowed. It runs to its end even if the caller goes away, so that
@@ -168,6 +178,45 @@ impl Inner {
     fn write_error(&self, error: &redb::Error) -> StoreError {
         StoreError::Write { path: self.path.clone(), message: error.to_string() }
     }
+}
+
+/// The CA in the file of the store: both have one backup.
+#[derive(Debug)]
+struct RedbKeeper(RedbStore);
+
+#[async_trait]
+impl Keeper for RedbKeeper {
+    async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+        let loaded = self.0.blocking(|inner| {
+            let writer = inner.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            authority(&writer.database).map_err(|error| inner.write_error(&error))
+        });
+        loaded.await.map_err(|error| KeeperError(error.to_string()))
+    }
+
+    async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError> {
+        let saved = self.0.blocking(move |inner| {
+            let writer = inner.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            save_authority(&writer.database, &state).map_err(|error| inner.write_error(&error))
+        });
+        saved.await.map_err(|error| KeeperError(error.to_string()))
+    }
+}
+
+fn authority(database: &Database) -> Result<Option<Vec<u8>>, redb::Error> {
+    let secrets = match database.begin_read()?.open_table(SECRETS) {
+        Ok(secrets) => secrets,
+        Err(redb::TableError::TableDoesNotExist(_)) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(secrets.get(AUTHORITY)?.map(|state| state.value().to_vec()))
+}
+
+fn save_authority(database: &Database, state: &[u8]) -> Result<(), redb::Error> {
+    let transaction = database.begin_write()?;
+    transaction.open_table(SECRETS)?.insert(AUTHORITY, state)?;
+    transaction.commit()?;
+    Ok(())
 }
 
 /// What can be wrong with the content of a file.

@@ -4,3 +4,4 @@
 pub mod agent;
 pub mod cluster;
 pub mod csi;
+pub mod tls_agent;

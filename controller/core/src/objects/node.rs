@@ -27,9 +27,9 @@ pub struct Node {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeSpec {
-    /// Where its agent answers: http://HOST:PORT or unix:///PATH; empty: nowhere yet.
+    /// Where its agent answers: http://HOST:PORT, https://HOST:PORT or unix:///PATH; empty: nowhere yet.
     #[serde(default, skip_serializing_if = "String::is_empty")]
-    #[schemars(regex(pattern = "^(|http://[^ ]+|unix:///[^ ]+)$"))]
+    #[schemars(regex(pattern = "^(|https?://[^ ]+|unix:///[^ ]+)$"))]
     pub address: String,
     /// Whether new replicas may go there.
     #[serde(default = "yes")]

@@ -1,4 +1,5 @@
-//! How the controller is reached: at an address, or through the API server of Kubernetes at whichever pod leads.
+//! How the controller is reached: at an address, or through the API server of Kubernetes at whichever pod
+//! leads.
 
 mod forward;
 mod leader;
@@ -8,6 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use kube::Client;
+use shorthorn_pki::{Credentials, Role};
 use tonic::transport::Channel;
 
 use self::forward::{Connector, PodStreams, Problem};
@@ -28,10 +30,14 @@ const PLUGIN: &str = "kubectl-";
 /// Where the controller is.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ReachArgs {
-    /// Where the controller is: unix:///PATH or http://HOST:PORT. Without it, and without a cluster that is named,
-    /// unix:///run/shorthorn/controller.sock if that is there, else the cluster of the kubeconfig
+    /// Where the controller is: unix:///PATH, http://HOST:PORT, or https://HOST:PORT for TLS on this host
+    /// too. Without it, and without a cluster that is named, unix:///run/shorthorn/controller.sock if that is
+    /// there, else the cluster of the kubeconfig
     #[arg(long, global = true, value_name = "URL", env = "SHORTHORN_SERVER")]
     pub server: Option<ServerUrl>,
+    /// Certificate for a controller on another host, from shorthornctl tls issue
+    #[arg(long, global = true, value_name = "FILE", env = "SHORTHORN_TLS_IDENTITY")]
+    pub tls_identity: Option<PathBuf>,
     /// Goes through the cluster of this kubeconfig to the controller that leads there, whatever --server is
     #[arg(long, global = true, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
@@ -134,11 +140,22 @@ pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
             let unreachable = |reason: String| CtlError::Unreachable { server: address.clone(), reason };
             let url = address.parse::<ServerUrl>().map_err(|error| unreachable(error.to_string()))?;
             let endpoint = url.endpoint().map_err(|error| unreachable(error.to_string()))?;
-            let channel = endpoint.connect_timeout(CONNECT_LIMIT).connect_lazy();
+            let credentials = args.tls_identity.as_deref().map(identity).transpose()?;
+            let endpoint = endpoint.connect_timeout(CONNECT_LIMIT);
+            let channel = url.connect(&endpoint, credentials.as_ref(), Role::Controller);
+            let channel = channel.map_err(|error| unreachable(error.to_string()))?;
             Ok(Reached { channel, name: address, cluster: None })
         }
         Way::Cluster => through_cluster(args).await,
     }
+}
+
+/// The certificate in this file.
+fn identity(path: &Path) -> Result<Credentials, CtlError> {
+    let failed = |reason: String| CtlError::Refused(format!("--tls-identity: {reason}"));
+    let bundle = shorthorn_pki::load(path).map_err(|error| failed(error.to_string()))?;
+    let bundle = bundle.ok_or_else(|| failed(format!("{} does not exist", path.display())))?;
+    Credentials::new(bundle).map_err(|error| failed(error.to_string()))
 }
 
 async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {

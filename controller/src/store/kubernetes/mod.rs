@@ -32,8 +32,7 @@ use tokio::sync::broadcast;
 use tokio::task::JoinSet;
 
 use self::calls::store_error;
-pub(crate) use self::calls::{CallError, bounded, is_code};
-use self::convert::{FINALIZER, Parts};
+pub(crate) use self::convert::{FINALIZER, Parts};
 pub(crate) use self::follow::{PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S};
 use self::keys::VolumeKeys;
 use self::order::Order;
@@ -42,6 +41,7 @@ use super::{Store, StoreError};
 use crate::kubernetes::events::Events;
 use crate::kubernetes::{FIELD_MANAGER, KINDS, crds, plural, resource};
 
+pub use self::calls::{CallError, bounded, is_code};
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
 

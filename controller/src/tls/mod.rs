@@ -1,0 +1,280 @@
+//! The cluster's CA in the controller: certificates for this controller, nodes and administrators.
+//!
+//! Only the controller that leads has the CA. Each change is stored before its result leaves the controller.
+
+mod kubernetes;
+mod renew;
+mod service;
+pub mod signer;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use shorthorn_api::v1;
+use shorthorn_controller_core::NodeName;
+use shorthorn_pki::{
+    Authority, AuthorityError, Bundle, BundleError, ClusterId, Credentials, NameError, Pin, Role, Trust,
+    UnixTime,
+};
+use thiserror::Error;
+use tokio::sync::{Notify, RwLock};
+
+pub use self::kubernetes::SecretKeeper;
+pub use self::service::TlsApi;
+
+/// The place where the state of the CA is stored.
+#[async_trait]
+pub trait Keeper: Send + Sync + 'static {
+    /// The stored state. None: no CA was made yet, and none is lost.
+    async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError>;
+
+    /// Stores the state durably. No other controller has stored one since it was loaded.
+    async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError>;
+}
+
+/// The state of the CA cannot be loaded or stored.
+#[derive(Debug, Error)]
+#[error("{0}")]
+pub struct KeeperError(pub String);
+
+/// The CA cannot be used, or refuses.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// Its state cannot be loaded or stored.
+    #[error("the cluster's CA: {0}")]
+    Keeper(#[from] KeeperError),
+    /// It refuses, or its state is damaged.
+    #[error(transparent)]
+    Authority(#[from] AuthorityError),
+    /// The certificate of this controller does not fit.
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    /// The id of the cluster cannot be a part of a certificate.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// The stored CA is of another cluster.
+    #[error(
+        "the stored CA is of cluster {found}, and the store of cluster {expected}: restore both of one backup"
+    )]
+    OtherCluster {
+        /// The cluster of the CA.
+        found: ClusterId,
+        /// The cluster of the store.
+        expected: ClusterId,
+    },
+}
+
+/// What a node has shown of its certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NodeSeen {
+    pub(crate) trust_version: u64,
+    pub(crate) signer_pin: String,
+}
+
+/// The CA, and the certificate of this controller.
+pub struct Tls {
+    keeper: Arc<dyn Keeper>,
+    /// Held for writing while a change is stored: changes have an order.
+    authority: RwLock<Authority>,
+    credentials: Credentials,
+    seen: Mutex<BTreeMap<NodeName, NodeSeen>>,
+    /// Nodes have to be looked at now.
+    changed: Notify,
+}
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tls").field("credentials", &self.credentials).finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn now() -> UnixTime {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    UnixTime::since_unix_epoch(since.unwrap_or_default())
+}
+
+impl Tls {
+    /// Loads the CA of `cluster`, or makes it, and makes a certificate for this controller.
+    ///
+    /// # Errors
+    /// [`TlsError`]; a CA that is lost or damaged is never replaced.
+    pub async fn open(keeper: Arc<dyn Keeper>, cluster: &str) -> Result<Arc<Tls>, TlsError> {
+        let expected = ClusterId::new(cluster)?;
+        let stored = keeper.load().await?.map(|state| Authority::from_json(&state)).transpose()?;
+        // A cluster whose volume key was made anew has another id. Its CA is of use to enrolled nodes only.
+        let kept = stored.filter(|stored| *stored.cluster() == expected || !enrolled(stored).1.is_empty());
+        let mut authority = match kept {
+            Some(stored) => stored,
+            None => {
+                let made = Authority::create(expected.clone(), now())?;
+                keeper.save(made.to_json()?).await?;
+                tracing::warn!(pin = %made.pin()?, "the cluster's CA is made: back it up (docs/security.md)");
+                made
+            }
+        };
+        if *authority.cluster() != expected {
+            return Err(TlsError::OtherCluster { found: authority.cluster().clone(), expected });
+        }
+        let identity = authority.issue(&Role::Controller, now())?;
+        let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
+        Ok(Arc::new(Tls {
+            keeper,
+            authority: RwLock::new(authority),
+            credentials: Credentials::new(bundle)?,
+            seen: Mutex::default(),
+            changed: Notify::new(),
+        }))
+    }
+
+    /// The certificate of this controller, and the CAs that it trusts.
+    #[must_use]
+    pub fn credentials(&self) -> &Credentials {
+        &self.credentials
+    }
+
+    /// Changes the CA, stores it, and uses the changed trust list. Nothing changes if the change or the store
+    /// fails.
+    pub(crate) async fn change<T>(
+        &self,
+        change: impl FnOnce(&mut Authority) -> Result<T, AuthorityError> + Send,
+    ) -> Result<T, TlsError> {
+        let mut authority = self.authority.write().await;
+        let mut changed = authority.clone();
+        let result = change(&mut changed)?;
+        self.keeper.save(changed.to_json()?).await?;
+        let is_new_trust = changed.trust()?.version() != authority.trust()?.version();
+        *authority = changed;
+        if is_new_trust {
+            self.take_certificate(&mut authority)?;
+            self.changed.notify_one();
+        }
+        Ok(result)
+    }
+
+    /// Looks at the CA.
+    pub(crate) async fn look<T>(&self, look: impl FnOnce(&Authority) -> T) -> T {
+        look(&*self.authority.read().await)
+    }
+
+    /// A new certificate for this controller, if its own is due.
+    async fn renew_own(&self) -> Result<(), TlsError> {
+        let is_due = {
+            let current = self.credentials.current();
+            current.identity.as_ref().is_none_or(|identity| identity.certificate().is_due(now()))
+        };
+        if is_due {
+            self.take_certificate(&mut *self.authority.write().await)?;
+            tracing::info!("the certificate of this controller is renewed");
+        }
+        Ok(())
+    }
+
+    /// Certificates of controllers are not stored, so neither is this change.
+    fn take_certificate(&self, authority: &mut Authority) -> Result<(), TlsError> {
+        let identity = authority.issue(&Role::Controller, now())?;
+        let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
+        Ok(self.credentials.replace(bundle)?)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, BTreeMap<NodeName, NodeSeen>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enrolled nodes that have not shown the present trust list.
+    pub(crate) async fn nodes_behind(&self) -> Vec<String> {
+        let (version, enrolled) = self.look(enrolled).await;
+        let seen = self.seen();
+        let has_it =
+            |node: &String| seen.get(node.as_str()).is_some_and(|seen| seen.trust_version == version);
+        enrolled.into_iter().filter(|node| !has_it(node)).collect()
+    }
+}
+
+/// The version of the trust list, and the nodes with a certificate that is valid.
+fn enrolled(authority: &Authority) -> (u64, BTreeSet<String>) {
+    let version = authority.trust().map_or(0, |trust| trust.version());
+    let now_s = now().as_secs();
+    let valid = authority
+        .issued()
+        .iter()
+        .filter(|issued| issued.not_after >= now_s && !authority.is_revoked(&issued.serial));
+    let nodes = valid.filter_map(|issued| match &issued.role {
+        Role::Node(name) => Some(name.clone()),
+        _ => None,
+    });
+    (version, nodes.collect())
+}
+
+/// A trust list as a message.
+pub(crate) fn trust_message(trust: &Trust) -> v1::TrustList {
+    v1::TrustList {
+        cluster: trust.cluster().to_string(),
+        version: trust.version(),
+        authorities: trust.authorities().iter().map(|der| der.to_vec()).collect(),
+        revoked: trust.revoked().iter().map(ToString::to_string).collect(),
+    }
+}
+
+pub(crate) fn pin_texts(trust: &Trust) -> Vec<String> {
+    trust.pins().iter().map(Pin::to_string).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::RedbStore;
+
+    /// Keeps nothing, and fails on request.
+    #[derive(Default)]
+    struct Broken(std::sync::atomic::AtomicBool);
+
+    #[async_trait]
+    impl Keeper for Broken {
+        async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+            Ok(None)
+        }
+
+        async fn save(&self, _: Vec<u8>) -> Result<(), KeeperError> {
+            if self.0.load(std::sync::atomic::Ordering::SeqCst) {
+                return Err(KeeperError("full".to_owned()));
+            }
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_change_that_cannot_be_stored_has_no_effect() {
+        let keeper = Arc::new(Broken::default());
+        let kept: Arc<dyn Keeper> = Arc::<Broken>::clone(&keeper);
+        let tls = Tls::open(kept, "c0ffee").await.unwrap();
+        let node = Role::node("a").unwrap();
+        tls.change(|authority| authority.issue(&node, now())).await.unwrap();
+        keeper.0.store(true, std::sync::atomic::Ordering::SeqCst);
+        let revoked = tls.change(|authority| authority.revoke(|_| true, now())).await;
+        assert!(matches!(revoked, Err(TlsError::Keeper(_))), "{revoked:?}");
+        assert_eq!(tls.look(|authority| authority.revoked().len()).await, 0);
+        assert!(tls.credentials().current().trust.revoked().is_empty());
+        assert_eq!(tls.nodes_behind().await, ["a"]);
+    }
+
+    #[tokio::test]
+    async fn the_ca_of_a_file_is_made_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store.redb");
+        let mut pins = Vec::new();
+        for _ in 0..2 {
+            let store = RedbStore::open(&path).unwrap();
+            let cluster = crate::store::Store::cluster(&store).to_owned();
+            let tls = Tls::open(store.keeper(), &cluster).await.unwrap();
+            pins.push(tls.look(|authority| authority.pin().unwrap()).await);
+            let node = Role::node("a").unwrap();
+            tls.change(|authority| authority.issue(&node, now())).await.unwrap();
+            let other = Tls::open(store.keeper(), "another").await;
+            assert!(matches!(other, Err(TlsError::OtherCluster { .. })), "{other:?}");
+        }
+        assert_eq!(pins[0], pins[1]);
+    }
+}

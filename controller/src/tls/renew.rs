@@ -1,0 +1,142 @@
+//! Keeps the certificates and trust lists of agents current, over the controller's own connections to them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shorthorn_api::v1;
+use shorthorn_api::v1::node_tls_client::NodeTlsClient;
+use shorthorn_controller_core::NodeName;
+use shorthorn_pki::{Request, Role, Trust};
+use tokio::task::JoinSet;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use super::{NodeSeen, Tls, now, pin_texts, trust_message};
+use crate::agents::{CALL_LIMIT, Fleet, limited};
+
+/// The time between two looks at all agents.
+const EVERY: Duration = Duration::from_secs(60);
+/// Agents that failed are asked again after twice this, then after twice as long each time.
+const SOON: Duration = Duration::from_secs(1);
+/// Agents that are asked at a time.
+const AT_ONCE_MAX: usize = 16;
+
+impl Tls {
+    /// Renews certificates that are due, until it is dropped.
+    pub async fn run(self: Arc<Tls>, fleet: Arc<Fleet>) {
+        let mut failures = 0_u32;
+        loop {
+            if let Err(error) = self.renew_own().await {
+                tracing::error!(%error, "the certificate of this controller cannot be renewed");
+            }
+            failures = if self.look_at(&fleet).await { failures.saturating_add(1) } else { 0 };
+            let pause = if failures == 0 { EVERY } else { EVERY.min(SOON * (1 << failures.min(8))) };
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = self.changed.notified() => {}
+            }
+        }
+    }
+
+    /// Looks at each agent in reach. Returns whether one of them is to be looked at again soon.
+    async fn look_at(self: &Arc<Tls>, fleet: &Fleet) -> bool {
+        let mut waiting = fleet.connected().into_iter();
+        let (mut asking, mut is_behind) = (JoinSet::new(), false);
+        loop {
+            while asking.len() < AT_ONCE_MAX {
+                let Some((node, channel)) = waiting.next() else { break };
+                let tls = Arc::clone(self);
+                asking.spawn(async move {
+                    let kept = tls.keep(&node, channel).await;
+                    kept.inspect_err(|error| {
+                        let reason = error.message();
+                        tracing::warn!(%node, reason, "its certificate is not kept current");
+                    })
+                    .is_err()
+                });
+            }
+            match asking.join_next().await {
+                Some(failed) => is_behind |= failed.unwrap_or(true),
+                None => return is_behind,
+            }
+        }
+    }
+
+    /// Brings the agent of `node` up to date.
+    async fn keep(&self, node: &NodeName, channel: Channel) -> Result<(), Status> {
+        let mut client = NodeTlsClient::new(channel);
+        let state = match client.get_node_tls(limited(v1::GetNodeTlsRequest {}, CALL_LIMIT)).await {
+            Ok(state) => state.into_inner(),
+            // An agent of an earlier release, or one behind a socket.
+            Err(error) if error.code() == Code::Unimplemented => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        if state.serial.is_empty() {
+            return Ok(());
+        }
+        let trust = self.credentials.current().trust.clone();
+        let state = set_trust(&mut client, state, &trust).await?;
+        let state = self.set_certificate(node, &mut client, state, &trust).await?;
+        let seen = NodeSeen { trust_version: state.trust_version, signer_pin: state.signer_pin };
+        self.seen().insert(node.clone(), seen);
+        Ok(())
+    }
+
+    async fn set_certificate(
+        &self,
+        node: &NodeName,
+        client: &mut NodeTlsClient<Channel>,
+        state: v1::NodeTlsState,
+        trust: &Trust,
+    ) -> Result<v1::NodeTlsState, Status> {
+        // The first CA of a trust list signs.
+        let signer = pin_texts(trust).into_iter().next().unwrap_or_default();
+        if !is_due(&state, now().as_secs()) && state.signer_pin == signer {
+            return Ok(state);
+        }
+        let request = v1::CreateCertificateRequestRequest {};
+        let request = client.create_certificate_request(limited(request, CALL_LIMIT)).await?.into_inner();
+        let refused = |error: &dyn std::fmt::Display| Status::failed_precondition(error.to_string());
+        let request = Request::from_der(&request.csr).map_err(|error| refused(&error))?;
+        request.check_names(node.as_str()).map_err(|error| refused(&error))?;
+        let role = Role::node(node.as_str()).map_err(|error| refused(&error))?;
+        let signed = self.change(|authority| authority.sign(&request, &role, now())).await;
+        let chain = signed.map_err(|error| refused(&error))?;
+        let chain = chain.iter().map(|der| der.to_vec()).collect();
+        let request = v1::SetCertificateRequest { chain };
+        let state = client.set_certificate(limited(request, CALL_LIMIT)).await?.into_inner();
+        tracing::info!(%node, serial = state.serial, "the certificate of its agent is renewed");
+        Ok(state)
+    }
+}
+
+async fn set_trust(
+    client: &mut NodeTlsClient<Channel>,
+    state: v1::NodeTlsState,
+    trust: &Trust,
+) -> Result<v1::NodeTlsState, Status> {
+    if state.trust_version == trust.version() && state.trusted_pins == pin_texts(trust) {
+        return Ok(state);
+    }
+    let list = trust_message(trust);
+    Ok(client.set_trust(limited(list, CALL_LIMIT)).await?.into_inner())
+}
+
+/// Whether two thirds of the certificate's life are over.
+fn is_due(state: &v1::NodeTlsState, now_s: u64) -> bool {
+    let life = state.not_after_s.saturating_sub(state.not_before_s);
+    now_s >= state.not_before_s.saturating_add(life / 3 * 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_certificate_is_due_after_two_thirds_of_its_life() {
+        let state = v1::NodeTlsState { not_before_s: 100, not_after_s: 400, ..v1::NodeTlsState::default() };
+        assert!(!is_due(&state, 299));
+        assert!(is_due(&state, 300));
+        assert!(is_due(&v1::NodeTlsState::default(), 0), "no dates");
+    }
+}
