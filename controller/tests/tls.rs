@@ -1,4 +1,5 @@
 //! The real controller and the real shorthornctl with TLS around an agent in memory.
+#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;
 

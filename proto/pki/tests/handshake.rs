@@ -1,4 +1,5 @@
 //! Real handshakes between this crate's servers and clients: each certificate that must not work does not.
+#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
