@@ -207,6 +207,44 @@ async fn a_volume_from_start_to_deletion() {
     assert_eq!(nbd.read(0, 4096).unwrap(), [5; 4096]);
 }
 
+/// Whoever can start replicas could else read a directory with a secret of their own.
+#[tokio::test]
+async fn a_replica_directory_belongs_to_the_secret_of_its_volume() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    let name = "v1-0000000a";
+    let with = |secret: u8, rebind| v1::StartReplicaRequest {
+        secret: vec![secret; 32],
+        create: secret == 7,
+        rebind,
+        ..node.replica(REPLICAS[0])
+    };
+    let stop = || stop(InstanceKind::Replica, name, 0);
+    client.add_disk(v1::AddDiskRequest { path: node.disk().display().to_string() }).await.unwrap();
+    client.start_replica(with(7, false)).await.unwrap();
+    wait_for(&mut client, name, running).await;
+    client.stop_instance(stop()).await.unwrap();
+    let refused = client.start_replica(with(8, false)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("belongs to a volume with another secret"), "{refused}");
+    assert!(list(&mut client).await.is_empty());
+
+    client.start_replica(with(8, true)).await.unwrap();
+    wait_for(&mut client, name, running).await;
+    client.start_replica(with(8, true)).await.unwrap();
+    client.stop_instance(stop()).await.unwrap();
+    assert_eq!(client.start_replica(with(7, false)).await.unwrap_err().code(), Code::FailedPrecondition);
+
+    // As an earlier release has left it: the next start binds it.
+    let fingerprint = node.disk().join("replicas").join(name).join("shorthorn.fingerprint");
+    fs::remove_file(&fingerprint).unwrap();
+    client.start_replica(with(9, false)).await.unwrap();
+    wait_for(&mut client, name, running).await;
+    client.stop_instance(stop()).await.unwrap();
+    assert!(fingerprint.exists());
+    assert_eq!(client.start_replica(with(8, false)).await.unwrap_err().code(), Code::FailedPrecondition);
+}
+
 #[tokio::test]
 async fn a_killed_agent_changes_nothing() {
     let node = Node::new();

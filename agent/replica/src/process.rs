@@ -15,6 +15,7 @@ use shorthorn_control::{
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
 use shorthorn_views::ReplicaViews;
+use shorthorn_wire::directory_fingerprint;
 use tracing::Span;
 
 use crate::accept::{Acceptor, Listeners};
@@ -41,6 +42,8 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let mut store = open_store(&spec)?;
     let mut owner = Owner::of(&spec);
     let views = load_views(&mut store, &mut owner, &spec)?;
+    // After the state: it says whether the directory is of this replica at all.
+    store.bind(&directory_fingerprint(spec.secret.bytes()))?;
     let (state, marks, summer) = Marks::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
     // Only whoever has the directory may take the sockets: another process may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;

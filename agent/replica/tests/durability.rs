@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use common::*;
 use shorthorn_store::{OpenOptions, Store};
-use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, ViewId};
+use shorthorn_types::{Members, ReplicaId, ReplicaReport, Secret, View, ViewId};
 use shorthorn_wire::{Flags, Opcode, ViewMessage};
 
 #[test]
@@ -242,6 +242,10 @@ fn what_must_not_be_served_is_refused_with_a_reason() {
     let mut other = good.clone();
     other.replica = ReplicaId::from_random(9);
     assert!(reason(other).contains("belongs to replica 00000007 of volume v1, not to replica 00000009"));
+
+    let mut stranger = good.clone();
+    stranger.secret = Secret::new([0x11; 32]);
+    assert!(reason(stranger).contains("belongs to a volume with another secret"));
 
     let replica = Replica::start(&good);
     let mut second = good.clone();

@@ -106,18 +106,20 @@ impl Node for NodeService {
         let request = request.into_inner();
         let (disk, uuid, create) =
             (PathBuf::from(&request.disk_path), request.disk_uuid.clone(), request.create);
+        let options = StartOptions { rebind: request.rebind, ..StartOptions::default() };
         let spec = Spec::replica(request, &self.config, self.hub.places())?;
         self.check_disk(disk.clone(), uuid).await?;
         if create {
             let id = spec.id();
             blocking(move || refuse_trashed(&disk, &id)).await?;
         }
-        Ok(Response::new(self.hub.start_instance(spec, StartOptions::default()).await?))
+        Ok(Response::new(self.hub.start_instance(spec, options).await?))
     }
 
     async fn start_engine(&self, request: Request<v1::StartEngineRequest>) -> Answer<v1::Instance> {
         let request = request.into_inner();
-        let options = StartOptions { revision: request.revision, continues: request.continues };
+        let v1::StartEngineRequest { revision, continues, .. } = request;
+        let options = StartOptions { revision, continues, rebind: false };
         let spec = Spec::engine(request, &self.config, self.hub.places())?;
         Ok(Response::new(self.hub.start_instance(spec, options).await?))
     }

@@ -53,7 +53,9 @@ pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES,
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
 pub use pages::BadPage;
 pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
-pub use session::{HexError, Holder, Nonce, Proof, ProvenWelcome, Session, Unproven, fingerprint};
+pub use session::{
+    HexError, Holder, Nonce, Proof, ProvenWelcome, Session, Unproven, directory_fingerprint, fingerprint,
+};
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, PATCH_BYTES_MAX, SUM_PIECE_BYTES, SummedRun,

@@ -249,6 +249,15 @@ pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an HMAC-SHA-256. Nobody can
+/// compute the secret from it.
+#[must_use]
+pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
+    // Replica directories have it: it must not change.
+    let digest = mac(secret, "shorthorn-1", "replica directory\n").finalize().into_bytes();
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 impl Nonce {
     /// The nonce that these random bytes are.
     #[must_use]
@@ -603,5 +612,8 @@ mod tests {
     fn fingerprints_stay_as_they_are() {
         // As OpenSSL computes it: printf 'shorthorn-1\nfingerprint\n' | openssl dgst -sha256 -mac HMAC -macopt hexkey:0303…
         assert_eq!(fingerprint(SECRET.bytes()), "b0c03de4980e5acf");
+        // The same of 'replica directory\n'.
+        let of_directory = directory_fingerprint(SECRET.bytes());
+        assert_eq!(of_directory, "0becc64bb67df0c8d4500f10ff2a939593609ee82f223dc67a2a508386a2a912");
     }
 }

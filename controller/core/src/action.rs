@@ -44,6 +44,8 @@ pub enum AgentCall {
         secret: Secret,
         /// Whether a missing directory may be made.
         create: bool,
+        /// Whether the directory may belong to an earlier secret of the volume.
+        rebind: bool,
     },
     /// Starts an engine process.
     StartEngine {

@@ -305,7 +305,9 @@ impl<'a> Life<'a> {
             let found = self.found.get(&replica.spec.replica_id);
             let status = match found {
                 Some((trashed, record)) => self.replica(trashed, record, attach, now).status,
-                None => ReplicaStatus { data: DataState::Present, ..replica.status.clone() },
+                None => {
+                    ReplicaStatus { data: DataState::Present, rebind: true, ..replica.status.clone() }
+                }
             };
             Replica { status, ..replica.clone() }
         };
@@ -330,6 +332,7 @@ fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -
         message: String::new(),
         // A process of it, on a node that does not answer, has the secret that the volume had before.
         stop_first: true,
+        rebind: true,
         ..replica.status.clone()
     };
     if record.attach < attach {
@@ -373,6 +376,7 @@ fn replica(trashed: &Trashed, record: &Record, now: Timestamp) -> Replica {
             data: DataState::Present,
             healthy_at: record.healthy_at,
             failed_at: record.failed_at,
+            rebind: true,
             ..ReplicaStatus::default()
         },
     }

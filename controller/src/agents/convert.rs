@@ -235,6 +235,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             first_members,
             secret,
             create,
+            rebind,
         } => Message::StartReplica(v1::StartReplicaRequest {
             volume: volume.to_string(),
             replica_id: replica_id.to_string(),
@@ -244,6 +245,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             first_members: first_members.iter().map(ToString::to_string).collect(),
             secret: secret.bytes().to_vec(),
             create: *create,
+            rebind: *rebind,
         }),
         AgentCall::StartEngine {
             volume,

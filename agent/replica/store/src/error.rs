@@ -95,6 +95,23 @@ pub enum StoreError {
         /// One of the things in it.
         entry: String,
     },
+    /// The directory belongs to a volume with another secret.
+    #[error(
+        "{} belongs to a volume with another secret, maybe one that had this name before: remove the directory, or let \
+         shorthornctl volume undelete restore its volume", .0.display()
+    )]
+    OtherSecret(PathBuf),
+    /// The fingerprint of the volume's secret cannot be read.
+    #[error(
+        "{} is damaged: {reason}; it says which volume the directory belongs to. If the directory is of this volume, remove \
+         the file", path.display()
+    )]
+    FingerprintDamaged {
+        /// The file.
+        path: PathBuf,
+        /// The damage.
+        reason: String,
+    },
     /// Our own state cannot be read.
     #[error("{} is damaged: {reason}; treat the replica as one whose state is not known", path.display())]
     StateDamaged {

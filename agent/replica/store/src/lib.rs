@@ -19,6 +19,7 @@
 #![deny(unsafe_code)]
 
 mod allocated;
+mod binding;
 mod block_sums;
 mod boot;
 mod buffer;
@@ -51,6 +52,7 @@ mod timestamp;
 mod unwritten;
 
 pub use allocated::AllocatedRuns;
+pub use binding::{check_binding, rebind};
 pub use block_sums::{
     BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum,
     sum_of_data, sum_of_zeroes,

@@ -13,6 +13,8 @@ use std::time::SystemTime;
 use shorthorn_api::v1;
 use shorthorn_control::EngineSpec;
 use shorthorn_frontend::discard;
+use shorthorn_store::{StoreError, check_binding, hold};
+use shorthorn_wire::directory_fingerprint;
 use tokio::task::JoinHandle;
 
 use crate::serve::config::Config;
@@ -40,6 +42,8 @@ pub struct StartOptions {
     pub revision: u64,
     /// The oldest attachment whose engine this one may take the device over from; 0: none.
     pub continues: u64,
+    /// The directory of the replica is given to the volume of this secret.
+    pub rebind: bool,
 }
 
 impl Hub {
@@ -130,6 +134,9 @@ impl Hub {
             spec.keep_size(&known);
         }
         if let Spec::Replica(replica) = &mut spec {
+            let (directory, fingerprint) =
+                (replica.directory.clone(), directory_fingerprint(replica.secret.bytes()));
+            blocking(move || bind(&directory, &fingerprint, options.rebind)).await?;
             ports::choose(replica, &self.config, &self.table.ports_of_others(&id))?;
         }
         let stored = (spec.clone(), self.places.clone());
@@ -296,6 +303,32 @@ impl Hub {
 
 pub(super) async fn finish<T>(task: JoinHandle<Result<T, NodeError>>) -> Result<T, NodeError> {
     task.await.map_err(NodeError::lost)?
+}
+
+/// Refuses a directory that belongs to another volume, or gives it to this one. The replica process writes the fingerprint
+/// of a directory that has none.
+fn bind(directory: &Path, fingerprint: &str, rebind: bool) -> Result<(), NodeError> {
+    if !directory.try_exists().map_err(NodeError::at(directory))? {
+        return Ok(());
+    }
+    match check_binding(directory, fingerprint) {
+        Err(StoreError::OtherSecret(_) | StoreError::FingerprintDamaged { .. }) if rebind => {
+            let held = hold(directory).map_err(of_store)?;
+            shorthorn_store::rebind(directory, &held, fingerprint).map_err(of_store)?;
+            tracing::info!("{} now belongs to the undeleted volume", directory.display());
+            Ok(())
+        }
+        checked => checked.map_err(of_store),
+    }
+}
+
+fn of_store(error: StoreError) -> NodeError {
+    match error {
+        StoreError::OtherSecret(_) | StoreError::FingerprintDamaged { .. } | StoreError::Locked { .. } => {
+            NodeError::Precondition(error.to_string())
+        }
+        _ => NodeError::Unavailable(error.to_string()),
+    }
 }
 
 /// A request of an earlier attachment that comes late must not undo a later one.

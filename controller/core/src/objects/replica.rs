@@ -90,6 +90,10 @@ pub struct ReplicaStatus {
     /// started since. Set by an undeletion.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stop_first: bool,
+    /// Its directory may belong to the secret that its volume had before its undeletion. The next start gives the directory
+    /// to the present secret. Set by an undeletion, until the replica is a member.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub rebind: bool,
 }
 
 /// Whether a replica has a directory on its disk.

@@ -163,6 +163,7 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
         first_members: volume.status.first_members.clone(),
         secret: volume.spec.secret.clone(),
         create,
+        rebind: replica.status.rebind,
     };
     decision.call(&spec.node_id, call);
     decision.again_after(START_CHECK);
@@ -209,7 +210,8 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
     let mode = member.map(|member| member.mode);
     if mode == Some(MemberMode::Member) {
-        status.lost_since = None;
+        // It has proven the secret of the volume to the engine.
+        (status.lost_since, status.rebind) = (None, false);
         if status.failed_at.take().is_some() || status.healthy_at.is_none() {
             status.healthy_at = Some(context.now);
         }

@@ -332,6 +332,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     let back_again = of_it.into_iter().find(|replica| replica.spec.replica_id == behind.replica_id).unwrap();
     assert!(back_again.metadata.is_deleting() && back_again.status.data == DataState::Present);
     assert!(back_again.status.stop_first, "a process there has the secret that the volume had before");
+    assert!(back_again.status.rebind, "its directory belongs to that secret");
     assert!(back_again.status.message.is_empty() && back_again.status.failed_at.is_none());
     // Its deletion goes on meanwhile: the directory is in the trash, and the object still there.
     let mut both = [trash[0].clone(), behind.clone()];

@@ -67,6 +67,7 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
     let id = ReplicaId::from_random(1);
     let mut back = replica(id, "a", None);
     (back.status.stop_first, back.status.current_state) = (true, CurrentState::Unknown);
+    back.status.rebind = true;
     world.insert(back.into());
     let mut agents = agents(None);
     let instance = InstanceKey::replica(&VolumeName::new("v").unwrap(), id);
@@ -93,7 +94,9 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
     a.failures.clear();
     drop(a);
     let actions = act(&mut world, &agents, &key);
-    assert!(actions.iter().any(|action| matches!(action, Action::Call(_, AgentCall::StartReplica { .. }))));
+    let is_start =
+        |action: &Action| matches!(action, Action::Call(_, AgentCall::StartReplica { rebind: true, .. }));
+    assert!(actions.iter().any(is_start), "its directory belongs to the secret of before: {actions:#?}");
     // One that nobody wants to run is stopped as well.
     let mut rests = replica(id, "a", None);
     rests.spec.desire_state = DesireState::Stopped;

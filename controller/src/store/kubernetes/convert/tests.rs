@@ -141,6 +141,7 @@ fn full() -> Vec<Object> {
             failed_at: Some(now),
             deletion_record: Some("{}".to_owned()),
             stop_first: true,
+            rebind: true,
             lost_since: Some(now),
         },
     };

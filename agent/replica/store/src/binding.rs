@@ -1,0 +1,120 @@
+//! Which volume a directory belongs to. Names can be used again; the secret of a volume is drawn once.
+//!
+//! `shorthorn.fingerprint` has a fingerprint of that secret, and never the secret. A replica with another
+//! secret does not open the directory: else whoever can start a replica could read it with a secret of their
+//! own. A directory that an earlier release has made has no fingerprint. The first replica that opens it
+//! writes one.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use shorthorn_chain::{with_check, without_check};
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::hold::Held;
+use crate::store::Store;
+
+pub(crate) const FINGERPRINT_FILE: &str = "shorthorn.fingerprint";
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Document {
+    fingerprint: String,
+}
+
+/// Whether a replica whose volume's secret has this fingerprint may open the directory.
+///
+/// # Errors
+/// [`StoreError::OtherSecret`] if it belongs to another volume.
+pub fn check_binding(directory: &Path, fingerprint: &str) -> Result<(), StoreError> {
+    check(&Directory::open(directory)?, fingerprint).map(drop)
+}
+
+/// Gives the directory to the volume whose secret has this fingerprint. `_held` is of that directory.
+///
+/// # Errors
+/// An I/O error; the directory belongs to the volume of before then.
+pub fn rebind(directory: &Path, _held: &Held, fingerprint: &str) -> Result<(), StoreError> {
+    write(&Directory::open(directory)?, fingerprint)
+}
+
+impl Store {
+    /// Compares the fingerprint of the directory with that of the secret of a volume. A directory that has
+    /// none gets it.
+    ///
+    /// # Errors
+    /// [`StoreError::OtherSecret`] if the directory belongs to another volume.
+    pub fn bind(&mut self, fingerprint: &str) -> Result<(), StoreError> {
+        self.check_writable()?;
+        if check(&self.directory, fingerprint)? {
+            return Ok(());
+        }
+        write(&self.directory, fingerprint)
+    }
+}
+
+/// Whether it has a fingerprint, which is then this one.
+fn check(directory: &Directory, fingerprint: &str) -> Result<bool, StoreError> {
+    let Some(bytes) = directory.read(FINGERPRINT_FILE)? else { return Ok(false) };
+    let damaged =
+        |reason: String| StoreError::FingerprintDamaged { path: directory.path_of(FINGERPRINT_FILE), reason };
+    let document = without_check(FINGERPRINT_FILE, &bytes).map_err(|error| damaged(error.to_string()))?;
+    let found: Document = serde_json::from_slice(&document).map_err(|error| damaged(error.to_string()))?;
+    if found.fingerprint == fingerprint {
+        return Ok(true);
+    }
+    Err(StoreError::OtherSecret(directory.path().to_owned()))
+}
+
+fn write(directory: &Directory, fingerprint: &str) -> Result<(), StoreError> {
+    let document = Document { fingerprint: fingerprint.to_owned() };
+    let mut bytes = serde_json::to_vec(&document)
+        .map_err(|error| StoreError::io("write", directory.path_of(FINGERPRINT_FILE), error))?;
+    bytes.push(b'\n');
+    directory.replace(FINGERPRINT_FILE, &with_check(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::{CreateOptions, hold};
+
+    fn made(dir: &tempfile::TempDir) -> Store {
+        let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        Store::create(dir.path().join("v1-00000001"), options).unwrap()
+    }
+
+    #[test]
+    fn a_directory_belongs_to_the_first_secret_until_it_is_rebound() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        let mut store = made(&dir);
+        check_binding(&directory, "one").unwrap();
+        store.bind("one").unwrap();
+        store.bind("one").unwrap();
+        assert!(matches!(store.bind("two"), Err(StoreError::OtherSecret(_))));
+        store.close().unwrap();
+        let refused = check_binding(&directory, "two").unwrap_err().to_string();
+        assert!(refused.contains("another secret") && !refused.contains("one"), "{refused}");
+        let held = hold(&directory).unwrap();
+        rebind(&directory, &held, "two").unwrap();
+        check_binding(&directory, "two").unwrap();
+        assert!(matches!(check_binding(&directory, "one"), Err(StoreError::OtherSecret(_))));
+    }
+
+    #[test]
+    fn a_damaged_fingerprint_is_nobodys() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut store = made(&dir);
+        store.bind("one").unwrap();
+        let path = dir.path().join("v1-00000001").join(FINGERPRINT_FILE);
+        let text = fs::read_to_string(&path).unwrap();
+        for damaged in [text.replace("one", "two"), String::new(), "{}".to_owned()] {
+            fs::write(&path, damaged).unwrap();
+            let refused = store.bind("two").unwrap_err().to_string();
+            assert!(refused.contains(FINGERPRINT_FILE) && refused.contains("remove"), "{refused}");
+        }
+    }
+}
