@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
@@ -17,6 +17,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::certificate::Certificate;
 use crate::credentials::{ClientAuth, Credentials};
 use crate::guard::{Guard, Guarded, Limit, Peer};
+use crate::handshakes::{Begun, Handshakes, Outcome, source};
 use crate::trust::Usage;
 
 /// Connections that wait for the server.
@@ -27,9 +28,10 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Limits for clients that have not proved anything yet.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Handshakes in progress.
+    /// Handshakes in progress of addresses that have authenticated lately, and as many of others.
     pub handshakes_max: usize,
-    /// Handshakes in progress of one address (of one /64 with IPv6).
+    /// Handshakes in progress of one address (of one /64 with IPv6); four times as many if it has authenticated
+    /// lately.
     pub handshakes_per_source_max: usize,
     /// The longest handshake.
     pub handshake_timeout: Duration,
@@ -73,7 +75,10 @@ pub fn incoming(
         acceptor,
         credentials: credentials.clone(),
         limits,
-        sources: Sources::default(),
+        handshakes: Arc::new(Mutex::new(Handshakes::new(
+            limits.handshakes_max,
+            limits.handshakes_per_source_max,
+        ))),
         stranger_sources: Sources::default(),
         strangers: Arc::new(Semaphore::new(limits.strangers_max)),
     };
@@ -85,7 +90,7 @@ struct Door {
     acceptor: TlsAcceptor,
     credentials: Credentials,
     limits: Limits,
-    sources: Sources,
+    handshakes: Arc<Mutex<Handshakes>>,
     stranger_sources: Sources,
     strangers: Arc<Semaphore>,
 }
@@ -93,11 +98,8 @@ struct Door {
 type Ready = mpsc::Sender<io::Result<Guarded<TlsStream<TcpStream>>>>;
 
 async fn accept(listener: TcpListener, door: Arc<Door>, ready: Ready) {
-    let handshakes = Arc::new(Semaphore::new(door.limits.handshakes_max));
     let mut running = JoinSet::new();
     loop {
-        // A permit first: connections beyond the limit wait in the kernel, whose queue has a limit too.
-        let Ok(permit) = Arc::clone(&handshakes).acquire_owned().await else { return };
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = ready.closed() => return,
@@ -105,11 +107,11 @@ async fn accept(listener: TcpListener, door: Arc<Door>, ready: Ready) {
         while running.try_join_next().is_some() {}
         match accepted {
             Ok((stream, address)) => {
-                let Some(place) = door.sources.enter(address, door.limits.handshakes_per_source_max) else {
-                    tracing::debug!(%address, "too many handshakes of this address: connection closed");
+                let Some(shaking) = door.begin(address) else {
+                    door.log(address, &"too many handshakes, or too many that failed");
                     continue;
                 };
-                running.spawn(handshake(Arc::clone(&door), stream, address, ready.clone(), permit, place));
+                running.spawn(handshake(Arc::clone(&door), stream, address, ready.clone(), shaking));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -124,19 +126,21 @@ async fn handshake(
     stream: TcpStream,
     address: SocketAddr,
     ready: Ready,
-    permit: OwnedSemaphorePermit,
-    place: Place,
+    mut shaking: Shaking,
 ) {
     let shaken = tokio::time::timeout(door.limits.handshake_timeout, door.shake(stream, address)).await;
-    drop(place);
+    shaking.outcome = match &shaken {
+        Ok(Ok(guarded)) if guarded.peer().certificate.is_some() => Outcome::Authenticated,
+        Ok(Ok(_)) => Outcome::Anonymous,
+        _ => Outcome::Failed,
+    };
     match shaken {
         Ok(Ok(guarded)) => drop(ready.send(Ok(guarded)).await),
-        // Scanners and health checks do that too: no warning.
-        Ok(Err(error)) => tracing::info!(%address, %error, "TLS handshake failed"),
-        Err(_) => tracing::info!(%address, "TLS handshake timed out"),
+        Ok(Err(error)) => door.log(address, &error),
+        Err(_) => door.log(address, &"not done in time"),
     }
     // Until the server has the connection: one that is slow to take them holds up later handshakes.
-    drop(permit);
+    drop(shaking);
 }
 
 /// The room that a connection without a certificate takes, until it ends.
@@ -147,6 +151,18 @@ pub(crate) struct StrangerPlace {
 }
 
 impl Door {
+    fn begin(&self, address: SocketAddr) -> Option<Shaking> {
+        let begun = lock(&self.handshakes).begin(address.ip(), Instant::now())?;
+        Some(Shaking { handshakes: Arc::clone(&self.handshakes), begun, outcome: Outcome::Failed })
+    }
+
+    /// Scanners and health checks fail too: no warning, and not each of them.
+    fn log(&self, address: SocketAddr, reason: &(dyn std::fmt::Display + Sync)) {
+        if let Some(not_logged) = lock(&self.handshakes).log(Instant::now()) {
+            tracing::info!(%address, not_logged, "TLS handshake failed: {reason}");
+        }
+    }
+
     fn admit_stranger(&self, address: SocketAddr) -> Option<StrangerPlace> {
         let permit = Arc::clone(&self.strangers).try_acquire_owned().ok()?;
         let place = self.stranger_sources.enter(address, self.limits.strangers_per_source_max)?;
@@ -182,7 +198,24 @@ impl Door {
     }
 }
 
-/// Counts connections per source.
+/// One handshake; it has ended when this is dropped.
+struct Shaking {
+    handshakes: Arc<Mutex<Handshakes>>,
+    begun: Begun,
+    outcome: Outcome,
+}
+
+impl Drop for Shaking {
+    fn drop(&mut self) {
+        lock(&self.handshakes).end(self.begun, self.outcome, Instant::now());
+    }
+}
+
+fn lock(handshakes: &Mutex<Handshakes>) -> MutexGuard<'_, Handshakes> {
+    handshakes.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts connections without a certificate per source.
 #[derive(Clone, Debug, Default)]
 struct Sources(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
@@ -215,14 +248,6 @@ impl Drop for Place {
                 counts.remove(&self.source);
             }
         }
-    }
-}
-
-/// One host can have each address of a /64.
-fn source(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => IpAddr::V6((address.to_bits() >> 64 << 64).into()),
-        address => address,
     }
 }
 

@@ -21,6 +21,7 @@ mod connect;
 mod credentials;
 mod file;
 mod guard;
+mod handshakes;
 mod incoming;
 mod key;
 mod pinned;

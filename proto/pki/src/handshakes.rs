@@ -1,0 +1,248 @@
+//! Which TLS handshakes begin. A handshake costs a signature, so clients that cannot authenticate get few of
+//! them. No number of them keeps the controller out: addresses that authenticated lately have a share of
+//! their own.
+//!
+//! Pure: the caller says the time.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+/// An address that has authenticated lately may have so many times the handshakes of another one.
+const FRIEND_FACTOR: usize = 4;
+/// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
+const FAILURES_MAX: u32 = 20;
+const FORGIVEN_EVERY: Duration = Duration::from_secs(1);
+/// An address counts as a friend for so long after it has authenticated.
+const FRIEND_FOR: Duration = Duration::from_hours(1);
+/// Addresses that are remembered.
+const ADDRESSES_MAX: usize = 1024;
+/// Failures are logged no more often than that.
+const LOG_EVERY: Duration = Duration::from_secs(10);
+
+/// What is known of the clients.
+#[derive(Debug)]
+pub(crate) struct Handshakes {
+    addresses: HashMap<IpAddr, Address>,
+    /// In progress of addresses that have not authenticated lately, and of those that have. Each at most
+    /// `max`.
+    strangers: usize,
+    friends: usize,
+    max: usize,
+    max_of_source: usize,
+    logged_at: Option<Instant>,
+    not_logged: u64,
+}
+
+/// How a handshake has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// With a certificate that is accepted here.
+    Authenticated,
+    /// Without one, where that is permitted.
+    Anonymous,
+    /// With an error, or not in time.
+    Failed,
+}
+
+#[derive(Debug)]
+struct Address {
+    under_way: usize,
+    failures: u32,
+    forgiven_at: Instant,
+    authenticated_at: Option<Instant>,
+}
+
+/// A handshake that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) struct Begun {
+    address: IpAddr,
+    is_friend: bool,
+}
+
+impl Address {
+    fn is_friend(&self, now: Instant) -> bool {
+        self.authenticated_at.is_some_and(|at| now.duration_since(at) < FRIEND_FOR)
+    }
+
+    fn forgive(&mut self, now: Instant) {
+        let periods = now.duration_since(self.forgiven_at).as_secs() / FORGIVEN_EVERY.as_secs();
+        let periods = u32::try_from(periods).unwrap_or(u32::MAX);
+        self.failures = self.failures.saturating_sub(periods);
+        self.forgiven_at = if self.failures == 0 { now } else { self.forgiven_at + FORGIVEN_EVERY * periods };
+    }
+
+    fn is_forgotten(&self, now: Instant) -> bool {
+        self.under_way == 0 && self.failures == 0 && !self.is_friend(now)
+    }
+}
+
+impl Handshakes {
+    /// At most `max` handshakes at once, and `max_of_source` of one address.
+    pub fn new(max: usize, max_of_source: usize) -> Handshakes {
+        let (addresses, strangers, friends) = Default::default();
+        Handshakes { addresses, strangers, friends, max, max_of_source, logged_at: None, not_logged: 0 }
+    }
+
+    /// Whether a client at this address may begin a handshake. None: it is disconnected.
+    pub fn begin(&mut self, address: IpAddr, now: Instant) -> Option<Begun> {
+        let address = source(address);
+        if !self.addresses.contains_key(&address) {
+            self.make_room(now)?;
+        }
+        let known = self.addresses.entry(address).or_insert(Address {
+            under_way: 0,
+            failures: 0,
+            forgiven_at: now,
+            authenticated_at: None,
+        });
+        known.forgive(now);
+        let is_friend = known.is_friend(now);
+        let (all, own_max) = if is_friend {
+            (&mut self.friends, self.max_of_source * FRIEND_FACTOR)
+        } else {
+            (&mut self.strangers, self.max_of_source)
+        };
+        // The failures of a friend may be those of another client at its address.
+        let has_failed = !is_friend && known.failures >= FAILURES_MAX;
+        if *all >= self.max || known.under_way >= own_max || has_failed {
+            return None;
+        }
+        *all += 1;
+        known.under_way += 1;
+        Some(Begun { address, is_friend })
+    }
+
+    /// A handshake has ended.
+    pub fn end(&mut self, begun: Begun, outcome: Outcome, now: Instant) {
+        let all = if begun.is_friend { &mut self.friends } else { &mut self.strangers };
+        *all = all.saturating_sub(1);
+        let Some(known) = self.addresses.get_mut(&begun.address) else { return };
+        known.under_way = known.under_way.saturating_sub(1);
+        match outcome {
+            Outcome::Authenticated => (known.failures, known.authenticated_at) = (0, Some(now)),
+            Outcome::Anonymous => {}
+            Outcome::Failed => known.failures = known.failures.saturating_add(1),
+        }
+    }
+
+    /// Whether a failure is logged now: then the number of those before it that were not.
+    pub fn log(&mut self, now: Instant) -> Option<u64> {
+        if self.logged_at.is_some_and(|at| now.duration_since(at) < LOG_EVERY) {
+            self.not_logged += 1;
+            return None;
+        }
+        self.logged_at = Some(now);
+        Some(std::mem::take(&mut self.not_logged))
+    }
+
+    /// Forgets addresses that do not count any more, if there are many. None: all count.
+    fn make_room(&mut self, now: Instant) -> Option<()> {
+        if self.addresses.len() < ADDRESSES_MAX {
+            return Some(());
+        }
+        self.addresses.retain(|_, known| {
+            known.forgive(now);
+            !known.is_forgotten(now)
+        });
+        if self.addresses.len() >= ADDRESSES_MAX {
+            // Only failures are left to forget, the fewest first. Friends and handshakes under way stay.
+            let idle =
+                self.addresses.iter().filter(|(_, known)| known.under_way == 0 && !known.is_friend(now));
+            let address = idle.min_by_key(|(_, known)| known.failures).map(|(address, _)| *address)?;
+            self.addresses.remove(&address);
+        }
+        Some(())
+    }
+}
+
+/// One host can have each address of a /64.
+pub(crate) fn source(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => IpAddr::V6((address.to_bits() >> 64 << 64).into()),
+        address => address,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    fn address(n: u32) -> IpAddr {
+        Ipv4Addr::from(0x0a00_0000 + n).into()
+    }
+
+    #[test]
+    fn an_address_that_fails_waits_and_is_forgiven() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        for _ in 0..FAILURES_MAX {
+            let begun = all.begin(address(1), now).unwrap();
+            all.end(begun, Outcome::Failed, now);
+        }
+        assert_eq!(all.begin(address(1), now), None);
+        assert!(all.begin(address(2), now).is_some(), "another address has failed at nothing");
+        let later = now + FORGIVEN_EVERY;
+        let begun = all.begin(address(1), later).unwrap();
+        all.end(begun, Outcome::Failed, later);
+        assert_eq!(all.begin(address(1), later), None, "one failure was forgiven");
+    }
+
+    #[test]
+    fn strangers_do_not_keep_out_an_address_that_has_authenticated() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let begun = all.begin(address(0), now).unwrap();
+        all.end(begun, Outcome::Authenticated, now);
+        let held: Vec<Begun> = (1..100).filter_map(|n| all.begin(address(n), now)).collect();
+        assert_eq!(held.len(), 16);
+        let friends: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(0), now)).collect();
+        assert_eq!(friends.len(), 16);
+        for begun in held.into_iter().chain(friends) {
+            all.end(begun, Outcome::Authenticated, now);
+        }
+        assert_eq!((all.strangers, all.friends), (0, 0));
+    }
+
+    #[test]
+    fn one_address_holds_few_handshakes_and_many_addresses_are_forgotten() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let held: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(1), now)).collect();
+        assert_eq!(held.len(), 4);
+        for n in 2..5000 {
+            let begun = all.begin(address(n), now).unwrap();
+            all.end(begun, Outcome::Failed, now);
+        }
+        assert!(all.addresses.len() <= ADDRESSES_MAX);
+        assert_eq!(all.begin(address(1), now), None, "those under way still count");
+        let friend = all.begin(address(6000), now).unwrap();
+        all.end(friend, Outcome::Authenticated, now);
+        for n in 7000..9000 {
+            let begun = all.begin(address(n), now).unwrap();
+            all.end(begun, Outcome::Failed, now);
+        }
+        assert!(all.addresses[&address(6000)].is_friend(now));
+        assert!(!all.addresses[&address(6000)].is_friend(now + FRIEND_FOR));
+    }
+
+    #[test]
+    fn addresses_of_one_network_count_together() {
+        let (mut all, now) = (Handshakes::new(16, 2), Instant::now());
+        let mut begin = |text: &str| all.begin(text.parse().unwrap(), now);
+        let held = [begin("fd00::1"), begin("fd00::2")];
+        assert!(held.iter().all(Option::is_some));
+        assert_eq!(begin("fd00::3"), None, "the same /64");
+        let others = [begin("fd00:0:0:1::1"), begin("10.0.0.1"), begin("::ffff:10.0.0.1")];
+        assert!(others.iter().all(Option::is_some));
+        assert_eq!(begin("10.0.0.1"), None, "IPv4, also when it is written as IPv6");
+    }
+
+    #[test]
+    fn failures_are_logged_now_and_then() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        assert_eq!(all.log(now), Some(0));
+        assert_eq!((all.log(now), all.log(now)), (None, None));
+        assert_eq!(all.log(now + LOG_EVERY), Some(2));
+    }
+}
