@@ -47,6 +47,8 @@ pub enum Command {
     Run(RunArgs),
     /// Runs the agent of this node: the API that a controller calls
     Serve(ServeArgs),
+    /// Gets a certificate for this node from a controller, with a one-time token
+    Join(JoinArgs),
     /// Runs the engine of one volume; started by `serve` and `run`
     Engine(RoleArgs),
     /// Serves, shows or exports a replica directory
@@ -180,6 +182,23 @@ pub struct ServeArgs {
     /// Overrides `metrics_listen` of the configuration; off turns metrics off
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics_listen: Option<MetricsListen>,
+}
+
+/// Gets a certificate for this node from a controller, with a one-time token.
+///
+/// `shorthornctl node token NAME` makes the token. In a Kubernetes cluster this is not needed: the agent uses the identity of the
+/// kubelet. A running agent notices the certificate and begins to serve the controller.
+#[derive(Debug, Args)]
+pub struct JoinArgs {
+    /// The token, or the file that has it if the value begins with @; @- is standard input
+    #[arg(long, value_name = "TOKEN|@FILE", env = "SHORTHORN_JOIN_TOKEN", hide_env_values = true)]
+    pub token: String,
+    /// Address of the controller's enrolment API
+    #[arg(long, value_name = "HOST:PORT")]
+    pub controller: String,
+    /// Configuration file of the agent, for the name of the node and `tls_dir`
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -2,6 +2,7 @@
 
 mod cli;
 mod descriptor_store;
+mod enrol;
 mod manual;
 mod pid_file;
 mod roles;
@@ -57,6 +58,10 @@ fn code_of(error: &anyhow::Error) -> u8 {
 fn dispatch(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Serve(args) => serve_node(args, &cli.log),
+        Command::Join(args) => {
+            start_logs(&cli.log);
+            writeln!(io::stdout(), "{}", enrol::join::join(args)?).context("standard output")
+        }
         Command::Run(args) => {
             start_logs(&cli.log);
             Ok(run::run(args)?)
@@ -93,7 +98,12 @@ fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     }
     if args.check {
         let file = args.config.as_deref().unwrap_or_else(|| Path::new(DEFAULT_PATH));
-        let text = format!("{}: no mistakes; this is node {}", file.display(), config.node_name);
+        let remark = serve::tls::check(&config).map_err(anyhow::Error::msg)?;
+        let mut text = format!("{}: no mistakes; this is node {}", file.display(), config.node_name);
+        if let Some(remark) = remark {
+            text.push('\n');
+            text.push_str(&remark);
+        }
         return writeln!(io::stdout(), "{text}").context("standard output");
     }
     let level = log.log_level.as_deref().unwrap_or(&config.log_level);

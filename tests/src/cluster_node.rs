@@ -9,6 +9,8 @@ use shorthorn_vmkit::{HOST_SIDE, Kernel, Lan};
 use crate::apiserver::free_port;
 use crate::{Caller, VmHost, until};
 
+/// The socket that the controller calls. To a port of this host it speaks without TLS.
+const AGENT: &str = "/run/shorthorn/agent.sock";
 /// The sockets that kubelet calls.
 const CSI: &str = "/var/lib/kubelet/plugins/csi.shorthorn.io/csi.sock";
 const REGISTRATION: &str = "/var/lib/kubelet/plugins_registry/shorthorn@csi.shorthorn.io-reg.sock";
@@ -53,7 +55,7 @@ impl ClusterNode {
     fn configure(&self) -> Result<()> {
         let address = self.host.vm.lan_address().context("the machine is on no network")?;
         let config = format!(
-            "node_name = \"{}\"\nlisten = [\"unix:/run/shorthorn/agent.sock\", \"tcp:{HOST_SIDE}:{AGENT_PORT}\"]\n\
+            "node_name = \"{}\"\nlisten = [\"unix:{AGENT}\"]\n\
              data_address = \"{address}\"\nreplica_timeout_ms = {REPLICA_TIMEOUT_MS}\n",
             self.name
         );
@@ -75,7 +77,7 @@ impl ClusterNode {
         Ok(())
     }
 
-    /// The agent's own port, and relays to its two sockets, as nothing but a port can be reached from outside.
+    /// Relays to the sockets of the agent, as nothing but a port can be reached from outside.
     fn open_ways(&self) -> Result<()> {
         let relay = |port: u16, socket: &str| {
             format!(
@@ -83,7 +85,8 @@ impl ClusterNode {
                  socat TCP-LISTEN:{port},bind={HOST_SIDE},fork,reuseaddr UNIX-CONNECT:{socket}\n"
             )
         };
-        self.host.sh(&(relay(CSI_PORT, CSI) + &relay(REGISTRATION_PORT, REGISTRATION)))?;
+        let relays = [(AGENT_PORT, AGENT), (CSI_PORT, CSI), (REGISTRATION_PORT, REGISTRATION)];
+        self.host.sh(&relays.map(|(port, socket)| relay(port, socket)).concat())?;
         for (ours, theirs) in [
             (self.agent_port, AGENT_PORT),
             (self.csi_port, CSI_PORT),

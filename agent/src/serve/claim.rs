@@ -1,7 +1,8 @@
 //! Whose node this is. The first cluster whose controller calls is remembered, durably; the controllers of others may ask
 //! who this node is, and nothing else. Two controllers that both drive a node would each delete what the other one wants.
 //!
-//! A call without the name of a cluster is of a controller of an earlier release, and is let through.
+//! A call without the name of a cluster is of a controller of an earlier release, and is let through. With TLS, the cluster
+//! of a call is that of the caller's certificate.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,6 +11,7 @@ use std::task::{Context, Poll};
 use serde::{Deserialize, Serialize};
 use shorthorn_api::CLUSTER_HEADER;
 use shorthorn_control::{Unknown, load_spec, store_spec};
+use shorthorn_pki::Peer;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
@@ -171,16 +173,29 @@ where
 /// The cluster that has to be let through for this call; none: everybody may make it.
 fn cluster_of(request: &http::Request<Body>) -> Option<Result<String, NodeError>> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default();
+    let unreadable = |_| NodeError::Invalid(format!("the header {CLUSTER_HEADER} is no text"));
+    let header = request.headers().get(CLUSTER_HEADER);
+    let header = match header.map(|header| header.to_str().map_err(unreadable)).transpose() {
+        Ok(header) => header,
+        Err(error) => return Some(Err(error)),
+    };
+    let certificate = request.extensions().get::<Peer>().and_then(|peer| peer.certificate.as_ref());
+    let proven = certificate.map(|certificate| certificate.name.cluster.as_str());
+    if let (Some(proven), Some(header)) = (proven, header.filter(|header| proven != Some(*header))) {
+        return Some(Err(NodeError::Precondition(format!(
+            "the header {CLUSTER_HEADER} says {header:?}, and the certificate of the caller is of cluster {proven:?}"
+        ))));
+    }
     if FOR_ALL.contains(&method) {
         return None;
     }
-    let cluster = request.headers().get(CLUSTER_HEADER)?;
-    let unreadable = |_| NodeError::Invalid(format!("the header {CLUSTER_HEADER} is no text"));
-    Some(cluster.to_str().map(str::to_owned).map_err(unreadable))
+    Some(Ok(proven.or(header)?.to_owned()))
 }
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_pki::Certificate;
+
     use super::*;
 
     #[test]
@@ -228,5 +243,33 @@ mod tests {
         assert!(asked("ReleaseNode", Some("one")).is_none());
         assert_eq!(asked("StopInstance", Some("one")).unwrap().unwrap(), "one");
         assert!(asked("StopInstance", None).is_none(), "a controller of an earlier release says none");
+    }
+
+    #[test]
+    fn a_certificate_says_the_cluster_of_a_call() {
+        let certificate = Certificate {
+            serial: "01".parse().unwrap(),
+            name: "shorthorn://one/controller".parse().unwrap(),
+            not_before: 0,
+            not_after: 1,
+            public: Vec::new(),
+        };
+        let address = "10.0.0.1:1".parse().unwrap();
+        let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
+        let asked = |method: &str, header: Option<&str>| {
+            let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Node/{method}"));
+            if let Some(header) = header {
+                request = request.header(CLUSTER_HEADER, header);
+            }
+            let mut request = request.body(Body::empty()).unwrap();
+            request.extensions_mut().insert(peer.clone());
+            cluster_of(&request)
+        };
+        assert_eq!(asked("StopInstance", None).unwrap().unwrap(), "one");
+        assert_eq!(asked("StopInstance", Some("one")).unwrap().unwrap(), "one");
+        assert!(asked("GetNode", Some("one")).is_none());
+        for method in ["StopInstance", "ReleaseNode"] {
+            assert!(matches!(asked(method, Some("two")), Some(Err(NodeError::Precondition(_)))), "{method}");
+        }
     }
 }

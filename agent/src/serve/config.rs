@@ -44,6 +44,10 @@ pub struct Config {
     pub zone: String,
     /// Where the node API is served.
     pub listen: Vec<ListenAddress>,
+    /// Key and certificate of the node API.
+    pub tls_dir: PathBuf,
+    /// The kubelet's identity, with which this node enrols.
+    pub kubelet_kubeconfig: KubeconfigChoice,
     /// What has to survive a reboot.
     pub state_dir: PathBuf,
     /// Sockets and pid files.
@@ -82,6 +86,17 @@ pub struct Config {
     pub log_level: String,
     /// How.
     pub log_format: LogFormat,
+}
+
+/// The kubeconfig with which this node enrols in a Kubernetes cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KubeconfigChoice {
+    /// The kubelet's, if this host has a kubelet.
+    Auto,
+    /// None: this node enrols with a token.
+    Off,
+    /// This file.
+    File(PathBuf),
 }
 
 /// Who runs the instances.
@@ -142,6 +157,8 @@ struct File {
     node_name: Option<Spanned<String>>,
     zone: Option<Spanned<String>>,
     listen: Option<Vec<Spanned<String>>>,
+    tls_dir: Option<Spanned<PathBuf>>,
+    kubelet_kubeconfig: Option<Spanned<String>>,
     state_dir: Option<Spanned<PathBuf>>,
     runtime_dir: Option<Spanned<PathBuf>>,
     device_dir: Option<Spanned<PathBuf>>,
@@ -187,6 +204,12 @@ impl Config {
         Config::parse(path, &text)
     }
 
+    /// Whether an address is served by TLS.
+    #[must_use]
+    pub fn listens_with_tls(&self) -> bool {
+        self.listen.iter().any(|address| matches!(address, ListenAddress::Tls(_)))
+    }
+
     /// Takes `text` as the content of the file at `path`.
     ///
     /// # Errors
@@ -223,11 +246,22 @@ fn check(file: File) -> Result<Config, Wrong> {
             .collect::<Result<_, _>>()?,
     };
     let disks = file.disks.unwrap_or_default().into_iter();
+    let state_dir = directory("state_dir", file.state_dir, "/var/lib/shorthorn")?;
     Ok(Config {
         node_name: optional("node_name", file.node_name, "", |name| node_name(&name))?,
         zone: optional("zone", file.zone, "", zone)?,
         listen,
-        state_dir: directory("state_dir", file.state_dir, "/var/lib/shorthorn")?,
+        tls_dir: match file.tls_dir {
+            Some(dir) => with("tls_dir", dir, absolute)?,
+            None => state_dir.join("tls"),
+        },
+        kubelet_kubeconfig: optional(
+            "kubelet_kubeconfig",
+            file.kubelet_kubeconfig,
+            "auto",
+            kubelet_kubeconfig,
+        )?,
+        state_dir,
         runtime_dir: directory("runtime_dir", file.runtime_dir, "/run/shorthorn")?,
         device_dir: directory("device_dir", file.device_dir, "/dev/longhorn")?,
         data_address: optional("data_address", file.data_address, "", |text| data_address(&text))?,
@@ -317,6 +351,14 @@ fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
 
 fn kubelet_root(text: String) -> Result<Option<PathBuf>, String> {
     if text.is_empty() { Ok(None) } else { absolute(text.into()).map(Some) }
+}
+
+fn kubelet_kubeconfig(text: String) -> Result<KubeconfigChoice, String> {
+    match text.as_str() {
+        "auto" => Ok(KubeconfigChoice::Auto),
+        "off" => Ok(KubeconfigChoice::Off),
+        _ => absolute(text.into()).map(KubeconfigChoice::File),
+    }
 }
 
 /// kubelet makes it the value of a label.
@@ -430,6 +472,8 @@ mod tests {
             ("listen = [\n\"unix:/a\",\n\"tcp:0.0.0.0:1\"]", "3: listen: 0.0.0.0:1"),
             ("listen = [\"http://x\"]", "1: listen: \"http://x\""),
             ("kubelet_root = \"var\"", "1: kubelet_root: \"var\" is no absolute path"),
+            ("kubelet_kubeconfig = \"on\"", "1: kubelet_kubeconfig: \"on\" is no absolute path"),
+            ("tls_dir = \"tls\"", "1: tls_dir: \"tls\" is no absolute path"),
             ("zone = \"a b\"", "1: zone: \"a b\" is no label value"),
             ("metrics_listen = \"9511\"", "1: metrics_listen: \"9511\""),
             ("csi = \"maybe\"", "1: unknown variant `maybe`"),

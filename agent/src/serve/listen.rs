@@ -1,5 +1,5 @@
-//! Where the node API is served. All connections to the agent are made here, so that what they have to
-//! prove is decided in one place.
+//! Where the node API is served. An address that other hosts can reach is served by TLS only (`tls`). Connections without
+//! TLS come from this host: root at a Unix socket, every user at a loopback address.
 
 use std::fmt;
 use std::fs;
@@ -24,8 +24,10 @@ use crate::serve::config::{absolute, check_tcp};
 pub enum ListenAddress {
     /// A Unix socket, for the same user only.
     Unix(PathBuf),
-    /// One address of this host.
+    /// One address of this host, for this host only, without TLS.
     Tcp(SocketAddr),
+    /// One address of this host, with TLS.
+    Tls(SocketAddr),
 }
 
 impl FromStr for ListenAddress {
@@ -35,9 +37,15 @@ impl FromStr for ListenAddress {
         if let Some(path) = text.strip_prefix("unix:") {
             return absolute(path.into()).map(ListenAddress::Unix);
         }
-        let syntax = || format!("{text:?} is neither unix:PATH nor tcp:ADDRESS:PORT");
-        let address = text.strip_prefix("tcp:").ok_or_else(syntax)?;
-        check_tcp(address.parse().map_err(|_| syntax())?).map(ListenAddress::Tcp)
+        let syntax = || format!("{text:?} is none of unix:PATH, tcp:ADDRESS:PORT and tls:ADDRESS:PORT");
+        let (kind, address) = text.split_once(':').ok_or_else(syntax)?;
+        let address = check_tcp(address.parse().map_err(|_| syntax())?)?;
+        match kind {
+            "tls" => Ok(ListenAddress::Tls(address)),
+            "tcp" if address.ip().to_canonical().is_loopback() => Ok(ListenAddress::Tcp(address)),
+            "tcp" => Ok(ListenAddress::Tls(address)),
+            _ => Err(syntax()),
+        }
     }
 }
 
@@ -46,21 +54,22 @@ impl fmt::Display for ListenAddress {
         match self {
             ListenAddress::Unix(path) => write!(f, "unix:{}", path.display()),
             ListenAddress::Tcp(address) => write!(f, "tcp:{address}"),
+            ListenAddress::Tls(address) => write!(f, "tls:{address}"),
         }
     }
 }
 
-/// Connections to any of the addresses, as they come.
+/// Connections without TLS to any of the addresses, as they come.
 pub type Incoming = Pin<Box<dyn Stream<Item = io::Result<Connection>> + Send>>;
 
-/// Binds all `addresses`. A socket that an earlier agent has left is replaced: the caller holds the lock that
+/// Binds all `addresses` without TLS. A socket that an earlier agent has left is replaced: the caller holds the lock that
 /// makes sure that it is none that lives.
 ///
 /// # Errors
 /// Names the address.
 pub async fn bind(addresses: &[ListenAddress]) -> io::Result<Incoming> {
     let mut incoming: Incoming = Box::pin(tokio_stream::empty());
-    for address in addresses {
+    for address in addresses.iter().filter(|address| !matches!(address, ListenAddress::Tls(_))) {
         let one = bind_one(address).await;
         let one = one.map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
         tracing::info!(%address, "listening");
@@ -80,10 +89,8 @@ async fn bind_one(address: &ListenAddress) -> io::Result<Incoming> {
             fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
             Ok(Box::pin(UnixListenerStream::new(listener).map(|stream| stream.map(Connection::Unix))))
         }
+        ListenAddress::Tls(_) => Ok(Box::pin(tokio_stream::empty())),
         ListenAddress::Tcp(tcp) => {
-            if !tcp.ip().is_loopback() {
-                tracing::warn!(%address, "every client that reaches this address can control this node");
-            }
             let listener = TcpListenerStream::new(TcpListener::bind(tcp).await?);
             Ok(Box::pin(listener.map(|stream| {
                 let stream = stream?;
@@ -141,6 +148,30 @@ impl AsyncWrite for Connection {
         match self.get_mut() {
             Connection::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
             Connection::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_other_hosts_reach_has_tls() {
+        let shown = |text: &str| text.parse::<ListenAddress>().map(|address| address.to_string());
+        for (text, wanted) in [
+            ("unix:/run/a.sock", "unix:/run/a.sock"),
+            ("tcp:127.0.0.1:9501", "tcp:127.0.0.1:9501"),
+            ("tcp:[::1]:9501", "tcp:[::1]:9501"),
+            ("tcp:[::ffff:127.0.0.1]:9501", "tcp:[::ffff:127.0.0.1]:9501"),
+            ("tcp:10.0.0.1:9501", "tls:10.0.0.1:9501"),
+            ("tcp:[fd00::1]:9501", "tls:[fd00::1]:9501"),
+            ("tls:127.0.0.1:9501", "tls:127.0.0.1:9501"),
+        ] {
+            assert_eq!(shown(text), Ok(wanted.to_owned()));
+        }
+        for bad in ["tls:0.0.0.0:1", "tcp:10.0.0.1", "http:10.0.0.1:1", "10.0.0.1:1", ""] {
+            assert!(shown(bad).is_err(), "{bad}");
         }
     }
 }

@@ -22,6 +22,7 @@ use crate::serve::csi::DriverState;
 use crate::serve::devices;
 use crate::serve::disks::Disks;
 use crate::serve::instance::{Table, io_counters};
+use crate::serve::tls::NodeTls;
 
 /// How long an engine may take to say its counters. It does so from memory.
 const ENGINE_LIMIT: Duration = Duration::from_secs(1);
@@ -50,6 +51,8 @@ pub struct Shown {
     pub device_dir: PathBuf,
     /// The CSI driver; none: it is off.
     pub driver: Option<Arc<DriverState>>,
+    /// The certificate; none: no address has TLS.
+    pub tls: Option<Arc<NodeTls>>,
 }
 
 /// What the agent knows of itself.
@@ -94,6 +97,13 @@ impl Vitals for AgentVitals {
                 "1 if kubelet has confirmed the registration of the CSI driver, otherwise 0",
             );
             registered.set(&[], u64::from(driver.registered.load(Ordering::Relaxed)));
+        }
+        if let Some(tls) = &shown.tls {
+            let expiry = page.gauges(
+                "shorthorn_agent_certificate_expiry_seconds",
+                "Time at which the certificate of this node expires, in seconds since 1970; 0 if it has none",
+            );
+            expiry.set(&[], tls.expiry_s());
         }
         let looked =
             look(Arc::clone(&self.looking), Arc::clone(&shown.disks), shown.device_dir.clone()).await;

@@ -22,15 +22,19 @@ mod ports;
 mod salvage;
 mod service;
 mod show;
+pub mod tls;
 mod trash;
 mod words;
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use shorthorn_api::v1::node_server::NodeServer;
+use shorthorn_api::v1::node_tls_server::NodeTlsServer;
+use shorthorn_pki::AccessLayer;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tonic::transport::Server;
@@ -41,11 +45,15 @@ use config::{Config, InstancesChoice};
 use disks::Disks;
 use error::NodeError;
 use instance::{Backend, Children, Hub, Places, Systemd, Table};
+use listen::ListenAddress;
 use metrics::{AgentVitals, Shown};
 use service::NodeService;
+use tls::{NodeTls, TlsService};
 
 /// Requests that are large are wrong: the largest, for an engine with eight replicas, has a few KiB.
 const REQUEST_MAX_BYTES: usize = 256 << 10;
+/// A list of CAs has up to 16384 serial numbers.
+const TRUST_MAX_BYTES: usize = 2 << 20;
 /// How often the old state of engines is looked for.
 const ENGINE_STATES_EVERY: Duration = Duration::from_hours(1);
 /// Calls that one client may have under way.
@@ -92,6 +100,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let (backend, lost) = backend(&config, &places, &table).await?;
     let hub = Hub::start(config.clone(), places, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
+    let tls = NodeTls::open(&config.tls_dir, &config.node_name)?;
+    let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
     tokio::spawn(keep_engine_states_few(Arc::clone(&hub), stopping.clone()));
@@ -100,11 +110,17 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
     let swept = trash::keep_swept(Arc::clone(&disks), trash::TrashLimits::of(&config), stopping.clone());
     tokio::spawn(swept);
+    let has_tls = config.listens_with_tls();
+    if has_tls {
+        let choice = config.kubelet_kubeconfig.clone();
+        tokio::spawn(tls::keep_enrolled(Arc::clone(&tls), choice, stopping.clone()));
+    }
     vitals.show(Shown {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),
         device_dir: config.device_dir.clone(),
         driver: driver_state.clone(),
+        tls: has_tls.then(|| Arc::clone(&tls)),
     });
     let service = NodeService {
         config,
@@ -118,17 +134,23 @@ async fn run(config: Config) -> anyhow::Result<()> {
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
 
-    let mut drained = stopping;
-    let server = Server::builder()
-        .concurrency_limit_per_connection(CALLS_MAX)
-        .http2_keepalive_interval(Some(KEEPALIVE))
-        .add_service(Claimed::new(
-            NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES),
-            claim,
-        ))
-        .serve_with_incoming_shutdown(incoming, async move {
-            let _ = drained.wait_for(|stopping| *stopping).await;
-        });
+    let node = Claimed::new(
+        NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES),
+        Arc::clone(&claim),
+    );
+    let certificates = NodeTlsServer::new(TlsService(tls)).max_decoding_message_size(TRUST_MAX_BYTES);
+    let certificates = Claimed::new(certificates, claim);
+    // Each with a server of its own: only those that come over TLS have a certificate to check.
+    let plain = server()
+        .add_service(node.clone())
+        .add_service(certificates.clone())
+        .serve_with_incoming_shutdown(incoming, until_stopping(stopping.clone()));
+    let checked = server()
+        .layer(AccessLayer)
+        .add_service(node)
+        .add_service(certificates)
+        .serve_with_incoming_shutdown(over_tls, until_stopping(stopping));
+    let server = async { tokio::try_join!(plain, checked).map(drop) };
     let mut server = std::pin::pin!(server);
     let ended = tokio::select! {
         served = &mut server => return served.context("the node API cannot be served"),
@@ -146,6 +168,22 @@ async fn run(config: Config) -> anyhow::Result<()> {
     };
     let _ = tokio::time::timeout(DRAIN_LIMIT, drained).await;
     ended
+}
+
+fn server() -> Server {
+    Server::builder().concurrency_limit_per_connection(CALLS_MAX).http2_keepalive_interval(Some(KEEPALIVE))
+}
+
+async fn until_stopping(mut stopping: watch::Receiver<bool>) {
+    let _ = stopping.wait_for(|stopping| *stopping).await;
+}
+
+fn addresses_with_tls(config: &Config) -> Vec<SocketAddr> {
+    let with_tls = |address: &ListenAddress| match address {
+        ListenAddress::Tls(address) => Some(*address),
+        _ => None,
+    };
+    config.listen.iter().filter_map(with_tls).collect()
 }
 
 async fn stop_signal() -> anyhow::Result<()> {

@@ -1,9 +1,12 @@
 //! The real binary, started by a test and gone when the test is.
 #![allow(dead_code, reason = "every test binary uses a part")]
 
+pub mod api_server;
+pub mod controller;
 pub mod go_client;
 pub mod kubelet;
 pub mod node;
+pub mod tls;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;

@@ -1,0 +1,194 @@
+//! Enrolment in a Kubernetes cluster: a CertificateSigningRequest that the kubelet's certificate
+//! authenticates. The API server notes the name of the node in it, and the controller signs for that node.
+
+use std::time::Duration;
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use hyper::{Method, StatusCode};
+use serde::Deserialize;
+use serde_json::json;
+use shorthorn_pki::{Key, RequestError, SIGNER_NAME};
+use thiserror::Error;
+use tokio::time::{Instant, sleep};
+
+use crate::enrol::https::{ApiServer, HttpsError};
+
+const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
+/// A request that nobody has decided by then is forgotten, and another one is made. Kubernetes removes it
+/// after a day.
+const DECISION_LIMIT: Duration = Duration::from_hours(1);
+/// How often the request is read: at first, and at most.
+const POLL_FIRST: Duration = Duration::from_millis(500);
+const POLL_MAX: Duration = Duration::from_secs(15);
+/// Errors of the API server are shown up to this length.
+const SHOWN_MAX_CHARS: usize = 300;
+
+/// Why there is no certificate.
+#[derive(Debug, Error)]
+pub enum CsrError {
+    /// The API server does not answer.
+    #[error(transparent)]
+    Https(#[from] HttpsError),
+    /// No key.
+    #[error(transparent)]
+    Key(#[from] RequestError),
+    /// The API server refuses the call.
+    #[error("the API server refuses to {action} a CertificateSigningRequest: {status} {message}")]
+    Refused {
+        /// What was asked.
+        action: &'static str,
+        /// Of the answer.
+        status: StatusCode,
+        /// Of the answer.
+        message: String,
+    },
+    /// The controller, or a person, has denied it.
+    #[error("the CertificateSigningRequest {name} was denied: {message}")]
+    Denied {
+        /// The request.
+        name: String,
+        /// The reason.
+        message: String,
+    },
+    /// Nobody has decided.
+    #[error(
+        "nobody has signed the CertificateSigningRequest {name}, of signer {SIGNER_NAME}, within {} s: does the \
+         controller run?", DECISION_LIMIT.as_secs()
+    )]
+    Late {
+        /// The request.
+        name: String,
+    },
+    /// The answer cannot be read.
+    #[error("the API server's answer cannot be read: {0}")]
+    Answer(String),
+}
+
+/// The signed certificates of a request, in PEM, and the key.
+#[derive(Debug)]
+pub struct Signed {
+    /// The key of the request.
+    pub key: Key,
+    /// The certificates.
+    pub chain: Vec<u8>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Csr {
+    metadata: Metadata,
+    #[serde(default)]
+    status: Status,
+}
+
+#[derive(Debug, Deserialize)]
+struct Metadata {
+    name: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Status {
+    #[serde(default)]
+    conditions: Vec<Condition>,
+    #[serde(default)]
+    certificate: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Condition {
+    r#type: String,
+    #[serde(default)]
+    reason: String,
+    #[serde(default)]
+    message: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Failure {
+    #[serde(default)]
+    message: String,
+}
+
+/// Makes a key, has its certificate signed, and waits for that.
+///
+/// # Errors
+/// [`CsrError`]; the key is gone then.
+pub async fn request(server: &ApiServer, node_name: &str) -> Result<Signed, CsrError> {
+    let key = Key::generate()?;
+    let request = pem("CERTIFICATE REQUEST", &key.request(node_name)?);
+    let document = json!({
+        "apiVersion": "certificates.k8s.io/v1",
+        "kind": "CertificateSigningRequest",
+        "metadata": { "generateName": "shorthorn-agent-" },
+        "spec": {
+            "request": BASE64_STANDARD.encode(request),
+            "signerName": SIGNER_NAME,
+            "usages": ["digital signature", "server auth"],
+        },
+    });
+    let made = server.request(Method::POST, PATH, document.to_string().into_bytes()).await?;
+    let name = read("create", made)?.metadata.name;
+    tracing::info!(name, "waiting for the signature of a CertificateSigningRequest");
+    let deadline = Instant::now() + DECISION_LIMIT;
+    let mut pause = POLL_FIRST;
+    while Instant::now() < deadline {
+        let answer = server.request(Method::GET, &format!("{PATH}/{name}"), Vec::new()).await;
+        match answer.map(|answer| decided(answer, &name)) {
+            Ok(decided) => {
+                if let Some(chain) = decided? {
+                    return Ok(Signed { key, chain });
+                }
+            }
+            // It may be signed meanwhile.
+            Err(error) => tracing::debug!("{error}"),
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(POLL_MAX);
+    }
+    Err(CsrError::Late { name })
+}
+
+/// The certificates, if the request was signed.
+fn decided(answer: (StatusCode, hyper::body::Bytes), name: &str) -> Result<Option<Vec<u8>>, CsrError> {
+    if answer.0.is_server_error() || answer.0 == StatusCode::TOO_MANY_REQUESTS {
+        return Ok(None);
+    }
+    let csr = read("read", answer)?;
+    let is_over = |condition: &&Condition| matches!(condition.r#type.as_str(), "Denied" | "Failed");
+    if let Some(condition) = csr.status.conditions.iter().find(is_over) {
+        let message = shown(&format!("{}: {}", condition.reason, condition.message));
+        return Err(CsrError::Denied { name: name.to_owned(), message });
+    }
+    match csr.status.certificate.filter(|certificate| !certificate.is_empty()) {
+        Some(certificate) => {
+            let chain = BASE64_STANDARD.decode(certificate);
+            chain.map(Some).map_err(|error| CsrError::Answer(format!("status.certificate: {error}")))
+        }
+        None => Ok(None),
+    }
+}
+
+fn read(action: &'static str, answer: (StatusCode, hyper::body::Bytes)) -> Result<Csr, CsrError> {
+    let (status, body) = answer;
+    if !status.is_success() {
+        let failure: Failure = serde_json::from_slice(&body).unwrap_or_default();
+        return Err(CsrError::Refused { action, status, message: shown(&failure.message) });
+    }
+    serde_json::from_slice(&body).map_err(|error| CsrError::Answer(error.to_string()))
+}
+
+fn shown(text: &str) -> String {
+    text.chars().filter(|character| !character.is_control()).take(SHOWN_MAX_CHARS).collect()
+}
+
+/// A document in PEM.
+fn pem(tag: &str, der: &[u8]) -> String {
+    let text = BASE64_STANDARD.encode(der);
+    let mut lines = format!("-----BEGIN {tag}-----\n");
+    for line in text.as_bytes().chunks(64) {
+        lines.push_str(&String::from_utf8_lossy(line));
+        lines.push('\n');
+    }
+    lines.push_str(&format!("-----END {tag}-----\n"));
+    lines
+}
