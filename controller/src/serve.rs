@@ -305,7 +305,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
         error => readiness.heard(error),
     };
     let mut lease = LeaseThread::start(config, identity.clone(), end).map_err(ServeError::Lease)?;
-    lease.acquired(looked).await.map_err(ServeError::LeaseLost)?;
+    let leader = lease.acquired(looked).await.map_err(ServeError::LeaseLost)?;
     readiness.reached(Phase::Opening);
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
     let mut tasks = JoinSet::new();
@@ -316,7 +316,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
         reason = lease.lost() => return Err(ServeError::LeaseLost(reason)),
     };
     let store: Arc<dyn Store> = match opened {
-        Ok(store) => Arc::new(store),
+        Ok(store) => Arc::new(store.led_by(leader)),
         Err(error) => {
             // Nothing was begun, and the next attempt need not wait for the end of this lease.
             lease.release().await;

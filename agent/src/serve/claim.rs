@@ -19,6 +19,7 @@ use tonic::server::NamedService;
 
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
+use crate::serve::leaders::Leaders;
 
 /// The longest name of a cluster.
 const NAME_MAX_BYTES: usize = 128;
@@ -123,12 +124,13 @@ impl Claim {
 pub struct Claimed<S> {
     service: S,
     claim: Arc<Claim>,
+    leaders: Arc<Leaders>,
 }
 
 impl<S> Claimed<S> {
     /// `service` behind `claim`.
     pub fn new(service: S, claim: Arc<Claim>) -> Claimed<S> {
-        Claimed { service, claim }
+        Claimed { service, claim, leaders: Arc::default() }
     }
 }
 
@@ -154,7 +156,7 @@ where
         // The one that was polled goes with the call.
         let waiting = self.service.clone();
         let mut service = std::mem::replace(&mut self.service, waiting);
-        let claim = Arc::clone(&self.claim);
+        let (claim, leaders) = (Arc::clone(&self.claim), Arc::clone(&self.leaders));
         Box::pin(async move {
             let admitted = match cluster {
                 None => Ok(()),
@@ -162,7 +164,7 @@ where
                 Some(Ok(cluster)) => blocking(move || claim.admit(&cluster)).await,
                 Some(Err(error)) => Err(error),
             };
-            if let Err(error) = admitted {
+            if let Err(error) = admitted.and_then(|()| leaders.admit(&request)) {
                 return Ok(Status::from(error).into_http());
             }
             service.call(request).await

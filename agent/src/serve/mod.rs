@@ -15,6 +15,7 @@ mod disks;
 mod error;
 mod frontends;
 mod instance;
+mod leaders;
 mod listen;
 mod longhorn;
 mod metrics;

@@ -1,25 +1,31 @@
 //! Which cluster a call to an agent is for, and whether a node belongs to it.
 
-use shorthorn_api::{CLUSTER_HEADER, v1};
+use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::{Request, Status};
 
-/// Says with every call for which cluster it is.
+/// Says with every call for which cluster it is, and of which leader.
 #[derive(Clone, Debug)]
-pub(super) struct OfCluster(Option<MetadataValue<Ascii>>);
+pub(super) struct OfCluster {
+    cluster: Option<MetadataValue<Ascii>>,
+    leader: Option<u64>,
+}
 
 impl OfCluster {
     /// For the cluster of that name, which is one that a store has drawn.
-    pub(super) fn new(cluster: &str) -> OfCluster {
-        OfCluster(cluster.parse().ok())
+    pub(super) fn new(cluster: &str, leader: Option<u64>) -> OfCluster {
+        OfCluster { cluster: cluster.parse().ok(), leader }
     }
 }
 
 impl Interceptor for OfCluster {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        if let Some(cluster) = &self.0 {
+        if let Some(cluster) = &self.cluster {
             request.metadata_mut().insert(CLUSTER_HEADER, cluster.clone());
+        }
+        if let Some(leader) = self.leader {
+            request.metadata_mut().insert(LEADER_HEADER, leader.into());
         }
         Ok(request)
     }
@@ -43,9 +49,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_says_which_cluster_it_is_for() {
-        let request = OfCluster::new("one").call(Request::new(())).unwrap();
+    fn a_call_says_which_cluster_it_is_for_and_which_leader_makes_it() {
+        let request = OfCluster::new("one", None).call(Request::new(())).unwrap();
         assert_eq!(request.metadata().get(CLUSTER_HEADER).unwrap(), "one");
+        assert!(request.metadata().get(LEADER_HEADER).is_none());
+        let request = OfCluster::new("one", Some(7)).call(Request::new(())).unwrap();
+        assert_eq!(request.metadata().get(LEADER_HEADER).unwrap(), "7");
     }
 
     #[test]

@@ -230,7 +230,7 @@ impl Fleet {
     fn client(&self, node: &NodeName) -> Result<Client, CallError> {
         let peers = self.peers();
         let peer = peers.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
-        let of_cluster = OfCluster::new(self.store.cluster());
+        let of_cluster = OfCluster::new(self.store.cluster(), self.store.leader());
         Ok(NodeClient::with_interceptor(peer.channel.clone(), of_cluster))
     }
 

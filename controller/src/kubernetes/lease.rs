@@ -134,6 +134,12 @@ impl Leadership {
         mine(bounded(leases.replace(LEASE_NAME, &PostParams::default(), &lease)).await, start)
     }
 
+    /// The number of this leader: the version of the Lease, which rises with every change of any object.
+    #[must_use]
+    pub fn number(&self) -> Option<u64> {
+        self.held.metadata.resource_version.as_ref()?.parse().ok()
+    }
+
     /// Renews the lease for as long as that works; returns why it does not any more.
     pub async fn hold(&mut self) -> String {
         let too_late = || format!("the Lease could not be renewed for {} s", HOLD_LIMIT.as_secs());

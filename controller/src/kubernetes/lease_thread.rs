@@ -31,7 +31,8 @@ enum State {
     Starting,
     /// It asks for the lease; the error of its last call, if that failed.
     Waiting(Option<String>),
-    Held,
+    /// The number of this leader.
+    Held(Option<u64>),
     /// Why the lease is lost.
     Lost(String),
     Released,
@@ -65,7 +66,7 @@ impl LeaseThread {
                     () = sender.closed() => {}
                     () = keep(&config, &identity, &sender, released, &beats) => {}
                 }
-                if matches!(&*sender.borrow(), State::Held | State::Lost(_)) {
+                if matches!(&*sender.borrow(), State::Held(_) | State::Lost(_)) {
                     // A process that ends in order takes this thread with it.
                     tokio::time::sleep(END_LIMIT).await;
                     hangs();
@@ -75,16 +76,17 @@ impl LeaseThread {
         Ok(LeaseThread { state, release: Some(release), _beating: beating })
     }
 
-    /// Waits until this controller has the lease; `looked` hears the outcome of each call before that.
+    /// Waits until this controller has the lease, and returns its number as a leader; `looked` hears the
+    /// outcome of each call before that.
     ///
     /// # Errors
     /// Why the lease cannot be asked for, or was lost at once.
-    pub async fn acquired(&mut self, looked: impl Fn(Option<String>)) -> Result<(), String> {
+    pub async fn acquired(&mut self, looked: impl Fn(Option<String>)) -> Result<Option<u64>, String> {
         loop {
             match self.state.borrow_and_update().clone() {
                 State::Starting => {}
                 State::Waiting(error) => looked(error),
-                State::Held => return Ok(()),
+                State::Held(number) => return Ok(number),
                 State::Lost(reason) => return Err(reason),
                 State::Released => return Err("it was given back".to_owned()),
             }
@@ -108,7 +110,7 @@ impl LeaseThread {
             let _ = release.send(());
         }
         // An error means that the thread has ended.
-        let _ = self.state.wait_for(|state| !matches!(state, State::Held)).await;
+        let _ = self.state.wait_for(|state| !matches!(state, State::Held(_))).await;
     }
 }
 
@@ -153,7 +155,7 @@ async fn keep(
         state.send_replace(State::Waiting(error.map(ToString::to_string)));
     };
     let mut leadership = Leadership::acquire(client, &config.namespace, identity, looked).await;
-    state.send_replace(State::Held);
+    state.send_replace(State::Held(leadership.number()));
     let lost = tokio::select! {
         reason = leadership.hold() => Some(reason),
         reason = hang(beats) => Some(reason),
@@ -304,7 +306,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let config = config(directory.path(), &api.serve());
         let mut lease = LeaseThread::start(&config, "me".to_owned(), || {}).unwrap();
-        lease.acquired(|_| {}).await.unwrap();
+        assert!(lease.acquired(|_| {}).await.unwrap().is_some(), "the leader has a number");
         api.is_taken.store(true, Ordering::Relaxed);
         assert!(lease.lost().await.contains("other"));
     }

@@ -49,6 +49,12 @@ pub trait Store: Send + Sync + 'static {
 
     /// The cluster whose volumes it keeps: the same for every controller with this store, and for no other.
     fn cluster(&self) -> &str;
+
+    /// The number of this leader, which rises with every leader; none: the store has one controller at a
+    /// time.
+    fn leader(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// Why a store cannot do what it was asked for.

@@ -4,6 +4,10 @@
 /// The header of a call to an agent that says which cluster the controller is of that makes it.
 pub const CLUSTER_HEADER: &str = "shorthorn-cluster";
 
+/// The header of a call to an agent that says which leader makes it, as a number that rises with every
+/// leader. Absent: the controller is the only one by its store, or of an earlier release.
+pub const LEADER_HEADER: &str = "shorthorn-leader";
+
 /// What agents of later releases can do beyond what all can, as the level that GetNode shows.
 pub mod level {
     /// The agent knows which cluster its node belongs to.

@@ -115,6 +115,7 @@ pub enum OpenError {
 /// The objects of one namespace.
 pub struct KubeStore {
     inner: Arc<Inner>,
+    leader: Option<u64>,
     /// Ends with this value.
     _following: JoinSet<()>,
 }
@@ -169,7 +170,13 @@ impl KubeStore {
         for (kind, followed) in lists {
             following.spawn(follow::follow(Arc::clone(&inner), kind, followed));
         }
-        Ok(KubeStore { inner, _following: following })
+        Ok(KubeStore { inner, leader: None, _following: following })
+    }
+
+    /// The same, whose controller is the leader of that number.
+    #[must_use]
+    pub fn led_by(self, leader: Option<u64>) -> KubeStore {
+        KubeStore { leader, ..self }
     }
 }
 
@@ -227,6 +234,10 @@ impl Store for KubeStore {
 
     fn cluster(&self) -> &str {
         &self.inner.cluster
+    }
+
+    fn leader(&self) -> Option<u64> {
+        self.leader
     }
 }
 
