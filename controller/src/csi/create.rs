@@ -120,6 +120,7 @@ impl CsiController {
 
     fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
         let world = self.store.world();
+        self.rooms.forget();
         let found = world.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());
         let message = || CsiError::Aborted(format!("volume {volume} was deleted meanwhile; ask again"));
         Ok(v1::CreateVolumeResponse { volume: Some(shown(found.ok_or_else(message)?)) })
@@ -141,7 +142,8 @@ impl CsiController {
             Err(CsiError::NotFound(_)) => return Ok(v1::DeleteVolumeResponse {}),
             Err(error) => return Err(error),
         }
-        self.wait(&volume, deadline, |world| is_deleted(world, name).then_some(())).await?;
+        self.wait(&volume, deadline, |world| csi::is_deleted(world, name).then_some(())).await?;
+        self.rooms.forget();
         Ok(v1::DeleteVolumeResponse {})
     }
 }

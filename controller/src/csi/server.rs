@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::call::Call;
+use super::capacity::Rooms;
 use super::deadline::wait_limit;
 use crate::agents::Fleet;
 use crate::kubernetes::events::Events;
@@ -30,6 +31,7 @@ pub struct CsiController {
     /// True once the controller is on its way out: waits end then.
     pub(super) stopping: watch::Receiver<bool>,
     pub(super) settings: Settings,
+    pub(super) rooms: Arc<Rooms>,
     /// None: people hear of nothing but answers and the log.
     pub(super) events: Option<Events>,
     metrics: Metrics,
@@ -58,6 +60,7 @@ impl CsiController {
             counting: Arc::default(),
             stopping,
             settings,
+            rooms: Arc::default(),
             events: None,
             metrics,
         }
