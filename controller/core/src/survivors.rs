@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use crate::objects::{DataState, Replica, Volume};
 use crate::{World, lost_disk, lost_node};
 
-/// What is left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What is left, the best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Survivors {
     /// The volume goes on, or starts again, from what is left.
     Enough,
@@ -19,14 +19,28 @@ pub enum Survivors {
     Nobody,
 }
 
-/// What is left of the volume without the replicas that `goes` names.
+/// What is left of the volume without the replicas that `goes` names. A view that was granted and that
+/// nothing has reported yet may be the newest: whichever of it and the known view is worse off counts.
 #[must_use]
 pub fn without(world: &World, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
+    let known = without_of(world, volume, &goes, |replica| is_member(world, volume, replica));
+    let granted = volume.status.arbiter.granted().filter(|_| volume.status.grant_unreported);
+    let Some(granted) = granted else { return known };
+    let of_granted =
+        without_of(world, volume, &goes, |replica| granted.members.contains(replica.spec.replica_id));
+    known.max(of_granted)
+}
+
+fn without_of(
+    world: &World,
+    volume: &Volume,
+    goes: impl Fn(&Replica) -> bool,
+    is_member: impl Fn(&Replica) -> bool,
+) -> Survivors {
     let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
     let is_left = |replica: &&Replica| !goes(replica) && !is_given_up(world, replica);
     let all: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
-    let members: Vec<&Replica> =
-        all.iter().copied().filter(|replica| is_member(world, volume, replica)).collect();
+    let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
     if !members.iter().any(|replica| has_data(replica) && goes(replica)) {
         // Nothing changes for the view. The last data at all is what a salvage could take.
         let loses = all.iter().any(|replica| has_data(replica) && goes(replica));
@@ -115,6 +129,9 @@ fn is_member(world: &World, volume: &Volume, replica: &Replica) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
+    use shorthorn_views::Arbiter;
+
     use super::Survivors::{Enough, Nobody, TooFew};
     use super::*;
     use crate::example::{DISK, Example, id, now};
@@ -203,6 +220,28 @@ mod tests {
         let arbiter = example.volume().status.arbiter.stale(1);
         example.volume().status.arbiter = arbiter;
         assert_eq!(without_first(&example), TooFew);
+    }
+
+    /// The arbiter has let the first replica go on alone, and nothing stored says so yet.
+    #[test]
+    fn a_view_that_was_granted_and_not_reported_counts() {
+        let mut example = Example::new();
+        let [one, two] = [(2, 1), (1, 2)].map(|(number, members)| View {
+            id: ViewId { generation: Generation::new(1, 1), number },
+            members: Members::new((1..=members).map(id)).unwrap(),
+        });
+        let honoured = ReplicaReport { committed: two, proposed: Vec::new() };
+        let granted = Arbiter::default().ask(1, one, &honoured, &one.members).unwrap();
+        example.volume().status.arbiter = granted;
+        assert_eq!(without_first(&example), Enough, "it was reported long ago");
+        example.volume().status.grant_unreported = true;
+        assert_eq!(without_first(&example), Nobody);
+        example.volume().status.state = VolumeState::Detached;
+        example.engine().status = Default::default();
+        assert_eq!(without_first(&example), Nobody);
+        let others =
+            without(&example.world, &example.world.volumes["v"], |replica| replica.spec.replica_id == id(2));
+        assert_eq!(others, Enough);
     }
 
     #[test]

@@ -160,6 +160,10 @@ pub struct VolumeStatus {
     /// What kubectl shows in its columns.
     #[serde(default, skip_serializing_if = "Display::is_empty")]
     pub display: Display,
+    /// Whether no replica and no engine has reported yet the view that the arbiter has granted last: its
+    /// members count beside those that are known.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub grant_unreported: bool,
     /// What holds and what does not, and why.
     #[serde(default)]
     pub conditions: Conditions,

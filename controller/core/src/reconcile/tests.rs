@@ -19,6 +19,7 @@ use crate::{Action, AgentCall};
 mod deletion;
 mod detach;
 mod display;
+mod grants;
 mod losses;
 mod returns;
 mod starts;

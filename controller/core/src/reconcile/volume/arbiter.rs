@@ -1,7 +1,9 @@
 //! The arbiter: half of a view goes on only with its grant.
 
+use std::collections::BTreeSet;
+
 use super::Run;
-use crate::objects::{ConditionType, Finding};
+use crate::objects::{ConditionType, Finding, MemberMode, Replica};
 use crate::observed::{Detail, GrantWanted, InstanceKey};
 use crate::reconcile::{GRANT_CHECK, START_CHECK, remaining};
 use crate::{AgentCall, NodeName};
@@ -33,6 +35,7 @@ impl Run<'_> {
                     );
                     self.decision.emit(self.key(), true, "Granted", message);
                     self.next.status.arbiter = granted;
+                    self.next.status.grant_unreported = true;
                 }
                 let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
                 self.note_grant(Finding::wrong(WAITING, message));
@@ -53,6 +56,23 @@ impl Run<'_> {
                 self.note_grant(Finding::wrong("NotGranted", message));
                 self.decision.again_after(START_CHECK);
             }
+        }
+    }
+
+    /// Takes the grant for reported once all that is stored of the members is as new as the granted view.
+    pub(super) fn note_reported_grant(&mut self) {
+        let status = &self.stored.status;
+        let (Some(granted), true) = (status.arbiter.granted(), status.grant_unreported) else { return };
+        let (Some(served), Some(engine)) = (self.served_view(), self.engine) else { return };
+        let members = engine.status.replica_mode_map.iter();
+        let members = members.filter(|(_, member)| member.mode == MemberMode::Member).map(|(id, _)| *id);
+        let is_stored = members.collect::<BTreeSet<_>>() == served.members.iter().collect();
+        // Without the engine, they are all that is known of the view.
+        let has_left = |replica: &&Replica| {
+            served.members.contains(replica.spec.replica_id) || replica.status.failed_at.is_some()
+        };
+        if served.id >= granted.id && is_stored && self.replicas.iter().all(has_left) {
+            self.next.status.grant_unreported = false;
         }
     }
 

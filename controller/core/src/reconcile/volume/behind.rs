@@ -86,7 +86,7 @@ impl Run<'_> {
     }
 
     /// The newest view that the engine of this attachment has brought through, as a replica says that stored it.
-    fn served_view(&self) -> Option<View> {
+    pub(super) fn served_view(&self) -> Option<View> {
         let attach = self.stored.status.attach;
         let engine = self.engine.filter(|engine| {
             let current = engine.spec.attach == attach && engine.status.seen_attach == attach;
