@@ -186,7 +186,7 @@ pub fn undelete(
     let life = Life::newest(world, name, trash)?;
     let there = life.there(world)?;
     let attach = there.map_or(life.record.attach, |volume| volume.status.attach.max(life.record.attach));
-    if in_place.is_empty() && life.left.is_empty() {
+    if in_place.is_empty() && life.left.is_empty() && !life.has_taken {
         return Err(RequestError::NothingToUndelete(name.to_owned()));
     }
     let is_in_place = |trashed: &Trashed| in_place.contains(&trashed.replica_id);
@@ -224,6 +224,8 @@ struct Life<'a> {
     found: BTreeMap<ReplicaId, (&'a Trashed, &'a Record)>,
     /// The replicas that it has left behind, with theirs.
     left: Vec<(Replica, Record)>,
+    /// Whether an undeletion that was cut off has taken some of those back already.
+    has_taken: bool,
     /// The newest of the records.
     record: Record,
 }
@@ -239,11 +241,16 @@ impl<'a> Life<'a> {
             Some((trashed, trashed.record.as_ref().filter(|record| record.with_volume)?))
         });
         let mut all: Vec<(&Trashed, &Record)> = usable.collect();
-        let read = |replica: &Replica| serde_json::from_str(replica.status.deletion_record.as_ref()?).ok();
+        let read = |text: &Option<String>| -> Option<Record> { serde_json::from_str(text.as_ref()?).ok() };
         let left = world.left_behind(&name);
-        let mut left: Vec<(Replica, Record)> =
-            left.filter_map(|replica| Some((replica.clone(), read(replica)?))).collect();
-        let records = || all.iter().map(|(_, record)| *record).chain(left.iter().map(|(_, record)| record));
+        let mut left: Vec<(Replica, Record)> = left
+            .filter_map(|replica| Some((replica.clone(), read(&replica.status.deletion_record)?)))
+            .collect();
+        let taken = world.replicas_of(&name);
+        let mut taken: Vec<Record> =
+            taken.filter_map(|replica| read(&replica.status.undeletion_record)).collect();
+        let of_left = || left.iter().map(|(_, record)| record).chain(&taken);
+        let records = || all.iter().map(|(_, record)| *record).chain(of_left());
         let last = records().max_by_key(|record| (record.volume_version, record.volume_created));
         let Some(life) = last.map(Record::life) else {
             return Err(RequestError::NothingToUndelete(name.to_string()));
@@ -258,6 +265,8 @@ impl<'a> Life<'a> {
         };
         all.retain(|(_, record)| record.life() == life);
         left.retain(|(_, record)| record.life() == life);
+        taken.retain(|record| record.life() == life);
+        let has_taken = !taken.is_empty();
         let newness = |trashed: &Trashed| (trashed.restored, trashed.holds, trashed.deleted_ms);
         let mut found: BTreeMap<ReplicaId, (&Trashed, &Record)> = BTreeMap::new();
         for (trashed, record) in all {
@@ -266,7 +275,7 @@ impl<'a> Life<'a> {
                 found.insert(trashed.replica_id, (trashed, record));
             }
         }
-        Ok(Life { name, found, left, record })
+        Ok(Life { name, found, left, has_taken, record })
     }
 
     /// The volume, if it is there: its undeletion was cut off, or had not reached every node.
@@ -329,6 +338,8 @@ impl<'a> Life<'a> {
 fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -> Replica {
     let mut status = ReplicaStatus {
         deletion_record: None,
+        // Kept until the volume is stored: whoever is cut off before that has no other record.
+        undeletion_record: replica.status.deletion_record.clone(),
         message: String::new(),
         // A process of it, on a node that does not answer, has the secret that the volume had before.
         stop_first: true,

@@ -86,6 +86,10 @@ pub struct ReplicaStatus {
     /// is deleted when that is back, and this is kept with it in the trash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_record: Option<String>,
+    /// The deletion record of a replica that an undeletion has taken back, until the volume is stored with
+    /// it: the only record, if all replicas were left behind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub undeletion_record: Option<String>,
     /// A process of it may run with the secret of an earlier life of its volume: no engine is told of it before one that was
     /// started since. Set by an undeletion.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -205,6 +205,13 @@ fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
 /// The status with what the engine last said of this replica.
 fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let mut status = replica.status.clone();
+    let owner = context.world.volumes.get(replica.spec.volume_name.as_str());
+    if owner.is_some_and(|volume| {
+        volume.status.first_members.contains(&replica.spec.replica_id) || volume.status.attach > 0
+    }) {
+        // Its undeletion is through: the volume is stored with all that the record has.
+        status.undeletion_record = None;
+    }
     let engine = context.world.engines.get(replica.spec.volume_name.as_str());
     let Some(engine) = engine.filter(|engine| engine.status.is_serving()) else { return status };
     let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
@@ -259,7 +266,11 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
         // Whoever has deleted it, it stays in use until the volume is served without it.
         return see(context, replica, replica.spec.desire_state);
     }
-    let record = Record::of(volume, replica, with_volume);
+    let mut record = Record::of(volume, replica, with_volume);
+    if record.is_empty() {
+        // The volume is only half undeleted: what was kept of it is still its record.
+        record = replica.status.undeletion_record.clone().unwrap_or_default();
+    }
     remove(context, replica, record, Some((volume, with_volume)))
 }
 

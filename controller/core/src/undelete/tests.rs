@@ -1,11 +1,11 @@
 use shorthorn_types::Generation;
 
 use super::*;
-use crate::Action;
 use crate::objects::{ConditionType, Key, Kind, Object};
 use crate::observed::Agents;
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
+use crate::{Action, Decision};
 
 fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
@@ -348,4 +348,89 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     let newer = [trashed(&life(50, 0, 3), 3, 60, false)];
     let (other, _) = back(&world, &newer).unwrap();
     assert!(other.replicas.iter().all(|replica| replica.spec.replica_id == ReplicaId::from_random(3)));
+}
+
+/// Nothing is in the trash: the records with the replicas are the only ones.
+#[test]
+fn an_undeletion_of_replicas_that_were_all_left_behind_is_finished_wherever_it_is_cut_off() {
+    let gone = deleted(1);
+    let mut before = World::default();
+    for id in [1, 2] {
+        let behind = trashed(&gone, id, 0, false);
+        let record = behind.record.clone().unwrap();
+        let mut left = replica(&behind, &record, at(50));
+        left.metadata.deletion_timestamp = Some(at(100));
+        left.status.deletion_record = Some(serde_json::to_string(&record).unwrap());
+        before.insert(left.into());
+    }
+    let (whole, _) = back(&before, &[]).unwrap();
+    let mut steps: Vec<Object> = whole.replicas.iter().cloned().map(Object::from).collect();
+    steps.extend(whole.engine.clone().map(Object::from));
+    steps.extend(whole.volume.clone().map(Object::from));
+    assert_eq!(steps.len(), 4);
+    for cut in 0..=steps.len() {
+        for half in [false, true] {
+            let mut world = before.clone();
+            steps[..cut].iter().cloned().for_each(|object| world.insert(object));
+            if let (true, Some(Object::Volume(next))) = (half, steps.get(cut)) {
+                // A store that takes spec and status by calls of their own. A replica is there already,
+                // with its spec.
+                world.insert(without_status(next.clone().into()));
+            }
+            let (again, _) = back(&world, &[]).unwrap_or_else(|error| panic!("{cut}, {half}: {error}"));
+            let end = add(world, &again);
+            let shown = |world: &World| {
+                let replicas: Vec<_> = world.replicas.values().map(|one| one.status.clone()).collect();
+                (replicas, world.volumes["v"].status.clone(), world.engines.contains_key("v"))
+            };
+            assert_eq!(
+                shown(&end),
+                shown(&add(before.clone(), &whole)),
+                "cut off before {cut}, in it: {half}"
+            );
+        }
+    }
+}
+
+/// Somebody makes a volume of the name by kubectl while an undeletion is cut off, and deletes it again.
+#[test]
+fn the_record_of_a_replica_that_was_taken_back_stays_until_the_volume_is_stored() {
+    let gone = deleted(1);
+    let behind = trashed(&gone, 1, 0, false);
+    let record = serde_json::to_string(&behind.record).unwrap();
+    let mut left = replica(&behind, behind.record.as_ref().unwrap(), at(50));
+    left.metadata.deletion_timestamp = Some(at(100));
+    left.status.deletion_record = Some(record.clone());
+    let mut world = World::default();
+    world.insert(left.into());
+    let (whole, _) = back(&world, &[]).unwrap();
+    world.insert(whole.replicas[0].clone().into());
+    let agents = Agents::default();
+    let decide = |world: &World, kind, name: &str| {
+        let settings = Settings::default();
+        let context = Context { world, agents: &agents, now: at(301), random: Default::default(), settings };
+        reconcile(&context, &Key::new(kind, name))
+    };
+    let name = whole.replicas[0].metadata.name.clone();
+    assert!(decide(&world, Kind::Replica, &name).actions.is_empty(), "it waits for its volume");
+    let mut bare = whole.volume.clone().unwrap();
+    bare.status = VolumeStatus { state: VolumeState::Deleting, ..VolumeStatus::default() };
+    bare.metadata.deletion_timestamp = Some(at(300));
+    world.insert(bare.into());
+    let kept = |decision: &Decision| match &decision.actions[..] {
+        [Action::Write(object)] => match &**object {
+            Object::Replica(replica) => {
+                (replica.status.deletion_record.clone(), replica.status.undeletion_record.clone())
+            }
+            other => panic!("{other:#?}"),
+        },
+        other => panic!("{other:#?}"),
+    };
+    let decision = decide(&world, Kind::Replica, &name);
+    assert_eq!(kept(&decision).0.as_ref(), Some(&record), "it is left behind once more, with the record");
+    world.insert(whole.volume.clone().unwrap().into());
+    let mut running = whole.replicas[0].clone();
+    running.spec.desire_state = DesireState::Running;
+    world.insert(running.into());
+    assert_eq!(kept(&decide(&world, Kind::Replica, &name)), (None, None), "the volume is stored");
 }
