@@ -15,7 +15,7 @@ use std::net::IpAddr;
 
 use thiserror::Error;
 
-use crate::objects::{Discovered, Node};
+use crate::objects::{Discovered, Key, Kind, Node};
 use crate::requests::Change;
 use crate::{Label, NodeName, NodeNameError, Timestamp, World};
 
@@ -127,7 +127,8 @@ fn url(ip: IpAddr, port: u16) -> String {
 pub fn noted(world: &World, name: &NodeName, found: &Discovered, now: Timestamp) -> Change<Node> {
     let stored = world.nodes.get(name.as_str());
     let mut node = stored.cloned().unwrap_or_else(|| Node::new(name.as_str(), now));
-    if node.metadata.is_deleting() {
+    let is_left_out = stored.is_none() && world.unknown(&Key::new(Kind::Node, name.as_str())).is_some();
+    if node.metadata.is_deleting() || is_left_out {
         return Change::AlreadySo(node);
     }
     let before = node.spec.discovered.take().unwrap_or_default();

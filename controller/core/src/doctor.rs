@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::objects::{ConditionType, Node, Robustness, Volume};
+use crate::left_out::LeftOut;
+use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
 use crate::observed::{AgentInfo, AgentView, Agents, Detail};
 use crate::scheduler::Limits;
 use crate::{NodeName, World};
@@ -80,7 +81,8 @@ pub struct Controller<'a> {
 #[must_use]
 pub fn examine(world: &World, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
     let doctor = Doctor { world, agents, controller };
-    let checks: [(&str, &str, Vec<Finding>); 9] = [
+    let checks: [(&str, &str, Vec<Finding>); 10] = [
+        ("objects", "stored objects can be used", doctor.objects()),
         ("agents", "agents answer", doctor.agents_answer()),
         ("agent-versions", "agents are of the controller's version", doctor.agent_versions()),
         ("engine-versions", "engines run the installed program", doctor.engine_versions()),
@@ -139,6 +141,14 @@ impl<'a> Doctor<'a> {
 
     fn infos(&self) -> impl Iterator<Item = (&'a str, &'a AgentInfo)> {
         self.seen().filter_map(|(name, view)| Some((name, view.info.as_ref()?)))
+    }
+
+    fn objects(&self) -> Vec<Finding> {
+        let unusable = |(key, left_out): (&Key, &LeftOut)| {
+            let message = format!("{key} cannot be used: {}", left_out.why);
+            failed(message, left_out.remedy.clone())
+        };
+        self.world.left_out().iter().map(unusable).collect()
     }
 
     fn agents_answer(&self) -> Vec<Finding> {

@@ -66,7 +66,8 @@ pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
     let name = node.metadata.name.as_str();
     let engines = attached_to(world, name).into_iter().map(of_engine);
     let here = replicas_on(world, name);
-    let mut left: Vec<Left> = engines.chain(here.map(|replica| of_replica(world, agents, replica))).collect();
+    let here = engines.chain(here.map(|replica| of_replica(world, agents, replica)));
+    let mut left: Vec<Left> = here.chain(unknown(world, name, None)).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
 }
@@ -75,9 +76,20 @@ pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
 #[must_use]
 pub fn left_on_disk(world: &World, agents: &Agents, node: &Node, path: &str) -> Vec<Left> {
     let here = replicas_on(world, &node.metadata.name).filter(|replica| replica.spec.disk_path == path);
-    let mut left: Vec<Left> = here.map(|replica| of_replica(world, agents, replica)).collect();
+    let here = here.map(|replica| of_replica(world, agents, replica));
+    let mut left: Vec<Left> = here.chain(unknown(world, &node.metadata.name, Some(path))).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
+}
+
+/// The replicas that may be there and that the controller cannot use: nothing moves them.
+fn unknown<'a>(world: &'a World, node: &'a str, path: Option<&'a str>) -> impl Iterator<Item = Left> {
+    world.unknown_replicas_on(node, path).map(|key| Left {
+        volume: key.name.rsplit_once('-').map_or("", |(volume, _)| volume).to_owned(),
+        replica: Some(key.name.clone()),
+        held: true,
+        message: world.unknown(key).unwrap_or_default(),
+    })
 }
 
 fn replicas_on<'a>(world: &'a World, node: &str) -> impl Iterator<Item = &'a Replica> {

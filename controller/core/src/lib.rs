@@ -10,6 +10,7 @@
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
 //! - [`doctor`]: whether the cluster is set up well, check by check.
 //! - [`drain`]: what is left on a node that everything is to leave.
+//! - [`left_out`]: stored objects that the controller cannot use, and that still count.
 //! - [`lost_disk`], [`lost_node`]: giving up what does not come back.
 //! - [`orphans`]: directories of replicas that nothing stored names.
 //! - [`overview`]: the whole cluster on one screen.
@@ -52,6 +53,7 @@ pub mod drain;
 #[cfg(test)]
 mod example;
 mod label;
+pub mod left_out;
 pub mod lost_disk;
 pub mod lost_node;
 mod node_name;

@@ -50,6 +50,7 @@ impl RemoveDisk {
             if self.replicas(world).next().is_some() {
                 return Err(RequestError::DiskHasReplicas { node: name(), path: path() });
             }
+            self.check_all_known(world)?;
             node.spec.disks.remove(&self.path);
             node.status.disk_status.remove(&self.path);
             return Ok(Change::Store(node));
@@ -60,10 +61,13 @@ impl RemoveDisk {
         if self.is_usable(agents) && !self.force {
             return Err(RequestError::DiskIsUsable { node: name(), path: path() });
         }
-        let goes = |replica: &Replica| {
-            replica.spec.node_id.as_str() == self.node && replica.spec.disk_path == self.path
-        };
-        let lost = Losses::of(world, self.replicas(world), goes);
+        if !self.force {
+            self.check_all_known(world)?;
+        }
+        let lost = Losses::of(world, self.replicas(world), |replica| self.is_on_it(replica));
+        if let (Some(sentence), false) = (lost.unknown(world), self.force) {
+            return Err(RequestError::LeftOut(sentence));
+        }
         if let (Some(volumes), false) = (lost.everything(), self.force) {
             return Err(RequestError::DiskHasLast { node: name(), path: path(), volumes });
         }

@@ -5,7 +5,7 @@
 //! Nothing else is hurried: an engine there is stopped or fenced before another one is started, and a replica that may be
 //! in the view stays. The object stays until nothing is left that names the node.
 
-use crate::objects::{ConditionType, Node, Replica, Volume};
+use crate::objects::{ConditionType, Key, Kind, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents};
 use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
@@ -14,7 +14,11 @@ use crate::{NodeName, Timestamp, World, drain};
 /// Whether somebody has said that the node never comes back: its object is to be deleted, or is gone.
 #[must_use]
 pub fn is_given_up(world: &World, node: &NodeName) -> bool {
-    world.nodes.get(node.as_str()).is_none_or(|node| node.metadata.is_deleting())
+    match world.nodes.get(node.as_str()) {
+        Some(node) => node.metadata.is_deleting(),
+        // Its object is there all the same if it was only left out.
+        None => world.unknown(&Key::new(Kind::Node, node.as_str())).is_none(),
+    }
 }
 
 /// Whether something that is stored is still on the node, or may be.
@@ -27,6 +31,7 @@ pub fn is_named(world: &World, node: &str) -> bool {
     };
     world.replicas_on(node).any(|replica| on_it(&replica.spec.node_id))
         || world.volumes_on(node).any(is_wanted)
+        || world.unknown_on(node).is_some()
 }
 
 /// The operator's word that a node never comes back.
@@ -71,8 +76,14 @@ impl DeleteNode {
         if !engines.is_empty() {
             return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(engines) });
         }
+        if let (Some(sentence), false) = (world.unknown_on(&self.name), self.force) {
+            return Err(RequestError::LeftOut(sentence));
+        }
         let goes = |replica: &Replica| replica.spec.node_id.as_str() == self.name;
         let lost = Losses::of(world, world.replicas_on(&self.name), goes);
+        if let (Some(sentence), false) = (lost.unknown(world), self.force) {
+            return Err(RequestError::LeftOut(sentence));
+        }
         if let (Some(volumes), false) = (lost.everything(), self.force) {
             return Err(RequestError::NodeHasLast { node: name(), volumes });
         }

@@ -5,7 +5,7 @@
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use crate::objects::ReplicaSpec;
-use crate::requests::RequestError;
+use crate::requests::{RequestError, check_all_known};
 use crate::{NodeName, World};
 
 /// A directory that an agent has found.
@@ -41,6 +41,9 @@ pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
 /// Those of the directories that no replica is.
 #[must_use]
 pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
+    // A replica that was left out may be in its place, and an engine that was left out may use any of its
+    // volume.
+    let may_be_known = |directory: &Directory| world.unknown_of(directory.volume.as_str()).is_some();
     let is_known = |directory: &Directory| {
         world.replicas.get(&directory.name()).is_some_and(|replica| {
             let is_place =
@@ -49,7 +52,8 @@ pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
             is_place || !directory.disk_uuid.is_empty() && replica.spec.disk_id == directory.disk_uuid
         })
     };
-    let mut orphans: Vec<Directory> = found.into_iter().filter(|directory| !is_known(directory)).collect();
+    let mut orphans: Vec<Directory> =
+        found.into_iter().filter(|directory| !is_known(directory) && !may_be_known(directory)).collect();
     orphans.sort();
     orphans
 }
@@ -57,7 +61,7 @@ pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
 /// The orphan of that name in that place.
 ///
 /// # Errors
-/// [`RequestError::NoOrphan`]: there is none, or it belongs to a volume.
+/// [`RequestError::NoOrphan`]: there is none, or it belongs to a volume. [`RequestError::LeftOut`]: it may.
 pub fn find(
     world: &World,
     found: Vec<Directory>,
@@ -68,6 +72,9 @@ pub fn find(
     let is_meant = |directory: &Directory| {
         directory.node.as_str() == node && directory.disk_path == disk_path && directory.name() == name
     };
+    if let Some((volume, _)) = parse(name) {
+        check_all_known(world, volume.as_str())?;
+    }
     orphans(world, found).into_iter().find(is_meant).ok_or_else(|| RequestError::NoOrphan {
         node: node.to_owned(),
         path: disk_path.to_owned(),

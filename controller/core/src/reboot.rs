@@ -19,8 +19,12 @@ pub mod guards;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::objects::{ConditionType, CurrentState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
-use crate::{NodeName, Timestamp, World, drain};
+use shorthorn_types::VolumeName;
+
+use crate::objects::{
+    ConditionType, CurrentState, Engine, Key, Kind, MemberMode, Replica, Volume, VolumeState,
+};
+use crate::{NodeName, Timestamp, World, drain, left_out};
 
 /// A volume that holds a restart up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,19 +43,20 @@ pub fn holds(world: &World, node: &str) -> Vec<Hold> {
     let replicas = world.replicas_on(node).map(|replica| replica.spec.volume_name.as_str());
     let engines = world.engines_on(node).map(|engine| engine.metadata.name.as_str());
     let volumes = world.volumes_on(node).map(|volume| volume.metadata.name.as_str());
-    let names: BTreeSet<&str> = replicas.chain(engines).chain(volumes).collect();
+    let names = replicas.chain(engines).chain(volumes).chain(world.left_out().volumes());
+    let names: BTreeSet<&str> = names.collect();
     let mut holds = Vec::new();
-    for volume in names.into_iter().filter_map(|name| world.volumes.get(name)) {
-        let name = &volume.metadata.name;
-        if drain::is_attached_to(world, volume, node) {
+    for name in names {
+        let volume = world.volumes.get(name);
+        if volume.is_some_and(|volume| drain::is_attached_to(world, volume, node)) {
             let message = format!(
                 "it is attached there: move what uses it to another node (kubectl drain), or shorthornctl \
                  volume detach {name}"
             );
-            holds.push(Hold { volume: name.clone(), is_engine: true, message });
+            holds.push(Hold { volume: name.to_owned(), is_engine: true, message });
         }
-        if let Some(message) = replica_holds(world, volume).remove(node) {
-            holds.push(Hold { volume: name.clone(), is_engine: false, message });
+        if let Some(message) = all_holds(world, name).remove(node) {
+            holds.push(Hold { volume: name.to_owned(), is_engine: false, message });
         }
     }
     holds
@@ -69,7 +74,7 @@ pub struct Needed {
 impl Needed {
     /// Looks at one volume again.
     pub fn look_at(&mut self, world: &World, volume: &str) {
-        let holds = world.volumes.get(volume).map(|volume| replica_holds(world, volume)).unwrap_or_default();
+        let holds = all_holds(world, volume);
         if holds.is_empty() {
             self.by_volume.remove(volume);
         } else {
@@ -80,6 +85,8 @@ impl Needed {
     /// Looks again at the volumes for which a change of `node` counts: those with a replica there, if it was cordoned or
     /// uncordoned.
     pub fn look_at_node(&mut self, world: &World, node: &str) {
+        // Of a node that has just come, nobody knows whether it is needed by what cannot be read.
+        world.left_out().volumes().into_iter().for_each(|volume| self.look_at(world, volume));
         let since = NodeName::new(node).ok().and_then(|node| cordoned_since(world, &node));
         if self.cordoned.get(node).copied() == since {
             return;
@@ -96,10 +103,15 @@ impl Needed {
     /// Looks at all of them again.
     pub fn look_at_all(&mut self, world: &World) {
         self.by_volume.clear();
-        let since = |node: &Node| node.spec.discovered.as_ref()?.cordoned_since;
-        let cordoned = world.nodes.iter().filter_map(|(name, node)| Some((name.clone(), since(node)?)));
-        self.cordoned = cordoned.collect();
-        for volume in world.volumes.keys() {
+        let left_out = world.left_out().iter().filter(|(key, _)| key.kind == Kind::Node);
+        let names = world.nodes.keys().chain(left_out.map(|(key, _)| &key.name));
+        let since = |name: &String| {
+            let node = NodeName::new(name).ok()?;
+            Some((name.clone(), cordoned_since(world, &node)?))
+        };
+        self.cordoned = names.filter_map(since).collect();
+        let unknown = world.left_out().volumes();
+        for volume in world.volumes.keys().map(String::as_str).chain(unknown) {
             self.look_at(world, volume);
         }
     }
@@ -129,6 +141,23 @@ impl Member<'_> {
     fn is_on(&self, node: &NodeName) -> bool {
         self.replica.is_some_and(|replica| replica.spec.node_id == *node)
     }
+}
+
+/// The nodes that the volume of that name needs, each with the reason.
+fn all_holds(world: &World, name: &str) -> BTreeMap<NodeName, String> {
+    let known = world.volumes.get(name).map(|volume| replica_holds(world, volume));
+    let mut holds = known.unwrap_or_default();
+    for (key, left_out) in world.left_out().of_volume(name) {
+        let message = left_out::refusal(key, left_out);
+        let there = world.nodes.keys().filter(|node| left_out.may_be_on(node));
+        let there = there.filter_map(|node| NodeName::new(node).ok());
+        let volume = VolumeName::new(name).ok();
+        let replicas = volume.iter().flat_map(|volume| world.replicas_of(volume));
+        let engine = world.engines.get(name).and_then(|engine| engine.spec.node_id.clone());
+        let nodes = there.chain(replicas.map(|replica| replica.spec.node_id.clone())).chain(engine);
+        holds.extend(nodes.map(|node| (node, format!("not safe, as an object is unknown: {message}"))));
+    }
+    holds
 }
 
 /// The nodes whose replicas the volume needs, each with the reason.
@@ -241,6 +270,9 @@ fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName
             _ if place == node => {}
             None => waits.push(format!("{at}, which does not have all data")),
             Some(member) if !member.answers => waits.push(format!("{at}, which does not answer")),
+            Some(_) if is_unknown(world, place) => {
+                waits.push(format!("node {place}, whose object cannot be used: shorthornctl doctor"));
+            }
             Some(_) if goes_before(world, place, node) => {
                 waits.push(format!("node {place}, which was cordoned in Kubernetes before"));
             }
@@ -258,7 +290,15 @@ fn goes_before(world: &World, other: &NodeName, node: &NodeName) -> bool {
     }
 }
 
+fn is_unknown(world: &World, node: &NodeName) -> bool {
+    world.unknown(&Key::new(Kind::Node, node.as_str())).is_some()
+}
+
+/// A node whose object cannot be used may be cordoned: it counts as the first of all.
 fn cordoned_since(world: &World, node: &NodeName) -> Option<Timestamp> {
+    if is_unknown(world, node) {
+        return Some(Timestamp::UNIX_EPOCH);
+    }
     world.nodes.get(node.as_str())?.spec.discovered.as_ref()?.cordoned_since
 }
 

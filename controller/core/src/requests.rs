@@ -19,7 +19,7 @@ pub use volume::{
 use shorthorn_types::VolumeName;
 
 use crate::World;
-use crate::objects::{Volume, VolumeSpec};
+use crate::objects::{Key, Kind, Volume, VolumeSpec};
 
 /// What a call comes to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,7 +36,19 @@ pub enum Change<T> {
 /// [`RequestError::NoVolume`], or that the name can never work.
 pub fn find<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError> {
     VolumeName::new(name)?;
-    world.volumes.get(name).ok_or_else(|| RequestError::NoVolume(name.to_owned()))
+    let missing = || absent(world, Kind::Volume, name, RequestError::NoVolume(name.to_owned()));
+    world.volumes.get(name).ok_or_else(missing)
+}
+
+/// The error about an object that is not in the world: `error`, unless it was only left out.
+pub(crate) fn absent(world: &World, kind: Kind, name: &str, error: RequestError) -> RequestError {
+    world.unknown(&Key::new(kind, name)).map_or(error, RequestError::LeftOut)
+}
+
+/// # Errors
+/// [`RequestError::LeftOut`]: an object of the volume is stored and cannot be used.
+pub(crate) fn check_all_known(world: &World, volume: &str) -> Result<(), RequestError> {
+    world.unknown_of(volume).map_or(Ok(()), |sentence| Err(RequestError::LeftOut(sentence)))
 }
 
 fn find_living<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError> {

@@ -62,6 +62,7 @@ fn without_of(
 /// The volumes that lose more than they can do without.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Losses<'a> {
+    all: BTreeSet<&'a str>,
     everything: BTreeSet<&'a str>,
     too_many: BTreeSet<&'a str>,
 }
@@ -74,7 +75,7 @@ impl<'a> Losses<'a> {
         goes: impl Fn(&Replica) -> bool,
     ) -> Losses<'a> {
         let names: BTreeSet<&str> = replicas.map(|replica| replica.spec.volume_name.as_str()).collect();
-        let mut losses = Losses::default();
+        let mut losses = Losses { all: names.clone(), ..Losses::default() };
         for name in names {
             let Some(volume) = world.volumes.get(name).filter(|volume| !volume.is_deleting()) else {
                 continue;
@@ -86,6 +87,12 @@ impl<'a> Losses<'a> {
             }
         }
         losses
+    }
+
+    /// The sentence about an object of one of all these volumes that the controller cannot use: it may be
+    /// one of the members.
+    pub(crate) fn unknown(&self, world: &World) -> Option<String> {
+        self.all.iter().find_map(|name| world.unknown_of(name))
     }
 
     /// The volumes of which nobody is left.

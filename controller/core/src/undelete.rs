@@ -25,7 +25,7 @@ use crate::objects::{
     CurrentState, DataState, DesireState, Engine, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     SECRET_BYTES, Secret, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
-use crate::requests::RequestError;
+use crate::requests::{RequestError, check_all_known};
 use crate::{NodeName, Timestamp, World};
 
 /// What is kept with the directory of a deleted replica.
@@ -236,6 +236,7 @@ impl<'a> Life<'a> {
     /// newest by what they hold.
     fn newest(world: &World, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
         let name = VolumeName::new(name)?;
+        check_all_known(world, name.as_str())?;
         let of_it = trash.iter().filter(|trashed| trashed.volume == name);
         let usable = of_it.filter_map(|trashed| {
             Some((trashed, trashed.record.as_ref().filter(|record| record.with_volume)?))

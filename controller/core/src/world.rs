@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::VolumeName;
 
+use crate::left_out::LeftOuts;
 use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, Volume};
 pub use replicas::{Promised, Replicas};
 
@@ -20,6 +21,8 @@ pub struct World {
     /// By node name.
     pub nodes: BTreeMap<String, Node>,
     index: index::Index,
+    /// Objects that are stored and cannot be used.
+    pub(crate) left_out: LeftOuts,
 }
 
 impl World {
@@ -79,6 +82,10 @@ impl World {
     /// Puts `object` in place of the one with its key.
     pub fn insert(&mut self, object: Object) {
         let name = object.metadata().name.clone();
+        let (key, version) = (object.key(), object.metadata().resource_version);
+        if self.left_out.get(&key).is_some_and(|left_out| left_out.version <= version) {
+            self.left_out.remove(&key);
+        }
         self.index.insert(&object);
         match object {
             Object::Volume(volume) => drop(self.volumes.insert(name, volume)),

@@ -422,8 +422,7 @@ impl Controller for Api {
 impl Api {
     pub(super) fn show_node(&self, name: &str) -> Result<v1::NodeObject, Status> {
         let world = self.store.world();
-        let missing = || status::of_request(&RequestError::NoNode(name.to_string()));
-        let node = world.nodes.get(name).ok_or_else(missing)?;
+        let node = requests::find_node(&world, name).map_err(|error| status::of_request(&error))?;
         Ok(view::node(&world, &self.fleet.agents(), node))
     }
 

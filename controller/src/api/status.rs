@@ -33,6 +33,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         RequestError::NoRoom { .. } | RequestError::NodeFull { .. } => Code::ResourceExhausted,
         RequestError::AttachedElsewhere { .. }
         | RequestError::Deleting(_)
+        | RequestError::LeftOut(_)
         | RequestError::IsPersistentVolume { .. }
         | RequestError::NotServed { .. }
         | RequestError::Shrinks { .. }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use shorthorn_api::v1;
-use shorthorn_controller_core::objects::{Object, Replica, ReplicaSpec, Volume};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ReplicaSpec, Volume};
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
@@ -30,9 +30,12 @@ impl Api {
         // What is restored and in use is no trash.
         let is_in_use = |trashed: &v1::TrashedReplica| {
             let world = self.store.world();
-            trashed.restored
-                && world.volumes.contains_key(&trashed.volume)
-                && world.replicas.contains_key(&format!("{}-{}", trashed.volume, trashed.replica_id))
+            let name = format!("{}-{}", trashed.volume, trashed.replica_id);
+            let is_stored = |kind, name: &str| {
+                let key = Key::new(kind, name);
+                world.version(&key) > 0 || world.unknown(&key).is_some()
+            };
+            trashed.restored && is_stored(Kind::Volume, &trashed.volume) && is_stored(Kind::Replica, &name)
         };
         let of_it = found
             .into_iter()
@@ -65,6 +68,10 @@ impl Api {
         name: &str,
         replica_id: &str,
     ) -> Result<v1::RemoveVolumeTrashResponse, Status> {
+        if let Some(sentence) = self.store.world().unknown_of(name) {
+            // It may be what an undeletion needs.
+            return Err(status::of_request(&RequestError::LeftOut(sentence)));
+        }
         let listed = self.fleet.trash().await;
         let is_meant = |trashed: &v1::TrashedReplica| {
             let is_replica = replica_id.is_empty() || trashed.replica_id == replica_id;

@@ -114,7 +114,7 @@ impl CsiController {
             return self.created(volume);
         }
         // Nothing was placed, so nothing has to be waited for but two removals; if that takes too long, it goes on.
-        let _ = self.wait(volume, deadline, |world| is_deleted(world, name).then_some(())).await;
+        let _ = self.wait(volume, deadline, |world| csi::is_deleted(world, name).then_some(())).await;
         Err(CsiError::Exhausted(why))
     }
 
@@ -146,12 +146,6 @@ impl CsiController {
         self.rooms.forget();
         Ok(v1::DeleteVolumeResponse {})
     }
-}
-
-/// Whether the volume is gone; another one may have its name already.
-fn is_deleted(world: &World, name: &str) -> bool {
-    // One that Kubernetes still holds is not gone, though it lives for now.
-    world.volumes.get(name).is_none_or(|volume| !volume.metadata.is_deleting())
 }
 
 /// The volume as callers see it.

@@ -45,6 +45,7 @@ impl CsiController {
                 Some(Ok((volume.current_size_bytes(), false)))
             }
             Some(volume) => grows_later(volume).then_some(Ok((wanted_bytes, true))),
+            None if csi::is_unknown(world, name) => None,
             None => Some(Err(CsiError::NotFound(format!("volume {name} was deleted meanwhile")))),
         });
         let (size_bytes, grows_later) = grown.await??;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Bound;
 
 use shorthorn_api::csi::v1;
-use shorthorn_controller_core::objects::{Frontend, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::objects::{Frontend, Key, Kind, SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::requests::{self, CreateVolume};
 use shorthorn_controller_core::{Timestamp, World, csi};
 use shorthorn_csi::{CsiError, capability};
@@ -28,6 +28,15 @@ impl CsiController {
         let after = after(&request.starting_token)?;
         let start = after.as_ref().map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_str()));
         let world = self.store.world();
+        // Whoever lists takes a volume that is missing for one that is gone, or that is attached nowhere.
+        let is_listed = |key: &Key| {
+            matches!(key.kind, Kind::Volume | Kind::Engine)
+                && after.as_ref().is_none_or(|after| key.name.as_str() > after.as_str())
+        };
+        let mut unknown = world.left_out().iter().map(|(key, _)| key).filter(|key| is_listed(key));
+        if let Some(sentence) = unknown.find_map(|key| world.unknown(key)) {
+            return Err(CsiError::Unavailable(sentence));
+        }
         let mut volumes = world.volumes.range::<str, _>((start, Bound::Unbounded)).map(|(_, volume)| volume);
         let entries: Vec<_> = volumes.by_ref().take(max).map(|volume| entry(&world, volume)).collect();
         let last =

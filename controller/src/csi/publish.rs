@@ -68,6 +68,10 @@ fn has_come(world: &World, volume: &VolumeName, node: &NodeName) -> Option<Resul
     if csi::is_published(world, volume.as_str(), node) {
         return Some(Ok(()));
     }
+    if csi::is_unknown(world, volume.as_str()) {
+        // Whether it has come is not known.
+        return None;
+    }
     let stored = world.volumes.get(volume.as_str()).filter(|stored| !stored.is_deleting());
     let wanted = stored.is_some_and(|stored| stored.spec.node_id.as_ref() == Some(node));
     let message = || format!("volume {volume} is no longer wanted on {node}: it was detached or deleted");

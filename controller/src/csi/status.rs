@@ -27,6 +27,8 @@ impl IntoCsiError for RequestError {
             | RequestError::NoReplica { .. }
             | RequestError::NoDisk { .. } => CsiError::NotFound(message),
             RequestError::Exists { .. } => CsiError::Exists(message),
+            // Kubernetes asks again until it is mended.
+            RequestError::LeftOut(_) => CsiError::Unavailable(message),
             // It is on its way, and takes nobody's attention.
             RequestError::Deleting(_) => CsiError::Aborted(message),
             RequestError::AttachedElsewhere { .. }

@@ -8,7 +8,8 @@ use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefini
 use serde::Deserialize;
 use serde_json::Value;
 use shorthorn_controller_core::World;
-use shorthorn_controller_core::objects::{Key, Object, Replica};
+use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
 
 use super::cache::Cache;
@@ -33,6 +34,9 @@ const FORMAT: u64 = 1;
 pub struct RedbStore {
     inner: Arc<Inner>,
 }
+
+/// The remedy for an object that cannot be read.
+const REMEDY: &str = "start the release of the controller that stored it, or restore the store from a backup";
 
 /// How much of the file is kept in memory. All objects are there anyway: only writes need its pages.
 const CACHE_BYTES: usize = 16 << 20;
@@ -279,6 +283,11 @@ fn load(database: &Database) -> Result<(World, BTreeSet<String>), Damage> {
             Err(error) => {
                 tracing::error!(object = key.value(), %error, "this object cannot be read and is left out");
                 unreadable.insert(key.value().to_owned());
+                if let Some(key) = key_of(key.value()) {
+                    let raw: Option<Value> = serde_json::from_slice(value.value()).ok();
+                    let left_out = LeftOut::new(key.kind, raw.as_ref(), error.to_string(), REMEDY);
+                    world.leave_out(key, left_out);
+                }
             }
         }
     }
@@ -289,18 +298,9 @@ fn name(key: &Key) -> String {
     format!("{}/{}", key.kind.as_str(), key.name)
 }
 
-fn commit(database: &Database, key: &Key, value: Option<&[u8]>, revision: u64) -> Result<(), redb::Error> {
-    let name = name(key);
-    // The default durability: the commit returns when the file is synced.
-    let transaction = database.begin_write()?;
-    {
-        let mut objects = transaction.open_table(OBJECTS)?;
-        match value {
-            Some(value) => drop(objects.insert(name.as_str(), value)?),
-            None => drop(objects.remove(name.as_str())?),
-        }
-        transaction.open_table(NUMBERS)?.insert("revision", revision)?;
-    }
-    transaction.commit()?;
-    Ok(())
+/// The key of that name; none: this version does not know objects of its kind.
+fn key_of(name: &str) -> Option<Key> {
+    let (kind, name) = name.split_once('/')?;
+    let kinds = [Kind::Volume, Kind::Engine, Kind::Replica, Kind::Node];
+    Some(Key::new(kinds.into_iter().find(|known| known.as_str() == kind)?, name))
 }

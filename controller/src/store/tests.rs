@@ -121,6 +121,8 @@ async fn one_object_that_cannot_be_read_stops_no_other_and_is_never_replaced() {
     drop(database);
     let store = RedbStore::open(&path).unwrap();
     assert_eq!(store.world().nodes.keys().collect::<Vec<_>>(), ["good"]);
+    let sentence = store.world().unknown(&Key::new(Kind::Node, "bad")).unwrap();
+    assert!(sentence.contains("restore the store from a backup"), "{sentence}");
     let refused = store.put(node("bad", 0)).await.unwrap_err();
     assert!(matches!(&refused, StoreError::Refused { key, .. } if key.name == "bad"), "{refused}");
     drop(store);

@@ -3,7 +3,9 @@
 use thiserror::Error;
 
 use super::size::{self, SizeError};
-use crate::objects::{ConditionType, CurrentState, DesireState, Frontend, Secret, Volume, VolumeState};
+use crate::objects::{
+    ConditionType, CurrentState, DesireState, Frontend, Key, Kind, Secret, Volume, VolumeState,
+};
 use crate::requests::{self, Change, CreateVolume, RequestError};
 use crate::scheduler::Limits;
 use crate::{NodeName, Timestamp, World};
@@ -81,7 +83,9 @@ pub enum Placement {
 #[must_use]
 pub fn placement(world: &World, name: &str) -> Placement {
     let living = world.volumes.get(name).filter(|volume| !volume.is_deleting());
-    let Some(volume) = living else { return Placement::Gone };
+    let Some(volume) = living else {
+        return if is_unknown(world, name) { Placement::Pending } else { Placement::Gone };
+    };
     if volume.status.state != VolumeState::Creating {
         return Placement::Placed;
     }
@@ -190,10 +194,26 @@ pub fn unpublish(world: &World, name: &str, node: Option<&str>) -> Result<Change
 /// Whether the volume has left `node`, or all nodes, so that it may be used elsewhere.
 #[must_use]
 pub fn is_away(world: &World, name: &str, node: Option<&str>) -> bool {
-    let Some(volume) = world.volumes.get(name) else { return true };
+    let Some(volume) = world.volumes.get(name) else { return !is_unknown(world, name) };
     let is_meant = |holder: &NodeName| node.is_none_or(|node| holder.as_str() == node);
     let at = if volume.is_deleting() { published_node(world, volume) } else { holder(volume) };
     !at.is_some_and(is_meant)
+}
+
+/// Whether the volume is stored, and the controller cannot use it.
+#[must_use]
+pub fn is_unknown(world: &World, name: &str) -> bool {
+    world.unknown(&Key::new(Kind::Volume, name)).is_some()
+}
+
+/// Whether the volume is gone; another one may have its name already.
+#[must_use]
+pub fn is_deleted(world: &World, name: &str) -> bool {
+    match world.volumes.get(name) {
+        // One that Kubernetes still holds is not gone, though it lives for now.
+        Some(volume) => !volume.metadata.is_deleting(),
+        None => !is_unknown(world, name),
+    }
 }
 
 /// Who has the volume, or is about to get or lose it.
@@ -206,7 +226,11 @@ fn holder(volume: &Volume) -> Option<&NodeName> {
 /// Where an engine of the volume runs, or may run.
 #[must_use]
 pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeName> {
-    let engine = world.engines.get(&volume.metadata.name)?;
+    let name = &volume.metadata.name;
+    let Some(engine) = world.engines.get(name) else {
+        let may_run = world.unknown(&Key::new(Kind::Engine, name)).is_some();
+        return holder(volume).filter(|_| may_run);
+    };
     // A stored `stopped` is a promise that no start is under way.
     let stopped = engine.spec.desire_state == DesireState::Stopped
         && (engine.status.current_state == CurrentState::Stopped
@@ -217,7 +241,10 @@ pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeN
 /// What the volume is in the middle of, and what it waits for.
 #[must_use]
 pub fn waits_for(world: &World, name: &str) -> String {
-    let Some(volume) = world.volumes.get(name) else { return format!("volume {name} is gone") };
+    let Some(volume) = world.volumes.get(name) else {
+        let unknown = world.unknown(&Key::new(Kind::Volume, name));
+        return unknown.unwrap_or_else(|| format!("volume {name} is gone"));
+    };
     let mut text = format!("volume {name} is {}", volume.status.state.as_str());
     if let Some(node) = &volume.status.current_node_id {
         text.push_str(&format!(", node {node}"));

@@ -9,8 +9,8 @@ mod parameters;
 mod size;
 
 pub use life::{
-    NewVolume, Placement, SizedError, delete, expand, is_away, is_published, max_volumes, placement, publish,
-    published_node, undo, unpublish, waits_for,
+    NewVolume, Placement, SizedError, delete, expand, is_away, is_deleted, is_published, is_unknown,
+    max_volumes, placement, publish, published_node, undo, unpublish, waits_for,
 };
 pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
 pub use parameters::{ParameterError, ignored, parameters};

@@ -30,6 +30,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 /// to that number.
 pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
     let volume = context.world.volumes.get(&engine.metadata.name);
+    if context.world.unknown(&Key::new(Kind::Volume, &engine.metadata.name)).is_some() {
+        return false;
+    }
     engine.metadata.is_deleting()
         && engine.spec.desire_state == DesireState::Stopped
         && volume.is_none_or(|volume| volume.status.attach < engine.spec.attach)

@@ -13,6 +13,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let stored = context.world.nodes.get(name);
     let mut node = match (stored, view) {
         (Some(node), _) => node.clone(),
+        (None, _) if context.world.unknown(&Key::new(Kind::Node, name)).is_some() => return decision,
         (None, Some(view)) if !view.from_object => Node::new(name, context.now),
         // Known by an object that is gone: it is given up, and this controller has not got round to forgetting it.
         (None, _) => return decision,
@@ -68,7 +69,8 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
     let is_there = |(key, instance): &(&InstanceKey, &Instance)| {
         let Detail::Replica(shown) = &instance.detail else { return false };
         let is_lost = lost.iter().any(|disk| Path::new(&shown.directory).starts_with(disk));
-        is_lost && !context.world.replicas.contains_key(&key.name)
+        let is_unknown = || context.world.unknown(&Key::new(Kind::Replica, &key.name)).is_some();
+        is_lost && !context.world.replicas.contains_key(&key.name) && !is_unknown()
     };
     let mut forgotten: Vec<&InstanceKey> =
         view.instances.iter().filter(is_there).map(|(key, _)| key).collect();

@@ -250,6 +250,13 @@ fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> boo
 }
 
 fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
+    let owner = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
+    if let Some(message) = context.world.unknown(&owner) {
+        // Nothing tells whether it wants the data.
+        let mut decision = Decision::nothing();
+        write_status(&mut decision, replica, ReplicaStatus { message, ..replica.status.clone() });
+        return decision;
+    }
     if let Some(record) = &replica.status.deletion_record {
         return remove(context, replica, record.clone(), None);
     }

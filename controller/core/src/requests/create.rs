@@ -55,6 +55,9 @@ impl CreateVolume {
         now: Timestamp,
     ) -> Result<Change<Volume>, RequestError> {
         let new = self.sketch(secret, now)?;
+        if !world.volumes.contains_key(&new.metadata.name) {
+            super::check_all_known(world, &new.metadata.name)?;
+        }
         match world.volumes.get(&new.metadata.name) {
             Some(volume) => same_as(volume, &new.spec).map(|()| Change::AlreadySo(volume.clone())),
             // They are of an undeletion that was cut off: a new volume would begin with their data.

@@ -49,6 +49,9 @@ pub enum RequestError {
     /// There is no such node.
     #[error("no node {0}; shorthornctl node list shows all nodes")]
     NoNode(String),
+    /// An object is stored, and the controller cannot use it.
+    #[error("{0}")]
+    LeftOut(String),
     /// The node has no such disk.
     #[error("node {node} has no disk {path}; shorthornctl node list shows all disks")]
     NoDisk {

@@ -1,7 +1,7 @@
 //! Requests about nodes and their disks.
 
-use super::{Change, RequestError};
-use crate::objects::{DiskSpec, DiskStatus, Node, NodeSpec};
+use super::{Change, RequestError, absent};
+use crate::objects::{DiskSpec, DiskStatus, Kind, Node, NodeSpec};
 use crate::observed::DiskView;
 use crate::{NodeName, Timestamp, World, labels};
 
@@ -11,9 +11,7 @@ use crate::{NodeName, Timestamp, World, labels};
 /// [`RequestError`] says what can never work.
 pub fn check_disk(world: &World, node: &str, path: &str) -> Result<NodeName, RequestError> {
     let name = NodeName::new(node)?;
-    if !world.nodes.contains_key(node) {
-        return Err(RequestError::NoNode(node.to_owned()));
-    }
+    find_node(world, node)?;
     let plain = path.split('/').skip(1).all(|part| !part.is_empty() && part != "." && part != "..");
     if !path.starts_with('/') || !plain || path.contains('\0') {
         return Err(RequestError::DiskPath(path.chars().take(200).collect()));
@@ -31,8 +29,7 @@ pub fn add_disk(
     path: &str,
     disk: &DiskView,
 ) -> Result<Change<Node>, RequestError> {
-    let stored = world.nodes.get(node.as_str());
-    let mut node = stored.ok_or_else(|| RequestError::NoNode(node.to_string()))?.clone();
+    let mut node = find_node(world, node.as_str())?.clone();
     if node.spec.disks.contains_key(path) {
         return Ok(Change::AlreadySo(node));
     }
@@ -141,7 +138,8 @@ impl SetDisk {
 /// [`RequestError::NoNode`], or that the name can never work.
 pub fn find_node<'a>(world: &'a World, name: &str) -> Result<&'a Node, RequestError> {
     NodeName::new(name)?;
-    world.nodes.get(name).ok_or_else(|| RequestError::NoNode(name.to_owned()))
+    let missing = || absent(world, Kind::Node, name, RequestError::NoNode(name.to_owned()));
+    world.nodes.get(name).ok_or_else(missing)
 }
 
 fn with_node_spec(world: &World, name: &str, spec: NodeSpec) -> Result<Change<Node>, RequestError> {

@@ -3,8 +3,8 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::create::{check_share, check_size};
-use super::{Change, RequestError, find, find_living, with_spec};
-use crate::objects::{RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
+use super::{Change, RequestError, absent, find, find_living, with_spec};
+use crate::objects::{Kind, RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
 use crate::scheduler::{self, Limits};
 use crate::{NodeName, Timestamp, World, labels};
 
@@ -19,7 +19,8 @@ pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, R
         return Err(RequestError::Deleting(name.to_owned()));
     }
     if !world.nodes.contains_key(node.as_str()) {
-        return Err(RequestError::NoNode(node.to_string()));
+        let missing = RequestError::NoNode(node.to_string());
+        return Err(absent(world, Kind::Node, node.as_str(), missing));
     }
     match &volume.spec.node_id {
         Some(wanted) if *wanted == node => Ok(Change::AlreadySo(volume.clone())),
@@ -143,7 +144,8 @@ impl SetVolume {
 /// [`RequestError`] says what is in the way.
 pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Replica>, RequestError> {
     let stored = world.replicas.get(replica);
-    let stored = stored.ok_or_else(|| RequestError::NoSuchReplica(replica.to_owned()))?;
+    let missing = || absent(world, Kind::Replica, replica, RequestError::NoSuchReplica(replica.to_owned()));
+    let stored = stored.ok_or_else(missing)?;
     if stored.metadata.is_deleting() {
         return Ok(Change::AlreadySo(stored.clone()));
     }

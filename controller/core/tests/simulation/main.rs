@@ -47,6 +47,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => which.clone().prop_map(Op::DeleteReplica),
         2 => node.clone().prop_map(Op::Uncordon),
         3 => (1..30u8).prop_map(Op::TimePasses),
+        2 => which.clone().prop_map(Op::LeaveOut),
+        3 => which.clone().prop_map(Op::TakeIn),
         2 => Just(Op::Crash),
     ]
 }

@@ -1,11 +1,14 @@
 //! The world: a store, agents, a controller that crashes, and the rules.
 
+mod hidden;
+mod late;
 mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::lost_node::DeleteNode;
-use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, Secret, Volume};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
 use shorthorn_controller_core::observed::{Failure, InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
@@ -61,6 +64,10 @@ pub enum Op {
     Move(usize, bool),
     Uncordon(usize),
     TimePasses(u8),
+    /// The store cannot read an object.
+    LeaveOut(usize),
+    /// It can again.
+    TakeIn(usize),
     Crash,
 }
 
@@ -75,6 +82,8 @@ enum Fault {
 #[derive(Debug)]
 pub struct Sim {
     store: World,
+    /// What the store cannot read now.
+    hidden: BTreeMap<Key, (Object, LeftOut)>,
     revision: u64,
     now: Timestamp,
     nodes: Vec<SimAgent>,
@@ -106,6 +115,7 @@ impl Sim {
         let mut sim = Sim {
             controller: Controller::start(&nodes, now),
             store: World::default(),
+            hidden: BTreeMap::new(),
             revision: 0,
             now,
             nodes,
@@ -195,6 +205,8 @@ impl Sim {
             Op::NodeLost(node) => self.lose_node(node),
             Op::GiveUp(force) => self.give_up(force),
             Op::TimePasses(seconds) => self.now += std::time::Duration::from_secs(seconds.into()),
+            Op::LeaveOut(which) => self.leave_out(which),
+            Op::TakeIn(which) => self.take_in(which),
             Op::Crash => self.controller = Controller::start(&self.nodes, self.now),
             _ => self.hurt(op),
         }
@@ -390,10 +402,12 @@ impl Sim {
 
     fn put(&mut self, mut object: Object) -> bool {
         let key = object.key();
-        if self.store.version(&key) != object.metadata().resource_version {
+        if self.hidden.contains_key(&key) || self.store.version(&key) != object.metadata().resource_version {
             return false;
         }
+        self.reveal();
         self.check_write(&object);
+        self.hide();
         self.revision += 1;
         object.metadata_mut().resource_version = self.revision;
         self.store.insert(object);
@@ -405,17 +419,26 @@ impl Sim {
             return false;
         }
         if key.kind == Kind::Replica {
+            self.reveal();
             let holder = self.nodes.iter().position(|node| node.directories.contains(&key.name));
             match holder {
                 Some(at) if self.lost == Some(at) => self.check_forgotten(&key.name),
                 _ => assert!(holder.is_none(), "{key} is forgotten with its directory there"),
             }
+            self.hide();
         }
         self.store.remove(key);
         true
     }
 
     fn call(&mut self, node: &NodeName, call: AgentCall, fault: Fault) -> bool {
+        self.reveal();
+        let is_good = self.call_agent(node, call, fault);
+        self.hide();
+        is_good
+    }
+
+    fn call_agent(&mut self, node: &NodeName, call: AgentCall, fault: Fault) -> bool {
         if !self.controller.agents.get(node).is_some_and(|view| view.is_synced()) {
             return false;
         }
@@ -442,28 +465,6 @@ impl Sim {
             }
         }
         result.is_ok()
-    }
-
-    fn late_call_arrives(&mut self, which: usize) {
-        if self.late.is_empty() {
-            return;
-        }
-        let (node, call) = self.late.remove(which % self.late.len());
-        // How late a call can be is bounded by its time limit; a volume or a replica that was deleted since is later.
-        let volume = call.instance();
-        let is_kept = |replica: &Replica| !replica.metadata.is_deleting();
-        if volume.kind == InstanceKind::Replica && !self.store.replicas.get(&volume.name).is_some_and(is_kept)
-        {
-            return;
-        }
-        let known = self.store.engines.values().any(|engine| {
-            let name = engine.spec.volume_name.as_str();
-            self.store.volumes.get(name).is_some_and(|volume| !volume.metadata.is_deleting())
-                && (volume.name == name || volume.name.starts_with(&format!("{name}-")))
-        });
-        if known {
-            let _ = self.arrive(&node, &call, true);
-        }
     }
 
     fn arrive(&mut self, node: &NodeName, call: &AgentCall, late: bool) -> Result<(), String> {
@@ -504,6 +505,7 @@ impl Sim {
     }
 
     pub fn stop_faults(&mut self) {
+        self.take_all_in();
         while !self.late.is_empty() {
             self.late_call_arrives(0);
         }

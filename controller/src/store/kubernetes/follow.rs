@@ -1,22 +1,23 @@
 //! Hears of every change of one kind: a list, then a watch from its version on, and again if that breaks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use kube::api::{Api, DynamicObject, ListParams, WatchEvent, WatchParams};
+use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 use shorthorn_controller_core::{Event, Timestamp};
 use thiserror::Error;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_stream::StreamExt;
+use tokio_stream::{Stream, StreamExt};
 
 use super::calls::{CallError, bounded, is_code};
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
 use super::{ConvertError, Inner, OpenError, Part, convert, is_expired};
-use crate::kubernetes::{plural, resource};
+use crate::kubernetes::{GROUP, plural, resource};
 use crate::work::backoff;
 
 /// How many objects are asked for at once: a page of 2 to 6 MB, which the API server makes in one go.
@@ -144,17 +145,17 @@ async fn read_page(
     list: &mut List,
     followed: &mut Followed,
 ) -> Result<(), CallError> {
-    let mut take = |key: Key, read: Result<Option<Object>, CallError>| {
-        match read {
-            Ok(Some(object)) => list.objects.push(object),
-            Ok(None) => list.unreadable.push(key),
-            Err(error) if is_about_object(&error) => {
-                list.unreadable.push(key.clone());
-                followed.leave_out(key, &error);
+    let mut take = |key: Key, read: Result<Read, CallError>| {
+        match read? {
+            Read::Object(object) => list.objects.push(*object),
+            Read::Nothing => list.unreadable.push(key),
+            Read::LeftOut(left_out) => drop(list.left_out.insert(key, left_out)),
+            Read::Unmarked(left_out, error) => {
+                followed.leave_out(key.clone(), &error);
+                list.left_out.insert(key, left_out);
             }
-            Err(error) => return Err(error),
         }
-        Ok(())
+        Ok::<(), CallError>(())
     };
     let mut marking = JoinSet::new();
     for object in objects {
@@ -191,12 +192,10 @@ pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
     for name in missing {
         let key = Key::new(Kind::Volume, &name);
         let Some(found) = bounded(inner.api(Kind::Volume).get_opt(&name)).await? else { continue };
-        match readable(inner, &key, found).await {
-            Ok(Some(volume)) => inner.take(volume),
-            Ok(None) => {}
-            // The list of volumes has left it out.
-            Err(error) if is_about_object(&error) => tracing::warn!(%key, %error, "this volume is left out"),
-            Err(error) => return Err(error.into()),
+        match readable(inner, &key, found).await? {
+            Read::Object(volume) => inner.take(*volume),
+            Read::Nothing => {}
+            Read::LeftOut(left_out) | Read::Unmarked(left_out, _) => inner.leave_out(key, left_out),
         }
     }
     Ok(())
@@ -210,31 +209,70 @@ fn key_of(kind: Kind, object: &DynamicObject) -> Key {
     Key::new(kind, object.metadata.name.clone().unwrap_or_default())
 }
 
-/// The object as the reconcilers see it, once nothing can take it away under their hands.
-async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result<Option<Object>, CallError> {
+/// An object as the reconcilers see it.
+#[derive(Debug)]
+enum Read {
+    /// It can be used, and nothing can take it away under their hands.
+    Object(Box<Object>),
+    /// It is about to go, and has nothing of ours.
+    Nothing,
+    /// It cannot be used.
+    LeftOut(LeftOut),
+    /// It cannot be marked as ours now: that is tried again.
+    Unmarked(LeftOut, CallError),
+}
+
+/// The remedy for an object that the API server does not let us mark.
+const UNMARKED_REMEDY: &str = "let the controller change it (packaging/deploy/rbac.yaml, admission webhooks); it tries \
+                               again every 30 s";
+
+fn left_out(key: &Key, object: &DynamicObject, why: String, remedy: String) -> LeftOut {
+    let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
+    LeftOut::new(key.kind, Some(&object.data), why, remedy).at_version(version)
+}
+
+fn unreadable(key: &Key, object: &DynamicObject, error: &ConvertError) -> LeftOut {
+    let remedy = format!(
+        "mend it (kubectl edit {}.{GROUP} {}), or delete it if nothing is kept in it",
+        plural(key.kind),
+        key.name
+    );
+    left_out(key, object, error.to_string(), remedy)
+}
+
+/// Reads an object, and marks it as ours if it is not yet.
+async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result<Read, CallError> {
     let is_held = convert::is_held(key.kind, &object.metadata);
     if !is_held && object.metadata.deletion_timestamp.is_some() {
         // Nothing of ours is in it: others hold it.
-        return Ok(None);
+        return Ok(Read::Nothing);
     }
     // Before it is held: what nothing is made of, whoever made it can take away again.
     if let Err(error) = convert::object(key.kind, &object, &inner.keys) {
         refuse(inner, key, &object, &error).await;
-        return Ok(None);
+        return Ok(Read::LeftOut(unreadable(key, &object, &error)));
     }
     if !is_marked(key.kind, &object) {
         match hold(inner, key, &object).await {
             Ok(held) => object = held,
+            Err(error) if is_code(&error, 404) => return Ok(Read::Nothing),
             // Somebody was first: the watch brings what it is now.
-            Err(error) if is_code(&error, 409) || is_code(&error, 404) => return Ok(None),
+            Err(error) if is_code(&error, 409) => {
+                let (why, remedy) = ("it was changed while the controller marked it", "wait a moment");
+                return Ok(Read::LeftOut(left_out(key, &object, why.to_owned(), remedy.to_owned())));
+            }
+            Err(error) if is_about_object(&error) => {
+                let why = format!("it cannot be marked with the finalizer: {error}");
+                return Ok(Read::Unmarked(left_out(key, &object, why, UNMARKED_REMEDY.to_owned()), error));
+            }
             Err(error) => return Err(error),
         }
     }
     match convert::object(key.kind, &object, &inner.keys) {
-        Ok(object) => Ok(Some(object)),
+        Ok(object) => Ok(Read::Object(Box::new(object))),
         Err(error) => {
             refuse(inner, key, &object, &error).await;
-            Ok(None)
+            Ok(Read::LeftOut(unreadable(key, &object, &error)))
         }
     }
 }
@@ -306,26 +344,50 @@ pub(super) async fn keys_of_volumes(
 }
 
 /// Takes in what changes, and keeps `followed` up to date.
-async fn watch(inner: &Inner, kind: Kind, followed: &mut Followed) -> WatchError {
+async fn watch(inner: &Arc<Inner>, kind: Kind, followed: &mut Followed) -> WatchError {
     let parameters = WatchParams::default().timeout(WATCH_LIMIT_S);
     let api = inner.api(kind);
     let start = followed.version.to_string();
-    let stream = match bounded(api.watch(&parameters, &start)).await {
-        Ok(stream) => stream,
-        Err(error) if is_code(&error, 410) => return WatchError::Lost(error.to_string()),
-        Err(error) => return WatchError::Broken(error.to_string()),
-    };
+    match bounded(api.watch(&parameters, &start)).await {
+        Ok(stream) => take_events(inner, kind, followed, stream).await,
+        Err(error) if is_code(&error, 410) => WatchError::Lost(error.to_string()),
+        Err(error) => WatchError::Broken(error.to_string()),
+    }
+}
+
+/// Takes in the events of a watch until it ends. Objects that are left out are tried again beside it:
+/// neither their calls nor their failures hold up an event, or hide that the watch is silent.
+async fn take_events(
+    inner: &Arc<Inner>,
+    kind: Kind,
+    followed: &mut Followed,
+    stream: impl Stream<Item = kube::Result<WatchEvent<DynamicObject>>>,
+) -> WatchError {
     let mut stream = std::pin::pin!(stream);
+    let mut retries = Retries::default();
+    let mut silent_at = Instant::now() + SILENCE_LIMIT;
     loop {
         let event = tokio::select! {
-            event = tokio::time::timeout(SILENCE_LIMIT, stream.next()) => event,
-            () = tokio::time::sleep_until(followed.again_at), if !followed.left_out.is_empty() => {
-                match try_left_out(inner, kind, followed).await {
-                    Ok(()) => continue,
+            event = tokio::time::timeout_at(silent_at, stream.next()) => event,
+            () = tokio::time::sleep_until(followed.again_at),
+                if !followed.left_out.is_empty() && retries.running.is_empty() =>
+            {
+                retries.begin(inner, &followed.left_out);
+                continue;
+            }
+            Some(tried) = retries.running.join_next() => {
+                let tried = tried.map_err(|error| WatchError::Lost(error.to_string()));
+                match tried.and_then(|(key, tried)| take_tried(inner, key, tried, followed)) {
+                    Ok(()) => retries.go_on(inner),
                     Err(error) => return error,
                 }
+                if retries.running.is_empty() {
+                    followed.again_at = Instant::now() + LEFT_OUT_WAIT;
+                }
+                continue;
             }
         };
+        silent_at = Instant::now() + SILENCE_LIMIT;
         let event = match event {
             Ok(Some(Ok(event))) => event,
             Ok(Some(Err(error))) => return WatchError::Broken(error.to_string()),
@@ -338,30 +400,63 @@ async fn watch(inner: &Inner, kind: Kind, followed: &mut Followed) -> WatchError
     }
 }
 
-/// Tries again to mark as ours the objects that are left out.
-async fn try_left_out(inner: &Inner, kind: Kind, followed: &mut Followed) -> Result<(), WatchError> {
-    for key in std::mem::take(&mut followed.left_out) {
-        let found = match bounded(inner.api(kind).get_opt(&key.name)).await {
-            Ok(found) => found,
-            Err(error) => {
-                followed.leave_out(key, &error);
-                continue;
+/// What a new attempt has found; none: the object is gone.
+type Tried = Result<Option<Read>, CallError>;
+
+/// Attempts to mark as ours the objects that are left out. They end with this value.
+#[derive(Default)]
+struct Retries {
+    waiting: VecDeque<Key>,
+    running: JoinSet<(Key, Tried)>,
+}
+
+impl Retries {
+    fn begin(&mut self, inner: &Arc<Inner>, left_out: &BTreeSet<Key>) {
+        self.waiting.extend(left_out.iter().cloned());
+        (0..HOLDS_MAX).for_each(|_| self.go_on(inner));
+    }
+
+    fn go_on(&mut self, inner: &Arc<Inner>) {
+        let Some(key) = self.waiting.pop_front() else { return };
+        let inner = Arc::clone(inner);
+        self.running.spawn(async move {
+            let tried = try_again(&inner, &key).await;
+            (key, tried)
+        });
+    }
+}
+
+async fn try_again(inner: &Inner, key: &Key) -> Tried {
+    match bounded(inner.api(key.kind).get_opt(&key.name)).await? {
+        Some(found) => readable(inner, key, found).await.map(Some),
+        None => Ok(None),
+    }
+}
+
+fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) -> Result<(), WatchError> {
+    if !followed.left_out.contains(&key) {
+        // The watch has brought something newer meanwhile.
+        return Ok(());
+    }
+    match tried {
+        Ok(Some(Read::Object(object))) => {
+            followed.left_out.remove(&key);
+            inner.take(*object);
+            if inner.cache.world().version(&key) == 0 {
+                // Another controller has marked it, and the watch is past that.
+                return Err(WatchError::Lost(format!("{key} was marked meanwhile")));
             }
-        };
-        let Some(found) = found else { continue };
-        match readable(inner, &key, found).await {
-            Ok(Some(object)) => {
-                inner.take(object);
-                if inner.cache.world().version(&key) == 0 {
-                    // Another controller has marked it, and the watch is past that.
-                    return Err(WatchError::Lost(format!("{key} was marked meanwhile")));
-                }
-            }
-            Ok(None) => {}
-            Err(error) => followed.leave_out(key, &error),
+        }
+        Ok(Some(Read::LeftOut(left_out))) => {
+            followed.left_out.remove(&key);
+            inner.leave_out(key, left_out);
+        }
+        Ok(Some(Read::Unmarked(_, error))) | Err(error) => followed.leave_out(key, &error),
+        Ok(Some(Read::Nothing) | None) => {
+            followed.left_out.remove(&key);
+            inner.forget_left_out(&key);
         }
     }
-    followed.again_at = Instant::now() + LEFT_OUT_WAIT;
     Ok(())
 }
 
@@ -392,15 +487,21 @@ async fn take(
         inner.cache.change(|world| if order.take_gone(world, &key, at) { vec![key] } else { Vec::new() });
         order.heard(kind, at);
     } else {
-        match readable(inner, &key, object).await {
-            Ok(Some(object)) => {
-                followed.left_out.remove(&key);
-                inner.take(object);
+        // It is listed again if it cannot be marked now.
+        let read =
+            readable(inner, &key, object).await.map_err(|error| WatchError::Lost(error.to_string()))?;
+        let is_unmarked = matches!(read, Read::Unmarked(..));
+        if !is_unmarked {
+            followed.left_out.remove(&key);
+        }
+        match read {
+            Read::Object(object) => inner.take(*object),
+            Read::Nothing => inner.forget_left_out(&key),
+            Read::LeftOut(left_out) => inner.leave_out(key, left_out),
+            Read::Unmarked(left_out, error) => {
+                followed.leave_out(key.clone(), &error);
+                inner.leave_out(key, left_out);
             }
-            Ok(None) => {}
-            Err(error) if is_about_object(&error) => followed.leave_out(key, &error),
-            // It is listed again, as it cannot be marked now.
-            Err(error) => return Err(WatchError::Lost(error.to_string())),
         }
         inner.order().heard(kind, at);
     }

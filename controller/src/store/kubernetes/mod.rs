@@ -26,6 +26,7 @@ use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams
 use kube::core::Status;
 use serde_json::{Value, json};
 use shorthorn_controller_core::World;
+use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use thiserror::Error;
 use tokio::sync::broadcast;
@@ -414,6 +415,22 @@ impl Inner {
         let key = object.key();
         let mut order = self.order();
         self.cache.change(|world| if order.take(world, object) { vec![key] } else { Vec::new() });
+    }
+
+    /// The API server has an object of that key which cannot be used.
+    fn leave_out(&self, key: Key, left_out: LeftOut) {
+        let order = self.order();
+        self.cache.change(
+            |world| {
+                if order.leave_out(world, &key, left_out) { vec![key] } else { Vec::new() }
+            },
+        );
+        drop(order);
+    }
+
+    /// Nothing of ours is in the object of that key.
+    fn forget_left_out(&self, key: &Key) {
+        self.cache.change(|world| if world.forget_left_out(key) { vec![key.clone()] } else { Vec::new() });
     }
 
     /// After a write that failed, memory must not be older than what it failed on: it would fail again.

@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::World;
+use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 
 /// What is needed beside the objects to judge what comes in.
@@ -27,8 +28,10 @@ pub struct List {
     pub version: u64,
     /// What can be used.
     pub objects: Vec<Object>,
-    /// What is there too.
+    /// What is there too, with nothing of ours.
     pub unreadable: Vec<Key>,
+    /// What is there and cannot be used.
+    pub left_out: BTreeMap<Key, LeftOut>,
 }
 
 impl Order {
@@ -48,6 +51,17 @@ impl Order {
         true
     }
 
+    /// An object that cannot be used, from anywhere. True: it is newer than what was known.
+    pub fn leave_out(&self, world: &mut World, key: &Key, left_out: LeftOut) -> bool {
+        let removed = self.removed.get(key).copied().unwrap_or(0);
+        let is_newer = left_out.version == 0 || left_out.version > world.version(key).max(removed);
+        if is_newer && world.left_out().get(key) != Some(&left_out) {
+            world.leave_out(key.clone(), left_out);
+            return true;
+        }
+        false
+    }
+
     /// Up to which version the absence of `key` is known.
     fn gone_at(&self, key: &Key) -> u64 {
         let heard = self.heard.get(&key.kind).copied().unwrap_or(0);
@@ -64,7 +78,8 @@ impl Order {
         if self.removed.get(key).is_some_and(|removed| *removed <= version) {
             self.removed.remove(key);
         }
-        goes
+        let was_left_out = world.left_out().get(key).is_some_and(|left_out| left_out.version <= version);
+        goes | (was_left_out && world.forget_left_out(key))
     }
 
     /// We removed that version of an object.
@@ -85,13 +100,14 @@ impl Order {
     /// Everything of a kind, as of that version; returns what has changed. What is there and cannot be read stays as it
     /// was known last.
     pub fn relist(&mut self, world: &mut World, kind: Kind, list: List) -> Vec<Key> {
-        let List { version, objects, unreadable } = list;
+        let List { version, objects, unreadable, left_out } = list;
         let mut changed = Vec::new();
         if version < self.heard.get(&kind).copied().unwrap_or(0) {
             // Only an API server that was set back to a backup says that: what it says now is the truth.
             self.forget(world, kind, &mut changed);
         }
-        let listed: BTreeSet<Key> = objects.iter().map(Object::key).chain(unreadable).collect();
+        let readable = objects.iter().map(Object::key).chain(unreadable);
+        let listed: BTreeSet<Key> = readable.chain(left_out.keys().cloned()).collect();
         let gone: Vec<Key> = world
             .keys()
             .filter(|key| key.kind == kind && !listed.contains(key) && world.version(key) <= version)
@@ -103,6 +119,17 @@ impl Order {
         for object in objects {
             let key = object.key();
             if self.take_listed(world, object) {
+                changed.push(key);
+            }
+        }
+        let before = world.left_out().iter().map(|(key, _)| key);
+        let before = before.filter(|key| key.kind == kind && !left_out.contains_key(key));
+        for key in before.cloned().collect::<Vec<Key>>() {
+            world.forget_left_out(&key);
+            changed.push(key);
+        }
+        for (key, left_out) in left_out {
+            if self.leave_out(world, &key, left_out) {
                 changed.push(key);
             }
         }

@@ -18,7 +18,7 @@ const UNDELETING: &str =
 impl Run<'_> {
     /// Makes the engine object and gives every replica a place.
     pub(super) fn create(&mut self) {
-        if self.waits_for_name() {
+        if self.waits_for_name() || self.waits_for_unknown() {
             return;
         }
         if self.engine.is_none() {

@@ -16,6 +16,9 @@ use crate::{Action, AgentCall};
 /// Whether no engine of the volume can write any more: the data of one that is deleted may go.
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
     let stored = context.world.engines.get(&volume.metadata.name);
+    if context.world.unknown(&Key::new(Kind::Engine, &volume.metadata.name)).is_some() {
+        return false;
+    }
     let Some(engine) = stored.filter(|engine| !engine::is_left_behind(context, engine)) else { return true };
     // That nobody waits for an engine on a node that is given up is stored first (`abandon`).
     engine.spec.desire_state == DesireState::Stopped
@@ -186,6 +189,9 @@ impl Run<'_> {
         self.enter(VolumeState::Deleting);
         if !self.engine_stopped() {
             self.look_after_leaving();
+            return;
+        }
+        if self.waits_for_unknown() {
             return;
         }
         if !self.replicas.is_empty() {

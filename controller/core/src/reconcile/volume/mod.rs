@@ -23,6 +23,9 @@ use crate::{Action, AgentCall, Decision, NodeName};
 /// The word for programs of a deletion that a PersistentVolume holds up.
 const DELETION_HELD: &str = "DeletionHeld";
 
+/// The word for programs of a volume that waits for an object that the controller cannot use.
+const OBJECT_UNKNOWN: &str = "ObjectUnknown";
+
 /// One run over one volume: the stored state, the new one, and what has been decided so far.
 struct Run<'a> {
     context: &'a Context<'a>,
@@ -50,7 +53,11 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         then: Vec::new(),
         finally: None,
     };
-    run.step();
+    match context.world.unknown(&Key::new(Kind::Engine, name)) {
+        // It may write: nothing that follows from its state can be decided.
+        Some(message) => run.settle(Finding::wrong(OBJECT_UNKNOWN, message)),
+        None => run.step(),
+    }
     run.show();
     // Told once it is stored: a run whose write fails is repeated, with all that it tells.
     let is_event = |action: &Action| matches!(action, Action::Emit(_));
@@ -151,6 +158,14 @@ impl Run<'_> {
             let message = format!("volume is {}{at}", state.as_str());
             self.decision.emit(self.key(), false, reason(state), message);
         }
+    }
+
+    /// Whether the run ends here because an object of the volume is stored that the controller cannot use.
+    fn waits_for_unknown(&mut self) -> bool {
+        let unknown = self.context.world.unknown_of(&self.stored.metadata.name);
+        let Some(message) = unknown else { return false };
+        self.settle(Finding::wrong(OBJECT_UNKNOWN, message));
+        true
     }
 
     /// Notes what is being waited for, or that nothing is.

@@ -78,6 +78,10 @@ fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
 impl<'a> Run<'a> {
     /// Sees to it that there are enough replicas, and no needless ones, and that the engine knows them.
     pub(super) fn keep_replicas(&mut self, engine: &Engine) {
+        // A replica that cannot be used may be a member: it is neither replaced nor forgotten.
+        if self.waits_for_unknown() {
+            return;
+        }
         let live = self.replicas.clone();
         if !serves(self.stored, engine) {
             self.want_replicas(DesireState::Running);
@@ -328,6 +332,9 @@ impl<'a> Run<'a> {
     /// engine keeps the place that it knows.
     pub(super) fn tell_places(&mut self, engine: &Engine, replicas: &[&Replica]) {
         let Some(node) = &engine.spec.node_id else { return };
+        if self.context.world.unknown_replica_of(&self.stored.metadata.name).is_some() {
+            return;
+        }
         let known = &engine.spec.replica_address_map;
         let mut sorted: Vec<&Replica> = replicas.to_vec();
         // More than an engine can have: those that are lost longest have to go.

@@ -1,11 +1,14 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use http::{Method, Request, Response};
 use kube::client::Body;
 use serde_json::{Value, json};
 use shorthorn_controller_core::World;
+use tokio::sync::{Notify, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
 use tower::service_fn;
 
 use super::super::keys::VolumeKeys;
@@ -22,6 +25,10 @@ struct FakeApi {
     expired: Mutex<u32>,
     /// The volume that cannot be changed.
     frozen: Mutex<Option<String>>,
+    /// Whether single objects are not answered for.
+    hangs: AtomicBool,
+    /// Somebody has asked for one.
+    asked: Notify,
 }
 
 fn refusal(code: u16) -> (u16, Value) {
@@ -73,6 +80,10 @@ impl FakeApi {
         let name = head.uri.path().rsplit_once("/volumes").unwrap().1.trim_start_matches('/').to_owned();
         let (code, value) = match (head.method, name.as_str()) {
             (Method::GET, "") => self.list(head.uri.query().unwrap_or_default()),
+            (Method::GET, _) if self.hangs.load(Ordering::Relaxed) => {
+                self.asked.notify_one();
+                std::future::pending().await
+            }
             (Method::GET, name) => match self.volumes.lock().unwrap().get(name) {
                 Some(volume) => (200, volume.clone()),
                 None => refusal(404),
@@ -139,12 +150,75 @@ async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
     assert_eq!(known(&inner), ["a", "c"]);
     let b = Key::new(Kind::Volume, "b");
     assert_eq!(followed.left_out, BTreeSet::from([b.clone()]));
-    try_left_out(&inner, Kind::Volume, &mut followed).await.unwrap();
-    assert_eq!(followed.left_out, BTreeSet::from([b]), "as long as it is refused");
+    let sentence = inner.cache.world().unknown(&b).unwrap();
+    assert!(sentence.contains("finalizer") && sentence.contains("rbac.yaml"), "{sentence}");
+    try_all_again(&inner, &mut followed).await;
+    assert_eq!(followed.left_out, BTreeSet::from([b.clone()]), "as long as it is refused");
+    assert!(inner.cache.world().unknown(&b).is_some());
     *api.frozen.lock().unwrap() = None;
-    try_left_out(&inner, Kind::Volume, &mut followed).await.unwrap();
+    try_all_again(&inner, &mut followed).await;
     assert!(followed.left_out.is_empty());
     assert_eq!(known(&inner), ["a", "b", "c"]);
+    assert_eq!(inner.cache.world().unknown(&b), None);
+}
+
+async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
+    let mut retries = Retries::default();
+    retries.begin(inner, &followed.left_out);
+    while let Some(tried) = retries.running.join_next().await {
+        let (key, tried) = tried.unwrap();
+        take_tried(inner, key, tried, followed).unwrap();
+        retries.go_on(inner);
+    }
+}
+
+fn event(api: &FakeApi, name: &str, version: &str) -> kube::Result<WatchEvent<DynamicObject>> {
+    let mut volume = api.volumes.lock().unwrap()[name].clone();
+    volume["metadata"]["resourceVersion"] = json!(version);
+    volume["metadata"]["finalizers"] = json!([convert::FINALIZER]);
+    volume["metadata"]["annotations"] = json!({ FINGERPRINT_ANNOTATION: "f" });
+    Ok(serde_json::from_value(json!({ "type": "ADDED", "object": volume })).unwrap())
+}
+
+/// The API server does not answer for the object that was left out: events of others are taken in meanwhile.
+#[tokio::test(start_paused = true)]
+async fn an_object_that_is_tried_again_holds_up_no_event() {
+    let api = Arc::<FakeApi>::default();
+    for name in ["a", "b", "c"] {
+        api.add(name);
+    }
+    *api.frozen.lock().unwrap() = Some("b".to_owned());
+    let inner = inner(&api);
+    let mut followed = list(&inner, Kind::Volume).await.unwrap();
+    api.hangs.store(true, Ordering::Relaxed);
+    let (sender, events) = mpsc::channel(4);
+    let watched = Arc::clone(&inner);
+    let watching = tokio::spawn(async move {
+        take_events(&watched, Kind::Volume, &mut followed, ReceiverStream::new(events)).await
+    });
+    let mut changes = inner.cache.changes();
+    api.asked.notified().await;
+    let asked = Instant::now();
+    api.add("late");
+    sender.send(event(&api, "late", "12")).await.unwrap();
+    assert_eq!(changes.recv().await.unwrap(), Key::new(Kind::Volume, "late"));
+    assert_eq!(asked.elapsed(), Duration::ZERO, "it did not wait for the call");
+    drop(sender);
+    assert!(matches!(watching.await.unwrap(), WatchError::Broken(reason) if reason.contains("ended")));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_object_that_is_tried_again_does_not_hide_that_the_watch_is_silent() {
+    let api = Arc::<FakeApi>::default();
+    api.add("b");
+    *api.frozen.lock().unwrap() = Some("b".to_owned());
+    let inner = inner(&api);
+    let mut followed = list(&inner, Kind::Volume).await.unwrap();
+    let (start, (_sender, events)) = (Instant::now(), mpsc::channel(1));
+    let watching = take_events(&inner, Kind::Volume, &mut followed, ReceiverStream::new(events));
+    let ended = tokio::time::timeout(SILENCE_LIMIT * 4, watching).await.unwrap();
+    assert!(matches!(ended, WatchError::Broken(reason) if reason.contains("silent")));
+    assert_eq!(start.elapsed(), SILENCE_LIMIT);
 }
 
 #[tokio::test]

@@ -71,7 +71,7 @@ impl Model {
     fn list(&mut self) {
         self.watch.clear();
         let objects = self.there.iter().map(|(name, version)| node(*name, *version)).collect();
-        self.list = Some(List { version: self.version, objects, unreadable: Vec::new() });
+        self.list = Some(List { version: self.version, objects, ..List::default() });
     }
 
     fn hear(&mut self) {
@@ -175,7 +175,7 @@ fn what_cannot_be_read_stays_as_it_was_known() {
     let (mut order, mut world) = (Order::default(), World::default());
     order.take(&mut world, node(1, 5));
     order.take(&mut world, node(2, 6));
-    let list = List { version: 9, objects: Vec::new(), unreadable: vec![key(1)] };
+    let list = List { version: 9, objects: Vec::new(), unreadable: vec![key(1)], ..List::default() };
     assert_eq!(order.relist(&mut world, KIND, list), [key(2)]);
     assert_eq!((world.version(&key(1)), world.version(&key(2))), (5, 0));
 }
@@ -186,10 +186,35 @@ fn an_api_server_that_was_set_back_is_believed() {
     order.relist(
         &mut world,
         KIND,
-        List { version: 90, objects: vec![node(1, 80), node(2, 85)], unreadable: Vec::new() },
+        List { version: 90, objects: vec![node(1, 80), node(2, 85)], ..List::default() },
     );
-    let list = List { version: 50, objects: vec![node(1, 40)], unreadable: Vec::new() };
+    let list = List { version: 50, objects: vec![node(1, 40)], ..List::default() };
     order.relist(&mut world, KIND, list);
     assert_eq!((world.version(&key(1)), world.version(&key(2))), (40, 0));
     assert!(order.take(&mut world, node(2, 51)));
+}
+
+fn left_out(version: u64) -> LeftOut {
+    LeftOut::default().at_version(version)
+}
+
+#[test]
+fn what_cannot_be_used_is_left_out_until_something_newer_is_known() {
+    let (mut order, mut world) = (Order::default(), World::default());
+    let list = List { version: 9, left_out: [(key(1), left_out(5))].into(), ..List::default() };
+    assert_eq!(order.relist(&mut world, KIND, list.clone()), [key(1)]);
+    assert!(world.unknown(&key(1)).is_some());
+    assert_eq!(order.relist(&mut world, KIND, list), [], "nothing has changed");
+    assert!(order.take(&mut world, node(1, 10)));
+    assert_eq!(world.unknown(&key(1)), None);
+    assert!(!order.leave_out(&mut world, &key(1), left_out(8)), "that is older");
+    assert!(order.leave_out(&mut world, &key(1), left_out(11)));
+    assert_eq!((world.version(&key(1)), world.left_out().iter().count()), (10, 1), "its last state stays");
+    assert!(order.take_gone(&mut world, &key(1), 12));
+    assert_eq!((world.version(&key(1)), world.left_out().iter().count()), (0, 0));
+    assert!(order.leave_out(&mut world, &key(2), left_out(13)));
+    assert!(!order.take_gone(&mut world, &key(2), 12), "another one went before");
+    let none = List { version: 20, ..List::default() };
+    assert_eq!(order.relist(&mut world, KIND, none), [key(2)]);
+    assert_eq!(world.left_out().iter().count(), 0);
 }

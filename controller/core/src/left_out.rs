@@ -1,0 +1,274 @@
+//! Objects that are stored and that the controller cannot use: their text cannot be read, or they cannot be
+//! marked with the finalizer. The store reports them and continues with all others.
+//!
+//! Such an object is not in the [`World`], and its absence there proves nothing: its replica may hold the
+//! only copy of the data, its engine may write. A rule that concludes something from an absence asks here
+//! first, and then refuses or waits. An object that was read before and is unreadable now keeps its last
+//! known state in the world.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use crate::World;
+use crate::objects::{Key, Kind};
+
+/// An object that was left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Why it cannot be used.
+    pub why: String,
+    /// How an operator mends that.
+    pub remedy: String,
+    /// The stored version that cannot be used; 0: the store does not say.
+    pub version: u64,
+    /// The nodes that its text names; none: that cannot be read either.
+    nodes: Option<BTreeSet<String>>,
+    /// The disk that its text names.
+    disk_path: Option<String>,
+}
+
+impl LeftOut {
+    /// The object of that kind. `raw`: its text as far as it is JSON.
+    #[must_use]
+    pub fn new(
+        kind: Kind,
+        raw: Option<&Value>,
+        why: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> LeftOut {
+        let (nodes, disk_path) = match raw {
+            Some(raw) => (nodes_of(kind, raw), text_at(raw, "/spec/diskPath").map(str::to_owned)),
+            None => (None, None),
+        };
+        LeftOut { why: why.into(), remedy: remedy.into(), version: 0, nodes, disk_path }
+    }
+
+    /// The same, of that stored version.
+    #[must_use]
+    pub fn at_version(self, version: u64) -> LeftOut {
+        LeftOut { version, ..self }
+    }
+
+    /// Whether it may belong to `node`, as far as its text can be read.
+    #[must_use]
+    pub fn may_be_on(&self, node: &str) -> bool {
+        self.nodes.as_ref().is_none_or(|nodes| nodes.contains(node))
+    }
+
+    fn may_be_on_disk(&self, node: &str, path: &str) -> bool {
+        self.may_be_on(node) && self.disk_path.as_deref().is_none_or(|disk| disk == path)
+    }
+}
+
+fn text_at<'a>(raw: &'a Value, pointer: &str) -> Option<&'a str> {
+    raw.pointer(pointer).and_then(Value::as_str)
+}
+
+/// The nodes that the text of an object names; none: it should name one, or names something else.
+fn nodes_of(kind: Kind, raw: &Value) -> Option<BTreeSet<String>> {
+    let pointers: &[&str] = match kind {
+        Kind::Volume => &["/spec/nodeID", "/status/currentNodeID"],
+        Kind::Engine | Kind::Replica => &["/spec/nodeID"],
+        Kind::Node => &[],
+    };
+    let mut nodes = BTreeSet::new();
+    for pointer in pointers {
+        match raw.pointer(pointer) {
+            None | Some(Value::Null) => {}
+            Some(Value::String(node)) => drop(nodes.insert(node.clone())),
+            Some(_) => return None,
+        }
+    }
+    // A replica is always somewhere.
+    (kind != Kind::Replica || !nodes.is_empty()).then_some(nodes)
+}
+
+/// All objects that were left out, by key.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LeftOuts {
+    by_key: BTreeMap<Key, LeftOut>,
+}
+
+impl LeftOuts {
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = (&Key, &LeftOut)> {
+        self.by_key.iter()
+    }
+
+    /// The object of that key, if it was left out.
+    #[must_use]
+    pub fn get(&self, key: &Key) -> Option<&LeftOut> {
+        self.by_key.get(key)
+    }
+
+    pub(crate) fn insert(&mut self, key: Key, left_out: LeftOut) {
+        self.by_key.insert(key, left_out);
+    }
+
+    pub(crate) fn remove(&mut self, key: &Key) -> bool {
+        self.by_key.remove(key).is_some()
+    }
+
+    /// The volumes that something belongs to that was left out.
+    #[must_use]
+    pub fn volumes(&self) -> BTreeSet<&str> {
+        self.by_key.keys().filter_map(volume_of).collect()
+    }
+
+    /// The volume `name`, its engine and its replicas, as far as they were left out.
+    pub fn of_volume<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (&'a Key, &'a LeftOut)> {
+        let own = [Kind::Volume, Kind::Engine].map(|kind| Key::new(kind, name));
+        let own = own.into_iter().filter_map(|key| self.by_key.get_key_value(&key));
+        let first = Key::new(Kind::Replica, format!("{name}-"));
+        let replicas = self.by_key.range(first..).take_while(move |(key, _)| {
+            key.kind == Kind::Replica && key.name.strip_prefix(name).is_some_and(|id| id.starts_with('-'))
+        });
+        // Names of other volumes may begin like the names of these replicas.
+        own.chain(replicas.filter(move |(key, _)| volume_of(key) == Some(name)))
+    }
+}
+
+/// The volume that an object belongs to; a node belongs to none.
+fn volume_of(key: &Key) -> Option<&str> {
+    match key.kind {
+        Kind::Volume | Kind::Engine => Some(&key.name),
+        Kind::Replica => key.name.rsplit_once('-').map(|(volume, _)| volume),
+        Kind::Node => None,
+    }
+}
+
+/// The sentence about an object that stands in the way.
+#[must_use]
+pub fn refusal(key: &Key, left_out: &LeftOut) -> String {
+    let LeftOut { why, remedy, .. } = left_out;
+    format!("{key} is stored, but the controller cannot use it ({why}): {remedy}")
+}
+
+impl World {
+    /// The store has an object of that key, and the controller cannot use it.
+    pub fn leave_out(&mut self, key: Key, left_out: LeftOut) {
+        self.left_out.insert(key, left_out);
+    }
+
+    /// The object of that key is gone, or can be used. False: it was not left out.
+    pub fn forget_left_out(&mut self, key: &Key) -> bool {
+        self.left_out.remove(key)
+    }
+
+    /// The objects that the controller cannot use.
+    #[must_use]
+    pub const fn left_out(&self) -> &LeftOuts {
+        &self.left_out
+    }
+
+    /// The sentence about the object of that key if it is not here only because it was left out.
+    #[must_use]
+    pub fn unknown(&self, key: &Key) -> Option<String> {
+        let left_out = self.left_out.get(key)?;
+        (self.version(key) == 0).then(|| refusal(key, left_out))
+    }
+
+    /// The same of the first object of a volume: the volume, its engine or one of its replicas.
+    #[must_use]
+    pub fn unknown_of(&self, volume: &str) -> Option<String> {
+        self.left_out.of_volume(volume).find_map(|(key, _)| self.unknown(key))
+    }
+
+    /// The same of the first replica of a volume.
+    #[must_use]
+    pub fn unknown_replica_of(&self, volume: &str) -> Option<String> {
+        let mut replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
+        replicas.find_map(|(key, _)| self.unknown(key))
+    }
+
+    /// The same of the first volume, engine or replica that may be on `node`.
+    #[must_use]
+    pub fn unknown_on(&self, node: &str) -> Option<String> {
+        let mut there =
+            self.left_out.iter().filter(|(key, left)| key.kind != Kind::Node && left.may_be_on(node));
+        there.find_map(|(key, _)| self.unknown(key))
+    }
+
+    /// The keys of the replicas that may be on `node`, on the disk at `path` if one is given.
+    pub fn unknown_replicas_on<'a>(
+        &'a self,
+        node: &'a str,
+        path: Option<&'a str>,
+    ) -> impl Iterator<Item = &'a Key> {
+        let is_there = move |left: &LeftOut| match path {
+            Some(path) => left.may_be_on_disk(node, path),
+            None => left.may_be_on(node),
+        };
+        let replicas = self.left_out.iter().filter(|(key, _)| key.kind == Kind::Replica);
+        replicas.filter(move |(key, left)| is_there(left) && self.version(key) == 0).map(|(key, _)| key)
+    }
+}
+
+#[cfg(test)]
+mod rules;
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::Timestamp;
+    use crate::objects::Node;
+
+    fn left(kind: Kind, raw: &Value) -> LeftOut {
+        LeftOut::new(kind, Some(raw), "it is damaged", "mend it")
+    }
+
+    #[test]
+    fn the_text_names_the_nodes_as_far_as_it_can_be_read() {
+        let replica = left(Kind::Replica, &json!({ "spec": { "nodeID": "a", "diskPath": "/d" } }));
+        assert!(replica.may_be_on("a") && !replica.may_be_on("b"));
+        assert!(replica.may_be_on_disk("a", "/d") && !replica.may_be_on_disk("a", "/e"));
+        for unclear in [json!({}), json!({ "spec": { "nodeID": 7 } }), json!("text")] {
+            assert!(left(Kind::Replica, &unclear).may_be_on("b"), "{unclear}");
+        }
+        assert!(LeftOut::new(Kind::Volume, None, "", "").may_be_on("b"));
+        let volume = left(Kind::Volume, &json!({ "spec": {}, "status": { "currentNodeID": "a" } }));
+        assert!(volume.may_be_on("a") && !volume.may_be_on("b"));
+        assert!(!left(Kind::Volume, &json!({ "spec": { "nodeID": null } })).may_be_on("a"));
+    }
+
+    #[test]
+    fn objects_of_a_volume_are_found_by_their_names_and_no_others() {
+        let mut world = World::default();
+        let keys = [
+            Key::new(Kind::Volume, "v"),
+            Key::new(Kind::Replica, "v-00000001"),
+            Key::new(Kind::Replica, "v-1-00000002"),
+            Key::new(Kind::Replica, "v0-00000003"),
+            Key::new(Kind::Engine, "v-1"),
+            Key::new(Kind::Node, "v"),
+        ];
+        keys.iter().for_each(|key| world.leave_out(key.clone(), LeftOut::default()));
+        let of = |volume: &str| -> Vec<Key> {
+            world.left_out().of_volume(volume).map(|(key, _)| key.clone()).collect()
+        };
+        assert_eq!(of("v"), keys[..2]);
+        assert_eq!(of("v-1"), [keys[4].clone(), keys[2].clone()]);
+        assert_eq!(world.left_out().volumes().into_iter().collect::<Vec<_>>(), ["v", "v-1", "v0"]);
+    }
+
+    #[test]
+    fn an_object_is_left_out_until_it_is_taken_in() {
+        let mut world = World::default();
+        let mut node = Node::new("n", Timestamp::UNIX_EPOCH);
+        let key = Key::new(Kind::Node, "n");
+        let damaged = LeftOut { version: 5, ..left(Kind::Node, &json!({})) };
+        world.leave_out(key.clone(), damaged);
+        let sentence = world.unknown(&key).unwrap();
+        assert_eq!(sentence, "node n is stored, but the controller cannot use it (it is damaged): mend it");
+        node.metadata.resource_version = 4;
+        world.insert(node.clone().into());
+        assert!(world.left_out().get(&key).is_some(), "that is older than the damaged version");
+        assert_eq!(world.unknown(&key), None, "its last state is known");
+        node.metadata.resource_version = 6;
+        world.insert(node.into());
+        assert_eq!(world.left_out(), &LeftOuts::default());
+    }
+}
