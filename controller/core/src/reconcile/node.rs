@@ -52,7 +52,32 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     }
     // Last, because a process that hangs must not hold up anything.
     stop_forgotten(context, &node_name, &lost, &mut decision);
+    stop_ownerless(context, &node_name, &mut decision);
     decision
+}
+
+/// Stops engines whose volume is deleted and that no object names: their node was given up before the
+/// deletion, and is back. An agent refuses to stop an engine whose device is in use, so that an engine of a
+/// volume that a store from a backup does not know continues to serve its user.
+fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decision) {
+    let Sight::Clear(view) = sight(context, node) else { return };
+    let world = context.world;
+    let ownerless = view.instances.iter().filter_map(|(key, instance)| {
+        let Detail::Engine(shown) = &instance.detail else { return None };
+        let is_known = world.engines.contains_key(&key.name) || world.volumes.contains_key(&key.name);
+        // Without a number the call would stop any engine of the name.
+        (!is_known && shown.attach > 0 && world.unknown_of(&key.name).is_none())
+            .then_some((key, shown.attach))
+    });
+    let mut ownerless: Vec<(&InstanceKey, u64)> = ownerless.collect();
+    // A call that fails is the last one of its run.
+    ownerless.sort_by_key(|(key, _)| view.failures.contains_key(key));
+    if !ownerless.is_empty() {
+        decision.again_after(GIVE_UP_CHECK);
+    }
+    for (key, attach) in ownerless {
+        decision.call(node, AgentCall::StopInstance { instance: key.clone(), attach });
+    }
 }
 
 fn lost_disks(node: &Node) -> impl Iterator<Item = &str> {

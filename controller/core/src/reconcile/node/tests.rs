@@ -1,4 +1,6 @@
 use super::*;
+use crate::example::Example;
+use crate::left_out::LeftOut;
 use crate::observed::{AgentInfo, Agents, DiskView, Link};
 use crate::reconcile::{Settings, UNREACHABLE_AFTER};
 use crate::{Timestamp, World};
@@ -74,4 +76,54 @@ fn free_space_is_stored_in_steps() {
     assert_eq!(stored(49 * GIB).0, 49 * GIB);
     assert_eq!(stored(0), (0, "0.0 GiB of 100.0 GiB".to_owned(), true));
     assert_eq!(stored(1).0, 1);
+}
+
+/// The node was given up, the volume was deleted without it, and the node is back.
+#[test]
+fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
+    let mut example = Example::new();
+    let calls = |example: &Example| {
+        let Example { world, agents } = example;
+        let context =
+            Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+        let decision = reconcile(&context, "a");
+        let calls: Vec<AgentCall> = decision
+            .actions
+            .into_iter()
+            .filter_map(|action| match action {
+                Action::Call(node, call) if node.as_str() == "a" => Some(call),
+                _ => None,
+            })
+            .collect();
+        (calls, decision.look_again)
+    };
+    let of_volume = |calls: &[AgentCall]| match calls {
+        [AgentCall::StopInstance { instance, attach }] => Some((instance.name.clone(), *attach)),
+        [] => None,
+        other => panic!("{other:#?}"),
+    };
+    assert_eq!(of_volume(&calls(&example).0), None, "it is in use");
+    let (volume, engine) = (Key::new(Kind::Volume, "v"), Key::new(Kind::Engine, "v"));
+    example.world.remove(&volume);
+    assert_eq!(of_volume(&calls(&example).0), None, "its object sees to it");
+    example.world.remove(&engine);
+    let (stops, again) = calls(&example);
+    assert_eq!((of_volume(&stops), again), (Some(("v".to_owned(), 1)), Some(GIVE_UP_CHECK)));
+    for key in [volume, engine] {
+        let mut world = example.world.clone();
+        world.leave_out(key.clone(), LeftOut::default());
+        let unknown = Example { world, agents: example.agents.clone() };
+        assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
+    }
+}
+
+#[test]
+fn no_node_is_made_beside_one_that_was_left_out() {
+    let mut agents = agents(true, GIB);
+    agents.get_mut(&NodeName::new("a").unwrap()).unwrap().from_object = false;
+    let mut world = World::default();
+    world.leave_out(Key::new(Kind::Node, "a"), LeftOut::default());
+    assert_eq!(run(&mut world, &agents), (vec![], false));
+    world.forget_left_out(&Key::new(Kind::Node, "a"));
+    assert!(run(&mut world, &agents).1, "it is new");
 }
