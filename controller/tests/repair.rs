@@ -309,3 +309,13 @@ async fn leftovers_are_listed_and_deleted_only_by_name() {
     assert!(!cluster.ok(&["disk", "list"]).await.contains("is given up"));
     cluster.check();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_its_agent_does_not_remove_takes_replicas_again() {
+    let cluster = Cluster::start(&["a"]).await;
+    cluster.agents[0].keep_disks(Some("a directory of somebody else is on it"));
+    let (_, text) = cluster.fails(&["disk", "remove", "a", "/var/lib/longhorn"]).await;
+    assert!(text.contains("of somebody else"), "{text}");
+    attached(&cluster, "1").await;
+    cluster.check();
+}

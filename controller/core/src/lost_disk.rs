@@ -47,7 +47,7 @@ impl RemoveDisk {
             return Err(RequestError::NoDisk { node: name(), path: path() });
         };
         if !self.lost {
-            if self.replicas(world).next().is_some() {
+            if self.replicas(world).next().is_some() || self.promised(world).next().is_some() {
                 return Err(RequestError::DiskHasReplicas { node: name(), path: path() });
             }
             self.check_all_known(world)?;
@@ -92,6 +92,19 @@ impl RemoveDisk {
         Ok(Change::Store(node))
     }
 
+    /// The node, with the disk open for new replicas again: its agent has not removed it.
+    ///
+    /// # Errors
+    /// [`RequestError`] says what is in the way.
+    pub fn reopened(&self, world: &World) -> Result<Change<Node>, RequestError> {
+        let mut node = find_node(world, &self.node)?.clone();
+        match node.spec.disks.get_mut(&self.path).filter(|disk| !disk.allow_scheduling && !disk.lost) {
+            Some(disk) if !disk.eviction_requested => disk.allow_scheduling = true,
+            _ => return Ok(Change::AlreadySo(node)),
+        }
+        Ok(Change::Store(node))
+    }
+
     /// Whether what is in its trash may be left there: nobody lists or deletes it any more. `directories`: how many there are.
     ///
     /// # Errors
@@ -107,6 +120,23 @@ impl RemoveDisk {
     /// What is stored of replicas on it.
     fn replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
         world.replicas_on(&self.node).filter(|replica| replica.spec.disk_path == self.path)
+    }
+
+    /// The replicas that are about to be stored with a place on it.
+    fn promised<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
+        world.replicas.coming().filter(|replica| self.is_on_it(replica))
+    }
+
+    fn is_on_it(&self, replica: &Replica) -> bool {
+        replica.spec.node_id.as_str() == self.node && replica.spec.disk_path == self.path
+    }
+
+    /// # Errors
+    /// [`RequestError::LeftOut`]: a replica may be on it that the controller cannot use.
+    fn check_all_known(&self, world: &World) -> Result<(), RequestError> {
+        let unknown =
+            world.unknown_replicas_on(&self.node, Some(&self.path)).find_map(|key| world.unknown(key));
+        unknown.map_or(Ok(()), |sentence| Err(RequestError::LeftOut(sentence)))
     }
 
     /// Whether its agent is in reach and sees nothing wrong with it.

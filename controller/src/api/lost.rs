@@ -1,8 +1,11 @@
 //! Disks that are used no more, and directories that are left over.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use shorthorn_api::v1;
 use shorthorn_controller_core::lost_disk::RemoveDisk;
 use shorthorn_controller_core::observed::InstanceKey;
+use shorthorn_controller_core::requests::Change;
 use shorthorn_controller_core::{AgentCall, NodeName, orphans};
 use tonic::Status;
 
@@ -24,11 +27,40 @@ impl Api {
         } else {
             let node = NodeName::new(&wanted.node).map_err(|error| status::of_request(&error.into()))?;
             self.check_trash(&node, &wanted).await?;
-            self.change(|world| wanted.closed(world, &self.fleet.agents())).await?;
-            self.fleet.remove_disk(&node, &wanted.path).await.map_err(|error| status::of_call(&error))?;
+            let was_open = AtomicBool::new(false);
+            self.change(|world| {
+                let closed = wanted.closed(world, &self.fleet.agents())?;
+                was_open.store(matches!(closed, Change::Store(_)), Ordering::Relaxed);
+                Ok(closed)
+            })
+            .await?;
+            if let Err(error) = self.fleet.remove_disk(&node, &wanted.path).await {
+                let refused = status::of_call(&error);
+                return Err(self.open_again(&wanted, was_open.into_inner(), refused).await);
+            }
         }
         self.change(|world| wanted.apply(world, &self.fleet.agents())).await?;
         self.show_node(&wanted.node)
+    }
+
+    /// A disk that its agent has not removed takes replicas again. If the agent has removed it and the
+    /// answer was lost, its status says so, and nothing is placed there. Returns the error for the caller.
+    async fn open_again(&self, wanted: &RemoveDisk, was_open: bool, refused: Status) -> Status {
+        if !was_open {
+            return refused;
+        }
+        match self.change(|world| wanted.reopened(world)).await {
+            Ok(()) => refused,
+            Err(error) => {
+                let RemoveDisk { node, path, .. } = wanted;
+                let message = format!(
+                    "{}; the disk stays cordoned ({}): shorthornctl disk uncordon {node} {path}",
+                    refused.message(),
+                    error.message()
+                );
+                Status::new(refused.code(), message)
+            }
+        }
     }
 
     /// What is in the trash of a disk that is removed is out of sight. A disk that was given up cannot be asked.

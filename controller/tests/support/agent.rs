@@ -38,6 +38,8 @@ struct State {
     instances: BTreeMap<Key, v1::Instance>,
     directories: BTreeSet<String>,
     disks: BTreeSet<String>,
+    /// Why no disk can be removed.
+    keeps_disks: Option<String>,
     in_use: Option<String>,
     /// Why devices cannot be resized while they are there.
     keeps_size: Option<String>,
@@ -101,6 +103,11 @@ impl FakeAgent {
         state.directories.remove(&name);
         state.trash.retain(|other| !other.restored || other.replica_id != trashed.replica_id);
         state.trash.push(trashed);
+    }
+
+    /// No disk can be removed from now on; none: each can.
+    pub fn keep_disks(&self, reason: Option<&str>) {
+        self.state().keeps_disks = reason.map(str::to_owned);
     }
 
     /// When what is in the trash was deleted.
@@ -690,7 +697,11 @@ impl Node for FakeAgent {
         &self,
         request: Request<v1::RemoveDiskRequest>,
     ) -> Result<Response<v1::RemoveDiskResponse>, Status> {
-        self.state().disks.remove(&request.into_inner().path);
+        let mut state = self.state();
+        if let Some(reason) = &state.keeps_disks {
+            return Err(Status::failed_precondition(reason.clone()));
+        }
+        state.disks.remove(&request.into_inner().path);
         Ok(Response::new(v1::RemoveDiskResponse {}))
     }
 

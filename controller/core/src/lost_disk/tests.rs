@@ -130,3 +130,35 @@ fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
     example.node("b").spec.disks.get_mut(example::DISK).unwrap().lost = false;
     assert!(matches!(give_up(&example), Ok(Change::Store(_))));
 }
+
+/// A decision has given a replica a place on the disk, and the store is about to write it.
+#[test]
+fn a_disk_stays_on_which_a_replica_has_a_place() {
+    let mut world = world(false);
+    let replica = self::world(true).replicas.values().next().unwrap().clone();
+    world.promise(replica.clone());
+    for change in
+        [remove(false, false).apply(&world, &agents("")), remove(false, false).closed(&world, &agents(""))]
+    {
+        assert!(matches!(change, Err(RequestError::DiskHasReplicas { .. })), "{change:?}");
+    }
+    world.forget_promise(&replica.metadata.name);
+    assert!(remove(false, false).apply(&world, &agents("")).is_ok());
+}
+
+#[test]
+fn a_disk_that_its_agent_keeps_is_opened_again() {
+    let mut world = world(false);
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&world, &agents("")) else {
+        panic!("it is open")
+    };
+    world.insert(closed.into());
+    let Ok(Change::Store(open)) = remove(false, false).reopened(&world) else { panic!("it stays cordoned") };
+    assert!(open.spec.disks[DISK].allow_scheduling);
+    // Somebody drains it meanwhile.
+    let mut drained = open.clone();
+    let disk = drained.spec.disks.get_mut(DISK).unwrap();
+    (disk.eviction_requested, disk.allow_scheduling) = (true, false);
+    world.insert(drained.into());
+    assert!(matches!(remove(false, false).reopened(&world), Ok(Change::AlreadySo(_))));
+}
