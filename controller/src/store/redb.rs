@@ -1,19 +1,21 @@
+mod group;
+
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
+use std::sync::{Arc, Condvar, Mutex, RwLockReadGuard};
 
 use async_trait::async_trait;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
-use serde::Deserialize;
 use serde_json::Value;
 use shorthorn_controller_core::World;
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
 
+use self::group::{Queue, Write, Writer};
 use super::cache::Cache;
-use super::{Store, StoreError, later};
+use super::{Store, StoreError};
 use crate::random::new_cluster;
 use crate::tls::{Keeper, KeeperError};
 
@@ -49,14 +51,11 @@ struct Inner {
     cache: Cache,
     /// Objects of the file that cannot be read. They stay as they are: a new object never replaces one.
     unreadable: BTreeSet<String>,
-    /// The database, and the newest version that it gave out; also makes writes one at a time.
+    queue: Mutex<Queue>,
+    /// A commit has ended.
+    committed: Condvar,
+    /// Of whoever commits.
     writer: Mutex<Writer>,
-}
-
-#[derive(Debug)]
-struct Writer {
-    database: Database,
-    revision: u64,
 }
 
 impl RedbStore {
@@ -73,15 +72,25 @@ impl RedbStore {
         // It holds the secrets of the volumes.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
+        RedbStore::over(path, database)
+    }
+
+    /// The store in that database.
+    fn over(path: &Path, database: Database) -> Result<RedbStore, StoreError> {
         let drawn = new_cluster()
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
         let (revision, cluster) = prepare(&database, &drawn).map_err(|error| error.at(path))?;
         let (world, unreadable) = load(&database).map_err(|error| error.at(path))?;
-        let writer = Mutex::new(Writer { database, revision });
-        let path = path.to_owned();
-        Ok(RedbStore {
-            inner: Arc::new(Inner { path, cluster, cache: Cache::new(world), unreadable, writer }),
-        })
+        let inner = Inner {
+            path: path.to_owned(),
+            cluster,
+            cache: Cache::new(world),
+            unreadable,
+            queue: Mutex::default(),
+            committed: Condvar::new(),
+            writer: Mutex::new(Writer::new(database, revision)),
+        };
+        Ok(RedbStore { inner: Arc::new(inner) })
     }
 
     /// The place for the CA in this file.
@@ -113,12 +122,16 @@ impl Store for RedbStore {
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
-        self.blocking(move |inner| inner.put(object)).await
+        let stored = self.blocking(move |inner| inner.write(Write::Put(object))).await?;
+        stored.ok_or_else(|| StoreError::Write {
+            path: self.inner.path.clone(),
+            message: "the answer to another write came".to_owned(),
+        })
     }
 
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
         let key = key.clone();
-        self.blocking(move |inner| inner.remove(&key, version)).await
+        self.blocking(move |inner| inner.write(Write::Remove(key, version))).await.map(drop)
     }
 
     fn promise(&self, replicas: Vec<Replica>) {
@@ -139,46 +152,6 @@ impl Store for RedbStore {
 }
 
 impl Inner {
-    fn put(&self, mut object: Object) -> Result<Object, StoreError> {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = object.key();
-        self.cache.check(&key, object.metadata().resource_version)?;
-        if self.unreadable.contains(&name(&key)) {
-            let message = "the store has an object of this name that cannot be read".to_owned();
-            return Err(StoreError::Refused { key, message });
-        }
-        let revision = writer.revision + 1;
-        object.metadata_mut().resource_version = revision;
-        let text = self.text(&writer.database, &object).map_err(|error| self.write_error(&error))?;
-        commit(&writer.database, &key, Some(&text), revision).map_err(|error| self.write_error(&error))?;
-        writer.revision = revision;
-        self.cache.insert(object.clone());
-        Ok(object)
-    }
-
-    /// The object as it is stored, with whatever a later version has stored of it.
-    fn text(&self, database: &Database, object: &Object) -> Result<Vec<u8>, redb::Error> {
-        let failed = |error: serde_json::Error| redb::Error::Io(error.into());
-        let mut new = serde_json::to_value(object).map_err(failed)?;
-        let objects = database.begin_read()?.open_table(OBJECTS)?;
-        if let Some(stored) = objects.get(name(&object.key()).as_str())? {
-            let stored: Value = serde_json::from_slice(stored.value()).map_err(failed)?;
-            let known: Object = Object::deserialize(&stored).map_err(failed)?;
-            later::keep(&stored, &serde_json::to_value(known).map_err(failed)?, &mut new);
-        }
-        serde_json::to_vec(&new).map_err(failed)
-    }
-
-    fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        self.cache.check(key, version)?;
-        let revision = writer.revision + 1;
-        commit(&writer.database, key, None, revision).map_err(|error| self.write_error(&error))?;
-        writer.revision = revision;
-        self.cache.remove(key);
-        Ok(())
-    }
-
     fn write_error(&self, error: &redb::Error) -> StoreError {
         StoreError::Write { path: self.path.clone(), message: error.to_string() }
     }
