@@ -3,7 +3,7 @@ mod group;
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, RwLockReadGuard};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLockReadGuard};
 
 use async_trait::async_trait;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};

@@ -140,6 +140,7 @@ fn full() -> Vec<Object> {
             healthy_at: Some(now),
             failed_at: Some(now),
             deletion_record: Some("{}".to_owned()),
+            undeletion_record: Some("{}".to_owned()),
             stop_first: true,
             rebind: true,
             lost_since: Some(now),
