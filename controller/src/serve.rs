@@ -244,9 +244,9 @@ struct Opened {
 struct Pods {
     client: kube::Client,
     known: Arc<Machines>,
-    /// Whether those of lost nodes are ended.
+    /// True if those of lost nodes are ended.
     releases: bool,
-    /// Whether those are ended whose device is gone.
+    /// True if those are ended whose device is gone.
     restages: bool,
 }
 

@@ -27,7 +27,7 @@ pub struct BareVolumeOptions {
     pub disks: Vec<PathBuf>,
     /// `replica_timeout_ms` of the engine.
     pub replica_timeout_ms: u32,
-    /// Whether replicas compare every read with their sums.
+    /// True if replicas compare every read with their sums.
     pub verify_reads: bool,
 }
 

@@ -33,9 +33,10 @@ pub struct GuestOptions {
     pub sectors: usize,
     /// Requests in flight.
     pub depth: usize,
-    /// Whether errors are kept for [`Guest::take_errors`] instead of ending the load. A write that fails may have happened or not.
+    /// True if errors are kept for [`Guest::take_errors`] instead of ending the load. A write that fails may
+    /// have happened or not.
     pub keeps_errors: bool,
-    /// Whether a power cut may come: then what is durable counts.
+    /// True if a power cut may come: then what is durable counts.
     pub counts_flushes: bool,
 }
 
@@ -510,7 +511,7 @@ impl<C: VolumeClient> Guest<C> {
     }
 }
 
-/// Whether a volume has one wait for the other: it orders requests by whole blocks.
+/// Returns true if a volume has one wait for the other: it orders requests by whole blocks.
 fn share_a_block(a: &std::ops::Range<usize>, b: &std::ops::Range<usize>) -> bool {
     let blocks = |sectors: &std::ops::Range<usize>| {
         sectors.start / SECTORS_PER_BLOCK..sectors.end.div_ceil(SECTORS_PER_BLOCK)

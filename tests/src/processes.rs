@@ -42,7 +42,7 @@ pub fn replica_status(control: &Path) -> Result<ReplicaStatus> {
     }
 }
 
-/// Whether an engine serves and every replica that it was given is a member.
+/// Returns true if an engine serves and every replica that it was given is a member.
 #[must_use]
 pub fn is_whole(status: &EngineStatus) -> bool {
     status.phase == EnginePhase::Serving

@@ -71,7 +71,7 @@ impl<'a> Provisioner<'a> {
         self.ends.load(Ordering::Acquire)
     }
 
-    /// Whether its controller has told it to work.
+    /// Returns true if its controller has told it to work.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.ready.load(Ordering::Acquire)

@@ -47,7 +47,7 @@ fn with_bad_disk(volume: &LocalVolume, directory: &Path, folder: &Path) -> Resul
     Ok(disk)
 }
 
-/// Whether the process holds no files any more; its parent may not have looked yet.
+/// Returns true if the process holds no files any more; its parent may not have looked yet.
 fn has_ended(pid: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     status.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))

@@ -197,7 +197,7 @@ fn watch(client: &UnixStream, publisher: &Publisher) -> io::Result<()> {
     }
 }
 
-/// Whether the client has closed its end; it never sends anything after `watch`.
+/// Returns true if the client has closed its end; it never sends anything after `watch`.
 fn has_gone(mut client: &UnixStream) -> bool {
     let gone = client.set_nonblocking(true).is_err() || matches!(client.read(&mut [0]), Ok(0));
     gone || client.set_nonblocking(false).is_err()

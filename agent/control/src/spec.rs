@@ -26,7 +26,7 @@ pub struct ReplicaSpec {
     pub directory: PathBuf,
     /// Size of a new directory. One that is there has the size to which engines have had it grow.
     pub size_bytes: u64,
-    /// Whether a missing directory may be made.
+    /// True if a missing directory may be made.
     pub create: bool,
     /// Members of the view that the volume was created with.
     pub first_members: Members,
@@ -106,7 +106,8 @@ pub struct EngineSpec {
         skip_serializing_if = "is_intent_clear_after_ms_default"
     )]
     pub intent_clear_after_ms: u32,
-    /// Whether replicas compare every read with the sums of its blocks. A read of rot is answered by another replica.
+    /// True if replicas compare every read with the sums of its blocks. A read of rot is answered by another
+    /// replica.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
     /// The first number of attachment since which nobody has had to let go of the volume: who uses it may have used it since
@@ -159,7 +160,7 @@ pub struct ReplicaEndpoint {
     pub replica: ReplicaId,
     /// `unix:<path>` or `tcp:<ip>:<port>`, in the order to try.
     pub addresses: Vec<String>,
-    /// Whether it is on this host: reads go there first.
+    /// True if it is on this host: reads go there first.
     pub local: bool,
 }
 

@@ -60,7 +60,7 @@ pub enum Command {
 pub struct ScrubOrder {
     /// The most that is compared; 0: no limit.
     pub bytes_per_s: u64,
-    /// Whether what differs is made equal to the majority.
+    /// True if what differs is made equal to the majority.
     pub repair: bool,
 }
 
@@ -82,7 +82,7 @@ pub struct ExpansionStatus {
     pub size_bytes: u64,
     /// What it waits for, for people; empty: it is under way.
     pub message: String,
-    /// Whether the kernel cannot do it while the device is in use: the next attachment has the new size.
+    /// True if the kernel cannot do it while the device is in use: the next attachment has the new size.
     #[serde(default)]
     pub next_attach: bool,
 }
@@ -119,7 +119,7 @@ pub struct ScrubStatus {
     /// Which one it is, counted from 1 since the engine has started.
     #[serde(default)]
     pub number: u64,
-    /// Whether it is under way.
+    /// True if it is under way.
     pub running: bool,
     /// The snapshot that is being compared; empty: the volume is.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -229,8 +229,8 @@ pub struct EngineStatus {
     pub device: Option<String>,
     /// Size of the device, as whoever uses it sees it.
     pub size_bytes: u64,
-    /// Whether writes may be gone that the user of the device was told are stored: every request is answered with an error,
-    /// until the volume is detached.
+    /// True if writes may be gone that the user of the device was told are stored: every request is answered
+    /// with an error, until the volume is detached.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
     /// What is still to come of an expansion.
@@ -301,9 +301,9 @@ pub struct ReplicaStatus {
     pub replica: ReplicaId,
     /// The process.
     pub pid: u32,
-    /// Whether it takes connections.
+    /// True if it takes connections.
     pub serving: bool,
-    /// Whether it has failed: it answers everything with an error until its process ends.
+    /// True if it has failed: it answers everything with an error until its process ends.
     #[serde(default)]
     pub failed: bool,
     /// How often in a row it has failed, lately and in earlier processes.

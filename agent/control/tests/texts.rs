@@ -46,7 +46,7 @@ fn texts() -> Vec<String> {
     ]
 }
 
-/// Whether `text` is a `T`, which is then written again as it is.
+/// Returns true if `text` is a `T`, which is then written again as it is.
 fn check<T: Serialize + DeserializeOwned + PartialEq + Debug>(text: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<T>(text) else { return false };
     let again = serde_json::to_vec(&value).unwrap();

@@ -72,12 +72,13 @@ pub(crate) fn size_bytes(number: DeviceNumber) -> io::Result<Option<u64>> {
     Ok(Some(sectors.saturating_mul(SECTOR_BYTES)))
 }
 
-/// Whether a device of that number can hold anything: an nbd device that nobody serves is there with a size of 0.
+/// Returns true if a device of that number can hold anything: an nbd device that nobody serves is there with
+/// a size of 0.
 pub(crate) fn is_live(number: DeviceNumber) -> bool {
     size_bytes(number).is_ok_and(|size| size.is_some_and(|bytes| bytes > 0))
 }
 
-/// Whether the kernel refuses writes to a device, whoever asked it to.
+/// Returns whether the kernel refuses writes to a device, whoever asked it to.
 pub(crate) fn is_read_only(number: DeviceNumber) -> io::Result<bool> {
     let text = fs::read_to_string(format!("/sys/dev/block/{number}/ro"))?;
     Ok(text.trim_end() != "0")
@@ -97,7 +98,7 @@ pub(crate) fn is_claimed(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Whether both ends of the device read as zeroes.
+/// Returns whether both ends of the device read as zeroes.
 pub(crate) fn has_zero_ends(path: &Path, size_bytes: u64) -> io::Result<bool> {
     let mut file = fs::File::open(path)?;
     Ok(is_zero(&mut file, 0, size_bytes.min(ENDS_BYTES))?

@@ -151,7 +151,7 @@ fn has_data(path: &Path) -> CsiError {
     CsiError::Precondition(format!("{} is not empty: {hint}", path.display()))
 }
 
-/// Whether files show as the mount flags want SELinux to see them.
+/// Returns true if files show as the mount flags want SELinux to see them.
 pub(crate) fn has_context(mount: &Mount, flags: &[String]) -> bool {
     let wanted = flags.iter().find_map(|flag| context_of(flag));
     let found = context_of(&mount.super_options);

@@ -76,12 +76,12 @@ impl MountTable {
 }
 
 impl Mount {
-    /// Whether it is the file system on that device, whole.
+    /// Returns true if it is the file system on that device, whole.
     pub(crate) fn is_whole(&self, device: DeviceNumber) -> bool {
         self.device == device && self.root == Path::new("/")
     }
 
-    /// Whether it may only be read through this mount.
+    /// Returns true if it may only be read through this mount.
     pub(crate) fn is_read_only(&self) -> bool {
         has_option(&self.options, "ro")
     }

@@ -406,7 +406,7 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// Whether a program runs with that argument.
+/// Returns true if a program runs with that argument.
 fn runs(program: &str, argument: &Path) -> bool {
     let processes = fs::read_dir("/proc").unwrap().flatten();
     let mut lines = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());

@@ -161,7 +161,7 @@ async fn read_only_targets() {
     assert!(takes_data(&writer));
 }
 
-/// Whether a device can be written to. Some kernels refuse to open it for that, others to write.
+/// Returns true if a device can be written to. Some kernels refuse to open it for that, others to write.
 fn takes_data(path: &Path) -> bool {
     put(path, &"x".repeat(512))
 }

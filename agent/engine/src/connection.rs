@@ -84,7 +84,7 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
-    /// Whether trying again soon makes no sense: somebody has to change something first.
+    /// Returns true if trying again soon makes no sense: somebody has to change something first.
     pub fn is_lasting(&self) -> bool {
         const MISTAKEN: [i32; 3] = [nix::libc::ENXIO, nix::libc::EACCES, nix::libc::EINVAL];
         match self {

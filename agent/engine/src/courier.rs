@@ -66,7 +66,7 @@ pub struct Desk {
     pub shared: Arc<Shared>,
     peers: Mutex<Vec<Option<Peer>>>,
     lines: Lines,
-    /// Whether the courier of each number has not ended.
+    /// True if the courier of each number has not ended.
     couriers: [AtomicBool; MAX_MEMBERS],
     /// The most that is copied in a second; 0: no limit.
     bytes_per_s: AtomicU64,
@@ -77,7 +77,7 @@ pub struct Desk {
 #[derive(Clone, Debug)]
 pub struct Peer {
     pub endpoint: ReplicaEndpoint,
-    /// Whether members and core know all that it has missed.
+    /// True if members and core know all that it has missed.
     pub is_complete: bool,
     /// The last view of this engine that it was in: it has stored that.
     pub last_view: Option<View>,
@@ -126,8 +126,9 @@ impl Desk {
         }
     }
 
-    /// Whether a new replica may get the number: the last one was given up, its courier has ended, and no queue has a
-    /// connection to it. Else that courier could give the new one connections of the last one.
+    /// Returns true if a new replica may get the number: the last one was given up, its courier has ended,
+    /// and no queue has a connection to it. Else that courier could give the new one connections of the last
+    /// one.
     pub fn is_free(&self, peer: PeerIndex) -> bool {
         let courier = self.couriers.get(usize::from(peer));
         self.known_peer(peer).is_none()

@@ -39,7 +39,7 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// Whether this error is to be told; else it is counted.
+    /// Returns true if this error is to be told; else it is counted.
     pub fn admits(&mut self, now: Instant) -> bool {
         self.since.get_or_insert(now);
         if self.told == TOLD_MAX {
@@ -50,7 +50,7 @@ impl Limiter {
         true
     }
 
-    /// Whether an interval is under way: [`Limiter::turn`] is needed.
+    /// Returns true if an interval is under way: [`Limiter::turn`] is needed.
     pub fn is_active(&self) -> bool {
         self.since.is_some()
     }

@@ -104,7 +104,7 @@ impl Link {
         true
     }
 
-    /// Whether there is no connection, and nothing left of the last one.
+    /// Returns true if there is no connection, and nothing left of the last one.
     pub fn is_absent(&self) -> bool {
         self.framed.is_none()
     }

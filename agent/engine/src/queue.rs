@@ -60,17 +60,17 @@ struct Running {
     mail: Vec<Mail>,
     /// Connections that wait for the last one of their replica to be gone.
     arriving: Vec<Arrival>,
-    /// Whether a connection may be gone since the core was last told something.
+    /// True if a connection may be gone since the core was last told something.
     links_closed: bool,
-    /// Whether the frontend was told to take no more requests.
+    /// True if the frontend was told to take no more requests.
     is_parking: bool,
-    /// Whether the main thread was told that nothing is left to be answered.
+    /// True if the main thread was told that nothing is left to be answered.
     told_drained: bool,
-    /// Whether no request was unfinished at the end of the last turn.
+    /// True if no request was unfinished at the end of the last turn.
     is_quiet: bool,
-    /// Whether large requests have touched the arena since it was trimmed.
+    /// True if large requests have touched the arena since it was trimmed.
     is_swollen: bool,
-    /// Whether nothing has happened in the turn before this one.
+    /// True if nothing has happened in the turn before this one.
     was_idle: bool,
     /// Of errors that reach the user of the device.
     limiter: Limiter,

@@ -254,7 +254,7 @@ impl Shared {
         lock(&self.pending).clone()
     }
 
-    /// Whether any request of a frontend is unfinished.
+    /// Returns true if any request of a frontend is unfinished.
     pub fn has_requests(&self) -> bool {
         lock(&self.core).unfinished() > 0
     }
@@ -284,7 +284,7 @@ impl Shared {
         }
     }
 
-    /// Whether no queue has a connection to the replica.
+    /// Returns true if no queue has a connection to the replica.
     pub fn is_disconnected(&self, peer: PeerIndex) -> bool {
         self.connected.get(usize::from(peer)).is_none_or(|queues| queues.load(Ordering::Acquire) == 0)
     }
@@ -301,7 +301,7 @@ impl Shared {
         self.wake(u8::MAX);
     }
 
-    /// Whether the queue threads have to end.
+    /// Returns true if the queue threads have to end.
     pub fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
@@ -312,7 +312,7 @@ impl Shared {
         self.wake(u8::MAX);
     }
 
-    /// Whether no more requests are to be taken.
+    /// Returns true if no more requests are to be taken.
     pub fn is_draining(&self) -> bool {
         self.drain.load(Ordering::Acquire)
     }

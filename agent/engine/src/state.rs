@@ -131,7 +131,8 @@ impl EngineState {
         self.store()
     }
 
-    /// Whether somebody may use the volume who has used it before this process was started. No device outlives its host.
+    /// Returns true if somebody may use the volume who has used it before this process was started. No device
+    /// outlives its host.
     fn has_users(&self, attach: u64, continues: u64) -> bool {
         let Content { generation, device, live_boot, .. } = &self.content;
         let same_users = attach == generation.attach || (1..=generation.attach).contains(&continues);
@@ -152,7 +153,7 @@ impl EngineState {
         self.set_device(Some(device))
     }
 
-    /// Whether a device of this attachment has been live since the host was started.
+    /// Returns true if a device of this attachment has been live since the host was started.
     pub fn was_live(&self) -> bool {
         self.content.live_boot.is_some()
     }
@@ -169,7 +170,8 @@ impl EngineState {
         self.store()
     }
 
-    /// Whether that was remembered in this attachment: its user has to be told, for as long as it lasts.
+    /// Returns true if that was remembered in this attachment: its user has to be told, for as long as it
+    /// lasts.
     pub fn lost_writes(&self) -> bool {
         self.content.lost_writes
     }

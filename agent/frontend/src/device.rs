@@ -46,7 +46,7 @@ pub struct FrontendSpec {
     pub device_dir: PathBuf,
     /// The device of an earlier engine process of this attachment, to be recovered.
     pub previous: Option<DeviceRecord>,
-    /// Whether every request will be answered with an error: then a read proves nothing about the device.
+    /// True if every request will be answered with an error: then a read proves nothing about the device.
     pub refuses_requests: bool,
 }
 

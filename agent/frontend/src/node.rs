@@ -88,8 +88,9 @@ pub struct DeviceNode {
     pub volume: VolumeName,
     /// What it leads to.
     pub device: DeviceNumber,
-    /// Whether a device of this number exists. The number of a device that went away may since have been given
-    /// to another one, so a live node need not lead to the volume of its name; a dead one leads nowhere.
+    /// True if a device of this number exists. The number of a device that went away may since have been
+    /// given to another one, so a live node need not lead to the volume of its name; a dead one leads
+    /// nowhere.
     pub live: bool,
 }
 

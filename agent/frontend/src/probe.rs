@@ -24,7 +24,7 @@ const NBD_MODULE: &str = "nbd";
 pub struct FrontendReport {
     /// Which.
     pub kind: FrontendKind,
-    /// Whether it does.
+    /// True if it does.
     pub usable: bool,
     /// What it offers; or what is missing, and what would help.
     pub reason: String,
@@ -141,9 +141,10 @@ fn probe_ublk() -> Result<String, String> {
     }
 }
 
-/// Whether a ring with deferred task work may hold ublk commands on the kernel of this `release` (uname -r). Without commit
-/// da579f05ef0f the kernel closes such a ring in an endless loop if requests arrive meanwhile, and the device is not
-/// given back. Kernels whose number does not tell whether they have that commit count as if they had not.
+/// Returns true if a ring with deferred task work may hold ublk commands on the kernel of this `release`
+/// (uname -r). Without commit da579f05ef0f the kernel closes such a ring in an endless loop if requests
+/// arrive meanwhile, and the device is not given back. Kernels whose number does not tell whether they have
+/// that commit count as if they had not.
 pub(crate) fn is_deferral_safe(release: &str) -> bool {
     match version(release) {
         [Some(6), Some(6), Some(patch)] => patch >= 122,

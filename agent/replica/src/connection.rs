@@ -25,7 +25,7 @@ pub(crate) struct Connection {
     pub ending: bool,
     /// The slot whose data is being received in place.
     pub receiving: Option<u16>,
-    /// Whether bytes have come since the last tick.
+    /// True if bytes have come since the last tick.
     pub heard: bool,
     /// How many ticks ago the last bytes came.
     pub silent_ticks: u32,

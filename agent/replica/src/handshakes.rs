@@ -45,7 +45,7 @@ impl<S> Handshakes<S> {
         Handshakes { next_id: 0, running: Vec::new() }
     }
 
-    /// Whether no connection may be accepted until one has ended.
+    /// Returns true if no connection may be accepted until one has ended.
     pub fn is_full(&self) -> bool {
         self.running.len() >= ALL_MAX
     }

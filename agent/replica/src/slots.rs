@@ -97,7 +97,7 @@ impl Slots {
         self.waiting.retain(|waiting| waiting.connection != connection);
     }
 
-    /// Whether `connection` waits for a slot.
+    /// Returns true if `connection` waits for a slot.
     pub fn is_waiting(&self, connection: u16) -> bool {
         self.waiting.iter().any(|waiting| waiting.connection == connection)
     }
@@ -112,7 +112,7 @@ impl Slots {
         self.held[usize::from(connection)]
     }
 
-    /// Whether no slot is in use.
+    /// Returns true if no slot is in use.
     pub fn is_idle(&self) -> bool {
         self.pool.free() == SLOTS
     }

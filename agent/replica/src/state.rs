@@ -89,7 +89,7 @@ fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<State, ReplicaError> {
     Ok(state)
 }
 
-/// Whether anything was ever written to the volume.
+/// Returns whether anything was ever written to the volume.
 pub(crate) fn holds_data(store: &Store) -> Result<bool, ReplicaError> {
     for layer in store.layers() {
         let stat = nix::sys::stat::fstat(store.fd(layer.index))

@@ -56,7 +56,7 @@ fn is_clean(client: &mut Client, size_bytes: u64) {
     client.tell(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
 }
 
-/// Whether the sums of a region count, also after the process has died.
+/// Returns true if the sums of a region count, also after the process has died.
 fn is_summed(spec: &ReplicaSpec, size_bytes: u64, region: u32) -> bool {
     let guard = std::fs::read(spec.directory.join("shorthorn.guard")).unwrap();
     let guard: serde_json::Value = serde_json::from_slice(&guard).unwrap();

@@ -164,7 +164,7 @@ impl IoBuf {
         unsafe { ptr::write_bytes(self.base.as_ptr(), 0, self.length) }
     }
 
-    /// Whether all bytes are zero.
+    /// Returns true if all bytes are zero.
     #[must_use]
     pub fn is_zero(&self) -> bool {
         // SAFETY: as in crc32c.

@@ -198,7 +198,7 @@ impl Stream {
         false
     }
 
-    /// Whether bytes for a payload are still missing.
+    /// Returns true if bytes for a payload are still missing.
     #[must_use]
     pub fn awaits_payload(&self) -> bool {
         self.incoming.payload.is_some()
@@ -213,13 +213,13 @@ impl Stream {
         }
     }
 
-    /// Whether nothing of this stream is in the ring.
+    /// Returns true if nothing of this stream is in the ring.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         !self.outgoing.in_flight && !self.incoming.in_flight
     }
 
-    /// Whether frames wait to be sent.
+    /// Returns true if frames wait to be sent.
     #[must_use]
     pub fn is_sending(&self) -> bool {
         self.outgoing.queued > 0

@@ -38,7 +38,7 @@ pub fn run(args: &RunArgs) -> Result<(), RunError> {
     Supervisor::new(args, volume, runtime, signals)?.run()
 }
 
-/// Whether the processes of the volume end with their supervisor, however that ends.
+/// Returns true if the processes of the volume end with their supervisor, however that ends.
 ///
 /// With a kernel frontend they must not: a file system may be mounted on the device.
 fn dies_with_supervisor(frontend: FrontendChoice) -> bool {

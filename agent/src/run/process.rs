@@ -148,7 +148,7 @@ impl Process {
         }
     }
 
-    /// Whether it serves.
+    /// Returns true if it serves.
     pub fn serves(&self) -> bool {
         match &self.status {
             Some(Status::Engine(engine)) => engine.phase == EnginePhase::Serving && engine.endpoint.is_some(),

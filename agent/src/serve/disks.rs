@@ -177,7 +177,7 @@ impl Disks {
         }
     }
 
-    /// Whether `path` is one of them.
+    /// Returns true if `path` is one of them.
     pub fn has(&self, path: &Path) -> bool {
         self.paths().contains(path)
     }
@@ -247,7 +247,7 @@ impl Disks {
         Ok(uuid)
     }
 
-    /// Whether it was a disk of ours before.
+    /// Returns true if it was a disk of ours before.
     fn is_known(&self, path: &Path) -> bool {
         let kept = self.kept();
         kept.prepared.contains(path) || kept.disks.iter().any(|known| known == path)

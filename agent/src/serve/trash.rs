@@ -88,7 +88,7 @@ struct Entry {
     deleted_ms: u64,
     /// Where the directory is.
     directory: PathBuf,
-    /// Whether that is where it was before it was deleted.
+    /// True if that is where it was before it was deleted.
     is_restored: bool,
     /// Why it cannot be restored, where that is so.
     record: Result<Record, String>,
@@ -267,7 +267,7 @@ fn held_unless_unreadable(directory: &Path) -> Result<Option<Held>, NodeError> {
     }
 }
 
-/// Whether the data of that replica is in the trash: an empty directory must not take its place.
+/// Returns whether the data of that replica is in the trash: an empty directory must not take its place.
 ///
 /// # Errors
 /// The trash cannot be read: it may be there.

@@ -132,14 +132,14 @@ pub fn signal_to(pid: u32, signal: Signal) {
     kill_process(pid_of(pid), signal).unwrap();
 }
 
-/// Whether a process ends within the limit; one that is gone has ended.
+/// Returns true if a process ends within the limit; one that is gone has ended.
 pub fn wait_for_end(pid: u32) -> bool {
     let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return true };
     let limit = Timespec::try_from(LIMIT).unwrap();
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap() > 0
 }
 
-/// Whether a process lives.
+/// Returns true if a process lives.
 pub fn lives(pid: u32) -> bool {
     let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return false };
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };

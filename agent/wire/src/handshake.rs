@@ -52,7 +52,7 @@ pub struct Welcome {
     /// written and not flushed then may be gone. Such a replica is the last choice as the source of a copy.
     #[serde(default)]
     pub lost_cache: bool,
-    /// Whether it is being rebuilt: it lacks data, whatever its views say.
+    /// True if it is being rebuilt: it lacks data, whatever its views say.
     #[serde(default)]
     pub rebuilding: bool,
     /// The replicas whose missed regions it keeps.
@@ -90,7 +90,7 @@ impl Hello {
         Hello { claim, nonce, proof }
     }
 
-    /// Whether the engine has the volume's secret, and means this connection.
+    /// Returns true if the engine has the volume's secret, and means this connection.
     #[must_use]
     pub fn is_proven(&self, challenge: &Challenge, secret: &Secret) -> bool {
         self.proof.is(mac_of_hello(secret, challenge, self.nonce, &self.claim))

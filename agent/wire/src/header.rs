@@ -107,7 +107,7 @@ impl Opcode {
         Opcode::ALL.get(usize::from(raw).checked_sub(1)?).copied()
     }
 
-    /// Whether the frame carries text (JSON), not data of the volume alone.
+    /// Returns true if the frame carries text (JSON), not data of the volume alone.
     #[must_use]
     pub const fn is_control(self) -> bool {
         match self {
@@ -150,7 +150,7 @@ impl Flags {
     pub const RESPONSE: Flags = Flags(1 << 15);
     const KNOWN: u16 = Flags::FUA.0 | Flags::CHECKED.0 | Flags::ROTTEN.0 | Flags::RESPONSE.0;
 
-    /// Whether all bits of `other` are set.
+    /// Returns true if all bits of `other` are set.
     #[must_use]
     pub const fn has(self, other: Flags) -> bool {
         self.0 & other.0 == other.0
@@ -261,7 +261,7 @@ impl Header {
         Header { opcode, flags: Flags::RESPONSE, id, offset_bytes, length_bytes, status, data_check: 0 }
     }
 
-    /// Whether this answers a request.
+    /// Returns true if this answers a request.
     #[must_use]
     pub const fn is_response(&self) -> bool {
         self.flags.has(Flags::RESPONSE)

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use crate::{LayerCheck, RegionsPage};
 
-    /// Whether `text` is a `T` only if it has `field`.
+    /// Returns true if `text` is a `T` only if it has `field`.
     fn needs<T: DeserializeOwned>(text: &str, field: &str) -> bool {
         assert!(serde_json::from_str::<T>(text).is_ok() && text.contains(field), "{text}");
         serde_json::from_str::<T>(&text.replace(field, "unknown")).is_err()

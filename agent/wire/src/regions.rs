@@ -29,7 +29,7 @@ pub struct ExpandReplica {
 /// Some of the regions of a set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionsPage {
-    /// Whether the replica keeps this set at all. Missed regions that are not kept are not known.
+    /// True if the replica keeps this set at all. Missed regions that are not kept are not known.
     pub kept: bool,
     /// First region and count of each run, in order, at most
     /// [`RUNS_PER_MARK_MAX`](shorthorn_types::RUNS_PER_MARK_MAX).

@@ -68,9 +68,9 @@ pub struct LayerCheck {
 pub struct KeepSums {
     /// Name of the image file.
     pub image: String,
-    /// Whether what was told before is void.
+    /// True if what was told before is void.
     pub is_first: bool,
-    /// Whether this is all.
+    /// True if this is all.
     pub is_last: bool,
     /// The number of the first piece.
     pub first_piece: u32,
@@ -98,7 +98,7 @@ pub struct LayerPatch {
 }
 
 impl LayerPatch {
-    /// Whether runs and lengths fit each other, with so much data.
+    /// Returns true if runs and lengths fit each other, with so much data.
     fn fits(&self, data_bytes: usize) -> bool {
         let block_bytes = u32::try_from(BLOCK_BYTES).unwrap_or(u32::MAX);
         let mut end = 0;

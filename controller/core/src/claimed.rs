@@ -26,17 +26,17 @@ pub struct PersistentVolume {
     pub handle: String,
     /// Available, Bound, Released, Failed, Pending.
     pub phase: String,
-    /// Whether the volume is to be deleted with it.
+    /// True if the volume is to be deleted with it.
     pub deletes: bool,
-    /// Whether its deletion was asked for.
+    /// True if its deletion was asked for.
     pub is_deleting: bool,
     /// The claim that it is bound to, or was last, as NAMESPACE/NAME.
     pub claim: Option<String>,
 }
 
 impl PersistentVolume {
-    /// Whether the volume has to stay. Its driver is asked to delete the volume while the PersistentVolume is still there: once
-    /// no claim has it, or when it is deleted unbound.
+    /// Returns true if the volume has to stay. Its driver is asked to delete the volume while the
+    /// PersistentVolume is still there: once no claim has it, or when it is deleted unbound.
     #[must_use]
     pub fn keeps(&self) -> bool {
         let is_free = matches!(self.phase.as_str(), "Released" | "Failed");
@@ -95,7 +95,7 @@ impl Claims {
         Note { keeper: keeper.map(|(name, _)| name.clone()), claim }
     }
 
-    /// Whether something else is noted in a volume than what is so.
+    /// Returns true if something else is noted in a volume than what is so.
     #[must_use]
     pub fn is_outdated(&self, volume: &Volume) -> bool {
         noted_of(volume) != self.note_of(&volume.metadata.name)

@@ -31,9 +31,9 @@ pub struct Machine {
     pub internal_ip: Option<IpAddr>,
     /// What fails together with it.
     pub zone: Option<Label>,
-    /// Whether its kubelet is well.
+    /// True if its kubelet is well.
     pub is_ready: bool,
-    /// Whether Kubernetes puts no new pods there.
+    /// True if Kubernetes puts no new pods there.
     pub is_cordoned: bool,
 }
 

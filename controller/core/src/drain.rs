@@ -18,7 +18,7 @@ pub struct Left {
     pub volume: String,
     /// Its replica; none: its engine.
     pub replica: Option<String>,
-    /// Whether nothing goes on until somebody does something.
+    /// True if nothing goes on until somebody does something.
     pub held: bool,
     /// How far it is, or what to do.
     pub message: String,
@@ -54,7 +54,7 @@ pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
     replica.spec.eviction_requested.then_some(Leaves::Place)
 }
 
-/// Whether the replica is to leave its place.
+/// Returns true if the replica is to leave its place.
 #[must_use]
 pub fn is_evicted(world: &World, replica: &Replica) -> bool {
     leaves(world, replica).is_some()
@@ -191,7 +191,7 @@ fn percent_of_copy(agents: &Agents, engine: &Engine, replica: &Replica) -> Optio
     }
 }
 
-/// Whether the replica has everything and no other, as far as is known, does.
+/// Returns true if the replica has everything and no other, as far as is known, does.
 #[must_use]
 pub fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
     let has_all = |other: &Replica| {

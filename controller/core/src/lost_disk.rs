@@ -12,7 +12,7 @@ use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
 use crate::{NodeName, World};
 
-/// Whether somebody has said that the disk of the replica does not come back.
+/// Returns true if somebody has said that the disk of the replica does not come back.
 #[must_use]
 pub fn is_lost(world: &World, replica: &Replica) -> bool {
     let node = world.nodes.get(replica.spec.node_id.as_str());
@@ -27,7 +27,7 @@ pub struct RemoveDisk {
     pub node: String,
     /// The directory there.
     pub path: String,
-    /// Whether it does not come back, with all that is on it.
+    /// True if it does not come back, with all that is on it.
     pub lost: bool,
     /// Of one that is lost: also if nothing is wrong with it as far as its agent sees, and if volumes lose
     /// the last replica that has everything. Else: also if something is in its trash.

@@ -135,7 +135,7 @@ fn engines_of(view: &AgentView) -> BTreeSet<VolumeName> {
 pub struct AgentView {
     /// Where the agent is reached.
     pub address: String,
-    /// Whether its node's object says so; else the controller's configuration does, and the object follows.
+    /// True if its node's object says so; else the controller's configuration does, and the object follows.
     pub from_object: bool,
     /// Whether the rest is up to date.
     pub link: Link,
@@ -173,7 +173,7 @@ impl AgentView {
         }
     }
 
-    /// Whether the view is up to date.
+    /// Returns true if the view is up to date.
     #[must_use]
     pub const fn is_synced(&self) -> bool {
         matches!(self.link, Link::Synced)
@@ -333,7 +333,8 @@ pub struct EngineView {
     pub endpoint: String,
     /// The size of the device, as whoever uses it sees it; 0: not known.
     pub size_bytes: u64,
-    /// Whether writes may be gone that the user of the device was told are stored, so that it refuses every request.
+    /// True if writes may be gone that the user of the device was told are stored, so that it refuses every
+    /// request.
     pub lost_writes: bool,
     /// How many times it has met damaged data of which no replica has a sound copy.
     pub damaged_ranges: u64,
@@ -393,7 +394,7 @@ impl CopyView {
 /// What a scrub has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScrubView {
-    /// Whether it is under way.
+    /// True if it is under way.
     pub running: bool,
     /// The snapshot that is being compared; empty: the volume is.
     pub snapshot: String,

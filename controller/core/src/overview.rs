@@ -89,7 +89,7 @@ pub struct Version {
     pub count: u32,
     /// Nodes of agents, volumes of engines; at most [`NAMES_MAX`].
     pub names: Vec<String>,
-    /// Whether the controller is of another version.
+    /// True if the controller is of another version.
     pub differs: bool,
 }
 

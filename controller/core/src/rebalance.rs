@@ -170,7 +170,7 @@ fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'s
     }
 }
 
-/// Whether the one that is to take the place of another is made already.
+/// Returns true if the one that is to take the place of another is made already.
 fn is_replaced(volume: &Volume, replicas: &[&Replica]) -> bool {
     let live = replicas.iter().filter(|replica| !replica.metadata.is_deleting()).count();
     live > volume.spec.number_of_replicas as usize

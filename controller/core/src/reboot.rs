@@ -31,7 +31,7 @@ use crate::{NodeName, Timestamp, World, drain, left_out};
 pub struct Hold {
     /// The volume.
     pub volume: String,
-    /// Whether only its engine there is in the way: Kubernetes moves it with the pods that it drains.
+    /// True if only its engine there is in the way: Kubernetes moves it with the pods that it drains.
     pub is_engine: bool,
     /// Why, and what it waits for.
     pub message: String,
@@ -133,7 +133,7 @@ impl Needed {
 struct Member<'a> {
     /// None: its object is gone.
     replica: Option<&'a Replica>,
-    /// Whether requests do not wait for it.
+    /// True if requests do not wait for it.
     answers: bool,
 }
 
@@ -201,7 +201,7 @@ fn members<'a>(world: &'a World, volume: &'a Volume) -> Option<Vec<Member<'a>>> 
     }
 }
 
-/// Whether the engine has said which replicas are in its view.
+/// Returns true if the engine has said which replicas are in its view.
 fn knows_view(engine: &Engine) -> bool {
     let status = &engine.status;
     let says = matches!(status.current_state, CurrentState::Running | CurrentState::Unknown);
@@ -282,7 +282,7 @@ fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName
     if waits.is_empty() { "another replica".to_owned() } else { waits.join("; ") }
 }
 
-/// Whether `other` is about to go, and does so before `node`.
+/// Returns true if `other` is about to go, and does so before `node`.
 fn goes_before(world: &World, other: &NodeName, node: &NodeName) -> bool {
     match (cordoned_since(world, other), cordoned_since(world, node)) {
         (Some(other_since), Some(since)) => (other_since, other) < (since, node),

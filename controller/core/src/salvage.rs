@@ -8,7 +8,7 @@ use shorthorn_views::{Arbiter, Quorum, quorum};
 /// What an agent found in the directory of a replica.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inspection {
-    /// Whether the directory is there and a replica could be started with it.
+    /// True if the directory is there and a replica could be started with it.
     pub usable: bool,
     /// What it knows of views; none: no engine has ever opened it.
     pub report: Option<ReplicaReport>,
@@ -25,7 +25,7 @@ pub struct Inspection {
 pub struct Choice {
     /// Which one.
     pub replica: ReplicaId,
-    /// Whether it can be chosen at all.
+    /// True if it can be chosen at all.
     pub possible: bool,
     /// What may be lost, in sentences; empty: nothing that is known.
     pub losses: Vec<String>,

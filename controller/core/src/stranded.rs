@@ -44,11 +44,12 @@ impl About for Namespaced {
 /// What is known of a machine at the moment of a decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// Whether Kubernetes says that its kubelet is well.
+    /// True if Kubernetes says that its kubelet is well.
     pub is_ready: bool,
     /// Whether this controller sees its agent, or has lost it only a moment ago.
     pub is_in_sight: bool,
-    /// Whether Kubernetes has disks attached there that no attachment names: those of the drivers that are part of it.
+    /// True if Kubernetes has disks attached there that no attachment names: those of the drivers that are
+    /// part of it.
     pub has_nameless_disks: bool,
 }
 
@@ -61,19 +62,19 @@ pub struct Pod {
     pub uid: String,
     /// When it has to be gone, where it was told to go.
     pub gone_by: Option<Timestamp>,
-    /// Whether somebody has said already that it has ended.
+    /// True if somebody has said already that it has ended.
     pub is_ended_by_force: bool,
     /// Who wants to see it before it goes.
     pub finalizers: Vec<String>,
     /// Whose it is.
     pub owner: Owner,
-    /// Whether somebody makes it again if it ends.
+    /// True if somebody makes it again if it ends.
     pub has_controller: bool,
-    /// Whether its containers have ended for good: it uses nothing.
+    /// True if its containers have ended for good: it uses nothing.
     pub has_ended: bool,
     /// The claims in its namespace that it uses.
     pub claims: BTreeSet<String>,
-    /// Whether it names a disk of a driver that is part of Kubernetes, without a claim.
+    /// True if it names a disk of a driver that is part of Kubernetes, without a claim.
     pub has_inline_disk: bool,
 }
 
@@ -98,13 +99,13 @@ pub struct Attachment {
     pub uid: String,
     /// Whose disk it is.
     pub driver: String,
-    /// Whether that is Shorthorn.
+    /// True if that is Shorthorn.
     pub is_ours: bool,
     /// The claim that has the volume; none: nobody knows.
     pub claim: Option<Namespaced>,
     /// The name that the driver has for the volume.
     pub handle: String,
-    /// Whether it is on its way out.
+    /// True if it is on its way out.
     pub is_deleting: bool,
 }
 

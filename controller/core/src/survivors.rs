@@ -116,7 +116,7 @@ pub fn is_given_up(world: &World, replica: &Replica) -> bool {
     lost_disk::is_lost(world, replica) || lost_node::is_given_up(world, &replica.spec.node_id)
 }
 
-/// Whether the replica is in the view, as far as is known: an engine that serves says so.
+/// Returns true if the replica is in the view, as far as is known: an engine that serves says so.
 fn is_member(world: &World, volume: &Volume, replica: &Replica) -> bool {
     let id = replica.spec.replica_id;
     let engine = world.engines.get(&volume.metadata.name);

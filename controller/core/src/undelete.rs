@@ -32,7 +32,7 @@ use crate::{NodeName, Timestamp, World};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
-    /// Whether it was deleted with its volume; else the volume has gone on without it.
+    /// True if it was deleted with its volume; else the volume has gone on without it.
     pub with_volume: bool,
     /// When the volume was made, by a clock.
     pub volume_created: Timestamp,
@@ -133,7 +133,7 @@ pub struct Trashed {
     pub deleted_ms: u64,
     /// How new its data is.
     pub holds: Holds,
-    /// Whether it is where it was before already, and only its record is in the trash.
+    /// True if it is where it was before already, and only its record is in the trash.
     pub restored: bool,
     /// Its record; none: it is damaged, or was never made.
     pub record: Option<Record>,
@@ -295,8 +295,8 @@ impl<'a> Life<'a> {
         Ok(Some(volume))
     }
 
-    /// Whether its status was not stored any more: a new volume does not have these replicas. Those that were left behind belong to
-    /// no volume, whatever it is.
+    /// Returns true if its status was not stored any more: a new volume does not have these replicas. Those
+    /// that were left behind belong to no volume, whatever it is.
     fn is_bare(&self, world: &World, volume: &Volume) -> bool {
         let is_stored = |trashed: &Trashed| {
             world.replicas.get(&instance_name(trashed)).is_some_and(|replica| !replica.is_left_behind())

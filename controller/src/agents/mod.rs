@@ -308,7 +308,7 @@ impl Fleet {
         }
     }
 
-    /// Whether the agent of `node` says that it has the features of that level.
+    /// Returns true if the agent of `node` says that it has the features of that level.
     fn can(&self, node: &NodeName, level: u32) -> bool {
         let agents = self.agents();
         let info = agents.get(node).and_then(|view| view.info.as_ref());

@@ -82,7 +82,7 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Whether there is a node in it.
+    /// Returns true if there is a node in it.
     pub(super) fn has_node(&self, world: &World) -> bool {
         csi::has_node(world, self.node.as_deref(), self.zone.as_deref())
     }

@@ -69,7 +69,7 @@ impl CtlError {
     }
 }
 
-/// Whether the status was made on this side, because the connection failed.
+/// Returns true if the status was made on this side, because the connection failed.
 pub(super) fn is_unreachable(status: &Status) -> bool {
     std::error::Error::source(status).is_some()
 }

@@ -45,7 +45,7 @@ struct Sighting {
     since: Instant,
 }
 
-/// Whether a lease can be taken, seen unchanged for that long.
+/// Returns true if a lease can be taken, seen unchanged for that long.
 fn is_free(lease: &Lease, unchanged: Duration) -> bool {
     let spec = lease.spec.as_ref();
     let is_held =

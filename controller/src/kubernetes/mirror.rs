@@ -24,7 +24,7 @@ pub struct Mirror<T> {
 #[derive(Debug)]
 struct Kept<T> {
     by_name: BTreeMap<String, T>,
-    /// Whether everything was listed once.
+    /// True if everything was listed once.
     is_complete: bool,
     /// The names of what has changed since it was asked for; none: it was listed since.
     news: Option<BTreeSet<String>>,

@@ -45,7 +45,7 @@ impl Readiness {
         self.state().away = error;
     }
 
-    /// Whether it is the one that works.
+    /// Returns true if it is the one that works.
     pub fn is_leading(&self) -> bool {
         self.state().phase == Phase::Leading
     }

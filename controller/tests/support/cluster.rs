@@ -30,7 +30,8 @@ pub struct Cluster {
     controller: Option<Child>,
     /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
     pub replace_after_s: u64,
-    /// Whether volumes are created with fewer replicas than asked for; most tests want to see why there is no place.
+    /// True if volumes are created with fewer replicas than asked for; most tests want to see why there is no
+    /// place.
     pub degraded_creation: bool,
 }
 

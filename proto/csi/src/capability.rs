@@ -48,14 +48,14 @@ impl Capability {
         flag || matches!(self.mode, Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly)
     }
 
-    /// Whether several nodes may have the volume at the same time. No volume can be used so.
+    /// Returns true if several nodes may have the volume at the same time. No volume can be used so.
     #[must_use]
     pub fn is_multi_node(&self) -> bool {
         use Mode::{MultiNodeMultiWriter, MultiNodeReaderOnly, MultiNodeSingleWriter};
         matches!(self.mode, MultiNodeReaderOnly | MultiNodeSingleWriter | MultiNodeMultiWriter)
     }
 
-    /// Whether it may be published in one place only.
+    /// Returns true if it may be published in one place only.
     #[must_use]
     pub fn has_one_target(&self) -> bool {
         use Mode::{SingleNodeReaderOnly, SingleNodeSingleWriter, SingleNodeWriter};

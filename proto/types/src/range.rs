@@ -94,13 +94,13 @@ impl ByteRange {
         self.offset_bytes + self.length_bytes
     }
 
-    /// Whether the range has no bytes.
+    /// Returns true if the range has no bytes.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.length_bytes == 0
     }
 
-    /// Whether the two share a byte.
+    /// Returns true if the two share a byte.
     #[must_use]
     pub const fn overlaps(self, other: ByteRange) -> bool {
         self.offset_bytes < other.end() && other.offset_bytes < self.end()

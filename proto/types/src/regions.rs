@@ -78,7 +78,8 @@ impl MarkRegions {
     }
 }
 
-/// Whether a replica that keeps the stamp `own` has kept all that it stored while it was sent stamps up to `newest`.
+/// Returns true if a replica that keeps the stamp `own` has kept all that it stored while it was sent stamps
+/// up to `newest`.
 ///
 /// An engine numbers the stamps that it has its members store. It sends one only when every member has stored the one before, and
 /// after each flush that lets it clear write intents it sends three. So a member whose disk has kept everything is behind by
@@ -215,31 +216,31 @@ impl RegionSet {
         self.len
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether `region` is in the set.
+    /// Returns true if `region` is in the set.
     #[must_use]
     pub fn contains(&self, region: u32) -> bool {
         self.words.get(region as usize / 64).is_some_and(|word| word & bit(region) != 0)
     }
 
-    /// Whether any of `regions` is in the set.
+    /// Returns true if any of `regions` is in the set.
     #[must_use]
     pub fn contains_any(&self, mut regions: Range<u32>) -> bool {
         regions.any(|region| self.contains(region))
     }
 
-    /// Whether any region is in both sets.
+    /// Returns true if any region is in both sets.
     #[must_use]
     pub fn intersects(&self, other: &RegionSet) -> bool {
         self.words.iter().zip(&other.words).any(|(mine, theirs)| mine & theirs != 0)
     }
 
-    /// Whether all of `regions` are in the set.
+    /// Returns true if all of `regions` are in the set.
     #[must_use]
     pub fn contains_all(&self, mut regions: Range<u32>) -> bool {
         regions.all(|region| self.contains(region))

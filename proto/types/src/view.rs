@@ -106,13 +106,13 @@ impl Members {
         usize::from(self.count)
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Whether `id` is one of them.
+    /// Returns true if `id` is one of them.
     #[must_use]
     pub fn contains(&self, id: ReplicaId) -> bool {
         self.iter().any(|member| member == id)
@@ -153,7 +153,7 @@ impl Members {
         Members::new(self.iter().chain([id]))
     }
 
-    /// Whether all of these are in `other`.
+    /// Returns true if all of these are in `other`.
     #[must_use]
     pub fn is_subset_of(&self, other: &Members) -> bool {
         self.iter().all(|id| other.contains(id))

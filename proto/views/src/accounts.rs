@@ -21,8 +21,8 @@ pub fn accounts_to_forget<'a>(
     tracks.filter(|id| !wanted.contains(id) && !in_views.contains(&id))
 }
 
-/// Whether the replica `me`, which keeps `tracks`, may have no room for the accounts that it has to begin to store
-/// `target`: of everybody in `views` who is not in it.
+/// Returns true if the replica `me`, which keeps `tracks`, may have no room for the accounts that it has to
+/// begin to store `target`: of everybody in `views` who is not in it.
 #[must_use]
 pub fn lacks_room<'a>(
     me: ReplicaId,

@@ -54,7 +54,8 @@ impl Change {
         &self.stored
     }
 
-    /// Whether it needs the arbiter where nobody but `reached` can store it. A start asks before it proposes anything.
+    /// Returns true if it needs the arbiter where nobody but `reached` can store it. A start asks before it
+    /// proposes anything.
     #[must_use]
     pub fn would_need_grant(&self, reached: &Members) -> bool {
         let honoured = self.honoured.views();

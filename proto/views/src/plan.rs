@@ -147,8 +147,8 @@ fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
         .filter(|id| holders().any(|holder| holder.replica == id && !is_current(holder.stamp, newest)))
 }
 
-/// Whether the replica is the one that it was: one that was in a view of ours knows it. One that knows of no engine at
-/// all is new.
+/// Returns true if the replica is the one that it was: one that was in a view of ours knows it. One that
+/// knows of no engine at all is new.
 #[must_use]
 pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
     let ReplicaReport { committed, proposed } = report;

@@ -155,7 +155,7 @@ impl ReplicaViews {
     }
 }
 
-/// Whether a replica that has stored `newer` may have had `older` and dropped it.
+/// Returns true if a replica that has stored `newer` may have had `older` and dropped it.
 pub(crate) fn stands_for(newer: &View, older: &View) -> bool {
     newer.id > older.id && newer.members == older.members
 }

@@ -17,7 +17,7 @@ pub struct Basis {
     pub holders: Members,
     /// Those of them that were reached.
     pub members: Members,
-    /// Whether the arbiter has to grant the first view.
+    /// True if the arbiter has to grant the first view.
     pub needs_grant: bool,
 }
 
@@ -78,9 +78,9 @@ pub fn basis_without(
 struct Start<'a> {
     reports: &'a [Reported],
     granted: Option<View>,
-    /// Whether a replica is to store the first view.
+    /// True if a replica is to store the first view.
     stores: &'a dyn Fn(ReplicaId) -> bool,
-    /// Whether it may have stored more than it has reported.
+    /// True if it may have stored more than it has reported.
     is_doubted: &'a dyn Fn(ReplicaId) -> bool,
 }
 
@@ -170,8 +170,8 @@ impl Start<'_> {
     }
 }
 
-/// Whether the replica lacks a view that it must have stored: all members of a view have before it is committed. One with
-/// the same members may have taken its place.
+/// Returns true if the replica lacks a view that it must have stored: all members of a view have before it is
+/// committed. One with the same members may have taken its place.
 #[must_use]
 pub fn forgets(replica: ReplicaId, report: &ReplicaReport, newest_committed: View) -> bool {
     newest_committed.members.contains(replica)
@@ -182,7 +182,7 @@ pub fn forgets(replica: ReplicaId, report: &ReplicaReport, newest_committed: Vie
             .any(|view| view.id == newest_committed.id || stands_for(view, &newest_committed))
 }
 
-/// Whether no engine has ever had the replica store a view.
+/// Returns true if no engine has ever had the replica store a view.
 #[must_use]
 pub fn knows_no_engine(report: &ReplicaReport) -> bool {
     report.committed.id.generation == Generation::NEVER && report.proposed.is_empty()

@@ -61,7 +61,7 @@ impl SparseFile {
         self.now.get(block)
     }
 
-    /// Whether there are holes only.
+    /// Returns true if there are holes only.
     pub fn is_empty(&self) -> bool {
         self.now.0.iter().all(Option::is_none)
     }
@@ -82,7 +82,7 @@ impl SparseFile {
         changes.for_each(|(_, changed)| *changed = content);
     }
 
-    /// Whether all changes of the block are durable.
+    /// Returns true if all changes of the block are durable.
     fn is_settled(&self, block: u64) -> bool {
         self.unsynced.iter().all(|(changed, _)| *changed != block && *changed != PASSED_OVER)
     }

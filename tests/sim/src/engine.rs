@@ -54,9 +54,9 @@ pub struct Host {
     pub granted_before: Option<View>,
     /// The process that runs.
     pub engine: Option<u64>,
-    /// Whether the guest has used a device of this attachment here.
+    /// True if the guest has used a device of this attachment here.
     pub was_live: bool,
-    /// Whether writes of that guest may be gone: it is told by an error for every request.
+    /// True if writes of that guest may be gone: it is told by an error for every request.
     pub lost_writes: bool,
     /// By how much its clock has leapt ahead.
     pub clock_ms: u64,
@@ -66,7 +66,7 @@ pub struct Host {
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
     pub replica: ReplicaId,
-    /// Whether members and core know all that it has missed.
+    /// True if members and core know all that it has missed.
     pub is_complete: bool,
     /// The last view of this engine that it was in.
     pub last_view: Option<View>,
@@ -188,7 +188,7 @@ impl EngineProc {
         }
     }
 
-    /// Whether no queue has a connection to the replica.
+    /// Returns true if no queue has a connection to the replica.
     pub fn is_disconnected(&self, peer: usize) -> bool {
         self.links[peer].iter().all(Option::is_none)
     }
@@ -480,7 +480,7 @@ impl World {
         }
     }
 
-    /// Whether the core must not hear of an answer that it was lied to about.
+    /// Returns true if the core must not hear of an answer that it was lied to about.
     fn is_lied_about(
         &mut self,
         engine: u64,

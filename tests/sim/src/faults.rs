@@ -251,7 +251,7 @@ impl World {
         }
     }
 
-    /// Whether there was anything to strike.
+    /// Returns true if there was anything to strike.
     fn strike(&mut self, fault: &Fault, rng: &mut Rng) -> bool {
         match *fault {
             Fault::KillReplica { victim, power, for_us } => {

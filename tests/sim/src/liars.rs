@@ -12,7 +12,7 @@ use crate::world::World;
 const ATTEMPTS_US: Micros = 15_000_000;
 
 impl World {
-    /// Whether a replica lies.
+    /// Returns true if a replica lies.
     pub fn has_liars(&self) -> bool {
         self.replicas.iter().any(|replica| !replica.lies.is_empty() && !replica.gone)
     }
@@ -22,12 +22,12 @@ impl World {
         self.replicas.iter_mut().for_each(|replica| replica.lies.clear());
     }
 
-    /// Whether a replica lies at proposals.
+    /// Returns true if a replica lies at proposals.
     pub fn has_liar_at_proposals(&self) -> bool {
         self.replicas.iter().any(|replica| lies(replica, LieAt::Proposals) && !replica.gone)
     }
 
-    /// Whether an engine serves, and all replicas are members that can be while some lie.
+    /// Returns true if an engine serves, and all replicas are members that can be while some lie.
     pub fn goes_on_with_liars(&self) -> bool {
         self.serving().is_some() && self.absent().is_none()
     }
@@ -77,8 +77,9 @@ impl World {
         self.replicas.iter().any(is_one)
     }
 
-    /// Whether replicas that do not lie at proposals are more than half of every view that may count, and one of them is in all of these
-    /// views and has kept everything. It looks at the disks, with nobody between.
+    /// Returns true if replicas that do not lie at proposals are more than half of every view that may count,
+    /// and one of them is in all of these views and has kept everything. It looks at the disks, with nobody
+    /// between.
     fn could_start_without_liars(&self) -> bool {
         let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
         let has_tried =

@@ -99,7 +99,7 @@ pub enum Sabotage {
 /// How to run a script.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Whether to write a log.
+    /// True if to write a log.
     pub trace: bool,
     /// What to leave out.
     pub sabotage: Option<Sabotage>,
@@ -385,7 +385,7 @@ impl World {
     }
 }
 
-/// Whether the guest has no request left and every replica is a member.
+/// Returns true if the guest has no request left and every replica is a member.
 fn is_recovered(world: &World) -> bool {
     let Some(engine) = world.guest.engine.and_then(|engine| world.engines.get(&engine)) else { return false };
     let Some(core) = &engine.core else { return false };
@@ -401,7 +401,8 @@ fn is_recovered(world: &World) -> bool {
         && engine.links.iter().flatten().flatten().all(|conn| world.is_alive(*conn))
 }
 
-/// Whether no engine serves, and the one that is attached cannot start without a replica that is gone.
+/// Returns true if no engine serves, and the one that is attached cannot start without a replica that is
+/// gone.
 fn needs_what_is_gone(world: &World) -> bool {
     let is_gone = |id| {
         let replica = world.replica_index(id).map(|at| &world.replicas[at]);
@@ -413,14 +414,15 @@ fn needs_what_is_gone(world: &World) -> bool {
         && (world.needed.iter().any(is_gone) || is_torn(world) || waits_in_vain(world))
 }
 
-/// Whether replicas have stored views without a common member, and the one that is gone has taken along which of them is dead.
+/// Returns true if replicas have stored views without a common member, and the one that is gone has taken
+/// along which of them is dead.
 fn is_torn(world: &World) -> bool {
     world.is_torn && world.replicas.iter().any(|replica| replica.gone)
 }
 
-/// Whether half of the volume is left, and the arbiter of a restored store cannot grant that it goes on: it does not know
-/// whether the replicas that are gone had gone on alone. Or each half has stored a view of its own, and the
-/// record is lost that says which one was granted.
+/// Returns true if half of the volume is left, and the arbiter of a restored store cannot grant that it goes
+/// on: it does not know whether the replicas that are gone had gone on alone. Or each half has stored a view
+/// of its own, and the record is lost that says which one was granted.
 fn waits_in_vain(world: &World) -> bool {
     let is_gone = |replica: &Replica| replica.gone || replica.is_rolled_back;
     let is_half_gone = world.replicas.iter().any(is_gone) || world.is_torn;
@@ -485,7 +487,8 @@ fn compare_replicas(world: &mut World) {
 }
 
 impl World {
-    /// Whether both ends have the connection. A replica that has ended, and what it may have lost, is known to its engine later.
+    /// Returns true if both ends have the connection. A replica that has ended, and what it may have lost, is
+    /// known to its engine later.
     fn is_alive(&self, conn: net::ConnId) -> bool {
         self.conns.get(&conn).is_some_and(|conn| conn.engine_open && conn.replica_open)
     }
@@ -522,7 +525,7 @@ impl World {
         self.replicas.len() < crate::script::REPLICAS_MAX
     }
 
-    /// Whether another replica has data.
+    /// Returns true if another replica has data.
     fn is_one_left_without(&self, at: usize) -> bool {
         (0..self.replicas.len()).any(|other| other != at && self.knows_an_engine(other))
     }

@@ -131,9 +131,9 @@ pub struct Conn {
     pub replica: usize,
     /// Start of the replica process that took it.
     pub boot: u64,
-    /// Whether the engine's end is open.
+    /// True if the engine's end is open.
     pub engine_open: bool,
-    /// Whether the replica's end is open.
+    /// True if the replica's end is open.
     pub replica_open: bool,
     /// Nothing arrives any more, at either end.
     pub is_dead: bool,
@@ -151,7 +151,7 @@ impl Conn {
         if to_replica { &mut self.to_replica } else { &mut self.to_engine }
     }
 
-    /// Whether anything is held back.
+    /// Returns true if anything is held back.
     pub fn holds_any(&self) -> bool {
         !self.to_replica.held.is_empty() || !self.to_engine.held.is_empty()
     }
@@ -180,7 +180,7 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Whether it holds back messages of `conn` in this direction.
+    /// Returns true if it holds back messages of `conn` in this direction.
     pub fn holds(&self, conn: &Conn, to_replica: bool) -> bool {
         let is_direction = if to_replica { self.to_replica } else { self.to_engine };
         is_direction

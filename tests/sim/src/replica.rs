@@ -212,7 +212,7 @@ impl Replica {
         (self.full, self.full_for_pages) = (false, false);
     }
 
-    /// Whether the disk fails at this, this time.
+    /// Returns true if the disk fails at this, this time.
     fn takes_error(&mut self, what: Broken) -> bool {
         takes_error(&mut self.broken, what)
     }
@@ -254,7 +254,7 @@ impl Replica {
         self.saved = Some(Saved { files, durable, size_bytes, stamp });
     }
 
-    /// Whether there is a copy from within the view that lasts, and old enough to be recognised.
+    /// Returns true if there is a copy from within the view that lasts, and old enough to be recognised.
     pub fn has_saved_disk(&self) -> bool {
         let view = self.durable.views.report().committed;
         let is_member = view.members.contains(self.id) && view.members.len() >= MEMBERS_THAT_TELL;
@@ -334,12 +334,12 @@ impl Replica {
         self.map = chain_map(self.size_bytes, self.durable.has_snapshot, self.can_punch);
     }
 
-    /// Whether the process may end after a failure: the next one knows that data may be gone.
+    /// Returns true if the process may end after a failure: the next one knows that data may be gone.
     pub fn may_end(&self) -> bool {
         self.state.failure().is_some_and(|failure| failure.pause_before_end().is_some())
     }
 
-    /// Whether no engine is connected, and nothing is being done.
+    /// Returns true if no engine is connected, and nothing is being done.
     pub fn is_quiet(&self) -> bool {
         self.admission.connections().next().is_none() && self.ops.is_empty() && self.pages.is_empty()
     }
@@ -349,7 +349,7 @@ impl Replica {
         self.change(|state, disk| state.note_again(disk));
     }
 
-    /// Whether something is being done that was sent on this connection.
+    /// Returns true if something is being done that was sent on this connection.
     fn is_busy_with(&self, conn: ConnId) -> bool {
         let is_its = |op: &Op| op.conn == conn;
         self.ops.values().chain(self.waiting.modifications()).any(is_its)

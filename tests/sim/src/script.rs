@@ -29,7 +29,7 @@ pub struct Script {
     pub requests: u64,
     /// How long there may be trouble.
     pub trouble_us: u64,
-    /// Whether messages are now and then very late.
+    /// True if messages are now and then very late.
     #[serde(default)]
     pub slow_network: bool,
     /// How many queues the engine has.

@@ -62,7 +62,7 @@ pub enum Occurrence {
 /// The controller: what it has recorded for the volume.
 #[derive(Clone, Debug)]
 pub struct Controller {
-    /// Whether it runs.
+    /// True if it runs.
     pub up: bool,
     /// Number of the newest attachment.
     pub attach: u64,

@@ -22,7 +22,7 @@ pub const WORKLOADS: [Workload; 6] = [
 ];
 
 impl Workload {
-    /// Whether it writes.
+    /// Returns true if it writes.
     #[must_use]
     pub fn writes(&self) -> bool {
         self.rw.ends_with("write")

@@ -45,7 +45,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Whether so many replicas are healthy that the user of the volume must see no error.
+    /// Returns true if so many replicas are healthy that the user of the volume must see no error.
     #[must_use]
     pub fn leaves_majority(self) -> bool {
         self != Group::Majority
@@ -86,7 +86,7 @@ pub struct Episode {
 pub struct Step {
     /// When.
     pub at: Duration,
-    /// Whether it ends then; else it begins.
+    /// True if it ends then; else it begins.
     pub is_end: bool,
     /// Which hit.
     pub hit: usize,

@@ -102,7 +102,7 @@ impl Link {
         self.shared.lock().ways[way as usize].damage = Some(choice);
     }
 
-    /// Whether the next chunk that way is going to be damaged.
+    /// Returns true if the next chunk that way is going to be damaged.
     pub fn is_to_damage(&self, way: Way) -> bool {
         self.shared.lock().ways[way as usize].damage.is_some()
     }

@@ -51,7 +51,7 @@ pub struct Options {
     pub replica_timeout: Duration,
     /// What times are counted from in what is printed.
     pub start: Instant,
-    /// Whether all volumes stop when one of them has shown what must not be.
+    /// True if all volumes stop when one of them has shown what must not be.
     pub stops_early: bool,
 }
 

@@ -178,7 +178,7 @@ impl Report {
         every_row().iter().filter(|row| !self.rows.contains_key(row)).count()
     }
 
-    /// Whether nothing has been seen that must not be.
+    /// Returns true if nothing has been seen that must not be.
     #[must_use]
     pub fn passes_so_far(&self) -> bool {
         self.problems.is_empty() && self.volumes_that_differ == 0

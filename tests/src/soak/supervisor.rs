@@ -35,7 +35,7 @@ struct Process {
     name: String,
     command: Command,
     child: Option<Child>,
-    /// Whether it stays dead.
+    /// True if it stays dead.
     is_held: bool,
     start_at: Instant,
 }

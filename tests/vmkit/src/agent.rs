@@ -51,7 +51,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Whether the exit status is 0.
+    /// Returns true if the exit status is 0.
     pub fn success(&self) -> bool {
         self.status == 0
     }

@@ -61,12 +61,12 @@ impl Kernel {
         }
     }
 
-    /// Whether it has the driver ublk.
+    /// Returns true if it has the driver ublk.
     pub(crate) fn has_ublk(self) -> bool {
         matches!(self, Self::Ublk | Self::Newest)
     }
 
-    /// Whether it has the driver nbd.
+    /// Returns true if it has the driver nbd.
     pub(crate) fn has_nbd(self) -> bool {
         self != Self::Iscsi
     }

@@ -39,7 +39,7 @@ pub(super) fn device(volume: &Volume) -> Result<&Device, CsiError> {
     Ok(device)
 }
 
-/// Whether the node of the device itself is mounted at `point`.
+/// Returns true if the node of the device itself is mounted at `point`.
 pub(super) fn is_node_at(point: &Path, number: DeviceNumber) -> bool {
     device::number_at(point).is_ok_and(|found| found == Some(number))
 }
@@ -68,12 +68,12 @@ pub(super) fn of_caller(options: &NodeOptions, places: Vec<PathBuf>, own: &[&Pat
     places
 }
 
-/// Whether `point` is in a directory of the caller.
+/// Returns true if `point` is in a directory of the caller.
 pub(super) fn is_callers(options: &NodeOptions, point: &Path) -> bool {
     options.roots.iter().any(|root| point.starts_with(root) && point != root)
 }
 
-/// Whether a mount is what remains of a device that is gone.
+/// Returns true if a mount is what remains of a device that is gone.
 pub(super) fn is_stale(mount: &Mount) -> bool {
     match device::number_at(&mount.point) {
         Ok(Some(node)) => !device::is_live(node),
@@ -101,7 +101,7 @@ pub(super) fn set_read_only(device: &Device, read_only: bool) -> Result<(), CsiE
     Ok(Tool::new("blockdev", BLOCKDEV_LIMIT).arg(option).arg(&device.path).succeed().map(drop)?)
 }
 
-/// Whether the kernel refuses writes to the device.
+/// Returns whether the kernel refuses writes to the device.
 pub(super) fn is_read_only(device: &Device) -> Result<bool, CsiError> {
     device::is_read_only(device.number).map_err(CsiError::system(device.path.display()))
 }

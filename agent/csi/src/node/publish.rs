@@ -47,7 +47,7 @@ pub(super) fn publish(options: &NodeOptions, volume: &Volume, wish: &Wish) -> Re
     }
 }
 
-/// Whether what is mounted at the target is what is asked for. False: it has to go first.
+/// Returns whether what is mounted at the target is what is asked for. False: it has to go first.
 fn is_published(
     options: &NodeOptions,
     volume: &Volume,

@@ -73,7 +73,7 @@ pub(super) fn stage_mount(
     Ok(point)
 }
 
-/// Whether what is mounted at the staging path is what is asked for. False: it has to go first.
+/// Returns whether what is mounted at the staging path is what is asked for. False: it has to go first.
 fn is_staged(
     options: &NodeOptions,
     table: &MountTable,

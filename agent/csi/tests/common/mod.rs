@@ -33,7 +33,8 @@ pub const LIMIT: Duration = Duration::from_secs(120);
 /// The smallest volume that mkfs.xfs makes a file system on is 300 MiB.
 pub const SIZE: u64 = 320 << 20;
 
-/// Whether ext4 lets this process resize: root in a container need not have the right (CAP_SYS_RESOURCE).
+/// Returns true if ext4 lets this process resize: root in a container need not have the right
+/// (CAP_SYS_RESOURCE).
 pub fn may_resize_ext4() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();

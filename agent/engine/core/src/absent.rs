@@ -1,15 +1,15 @@
 use shorthorn_types::{RegionSet, Regions};
 
-/// What the core keeps of a replica that is not in the view.
+/// The state that the core keeps of a replica outside the view.
 #[derive(Debug)]
 pub(crate) struct Absent {
-    /// Where it lacks what the members have. Modifications that it is not sent put their regions in.
+    /// Regions that the replica lacks. A modification that is not sent to it adds its regions.
     pub missed: RegionSet,
-    /// What was copied to it and is still in the members' durable sets of what it has missed.
+    /// Regions that were copied to the replica but are still in the members' durable out-of-sync set.
     pub copied: RegionSet,
     /// The part of `copied` that the last internal flush covers: it can be cleared from those sets.
     pub covered: RegionSet,
-    /// Where the search for the next region to copy goes on.
+    /// The region from which the search for the next region to copy continues.
     pub cursor: u32,
     /// The newest stamp that the engine sent to it. If its disk has lost that stamp, it misses more regions than `missed`.
     pub stamp: u32,
@@ -32,7 +32,7 @@ impl Absent {
         }
     }
 
-    /// Its connections are lost: nothing that was copied counts as covered any more.
+    /// Discards the covered regions after the connections are lost: a copy no longer counts.
     pub fn disconnected(&mut self) {
         self.copied.clear();
         self.covered.clear();

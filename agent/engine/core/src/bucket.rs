@@ -2,20 +2,20 @@ use shorthorn_types::limits::MAX_IO_BYTES;
 
 use crate::event::CopyLimits;
 
-/// Over such a time it is looked at what the frontend moves, and bytes are given out.
+/// The interval at which the bucket looks at the frontend's traffic and refills, in milliseconds.
 const REFILL_INTERVAL_MS: u64 = 100;
 /// After a pause no more is given out than for this time.
 const REFILL_MS_MAX: u64 = 1000;
-/// What copying gets beside the busiest frontend, so that it always ends.
+/// The minimum bandwidth of copies beside the busiest frontend, so that every copy ends.
 const SHARE_BYTES_PER_S_MIN: u64 = 4 << 20;
 
-/// How many bytes may be copied now: a token bucket that may go into debt by one copy.
+/// A token bucket with the bytes that may be copied now. It may go into debt by one copy.
 #[derive(Debug)]
 pub(crate) struct Bucket {
     limits: CopyLimits,
     /// Absent while nothing limits.
     tokens: Option<i64>,
-    /// What the frontend has moved since the last refill.
+    /// Bytes that the frontend has moved since the last refill.
     moved_bytes: u64,
     refilled_at_ms: u64,
 }
@@ -35,7 +35,7 @@ impl Bucket {
         self.moved_bytes = self.moved_bytes.saturating_add(bytes);
     }
 
-    /// Whether `bytes` may be copied now; they are paid for then.
+    /// Returns true if `bytes` may be copied now; they are paid for then.
     pub fn take(&mut self, bytes: u64) -> bool {
         let may = self.tokens.is_none_or(|tokens| tokens > 0);
         if may {
@@ -52,7 +52,7 @@ impl Bucket {
         }
     }
 
-    /// It is `now_ms`.
+    /// Refills the bucket for the time up to `now_ms`.
     pub fn refill(&mut self, now_ms: u64) {
         let passed_ms = now_ms.saturating_sub(self.refilled_at_ms);
         if passed_ms < REFILL_INTERVAL_MS {

@@ -7,7 +7,7 @@ use crate::slot::SlotId;
 /// A request of the frontend that is completed with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Whose request.
+    /// The slot of the request.
     pub slot: SlotId,
     /// The operation that failed.
     pub operation: Operation,

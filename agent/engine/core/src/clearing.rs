@@ -1,6 +1,6 @@
-//! Write intent is cleared where nothing was written for a while, and of what a replica has missed is
-//! cleared what was copied to it: both after a flush of everybody. Before its end the engine settles: it clears
-//! once what it can, without waiting for regions to be left alone.
+//! Clears regions from the durable sets after every member has flushed. Write intent is cleared when a region
+//! was not written for a while. Out-of-sync regions are cleared once they are copied to their replica. Before
+//! its end the engine settles: it clears all that it can once, without waiting for regions to cool.
 //!
 //! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`]. If a disk is restored to a
 //! state before the flush, the engine sees that by the stamp: no intent set notes the regions any more that this disk lacks.
@@ -25,12 +25,12 @@ pub(crate) struct Clearing {
     interval_ms: u64,
     keep_bytes: u64,
     turned_at_ms: u64,
-    /// Who was sent the flush and has not failed since.
+    /// Replicas that were sent the flush and have not failed since.
     pub flushed: PeerMask,
     pub marks: Marks,
-    /// Of which set the outstanding mark clears.
+    /// The replica whose out-of-sync set the outstanding mark clears. None: the write intent.
     of: Option<PeerIndex>,
-    /// The newest stamp that was sent to anybody.
+    /// The newest stamp that any replica was sent.
     stamp: u32,
     /// All members have stored it.
     is_level: bool,
@@ -55,7 +55,7 @@ enum Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Settling {
     No,
-    /// It begins when the turn before has led to its end.
+    /// A turn is wanted and begins when the one before has ended.
     Wanted,
     UnderWay,
 }
@@ -86,7 +86,7 @@ impl Clearing {
         self.stamp.saturating_add(2)
     }
 
-    /// Whether a flush has to be sent; it counts as sent then.
+    /// Returns true if a flush has to be sent; it counts as sent then.
     pub fn takes_flush(&mut self) -> bool {
         let wants = self.phase == Phase::WantsFlush;
         if wants {
@@ -99,7 +99,7 @@ impl Clearing {
         self.phase = if is_durable { Phase::Stamping(STAMPS_PER_TURN) } else { Phase::Resting };
     }
 
-    /// Whether it is time for a turn.
+    /// Returns true if it is time for a turn.
     fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_joining: bool) -> bool {
         // How far a joiner is goes on record with a turn too.
         let is_calm = dirty_bytes <= self.keep_bytes && !is_joining;
@@ -170,7 +170,8 @@ impl EngineCore {
         }
     }
 
-    /// Whether a joiner was made anew, and would be again if it were lost now: see [`EngineCore::is_in_copy`].
+    /// Returns true if a joiner was made anew, and would be again if it were lost now: see
+    /// [`EngineCore::is_in_copy`].
     fn has_copies_without_stamps(&self) -> bool {
         self.clearing.interval_ms > 0
             && self.membership.joining().iter().any(|peer| self.stamp_of(peer) > self.clearing.stamp)
@@ -245,9 +246,10 @@ impl EngineCore {
         self.clearing.phase = Phase::Resting;
     }
 
-    /// Some regions that can be cleared, and who clears them: the members, and those joiners that do not miss them. That a joiner
-    /// may differ where it misses a region, nobody but itself has noted durably: it keeps that until the region is copied to
-    /// it, which makes the region hot again.
+    /// Returns some regions that can be cleared, and the replicas that clear them. These are the members and
+    /// the joiners that do not miss the regions. If a joiner misses a region, only the joiner has noted
+    /// durably that it may differ there. The joiner keeps that note until the region is copied to it, which
+    /// makes the region hot again.
     fn clear_intent(&mut self) -> (Vec<(u32, u32)>, PeerMask) {
         let mut to = self.membership.answering();
         let joining = self.membership.joining();

@@ -1,4 +1,4 @@
-//! Copies: what runs in the slots behind those of queue 0, how each goes on, and which comes next.
+//! Runs copies in the slots behind those of queue 0: starts them, advances each, and chooses the next one.
 
 use shorthorn_types::{ByteRange, Errno};
 
@@ -46,7 +46,7 @@ impl EngineCore {
         *self.slots.at_mut(id) = Slot { phase: Phase::Waiting, ..Slot::FREE };
     }
 
-    /// The job is done; what waited for its range goes on.
+    /// Ends the job in the slot and wakes the requests that waited for its range.
     pub(crate) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
         self.take_slot(id, Job::Idle);
         self.slots.at_mut(id).phase = Phase::Free;
@@ -140,7 +140,7 @@ impl EngineCore {
         self.send(id, operation, piece, 0, source, out);
     }
 
-    /// Who gives a piece of which `rotten` hold rot.
+    /// Returns the replica to read a piece from, if the replicas in `rotten` hold rot in it.
     fn source_of(&mut self, why: Why, rotten: PeerMask) -> Option<PeerIndex> {
         let sound = self.membership.answering().without(rotten);
         let preferred = match why {
@@ -196,7 +196,7 @@ impl EngineCore {
         true
     }
 
-    /// Everything was copied, or nobody is left who wants it.
+    /// Ends a copy, because everything was copied or no target is left.
     fn end_copy(&mut self, id: SlotId, out: &mut Outputs) {
         let Some(Job::Copy(copy)) = self.job(id) else { return };
         let Copy { why, range, targets, .. } = *copy;
@@ -212,7 +212,7 @@ impl EngineCore {
         self.free_slot(id, out);
     }
 
-    /// As [`EngineCore::reply`], to a slot for copies.
+    /// Handles an answer like [`EngineCore::reply`], for a copy slot.
     pub(crate) fn copy_reply(
         &mut self,
         peer: PeerIndex,
@@ -274,8 +274,8 @@ impl EngineCore {
         }
     }
 
-    /// A replica cannot do what a slot for copies asks. It leaves; the last member stays, and whoever
-    /// depends on it for a copy does not become a member.
+    /// Handles the failure of a replica to do the operation of a copy slot. It leaves; the last member stays,
+    /// and whoever depends on it for a copy does not become a member.
     pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
         let members = self.membership.answering();
         // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds it.

@@ -15,11 +15,12 @@ use crate::ranges::RangeTable;
 use crate::scrub::{Scrub, Suspects};
 use crate::slot::{Phase, SlotId, Slots};
 
-/// By how much the core's clock goes on with one tick at most: more than that between two ticks is a pause of this process or
-/// of the machine. Answers that have come meanwhile are taken in between the ticks that follow, before anybody is late.
+/// The maximum by which one tick advances the core's clock. A longer time between two ticks is a pause of
+/// this process or of the machine. The core takes in the answers that arrived meanwhile between the next
+/// ticks, before any replica is late.
 const TICK_STEP_MS_MAX: u64 = 1000;
 
-/// One volume, attached. See the crate's description.
+/// The core of the engine of one attached volume. See the crate's description.
 ///
 /// This file takes events in and handles losses, views and time. What the others add to it: `serve` requests
 /// of the frontend, `copy` and `equalise` what is copied, `failed` what has found no space,
@@ -40,7 +41,7 @@ pub struct EngineCore {
     ready: Vec<SlotId>,
     /// Requests that have failed on some replicas, which have to be made equal first.
     pub(crate) resyncs: Vec<SlotId>,
-    /// Something has happened that lets what is held go on.
+    /// True if an event has happened that lets held requests continue.
     pub(crate) wake_held: bool,
     /// There may be something to do beside requests.
     pub(crate) wake: bool,
@@ -52,7 +53,7 @@ pub struct EngineCore {
     /// When the change of the view that is under way was proposed.
     pub(crate) proposed_at_ms: u64,
     pub(crate) unfinished: usize,
-    /// Of discards and writes of zeroes that were sent and are not completed.
+    /// Bytes of discards and writes of zeroes that were sent and are not completed.
     pub(crate) zeroing_bytes: u64,
     /// Reads that are with the replicas, and all other requests: reads do not wait for a member that is slow to write.
     pub(crate) reads: Flight,
@@ -70,20 +71,20 @@ pub struct EngineCore {
     pub(crate) jobs: Jobs,
     pub(crate) bucket: Bucket,
     pub(crate) copied_bytes: u64,
-    /// Where the members may differ: what nobody may read or change before it was copied.
+    /// Regions in which the members may differ. They are not read or changed before they are copied.
     pub(crate) equalise: RegionSet,
     pub(crate) equalise_cursor: u32,
     pub(crate) is_equalising: bool,
     pub(crate) intent: Intent,
     pub(crate) clearing: Clearing,
-    /// Per replica, where it is not in the view and what it misses is counted.
+    /// Per replica: its state if it is not in the view and the core counts the regions that it misses.
     pub(crate) absent: Vec<Option<Absent>>,
     /// Which of them there are.
     pub(crate) counted: PeerMask,
-    /// Those of them of which all that they miss is counted, and not only what they miss since some time.
+    /// Absent replicas whose out-of-sync set is complete, and does not start only at some time.
     pub(crate) trusted: PeerMask,
     pub(crate) joins: Joins,
-    /// Joiners that count as being rebuilt until [`Event::CopyEnded`]: nobody could start from them.
+    /// Joiners that count as being rebuilt until [`Event::CopyEnded`]: no engine could start from them.
     pub(crate) in_copy: PeerMask,
     pub(crate) scrub: Option<Scrub>,
     pub(crate) suspects: Suspects,
@@ -146,7 +147,7 @@ impl EngineCore {
         core
     }
 
-    /// Takes over what the members know of an earlier engine's end.
+    /// Takes over the members' records of an earlier engine's end.
     fn begin(&mut self, config: &CoreConfig) {
         self.equalise.insert_all(&config.dirty);
         self.is_equalising = !self.equalise.is_empty();
@@ -169,7 +170,7 @@ impl EngineCore {
         &self.membership
     }
 
-    /// What is being copied or compared.
+    /// Returns the progress of copies and comparisons.
     #[must_use]
     pub fn copy_progress(&self) -> CopyProgress {
         let mut dirty = self.equalise.clone();
@@ -201,7 +202,7 @@ impl EngineCore {
         self.unfinished
     }
 
-    /// Takes an event in and appends what follows from it to `out`.
+    /// Handles an event and appends the resulting outputs to `out`.
     pub fn apply(&mut self, event: Event, out: &mut Outputs) {
         if let Some((peer, queue)) = event.answered_by() {
             self.patience.heard(peer, queue, self.now_ms);
@@ -250,7 +251,7 @@ impl EngineCore {
         }
     }
 
-    /// Lets go on what can, beside requests that nothing holds up.
+    /// Continues all work that can continue, except requests that do not wait.
     fn work(&mut self, out: &mut Outputs) {
         if std::mem::take(&mut self.wake_held) {
             self.issue_held(out);
@@ -271,12 +272,12 @@ impl EngineCore {
         }
     }
 
-    /// Whether nothing new may be sent: it is not settled who the members are.
+    /// Returns true if no new request may be sent, because the change of the members is not settled.
     pub(crate) fn is_paused(&self) -> bool {
         self.frozen || self.is_out_of_touch || self.membership.is_changing()
     }
 
-    /// Sends what has its turn in the range table, or holds it.
+    /// Sends a request that has its turn in the range table, or holds it.
     pub(crate) fn issue(&mut self, id: SlotId, out: &mut Outputs) {
         if self.slots.copy_index(id).is_some() {
             self.advance(id, out);
@@ -301,7 +302,8 @@ impl EngineCore {
         self.held_spare = held;
     }
 
-    /// A request or copy is done: those that waited for its range go on.
+    /// Takes a finished request or copy out of the range table and wakes the requests that waited for its
+    /// range.
     pub(crate) fn leave_range(&mut self, id: SlotId, out: &mut Outputs) {
         let mut ready = std::mem::take(&mut self.ready);
         self.ranges.leave(id, &mut ready);
@@ -311,8 +313,8 @@ impl EngineCore {
         self.ready = ready;
     }
 
-    /// Whether `peer` was asked for something in slot `id`; it is lost where it was not. What a replica says
-    /// that is on its way out counts for nothing.
+    /// Returns true if `peer` was asked for something in slot `id`, and drops the peer if it was not. Answers
+    /// of a replica that is about to leave do not count.
     pub(crate) fn expects(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
         if self.membership.state(peer) == PeerState::Failed {
             return false;
@@ -327,7 +329,7 @@ impl EngineCore {
         is_asked
     }
 
-    /// Takes `peer` out of those that have to answer; true where it was the last.
+    /// Removes `peer` from the replicas that still have to answer. Returns true if it was the last one.
     pub(crate) fn answered_by(&mut self, peer: PeerIndex, id: SlotId) -> bool {
         let slot = self.slots.at_mut(id);
         slot.pending = slot.pending.without(PeerMask::one(peer));
@@ -339,12 +341,12 @@ impl EngineCore {
         self.lose_for(peer, reason, DropCause::Broken, out);
     }
 
-    /// It has not answered in time.
+    /// Drops a replica that has not answered in time.
     pub(crate) fn lose_late(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Late, out);
     }
 
-    /// It has no space for what it was sent.
+    /// Drops a replica that has no space for a request.
     pub(crate) fn lose_full(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Full, out);
     }
@@ -450,8 +452,8 @@ impl EngineCore {
         self.wake |= self.is_equalising || self.scrub.is_some() || !self.membership.joining().is_empty();
     }
 
-    /// What `peer` misses is counted from now on. It lacks at most what may differ at this moment:
-    /// everything in flight is a part of that.
+    /// Starts to count the regions that `peer` misses. The replica lacks at most the regions that may differ
+    /// now, because they include everything in flight.
     pub(crate) fn count(&mut self, peer: PeerIndex) {
         let at = usize::from(peer);
         if self.absent.len() <= at {
@@ -466,7 +468,7 @@ impl EngineCore {
         self.trusted = self.trusted.with(PeerMask::one(peer));
     }
 
-    /// What `peer`, which is not in the view, misses as far as that is counted.
+    /// Returns the regions that `peer`, which is outside the view, is known to miss.
     #[must_use]
     pub fn missed(&self, peer: PeerIndex) -> Option<&RegionSet> {
         self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.missed)
@@ -494,8 +496,8 @@ impl EngineCore {
         }
     }
 
-    /// What is counted of what `peer` misses is not all, as the members do not know more, or because it has lost
-    /// more: whoever joins keeps no account of it, until it joins itself and says what it lacks.
+    /// Marks the out-of-sync set of `peer` as incomplete, because the members do not know more or the peer
+    /// has lost more. Joiners keep no such set for `peer` until it joins itself and reports what it lacks.
     pub fn distrust(&mut self, peer: PeerIndex) {
         self.trusted = self.trusted.without(PeerMask::one(peer));
     }
@@ -512,7 +514,7 @@ impl EngineCore {
         self.wake |= self.joins.marks.answered(peer, mark);
     }
 
-    /// Nobody waits for the answers of `peer` to marks any more.
+    /// Stops waiting for the answers of `peer` to marks.
     fn forget_marks_of(&mut self, peer: PeerIndex) {
         self.clearing.forget(peer, self.membership.in_view().has(peer));
         if self.clearing.marks.forget(peer) {

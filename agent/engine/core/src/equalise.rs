@@ -61,8 +61,8 @@ impl EngineCore {
         (self.wake_held, self.wake) = (true, true);
     }
 
-    /// A member that is alone differs from nobody. Where a copy to it is under way, requests wait on until that has
-    /// ended: what it still writes would overtake them.
+    /// Settles the regions of a single member, which differs from no other one. While a copy to it runs,
+    /// requests wait until that has ended, because its writes would overtake them.
     pub(crate) fn settle_alone(&mut self) {
         if self.membership.view().members.len() != 1 || self.equalise.is_empty() {
             return;

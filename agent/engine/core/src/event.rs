@@ -7,7 +7,7 @@ use crate::membership::{PeerConfig, PeerIndex};
 use crate::request::{Operation, Request};
 use crate::slot::SlotId;
 
-/// What an engine core is made with.
+/// The configuration from which an engine core is made.
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
     /// How many queues.
@@ -27,10 +27,10 @@ pub struct CoreConfig {
     pub flight_limits: FlightLimits,
     /// Size of the volume.
     pub size_bytes: u64,
-    /// Where the members may differ: made equal before it is served. To any of them: all of them hold every
-    /// acknowledged write.
+    /// Regions in which the members may differ. They are resynced before they are served, from any member:
+    /// all members hold every acknowledged write.
     pub dirty: RegionSet,
-    /// For each of `peers`: what it is known to have missed. Of members it is empty.
+    /// The out-of-sync set of each of `peers`, as far as known. Empty for members.
     pub missed: Vec<RegionSet>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
@@ -41,14 +41,17 @@ pub struct CoreConfig {
     pub copy_slots: u16,
     /// How fast regions may be copied.
     pub copy_limits: CopyLimits,
-    /// How long a region stays dirty after the last write, at least. 0: until [`Event::Settle`]; then what joining
-    /// replicas have got is not cleared from the members' account either.
+    /// The minimum time for which a region stays dirty after its last write. 0: regions stay dirty until
+    /// [`Event::Settle`], and regions copied to joiners stay in the members' out-of-sync sets as well.
     pub intent_interval_ms: u64,
-    /// While no more than that may differ after a crash, what is written now and then stays noted for longer.
+    /// The limit up to which regions that are written now and then stay dirty for longer. It bounds the bytes
+    /// that may differ after a crash.
     pub intent_keep_bytes: u64,
-    /// Whether a replica compares each read of the frontend with its sums. If it holds rot there, another member answers the read.
+    /// True if a replica compares each read of the frontend with its sums. If it holds rot there, another
+    /// member answers the read.
     pub verify_reads: bool,
-    /// Every request of the frontend is answered with [`Errno::IO`] at once: what its user was told is stored may be gone.
+    /// True if the core answers every frontend request with [`Errno::IO`] at once, because writes may be lost
+    /// that were reported as stored.
     pub refuses_requests: bool,
 }
 
@@ -71,19 +74,19 @@ pub struct CopyLimits {
     pub share_percent: u8,
 }
 
-/// How a scrub goes about.
+/// The settings of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScrubConfig {
     /// The most that is compared; 0: no limit.
     pub bytes_per_s: u64,
-    /// Whether what differs is made equal to the majority.
+    /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,
 }
 
 /// Blocks of [`BLOCK_BYTES`](shorthorn_types::limits::BLOCK_BYTES) of a slot's buffer that are all zeroes: bit n % 64 of word n / 64.
 pub type ZeroBlocks = [u64; 4];
 
-/// What has happened.
+/// An input of the core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A frontend submits a request.
@@ -93,11 +96,11 @@ pub enum Event {
         /// The request.
         request: Request,
     },
-    /// A replica has answered what it was sent; the data of a read is in the slot's buffer.
+    /// A replica has answered a request. The data of a read is in the slot's buffer.
     Reply {
         /// Which replica.
         peer: PeerIndex,
-        /// Whose request.
+        /// The slot of the request.
         slot: SlotId,
         /// How it went.
         outcome: Result<(), Errno>,
@@ -132,20 +135,20 @@ pub enum Event {
         /// Which one.
         view: ViewId,
     },
-    /// There is a replica that is not in the view: what it misses is counted from now on. Its index is the
-    /// next one, or one that is known and not in the view.
+    /// A replica outside the view was found: the core counts the regions that it misses from now on. Its
+    /// index is the next one, or that of a known replica outside the view.
     Track {
-        /// Its index.
+        /// The index of the replica.
         peer: PeerIndex,
         /// Which replica.
         config: PeerConfig,
     },
-    /// A tracked replica is connected on every queue and has what the members have, `missing` and what was counted
-    /// aside: it is to be brought up, and to become a member then.
+    /// A tracked replica is connected on every queue. It has the data of the members except for `missing` and
+    /// the regions counted meanwhile. The core rebuilds it and makes it a member.
     Join {
         /// Which replica.
         peer: PeerIndex,
-        /// What it lacks beside what was counted.
+        /// Regions that the replica lacks besides the counted ones.
         missing: Box<RegionSet>,
     },
     /// A replica that joins does not count as being rebuilt any more: see [`crate::EngineCore::is_in_copy`].
@@ -165,7 +168,8 @@ pub enum Event {
         /// The number of the mark.
         mark: u32,
     },
-    /// As [`Event::Reply`] to the read of a copy slot that went well, with what a look at the data has shown.
+    /// A successful answer, like [`Event::Reply`], to the read of a copy slot, with the results of examining
+    /// the data.
     CopyRead {
         /// Which replica.
         peer: PeerIndex,
@@ -197,14 +201,15 @@ pub enum Event {
     },
     /// Other limits from now on.
     SetCopyLimits(CopyLimits),
-    /// A connection to a replica is lost, or what came over it cannot be trusted.
+    /// A connection to a replica is lost, or its data cannot be trusted.
     Lost {
         /// Which replica.
         peer: PeerIndex,
         /// Why.
         reason: String,
     },
-    /// After [`Output::Drop`]: nothing is read into or sent from the buffers of `queue` for this replica any more.
+    /// The answer to [`Output::Drop`]: for this replica, nothing is read into or sent from the buffers of
+    /// `queue` any more.
     Closed {
         /// Which replica.
         peer: PeerIndex,
@@ -239,17 +244,17 @@ const _: () = assert!(size_of::<Output>() <= 96);
 /// Why connections to a replica are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropCause {
-    /// It was connected and has not answered in time.
+    /// The replica was connected and has not answered in time.
     Late,
-    /// Its connection broke, or its answer was an error.
+    /// The connection broke, or the replica answered with an error.
     Broken,
-    /// Its disk has no space.
+    /// The replica's disk has no space.
     Full,
-    /// It was neither a member nor about to join: nothing has waited for it.
+    /// The replica was neither a member nor a joiner, so no request waited for it.
     Unused,
 }
 
-/// What is to be done.
+/// An output of the core, which the shell carries out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Send the request to a replica.
@@ -258,16 +263,16 @@ pub enum Output {
         peer: PeerIndex,
         /// The slot has the data of a write, or takes that of a read.
         slot: SlotId,
-        /// What to send.
+        /// The operation to send.
         operation: Operation,
         /// About which bytes.
         range: ByteRange,
-        /// Where in the slot's buffer their data is, or goes: 0 but for parts of a copy.
+        /// The offset of the data in the slot's buffer. It is 0 except for parts of a copy.
         buffer_offset: u32,
     },
     /// Tell the frontend that its request is done. The slot is free.
     Complete {
-        /// Whose request.
+        /// The slot of the request.
         slot: SlotId,
         /// How it went.
         outcome: Result<(), Errno>,
@@ -287,7 +292,7 @@ pub enum Output {
         peer: PeerIndex,
         /// The view.
         view: Box<View>,
-        /// What it honours.
+        /// The report that the replica honours.
         honoured: Box<ReplicaReport>,
     },
     /// Tell a replica that the view is through.
@@ -301,9 +306,9 @@ pub enum Output {
     AskGrant {
         /// The view.
         view: Box<View>,
-        /// What it honours.
+        /// The report that the replica honours.
         honoured: Box<ReplicaReport>,
-        /// Who has stored it.
+        /// The members that have stored the view.
         stored: Box<Members>,
     },
     /// Have a replica change one of its sets of regions.
@@ -312,7 +317,7 @@ pub enum Output {
         peer: PeerIndex,
         /// Number to be given back in [`Event::Marked`].
         mark: u32,
-        /// What to change.
+        /// The change to make.
         change: MarkRegions,
     },
     /// The members are equal everywhere: nothing waits for that any more.
@@ -331,18 +336,18 @@ pub enum Output {
     },
     /// The members do not read the same.
     ScrubFound {
-        /// Where.
+        /// The range of the volume.
         range: ByteRange,
-        /// The replicas that differ from the majority; all members where there is none.
+        /// The replicas that differ from the majority, or all members if no majority exists.
         odd: Vec<PeerIndex>,
-        /// Whether they have been made equal to the majority.
+        /// True if they have been made equal to the majority.
         repaired: bool,
     },
-    /// A member does not hold what was stored on it, as its sums say.
+    /// The checksums of a member show that its data differs from the data that was stored.
     RotFound {
         /// Which replica.
         peer: PeerIndex,
-        /// Where, or somewhere in it.
+        /// The range that contains the rot.
         range: ByteRange,
         /// No other member could give it, and it was copied as it is. Else it is made equal to a sound one.
         is_copied: bool,
@@ -355,7 +360,7 @@ pub enum Output {
         peer: PeerIndex,
         /// Why, for people.
         reason: String,
-        /// Of which kind that is.
+        /// The kind of the reason.
         cause: DropCause,
     },
     /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` changes.
@@ -364,7 +369,7 @@ pub enum Output {
         peer: PeerIndex,
         /// For how long it has owed the answer.
         late_ms: u64,
-        /// Whether it does not answer PING either.
+        /// True if it does not answer PING either.
         is_silent: bool,
     },
     /// A member that was [awaited](Output::Awaited) has answered.
@@ -377,14 +382,14 @@ pub enum Output {
         /// To this.
         view: Box<View>,
     },
-    /// No quorum is left: nothing is acknowledged or read any more. The engine has to start again.
+    /// The engine has lost its quorum and acknowledges and reads nothing any more. It has to start again.
     Frozen {
         /// Why, for people.
         reason: String,
     },
 }
 
-/// What is being copied or compared, and how far that is. Bytes of regions, whether allocated or not.
+/// The progress of copies and comparisons, in bytes of regions, whether allocated or not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CopyProgress {
     /// Left to make equal after an unclean stop.
@@ -393,11 +398,11 @@ pub struct CopyProgress {
     pub joins: Vec<(PeerIndex, u64)>,
     /// Copied since the engine has started, for whatever reason.
     pub copied_bytes: u64,
-    /// Where a scrub is, if one is under way.
+    /// The position of the running scrub, or none.
     pub scrub_at_bytes: Option<u64>,
-    /// Where the members may differ if any of them crashed now.
+    /// Bytes in which the members may differ if any of them crashed now.
     pub dirty_bytes: u64,
 }
 
-/// Where the core puts its outputs. Keeps its memory from call to call.
+/// The buffer of the core's outputs. It keeps its memory from call to call.
 pub type Outputs = Vec<Output>;

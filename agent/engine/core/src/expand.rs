@@ -1,5 +1,6 @@
-//! The volume grows. Every replica that is connected has grown before, so that none is ever sent what it has no place for;
-//! the frontend learns of it after [`Output::Expanded`], so that no request comes before for what is new.
+//! Handles the growth of the volume. Every connected replica has grown before, so that none gets a request
+//! beyond its end. The frontend learns the new size after [`Output::Expanded`], so that no request for the
+//! new part comes before.
 //!
 //! What is counted in regions follows. A large volume has larger regions, and while theirs become larger nothing may be
 //! under way that names one: copies of regions and marks end first, new ones wait, requests go on. Then whatever was to
@@ -26,7 +27,7 @@ impl EngineCore {
         self.wake = true;
     }
 
-    /// Whether nothing may begin that names a region.
+    /// Returns true if nothing may begin that names a region.
     pub(crate) fn is_changing_regions(&self) -> bool {
         let changes = |size| Regions::of(size).region_bytes() != self.regions.region_bytes();
         self.expanding.is_some_and(changes)

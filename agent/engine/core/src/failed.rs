@@ -43,14 +43,14 @@ impl Space {
     }
 }
 
-/// How a request goes on for which some members have no space.
+/// The ways to continue a request for which some members have no space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WayOut {
     /// These members leave, and it succeeds.
     Leave,
     /// They may leave as soon as the others are not slow.
     Wait,
-    /// It fails, and all members are made equal.
+    /// The request fails, and all members are made equal.
     Fail,
 }
 
@@ -99,7 +99,8 @@ impl EngineCore {
         }
     }
 
-    /// Members without space leave if the view goes on without them. Each change of the view may settle other requests, too.
+    /// Drops members without space if the view can continue without them. Each change of the view may settle
+    /// other requests, too.
     pub(crate) fn leave_without_space(&mut self, out: &mut Outputs) {
         let mut at = 0;
         while at < self.resyncs.len() && !self.is_paused() {

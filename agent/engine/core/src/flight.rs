@@ -6,8 +6,8 @@ pub(crate) struct Flight {
     limits: FlightLimits,
     bytes: u64,
     requests: usize,
-    /// Whether a request waits because too much is in flight. Then no later request is sent before it, however small that is: else a
-    /// large request could wait for ever.
+    /// True if a request waits because too much is in flight. Then no later request is sent before it,
+    /// however small that is: else a large request could wait for ever.
     pub is_awaited: bool,
 }
 
@@ -16,7 +16,7 @@ impl Flight {
         Flight { limits, bytes: 0, requests: 0, is_awaited: false }
     }
 
-    /// Whether a request with so many bytes may be sent. If so, it counts as in flight.
+    /// Returns true if a request with so many bytes may be sent. If so, it counts as in flight.
     pub fn take_off(&mut self, bytes: u64) -> bool {
         let has_room = self.requests == 0
             || (self.requests < self.limits.requests && self.bytes + bytes <= self.limits.bytes);

@@ -2,7 +2,7 @@ use std::ops::Range;
 
 use shorthorn_types::{RegionSet, Regions};
 
-/// Where the members may differ after a crash of any of them, and what of that can be cleared.
+/// Regions in which the members may differ after a crash, and the ones of them that can be cleared.
 ///
 /// A region is *hot* from the moment a modification of it is sent. Turns follow one another, at least an
 /// interval apart. With a turn, what is hot becomes *warm*, and what was warm and did not become hot again
@@ -16,7 +16,7 @@ pub(crate) struct Intent {
     cool: RegionSet,
     /// The cool ones that the flush covers and that are not cleared yet.
     covered: RegionSet,
-    /// The members are told to clear these: nothing may be sent that modifies them.
+    /// Regions that the members are clearing. No modification of them may be sent.
     clearing: RegionSet,
 }
 
@@ -26,8 +26,8 @@ impl Intent {
         Intent { hot: empty(), warm: empty(), cool: empty(), covered: empty(), clearing: empty() }
     }
 
-    /// The volume has grown, while nothing is being cleared where its regions become larger: then what could be cleared
-    /// is not known any more.
+    /// Grows the set while no region is being cleared. If regions become larger, the regions that could be
+    /// cleared are not known any more.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         for set in [&mut self.hot, &mut self.warm, &mut self.cool, &mut self.covered, &mut self.clearing] {
             *set = set.converted(from, to);
@@ -48,7 +48,7 @@ impl Intent {
         self.hot.insert_all(regions);
     }
 
-    /// Whether modifications of any of `regions` have to wait.
+    /// Returns true if modifications of any of `regions` have to wait.
     pub fn is_clearing(&self, regions: Range<u32>) -> bool {
         !self.clearing.is_empty() && self.clearing.contains_any(regions)
     }
@@ -67,19 +67,20 @@ impl Intent {
         self.hot.len() + self.warm.len()
     }
 
-    /// Whether some region is modified again and again, so that it does not become cool.
+    /// Returns true if some region is modified again and again, so that it does not become cool.
     pub fn is_in_use(&self) -> bool {
         self.warm.intersects(&self.hot)
     }
 
-    /// Nobody waits for regions to be left alone: all of them can be cleared after the next turn and its flush.
+    /// Makes all regions clearable after the next turn and its flush, without waiting for them to cool.
     pub fn cool_down(&mut self) {
         self.warm.insert_all(&self.hot);
         self.hot.clear();
     }
 
-    /// The next turn, while nothing is being cleared; `in_flight` are the regions of modifications that
-    /// were sent and are not answered by everybody. True where something can be cleared after a flush.
+    /// Starts the next turn while no region is being cleared. `in_flight` has the regions of modifications
+    /// that were sent and not yet answered by every replica. Returns true if some regions can be cleared
+    /// after a flush.
     pub fn turn(&mut self, in_flight: impl Iterator<Item = Range<u32>>) -> bool {
         self.cool.insert_all(&self.warm);
         self.cool.remove_all(&self.hot);
@@ -93,7 +94,7 @@ impl Intent {
         !self.covered.is_empty()
     }
 
-    /// Some of what can be cleared of the intent, at most `runs_max` runs: they are being cleared from now on.
+    /// Starts to clear some clearable regions of the intent, at most `runs_max` runs.
     pub fn clear_some(&mut self, runs_max: usize) -> Vec<(u32, u32)> {
         self.covered.remove_all(&self.hot);
         take_runs(&mut self.covered, &mut self.clearing, runs_max)
@@ -105,7 +106,7 @@ impl Intent {
         self.covered.next(0)
     }
 
-    /// As [`Intent::clear_some`], of the regions in `among` only.
+    /// Starts to clear like [`Intent::clear_some`], but only regions in `among`.
     pub fn clear_some_within(&mut self, among: &RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
         let mut part = self.covered.clone();
         part.keep_all(among);
@@ -126,7 +127,7 @@ impl Intent {
         self.clearing.clear();
     }
 
-    /// Nothing is cleared: they stay where they are.
+    /// Cancels the clearing: the regions stay in the set.
     pub fn keep(&mut self) {
         self.clearing.clear();
     }

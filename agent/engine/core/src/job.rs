@@ -5,7 +5,7 @@ use crate::event::ZeroBlocks;
 use crate::membership::PeerMask;
 use crate::slot::SlotId;
 
-/// What a copy slot is used for.
+/// The job of a copy slot.
 #[derive(Clone, Debug)]
 pub(crate) enum Job {
     Idle,
@@ -14,7 +14,7 @@ pub(crate) enum Job {
     Check(Check),
 }
 
-/// Who wants to know that everything is durable.
+/// The reason of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FlushFor {
     /// Regions are to be cleared.
@@ -26,7 +26,7 @@ pub(crate) enum FlushFor {
 /// Why something is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
-    /// The members may differ in the region. Nobody else touches it meanwhile: requests wait for it.
+    /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.
     Equalise { region: u32 },
     /// Replicas that are brought up miss the region. The copy has its range in the range table.
     Join { region: u32 },
@@ -36,7 +36,7 @@ pub(crate) enum Why {
     Failed {
         request: SlotId,
         sources: PeerMask,
-        /// Members that had no space for what another one holds, and became the source themselves.
+        /// Members that had no space for the data of another one, and became the source themselves.
         tried: PeerMask,
     },
 }
@@ -49,18 +49,18 @@ pub(crate) struct Copy {
     pub range: ByteRange,
     /// The part whose turn it is, at most [`MAX_IO_BYTES`].
     pub piece: ByteRange,
-    /// Who gets it. Those that fail are taken out at once.
+    /// Replicas that get the copy. Failed ones are removed at once.
     pub targets: PeerMask,
     /// The targets at the beginning, but for those that have failed: the source of one piece is a target of another.
     pub all: PeerMask,
     /// Members that have said that they hold rot in the piece. They get it from a sound one.
     pub rotten: PeerMask,
-    /// Who gets the piece: targets, and members that hold rot there.
+    /// Replicas that get the piece: targets, and members that hold rot there.
     pub to: PeerMask,
     /// All that could give the piece hold rot there: it is copied as it is.
     pub is_unchecked: bool,
     pub step: CopyStep,
-    /// What need not be sent of the piece.
+    /// Blocks of zeroes in the piece that need not be sent.
     pub zeroes: ZeroBlocks,
     /// The piece is read again, from another source, once everybody has answered.
     pub starts_over: bool,
@@ -68,12 +68,12 @@ pub(crate) struct Copy {
     pub held_up_ms: [u64; MAX_MEMBERS],
 }
 
-/// What comes next for the piece.
+/// The next step for the piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyStep {
-    /// It has to be read, again where its source has failed.
+    /// The piece has to be read, or read again if its source has failed.
     Read,
-    /// It is in the buffer and written up to here.
+    /// The piece is in the buffer and written up to this offset.
     Write { at_bytes: u64 },
 }
 
@@ -120,7 +120,7 @@ impl Copy {
         Some((part(self.piece.offset() + at_bytes, to.min(end) - at_bytes), kind))
     }
 
-    /// Goes on to the next piece, if there is one.
+    /// Advances to the next piece. Returns false at the end.
     pub fn next_piece(&mut self) -> bool {
         if self.piece.end() >= self.range.end() {
             return false;
@@ -131,7 +131,8 @@ impl Copy {
         true
     }
 
-    /// Goes on with the first block of the piece alone. False if it is no more than that. The others follow.
+    /// Narrows the piece to its first block; the others follow. Returns false if the piece is a single block
+    /// already.
     pub fn narrow(&mut self) -> bool {
         if self.piece.length() <= BLOCK_BYTES {
             return false;
@@ -147,7 +148,7 @@ impl Copy {
 pub(crate) struct Check {
     pub range: ByteRange,
     pub sums: [Option<u32>; MAX_MEMBERS],
-    /// Whether what differs is made equal to what is right.
+    /// True if the job makes differing blocks equal to the correct ones.
     pub repairs: bool,
     /// Members that know that they hold something else than was stored there.
     pub rotten: PeerMask,
@@ -213,7 +214,7 @@ impl Jobs {
         self.jobs.iter().any(|(_, job)| is_scrub(job))
     }
 
-    /// Whether the region is being copied.
+    /// Returns true if the region is being copied.
     pub fn has(&self, why: Why) -> bool {
         self.copies().any(|copy| copy.why == why)
     }

@@ -1,4 +1,5 @@
-//! Replicas outside the view: what they miss is counted, they are brought up, and become members.
+//! Brings replicas outside the view back: counts the regions that they miss, rebuilds them, and makes them
+//! members.
 
 use shorthorn_types::{
     ByteRange, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf, ReplicaId,
@@ -23,10 +24,10 @@ pub(crate) struct Joins {
 enum Step {
     WantsFlush,
     Flushing(SlotId),
-    /// It stores the newest stamp, as the members have.
+    /// The joiner stores the newest stamp, as the members have.
     Stamping,
-    /// It is told what the others outside the view have missed: first that there is a set for each, so that
-    /// it puts in itself what it is sent from then on, and then what is in it.
+    /// The joiner receives the out-of-sync sets of the other absent replicas. First it learns that each set
+    /// exists, so that it adds later modifications itself. Then it gets the contents.
     Telling {
         absent: PeerIndex,
         from: Option<u32>,
@@ -34,14 +35,14 @@ enum Step {
 }
 
 impl Joins {
-    /// Whether a flush has to be sent; it counts as sent in `slot` then.
+    /// Returns true if a flush has to be sent; it counts as sent in `slot` then.
     pub fn takes_flush(&mut self, slot: SlotId) -> bool {
         let Some((_, step @ Step::WantsFlush)) = &mut self.next else { return false };
         *step = Step::Flushing(slot);
         true
     }
 
-    /// What the members agreed on, or what others miss, is not the same any more.
+    /// Starts over after the members' agreement or the out-of-sync sets of others have changed.
     pub fn start_over(&mut self) {
         self.next = None;
         self.marks.abandon();
@@ -118,7 +119,7 @@ impl EngineCore {
         self.wake = true;
     }
 
-    /// Whether anything is left to copy to replicas that are brought up.
+    /// Returns true if anything is left to copy to replicas that are brought up.
     pub(crate) fn is_bringing_up(&self) -> bool {
         let misses =
             |peer| self.absent[usize::from(peer)].as_ref().is_some_and(|absent| !absent.missed.is_empty());
@@ -215,7 +216,7 @@ impl EngineCore {
         }
     }
 
-    /// The next mark for `peer`, and where to go on after it.
+    /// Returns the next mark for `peer`, and the position from which to continue after it.
     fn next_to_tell(
         &self,
         peer: PeerIndex,

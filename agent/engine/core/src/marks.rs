@@ -3,7 +3,7 @@ use shorthorn_types::MarkRegions;
 use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
 
-/// A change of regions that some replicas were told to make. One is outstanding at a time of each kind.
+/// A change of regions that some replicas have to make. At most one of each kind is outstanding.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
     outstanding: Option<Outstanding>,
@@ -36,7 +36,7 @@ impl Marks {
         }
     }
 
-    /// Nobody waits for `peer` any more; true where it was the last.
+    /// Stops waiting for `peer`. Returns true if it was the last one.
     pub fn forget(&mut self, peer: PeerIndex) -> bool {
         let Some(mark) = &mut self.outstanding else { return false };
         mark.pending = mark.pending.without(PeerMask::one(peer));
@@ -47,7 +47,7 @@ impl Marks {
         is_done
     }
 
-    /// Gives the mark up, if there is one.
+    /// Abandons the outstanding mark, if any.
     pub fn abandon(&mut self) {
         self.outstanding = None;
     }

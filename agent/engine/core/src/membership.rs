@@ -36,12 +36,12 @@ impl PeerMask {
         self.0.count_ones() == 1
     }
 
-    /// What is in both.
+    /// Returns the peers in both masks.
     pub fn and(self, other: PeerMask) -> PeerMask {
         PeerMask(self.0 & other.0)
     }
 
-    /// Those for which `test` is true.
+    /// Returns the peers for which `test` is true.
     pub fn filter(self, test: impl Fn(PeerIndex) -> bool) -> PeerMask {
         self.iter().filter(|peer| test(*peer)).fold(PeerMask::NONE, |all, peer| all.with(PeerMask::one(peer)))
     }
@@ -60,18 +60,18 @@ impl PeerMask {
 pub struct PeerConfig {
     /// Which replica.
     pub replica: ReplicaId,
-    /// Whether it is on this host: reads go there first.
+    /// True if it is on this host: reads go there first.
     pub local: bool,
 }
 
 /// How a replica stands with the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerState {
-    /// It is in the view and answers.
+    /// The replica is in the view and answers.
     Member,
-    /// It is not in the view and is being brought up.
+    /// The replica is not in the view and is being rebuilt.
     Joining,
-    /// It was never in the view of this engine, or has left, or is about to leave.
+    /// The replica was never in the view of this engine, or has left it, or is about to leave.
     Failed,
 }
 
@@ -89,20 +89,20 @@ pub struct Membership {
     peers: Vec<Peer>,
     view: View,
     change: Option<Change>,
-    /// Whether the arbiter was asked for the change: then it goes through or nothing does.
+    /// True if the arbiter was asked for the change: then either it succeeds or no change does.
     is_asked: bool,
-    /// Who has stored the change's view.
+    /// Replicas that have stored the view of the change.
     stored: PeerMask,
     next_number: u32,
     next_read: u8,
-    /// Those in state [`PeerState::Member`], those of them on this host, and those in state
+    /// Replicas in state [`PeerState::Member`], those of them on this host, and replicas in state
     /// [`PeerState::Joining`]: every request asks for them.
     answering: PeerMask,
     local: PeerMask,
     joining: PeerMask,
 }
 
-/// What follows from a loss, a proposal, or an answer to one.
+/// The consequence of a loss, of a proposal, or of an answer to one.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Nothing now.
@@ -150,7 +150,7 @@ impl Membership {
         self.view
     }
 
-    /// Whether a change of the view is under way.
+    /// Returns true if a change of the view is under way.
     #[must_use]
     pub fn is_changing(&self) -> bool {
         self.change.is_some()
@@ -191,7 +191,7 @@ impl Membership {
         self.joining
     }
 
-    /// Replicas that answer: members and those that are being brought up.
+    /// Returns the replicas that answer: members and joiners.
     pub(crate) fn connected(&self) -> PeerMask {
         self.answering.with(self.joining)
     }
@@ -206,13 +206,13 @@ impl Membership {
         quorum(&self.view.members, &self.view.members.filter(stays))
     }
 
-    /// Those of the view that is being proposed.
+    /// Returns the members of the view that is being proposed.
     pub(crate) fn proposed_to(&self) -> PeerMask {
         let Some(change) = &self.change else { return PeerMask::NONE };
         self.mask(|peer| change.target.members.contains(peer.config.replica)).and(self.connected())
     }
 
-    /// Those of them that have not stored it yet.
+    /// Returns the members of the proposed view that have not stored it yet.
     pub(crate) fn unstored(&self) -> PeerMask {
         self.proposed_to().without(self.stored)
     }
@@ -274,7 +274,7 @@ impl Membership {
         }
     }
 
-    /// `peer` has failed: the view without it is proposed where that differs from what is agreed.
+    /// Handles the failure of `peer`: proposes the view without it if that differs from the agreed one.
     pub(crate) fn lose(&mut self, peer: PeerIndex) -> Step {
         let Some(lost) = self.peers.get_mut(usize::from(peer)) else { return Step::Wait };
         let replica = lost.config.replica;
@@ -378,7 +378,7 @@ impl Membership {
         Step::Installed(view, joined)
     }
 
-    /// Of the engine.
+    /// Returns the generation of the engine.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.view.id.generation

@@ -40,8 +40,8 @@ const PING_INTERVAL_MS: u64 = 1000;
 const ZEROING_BYTES_PER_S: u64 = 8 << 20;
 /// A joiner may hold requests up for a second longer for as many bytes of a region that is copied to it.
 const COPY_BYTES_PER_S: u64 = 2 << 20;
-/// By how much the time-out is longer if the arbiter has to be asked to go on without a replica that answers PING. Less than the 30 s
-/// after which the drivers of SCSI disks in guests give a request up.
+/// The factor of the time-out if the arbiter has to be asked to continue without a replica that answers PING.
+/// The result stays below the 30 s after which the SCSI drivers of guests give up a request.
 const TIMES_LONGER_FOR_HALF: u64 = 3;
 
 /// When the replicas were asked, and when they have answered.
@@ -53,9 +53,9 @@ pub(crate) struct Patience {
     lines: [[Line; MAX_QUEUES as usize]; MAX_MEMBERS],
     queues: usize,
     pinged_at_ms: u64,
-    /// Whether the next PINGs do not wait for their time.
+    /// True if the next PINGs do not wait for their time.
     pings_soon: bool,
-    /// The replicas that answer in time, and those that are not late beyond the limit.
+    /// Replicas that answer in time, and replicas that are late but within the limit.
     prompt: Steady,
     alive: Steady,
     /// The late members that the volume waits for, and those of them that do not answer PING, as the core last told the engine.
@@ -100,7 +100,7 @@ impl Steady {
     }
 }
 
-/// What the others are without a late replica.
+/// The state of the other replicas, without a late one.
 #[derive(Clone, Copy, Debug)]
 struct Others {
     prompt: Quorum,
@@ -147,7 +147,8 @@ impl Patience {
         }
     }
 
-    /// By how much the clock goes on with one tick at most, so that a pause of this process makes no replica late.
+    /// Returns the maximum by which one tick advances the clock, so that a pause of this process makes no
+    /// replica late.
     pub fn step_ms_max(&self) -> u64 {
         self.timeout_ms / 2
     }
@@ -178,7 +179,8 @@ impl Patience {
         self.slow = self.slow.without(PeerMask::one(peer));
     }
 
-    /// How long a request waits for members to say whether they have space: those that are late are dropped before.
+    /// Returns the time that a request waits for members to report whether they have space. Late ones are
+    /// dropped before.
     pub fn wait_for_space_ms(&self) -> u64 {
         self.timeout_ms.saturating_mul(2)
     }
@@ -198,7 +200,7 @@ impl Patience {
         self.timeout_ms.min(self.limit_ms / 2)
     }
 
-    /// Whether a replica with this debt is too late.
+    /// Returns true if a replica with this debt is too late.
     fn is_over(&self, debt: Debt, others: Others) -> bool {
         let is_silent = debt.silent_ms > self.timeout_ms;
         match others.prompt {

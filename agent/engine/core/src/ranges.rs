@@ -19,12 +19,13 @@ pub struct RangeTable {
 /// How a request uses its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// It reads from a member.
+    /// Reads from a member.
     Read,
-    /// It copies from a member to replicas that serve no reads: it conflicts with modifications and with other copies, not with
-    /// reads. If a member holds rot there, the copy repairs that member too: a read of it may show the rot or what was stored.
+    /// Copies from a member to replicas that serve no reads. It conflicts with modifications and other
+    /// copies, but not with reads. If a member holds rot there, the copy repairs that member too: a read of
+    /// it may return the rot or the stored data.
     Rebuild,
-    /// It changes members.
+    /// Changes members.
     Modify,
 }
 
@@ -48,8 +49,9 @@ struct Entry {
 }
 
 impl Entry {
-    /// Whether `self` has to wait until `other` is done. A modification waits for an earlier read too: else the read could
-    /// show what is not on every member yet, and the next engine, started from another member, what was before.
+    /// Returns true if `self` has to wait until `other` is done. A modification waits for an earlier read
+    /// too: else the read could show what is not on every member yet, and the next engine, started from
+    /// another member, what was before.
     fn waits_for(&self, other: &Entry) -> bool {
         self.access.conflicts_with(other.access)
             && other.order < self.order
@@ -66,7 +68,7 @@ impl RangeTable {
         RangeTable { active: room(), waiting: room(), next_order: 0 }
     }
 
-    /// Takes a request in: true where it may go at once, else it waits.
+    /// Adds a request. Returns true if it may start at once, else it waits.
     pub fn enter(&mut self, slot: SlotId, range: ByteRange, access: Access) -> bool {
         let range = range.grown_to_blocks();
         let entry = Entry { start: range.offset(), end: range.end(), slot, access, order: self.next_order };
@@ -80,7 +82,7 @@ impl RangeTable {
         !blocked
     }
 
-    /// Takes a request that is in flight out; those that may go now are appended to `ready`.
+    /// Removes a request in flight and appends the requests that may start now to `ready`.
     pub fn leave(&mut self, slot: SlotId, ready: &mut Vec<SlotId>) {
         let Some(at) = self.active.iter().position(|entry| entry.slot == slot) else { return };
         self.active.swap_remove(at);
@@ -176,7 +178,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against a plain model: a request may go when no earlier unfinished one is in its way.
+        /// Compares the table with a plain model: a request may start if no earlier unfinished one conflicts
+        /// with it.
         #[test]
         fn is_what_the_rule_says(
             steps in prop::collection::vec((0u64..12, 1u64..5, 0u8..3, any::<prop::sample::Index>()), 1..60),

@@ -1,6 +1,6 @@
 use shorthorn_types::ByteRange;
 
-/// What a frontend asks of the volume.
+/// An operation that a frontend requests of the volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Fill the slot's buffer from the range.
@@ -22,8 +22,8 @@ pub enum Operation {
     },
     /// Tell the check of the range as it reads now, or [`shorthorn_types::Errno::ROTTEN`]. Asked by the core alone.
     Verify,
-    /// As [`Operation::Read`]; a replica that knows that what it reads is not what was stored there answers with
-    /// [`shorthorn_types::Errno::ROTTEN`]. Asked by the core alone.
+    /// Reads like [`Operation::Read`], but a replica that knows that its data is not what was stored answers
+    /// with [`shorthorn_types::Errno::ROTTEN`]. Only the core sends it.
     CheckedRead,
 }
 
@@ -33,7 +33,7 @@ pub enum Operation {
 pub struct Request {
     /// Index of the slot in its queue, and of its buffer in the queue's arena.
     pub slot: u16,
-    /// What is asked for.
+    /// The requested operation.
     pub operation: Operation,
     /// Which bytes of the volume. Checked by the frontend against the volume's size; at most
     /// [`shorthorn_types::limits::MAX_IO_BYTES`] of data and [`shorthorn_types::limits::MAX_ZERO_BYTES`] of

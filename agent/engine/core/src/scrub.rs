@@ -19,7 +19,7 @@ pub(crate) struct Scrub {
     repair: bool,
     bucket: Bucket,
     next_bytes: u64,
-    /// Up to here it goes block by block: somebody holds rot there, and only in some blocks.
+    /// The offset up to which the scrub reads single blocks, because a member holds rot in some of them.
     narrow_until_bytes: u64,
 }
 
@@ -39,8 +39,8 @@ impl Scrub {
     }
 }
 
-/// What the checks of one range say: the majority decides, of those that are not `rotten`. Whoever knows that it holds rot is like one
-/// that cannot read.
+/// Returns the verdict on the checks of one range: the majority of the members not in `rotten` decides. A
+/// member that knows of its rot counts like one that cannot read.
 fn verdict_of(sums: &[Option<u32>; MAX_MEMBERS], rotten: PeerMask, members: PeerMask) -> Verdict {
     let witness = |peer: PeerIndex| match sums[usize::from(peer)] {
         _ if rotten.has(peer) => Some((peer, Evidence::default())),
@@ -53,7 +53,8 @@ fn mask(peers: &[PeerIndex]) -> PeerMask {
     peers.iter().copied().map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with)
 }
 
-/// As many ranges wait for their comparison; of more, those that are read again are found again.
+/// The maximum number of ranges that wait for their comparison. Further ones are found again when they are
+/// read again.
 const SUSPECTS_MAX: usize = 64;
 
 /// Ranges in which a read has found rot.
@@ -62,7 +63,7 @@ pub(crate) struct Suspects {
     ranges: Vec<ByteRange>,
     /// The block that is being compared or repaired.
     current: Option<ByteRange>,
-    /// Blocks that could not be repaired: nothing is looked at or reported again for a read of them. A scrub does that.
+    /// Blocks that could not be repaired. Reads of them do not trigger or report a check again; a scrub does.
     hopeless: Vec<ByteRange>,
 }
 
@@ -224,7 +225,8 @@ impl EngineCore {
         true
     }
 
-    /// The piece keeps its place in the range table. Nobody outside the view is sent the copy.
+    /// Repairs the piece, which keeps its place in the range table. Replicas outside the view do not get the
+    /// copy.
     fn repair(&mut self, id: SlotId, range: ByteRange, odd: PeerMask, sources: PeerMask, out: &mut Outputs) {
         let touched = self.regions.touched(range);
         for absent in self.absent.iter_mut().flatten() {

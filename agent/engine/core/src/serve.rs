@@ -11,10 +11,10 @@ use crate::ranges::Access;
 use crate::request::{Operation, Request};
 use crate::slot::{Phase, Slot, SlotId};
 
-/// As many bytes are discarded or made zeroes at a time, or one request.
+/// The maximum bytes that are discarded or zeroed at a time; a single request may be larger.
 const ZEROING_BYTES_MAX: u64 = 64 << 20;
 
-/// How much data goes over a connection for the request.
+/// Returns the bytes of data that the request moves over a connection.
 fn data_bytes(operation: Operation, range: ByteRange) -> u64 {
     match operation {
         Operation::Read | Operation::Write { .. } => range.length(),
@@ -94,7 +94,8 @@ impl EngineCore {
         self.send(id, operation, part, buffer_offset, to, out);
     }
 
-    /// Every member holds rot in what the slot reads. In different blocks, perhaps: it is read block by block then.
+    /// Handles a read for which every member holds rot. They may hold it in different blocks, so the core
+    /// reads single blocks then.
     fn has_no_sound_reader(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
         if rotten.is_empty() {
             let Slot { operation, range, .. } = *self.slots.at(id);
@@ -118,14 +119,15 @@ impl EngineCore {
         end >= slot.range.end()
     }
 
-    /// Whether replicas have as many bytes to make zeroes as they can be expected to in time: that takes them as long as
-    /// writing where nothing can be punched, but costs the frontend no data.
+    /// Returns true if replicas have as many bytes to make zeroes as they can be expected to in time: that
+    /// takes them as long as writing where nothing can be punched, but costs the frontend no data.
     fn is_flooded(&self, operation: Operation, range: ByteRange) -> bool {
         let bytes = self.zeroing_bytes;
         writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX
     }
 
-    /// Whether the request in slot `id` may be with the replicas now; it counts as that then. A read that is sent again counts already.
+    /// Returns true if the request in slot `id` may be with the replicas now; it counts as that then. A read
+    /// that is sent again counts already.
     fn takes_off(&mut self, id: SlotId) -> bool {
         let slot = self.slots.at_mut(id);
         let flight = if slot.operation == Operation::Read { &mut self.reads } else { &mut self.changes };
@@ -142,7 +144,7 @@ impl EngineCore {
         self.wake |= is_awaited;
     }
 
-    /// Whether the members may differ in `range`, or are being told that they do not.
+    /// Returns true if the members may differ in `range`, or are clearing their mark of that.
     fn has_to_wait(&mut self, operation: Operation, range: ByteRange) -> bool {
         let touched = self.regions.touched(range);
         if !self.equalise.is_empty() && self.equalise.contains_any(touched.clone()) {
@@ -152,7 +154,7 @@ impl EngineCore {
         operation.modifies() && self.intent.is_clearing(touched)
     }
 
-    /// `range` is about to be modified: counts that, and tells who has to do it.
+    /// Counts the modification of `range` and returns the replicas that have to do it.
     ///
     /// A replica that is brought up does it too, unless everything is copied to it later anyway: it must
     /// never make a whole block of the modification and of what it lacks and then count that.
@@ -175,7 +177,7 @@ impl EngineCore {
         to
     }
 
-    /// Sends about a part of what the slot is about.
+    /// Sends an operation on a part of the slot's range.
     pub(crate) fn send(
         &mut self,
         id: SlotId,
@@ -261,7 +263,7 @@ impl EngineCore {
         self.lose(peer, format!("Ping: {errno}"), out);
     }
 
-    /// Nobody has to answer any more, because the last that had to is gone.
+    /// Ends the wait of a slot after the last replica that had to answer is gone.
     pub(crate) fn released(&mut self, id: SlotId, out: &mut Outputs) {
         match self.slots.at(id).operation {
             Operation::Read => self.issue_request(id, out),

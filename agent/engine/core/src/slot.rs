@@ -3,7 +3,7 @@ use shorthorn_types::{ByteRange, Errno};
 use crate::membership::PeerMask;
 use crate::request::{Operation, Request};
 
-/// One slot of one queue.
+/// The id of one slot of one queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotId {
     /// Which queue.
@@ -12,16 +12,16 @@ pub struct SlotId {
     pub slot: u16,
 }
 
-/// Where a request is on its way.
+/// The stage of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// There is no request.
+    /// The slot has no request.
     Free,
-    /// It waits for an overlapping one.
+    /// The request waits for an overlapping one.
     Waiting,
-    /// Its turn has come, but nothing may be sent now.
+    /// The request has its turn, but must not be sent now.
     Held,
-    /// It was sent.
+    /// The request was sent.
     Active,
     /// Everybody has answered, some that it has failed there: the replicas are being made equal.
     Resync,
@@ -39,13 +39,14 @@ pub(crate) struct Slot {
     pub pending: PeerMask,
     /// Replicas that answered that they have no space.
     pub no_space: PeerMask,
-    /// Of a read that is verified: members that hold rot there.
+    /// Members that hold rot in the range of a verified read.
     pub rotten: PeerMask,
-    /// Of a read of which all members hold rot in some block: it is read block by block, and has come so far.
+    /// The progress of a read that goes block by block, because every member holds rot in some block. None
+    /// for other reads.
     pub narrow_at_bytes: Option<u64>,
-    /// What the last member answered, where that was an error.
+    /// The error in the answer of the last member, if any.
     pub error: Option<Errno>,
-    /// Who answered that.
+    /// The members that answered with this error.
     pub erred: PeerMask,
     pub sent_at_ms: u64,
     /// When everybody had answered, some that they have no space.
@@ -91,7 +92,7 @@ impl Slots {
         Slots { slots: vec![Slot::FREE; count], queues, depth, copy_slots }
     }
 
-    /// Whether there is such a slot.
+    /// Returns true if there is such a slot.
     pub fn has(&self, id: SlotId) -> bool {
         id.queue < self.queues && (id.slot < self.depth || self.copy_index(id).is_some())
     }
@@ -129,12 +130,12 @@ impl Slots {
         &mut self.slots[index]
     }
 
-    /// Those that were sent and are not answered by everybody.
+    /// Returns the slots that were sent and are not answered by every replica.
     pub fn active(&self) -> impl Iterator<Item = &Slot> {
         self.slots.iter().filter(|slot| slot.phase == Phase::Active)
     }
 
-    /// Those of the frontend that were sent and are not completed.
+    /// Returns the slots of the frontend that were sent and are not completed.
     pub fn active_requests(&self) -> impl Iterator<Item = &Slot> {
         let requests = usize::from(self.queues) * usize::from(self.depth);
         self.slots[..requests].iter().filter(|slot| matches!(slot.phase, Phase::Active | Phase::Resync))
@@ -142,7 +143,7 @@ impl Slots {
 }
 
 impl Operation {
-    /// Whether it changes data.
+    /// Returns true if it changes data.
     pub(crate) fn modifies(self) -> bool {
         matches!(self, Operation::Write { .. } | Operation::Discard | Operation::WriteZeroes { .. })
     }

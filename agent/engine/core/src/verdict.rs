@@ -5,20 +5,20 @@
 
 use crate::membership::PeerIndex;
 
-/// What a member holds in a range.
+/// The evidence about the data of one member in a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evidence {
     /// The sum of it as it is now; none where it cannot be read.
     pub sum: Option<u32>,
     /// The sum that the member has kept, if it has kept one.
     pub kept: Option<u32>,
-    /// The sum of what a reader sees there, once it was asked for. Members may hold the same in other layers: then their
-    /// sums differ, and this does not.
+    /// The checksum of the data that a reader sees there, once it was asked for. Members may hold the same
+    /// data in different layers: then their layer sums differ, and this one does not.
     pub shown: Option<u32>,
 }
 
 impl Evidence {
-    /// Of a range of the volume: there is nothing but what a reader sees.
+    /// Returns the evidence for a range of the volume, which has only the data that a reader sees.
     #[must_use]
     pub fn of_volume(sum: u32) -> Evidence {
         Evidence { sum: Some(sum), kept: None, shown: Some(sum) }
@@ -33,28 +33,28 @@ impl Evidence {
     }
 }
 
-/// What the evidence says.
+/// The conclusion from the evidence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nobody is wrong.
+    /// All members agree.
     Equal,
-    /// It depends on [`Evidence::shown`], of all members that can read the range.
+    /// The verdict depends on [`Evidence::shown`] of all members that can read the range.
     LookFurther,
     /// These are wrong, and those are right.
     Odd {
-        /// Who is wrong.
+        /// Members with wrong data.
         odd: Vec<PeerIndex>,
-        /// Whom to copy from.
+        /// Members to copy from.
         sources: Vec<PeerIndex>,
     },
-    /// There is no telling who is right of these.
+    /// The evidence does not show which of these members is right.
     Torn(Vec<PeerIndex>),
 }
 
-/// A member and what it holds.
+/// A member and its evidence.
 pub type Witness = (PeerIndex, Evidence);
 
-/// Decides who is right.
+/// Decides which members are right.
 #[must_use]
 pub fn judge(witnesses: &[Witness]) -> Verdict {
     if agree(witnesses) {
@@ -74,7 +74,8 @@ fn agree(witnesses: &[Witness]) -> bool {
     first.is_some() && sums.all(|sum| sum == first)
 }
 
-/// Some members hold what they held when all agreed: they are right, even where they differ from one another.
+/// Decides by kept sums: members that still hold the data of the last agreement are right, even if they
+/// differ from each other.
 fn by_kept_sums(witnesses: &[Witness], sound: &[&Witness]) -> Verdict {
     let mut odd = Vec::new();
     for (peer, evidence) in witnesses {
@@ -126,8 +127,8 @@ fn by_majority(witnesses: &[Witness]) -> Verdict {
     Verdict::Torn(all())
 }
 
-/// The sum that a member is to keep from now on, after this verdict on it and the others; none: it is not known. Nobody
-/// keeps what no other one confirms: it could be rot.
+/// Returns the sum that a member keeps from now on, after this verdict. None: the sum is not known. No member
+/// keeps a sum that no other one confirms, because it could be of rot.
 #[must_use]
 pub fn sum_to_keep(witnesses: &[Witness], verdict: &Verdict, peer: PeerIndex) -> Option<u32> {
     let (_, evidence) = witnesses.iter().find(|(index, _)| *index == peer)?;
@@ -147,7 +148,7 @@ mod tests {
 
     const NONE: u32 = 0;
 
-    /// Members with sum, kept sum and what is shown; [`NONE`]: there is none.
+    /// Members with sum, kept sum and shown sum; [`NONE`] stands for an absent one.
     type Members<'a> = &'a [(u32, u32, u32)];
 
     fn verdict(members: Members<'_>) -> Verdict {

@@ -37,7 +37,7 @@ impl Dice {
     }
 }
 
-/// What a replica was told and has not answered.
+/// A message that a replica was sent and has not answered.
 #[derive(Clone, Debug)]
 enum Told {
     Do { slot: SlotId, operation: Operation, range: ByteRange, at: usize },
@@ -46,7 +46,7 @@ enum Told {
     Mark { mark: u32, change: shorthorn_types::MarkRegions },
 }
 
-/// A request of the frontend, and what reads of it may return.
+/// A request of the frontend, and the values that reads of it may return.
 struct Asked {
     operation: Operation,
     range: ByteRange,
@@ -67,7 +67,7 @@ struct World {
     closing: Vec<bool>,
     buffers: Vec<Vec<u32>>,
     asked: Vec<Option<Asked>>,
-    /// What a unit may read as.
+    /// The values that a read of each unit may return.
     truth: Vec<BTreeSet<u32>>,
     next_value: u32,
     now_ms: u64,
@@ -76,7 +76,7 @@ struct World {
     /// Which replicas have full disks, and which bad ones.
     is_full: [bool; REPLICAS],
     is_bad: [bool; REPLICAS],
-    /// Given up: it is not known any more what they miss.
+    /// True for replicas that were given up: their missed units are not known any more.
     is_forgotten: [bool; REPLICAS],
     /// How many requests have failed.
     failed: u64,
@@ -110,7 +110,7 @@ impl World {
         world
     }
 
-    /// The engine dies, and another one starts from what the replicas say.
+    /// Ends the engine and starts another one from the reports of the replicas.
     fn start(&mut self) {
         for peer in 0..REPLICAS {
             self.cut(peer);
@@ -172,7 +172,8 @@ impl World {
         }
     }
 
-    /// What the members have kept of what `peer` has missed; everything where they have kept nothing.
+    /// Returns the units that the members have counted as missed by `peer`, or all units if they have not
+    /// counted.
     fn known_missing(&self, peer: usize, members: &[usize]) -> BTreeSet<u32> {
         let kept = members.iter().filter_map(|member| self.replicas[*member].missed.get(&peer));
         let kept: Vec<_> = kept.collect();
@@ -193,7 +194,7 @@ impl World {
         reached.iter().any(has_all)
     }
 
-    /// The members are equal: those that had lost their caches have everything again.
+    /// Restores the members that had lost their caches, because all members are equal.
     fn forgive(&mut self) {
         for peer in self.peers_in(PeerState::Member) {
             self.replicas[peer].lost_cache = false;
@@ -206,7 +207,7 @@ impl World {
             .collect()
     }
 
-    /// A connection ends: some of what was sent arrives.
+    /// Ends a connection; a part of the sent messages arrives.
     fn cut(&mut self, peer: usize) {
         for told in std::mem::take(&mut self.told[peer]) {
             if self.dice.one_in(2) {
@@ -273,7 +274,7 @@ impl World {
         self.told[usize::from(peer)].push(told);
     }
 
-    /// The replica does what it was told; its answer.
+    /// Executes a message on the replica and returns its answer.
     fn execute(&mut self, peer: usize, told: &Told) -> Option<Event> {
         let generation = Generation::new(self.attach, 0);
         let index = u8::try_from(peer).unwrap();
@@ -311,7 +312,8 @@ impl World {
         }
     }
 
-    /// Whether `peer` cannot do it. It may be lost for that: never where another member has lost its cache.
+    /// Returns true if `peer` cannot do it. It may be lost for that: never where another member has lost its
+    /// cache.
     fn fails(&mut self, peer: usize, operation: Operation) -> bool {
         let modifies = !matches!(operation, Operation::Read | Operation::Flush | Operation::Verify);
         let may = (self.is_full[peer] && modifies && self.dice.one_in(2))
@@ -427,7 +429,7 @@ impl World {
         self.buffers[usize::from(slot.slot)].fill(u32::MAX);
     }
 
-    /// It may be done in part: equally on all members.
+    /// Records a failed request, which may be done in part, but equally on all members.
     fn request_failed(&mut self, asked: &Asked) {
         self.failed += 1;
         if matches!(asked.operation, Operation::Read | Operation::Flush) {
@@ -444,7 +446,7 @@ impl World {
         }
     }
 
-    /// All members have the same wherever nothing is in flight.
+    /// Checks that all members are equal outside of the ranges in flight.
     fn check_equal(&self) {
         let members = self.peers_in(PeerState::Member);
         let is_busy = |unit: usize| {
@@ -565,7 +567,7 @@ impl World {
         self.apply(Event::Tick { now_ms: self.now_ms });
     }
 
-    /// What was begun comes to its end: connections close, the arbiter grants, a frozen engine ends.
+    /// Settles pending work: connections close, the arbiter grants, a frozen engine ends.
     fn settle(&mut self) {
         for peer in (0..REPLICAS).filter(|peer| self.closing[*peer]).collect::<Vec<_>>() {
             self.cut(peer);
@@ -597,7 +599,7 @@ impl World {
         }
     }
 
-    /// Without faults everything comes to its end.
+    /// Runs without faults until all work has ended.
     fn rest(&mut self) {
         (self.is_full, self.is_bad) = ([false; REPLICAS], [false; REPLICAS]);
         for _ in 0..20_000 {

@@ -8,10 +8,10 @@ pub trait LinkError: std::fmt::Display {
     /// The generation of the newer engine that holds the replica, if that is the reason.
     fn deposed_by(&self) -> Option<Generation>;
 
-    /// Whether the replica has answered, and refuses. The connection is as good as before.
+    /// Returns true if the replica has answered, and refuses. The connection is as good as before.
     fn is_refusal(&self) -> bool;
 
-    /// Whether the replica knows that what it was to read is not what was stored there.
+    /// Returns true if the replica knows that what it was to read is not what was stored there.
     fn is_rot(&self) -> bool {
         false
     }

@@ -154,7 +154,8 @@ pub trait OpeningEngine {
     /// How long the volume is being opened by now, over all attempts.
     fn waited_ms(&self) -> u64;
 
-    /// Whether a user of the device may count on writes that were not flushed, and has not been told that they may be gone.
+    /// Returns true if a user of the device may count on writes that were not flushed, and has not been told
+    /// that they may be gone.
     fn has_user(&self) -> bool;
 
     /// Begins to ask the arbiter for the view of `change`, which `stored` are to store.

@@ -69,8 +69,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Whether it has been a member all the time until now. Else it may itself have been made anew before it was read: nothing
-    /// that was read from it counts.
+    /// Returns true if it has been a member all the time until now. Else it may itself have been made anew
+    /// before it was read: nothing that was read from it counts.
     #[must_use]
     pub fn has_stayed(&self, core: &EngineCore) -> bool {
         core.membership().losses_of_member(self.address.peer) == Some(self.losses)
@@ -88,7 +88,7 @@ pub trait Courier {
     /// The number of its replica.
     fn peer(&self) -> PeerIndex;
 
-    /// Whether it has to end. It is asked between the steps of something long.
+    /// Returns true if it has to end. It is asked between the steps of something long.
     fn has_to_end(&self) -> bool;
 
     /// Copies the data of every snapshot layer of `source` to `target` that is not whole there yet. It ends the copy of a layer
@@ -211,7 +211,8 @@ impl<C: Courier> Attempt<'_, C> {
         Address { peer: self.me, replica: self.replica }
     }
 
-    /// Whether it lacks more than is counted, as its disk has not kept all that it had stored before it left.
+    /// Returns whether it lacks more than is counted, as its disk has not kept all that it had stored before
+    /// it left.
     fn was_restored(&self, peer: &Peer, welcome: &Welcome) -> Result<bool, Trouble<Error<C>>> {
         let sent = self.look(|core| core.stamp_of(self.me))?;
         let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
@@ -577,7 +578,7 @@ fn pages(set: &RegionSet) -> impl Iterator<Item = Vec<(u32, u32)>> + '_ {
     })
 }
 
-/// Whether two replicas have the same snapshots: they differ in their heads at most.
+/// Returns true if two replicas have the same snapshots: they differ in their heads at most.
 fn have_same_snapshots(one: &LayerList, other: &LayerList) -> bool {
     fn snapshots(list: &LayerList) -> impl Iterator<Item = (&str, u64)> {
         let count = list.layers.len().saturating_sub(1);

@@ -11,9 +11,9 @@ use crate::link::{Link, LinkError};
 pub struct Peer {
     /// Its id.
     pub replica: ReplicaId,
-    /// Whether it is on the host of the engine.
+    /// True if it is on the host of the engine.
     pub is_local: bool,
-    /// Whether members and core know all that it has missed.
+    /// True if members and core know all that it has missed.
     pub is_complete: bool,
     /// The last view of this engine that it was in: it has stored that.
     pub last_view: Option<View>,
@@ -60,7 +60,7 @@ pub trait ServingEngine {
     /// The view that is being brought through, if there is one.
     fn pending_view(&self) -> Option<PendingView>;
 
-    /// Whether no queue has a connection to the replica.
+    /// Returns true if no queue has a connection to the replica.
     fn is_disconnected(&self, peer: PeerIndex) -> bool;
 
     /// Looks at the core; none if the process is ending.

@@ -58,7 +58,7 @@ impl Command {
         self.rest_bytes.min(longest)
     }
 
-    /// Whether all parts are made and done.
+    /// Returns true if all parts are made and done.
     pub(super) fn is_over(&self) -> bool {
         self.parts == 0 && self.rest_bytes == 0
     }

@@ -120,9 +120,9 @@ pub(super) struct Connection {
     commands: u16,
     /// Replies without a slot that wait to be sent.
     replies: usize,
-    /// Whether nothing is read beyond the request that has begun.
+    /// True if nothing is read beyond the request that has begun.
     parking: bool,
-    /// Whether the client has closed its side.
+    /// True if the client has closed its side.
     ended: bool,
     /// Whether the end was agreed: the client has said good-bye, or we have.
     left: bool,
@@ -158,7 +158,7 @@ impl Connection {
         }
     }
 
-    /// Whether `token` was given out by this connection, not by an earlier one in its place.
+    /// Returns true if `token` was given out by this connection, not by an earlier one in its place.
     pub(super) fn owns(&self, token: Token) -> bool {
         token.tag == self.incarnation
     }
@@ -198,7 +198,7 @@ impl Connection {
         }
     }
 
-    /// Whether nothing is left of what was read: all is answered, and the answers are out.
+    /// Returns true if nothing is left of what was read: all is answered, and the answers are out.
     pub(super) fn is_parked(&self) -> bool {
         let is_quiet = self.commands == 0 && !self.stream.is_sending();
         match self.phase {
@@ -223,7 +223,7 @@ impl Connection {
         self.stream.arm_at_most(io.ring, if self.parking { missing } else { u32::MAX });
     }
 
-    /// Whether the connection broke off without a good-bye.
+    /// Returns true if the connection broke off without a good-bye.
     pub(super) fn is_lost(&self) -> bool {
         (self.is_dead() || self.ended) && !self.left
     }

@@ -90,7 +90,7 @@ impl Handshake {
         Handshake { state: State::ClientFlags, no_zeroes: false, structured: false }
     }
 
-    /// Whether the client takes structured replies.
+    /// Returns true if the client takes structured replies.
     pub(crate) fn structured(&self) -> bool {
         self.structured
     }

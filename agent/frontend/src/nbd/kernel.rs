@@ -206,9 +206,9 @@ fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
 struct KernelQueue {
     service: Service,
     first: Option<u16>,
-    /// Whether the connection broke and no new one was offered.
+    /// True if the connection broke and no new one was offered.
     broken: bool,
-    /// Whether another process is to serve the device.
+    /// True if another process is to serve the device.
     is_parked: bool,
     /// Takes the kernel's ends of new pairs to the keeper.
     sender: Sender<OwnedFd>,

@@ -99,7 +99,7 @@ impl Target {
         })
     }
 
-    /// Whether the device is still connected, and ours.
+    /// Returns true if the device is still connected, and ours.
     pub(super) fn is_there(&self) -> bool {
         sysfs::backend(self.index).as_deref() == Some(self.backend.as_str())
     }

@@ -96,12 +96,13 @@ impl RequestHeader {
         }))
     }
 
-    /// Whether the answer must wait until the data is durable.
+    /// Returns true if the answer must wait until the data is durable.
     pub(crate) fn fua(&self) -> bool {
         self.flags & COMMAND_FLAG_FUA != 0
     }
 
-    /// Whether zeroes that are written have to take space: later writes there do not fail for lack of it.
+    /// Returns true if zeroes that are written have to take space: later writes there do not fail for lack of
+    /// it.
     pub(crate) fn no_hole(&self) -> bool {
         self.flags & COMMAND_FLAG_NO_HOLE != 0
     }

@@ -32,7 +32,7 @@ impl Service {
         self.open
     }
 
-    /// Whether there can be one more.
+    /// Returns true if there can be one more.
     pub(super) fn has_room(&self) -> bool {
         usize::from(self.open) < self.connections.len()
     }
@@ -52,7 +52,8 @@ impl Service {
         self.with(id, io, |connection, _, _| connection.leave());
     }
 
-    /// Whether a connection broke off since this was asked last. Its requests may still be in progress.
+    /// Returns true if a connection broke off since this was asked last. Its requests may still be in
+    /// progress.
     pub(super) fn take_lost(&mut self) -> bool {
         std::mem::take(&mut self.lost)
     }
@@ -101,7 +102,7 @@ impl Service {
         self.resume(io);
     }
 
-    /// Whether no slot is in use.
+    /// Returns true if no slot is in use.
     pub(super) fn is_idle(&self) -> bool {
         self.shared.share.is_idle()
     }

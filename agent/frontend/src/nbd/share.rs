@@ -74,7 +74,7 @@ impl SlotShare {
         }
     }
 
-    /// Whether nobody has a slot.
+    /// Returns true if nobody has a slot.
     pub(super) fn is_idle(&self) -> bool {
         self.held.iter().all(|held| *held == 0)
     }

@@ -129,7 +129,7 @@ struct SocketQueue {
     accepting: bool,
     /// Whether [`WAITING`] or [`DUE`] will come.
     watching: bool,
-    /// Whether a client was ended whose place is not free yet.
+    /// True if a client was ended whose place is not free yet.
     making_room: bool,
     service: Service,
     wake: Wake,
@@ -415,7 +415,7 @@ fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
     }
 }
 
-/// Whether a client waits at a listening socket.
+/// Returns true if a client waits at a listening socket.
 fn is_readable(listener: &OwnedFd) -> bool {
     let mut asked = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
     poll(&mut asked, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
@@ -428,8 +428,9 @@ fn connect_to(path: &Path) -> Result<OwnedFd, Error> {
     Ok(client)
 }
 
-/// Whether the server of `client` lives. A server that was killed still listens while the kernel ends its ring: it
-/// sends no greeting, and the kernel soon closes the connection. A server that does neither until `deadline` counts as alive.
+/// Returns whether the server of `client` lives. A server that was killed still listens while the kernel ends
+/// its ring: it sends no greeting, and the kernel soon closes the connection. A server that does neither
+/// until `deadline` counts as alive.
 fn is_served(client: &OwnedFd, deadline: Instant) -> Result<bool, Error> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut asked = [PollFd::new(client.as_fd(), PollFlags::POLLIN)];

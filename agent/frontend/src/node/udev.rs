@@ -41,7 +41,7 @@ impl UdevBefore {
     }
 }
 
-/// Whether udev has handled an event of `device` since `before`.
+/// Returns true if udev has handled an event of `device` since `before`.
 pub(super) fn has_handled(records: &Path, device: DeviceNumber, before: Option<&UdevBefore>) -> bool {
     let path = path(records, device);
     let (Some(version), Ok(text)) = (version(&path), fs::read_to_string(&path)) else { return false };

@@ -266,7 +266,7 @@ struct UblkDevice {
     volume: VolumeName,
     device_dir: PathBuf,
     info: DeviceInfo,
-    /// Whether an earlier process has started it.
+    /// True if an earlier process has started it.
     recovered: bool,
     /// Shared with the queues.
     size_bytes: Arc<AtomicU64>,

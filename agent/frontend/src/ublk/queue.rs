@@ -36,7 +36,7 @@ pub(super) struct UblkQueue {
     zeroes: Box<[Option<ByteRange>]>,
     /// For the ring of its thread.
     task_work: TaskWork,
-    /// Whether requests are left to the next process.
+    /// True if requests are left to the next process.
     is_parked: bool,
     /// Tags that the driver will give no more requests for.
     ended: usize,

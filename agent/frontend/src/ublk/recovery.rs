@@ -105,7 +105,7 @@ pub(super) fn notice_deaths_soon(kernel_name: &str) {
     }
 }
 
-/// Whether the driver of this kernel notices some deaths by the timer of requests only.
+/// Returns true if the driver of this kernel notices some deaths by the timer of requests only.
 fn needs_timer(release: &str) -> bool {
     matches!(probe::version(release), [Some(6), Some(7..=14), _])
 }

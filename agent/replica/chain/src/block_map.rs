@@ -78,8 +78,8 @@ impl BlockMap {
         self.chain[0]
     }
 
-    /// Whether there is nothing below the head. Its holes then read as zeroes, and nothing has to
-    /// be known to plan anything.
+    /// Returns true if there is nothing below the head. Its holes then read as zeroes, and nothing has to be
+    /// known to plan anything.
     #[must_use]
     pub fn is_head_only(&self) -> bool {
         self.chain.len() == 1

@@ -65,8 +65,8 @@ impl CopyList {
         &self.0
     }
 
-    /// Whether the snapshots in `other` are the same, so that those that were copied of one can be kept for the
-    /// other. The heads may differ: they are made anew in any case.
+    /// Returns true if the snapshots in `other` are the same, so that those that were copied of one can be
+    /// kept for the other. The heads may differ: they are made anew in any case.
     #[must_use]
     pub fn has_snapshots_of(&self, other: &CopyList) -> bool {
         self.0.len() == other.0.len() && self.0[..self.0.len() - 1] == other.0[..other.0.len() - 1]

@@ -34,7 +34,7 @@ pub struct VolumeMeta {
     pub sector_size: i64,
     /// The image below the oldest layer, empty if there is none.
     pub backing_file_path: String,
-    /// Whether the volume is encrypted above us.
+    /// True if the volume is encrypted above us.
     pub encrypted: bool,
     /// Ours, and there only if the replica has left its view: whether it is being rebuilt too. Longhorn drops this when it
     /// writes the document.
@@ -54,9 +54,9 @@ pub struct DiskMeta {
     pub name: String,
     /// The file name of the parent, empty for the oldest layer.
     pub parent: String,
-    /// Whether the snapshot was removed and waits to be folded away.
+    /// True if the snapshot was removed and waits to be folded away.
     pub removed: bool,
-    /// Whether a user took the snapshot, rather than the system.
+    /// True if a user took the snapshot, rather than the system.
     pub user_created: bool,
     /// When, RFC 3339 in UTC.
     pub created: String,
@@ -74,8 +74,8 @@ impl VolumeMeta {
         self.rebuilding_to_longhorn && self.rebuilding_too.unwrap_or(true)
     }
 
-    /// Whether the replica knows a view of its volume that it is not in. Longhorn has no views: the document tells it that
-    /// the replica is being rebuilt.
+    /// Returns true if the replica knows a view of its volume that it is not in. Longhorn has no views: the
+    /// document tells it that the replica is being rebuilt.
     #[must_use]
     pub fn has_left(&self) -> bool {
         self.rebuilding_to_longhorn && self.rebuilding_too.is_some()

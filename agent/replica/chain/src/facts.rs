@@ -11,7 +11,7 @@ pub struct ImageFacts {
     pub size_bytes: u64,
     /// Its inode: two names of one file have the same.
     pub inode: u64,
-    /// Whether it has a data extent. Looked at for heads only.
+    /// True if it has a data extent. Looked at for heads only.
     pub holds_data: bool,
 }
 

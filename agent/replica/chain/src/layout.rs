@@ -95,7 +95,7 @@ impl Layout {
         &self.disks
     }
 
-    /// Whether `other` has the same documents, whatever the inodes are.
+    /// Returns true if `other` has the same documents, whatever the inodes are.
     #[must_use]
     pub fn same_documents(&self, other: &Layout) -> bool {
         let metas = |layout: &Layout| {
@@ -221,7 +221,7 @@ impl Layout {
     }
 }
 
-/// Whether a layer is the snapshot that an expansion by Longhorn to `size_bytes` left.
+/// Returns true if a layer is the snapshot that an expansion by Longhorn to `size_bytes` left.
 fn is_expansion(image: &ImageName, disk: &Disk, size_bytes: u64) -> bool {
     let label = disk.meta.labels.as_ref().and_then(|labels| labels.get(EXPANSION_LABEL));
     label.is_some_and(|label| *label == size_bytes.to_string())

@@ -81,7 +81,7 @@ impl ImageName {
         &self.0
     }
 
-    /// Whether this names a head.
+    /// Returns true if this names a head.
     #[must_use]
     pub fn is_head(&self) -> bool {
         self.0.starts_with(HEAD_PREFIX)

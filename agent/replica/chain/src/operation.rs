@@ -46,7 +46,7 @@ pub enum FoldPlan {
 pub struct NewSnapshot {
     /// Its name.
     pub name: SnapshotName,
-    /// Whether a user wants it, rather than the system.
+    /// True if a user wants it, rather than the system.
     pub user_created: bool,
     /// Its labels.
     pub labels: BTreeMap<String, String>,

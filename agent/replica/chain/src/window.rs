@@ -108,7 +108,7 @@ impl HeadBlocks {
         }
     }
 
-    /// Whether the head holds `block`, and where the run of such blocks ends. `None`: not known.
+    /// Returns whether the head holds `block`, and where the run of such blocks ends. `None`: not known.
     pub fn run_at(&self, block: usize) -> Option<(bool, usize)> {
         match self {
             HeadBlocks::Unknown => None,
@@ -233,7 +233,7 @@ pub(crate) fn change_bits(bits: &mut Bits, blocks: Range<usize>, set: bool) {
     }
 }
 
-/// Whether the bit of `block` is set, and where the run of equal bits ends.
+/// Returns whether the bit of `block` is set, and where the run of equal bits ends.
 fn bit_run_at(bits: &Bits, block: usize) -> (bool, usize) {
     let (mut word, bit) = (block / WORD_BITS, block % WORD_BITS);
     let value = bits[word] >> bit & 1 == 1;

@@ -39,7 +39,7 @@ pub struct Failure {
     pub in_a_row: u32,
     /// What the disk says of it.
     pub noted: Noted,
-    /// Whether an engine that came later has asked for the replica.
+    /// True if an engine that came later has asked for the replica.
     pub is_asked_for: bool,
 }
 

@@ -24,7 +24,7 @@ pub struct Found {
     pub missed: Vec<(ReplicaId, Vec<u8>)>,
     /// Whether sums of blocks are to be kept, and then the file of the set of unsummed regions, if there is one.
     pub sums: SumsFound,
-    /// Whether anything was ever written to the volume.
+    /// True if anything was ever written to the volume.
     pub holds_data: bool,
     /// Data may be gone that was written here.
     pub lost_cache: bool,
@@ -39,7 +39,7 @@ pub struct Found {
 pub enum SumsFound {
     /// They are not to be kept. A file of unsummed regions that is there, which nobody keeps up to date, is removed.
     Unwanted {
-        /// Whether there is one.
+        /// True if there is one.
         has_file: bool,
     },
     /// They are to be kept.

@@ -273,7 +273,7 @@ impl ReplicaState {
     }
 }
 
-/// Whether all views that may count have the replica as a member.
+/// Returns true if all views that may count have the replica as a member.
 fn is_in_all(me: ReplicaId, views: &ReplicaViews) -> bool {
     views.report().views().all(|view| view.members.contains(me))
 }

@@ -395,13 +395,13 @@ impl RegionKeeper {
         }
     }
 
-    /// Whether a page is being written.
+    /// Returns true if a page is being written.
     #[must_use]
     pub fn is_writing(&self) -> bool {
         self.writes.iter().any(|writing| writing.what.is_some())
     }
 
-    /// Whether what the ticket stands for is durable.
+    /// Returns true if what the ticket stands for is durable.
     #[must_use]
     pub fn is_durable(&self, ticket: &Ticket) -> bool {
         // A set that was forgotten has nothing to be durable.
@@ -540,7 +540,7 @@ impl RegionKeeper {
         self.unsummed = None;
     }
 
-    /// Whether sums of blocks are kept.
+    /// Returns true if sums of blocks are kept.
     #[must_use]
     pub fn keeps_sums(&self) -> bool {
         self.unsummed.is_some()
@@ -552,7 +552,8 @@ impl RegionKeeper {
         self.unsummed.as_ref().is_some_and(Unsummed::wants)
     }
 
-    /// Whether the sums of all blocks of the region count: it was not modified since they were stored.
+    /// Returns true if the sums of all blocks of the region count: it was not modified since they were
+    /// stored.
     #[must_use]
     pub fn is_summed(&self, region: u32) -> bool {
         self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_summed(region))
@@ -597,7 +598,7 @@ impl RegionKeeper {
         unsummed.as_mut().is_some_and(|unsummed| unsummed.begin(run, intent))
     }
 
-    /// Whether the region is being summed, and nothing has modified it since that began.
+    /// Returns true if the region is being summed, and nothing has modified it since that began.
     #[must_use]
     pub fn is_being_summed(&self, region: u32) -> bool {
         self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
@@ -649,7 +650,7 @@ impl RegionKeeper {
         self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());
     }
 
-    /// Whether data may be gone that was written before the host was restarted.
+    /// Returns true if data may be gone that was written before the host was restarted.
     #[must_use]
     pub fn has_lost_cache(&self) -> bool {
         self.lost.is_some()

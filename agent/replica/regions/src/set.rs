@@ -41,9 +41,9 @@ pub(crate) struct KeptSet {
     pages: Box<[Page]>,
     /// None: nobody knows.
     stamp: Option<u32>,
-    /// Whether the file that it was read from has a whole page for the stamp.
+    /// True if the file that it was read from has a whole page for the stamp.
     pub has_stamp_page: bool,
-    /// Whether the file that it was read from is of the volume before it has grown, and has to be made anew.
+    /// True if the file that it was read from is of the volume before it has grown, and has to be made anew.
     pub is_outgrown: bool,
     /// Pages that somebody waits for.
     due: u64,
@@ -267,7 +267,7 @@ impl KeptSet {
         }
     }
 
-    /// Whether each of `pages` was written by a write later than `after`.
+    /// Returns true if each of `pages` was written by a write later than `after`.
     pub fn written_since(&self, pages: u64, after: u64) -> bool {
         let asked = |number: &usize| pages & 1 << number != 0;
         (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
@@ -287,7 +287,7 @@ impl KeptSet {
         file
     }
 
-    /// Whether the region is in.
+    /// Returns true if the region is in.
     pub fn contains(&self, region: u32) -> bool {
         let run = region..region.saturating_add(1);
         words(run, self.regions.count()).all(|(page, word, mask)| self.pages[page].wanted[word] & mask != 0)

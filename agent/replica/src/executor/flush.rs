@@ -7,7 +7,7 @@ pub(super) struct Flushes {
     running: Vec<u16>,
     waiting: Vec<u16>,
     in_flight: bool,
-    /// Whether anything has changed since the last fdatasync began.
+    /// True if anything has changed since the last fdatasync began.
     unsynced: bool,
 }
 

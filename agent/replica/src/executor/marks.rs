@@ -90,7 +90,7 @@ impl Marks {
         Ok((state, Marks { files, pages, waiting, retried }, summer))
     }
 
-    /// Whether the kernel has nothing to do for us.
+    /// Returns true if the kernel has nothing to do for us.
     pub fn is_idle(&self) -> bool {
         self.files.in_flight == 0
     }
@@ -172,7 +172,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Whether the modification in `slot` may be executed. If not, it is started again when that may be so.
+    /// Returns true if the modification in `slot` may be executed. If not, it is started again when that may
+    /// be so.
     pub(super) fn admit(&mut self, slot: u16, range: ByteRange) -> bool {
         self.marks.waiting.admit(&mut self.state, range, slot).is_some()
     }

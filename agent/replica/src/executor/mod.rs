@@ -111,7 +111,7 @@ struct Work {
     failure: Option<Errno>,
     /// The piece of a layer that is looked at, where it is that.
     checked: Option<Checked>,
-    /// Whether what is read is to be compared with the sums of its blocks.
+    /// True if what is read is to be compared with the sums of its blocks.
     wants_check: bool,
 }
 
@@ -293,12 +293,12 @@ impl Executor {
         Some(buf)
     }
 
-    /// Whether the kernel has nothing to do for us.
+    /// Returns true if the kernel has nothing to do for us.
     pub fn is_idle(&self) -> bool {
         self.in_flight == 0 && self.marks.is_idle()
     }
 
-    /// Whether the replica is marked as lacking data.
+    /// Returns true if the replica is marked as lacking data.
     pub fn is_rebuilding(&self) -> bool {
         self.store.info().rebuilding
     }
@@ -415,7 +415,7 @@ impl Executor {
         self.state.asked_by(generation)
     }
 
-    /// Whether the process has served for so long that earlier failures do not count any more.
+    /// Returns true if the process has served for so long that earlier failures do not count any more.
     pub fn has_served_long(&self) -> bool {
         self.since.elapsed() >= FAILURES_FORGIVEN_AFTER
     }
@@ -579,7 +579,7 @@ fn is_passing(errno: Errno) -> bool {
     matches!(errno.raw(), libc::EINTR | libc::EAGAIN)
 }
 
-/// Whether the data of the range is read into the slot.
+/// Returns true if the data of the range is read into the slot.
 pub(crate) fn reads_data(header: &Header) -> bool {
     matches!(header.opcode, Opcode::Read | Opcode::ReadLayer | Opcode::Verify)
 }

@@ -142,7 +142,7 @@ impl Summer {
     }
 }
 
-/// Whether the request asks for a comparison of what it reads.
+/// Returns true if the request asks for a comparison of what it reads.
 fn asks_for_check(header: &Header) -> bool {
     match header.opcode {
         Opcode::Verify | Opcode::CheckLayer => true,
@@ -486,12 +486,12 @@ impl Executor {
         }
     }
 
-    /// Whether regions are being read and summed.
+    /// Returns true if regions are being read and summed.
     pub(super) fn is_summing(&self) -> bool {
         self.summer.job.is_some()
     }
 
-    /// Whether what is read to be summed is wanted by nobody any more.
+    /// Returns true if what is read to be summed is wanted by nobody any more.
     pub(super) fn is_job_void(&self) -> bool {
         self.summer.job.is_none_or(|job| job.is_void)
     }
@@ -662,7 +662,7 @@ impl Executor {
         })
     }
 
-    /// Whether a reader sees what this file has in the block.
+    /// Returns true if a reader sees what this file has in the block.
     fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();
@@ -703,7 +703,7 @@ impl Executor {
         counts.map_or(SUM_UNKNOWN, |sums| sums.sum(number_in_page(block)))
     }
 
-    /// Whether the sum of the block counts.
+    /// Returns true if the sum of the block counts.
     fn is_summed(&self, block: ByteRange) -> bool {
         let keeper = self.state.keeper();
         let mut regions = keeper.regions().touched(block);

@@ -44,13 +44,13 @@ pub(crate) struct Server {
     finished: Vec<(u16, Outcome)>,
     /// Slots whose response has gone out.
     sent: Vec<u32>,
-    /// Whether a request has come since the last tick.
+    /// True if a request has come since the last tick.
     busy: bool,
-    /// Whether free slots may have memory that idleness should give back.
+    /// True if free slots may have memory that idleness should give back.
     memory_to_release: bool,
     /// When the replica has failed.
     failed_at: Option<Instant>,
-    /// Whether earlier failures do not count any more.
+    /// True if earlier failures do not count any more.
     is_forgiven: bool,
     stopping: bool,
 }

@@ -242,7 +242,7 @@ impl Server {
     }
 }
 
-/// Whether an engine may send this once it is welcome.
+/// Returns true if an engine may send this once it is welcome.
 fn is_request(header: &Header) -> bool {
     !header.is_response() && !matches!(header.opcode, Opcode::Challenge | Opcode::Hello)
 }

@@ -100,7 +100,7 @@ impl SumPage {
         }
     }
 
-    /// Whether nothing is known of any block.
+    /// Returns true if nothing is known of any block.
     #[must_use]
     pub fn is_unknown(&self) -> bool {
         self.0.iter().all(|sum| *sum == SUM_UNKNOWN)

@@ -110,7 +110,7 @@ impl Boot {
         directory.replace(BOOT_FILE, &with_check(bytes))
     }
 
-    /// Whether data may be gone.
+    /// Returns true if data may be gone.
     pub fn lost_cache(&self) -> bool {
         self.lost_cache
     }
@@ -120,7 +120,7 @@ impl Boot {
         self.failures
     }
 
-    /// Whether it was lost since the directory was opened.
+    /// Returns true if it was lost since the directory was opened.
     pub fn is_lost_now(&self) -> bool {
         self.is_lost_now
     }
@@ -171,7 +171,7 @@ impl Boot {
     }
 }
 
-/// Whether there is a file, as far as anybody can say.
+/// Returns true if there is a file, as far as anybody can say.
 fn may_exist(file: &Path) -> bool {
     !fs::symlink_metadata(file).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }

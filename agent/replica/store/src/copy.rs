@@ -33,7 +33,7 @@ const FORMAT: u32 = 1;
 #[derive(Clone, Debug)]
 pub(crate) struct Copy {
     list: CopyList,
-    /// Whether the layers are there.
+    /// True if the layers are there.
     prepared: bool,
     /// Which of them are whole and durable.
     done: Vec<bool>,
@@ -269,7 +269,7 @@ impl Store {
         if open { self.layer_file(layer) } else { None }
     }
 
-    /// Whether the replica is being made a copy of another one.
+    /// Returns true if the replica is being made a copy of another one.
     #[must_use]
     pub fn is_copying(&self) -> bool {
         self.copy.is_some()

@@ -262,7 +262,7 @@ impl Directory {
     }
 }
 
-/// Whether something has failed for lack of space, which the reserve may give.
+/// Returns true if something has failed for lack of space, which the reserve may give.
 pub(crate) fn is_full(errno: shorthorn_types::Errno) -> bool {
     errno == shorthorn_types::Errno::NO_SPACE || errno.raw() == nix::libc::EDQUOT
 }

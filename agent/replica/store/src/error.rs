@@ -33,7 +33,7 @@ pub enum StoreError {
         path: PathBuf,
         /// What the system said.
         source: io::Error,
-        /// Whether the next opening knows.
+        /// True if the next opening knows.
         noted: bool,
     },
     /// The directory makes no sense, or the operation does not.

@@ -24,11 +24,11 @@ pub struct StoreInfo {
     pub size_bytes: u64,
     /// The head's file.
     pub head: ImageName,
-    /// Whether the directory had not been closed cleanly.
+    /// True if the directory had not been closed cleanly.
     pub was_dirty: bool,
-    /// Whether the replica is being rebuilt.
+    /// True if the replica is being rebuilt.
     pub rebuilding: bool,
-    /// Whether the replica is marked as one that has left its view.
+    /// True if the replica is marked as one that has left its view.
     pub has_left: bool,
     /// Whether the host was restarted or the disk has failed while data was not durable, and nobody has made up for it.
     pub lost_cache: bool,
@@ -55,7 +55,7 @@ pub struct LayerInfo {
     pub size_bytes: u64,
     /// The snapshot's name; the head has none.
     pub snapshot: Option<String>,
-    /// Whether it is marked as removed.
+    /// True if it is marked as removed.
     pub removed: bool,
 }
 
@@ -68,9 +68,9 @@ pub struct SnapshotInfo {
     pub parent: Option<String>,
     /// The layers that build on it: names of snapshots, and the head's file name.
     pub children: Vec<String>,
-    /// Whether a user took it.
+    /// True if a user took it.
     pub user_created: bool,
-    /// Whether it is marked as removed.
+    /// True if it is marked as removed.
     pub removed: bool,
     /// When it was taken, RFC 3339.
     pub created: String,
@@ -78,7 +78,7 @@ pub struct SnapshotInfo {
     pub labels: BTreeMap<String, String>,
     /// The size of the volume that it shows.
     pub size_bytes: u64,
-    /// Whether the head builds on it.
+    /// True if the head builds on it.
     pub in_chain: bool,
 }
 

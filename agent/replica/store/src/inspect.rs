@@ -24,7 +24,7 @@ use crate::table::{human, table};
 pub struct Inspection {
     /// The directory.
     pub directory: String,
-    /// Whether a store could open it, perhaps after repairs.
+    /// True if a store could open it, perhaps after repairs.
     pub usable: bool,
     /// The volume, where `volume.meta` can be read.
     pub volume: Option<InspectedVolume>,
@@ -70,9 +70,9 @@ pub struct InspectedLayer {
     pub size_bytes: u64,
     /// What it takes on the disk.
     pub allocated_bytes: u64,
-    /// Whether a user took it.
+    /// True if a user took it.
     pub user_created: bool,
-    /// Whether it is marked as removed.
+    /// True if it is marked as removed.
     pub removed: bool,
     /// When it was made, RFC 3339.
     pub created: String,

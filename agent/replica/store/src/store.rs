@@ -225,9 +225,8 @@ impl Store {
         self.files.fd(index)
     }
 
-    /// Whether [`Store::fd`] does direct I/O: memory must then be aligned to
-    /// [`MEMORY_ALIGNMENT`](crate::MEMORY_ALIGNMENT), and offset and length to
-    /// [`Store::alignment_bytes`].
+    /// Returns true if [`Store::fd`] does direct I/O: memory must then be aligned to
+    /// [`MEMORY_ALIGNMENT`](crate::MEMORY_ALIGNMENT), and offset and length to [`Store::alignment_bytes`].
     #[must_use]
     pub fn direct_io(&self) -> bool {
         self.host.direct_io
@@ -240,7 +239,7 @@ impl Store {
         self.host.alignment_bytes
     }
 
-    /// Whether holes can be made. Where not, discards and zeroes are written out.
+    /// Returns true if holes can be made. Where not, discards and zeroes are written out.
     #[must_use]
     pub fn can_punch(&self) -> bool {
         self.host.can_punch
@@ -389,7 +388,7 @@ impl Store {
         self.map = BlockMap::new(self.layout.size_bytes(), chain, self.host.can_punch);
     }
 
-    /// Whether an operation failed half-way: the store has to be opened again.
+    /// Returns true if an operation failed half-way: the store has to be opened again.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.broken

@@ -52,7 +52,7 @@ pub struct Driver {
 /// How the driver stands with kubelet.
 #[derive(Debug, Default)]
 pub struct DriverState {
-    /// Whether kubelet has registered it, as far as kubelet has said.
+    /// True if kubelet has registered it, as far as kubelet has said.
     pub registered: Arc<AtomicBool>,
     /// What kubelet was told of mounts of pods.
     pub dead_mounts: Arc<DeadMounts>,

@@ -76,7 +76,7 @@ impl Name {
         Ok(Name { path: path.to_owned(), file: file_at(path)? })
     }
 
-    /// Whether the name still leads to the socket.
+    /// Returns true if the name still leads to the socket.
     pub fn is_there(&self) -> bool {
         file_at(&self.path).is_ok_and(|file| file == self.file)
     }

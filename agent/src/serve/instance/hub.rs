@@ -341,7 +341,7 @@ fn refuse_older(spec: &Spec, known: &Spec) -> Result<(), NodeError> {
     }
 }
 
-/// Whether an engine that is there may be replaced with its device carried over.
+/// Returns true if an engine that is there may be replaced with its device carried over.
 fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
     match (spec, known) {
         (Spec::Engine(asked), Spec::Engine(known)) => {

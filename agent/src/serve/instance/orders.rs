@@ -300,7 +300,7 @@ impl Hub {
     }
 }
 
-/// Whether the device of an engine has its new size only once it is made anew.
+/// Returns true if the device of an engine has its new size only once it is made anew.
 fn keeps_size(instance: &v1::Instance) -> bool {
     let Some(Detail::Engine(engine)) = &instance.detail else { return false };
     is_serving(instance) && engine.expansion.as_ref().is_some_and(|expansion| expansion.next_attach)

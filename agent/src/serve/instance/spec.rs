@@ -154,9 +154,9 @@ impl Spec {
         }
     }
 
-    /// Whether both come from the same request. What the agent adds to that may have changed with its
-    /// configuration, `create` changes once a replica has data, and the replicas of an engine, the last grant and the
-    /// limits may change while it runs. A volume grows while it runs.
+    /// Returns true if both come from the same request. What the agent adds to that may have changed with its
+    /// configuration, `create` changes once a replica has data, and the replicas of an engine, the last grant
+    /// and the limits may change while it runs. A volume grows while it runs.
     pub fn is_same_request(&self, other: &Spec) -> bool {
         match (self, other) {
             (Spec::Engine(a), Spec::Engine(b)) => {

@@ -170,7 +170,7 @@ fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {
     RequestError::AttachedElsewhere { name: volume.metadata.name.clone(), node: node.clone() }
 }
 
-/// Whether the volume can be used on `node`.
+/// Returns true if the volume can be used on `node`.
 #[must_use]
 pub fn is_published(world: &World, name: &str, node: &NodeName) -> bool {
     let Some(volume) = world.volumes.get(name) else { return false };

@@ -18,7 +18,8 @@ pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new
 
 use crate::World;
 
-/// Whether there is a node with that name, and in that zone, where these are given. Every volume can be reached from it.
+/// Returns true if there is a node with that name, and in that zone, where these are given. Every volume can
+/// be reached from it.
 #[must_use]
 pub fn has_node(world: &World, node: Option<&str>, zone: Option<&str>) -> bool {
     world.nodes.values().any(|candidate| {

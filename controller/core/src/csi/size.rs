@@ -47,7 +47,7 @@ pub fn size_of_new(required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeErr
     in_steps(wanted, limit_bytes)
 }
 
-/// Whether a volume of that size is one that is asked for.
+/// Returns true if a volume of that size is one that is asked for.
 #[must_use]
 pub const fn fits(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> bool {
     has_bytes >= required_bytes && (limit_bytes == 0 || has_bytes <= limit_bytes)

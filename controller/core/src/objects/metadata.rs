@@ -92,7 +92,7 @@ impl Metadata {
         }
     }
 
-    /// Whether its deletion was asked for.
+    /// Returns true if its deletion was asked for.
     #[must_use]
     pub const fn is_deleting(&self) -> bool {
         self.deletion_timestamp.is_some()

@@ -43,7 +43,7 @@ pub struct GuardPod {
     pub message: String,
     /// Whether it runs no more, as the machine had no room for it or ended it.
     pub has_ended: bool,
-    /// Whether it is on its way out.
+    /// True if it is on its way out.
     pub is_deleting: bool,
 }
 

@@ -25,9 +25,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     decision
 }
 
-/// Whether the engine is what is left of a volume that is deleted: it is fenced, and its process is to be
-/// stopped when its node is back. A volume that is there under its name is another one, which has not come
-/// to that number.
+/// Returns true if the engine is what is left of a volume that is deleted: it is fenced, and its process is
+/// to be stopped when its node is back. A volume that is there under its name is another one, which has not
+/// come to that number.
 pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
     let volume = context.world.volumes.get(&engine.metadata.name);
     if context.world.unknown(&Key::new(Kind::Volume, &engine.metadata.name)).is_some() {
@@ -79,7 +79,7 @@ fn lose_sight(engine: &Engine, reason: String) -> Decision {
     decision
 }
 
-/// Whether the process has ended for good: its agent does not start it again.
+/// Returns true if the process has ended for good: its agent does not start it again.
 fn has_ended(instance: &Instance, view: &EngineView) -> bool {
     instance.state == InstanceState::Stopped
         || (instance.state == InstanceState::Error && view.phase == "stopped")
@@ -194,7 +194,7 @@ fn follow(
     write_status(decision, engine, status);
 }
 
-/// Whether this is a start that goes on as it should.
+/// Returns true if this is a start that goes on as it should.
 fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
     let starts = |state| matches!(state, CurrentState::Starting | CurrentState::Running);
     stored.current_state == CurrentState::Starting

@@ -53,7 +53,7 @@ pub struct Settings {
     pub replica_replace_after: Duration,
     /// How full disks may become.
     pub scheduling: Limits,
-    /// Whether a volume is created with the replicas that have a place, if that is one at least.
+    /// True if a volume is created with the replicas that have a place, if that is one at least.
     pub degraded_creation: bool,
     /// How many replicas may be brought up on a node at a time for others to be placed there in place of lost ones.
     pub rebuilds_per_node: u32,
@@ -96,14 +96,16 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
     }
 }
 
-/// Whether a decision about `key` may give disk space away. The shell takes such decisions one at a time, and promises
-/// the places of the new replicas before the next one, so that two volumes never get the same space.
+/// Returns true if a decision about `key` may give disk space away. The shell takes such decisions one at a
+/// time, and promises the places of the new replicas before the next one, so that two volumes never get the
+/// same space.
 #[must_use]
 pub fn gives_space_away(world: &World, key: &Key) -> bool {
     key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| seeks_place(world, volume))
 }
 
-/// Whether the volume, as it is stored, may be given a place: only such decisions are taken one at a time.
+/// Returns true if the volume, as it is stored, may be given a place: only such decisions are taken one at a
+/// time.
 fn seeks_place(world: &World, volume: &Volume) -> bool {
     let is_evicted =
         || world.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(world, replica));
@@ -136,7 +138,7 @@ pub fn is_urgent(world: &World, key: &Key) -> bool {
     is_moving || world.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
 }
 
-/// Whether a volume that is to be deleted goes on for now: its device is in use.
+/// Returns true if a volume that is to be deleted goes on for now: its device is in use.
 fn is_held(world: &World, volume: &Volume) -> bool {
     let engine = world.engines.get(&volume.metadata.name);
     engine.is_some_and(|engine| !engine.status.stop_refused.is_empty())
@@ -244,7 +246,7 @@ fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
     start.map_or(Duration::ZERO, |start| remaining(start, QUIET_START, context.now))
 }
 
-/// Whether the node does not answer, and somebody has said that it never will.
+/// Returns true if the node does not answer, and somebody has said that it never will.
 fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
     lost_node::is_given_up(context.world, node) && matches!(sight(context, node), Sight::Gone(_))
 }

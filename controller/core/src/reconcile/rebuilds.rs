@@ -50,8 +50,8 @@ impl Rebuilds {
     }
 }
 
-/// Whether the volume would have a replica made now: none of those that it lacks may come back soon. One that has no place
-/// anywhere holds nobody up.
+/// Returns true if the volume would have a replica made now: none of those that it lacks may come back soon.
+/// One that has no place anywhere holds nobody up.
 fn waits_for_place(context: &Context<'_>, volume: &Volume, engine: &Engine) -> bool {
     let scheduled = volume.status.conditions.get(ConditionType::Scheduled);
     let limit = context.settings.replica_replace_after;

@@ -243,7 +243,8 @@ fn away_since(member: &MemberStatus, now: Timestamp) -> Option<Timestamp> {
     Timestamp::from_millisecond(since_ms).ok().map(|since| since.min(now))
 }
 
-/// Whether the volume does without this replica: others have everything, and the engine does not know it any more.
+/// Returns true if the volume does without this replica: others have everything, and the engine does not know
+/// it any more.
 fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> bool {
     let engine = context.world.engines.get(replica.spec.volume_name.as_str());
     engine.is_some_and(|engine| volume::may_go(context, volume, engine, replica))

@@ -23,11 +23,11 @@ pub struct CreateVolume {
     pub number_of_replicas: u32,
     /// Empty takes auto.
     pub frontend: String,
-    /// Whether several replicas may be on one node.
+    /// True if several replicas may be on one node.
     pub replica_soft_anti_affinity: bool,
-    /// Whether all replicas are in zones of their own; else they are where that can be.
+    /// True if all replicas are in zones of their own; else they are where that can be.
     pub replica_zone_hard_anti_affinity: bool,
-    /// Whether all replicas are on disks of their own; else they are where that can be.
+    /// True if all replicas are on disks of their own; else they are where that can be.
     pub replica_disk_hard_anti_affinity: bool,
     /// The tags that a node must have.
     pub node_selector: Vec<String>,
@@ -35,7 +35,7 @@ pub struct CreateVolume {
     pub disk_selector: Vec<String>,
     /// Empty takes disabled.
     pub data_locality: String,
-    /// Whether replicas compare every read with the sums of its blocks.
+    /// True if replicas compare every read with the sums of its blocks.
     pub verify_reads: bool,
     /// The name that a CSI caller gave it; none: it is made for somebody else.
     pub csi_name: Option<String>,
@@ -181,7 +181,8 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
     Err(RequestError::Exists { name, differs })
 }
 
-/// Whether a volume is the one that a CSI caller means, who may know it by another name. Others know it by its own.
+/// Returns true if a volume is the one that a CSI caller means, who may know it by another name. Others know
+/// it by its own.
 fn is_of_name(spec: &VolumeSpec, wanted: &VolumeSpec) -> bool {
     let has = spec.csi_name.as_deref().unwrap_or(spec.volume_name.as_str());
     wanted.csi_name.as_deref().is_none_or(|wanted| wanted == has)

@@ -43,9 +43,9 @@ pub fn add_disk(
 pub struct SetNode {
     /// Its name.
     pub name: String,
-    /// Whether new replicas may go there. Those that were to leave it stay then, too.
+    /// True if new replicas may go there. Those that were to leave it stay then, too.
     pub allow_scheduling: Option<bool>,
-    /// Whether everything is to leave it; nothing new comes to it then.
+    /// True if everything is to leave it; nothing new comes to it then.
     pub eviction_requested: Option<bool>,
     /// All its tags from now on.
     pub tags: Option<Vec<String>>,
@@ -98,9 +98,9 @@ pub struct SetDisk {
     pub path: String,
     /// All its tags from now on.
     pub tags: Option<Vec<String>>,
-    /// Whether new replicas may go there. Those that were to leave it stay then, too.
+    /// True if new replicas may go there. Those that were to leave it stay then, too.
     pub allow_scheduling: Option<bool>,
-    /// Whether everything is to leave it; nothing new comes to it then.
+    /// True if everything is to leave it; nothing new comes to it then.
     pub eviction_requested: Option<bool>,
     /// Bytes that replicas leave to others.
     pub reserved_bytes: Option<u64>,

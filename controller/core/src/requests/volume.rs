@@ -96,11 +96,11 @@ pub struct SetVolume {
     pub disk_selector: Option<Vec<String>>,
     /// disabled, best-effort.
     pub data_locality: Option<String>,
-    /// Whether several replicas may be on one node.
+    /// True if several replicas may be on one node.
     pub replica_soft_anti_affinity: Option<bool>,
-    /// Whether several replicas may be in one zone.
+    /// True if several replicas may be in one zone.
     pub replica_zone_soft_anti_affinity: Option<bool>,
-    /// Whether several replicas that are on one node may be on one disk.
+    /// True if several replicas that are on one node may be on one disk.
     pub replica_disk_soft_anti_affinity: Option<bool>,
 }
 

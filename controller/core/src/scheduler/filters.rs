@@ -127,12 +127,12 @@ const DISK_FILTERS: &[DiskFilter] = &[
     },
 ];
 
-/// Whether a replica can go to that node at all.
+/// Returns true if a replica can go to that node at all.
 pub(super) fn takes(request: &Request, node: &NodeCandidate, zone: &Zone) -> bool {
     NODE_FILTERS.iter().all(|filter| (filter.takes)(request, node, zone))
 }
 
-/// Whether a replica can go to that disk, if it can go to its node.
+/// Returns true if a replica can go to that disk, if it can go to its node.
 pub(super) fn takes_on(request: &Request, disk: &DiskCandidate) -> bool {
     DISK_FILTERS.iter().all(|filter| (filter.takes)(request, disk))
 }

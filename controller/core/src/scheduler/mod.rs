@@ -36,7 +36,7 @@ pub struct Limits {
     pub storage_over_provisioning_percentage: u32,
     /// A disk with less than this free, in percent of its size, gets no new replica.
     pub storage_minimal_available_percentage: u32,
-    /// Whether machines that are cordoned in Kubernetes get no new replica.
+    /// True if machines that are cordoned in Kubernetes get no new replica.
     pub disable_scheduling_on_cordoned_node: bool,
 }
 
@@ -57,11 +57,11 @@ pub struct Request {
     pub size_bytes: u64,
     /// What each replica takes at once: a new one gets what others have.
     pub used_bytes: u64,
-    /// Whether several replicas may be on one node.
+    /// True if several replicas may be on one node.
     pub soft_anti_affinity: bool,
-    /// Whether several replicas may be in one zone. Nodes of no zone count as one zone.
+    /// True if several replicas may be in one zone. Nodes of no zone count as one zone.
     pub zone_soft_anti_affinity: bool,
-    /// Whether several replicas may be on one disk.
+    /// True if several replicas may be on one disk.
     pub disk_soft_anti_affinity: bool,
     /// The tags that a node must have.
     pub node_selector: Labels,
@@ -103,15 +103,15 @@ pub struct NodeCandidate {
     pub zone: Option<Label>,
     /// Its tags.
     pub tags: Labels,
-    /// Whether its administrator wants no new replicas there.
+    /// True if its administrator wants no new replicas there.
     pub cordoned: bool,
-    /// Whether its machine is cordoned in Kubernetes.
+    /// True if its machine is cordoned in Kubernetes.
     pub machine_cordoned: bool,
-    /// Whether those that are there are about to leave: they keep no other away from its zone.
+    /// True if those that are there are about to leave: they keep no other away from its zone.
     pub evicted: bool,
     /// Why it cannot make one now.
     pub not_ready: Option<String>,
-    /// Whether it brings up as many replicas as it may.
+    /// True if it brings up as many replicas as it may.
     pub is_busy: bool,
     /// Its disks.
     pub disks: Vec<DiskCandidate>,

@@ -59,13 +59,13 @@ impl Refusal {
         Refusal { placed, wanted, by_node, summary }
     }
 
-    /// Whether time alone can bring a place: nothing tells when files on a disk are deleted.
+    /// Returns true if time alone can bring a place: nothing tells when files on a disk are deleted.
     #[must_use]
     pub fn waits_for_space(&self) -> bool {
         self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)
     }
 
-    /// Whether a node would take it once it has brought up others.
+    /// Returns true if a node would take it once it has brought up others.
     #[must_use]
     pub fn waits_for_rebuilds(&self) -> bool {
         self.by_node.values().any(|removal| removal.filter == Filter::Rebuilds)

@@ -99,7 +99,7 @@ async fn add(
     archive.add_json(name, Value::Array(found))
 }
 
-/// Whether an object has to do with us; those of other drivers are nobody's business.
+/// Returns true if an object has to do with us; those of other drivers are nobody's business.
 fn is_wanted(kind: &str, object: &DynamicObject) -> bool {
     let spec = &object.data["spec"];
     match kind {

@@ -51,7 +51,7 @@ fn name_of(volume: &Value) -> Option<String> {
     volume["name"].as_str().map(str::to_owned)
 }
 
-/// Whether there is more to say of it than its state.
+/// Returns true if there is more to say of it than its state.
 fn is_ill(volume: &Value) -> bool {
     let conditions = volume["conditions"].as_array();
     conditions.is_some_and(|conditions| conditions.iter().any(|condition| condition["status"] == false))

@@ -51,7 +51,7 @@ fn object(fields: Map<String, Value>) -> Map<String, Value> {
     kept.collect()
 }
 
-/// Whether what has this name is secret.
+/// Returns true if what has this name is secret.
 fn is_secret_name(name: &str) -> bool {
     let name: String = name.chars().filter(char::is_ascii_alphanumeric).collect();
     let name = name.to_ascii_lowercase();

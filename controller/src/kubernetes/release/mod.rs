@@ -127,7 +127,7 @@ impl Releaser {
         }
     }
 
-    /// Whether this controller sees the agent of that node.
+    /// Returns true if this controller sees the agent of that node.
     fn sees(&self, node: &NodeName) -> bool {
         stranded::is_in_sight(&self.fleet.agents(), node, Timestamp::now())
     }

@@ -75,7 +75,7 @@ fn claim(pod: &str, volume: &Volume) -> Option<String> {
     }
 }
 
-/// Whether it is a disk that Kubernetes itself attaches.
+/// Returns true if it is a disk that Kubernetes itself attaches.
 fn is_disk(volume: &Volume) -> bool {
     volume.aws_elastic_block_store.is_some()
         || volume.azure_disk.is_some()

@@ -41,7 +41,7 @@ pub async fn bounded<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T
     }
 }
 
-/// Whether the API server answered with that status.
+/// Returns true if the API server answered with that status.
 pub fn is_code(error: &CallError, code: u16) -> bool {
     matches!(error, CallError::Api(kube::Error::Api(status)) if status.code == code)
 }

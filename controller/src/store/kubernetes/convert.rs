@@ -40,12 +40,12 @@ pub fn version(text: Option<&str>) -> Result<u64, ConvertError> {
     text.parse().ok().filter(|version| *version > 0).ok_or_else(|| ConvertError::Version(text.to_owned()))
 }
 
-/// Whether objects of that kind stand for data, and so have a finalizer.
+/// Returns true if objects of that kind stand for data, and so have a finalizer.
 pub const fn has_data(kind: Kind) -> bool {
     matches!(kind, Kind::Volume | Kind::Engine | Kind::Replica)
 }
 
-/// Whether nothing can take the object away before its data is gone.
+/// Returns true if nothing can take the object away before its data is gone.
 pub fn is_held(kind: Kind, metadata: &ObjectMeta) -> bool {
     !has_data(kind)
         || metadata

@@ -70,7 +70,7 @@ impl Followed {
     }
 }
 
-/// Whether the API server refuses this object, rather than every call.
+/// Returns true if the API server refuses this object, rather than every call.
 fn is_about_object(error: &CallError) -> bool {
     [400, 403, 422, 500].into_iter().any(|code| is_code(error, code))
 }
@@ -302,7 +302,7 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     inner.events.tell(&event, object.metadata.uid.as_deref().unwrap_or_default());
 }
 
-/// Whether the object has our finalizer, and a volume the fingerprint of its key.
+/// Returns true if the object has our finalizer, and a volume the fingerprint of its key.
 fn is_marked(kind: Kind, object: &DynamicObject) -> bool {
     let is_complete =
         kind != Kind::Volume || has_fingerprint(object) || object.metadata.deletion_timestamp.is_some();

@@ -156,7 +156,7 @@ pub struct KeyOfVolume {
     volume: String,
     /// None: an earlier release made it, or nobody has looked after it yet.
     fingerprint: Option<String>,
-    /// Whether it can have data.
+    /// True if it can have data.
     is_needed: bool,
 }
 

@@ -507,7 +507,7 @@ fn post() -> PostParams {
     PostParams { field_manager: manager(), ..PostParams::default() }
 }
 
-/// Whether a status of a watch says that the version is too old to go on from.
+/// Returns true if a status of a watch says that the version is too old to go on from.
 fn is_expired(status: &Status) -> bool {
     status.code == 410 || status.reason == "Expired"
 }

@@ -19,7 +19,7 @@ impl Bits {
         (0..count).fold(Bits::NONE, Bits::with)
     }
 
-    /// Whether `item` is in it.
+    /// Returns true if `item` is in it.
     #[must_use]
     pub fn has(self, item: u8) -> bool {
         self.0 & (1 << item) != 0
@@ -49,7 +49,7 @@ impl Bits {
         Bits(self.0 & other.0)
     }
 
-    /// Whether all of `other` is in it.
+    /// Returns true if all of `other` is in it.
     #[must_use]
     pub fn has_all(self, other: Bits) -> bool {
         other.0 & !self.0 == 0
@@ -66,7 +66,7 @@ impl Bits {
         self.0.count_ones()
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.0 == 0

@@ -253,7 +253,7 @@ impl Engine {
         self.joiner.into_iter().fold(self.members(), Bits::with)
     }
 
-    /// Whether everybody has answered that has to.
+    /// Returns true if everybody has answered that has to.
     pub(crate) fn is_answered(&self, write: u8) -> bool {
         self.receivers().iter().all(|replica| self.answered(replica).has(write))
     }

@@ -16,22 +16,22 @@ pub struct Limits {
     pub writes: u8,
     /// How often each engine may begin to change its view, or give up a change.
     pub changes: u8,
-    /// Whether replicas crash. Whatever follows from that follows from lost messages too.
+    /// True if replicas crash. Whatever follows from that follows from lost messages too.
     pub replica_crashes: bool,
-    /// Whether an engine may go on in its old view. The real one never does.
+    /// True if an engine may go on in its old view. The real one never does.
     pub giving_up: bool,
-    /// Whether a host keeps the grants that its engine was given, for the engine's next start. Without, it knows what
-    /// the controller said when it attached, and what a refusal said.
+    /// True if a host keeps the grants that its engine was given, for the engine's next start. Without, it
+    /// knows what the controller said when it attached, and what a refusal said.
     pub keeps_grants: bool,
     /// How often the controller's store may be restored from a backup; `healing` has to be left out then.
     pub restores: u8,
     /// How often hosts may lose what they remember.
     pub losses: u8,
-    /// Whether a start may leave out replicas that it has reached.
+    /// True if a start may leave out replicas that it has reached.
     pub offenders: bool,
-    /// Whether rule 6 is checked: that a volume can be started once everything has healed. It does not hold with
-    /// `giving_up`: an engine that proposes, goes on in its old view, and then proposes a view that has nothing in
-    /// common with the first leaves two of which nobody knows that it has given up one.
+    /// True if rule 6 is checked: that a volume can be started once everything has healed. It does not hold
+    /// with `giving_up`: an engine that proposes, goes on in its old view, and then proposes a view that has
+    /// nothing in common with the first leaves two of which nobody knows that it has given up one.
     pub healing: bool,
 }
 

@@ -88,8 +88,9 @@ pub enum Message {
 }
 
 impl Message {
-    /// Whether it can still have an effect. Generations only rise, engines do not come back to life, and views are
-    /// never numbered twice: what is of no use now never will be, and two states that differ only in that are one.
+    /// Returns true if it can still have an effect. Generations only rise, engines do not come back to life,
+    /// and views are never numbered twice: what is of no use now never will be, and two states that differ
+    /// only in that are one.
     pub(crate) fn is_of_use(self, state: &State) -> bool {
         let at = |engine: u8| state.engine(engine);
         let holder = |replica: u8| state.replica(replica).views.generation();

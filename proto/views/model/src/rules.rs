@@ -58,7 +58,7 @@ impl Rules {
         }
     }
 
-    /// Whether an engine may touch the data of a replica before its first view is through.
+    /// Returns true if an engine may touch the data of a replica before its first view is through.
     pub fn may_copy(self, views: &ReplicaViews, generation: Generation) -> bool {
         views.generation() == generation || self.is(Mutation::ServeBeforeFence)
     }
@@ -173,7 +173,8 @@ impl Rules {
         }
     }
 
-    /// Whether a start has to ask the arbiter before it proposes `change` to those that it has `reached`.
+    /// Returns true if a start has to ask the arbiter before it proposes `change` to those that it has
+    /// `reached`.
     pub fn asks_first(self, change: &Change, reached: &Members) -> bool {
         match self.mutation {
             Some(Mutation::ProposeFirst) => false,
@@ -189,17 +190,17 @@ impl Rules {
         engine.view.is_some() || self.is(Mutation::ProposeFirst)
     }
 
-    /// Whether a running engine proposes what is left of its view.
+    /// Returns true if a running engine proposes what is left of its view.
     pub fn may_propose(self, current: &Members, left: Bits) -> bool {
         quorum(current, &members(left)) != Quorum::Less || self.is(Mutation::ProposeMinority)
     }
 
-    /// Whether an engine may go on without the view under way.
+    /// Returns true if an engine may go on without the view under way.
     pub fn may_give_up(self, underway: &Underway) -> bool {
         !underway.asked || self.is(Mutation::GiveUpGranted)
     }
 
-    /// Whether a replica that joins is sent again what is in flight.
+    /// Returns true if a replica that joins is sent again what is in flight.
     pub fn sends_again(self) -> bool {
         !self.is(Mutation::ForgetInFlight)
     }

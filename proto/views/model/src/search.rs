@@ -14,7 +14,7 @@ pub struct Found {
     pub states: usize,
     /// How many steps led to the farthest of them.
     pub depth: usize,
-    /// Whether these are all the states that there are.
+    /// True if these are all the states that there are.
     pub exhausted: bool,
     /// What does not hold, and a shortest way there.
     pub violation: Option<(Violation, Vec<Step>)>,

@@ -42,7 +42,7 @@ pub struct Host {
     pub restart: u32,
     /// The last grant that it knows: what the controller said when it attached, or what was heard since.
     pub known: Option<View>,
-    /// Whether it has lost what it remembered: its engines may be refused until the volume is attached again.
+    /// True if it has lost what it remembered: its engines may be refused until the volume is attached again.
     pub has_lost: bool,
 }
 
@@ -60,7 +60,7 @@ pub struct Replica {
 pub struct Engine {
     /// Its own.
     pub generation: Generation,
-    /// Whether the process runs.
+    /// True if the process runs.
     pub alive: bool,
     /// What the replicas have reported, received or on its way.
     pub welcomes: [Option<Rc<ReplicaReport>>; REPLICAS_MAX],
@@ -82,7 +82,7 @@ pub struct Engine {
     pub joiner: Option<u8>,
     /// What it has acknowledged.
     pub acknowledged: Bits,
-    /// Whether its first view has come through.
+    /// True if its first view has come through.
     pub served: bool,
     /// How often it has begun to change its view.
     pub changes: u8,
@@ -108,18 +108,18 @@ pub struct Underway {
     pub change: Change,
     /// To whom it may be proposed.
     pub reached: Bits,
-    /// Whether it was.
+    /// True if it was.
     pub proposed: bool,
-    /// Whether it must not be before it is granted.
+    /// True if it must not be before it is granted.
     pub asks_first: bool,
-    /// Whether the arbiter was asked for it.
+    /// True if the arbiter was asked for it.
     pub asked: bool,
-    /// Whether the arbiter has granted it.
+    /// True if the arbiter has granted it.
     pub granted: bool,
 }
 
 impl Underway {
-    /// Whether the time has come to propose it.
+    /// Returns true if the time has come to propose it.
     pub(crate) fn may_be_proposed(&self) -> bool {
         !self.proposed && (self.granted || !self.asks_first)
     }
@@ -194,7 +194,7 @@ impl State {
         &mut self.hosts[place(generation.attach)]
     }
 
-    /// Whether `engine` holds all of `replicas`.
+    /// Returns true if `engine` holds all of `replicas`.
     #[must_use]
     pub fn holds(&self, engine: &Engine, replicas: Bits) -> bool {
         replicas.iter().all(|replica| self.replica(replica).views.generation() == engine.generation)
@@ -251,7 +251,7 @@ impl Engine {
         self.underway.as_ref().map_or(Bits::NONE, |underway| bits(&underway.change.target.members))
     }
 
-    /// Whether it serves, and changes nothing.
+    /// Returns true if it serves, and changes nothing.
     #[must_use]
     pub fn is_steady(&self) -> bool {
         self.alive && self.view.is_some() && self.underway.is_none()
@@ -262,7 +262,7 @@ impl Engine {
         self.underway.as_ref().map_or(Bits::NONE, |underway| bits(underway.change.who_stored()))
     }
 
-    /// Whether the view `number` is under way.
+    /// Returns true if the view `number` is under way.
     pub(crate) fn waits_for(&self, number: u8) -> bool {
         self.alive && self.underway.is_some() && self.proposals.len() == usize::from(number)
     }

@@ -91,7 +91,7 @@ impl Process {
         self.peer(address.peer).is_some_and(|peer| peer.replica == address.replica)
     }
 
-    /// Whether a connection leads to this replica: another one may have had its number before.
+    /// Returns true if a connection leads to this replica: another one may have had its number before.
     fn leads_to(&self, conn: ConnId, replica: ReplicaId) -> bool {
         let world = self.sim.borrow();
         world.conns.get(&conn).is_some_and(|conn| world.replicas[conn.replica].id == replica)

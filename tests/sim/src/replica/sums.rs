@@ -56,7 +56,7 @@ impl Replica {
         self.known_rot.has(block) || self.kept_sum(block).is_some()
     }
 
-    /// Whether a block is known to hold something else than was stored there.
+    /// Returns true if a block is known to hold something else than was stored there.
     pub fn is_known_rotten(&self, block: u64) -> bool {
         let found = self.sum_of(block);
         let known = self.known_rot.is_rotten(block, found);
@@ -134,7 +134,7 @@ impl Replica {
         regions.bytes(regions.touched(range))
     }
 
-    /// Whether the replica could give the block for sure.
+    /// Returns true if the replica could give the block for sure.
     fn is_sound(&self, block: u64) -> bool {
         self.up && !self.failed && !self.durable.rebuilding && !self.files.rot.contains_key(&block)
     }
@@ -400,7 +400,7 @@ fn sum_after(ask: &Ask, range: ByteRange, block: u64) -> Option<u32> {
 }
 
 impl World {
-    /// Whether the replica has had rot in `range`, by now perhaps repaired.
+    /// Returns true if the replica has had rot in `range`, by now perhaps repaired.
     pub fn has_rotten(&self, at: usize, range: ByteRange) -> bool {
         self.was_rotten
             .range((at, range.offset() / BLOCK_BYTES)..(at, range.end().div_ceil(BLOCK_BYTES)))

@@ -34,7 +34,7 @@ struct Bench {
     out: Outputs,
 }
 
-/// Of `replicas`, the first `members` are in the view.
+/// A configuration with `replicas` replicas, of which the first `members` are in the view.
 fn config(replicas: u64, members: u64) -> CoreConfig {
     let id = ViewId { generation: Generation::new(1, 0), number: 1 };
     let regions = Regions::of(SIZE_BYTES).count();
@@ -95,7 +95,7 @@ impl Bench {
         outputs
     }
 
-    /// Time goes on to `now_ms`, with ticks as often as the core needs them.
+    /// Advances the time to `now_ms`, with ticks as often as the core needs them.
     fn tick(&mut self, now_ms: u64) -> Outputs {
         let mut out = Vec::new();
         while self.now_ms < now_ms {
@@ -137,7 +137,7 @@ impl Bench {
     }
 }
 
-/// Time goes on to `until_ms`, and everybody answers PING.
+/// Advances the time to `until_ms` while every replica answers PING.
 fn tick_with_pongs(bench: &mut Bench, until_ms: u64) -> Outputs {
     let mut outputs = Vec::new();
     while bench.now_ms < until_ms {
@@ -154,7 +154,7 @@ fn is_stamp(output: &Output) -> bool {
     matches!(output, Output::Mark { change, .. } if change.action == shorthorn_types::MarkAction::Stamp)
 }
 
-/// What a replica says that does what it is told. Every member has the same check.
+/// The answer of a well-behaved replica to an output. Every member has the same check.
 fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
     let event = match output {
         Output::Send { peer, slot, operation: Operation::Verify, .. } => {
@@ -435,7 +435,7 @@ fn an_error_names_the_replicas_that_have_caused_it() {
     );
 }
 
-/// Its disk has failed for good while the volume was idle.
+/// Drops a member whose disk has failed for good while the volume was idle.
 #[test]
 fn a_member_that_answers_a_ping_with_an_error_leaves() {
     let mut bench = Bench::new(3);

@@ -1,4 +1,4 @@
-//! A replica as an array, with a disk that loses what was not flushed.
+//! A model of a replica: an array, with a disk that loses data that was not flushed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -84,7 +84,7 @@ impl Replica {
         }
     }
 
-    /// It fails after it has changed `done`.
+    /// Fails the operation after it has changed `done`.
     pub fn execute_some(&mut self, range: ByteRange, done: &[(usize, u32)]) {
         self.touch(range);
         for (unit, value) in done {
@@ -147,7 +147,7 @@ impl Replica {
         self.missed.retain(|peer, _| !view.members.contains(Replica::id(*peer)));
     }
 
-    /// Of what was not flushed, only some is left.
+    /// Loses a part of the data that was not flushed.
     pub fn lose_cache(&mut self, mut is_lost: impl FnMut() -> bool) {
         self.lost_cache = true;
         for (unit, durable) in self.data.iter_mut().zip(&mut self.disk) {

@@ -60,7 +60,8 @@ impl Run<'_> {
         true
     }
 
-    /// Whether nothing that this controller has asked for can have shown the number of the attachment to a replica.
+    /// Returns true if nothing that this controller has asked for can have shown the number of the attachment
+    /// to a replica.
     fn is_unused(&self) -> bool {
         let status = &self.stored.status;
         let is_launched = self.engine.is_some_and(|engine| engine.spec.attach >= status.attach);

@@ -63,7 +63,8 @@ impl Run<'_> {
         }
     }
 
-    /// Whether an engine that an earlier volume of the name has left behind has to go before this volume can have one.
+    /// Returns true if an engine that an earlier volume of the name has left behind has to go before this
+    /// volume can have one.
     pub(super) fn waits_for_name(&mut self) -> bool {
         let is_taken = self.context.world.engines.contains_key(&self.stored.metadata.name);
         let waits = self.engine.is_none() && is_taken;
@@ -74,7 +75,7 @@ impl Run<'_> {
         waits
     }
 
-    /// Whether the volume is to go on with those that are placed.
+    /// Returns true if the volume is to go on with those that are placed.
     fn place_replicas(&mut self, wanted: u32) -> bool {
         let request = Request::of(self.stored, self.context.settings.scheduling);
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);

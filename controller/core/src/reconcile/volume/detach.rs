@@ -13,7 +13,7 @@ use crate::objects::{
 use crate::reconcile::{Context, engine, is_given_up};
 use crate::{Action, AgentCall};
 
-/// Whether no engine of the volume can write any more: the data of one that is deleted may go.
+/// Returns true if no engine of the volume can write any more: the data of one that is deleted may go.
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
     let stored = context.world.engines.get(&volume.metadata.name);
     if context.world.unknown(&Key::new(Kind::Engine, &volume.metadata.name)).is_some() {
@@ -27,7 +27,7 @@ pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volum
             || is_abandoned(volume, engine))
 }
 
-/// Whether it was stored that nobody waits for the engine any more.
+/// Returns true if it was stored that nobody waits for the engine any more.
 fn is_abandoned(volume: &Volume, engine: &Engine) -> bool {
     volume.is_deleting() && engine.spec.attach <= volume.status.abandoned_attach
 }
@@ -167,7 +167,8 @@ impl Run<'_> {
         false
     }
 
-    /// Whether the engine of a volume that is to be deleted is on a node that never comes back: no other one follows it.
+    /// Returns true if the engine of a volume that is to be deleted is on a node that never comes back: no
+    /// other one follows it.
     fn goes_with_its_node(&self, engine: &Engine) -> bool {
         self.stored.is_deleting()
             && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))

@@ -48,8 +48,8 @@ fn allocated_bytes(agents: &Agents, replica: &Replica) -> Option<u64> {
     }
 }
 
-/// Whether what replicas take differs enough from what is stored to be stored: so often that people see how a volume fills,
-/// so seldom that it costs a volume some hundred writes in all.
+/// Returns true if what replicas take differs enough from what is stored to be stored: so often that people
+/// see how a volume fills, so seldom that it costs a volume some hundred writes in all.
 #[must_use]
 pub fn is_noticeable(stored_bytes: u64, found_bytes: u64) -> bool {
     let is_first = stored_bytes == 0 && found_bytes > 0;

@@ -25,13 +25,13 @@ use crate::reconcile::{
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
 use crate::{ReplicaTarget, World};
 
-/// Whether the engine of the current attachment serves, and what it says is of that attachment.
+/// Returns true if the engine of the current attachment serves, and what it says is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
     let (spec, status) = (&engine.spec, &engine.status);
     spec.attach == volume.status.attach && status.seen_attach == spec.attach && status.is_serving()
 }
 
-/// Whether as many replicas as configured are members, so that the others are not needed any more.
+/// Returns true if as many replicas as configured are members, so that the others are not needed any more.
 fn is_whole<'a>(volume: &Volume, engine: &Engine, replicas: impl Iterator<Item = &'a Replica>) -> bool {
     let is_member = |replica: &&Replica| {
         !replica.metadata.is_deleting() && engine.status.has_member(replica.spec.replica_id)
@@ -58,8 +58,8 @@ pub(in crate::reconcile) fn may_go(
     serves(volume, engine) && is_forgotten && is_needless
 }
 
-/// Whether the replica has to go before its substitute can be made: an engine cannot have one more. All
-/// others are members then, so that one at a time goes. A replica that only has a better place elsewhere
+/// Returns true if the replica has to go before its substitute can be made: an engine cannot have one more.
+/// All others are members then, so that one at a time goes. A replica that only has a better place elsewhere
 /// stays where it is.
 pub(super) fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
     let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
@@ -153,7 +153,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Whether the replica has been away for so long that another takes its place.
+    /// Returns true if the replica has been away for so long that another takes its place.
     fn is_lost(&self, engine: &Engine, replica: &Replica) -> bool {
         let id = replica.spec.replica_id;
         let mode = engine.status.replica_mode_map.get(&id).map(|member| member.mode);

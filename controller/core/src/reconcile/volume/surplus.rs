@@ -46,7 +46,7 @@ struct Surplus<'a, 'w, 'r> {
 }
 
 impl Surplus<'_, '_, '_> {
-    /// Whether those that do well without it can change the view, and have everything.
+    /// Returns true if those that do well without it can change the view, and have everything.
     fn can_do_without(&self, replica: &Replica) -> bool {
         let id = replica.spec.replica_id;
         let others = self.members.iter().filter(|other| other.spec.replica_id != id && self.does_well(other));
@@ -54,7 +54,8 @@ impl Surplus<'_, '_, '_> {
         well > all / 2 || all == 2 && well == 1
     }
 
-    /// Whether it answers, as far as its engine and its agent tell; its state is unknown while its agent is out of reach.
+    /// Returns true if it answers, as far as its engine and its agent tell; its state is unknown while its
+    /// agent is out of reach.
     fn does_well(&self, replica: &Replica) -> bool {
         let member = self.engine.status.replica_mode_map.get(&replica.spec.replica_id);
         member.is_some_and(|member| !member.is_awaited())
@@ -94,7 +95,7 @@ impl Surplus<'_, '_, '_> {
         (!self.is_selected(replica), on_disk, on_node, in_zone, !is_kept_local)
     }
 
-    /// Whether its node and its disk have the tags that the volume asks for.
+    /// Returns true if its node and its disk have the tags that the volume asks for.
     fn is_selected(&self, replica: &Replica) -> bool {
         let Some(node) = self.context.world.nodes.get(replica.spec.node_id.as_str()) else { return true };
         let disk = node.spec.disks.get(&replica.spec.disk_path);

@@ -79,7 +79,7 @@ impl Sim {
         );
     }
 
-    /// Whether an engine is there that the controller knows of and that may write.
+    /// Returns true if an engine is there that the controller knows of and that may write.
     fn has_engine(&self, volume: &Volume) -> bool {
         let key = InstanceKey::engine(&volume.spec.volume_name);
         self.nodes.iter().any(|node| may_write(node, &key, volume.status.fenced_attach))
@@ -174,7 +174,7 @@ impl Sim {
         }
     }
 
-    /// Whether that node is lost, and the operator has said so.
+    /// Returns true if that node is lost, and the operator has said so.
     fn is_given_up(&self, node: &NodeName) -> bool {
         self.lost.is_some_and(|at| self.nodes[at].name == *node) && lost_node::is_given_up(&self.store, node)
     }
@@ -190,7 +190,7 @@ impl Sim {
         assert!(goes || !in_view, "{name} is forgotten and in view {newest:?}");
     }
 
-    /// Whether the volume waits for a node that is lost, and that nobody could give up.
+    /// Returns true if the volume waits for a node that is lost, and that nobody could give up.
     fn waits_for_lost(&self, volume: &Volume) -> bool {
         let Some(lost) = self.lost.map(|at| &self.nodes[at].name) else { return false };
         let engine = self.store.engines.get(&volume.metadata.name);
@@ -199,7 +199,8 @@ impl Sim {
         !self.is_given_up(lost) && (is_there || replicas.any(|replica| replica.spec.node_id == *lost))
     }
 
-    /// Whether a node is lost, and less than half of the newest view is left: nothing goes on without a salvage.
+    /// Returns true if a node is lost, and less than half of the newest view is left: nothing goes on without
+    /// a salvage.
     fn is_lost(&self, volume: &Volume) -> bool {
         let living = || self.nodes.iter().enumerate().filter(|(at, _)| self.lost != Some(*at));
         let holds = |id: &shorthorn_types::ReplicaId| {
@@ -224,8 +225,8 @@ impl Sim {
             || self.store.replicas_of(&volume.spec.volume_name).any(is_chosen)
     }
 
-    /// Whether no member of the newest view has its data any more: what is left is old, and only an operator may
-    /// choose it.
+    /// Returns true if no member of the newest view has its data any more: what is left is old, and only an
+    /// operator may choose it.
     fn has_lost_every_member(&self, volume: &Volume) -> bool {
         let name = &volume.metadata.name;
         let is_lost =
@@ -233,7 +234,7 @@ impl Sim {
         self.views.newest.get(name.as_str()).is_some_and(|newest| newest.members.iter().all(is_lost))
     }
 
-    /// Whether the replica is gone that an operator has chosen: he has to choose another one.
+    /// Returns true if the replica is gone that an operator has chosen: he has to choose another one.
     fn has_lost_choice(&self, volume: &Volume) -> bool {
         let chosen = volume.status.pending_salvage().map(|salvage| salvage.replica_id);
         let name = chosen.map(|id| format!("{}-{id}", volume.metadata.name));
@@ -466,7 +467,7 @@ impl Sim {
     }
 }
 
-/// Whether that engine is on the node, and no call that came late has made it, and it is not fenced.
+/// Returns true if that engine is on the node, and no call that came late has made it, and it is not fenced.
 fn may_write(node: &SimAgent, key: &InstanceKey, fenced_attach: u64) -> bool {
     let engine = node.instances.get(key).filter(|_| !node.strays.contains(key));
     engine.is_some_and(|engine| match &engine.detail {

@@ -8,7 +8,7 @@ use crate::event::ScrubConfig;
 /// The first slot for copies.
 const COPY: u16 = 8;
 
-/// Three members that may differ in `regions`; replica 1 is on this host. What nobody waits for goes slowly.
+/// Three members that may differ in `regions`, with replica 1 on this host. Background copies run slowly.
 fn unequal(regions: &[u32]) -> Bench {
     let mut config = config(3, 3);
     config.dirty = region_set(regions);
@@ -18,7 +18,7 @@ fn unequal(regions: &[u32]) -> Bench {
     Bench::with(&config)
 }
 
-/// What is sent about a slot: to whom, what, from where on in the volume, how many bytes, where in the buffer.
+/// The messages about a slot: peer, operation, offset in the volume, bytes, and offset in the buffer.
 fn parts(out: &[Output], slot: u16) -> Vec<(PeerIndex, Operation, u64, u64, u32)> {
     let part = |output: &Output| match output {
         Output::Send { peer, slot: sent, operation, range, buffer_offset } if *sent == id(slot) => {
@@ -220,7 +220,7 @@ fn the_first_that_members_store_is_the_newest_stamp() {
     assert_eq!(bench.core.stamp(), 6);
 }
 
-/// What it held before may have the newest stamp too.
+/// Needs the next turn, because the contents before the copy may have the newest stamp too.
 #[test]
 fn a_copy_counts_as_current_after_the_next_turn() {
     let mut bench = Bench::with(&config(3, 2));
@@ -250,7 +250,7 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
     assert_eq!(stamps(&bench.reply(0, COPY, Ok(()))), [(0, 1)], "first everybody has it");
 }
 
-/// What it was sent and did not miss, nobody counts any more once it is cleared.
+/// Adds the writes that the joiner was sent and did not miss: after their clearing no member counts them.
 #[test]
 fn a_joiner_that_comes_back_without_its_stamps_lacks_more() {
     let mut bench = Bench::with(&config(3, 2));
@@ -315,7 +315,7 @@ fn found(out: &[Output]) -> Option<(Vec<PeerIndex>, bool)> {
     })
 }
 
-/// What follows when the members' checks are `sums`.
+/// The outputs of a scrub in which the members' checks are `sums`.
 fn scrubbed(repair: bool, sums: &[u32]) -> (Bench, Outputs) {
     let mut bench = Bench::new(sums.len() as u64);
     bench.apply(scrub(repair));
@@ -347,7 +347,7 @@ fn is_settled(out: &[Output]) -> bool {
     out.contains(&Output::Settled)
 }
 
-/// What is marked, without what is merely pinged.
+/// The marks among the outputs, without mere pings.
 fn cleared(out: &[Output]) -> Vec<(PeerIndex, Vec<(u32, u32)>)> {
     marks(out).into_iter().map(|(peer, change)| (peer, change.runs)).collect()
 }

@@ -25,7 +25,7 @@ fn a_joiner_that_becomes_a_member_while_a_request_fails_does_not_differ() {
     );
 }
 
-/// As above, with an answer of the joiner that came before it became a member.
+/// Repeats the case above with an answer that the joiner sent before it became a member.
 #[test]
 fn a_joiner_that_has_answered_before() {
     let mut bench = Bench::with(&config(2, 1));

@@ -5,7 +5,7 @@ use shorthorn_types::RegionsOf;
 use super::*;
 
 const COPY: u16 = 8;
-/// Its regions are twice as large as those of [`SIZE_BYTES`].
+/// A size at which regions are twice as large as those of [`SIZE_BYTES`].
 const LARGE_BYTES: u64 = 100 << 30;
 
 fn expanded(out: &[Output]) -> Option<u64> {
@@ -85,8 +85,8 @@ fn regions_that_become_larger_wait_for_those_that_are_being_cleared() {
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
 }
 
-/// Modifications of what is new go to the members only: the joiner misses the region. The copy that is under way ends where
-/// the region ended.
+/// Sends modifications of the new part to the members only, so that the joiner misses the region. The running
+/// copy ends at the former end of the region.
 #[test]
 fn a_last_region_that_grows_while_it_is_copied_is_copied_again() {
     let mut config = config(3, 2);

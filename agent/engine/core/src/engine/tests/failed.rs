@@ -39,7 +39,7 @@ fn a_member_without_space_leaves_if_most_have_done_the_request() {
     }
 }
 
-/// Two of three have done it, and one of them may be needed to go on without the other.
+/// Two of three have done the request, and one of them may be needed to continue without the other.
 #[test]
 fn a_member_without_space_stays_while_another_one_is_late() {
     for is_back in [true, false] {
@@ -281,7 +281,7 @@ fn a_member_without_space_for_what_the_source_holds_becomes_the_source() {
     assert_eq!(bench.core.membership().view().members.len(), 3);
 }
 
-/// Each lacks the space for what another one holds: there is no telling what all of them can hold.
+/// Each member lacks the space for the data of another one, so no content is known to fit on all of them.
 #[test]
 fn a_member_that_can_be_made_equal_to_nobody_leaves() {
     let (mut bench, out) = torn(WRITE, &[0, 1]);

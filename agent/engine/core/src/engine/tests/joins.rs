@@ -1,4 +1,4 @@
-//! Replicas outside the view: what they miss, how they come back, and what can go wrong with that.
+//! Tests of replicas outside the view: their missed regions, their return, and its failures.
 
 use shorthorn_types::{MarkAction, RegionsOf};
 
@@ -446,7 +446,7 @@ fn a_replica_does_not_join_before_its_last_connections_are_closed() {
     assert_eq!(drops(&bench.apply(join())), []);
 }
 
-/// It counts as being rebuilt until then: if it alone were left, nobody could start from it.
+/// Counts the joiner as being rebuilt until then: if it alone were left, no engine could start from it.
 #[test]
 fn a_joiner_whose_copy_has_not_ended_is_no_member() {
     let mut bench = Bench::with(&config(3, 2));
@@ -458,7 +458,7 @@ fn a_joiner_whose_copy_has_not_ended_is_no_member() {
     assert!(has_joined(&bench.answer(out, &[])));
 }
 
-/// It has done a write there that no member has, and no member has noted that.
+/// The joiner has done a write that no member has done or noted.
 #[test]
 fn a_joiner_keeps_its_intent_where_it_misses_a_region() {
     let mut config = config(3, 2);

@@ -124,7 +124,7 @@ fn disks_that_hang_for_longer_than_the_limit_are_waited_for_as_others_cannot_hel
     assert_eq!(completed(&bench.apply(Event::Closed { queue: 0, peer: 2 }), 0), Some(Ok(())));
 }
 
-/// It does all reads, and answers each of them after more than half of the time-out.
+/// The slow replica does all reads, and answers each after more than half of the time-out.
 #[test]
 fn a_disk_that_hangs_is_given_up_at_the_limit_if_the_other_is_only_slow() {
     let mut config = config(2, 2);
@@ -303,7 +303,7 @@ fn a_mark_that_is_not_answered_makes_late() {
     assert_eq!(dropped, [(sent_at_ms + 3 * TIMEOUT_MS + 250, 1)]);
 }
 
-/// One answer comes with the first look at the clock, the others are still in the sockets.
+/// One answer arrives with the first look at the clock. The others are still in the sockets.
 #[test]
 fn nobody_is_late_because_the_process_was_paused() {
     let mut bench = Bench::new(3);

@@ -1,4 +1,4 @@
-//! A core that refuses requests: nothing of them reaches a replica, none waits, and all else goes on.
+//! Tests of a core that refuses requests: no replica gets any, none waits, and all else continues.
 
 use super::*;
 

@@ -7,7 +7,7 @@ use crate::event::ScrubConfig;
 const COPY: u16 = 8;
 const BLOCK: u64 = 4096;
 
-/// What is sent about the first slot for copies: to whom, what, from where on, how many bytes.
+/// The messages about the first copy slot: peer, operation, offset, and bytes.
 fn parts(out: &[Output]) -> Vec<(PeerIndex, Operation, u64, u64)> {
     let part = |output: &Output| match output {
         Output::Send { peer, slot, operation, range, .. } if *slot == id(COPY) => {
@@ -208,7 +208,7 @@ fn a_block_that_all_have_lost_is_copied_and_told() {
     assert_eq!(completed(&out, 0), Some(Err(Errno::NO_SPACE)));
 }
 
-/// Scrubs two members; `sums` tells for each block, or all of them, what a member answers.
+/// Scrubs two members; `sums` returns the answer of a member for one block or for all of them.
 fn scrub(sums: impl Fn(PeerIndex, ByteRange) -> Result<u32, Errno>) -> Outputs {
     let mut bench = Bench::new(2);
     let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
