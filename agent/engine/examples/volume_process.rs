@@ -1,4 +1,4 @@
-//! One process of a volume, as the tests start it: `volume_process engine|replica SPEC`.
+//! A program for the tests that runs one process of a volume: `volume_process engine|replica SPEC`.
 #![allow(clippy::print_stderr)]
 
 use std::path::PathBuf;

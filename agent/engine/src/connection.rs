@@ -33,7 +33,7 @@ const SET_LIMIT: Duration = Duration::from_secs(60);
 /// that. Each page has to bring something new, and the courier looks between pages whether it has to end.
 const ALLOCATED_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Why a replica could not be opened or does not do what it is asked.
+/// The reason why a replica could not be opened or does not do a request.
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// The address is none.
@@ -42,21 +42,21 @@ pub enum ConnectError {
     /// The volume no longer has the replica.
     #[error("the replica was given up")]
     GivenUp,
-    /// It is another process than the one that the engine has learned from.
+    /// The replica runs in another process than the one that the engine has learned from.
     #[error("{OTHER_RUN}")]
     OtherRun,
     /// The connection cannot be made or broke.
     #[error("{action}: {source}")]
     Io {
-        /// What was being done.
+        /// The action that failed.
         action: String,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
     /// The peer does not speak the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// The peer says what cannot be.
+    /// The peer has sent an impossible page.
     #[error(transparent)]
     Page(#[from] BadPage),
     /// The peer has not proven that it has the volume's secret. It counts as a replica that does not answer.
@@ -68,23 +68,23 @@ pub enum ConnectError {
     /// A newer engine holds the replica.
     #[error("{message}")]
     Deposed {
-        /// Of the newer engine.
+        /// The generation of the newer engine.
         holder: Generation,
-        /// What the replica says.
+        /// The message of the replica.
         message: String,
     },
     /// The replica does not take this engine, or not this request.
     #[error("{message} ({errno})")]
     Refused {
-        /// What the replica says.
+        /// The message of the replica.
         message: String,
-        /// As a number.
+        /// The errno of the answer.
         errno: Errno,
     },
 }
 
 impl ConnectError {
-    /// Returns true if trying again soon makes no sense: somebody has to change something first.
+    /// Returns true if a retry cannot succeed soon, because the operator has to change something first.
     pub fn is_lasting(&self) -> bool {
         const MISTAKEN: [i32; 3] = [nix::libc::ENXIO, nix::libc::EACCES, nix::libc::EINVAL];
         match self {
@@ -102,7 +102,7 @@ impl ConnectError {
         }
     }
 
-    /// Whether the replica is there and has answered with an error or nonsense.
+    /// Returns true if the replica is reachable and has answered with an error or nonsense.
     pub fn is_of_replica(&self) -> bool {
         match self {
             ConnectError::Frame(_)
@@ -294,7 +294,7 @@ impl Connection {
         self.receive(Opcode::Layers)
     }
 
-    /// Where a layer has data, a page at a time.
+    /// Lists the extents of a layer, a page at a time.
     pub fn list_extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
         let page: ExtentsPage = self.ask(Opcode::Extents, &query)?;
         page.check(&query)?;
@@ -338,12 +338,12 @@ impl Connection {
         self.receive_frame(Opcode::WriteLayer).map(drop)
     }
 
-    /// One layer is copied.
+    /// Ends the copy of one layer.
     pub fn layer_copy_end(&mut self, layer: u32) -> Result<(), ConnectError> {
         self.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) })
     }
 
-    /// What a snapshot's layer holds in a piece.
+    /// Returns the check of a piece of a snapshot's layer.
     pub fn check_layer(&mut self, piece: &LayerRange) -> Result<LayerCheck, ConnectError> {
         self.ask(Opcode::CheckLayer, piece)
     }
@@ -353,14 +353,14 @@ impl Connection {
         self.tell(Opcode::KeepSums, sums)
     }
 
-    /// Puts right what a snapshot's layer holds.
+    /// Repairs a piece of a snapshot's layer.
     pub fn repair_layer(&mut self, patch: &LayerPatch, data: &[u8]) -> Result<(), ConnectError> {
         let (header, text) = encode_patch(0, patch, data);
         self.send(&header, &text)?;
         self.receive_frame(Opcode::RepairLayer).map(drop)
     }
 
-    /// The socket, ready for a ring, and what proves that an answer is the replica's.
+    /// Returns the socket, ready for a ring, with the nonces that prove that an answer is the replica's.
     ///
     /// # Errors
     /// The error of the system; also if the replica was not greeted.
@@ -410,7 +410,7 @@ impl Connection {
         Ok((header, text))
     }
 
-    /// Whether the replica has done as it was asked.
+    /// Returns an error unless the replica has done the request.
     fn judge(&self, header: &Header, text: &[u8]) -> Result<(), ConnectError> {
         let Err(errno) = header.outcome() else { return Ok(()) };
         match &self.session {
@@ -528,8 +528,8 @@ fn broken(source: io::Error) -> ConnectError {
     ConnectError::Io { action: action.to_owned(), source }
 }
 
-/// The error that a refusal stands for, with or without a text. One that names a newer engine counts only with the proof
-/// that `session` asks for.
+/// Converts a refusal, with or without a text, to an error. A refusal that names a newer engine counts only
+/// with the proof that `session` requires.
 pub fn refusal(header: &Header, text: &[u8], errno: Errno, session: &Session) -> ConnectError {
     let Ok(Refusal { message, holder }) = decode_text::<Refusal>(header, text) else {
         return ConnectError::Refused { message: format!("it refuses {:?}", header.opcode), errno };
@@ -654,8 +654,8 @@ mod tests {
         }
     }
 
-    /// What a greeting ends in if the replica answers the hello with what `answer` makes of it: an errno or success,
-    /// and a text.
+    /// Runs a greeting against a replica whose answer to the hello is made by `answer`: an errno or success,
+    /// and a text. Returns the result of the greeting.
     fn greeted<T: Serialize>(
         answer: impl Fn(&Hello) -> (Result<(), Errno>, T) + Send,
     ) -> Result<Welcome, ConnectError> {

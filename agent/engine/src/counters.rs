@@ -10,7 +10,7 @@ use std::time::Instant;
 use shorthorn_control::{IoCounter, IoCounters};
 use shorthorn_core::{Operation, Request};
 
-/// The kinds of requests that are told apart.
+/// The kinds of requests that have counters of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
@@ -36,7 +36,7 @@ struct Counter {
     duration_ns: AtomicU64,
 }
 
-/// Adds where nobody else does.
+/// Adds to a counter that only this thread changes.
 fn add(to: &AtomicU64, more: u64) {
     to.store(to.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
@@ -71,7 +71,7 @@ pub fn sum(queues: &[Arc<QueueCounters>]) -> IoCounters {
 #[derive(Debug)]
 pub struct RequestMeter {
     counters: Arc<QueueCounters>,
-    /// What is in each slot; one that is free has what was in it last.
+    /// The request in each slot. A free slot keeps its last one.
     slots: Box<[Begun]>,
 }
 
@@ -83,7 +83,7 @@ struct Begun {
 }
 
 impl RequestMeter {
-    /// Of a queue with that many slots.
+    /// Returns the meter of a queue with `slots` slots.
     pub fn new(counters: Arc<QueueCounters>, slots: u16) -> RequestMeter {
         let nothing = Begun { kind: Kind::Read, bytes: 0, at: Instant::now() };
         RequestMeter { counters, slots: vec![nothing; usize::from(slots)].into() }

@@ -30,27 +30,27 @@ use lines::Lines;
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// After a refusal that only somebody's doing can change.
+/// The pause after a refusal that lasts until the operator changes something.
 const LASTING_PAUSE: Duration = Duration::from_secs(30);
 const STACK_BYTES: usize = 256 << 10;
 
-/// What a courier tells of its replica.
+/// A report of a courier on its replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// It does not come back yet, and why.
+    /// The replica does not come back yet, for this reason.
     Waiting(String),
     /// Snapshot layers are being copied to it; bytes in all, and left.
     Copying { total_bytes: u64, left_bytes: u64 },
-    /// The core brings the rest. `is_copy`: it was made anew, else it has kept what it had.
+    /// The core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
     Joining { missing_bytes: u64, is_copy: bool },
 }
 
-/// What the main thread tells a courier.
+/// A message from the main thread to a courier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
     /// The replica is not in the view: bring it back after its stay.
     Attend(Stay),
-    /// Nothing is left of a stay.
+    /// The reason for a pause is gone.
     Relent,
     /// Something has changed: try at once.
     Hurry,
@@ -58,7 +58,7 @@ enum Call {
     End,
 }
 
-/// What the couriers of an engine share.
+/// The state that the couriers of an engine share.
 #[derive(Debug)]
 pub struct Desk {
     pub greeter: Greeter,
@@ -73,7 +73,7 @@ pub struct Desk {
     begun: Instant,
 }
 
-/// What is known of one replica.
+/// The known state of one replica.
 #[derive(Clone, Debug)]
 pub struct Peer {
     pub endpoint: ReplicaEndpoint,
@@ -112,7 +112,7 @@ impl Desk {
         (0..).zip(peers.iter()).filter_map(|(index, peer)| Some((index, peer.clone()?))).collect()
     }
 
-    /// Changes what is known of a replica, if it is still one.
+    /// Changes the known state of a peer if it is still a replica of the volume.
     pub fn update(&self, peer: PeerIndex, change: impl FnOnce(&mut Peer)) {
         if let Some(Some(peer)) = lock(&self.peers).get_mut(usize::from(peer)) {
             change(peer);
@@ -170,7 +170,7 @@ impl Couriers {
         Couriers { desk, calls: (0..MAX_MEMBERS).map(|_| None).collect() }
     }
 
-    /// What they share.
+    /// Returns the state that the couriers share.
     pub fn desk(&self) -> &Arc<Desk> {
         &self.desk
     }
@@ -224,7 +224,7 @@ impl Couriers {
         }
     }
 
-    /// Replica number `peer` is given up: its courier ends, and the members forget what it has missed.
+    /// Gives replica number `peer` up: ends its courier, and makes the members forget its out-of-sync set.
     ///
     /// # Errors
     /// No thread is to be had.
@@ -244,7 +244,7 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), Engin
     builder.spawn(body).map(drop).map_err(EngineError::system("starting a thread"))
 }
 
-/// Has the members forget what a replica has missed that is given up.
+/// Makes the members forget the out-of-sync set of a replica that is given up.
 fn forget(desk: &Desk, replica: ReplicaId) {
     for (member, error) in finish(shorthorn_recovery::give_up(desk)) {
         tracing::warn!(volume = %desk.greeter.volume, %replica, %member, %error, "a member still has the \
@@ -262,7 +262,7 @@ struct Courier {
     desk: Arc<Desk>,
     calls: Receiver<Call>,
     pause: Duration,
-    /// Of the last failure, so that it is told once.
+    /// The cause of the last failure, so that it is logged once.
     cause: Option<String>,
     /// A stay that was ordered in the middle of an attempt: it begins when that has failed.
     later: Cell<Option<Stay>>,

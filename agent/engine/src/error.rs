@@ -17,7 +17,7 @@ pub enum EngineError {
     BadSpec {
         /// The volume.
         volume: VolumeName,
-        /// Which value, and what it may be.
+        /// The setting with the bad value, and the values that are allowed.
         reason: String,
     },
     /// The state file of the engine cannot be used.
@@ -25,7 +25,7 @@ pub enum EngineError {
     State {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
     /// Another engine of the volume runs on this host.
@@ -34,7 +34,7 @@ pub enum EngineError {
         /// The file.
         path: PathBuf,
     },
-    /// The spec is older than what ran here before.
+    /// The spec is older than the last one of this engine.
     #[error(
         "attachment {asked} is older than {known}, which ran on this host before: the spec is out of \
      date"
@@ -48,9 +48,9 @@ pub enum EngineError {
     /// A newer engine holds the volume: this one never comes back.
     #[error("generation {generation} is fenced: generation {holder} holds the volume")]
     Deposed {
-        /// Of this engine.
+        /// The generation of this engine.
         generation: Generation,
-        /// Of the newer one.
+        /// The generation of the newer engine.
         holder: Generation,
     },
     /// Too few replicas are left. A new start waits for them.
@@ -62,9 +62,9 @@ pub enum EngineError {
     /// A call to the system failed.
     #[error("{action}: {source}")]
     System {
-        /// What was being done.
+        /// The action that failed.
         action: &'static str,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
 }

@@ -27,10 +27,10 @@ const STACK_BYTES: usize = 256 << 10;
 /// The device, which is resized on a thread of its own: the kernel may wait for requests, and those for us.
 pub type SharedDevice = Arc<Mutex<Box<dyn Device>>>;
 
-/// What an expansion tells.
+/// A report of an expansion.
 #[derive(Debug)]
 pub enum Told {
-    /// It does not go on yet, and why.
+    /// The expansion waits, for this reason.
     Waiting(String),
     /// The device has this size.
     Resized { size_bytes: u64 },

@@ -39,7 +39,7 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// Returns true if this error is to be told; else it is counted.
+    /// Returns true if this error is to be logged. Else it is only counted.
     pub fn admits(&mut self, now: Instant) -> bool {
         self.since.get_or_insert(now);
         if self.told == TOLD_MAX {

@@ -25,18 +25,19 @@ use shorthorn_frontend::QueueSocket;
 use shorthorn_types::Generation;
 use shorthorn_types::limits::MAX_QUEUES;
 
-/// Where a parent that is not systemd says which descriptors it has passed: `<number>:<name>`, separated by commas. It
-/// cannot say so by LISTEN_PID, as it does not know the process id before the program starts.
+/// The environment variable by which a parent that is not systemd lists the passed descriptors:
+/// `<number>:<name>`, separated by commas. It cannot say so by LISTEN_PID, as it does not know the process id
+/// before the program starts.
 const PASSED: &str = "SHORTHORN_DESCRIPTORS";
 /// The last of the descriptors that every process has: standard error.
 const LAST_STANDARD: RawFd = 2;
 /// How long whoever keeps descriptors may take to have them: everything waits for that.
 const KEEP_LIMIT: Duration = Duration::from_secs(2);
 
-/// What a socket is called while nobody has it.
+/// The name of a socket while the service manager keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Name {
-    /// Of the process that has handed it over.
+    /// The generation of the process that has handed the socket over.
     generation: Generation,
     queue: u16,
 }
@@ -68,8 +69,9 @@ impl FromStr for Name {
     }
 }
 
-/// Takes what the process before this one has handed over, and has it kept no longer. To be called once. `predecessor` is
-/// the generation of that process; sockets of any other one are shut down, so that the kernel knows them for dead.
+/// Takes the sockets that the previous process has handed over, and removes them from the service manager. To
+/// be called once. `predecessor` is the generation of that process; sockets of any other one are shut down,
+/// so that the kernel knows them for dead.
 pub fn take(predecessor: Option<Generation>) -> Vec<QueueSocket> {
     let passed = passed().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot take over the descriptors that were passed to this process");
@@ -84,7 +86,7 @@ pub fn take(predecessor: Option<Generation>) -> Vec<QueueSocket> {
     choose(passed, predecessor)
 }
 
-/// Those of the process before this one, each queue once; the others are shut down.
+/// Returns the sockets of the previous process, each queue once, and shuts the others down.
 fn choose(passed: Vec<(OwnedFd, String)>, predecessor: Option<Generation>) -> Vec<QueueSocket> {
     let mut sockets: Vec<QueueSocket> = Vec::new();
     for (socket, text) in passed {
@@ -146,7 +148,8 @@ pub fn keep(generation: Generation, sockets: Vec<QueueSocket>) {
     }
 }
 
-/// Waits until all messages so far were taken: who takes them closes what came with them (sd_notify_barrier(3)).
+/// Waits until the service manager has taken all messages so far. Taking a message closes its descriptors
+/// (sd_notify_barrier(3)).
 fn barrier() -> io::Result<()> {
     let (ours, theirs) = pipe2(OFlag::O_CLOEXEC)?;
     sd_notify::notify_with_fds(&[NotifyState::Custom("BARRIER=1")], &[theirs.as_fd()])?;

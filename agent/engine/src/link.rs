@@ -23,7 +23,8 @@ const CONTROL_FRAMES: usize = 64;
 /// A view message and a run of small replies fit; payloads of reads are received past it.
 const RECEIVE_BYTES: usize = MAX_TEXT_BYTES as usize + (48 << 10);
 
-/// The upper half of a request id says what it is about, the lower which one.
+/// The factor of the upper half of a request id, which is the kind of the request. The lower half is its
+/// number.
 const ID_REQUEST: u64 = 1 << 32;
 const ID_PING: u64 = 2 << 32;
 const ID_PROPOSE: u64 = 3 << 32;
@@ -31,14 +32,14 @@ const ID_COMMIT: u64 = 4 << 32;
 const ID_MARK: u64 = 5 << 32;
 const ID_KIND: u64 = 0xffff_ffff_0000_0000;
 
-/// What a replica said that the core need not know.
+/// A message of a replica that the core need not know.
 #[derive(Debug)]
 pub enum Notice {
     /// A newer engine holds the volume.
     Deposed { holder: Generation },
 }
 
-/// What a read asked for: how much, and where in the slot's buffer it goes.
+/// The length of a requested read, and its place in the slot's buffer.
 #[derive(Clone, Copy, Debug, Default)]
 struct Asked {
     /// 0 where nothing was asked for.
@@ -46,8 +47,8 @@ struct Asked {
     buffer_offset: u32,
 }
 
-/// One connection, or the place for one. Errors end in [`Event::Lost`]; after [`Link::close`],
-/// [`Link::take_closed`] tells when the last operation on it has ended.
+/// One connection of a queue to a replica, or the place for one. Errors end in [`Event::Lost`]; after
+/// [`Link::close`], [`Link::take_closed`] tells when the last operation on it has ended.
 #[derive(Debug)]
 pub struct Link {
     peer: PeerIndex,
@@ -58,7 +59,7 @@ pub struct Link {
     told_closed: bool,
     /// Slots from here on are for copies.
     depth: u16,
-    /// Per slot: what a read of this slot asked this replica for.
+    /// Per slot: the read that the slot requested from this replica.
     asked: Box<[Asked]>,
     /// The read whose data is being received, and where that goes.
     receiving: Option<(Header, IoBuf)>,
@@ -67,9 +68,9 @@ pub struct Link {
 /// How many slots a link serves.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkSlots {
-    /// Those of the frontend.
+    /// The number of the frontend's slots.
     pub depth: u16,
-    /// Those for copies, behind them.
+    /// The number of copy slots, which follow the frontend's.
     pub copies: u16,
 }
 
@@ -89,7 +90,7 @@ impl Link {
         }
     }
 
-    /// Takes a connection that has been greeted, where there is none. The socket is dropped where there is one.
+    /// Takes a greeted connection if the place is free. Drops the socket otherwise.
     pub fn connect(&mut self, greeted: Greeted) -> bool {
         if !self.is_absent() {
             return false;
@@ -104,7 +105,7 @@ impl Link {
         true
     }
 
-    /// Returns true if there is no connection, and nothing left of the last one.
+    /// Returns true if the place has no connection, and nothing left of the last one.
     pub fn is_absent(&self) -> bool {
         self.framed.is_none()
     }
@@ -201,7 +202,7 @@ impl Link {
         }
     }
 
-    /// Sends what is queued.
+    /// Sends the queued messages.
     pub fn flush(&mut self, ring: &mut Ring) {
         if let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) {
             framed.stream.flush(ring);
@@ -306,7 +307,8 @@ impl Link {
         }
     }
 
-    /// The header of a read that went well: its data goes straight to the slot. True where all of it is here.
+    /// Handles the header of a successful read, whose data is received directly into the slot. Returns true
+    /// if all of the data has arrived.
     fn begin_payload(&mut self, header: Header, arena: &Arena) -> Result<bool, String> {
         let slot = self.slot_of(&header)?;
         let Asked { bytes, buffer_offset } = std::mem::take(&mut self.asked[usize::from(slot.slot)]);

@@ -41,24 +41,25 @@ use crate::status::{self, Meter, publish};
 /// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in flight the
 /// latency of a replica across a network does not limit the speed of a copy.
 const COPY_SLOTS: u16 = 8;
-/// As much may have to be made equal after a crash in any case: a few seconds' work, for which requests that do not touch
-/// it do not wait.
+/// The amount that may always be left to resync after a crash: a few seconds' work. Requests for other
+/// regions do not wait for it.
 const INTENT_KEEP_BYTES: u64 = 1 << 30;
 /// How long the volume waits for replicas that do not answer PING, if the others cannot go on without them, and for a view to be stored: see
 /// `shorthorn_core::patience`. After that the next start may find other replicas.
 const LATE_LIMIT_MS: u64 = 60_000;
-/// As much as a replica takes up at once: more would wait in sockets, in front of PINGs and proposals.
+/// The limits of what a replica handles at once. More requests would wait in sockets, in front of PINGs and
+/// proposals.
 const FLIGHT_LIMITS: FlightLimits =
     FlightLimits { bytes: ENGINE_FLIGHT_BYTES_MAX, requests: ENGINE_FLIGHT_REQUESTS_MAX };
-/// How long requests in flight may take to be answered when the process ends: those that wait for a replica which
-/// does not answer are better off with the next process than with this one.
+/// The time limit for answers to the requests in flight when the process ends. Requests that wait for an
+/// unresponsive replica do better with the next process.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
-/// How long an engine that is about to end waits for the members to flush: as a rule that takes less, and those who
-/// order an engine to end have more patience.
+/// The time limit of an ending engine for the flush of the members. A flush usually takes less, and callers
+/// that stop an engine wait longer.
 const SETTLE_LIMIT: Duration = Duration::from_secs(5);
 /// The same while requests wait for the next process.
 const SETTLE_DRAINED_LIMIT: Duration = Duration::from_millis(50);
-/// What the next process may find to be made equal: eight regions of a small volume.
+/// The maximum that the next process may have to resync: eight regions of a small volume.
 const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 
 /// How an engine process has ended.
@@ -139,7 +140,7 @@ fn check(spec: &EngineSpec) -> Result<(), EngineError> {
     Ok(())
 }
 
-/// The frontend that a new device will have, if there is one.
+/// Returns the frontend of a new device, if one is possible.
 fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
     match choice {
         FrontendChoice::Socket => Some(FrontendKind::Socket),
@@ -181,7 +182,7 @@ struct Start<'a> {
     begin: Instant,
     spec: EngineSpec,
     state: EngineState,
-    /// What the process before this one has handed over, until the frontend has it.
+    /// Sockets from the previous process that the frontend has not taken yet.
     sockets: Vec<QueueSocket>,
     publisher: &'a Publisher,
     sender: Sender<News>,
@@ -314,8 +315,8 @@ impl Start<'_> {
     }
 }
 
-/// Has the queues answer what is in flight, as far as it can be answered soon. What is not is given to the next
-/// process by the kernel, as what comes from now on. Returns the sockets that the next process can go on with.
+/// Lets the queues answer the requests in flight that can be answered soon. The kernel gives the others, and
+/// all later ones, to the next process. Returns the sockets that the next process can continue with.
 fn drain(
     serving: &Serving<'_>,
     (volume, generation): (&VolumeName, Generation),
@@ -457,7 +458,7 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
     }
 }
 
-/// As the core knows it.
+/// Converts the limits to those of the core.
 pub fn copy_limits(limits: RebuildLimits) -> CopyLimits {
     CopyLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
 }
@@ -482,7 +483,7 @@ fn links(
     peers.map(link).collect()
 }
 
-/// What couriers have to know.
+/// Collects the shared state of the couriers.
 fn desk(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> Desk {
     let complete = opened.is_missed_complete.iter().copied().chain(std::iter::repeat(false));
     let runs = opened.runs.iter().copied().chain(std::iter::repeat(None));

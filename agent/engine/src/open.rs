@@ -1,4 +1,5 @@
-//! Opening a volume: fence the replicas, find the view, bring the first one through, learn what has to be copied.
+//! Opens a volume: fences the replicas, finds the view, has the first one stored, and learns which regions
+//! have to be copied.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,14 +26,15 @@ use crate::status;
 /// How long members that do not answer are waited for when the others are enough: a process that is being
 /// restarted is back by then.
 const MISSING_LIMIT: Duration = Duration::from_secs(5);
-/// The same where the others have lost writes that somebody counts on: one of the missing may have kept them.
+/// The same limit if the others have lost writes that a user counts on: one of the missing replicas may have
+/// kept them.
 const KEEPER_LIMIT: Duration = Duration::from_secs(30);
 /// Between two attempts to reach the replicas that are missing; the first ones come sooner, as a replica that is
 /// being restarted is back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const FIRST_RETRY: Duration = Duration::from_millis(20);
-/// How long a replica may take to store a view, and to say which sets of regions it keeps. Nobody hears an order meanwhile, and the
-/// others, which have answered, close connections that are silent for a minute.
+/// The time limit for a replica to store a view, and to say which sets of regions it keeps. The engine takes
+/// no order meanwhile, and the other replicas close connections that are silent for a minute.
 const PROPOSAL_LIMIT: Duration = Duration::from_secs(45);
 /// While the arbiter or a replica is waited for: the others close connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
@@ -47,9 +49,9 @@ pub struct Opened {
     pub connections: Vec<Vec<Connection>>,
     pub members: Vec<MemberStatus>,
     pub size_bytes: u64,
-    /// Where the members may differ.
+    /// Regions in which the members may differ.
     pub dirty: RegionSet,
-    /// For every replica: what it has missed, as far as the members know.
+    /// For every replica: the regions that it has missed, as far as the members know.
     pub missed: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
     pub is_missed_complete: Vec<bool>,
@@ -77,7 +79,7 @@ impl Opened {
 /// How waiting for the volume has ended.
 #[derive(Debug)]
 pub enum Opening {
-    /// It may be served.
+    /// The volume may be served.
     Open(Box<Opened>),
     /// The process has to end before; whether for good.
     Ended { for_good: bool },
@@ -96,11 +98,11 @@ enum OpenError {
     Torn { reason: String, members: Vec<MemberStatus> },
 }
 
-/// Who is greeted, and as whom.
+/// The replicas to greet, and the identity that greets them.
 #[derive(Clone, Debug)]
 pub struct Greeter {
     pub volume: shorthorn_types::VolumeName,
-    /// Of the volume. All clones of a greeter have the same.
+    /// The size of the volume, shared by all clones of a greeter.
     size_bytes: Arc<AtomicU64>,
     pub secret: shorthorn_control::Secret,
     pub generation: Generation,
@@ -169,7 +171,7 @@ impl Greeter {
     }
 }
 
-/// What opening a volume needs.
+/// The inputs of opening a volume.
 pub struct Opener<'a> {
     pub spec: &'a mut EngineSpec,
     pub state: &'a mut EngineState,
@@ -271,7 +273,7 @@ impl Opener<'_> {
         Ok(Heard::Nothing)
     }
 
-    /// One attempt. The first one began at `first`.
+    /// Makes one attempt. The first one began at `first`.
     fn attempt(&mut self, first: Instant, offenders: &mut Offenders) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
@@ -346,7 +348,7 @@ impl Opener<'_> {
     }
 }
 
-/// What came while waiting.
+/// An event that ends a wait.
 enum Heard {
     /// The arbiter has granted this view.
     Grant(View),
@@ -376,7 +378,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// One attempt to open the volume, as [`shorthorn_recovery`] drives it.
+/// One attempt to open the volume, driven by [`shorthorn_recovery`].
 struct Attempt<'a, 'b> {
     opener: &'a mut Opener<'b>,
     greeter: Greeter,
@@ -442,7 +444,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         Ok(reached.into_iter().map(|(_, one)| one).collect())
     }
 
-    /// Shows and logs who is no member although the views say so.
+    /// Shows and logs the replicas that are no members although the views say so.
     fn planned(&mut self, _: &[Witness], plan: Result<&Plan, &NoPlan>) {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
@@ -467,7 +469,8 @@ impl OpeningEngine for Attempt<'_, '_> {
         );
     }
 
-    /// Until a replica was given up that refused at once, and may be back by now, not until another one that hangs was.
+    /// Returns the wait for the replicas that refused at once and may be back by now. A hanging replica does
+    /// not prolong it.
     fn waited_ms(&self) -> u64 {
         let until = self.tried_until.unwrap_or_else(Instant::now);
         millis(until.saturating_duration_since(self.first))
@@ -565,8 +568,8 @@ impl OpeningEngine for Attempt<'_, '_> {
 }
 
 impl Attempt<'_, '_> {
-    /// Replicas that have answered close their connections if they hear nothing while another one is waited for. Those that do
-    /// not answer any more are not reached.
+    /// Pings the replicas that have answered, because they close silent connections while the engine waits
+    /// for another one. A replica that does not answer any more is no longer reached.
     fn ping_reached(&mut self, reached: &mut Vec<(usize, Reached)>) {
         let members = &mut self.members;
         reached.retain_mut(|(index, one)| match one.link.ping() {
@@ -591,7 +594,8 @@ impl Attempt<'_, '_> {
         }
     }
 
-    /// Greets those who have not answered, on threads of their own; who answers comes out.
+    /// Greets the replicas that have not answered, each on its own thread. The receiver yields those that
+    /// answer.
     fn search_others(&self, reached: &[Reached]) -> Receiver<ReplicaId> {
         let (sender, found) = mpsc::channel();
         let is_reached = |replica: ReplicaId| reached.iter().any(|one| one.replica == replica);

@@ -21,7 +21,7 @@ pub fn piece_bytes(rate: u64) -> u64 {
 /// Keeps a copy to a speed, by telling how long to pause after each piece. Time that was not used is lost.
 #[derive(Debug)]
 pub struct Pacer {
-    /// When what was copied so far may have been copied.
+    /// The time at which the copies so far are within the limit.
     due: Instant,
 }
 

@@ -17,15 +17,15 @@ use crate::link::{self, Link, Notice};
 use crate::shared::{Mail, News, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
-/// How often the core is told the time while requests are in flight, and while none are.
+/// The interval of the core's ticks while requests are in flight; the next constant is for an idle queue.
 const TICK_BUSY: Duration = Duration::from_millis(250);
 const TICK_IDLE: Duration = Duration::from_millis(1000);
 /// While the last requests are being answered.
 const TICK_DRAINING: Duration = Duration::from_millis(1);
-/// What a slot keeps of its memory when the queue is idle.
+/// The memory that a slot keeps when the queue is idle, in bytes.
 const SLOT_KEEP_BYTES: usize = 16 << 10;
 
-/// What a queue thread is made of.
+/// The state of a queue thread.
 pub struct Queue {
     pub index: u16,
     /// How many slots the frontend has.
@@ -33,7 +33,7 @@ pub struct Queue {
     /// A buffer for every slot, those for copies behind them.
     pub arena: Arena,
     pub wake: Wake,
-    /// One for every replica that there may ever be.
+    /// One link for every possible replica.
     pub links: Vec<Link>,
     pub frontend: Box<dyn QueueFrontend>,
     pub shared: Arc<Shared>,
@@ -62,9 +62,9 @@ struct Running {
     arriving: Vec<Arrival>,
     /// True if a connection may be gone since the core was last told something.
     links_closed: bool,
-    /// True if the frontend was told to take no more requests.
+    /// True if the frontend takes no more requests.
     is_parking: bool,
-    /// True if the main thread was told that nothing is left to be answered.
+    /// True if the main thread knows that all requests are answered.
     told_drained: bool,
     /// True if no request was unfinished at the end of the last turn.
     is_quiet: bool,
@@ -72,7 +72,7 @@ struct Running {
     is_swollen: bool,
     /// True if nothing has happened in the turn before this one.
     was_idle: bool,
-    /// Of errors that reach the user of the device.
+    /// The limiter of log lines about errors that reach the user of the device.
     limiter: Limiter,
 }
 
@@ -150,7 +150,7 @@ impl Running {
         act(queue.frontend.as_mut(), &mut io)
     }
 
-    /// One turn: wait, take what has happened, let the core decide, do what it says, send.
+    /// Does one turn: waits, collects the events, lets the core decide, performs its outputs, and sends.
     fn turn(&mut self) -> Result<(), EngineError> {
         let is_idle = self.completions.is_empty() && !self.queue.shared.has_requests();
         // An answer of the last turn is in the kernel's hands only now.
@@ -273,8 +273,8 @@ impl Running {
         self.arriving.retain(|arrival| arrival.greeted.is_some());
     }
 
-    /// No more requests are taken: the main thread is told when the last one is answered. The answers are out one
-    /// turn after that, as the next wait submits them.
+    /// Reports the answer of the last request to the main thread, once no more requests are taken. The
+    /// answers are out one turn later, because the next wait submits them.
     fn tell_when_drained(&mut self) {
         if self.told_drained {
             return;
@@ -295,7 +295,7 @@ impl Running {
         }
     }
 
-    /// Passes events to the core and does what it says, until nothing more follows.
+    /// Passes events to the core and performs its outputs, until no more follow.
     fn decide(&mut self) {
         loop {
             if !self.requests.is_empty() {

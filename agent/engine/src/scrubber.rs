@@ -26,18 +26,18 @@ use crate::pacer::Pacer;
 use crate::shared::News;
 use keeper::Keeper;
 
-/// How often the progress is told.
+/// The interval of progress reports.
 const TELL_INTERVAL: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
 
-/// What a scrub of the snapshots tells.
+/// A report of the scrub of snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// It is here.
+    /// The current position of the scrub.
     At { snapshot: String, offset_bytes: u64 },
     /// Members differ.
     Found(Finding),
-    /// It has ended; why, where it has not seen everything.
+    /// The scrub has ended. `incomplete` has the reason if it has not seen everything.
     Ended { incomplete: Option<String> },
 }
 
@@ -46,21 +46,21 @@ pub enum Told {
 pub struct Finding {
     pub snapshot: String,
     pub range: ByteRange,
-    /// Who is wrong; all, where there is no telling.
+    /// Members with wrong data, or all members if the right one is not known.
     pub odd: Vec<PeerIndex>,
     pub done: Done,
 }
 
-/// What was done about it.
+/// The outcome of a repair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Done {
-    /// It was copied from this member, and reads as there.
+    /// The range was copied from this member, and reads the same as there.
     Repaired { from: PeerIndex },
     /// Nothing: it was not asked for.
     Told,
-    /// Nothing: there is no telling who is right.
+    /// The range was left alone, because the right data is not known.
     Undecided,
-    /// It could not be put right.
+    /// The repair failed.
     Failed(String),
 }
 
@@ -72,7 +72,7 @@ pub struct Scrubbing {
 }
 
 impl Scrubbing {
-    /// Begins; what it tells carries `number`.
+    /// Starts the scrub. Its reports carry `number`.
     ///
     /// # Errors
     /// No thread is to be had.
@@ -106,9 +106,9 @@ impl Scrubbing {
 /// Why a scrub does not go on.
 #[derive(Debug)]
 enum Trouble {
-    /// It was told to stop.
+    /// The scrub was stopped by an order.
     Stopped,
-    /// It cannot.
+    /// The scrub cannot continue.
     Failed(String),
 }
 
@@ -116,7 +116,7 @@ enum Trouble {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Layer {
     image: String,
-    /// Its number at each member that has it.
+    /// The layer's number at each member that has it.
     numbers: Vec<(PeerIndex, u32)>,
 }
 
@@ -140,7 +140,8 @@ struct Scrubber {
     told: Option<Instant>,
     /// Why not everything was compared.
     incomplete: Option<String>,
-    /// Where a layer that was looked at still differs: what is above is not put right there, as it builds on that.
+    /// Pieces of examined layers that still differ. The scrub does not repair the layers above there, because
+    /// they build on them.
     unsettled: BTreeSet<u64>,
 }
 
@@ -267,7 +268,7 @@ impl Scrubber {
         }
     }
 
-    /// Asks all of `peers`; those that do not answer are not asked again in this layer.
+    /// Requests the checks from all of `peers`. Members that do not answer are not asked again in this layer.
     fn check(
         &mut self,
         layer: &Layer,
@@ -299,7 +300,8 @@ impl Scrubber {
         self.desk.with_line_to(peer, |line| line.check_layer(&asked))
     }
 
-    /// Judges what the members have said of a piece and does what follows; returns what each is to keep.
+    /// Judges the members' checks of a piece and acts on the verdict. Returns the sum that each member is to
+    /// keep.
     fn look_at(
         &mut self,
         layer: &Layer,

@@ -1,5 +1,5 @@
-//! What the main thread does while the volume is served: it shows what happens, does what clients of the control
-//! socket order, and sends couriers after replicas that are not in the view.
+//! Runs the main thread while the volume is served: shows events, carries out orders of the control socket,
+//! and sends couriers to replicas outside the view.
 
 mod members;
 mod orders;
@@ -38,9 +38,9 @@ const NO_STAY: Stay = Stay::For(Duration::ZERO);
 /// How serving ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// For good: the device is to go.
+    /// Stops for good and removes the device.
     Stop,
-    /// Another process goes on, where the frontend can do that.
+    /// Stops for a next process, which continues if the frontend supports that.
     Terminate,
 }
 
@@ -63,7 +63,7 @@ pub struct Serving<'a> {
     standings: [Standing; MAX_MEMBERS],
     begun: Instant,
     is_scrubbing: bool,
-    /// The scrub of the snapshots, while that is under way, and how it is to go on with the volume.
+    /// The running scrub of the snapshots, and the settings with which the scrub of the volume follows.
     snapshots: Option<(Scrubbing, ScrubConfig)>,
     /// How many scrubs there were.
     scrubs: u64,
@@ -154,9 +154,9 @@ impl<'a> Serving<'a> {
         self.state.set_device(None)
     }
 
-    /// Has everything flushed on every member, and cleared from their write intent where nothing is modified meanwhile,
-    /// while requests go on; for `limit` at most. Returns how serving ends now, and whether it is done: another
-    /// order to end that comes meanwhile ends it at once.
+    /// Flushes every member and clears the write intent of regions that are not modified meanwhile, within
+    /// `limit`. Requests continue. Returns how serving ends now, and whether it is done: another order to end
+    /// that comes meanwhile ends it at once.
     ///
     /// # Errors
     /// Why the engine cannot go on.

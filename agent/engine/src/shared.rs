@@ -18,7 +18,7 @@ use crate::courier::Told;
 use crate::failures::Trouble;
 use crate::{expansion, scrubber};
 
-/// What the main thread wants to know.
+/// News for the main thread.
 #[derive(Debug)]
 pub enum News {
     /// SIGTERM or SIGINT.
@@ -33,7 +33,7 @@ pub enum News {
     Dropped { peer: PeerIndex, reason: String, cause: DropCause },
     /// A member is late, and the volume waits for it.
     Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool },
-    /// That member has answered.
+    /// The member has answered in time again.
     Prompt { peer: PeerIndex },
     /// A view needs the arbiter's grant.
     AskGrant { wanted: Box<GrantWanted> },
@@ -49,7 +49,7 @@ pub enum News {
     Settled,
     /// The members do not read the same.
     ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
-    /// A member does not hold what was stored on it.
+    /// A member does not hold the data that was stored on it.
     RotFound { peer: PeerIndex, range: ByteRange, is_copied: bool },
     /// A scrub has seen everything.
     ScrubDone,
@@ -57,7 +57,7 @@ pub enum News {
     Snapshots { scrub: u64, told: scrubber::Told },
     /// A courier tells of its replica.
     Courier { peer: PeerIndex, told: Told },
-    /// There is no quorum any more.
+    /// The engine has lost its quorum.
     Frozen(String),
     /// A newer engine holds the volume.
     Deposed { holder: Generation },
@@ -65,17 +65,17 @@ pub enum News {
     Trouble(Trouble),
     /// A queue cannot go on.
     QueueFailed { queue: u16, reason: String },
-    /// A queue that was to finish its requests has answered all of them; the next process goes on with its socket, where
-    /// there is one.
+    /// A queue that was to finish its requests has answered all of them. The next process continues with its
+    /// socket, if any.
     Drained { queue: u16, socket: Option<OwnedFd> },
 }
 
-/// What a queue thread finds in its mailbox.
+/// A message in the mailbox of a queue thread.
 #[derive(Debug)]
 pub enum Mail {
     /// The core wants something done.
     Do(Output),
-    /// A new connection to a replica; `installed` is told when the queue has it.
+    /// A new connection to a replica. The queue sends to `installed` once it has the connection.
     Connect { peer: PeerIndex, greeted: Greeted, installed: SyncSender<()> },
 }
 
@@ -123,8 +123,8 @@ impl Shared {
         u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Gives `events` to the core; what `queue` has to do is appended to `mine`, the rest goes to the other
-    /// queues and to the main thread.
+    /// Gives `events` to the core. Appends the outputs for `queue` to `mine`, and delivers the rest to the
+    /// other queues and the main thread.
     pub fn apply(&self, queue: u16, events: &mut Vec<Event>, scratch: &mut Outputs, mine: &mut Outputs) {
         let mut core = lock(&self.core);
         for event in events.drain(..) {
@@ -135,7 +135,7 @@ impl Shared {
         self.wake(woken);
     }
 
-    /// Lets another thread use the core; what follows is done by the queues.
+    /// Lets another thread use the core. The queues perform the outputs.
     pub fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> R {
         let mut outputs = Outputs::new();
         let mut core = lock(&self.core);
@@ -156,8 +156,8 @@ impl Shared {
         at(&lock(&self.core))
     }
 
-    /// Takes outputs to those who have to do them; returns which queues have to be woken. The core is locked
-    /// meanwhile, so that everybody gets what it says in the order in which it has said it.
+    /// Delivers outputs to the threads that perform them, and returns the queues to wake. The core is locked
+    /// meanwhile, so that every thread gets its outputs in order.
     fn distribute(&self, outputs: &mut Outputs, mut mine: Option<(u16, &mut Outputs)>) -> u8 {
         let mut woken = 0;
         for output in outputs.drain(..) {
@@ -216,7 +216,7 @@ impl Shared {
         }
     }
 
-    /// What is for the main thread.
+    /// Sends an output that is for the main thread.
     fn report(&self, output: Output) {
         self.tell(match output {
             Output::ViewChanged { view } => {
@@ -249,7 +249,7 @@ impl Shared {
         }
     }
 
-    /// The view that is being brought through, if there is one.
+    /// Returns the pending view, if any.
     pub fn pending_view(&self) -> Option<PendingView> {
         lock(&self.pending).clone()
     }
@@ -259,7 +259,7 @@ impl Shared {
         lock(&self.core).unfinished() > 0
     }
 
-    /// Takes what others have left for `queue`.
+    /// Takes the messages that others have left for `queue`.
     pub fn take_mail(&self, queue: u16, mine: &mut Vec<Mail>) {
         if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
             mine.append(&mut lock(&mailbox.mail));
@@ -274,7 +274,8 @@ impl Shared {
         }
     }
 
-    /// A queue has, or has no longer, a connection to a replica. What came over the last one was told the core.
+    /// Records that a queue has gained or lost its connection to a replica. The core already has all messages
+    /// of the lost one.
     pub fn note_connected(&self, queue: u16, peer: PeerIndex, is_connected: bool) {
         let Some(queues) = self.connected.get(usize::from(peer)) else { return };
         if is_connected {

@@ -18,15 +18,15 @@ use crate::EngineError;
 struct Content {
     /// The generation that was used last.
     generation: Generation,
-    /// The device, from before it goes live until it is gone.
+    /// The device, from before it is live until it is removed.
     device: Option<DeviceRecord>,
-    /// The newest view that the arbiter has granted, as far as this host was told.
+    /// The newest view that the arbiter has granted, as far as this host knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     granted: Option<View>,
     /// The boot of this host in which a device of this attachment was live last; noted before it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     live_boot: Option<String>,
-    /// What the user of that device was told is stored may be gone.
+    /// True if writes may be lost that the user of that device believes stored.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     lost_writes: bool,
     /// Fields of a later version.
@@ -96,8 +96,8 @@ impl EngineState {
         self.content.generation
     }
 
-    /// The last generation of the process before this one; none where this is the first of its attachment. What another
-    /// one has handed over is not for this process.
+    /// Returns the last generation of the process before this one, or none if this is the first of its
+    /// attachment. Sockets handed over by other processes are not for this one.
     pub fn predecessor(&self) -> Option<Generation> {
         self.predecessor
     }
@@ -122,7 +122,7 @@ impl EngineState {
         self.content.device.as_ref()
     }
 
-    /// Remembers the device, or that there is none.
+    /// Stores the record of the device, or its absence.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -131,8 +131,8 @@ impl EngineState {
         self.store()
     }
 
-    /// Returns true if somebody may use the volume who has used it before this process was started. No device
-    /// outlives its host.
+    /// Returns true if the volume may still have a user from before this process. No device outlives its
+    /// host.
     fn has_users(&self, attach: u64, continues: u64) -> bool {
         let Content { generation, device, live_boot, .. } = &self.content;
         let same_users = attach == generation.attach || (1..=generation.attach).contains(&continues);
@@ -158,7 +158,8 @@ impl EngineState {
         self.content.live_boot.is_some()
     }
 
-    /// Remembers that what the user of the device was told is stored may be gone. Where nobody has used it, nobody was told.
+    /// Stores that writes may be lost that the user of the device believes stored. Without a user there is no
+    /// such belief, and the call stores nothing.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -170,18 +171,18 @@ impl EngineState {
         self.store()
     }
 
-    /// Returns true if that was remembered in this attachment: its user has to be told, for as long as it
-    /// lasts.
+    /// Returns true if this attachment has lost writes. The engine reports that to the user for as long as
+    /// the attachment lasts.
     pub fn lost_writes(&self) -> bool {
         self.content.lost_writes
     }
 
-    /// The newest view that the arbiter has granted, as far as this host was told.
+    /// Returns the newest view that the arbiter has granted, as far as this host knows.
     pub fn granted(&self) -> Option<View> {
         self.content.granted
     }
 
-    /// Remembers what the arbiter has granted, durably, unless something newer is known.
+    /// Stores the granted view durably, unless a newer one is known.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -337,7 +338,8 @@ mod tests {
         DeviceRecord { kind: FrontendKind::Socket, kernel_id: None, queues: 1, depth: 16 }
     }
 
-    /// As a process of this attachment leaves it whose device was live, and which has found that writes are lost.
+    /// The state that a process of this attachment leaves if its device was live and it has found lost
+    /// writes.
     fn lost(path: &Path) -> EngineState {
         let mut state = EngineState::open(path, 3, 0).unwrap();
         state.device_goes_live(record()).unwrap();

@@ -33,7 +33,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
     })
 }
 
-/// What an engine that serves says; nothing where all is well.
+/// Returns the message of a serving engine; empty if all is well.
 pub fn of_serving(lost_writes: bool) -> &'static str {
     if lost_writes {
         "every request is answered with an error: all replicas were without power at some time, so that writes may be gone \
@@ -43,7 +43,7 @@ pub fn of_serving(lost_writes: bool) -> &'static str {
     }
 }
 
-/// Changes what is shown.
+/// Changes the published status.
 pub fn publish(publisher: &Publisher, change: impl FnOnce(&mut EngineStatus)) {
     publisher.update(|status| {
         if let Status::Engine(engine) = status {
@@ -73,7 +73,7 @@ pub fn now_ms() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Whether a volume can have these replicas; else why not.
+/// Returns an error unless a volume can have these replicas.
 pub fn check_replicas(replicas: &[ReplicaEndpoint]) -> Result<(), String> {
     if replicas.is_empty() || replicas.len() > MAX_MEMBERS {
         return Err(format!("{} replicas: a volume has 1 to {MAX_MEMBERS}", replicas.len()));
@@ -86,7 +86,7 @@ pub fn check_replicas(replicas: &[ReplicaEndpoint]) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes a [`CopyStatus`] of what is left, again and again.
+/// Repeatedly makes a [`CopyStatus`] from the remaining bytes.
 #[derive(Clone, Debug)]
 pub struct Meter {
     total_bytes: u64,
@@ -120,7 +120,7 @@ impl Meter {
         self.total_bytes = self.total_bytes.max(left_bytes);
     }
 
-    /// As it is shown.
+    /// Returns the status to publish.
     pub fn status(&self) -> CopyStatus {
         CopyStatus {
             total_bytes: self.total_bytes,
@@ -129,7 +129,7 @@ impl Meter {
         }
     }
 
-    /// What there was to do in all.
+    /// Returns the total of the bytes to copy.
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
     }

@@ -31,9 +31,9 @@ pub(crate) async fn make_room<L: Link>(
     forget(link, &accounts_to_forget(&welcome.tracks, wanted, known().chain([target]))).await
 }
 
-/// Has a replica that was greeted over a new control connection forget the accounts that it keeps in vain. Nobody begins one
-/// on it meanwhile: that takes its control connection, which the caller holds, or comes with a view, and then the replica
-/// is in a view.
+/// Makes a replica forget the out-of-sync sets that it keeps in vain. The replica was greeted over a new
+/// control connection. No other set begins on it meanwhile: that takes the control connection, which the
+/// caller holds, or comes with a view, and then the replica is in a view.
 ///
 /// # Errors
 /// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next greeting tries

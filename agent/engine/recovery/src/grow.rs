@@ -9,7 +9,7 @@ use crate::serving::{Address, ServingEngine};
 /// A replica has not grown.
 #[derive(Debug)]
 pub struct NotGrown<E> {
-    /// Its id.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// Why.
     pub error: E,

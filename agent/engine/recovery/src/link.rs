@@ -11,7 +11,7 @@ pub trait LinkError: std::fmt::Display {
     /// Returns true if the replica has answered, and refuses. The connection is as good as before.
     fn is_refusal(&self) -> bool;
 
-    /// Returns true if the replica knows that what it was to read is not what was stored there.
+    /// Returns true if the replica knows that its data is not the data that was stored.
     fn is_rot(&self) -> bool {
         false
     }
@@ -50,8 +50,8 @@ pub trait Link {
     async fn copy_end(&mut self) -> Result<(), Self::Error>;
 }
 
-/// One of the replica's sets in a volume that is divided into `regions`, and the stamp that is kept with it; none if the
-/// replica does not keep that set.
+/// Returns one of the replica's sets, for a volume that is divided into `regions`, and the stamp that is kept
+/// with it. None if the replica does not keep that set.
 ///
 /// # Errors
 /// A question has failed.
@@ -63,7 +63,8 @@ pub async fn regions<L: Link>(
     Ok(regions_unless(link, of, regions, &|| false).await?.flatten())
 }
 
-/// As [`regions`], in which `has_to_end` is asked between the pages; the outer option is none if it says yes.
+/// Returns the same as [`regions`], and asks `has_to_end` between the pages. The outer option is none if it
+/// returns true.
 pub(crate) async fn regions_unless<L: Link>(
     link: &mut L,
     of: RegionsOf,
@@ -90,7 +91,8 @@ pub(crate) async fn regions_unless<L: Link>(
     Ok(Some(Some((set, stamp))))
 }
 
-/// As [`regions`], without the stamp. A set that is not kept counts as full: nobody knows which regions are not in it.
+/// Returns the same as [`regions`], without the stamp. A set that the replica does not keep counts as full,
+/// because the missing regions are not known.
 pub(crate) async fn regions_or_all<L: Link>(
     link: &mut L,
     of: RegionsOf,
@@ -103,12 +105,12 @@ pub(crate) async fn regions_or_all<L: Link>(
 /// Why a replica does not have the size of the volume.
 #[derive(Debug)]
 pub enum Misfit<E> {
-    /// It is larger: this engine has not learned of an expansion yet.
+    /// The replica is larger: this engine has not learned of an expansion yet.
     TooLarge {
         /// Size of the replica.
         has_bytes: u64,
     },
-    /// It could not be asked to grow, or has not grown.
+    /// The replica could not be asked to grow, or has not grown.
     NotGrown(E),
 }
 

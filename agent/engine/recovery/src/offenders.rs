@@ -9,7 +9,8 @@ use shorthorn_types::{Members, ReplicaId};
 
 /// So many failures in a row make a replica an offender: the next attempt leaves it out, if that is possible.
 const FAILURES_MAX: u32 = 3;
-/// So many failures in a row cost no pause: with the attempt that leaves the offender out, nothing is waited for.
+/// The number of failures in a row that cost no pause: the attempt that leaves the offender out does not
+/// wait.
 const FREE_FAILURES: u32 = FAILURES_MAX + 1;
 /// The pause after the first failure beyond these; doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
@@ -18,9 +19,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// The part of an attempt in which a replica has failed. A replica that has come further than that is well again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Part {
-    /// It was asked to store the view, and which sets of regions it keeps.
+    /// The replica was asked to store the view, and which sets of regions it keeps.
     Storing,
-    /// It was asked for a connection of each queue.
+    /// The replica was asked for a connection of each queue.
     Connecting,
 }
 
@@ -158,8 +159,8 @@ mod tests {
         Members::new(of.iter().copied().map(id)).unwrap()
     }
 
-    /// An attempt that reaches replicas 1 to 3, and fails because of some of them unless it leaves them out. Returns those that
-    /// it has left out.
+    /// Makes an attempt that reaches replicas 1 to 3, and fails because of some of them unless it leaves them
+    /// out. Returns the replicas that it has left out.
     fn attempt(offenders: &mut Offenders, runs: [u64; 3], failing: &[u64]) -> Members {
         let replicas = [1, 2, 3].map(id);
         offenders.reached(replicas.into_iter().zip(runs), &replicas);

@@ -1,4 +1,5 @@
-//! Opening a volume: fence the replicas, plan the first view, bring it through, learn what has to be copied.
+//! Opens a volume: fences the replicas, plans the first view, has it stored, and learns which regions have to
+//! be copied.
 
 use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -23,7 +24,7 @@ pub struct Volume {
     pub generation: Generation,
     /// The replicas that the volume is to have, in the order of their numbers.
     pub replicas: Vec<ReplicaId>,
-    /// Its size.
+    /// The size of the replica in bytes.
     pub size_bytes: u64,
     /// The newest grant of the arbiter that is known.
     pub granted: Option<View>,
@@ -36,11 +37,11 @@ pub struct Volume {
 /// A replica that answers, fenced.
 #[derive(Debug)]
 pub struct Reached<L> {
-    /// Its id.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// The connection of queue 0.
     pub link: L,
-    /// Its answer.
+    /// The answer of the replica.
     pub welcome: Welcome,
 }
 
@@ -58,7 +59,8 @@ pub struct Proposal {
 }
 
 impl Proposal {
-    /// The replicas that the volume is to have. There are no more than a set can have: that was checked when the list came.
+    /// Returns the replicas that the volume is to have. A set can hold them all, as the engine checked when
+    /// it got the list.
     fn wanted(&self) -> Members {
         Members::new(self.replicas.iter().copied()).unwrap_or_default()
     }
@@ -138,24 +140,25 @@ pub trait OpeningEngine {
     /// Why the process ends.
     type Stop;
 
-    /// Greets every replica, which fences it, and gives it the size of the volume ([`crate::fit`]). Those that do not answer
-    /// in time, refuse, or are too large are left out.
+    /// Greets every replica, which fences it, and tells it the size of the volume ([`crate::fit`]). Replicas
+    /// that do not answer in time, refuse, or are too large are left out.
     async fn reach(&mut self) -> Result<Vec<Reached<Self::Link>>, NotOpen<Self::Stop>>;
 
-    /// Learns how the attempt is to go on; shows it.
+    /// Learns the outcome of the planning and shows it.
     fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>);
 
     /// A replica that has welcomed the engine has not done as it was asked since. Shows and logs that.
     fn offended(&mut self, replica: ReplicaId, reason: &str);
 
-    /// The attempt goes on without a replica that has made others fail; `reason` is how it failed last. Shows and logs that.
+    /// Learns that the attempt continues without a replica that has made others fail. `reason` is its last
+    /// failure. Shows and logs that.
     fn leaves_out(&mut self, replica: ReplicaId, reason: &str);
 
     /// How long the volume is being opened by now, over all attempts.
     fn waited_ms(&self) -> u64;
 
-    /// Returns true if a user of the device may count on writes that were not flushed, and has not been told
-    /// that they may be gone.
+    /// Returns true if a user of the device may count on writes that were not flushed, and does not know yet
+    /// that they may be lost.
     fn has_user(&self) -> bool;
 
     /// Begins to ask the arbiter for the view of `change`, which `stored` are to store.
@@ -187,7 +190,7 @@ pub trait OpeningEngine {
     ) -> Result<Self::Connections, NotOpen<Self::Stop>>;
 }
 
-/// One attempt to open the volume. `offenders` come from the attempt before, and are for the next one.
+/// Makes one attempt to open the volume. `offenders` come from the attempt before, and are for the next one.
 ///
 /// # Errors
 /// [`NotOpen`] says how to go on.

@@ -1,5 +1,5 @@
-//! One attempt to bring a replica back that is not in the view: find out what it lacks, make it a copy if it is not what it
-//! was, and give it to the core, which brings the rest.
+//! Makes one attempt to bring a replica back into the view. The attempt finds the regions that the replica
+//! lacks, makes it a copy if its former data does not count, and hands it to the core, which copies the rest.
 
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
 use shorthorn_types::{
@@ -13,7 +13,7 @@ use crate::link::{Link, LinkError, regions_unless};
 use crate::offenders::BadSources;
 use crate::serving::{Address, Peer, ServingEngine, members};
 
-/// How often the end of a copy is told again, if that fails.
+/// The maximum number of attempts to report the end of a copy.
 const COPY_END_TRIES: u32 = 5;
 /// How often a copy is sent a stamp, if the core sends newer ones meanwhile.
 const STAMP_TRIES: u32 = 5;
@@ -77,7 +77,7 @@ impl Source {
     }
 }
 
-/// The task that brings one replica back. It is the only one that does so for this replica.
+/// The task that brings one replica back. Each replica has only one.
 pub trait Courier {
     /// The engine that it belongs to.
     type Engine: ServingEngine;
@@ -114,7 +114,7 @@ pub trait Courier {
     /// Learns that the replica's disk has not kept all that it had stored: it will be a copy.
     fn is_restored(&self, kept: Option<u32>, sent: u32);
 
-    /// Learns that the core brings the rest. `is_copy`: the replica was made anew, else it has kept what it had.
+    /// Learns that the core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
     fn is_joining(&self, missing_bytes: u64, is_copy: bool);
 }
 
@@ -125,11 +125,12 @@ struct Lack {
     missing: RegionSet,
     /// The division that `missing` counts in: the volume may grow meanwhile.
     regions: Regions,
-    /// It was made anew.
+    /// True if the replica was made anew.
     is_copy: bool,
 }
 
-/// One attempt, from the first word to the core. `bad_sources` come from the attempt before, and are for the next one.
+/// Makes one attempt, from the first message to the core. `bad_sources` come from the attempt before, and are
+/// for the next one.
 ///
 /// # Errors
 /// [`Trouble`]; the replica is not in the view, and the attempt can be made again.
@@ -149,7 +150,7 @@ pub async fn rebuild<C: Courier>(courier: &C, bad_sources: &mut BadSources) -> R
     rebuilt
 }
 
-/// One attempt. The replica may be given up at any time, and come back under another number.
+/// The state of one attempt. The replica may be given up at any time, and come back under another number.
 struct Attempt<'a, C: Courier> {
     courier: &'a C,
     engine: &'a C::Engine,
@@ -222,8 +223,8 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(is_restored)
     }
 
-    /// Has the replica learn the current view, and store the one that is being brought through: if too few of the others are
-    /// left, that may be the one that is missing.
+    /// Sends the replica the current view, and the pending one to store: if too few of the others are left,
+    /// this replica may complete the quorum.
     async fn bring_views(&self, report: &ReplicaReport) -> Result<(), Trouble<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         if report.committed.id < view.id {
@@ -246,8 +247,8 @@ impl<C: Courier> Attempt<'_, C> {
         told.map_err(Trouble::while_doing("telling it the view"))
     }
 
-    /// It is not what it was. From now on its views say that it is no member, and nobody takes the regions that were counted
-    /// since it left for all that it lacks.
+    /// Deposes the replica, because its former data does not count. From now on its views say that it is no
+    /// member. The regions counted since it left no longer pass for all that it lacks.
     async fn depose(&self) -> Result<(), Trouble<Error<C>>> {
         self.engine.set_complete(self.address(), false);
         self.decide(|core, _| core.distrust(self.me))?;
@@ -258,8 +259,8 @@ impl<C: Courier> Attempt<'_, C> {
         self.tell_view().await
     }
 
-    /// What it lacks beside the regions that the core has counted. Makes it a copy of a member first, if it is not what it
-    /// was.
+    /// Finds the regions that the replica lacks besides those counted by the core. Makes it a copy of a
+    /// member first if its former data does not count.
     async fn find_lack(
         &self,
         peer: &Peer,
@@ -285,8 +286,8 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(Lack { missing, regions, is_copy: !is_what_it_was })
     }
 
-    /// The member that it is compared with, and copied from if need be: one on this host, if there is one. After an attempt that has
-    /// failed because of its source, another one.
+    /// Returns the member that the replica is compared with and copied from: one on this host, if possible.
+    /// After an attempt that has failed because of its source, another one.
     fn source(&self) -> Result<Source, Trouble<Error<C>>> {
         let sources = self.sources()?;
         let source = self.bad_sources.best(sources, |source| source.address.replica);
@@ -426,8 +427,8 @@ impl<C: Courier> Attempt<'_, C> {
             .decide(|_, outputs| outputs.push(Output::Drop { peer, reason, cause: DropCause::Unused }));
     }
 
-    /// The core takes over, if the replica, which has `size_bytes`, has followed every expansion that the core may be told
-    /// of without it.
+    /// Hands the replica, which has `size_bytes`, to the core, if it has followed every expansion that the
+    /// core may already know.
     async fn hand_to_core(&self, lack: Lack, size_bytes: u64) -> Result<(), Trouble<Error<C>>> {
         let is_copy = lack.is_copy;
         // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from the core.
@@ -493,8 +494,8 @@ impl<C: Courier> Attempt<'_, C> {
         }
     }
 
-    /// It was made anew: no stamp that it was sent before counts. The core sends it stamps too, over another connection: it
-    /// must not be left with an older one.
+    /// Invalidates all stamps that the replica was sent before, because it was made anew. The core sends it
+    /// stamps too, over another connection: it must not be left with an older one.
     async fn stamp(&self) -> Result<(), Trouble<Error<C>>> {
         for _ in 0..STAMP_TRIES {
             let stamp = self.look(EngineCore::stamp)?;
@@ -507,8 +508,8 @@ impl<C: Courier> Attempt<'_, C> {
         Err(Trouble::NotYet("it is sent stamps all the time"))
     }
 
-    /// It has everything that the members have, apart from the regions that they count as missed. Until it knows that it is
-    /// no member at the next start of an engine.
+    /// Ends the copy: the replica has all data of the members, apart from the regions that they count as
+    /// missed. Until the replica knows this, the next engine that starts treats it as no member.
     async fn end_copy(&self) -> Result<(), Trouble<Error<C>>> {
         let mut tries = 0;
         loop {
@@ -522,7 +523,8 @@ impl<C: Courier> Attempt<'_, C> {
         }
     }
 
-    /// The replicas that have to count the regions that this one misses: the members, and those that are about to be.
+    /// Returns the replicas that have to count the regions that this one misses: the members and the future
+    /// members.
     fn accountants(&self) -> Result<Vec<Address>, Trouble<Error<C>>> {
         self.look(|core| self.counting(core))
     }

@@ -1,4 +1,4 @@
-//! An engine that serves, as those see it who bring its replicas back.
+//! The interface of a serving engine for the tasks that bring its replicas back.
 
 use shorthorn_core::{EngineCore, Outputs, PeerIndex};
 use shorthorn_types::{Regions, ReplicaId, ReplicaReport, View};
@@ -9,7 +9,7 @@ use crate::link::{Link, LinkError};
 /// The knowledge of one replica that is kept beside the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its id.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// True if it is on the host of the engine.
     pub is_local: bool,
@@ -23,9 +23,9 @@ pub struct Peer {
 /// under another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// Its number.
+    /// The index of the replica in the engine.
     pub peer: PeerIndex,
-    /// Its id.
+    /// The id of the replica.
     pub replica: ReplicaId,
 }
 
@@ -57,7 +57,7 @@ pub trait ServingEngine {
     /// Size of the volume: every replica that is greeted from now on grows to it first.
     fn size_bytes(&self) -> u64;
 
-    /// The view that is being brought through, if there is one.
+    /// Returns the pending view, if any.
     fn pending_view(&self) -> Option<PendingView>;
 
     /// Returns true if no queue has a connection to the replica.
@@ -66,8 +66,8 @@ pub trait ServingEngine {
     /// Looks at the core; none if the process is ending.
     fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R>;
 
-    /// Changes the core, with nobody else between, and has its outputs performed; none if the process is ending. `act` may ask
-    /// the engine for its peers and its size.
+    /// Changes the core atomically and has its outputs performed. None if the process is ending. `act` may
+    /// ask the engine for its peers and its size.
     fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R>;
 
     /// The control connection to a replica, which is made when it is used first, and closed when a request over it fails. After

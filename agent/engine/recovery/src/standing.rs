@@ -11,7 +11,8 @@ use shorthorn_core::DropCause;
 
 /// After so long without a drop the earlier ones do not count any more.
 const LATE_FORGIVEN: Duration = Duration::from_secs(3600);
-/// The pauses after each time that a replica was late. The first time may have been anybody's fault: a storm on a disk or a network.
+/// The pauses after each time that a replica was late. The cause of the first time may lie outside the
+/// replica, in a storm on a disk or a network.
 const LATE_PAUSES: [Duration; 6] = [
     Duration::ZERO,
     Duration::from_secs(10),
@@ -37,7 +38,8 @@ const FULL_PAUSES: [Duration; 9] = [
 const LONGEST_FULL_PAUSE: Duration = Duration::from_secs(900);
 /// The longest pause of a replica without which too few are left.
 const LONGEST_PAUSE_OF_NEEDED: Duration = Duration::from_secs(30);
-/// As [`LATE_FORGIVEN`], for connections that break: a replica that is restarted once is not unsteady.
+/// The time after which a broken connection is forgiven, like [`LATE_FORGIVEN`]: a replica that is restarted
+/// once is not unsteady.
 const BREAKS_FORGIVEN: Duration = Duration::from_secs(60);
 /// So many breaks in a row cost no pause: processes are restarted, upgraded and killed.
 const FREE_BREAKS: u32 = 3;
@@ -70,7 +72,7 @@ struct Strikes {
 }
 
 impl Strikes {
-    /// It happens again; returns how often it has happened in a row.
+    /// Counts another failure and returns how many have happened in a row.
     fn add(&mut self, now: Duration, forgiven_after: Duration) -> u32 {
         let is_forgiven = now.saturating_sub(self.last) >= forgiven_after;
         self.count = if is_forgiven { 1 } else { self.count.saturating_add(1) };

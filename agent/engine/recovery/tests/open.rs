@@ -58,7 +58,7 @@ fn open(engine: &mut Engine, volume: &Volume) -> Result<Opened<Vec<ReplicaId>>, 
     finish(shorthorn_recovery::open(engine, volume, &mut Offenders::default()))
 }
 
-/// A replica that does as it is told, and answers proposals with `answer`.
+/// A well-behaved replica, which answers proposals with `answer`.
 struct Replica {
     id: ReplicaId,
     calls: Calls,
@@ -122,7 +122,7 @@ struct Engine {
     /// Nothing more is heard once these grants have come; else the process ends.
     is_arbiter_silent: bool,
     waited_ms: u64,
-    /// Its queues cannot be connected.
+    /// The replica whose queues cannot be connected.
     unconnected: Option<ReplicaId>,
 }
 

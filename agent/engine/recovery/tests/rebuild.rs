@@ -45,7 +45,7 @@ fn view(members: &[u64]) -> View {
     View { id: ViewId { generation: Generation::new(1, 0), number: 1 }, members }
 }
 
-/// It was given up.
+/// The error of a replica that was given up.
 #[derive(Debug)]
 struct Gone;
 
@@ -205,7 +205,7 @@ impl ServingEngine for Engine {
     }
 }
 
-/// A line to a replica that keeps nothing and does as it is told, as long as the volume has it.
+/// A line to a well-behaved replica that keeps nothing, while the volume has it.
 struct Line<'a> {
     engine: &'a Engine,
     to: Address,
@@ -330,7 +330,7 @@ fn a_replica_that_was_away_joins() {
     }
 }
 
-/// It may have been made anew before it has said where it has data.
+/// The member may have been made anew before it has listed its extents.
 #[test]
 fn a_copy_of_a_member_that_has_left_does_not_join() {
     let engine = Engine::new(Moment::Allocated, false);

@@ -1,4 +1,5 @@
-//! Copying the snapshot layers of a member to a new replica. They never change, so nobody has to wait for that.
+//! Copies the snapshot layers of a member to a new replica. Snapshots never change, so no request waits for
+//! that.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use crate::connection::{ConnectError, Connection};
 use crate::courier::{Courier, Told, Trouble};
 use crate::pacer::{Pacer, piece_bytes};
 
-/// How often the progress is told.
+/// The interval of progress reports.
 const TELL_INTERVAL: Duration = Duration::from_secs(1);
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);

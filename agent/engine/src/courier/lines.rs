@@ -15,15 +15,16 @@ use crate::connection::{ConnectError, Connection, finish};
 use crate::courier::{Desk, Peer};
 use crate::shared::lock;
 
-/// A replica closes a connection that is silent for a minute: one that was not used for so long is made anew.
+/// The age at which an unused connection is replaced. A replica closes a connection that is silent for a
+/// minute.
 const IDLE_LIMIT: Duration = Duration::from_secs(30);
-/// How long a replica may take for what is asked over a control connection: making a layer durable, or reading
-/// where a large one has data, takes longer than a request.
+/// The time limit of an answer over a control connection. Syncing a layer, or reading the extents of a large
+/// one, takes longer than a request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// How long a replica may take to grow: some documents and its head are made durable for it.
 const GROW_LIMIT: Duration = Duration::from_secs(30);
 
-/// One place for each replica. Who uses a connection holds its lock meanwhile.
+/// One control connection for each replica. The user of a connection holds its lock.
 #[derive(Debug, Default)]
 pub struct Lines([Mutex<Option<Line>>; MAX_MEMBERS]);
 
@@ -72,7 +73,7 @@ impl Desk {
         answer
     }
 
-    /// As [`Desk::with_line`], for replica number `peer`.
+    /// Calls the same as [`Desk::with_line`], for replica number `peer`.
     pub fn with_line_to<T>(
         &self,
         peer: PeerIndex,
@@ -87,8 +88,8 @@ impl Desk {
         known.filter(|peer| peer.endpoint.replica == address.replica).ok_or(ConnectError::GivenUp)
     }
 
-    /// A new connection in the place of one that was closed. It has to lead to the same run of the replica's process: a later run may lack
-    /// data that was written over the closed connection and not flushed.
+    /// Replaces a connection that was closed by a new one. It has to lead to the same run of the replica's
+    /// process: a later run may lack data that was written over the closed connection and not flushed.
     fn make_line_again(&self, to: Address) -> Result<Line, ConnectError> {
         let (line, welcome) = self.make_line(to)?;
         match self.find_at(to)?.run {

@@ -1,4 +1,4 @@
-//! A link against a replica that says what the test wants.
+//! Tests a link against a replica that sends scripted messages.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -93,7 +93,7 @@ impl Bench {
         self.frame(&header, data)
     }
 
-    /// What the replica says, in one piece; then everything that has happened is taken.
+    /// Sends `bytes` from the replica in one piece, and then handles all that has happened.
     fn say(&mut self, bytes: &[u8]) {
         self.replica.write_all(bytes).unwrap();
         let before = self.events.len();

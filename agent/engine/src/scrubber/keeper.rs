@@ -26,7 +26,7 @@ impl Keeper {
         Keeper { peer, page, has_failed: false }
     }
 
-    /// Whose sums they are.
+    /// Returns the member that keeps the sums.
     pub fn peer(&self) -> PeerIndex {
         self.peer
     }
@@ -67,7 +67,7 @@ impl Keeper {
         self.page.sums.clear();
     }
 
-    /// It keeps what it kept before: the next scrub tries again.
+    /// Handles a failure to store the sums. The member keeps its former sums, and the next scrub tries again.
     fn failed(&mut self, desk: &Desk, error: &ConnectError) {
         self.has_failed = true;
         let replica =

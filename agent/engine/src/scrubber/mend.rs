@@ -1,4 +1,4 @@
-//! Reading what members hold in a piece of a layer, and putting right who holds something else.
+//! Reads the members' data in a piece of a layer, and repairs members with wrong data.
 
 use shorthorn_core::{PeerIndex, Witness};
 use shorthorn_types::ByteRange;
@@ -34,7 +34,7 @@ impl Held {
         }))
     }
 
-    /// What makes a layer hold the same, in messages that fit, each with its data.
+    /// Returns the messages, each with its data, that make a layer hold the same.
     fn patches(&self, image: &str) -> Vec<(LayerPatch, Vec<u8>)> {
         let step = u64::from(PATCH_BYTES_MAX);
         let starts = (self.piece.offset()..self.piece.end()).step_by(distance(step));
@@ -67,8 +67,8 @@ fn blocks(bytes: u64) -> u32 {
 }
 
 impl Scrubber {
-    /// Finds out what a reader of the snapshot sees in a piece at each member that can read it: members that hold the
-    /// same in other layers do not differ.
+    /// Reads the piece of the snapshot as a reader sees it, from each member that can read it. Members that
+    /// hold the same data in different layers do not differ.
     pub(super) fn look_further(&mut self, layer: &Layer, piece: ByteRange, witnesses: &mut [Witness]) {
         for (peer, evidence) in witnesses.iter_mut().filter(|(_, evidence)| evidence.sum.is_some()) {
             let Some(number) = layer.number_at(*peer) else { continue };
@@ -99,7 +99,7 @@ impl Scrubber {
         Ok(crc32c::crc32c(&data))
     }
 
-    /// What a member holds of a piece of one layer.
+    /// Returns the data of a member in a piece of one layer.
     fn hold(&self, peer: PeerIndex, layer: u32, piece: ByteRange) -> Result<Held, ConnectError> {
         let runs = self.runs(peer, layer, piece)?;
         let mut held = Held { piece, runs, data: vec![0; distance(piece.length())] };
@@ -126,7 +126,8 @@ impl Scrubber {
         Ok(runs)
     }
 
-    /// Copies what the first of `sources` that can holds to all that are `odd`, and looks at it again.
+    /// Copies the data of the first readable one of `sources` to all members in `odd`, and checks the piece
+    /// again.
     pub(super) fn repair(
         &self,
         layer: &Layer,

@@ -92,7 +92,7 @@ impl Serving<'_> {
         });
     }
 
-    /// A member does not hold what was stored on it.
+    /// Reports that a member does not hold the data that was stored on it.
     pub(super) fn rot_found(&self, peer: PeerIndex, range: ByteRange, is_copied: bool) {
         let Some(replica) = self.replica(peer) else { return };
         let volume = &self.spec.volume;

@@ -66,8 +66,8 @@ impl Serving<'_> {
         self.shared().tell_core(Event::SetCopyLimits(copy_limits(limits)));
     }
 
-    /// The snapshots come first: what has rotten in them shows in the volume too, where two members cannot tell who is
-    /// right.
+    /// Starts a scrub with the snapshots. Their rot shows in the volume too, and two members cannot tell
+    /// which of them is right there.
     fn scrub(&mut self, order: Option<ScrubOrder>) -> Result<(), EngineError> {
         tracing::info!(volume = %self.spec.volume, ?order, "scrub");
         self.is_scrubbing = order.is_some();
@@ -112,7 +112,7 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Where a replica is found from the next attempt on.
+    /// Sets the address of a replica, from the next attempt on.
     fn readdress(&self, index: PeerIndex, endpoint: ReplicaEndpoint) {
         let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
         self.desk().update(index, |peer| peer.endpoint = endpoint);

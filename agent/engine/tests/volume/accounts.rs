@@ -1,4 +1,4 @@
-//! Replicas that are replaced: what the others have counted for them does not pile up.
+//! Tests replicas that are replaced: the out-of-sync sets of former replicas do not pile up.
 
 use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode};
 use shorthorn_testkit::nbd::Nbd;
@@ -17,7 +17,7 @@ fn members(count: usize) -> impl Fn(&EngineStatus) -> bool + Send + 'static {
     }
 }
 
-/// Where something is written while replica `number` is a member.
+/// The place that is written while replica `number` is a member.
 fn place(number: usize) -> u64 {
     number as u64 * 4096
 }
@@ -26,7 +26,7 @@ fn content(number: usize) -> [u8; 4096] {
     [u8::try_from(number).unwrap(); 4096]
 }
 
-/// One of those that stay is away whenever one is given up, and hears of it only when it is back.
+/// One remaining replica is absent whenever another one is given up, and learns of it only after its return.
 #[test]
 fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
     let mut volume = Volume::start(3, SIZE_BYTES);
@@ -62,7 +62,7 @@ fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
     }
 }
 
-/// As an engine of an earlier version may have left them.
+/// An engine of an earlier version may have left such replicas.
 #[test]
 fn a_volume_opens_whose_replicas_have_room_for_no_account() {
     let mut volume = Volume::start(3, SIZE_BYTES);

@@ -1,4 +1,4 @@
-//! Orderly ends of an engine: what was written is flushed and cleared before, and that never takes long.
+//! Tests orderly ends of an engine: written data is flushed and cleared before, and that never takes long.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use crate::volume::Volume;
 const SETTLED: &str = "every member has flushed all writes";
 const NOT_SETTLED: &str = "not every member has flushed in time";
 const UNEQUAL: &str = "resyncing the members in dirty regions";
-/// Of an end that waits for a replica which does not answer: it must be far below what those wait who have ordered it.
+/// The limit of an end that waits for an unresponsive replica. It must be far below the time that callers of
+/// the end wait.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
 /// The next engine serves with nothing to make equal.

@@ -13,7 +13,7 @@ fn has(engine: &EngineStatus, size_bytes: u64) -> bool {
     engine.phase == EnginePhase::Serving && engine.size_bytes == size_bytes && engine.expansion.is_none()
 }
 
-/// What is new reads as zeroes, and keeps what is written.
+/// Checks that the new part reads as zeroes and keeps its writes.
 fn use_what_is_new(volume: &Volume, from: u64) {
     let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
     assert_eq!(nbd.size_bytes, volume.size_bytes);

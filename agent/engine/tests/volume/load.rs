@@ -1,4 +1,4 @@
-//! Writers that know what has to be read.
+//! Writers that know the expected content of reads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use crate::volume::Volume;
 const WRITERS: u64 = 4;
 const BLOCK: u64 = 4096;
 
-/// What a writer has written last, block by block; none where the engine has gone.
+/// The last writes of a writer, block by block. None if the engine has ended.
 type Written = Option<Vec<(u64, u8)>>;
 
 /// Each writer has blocks of its own, and writes them again and again with a counter.

@@ -1,4 +1,5 @@
-//! All members lose power while the volume is in use: whoever uses it is told, and is told again until he lets go of it.
+//! Tests a power loss of all members while the volume is in use. The engine reports it to the user until the
+//! user detaches.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! Whole volumes: an engine and replicas as processes, which are killed, started again, added and taken away.
+//! Tests whole volumes: the processes of an engine and its replicas are killed, restarted, added and removed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod accounts;
@@ -299,8 +299,8 @@ fn a_directory_that_is_lost_while_its_replica_is_away_is_filled_again() {
     volume.assert_equal();
 }
 
-/// As an agent that is restarted between the question and the answer, and whose engine is restarted too. Nobody has to notice
-/// the change from no question to a question: it is shown until it is answered.
+/// An agent, and then its engine, may be restarted between the question and the answer. An agent may miss the
+/// change from no question to a question, so the question is shown until it is answered.
 #[test]
 fn a_question_to_the_arbiter_that_nobody_answers_is_asked_until_somebody_does() {
     let mut volume = Volume::start(2, 16 << 20);

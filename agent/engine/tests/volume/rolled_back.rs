@@ -14,10 +14,10 @@ use crate::volume::Volume;
 
 const OFFSET: u64 = 1 << 20;
 const VICTIM: usize = 2;
-/// Where a page of a set of regions has the stamp.
+/// The offset of the stamp in a page of a set of regions.
 const STAMP_AT: usize = 56;
 
-/// What changes in the directory of a replica while the view stays the same.
+/// The files in a replica's directory that change while the view stays the same.
 struct State {
     head: (PathBuf, Vec<u8>),
     intent: (PathBuf, Vec<u8>),

@@ -19,7 +19,7 @@ fn pattern(seed: u32) -> Vec<u8> {
     (0..LENGTH as u64 / 8).flat_map(|n| word(n).to_le_bytes()).collect()
 }
 
-/// Where two do not agree first.
+/// Returns the offset of the first difference.
 fn difference(one: &[u8], other: &[u8]) -> Option<usize> {
     one.iter().zip(other).position(|(one, other)| one != other)
 }

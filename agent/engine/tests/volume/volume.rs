@@ -87,7 +87,7 @@ impl Volume {
         self.file(&format!("{folder}replica{number}"))
     }
 
-    /// Nothing is written to the file system of the replicas from [`Volume::first_on_disk`] on any more.
+    /// Freezes the file system of the replicas from [`Volume::first_on_disk`] on: it takes no more writes.
     pub fn freeze_disk(&self) {
         self.disk.as_ref().unwrap().freeze(true);
     }
@@ -125,7 +125,7 @@ impl Volume {
             .expect("the example volume_process is built with the tests")
     }
 
-    /// One more replica, which the engine does not know yet.
+    /// Adds a replica that the engine does not know yet.
     pub fn add_replica(&mut self) {
         self.replicas.push(None);
         self.start_replica(self.replicas.len() - 1);
@@ -190,17 +190,18 @@ impl Volume {
         assert!(child.wait().unwrap().success());
     }
 
-    /// Where a replica holds its data.
+    /// Returns the directory of a replica.
     pub fn directory(&self, number: usize) -> String {
         self.place(number).display().to_string()
     }
 
-    /// Of a replica that does not run: as if its disk had been replaced.
+    /// Removes the data of a stopped replica, as if its disk had been replaced.
     pub fn lose_directory(&self, number: usize) {
         fs::remove_dir_all(self.directory(number)).unwrap();
     }
 
-    /// Of a running replica: as if its host had lost power, and with it the block at `offset`, which was not durable.
+    /// Simulates a power loss of a running replica's host, which loses the block at `offset`, because it was
+    /// not durable.
     pub fn lose_power(&mut self, number: usize, offset: u64) {
         self.kill(number);
         let directory = self.place(number);
@@ -223,7 +224,7 @@ impl Volume {
         assert_eq!(status, WaitStatus::Stopped(pid, Signal::SIGSTOP));
     }
 
-    /// The replica goes on.
+    /// Continues a stopped replica.
     pub fn resume(&self, number: usize) {
         kill(self.pid(number), Signal::SIGCONT).unwrap();
     }
@@ -306,7 +307,7 @@ impl Volume {
         self.order(&Order::Expand { size_bytes });
     }
 
-    /// What a replica has logged.
+    /// Returns the log of a replica.
     pub fn log_of_replica(&self, number: usize) -> String {
         fs::read_to_string(self.file(&format!("replica{number}.json.log"))).unwrap_or_default()
     }
@@ -352,13 +353,13 @@ impl Volume {
         keeper.content(SetKey::Intent).unwrap().len()
     }
 
-    /// After the stop: of how many replicas, and which, a replica counts what they miss.
+    /// Returns the replicas whose out-of-sync sets a stopped replica keeps.
     pub fn accounts(&self, number: usize) -> Vec<ReplicaId> {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
         Store::open(self.place(number), options).unwrap().missed_files().unwrap()
     }
 
-    /// After the stop: has a replica count what `count` replicas miss that the volume does not have.
+    /// Gives a stopped replica the out-of-sync sets of `count` replicas that the volume does not have.
     pub fn keep_accounts_in_vain(&self, number: usize, count: u64) {
         let directory = self.place(number);
         let store = Store::open(directory, OpenOptions::default()).unwrap();

@@ -303,7 +303,7 @@ fn a_mark_that_is_not_answered_makes_late() {
     assert_eq!(dropped, [(sent_at_ms + 3 * TIMEOUT_MS + 250, 1)]);
 }
 
-/// One answer arrives with the first look at the clock. The others are still in the sockets.
+/// The first answer arrives with the first look at the clock. The others are still in the sockets.
 #[test]
 fn nobody_is_late_because_the_process_was_paused() {
     let mut bench = Bench::new(3);
