@@ -35,8 +35,8 @@ pub(crate) struct Listeners {
 }
 
 impl Listeners {
-    /// Binds the Unix socket at `path`, readable by its owner only, in place of what an earlier process has
-    /// left there, and the TCP address if there is one.
+    /// Binds the Unix socket at `path`, readable by its owner only, and the TCP address, if any. Replaces the
+    /// socket of an earlier process.
     ///
     /// # Errors
     /// [`ReplicaError::Listen`] names the address.
@@ -54,7 +54,7 @@ impl Listeners {
         Ok(Listeners { unix, path: path.to_owned(), tcp })
     }
 
-    /// Where engines find us, as an engine's spec writes it.
+    /// Returns the addresses of this replica in the form of an engine's spec.
     pub fn addresses(&self) -> Vec<String> {
         let tcp = self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
         let unix = format!("unix:{}", self.path.display());
@@ -91,7 +91,7 @@ pub(crate) struct Acceptor {
     shared: Arc<Shared>,
 }
 
-/// What the accepting thread and the handshakes share.
+/// The state that the accepting thread and the handshakes share.
 #[derive(Debug)]
 struct Shared {
     identity: Identity,
@@ -104,7 +104,8 @@ struct Shared {
 }
 
 impl Acceptor {
-    /// Takes connections on `listeners`, and sends engines that have proven who they are to the data thread.
+    /// Accepts connections on `listeners`, and sends engines that have proven their identity to the data
+    /// thread.
     ///
     /// # Errors
     /// Where there is no thread or descriptor for it.
@@ -234,7 +235,7 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
     thread.map(drop)
 }
 
-/// Finds out who is there. The data thread answers the hello.
+/// Identifies the peer of a new connection. The data thread answers the hello.
 fn open_here(socket: &UnixStream, shared: &Shared) -> Result<Proven, Box<dyn std::error::Error>> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)?;

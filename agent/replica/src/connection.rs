@@ -11,17 +11,17 @@ pub(crate) const SOURCE_SEND: u8 = 2;
 /// See [`SOURCE_SEND`].
 pub(crate) const SOURCE_RECEIVE: u8 = 3;
 
-/// One connection of an engine.
+/// A connection of an engine.
 #[derive(Debug)]
 pub(crate) struct Connection {
     /// The socket, for all but headers of frames.
     pub stream: Stream,
     /// Makes and reads the headers, so that none is left out of the numbers.
     session: Session,
-    /// Who it is, for logs.
+    /// The description of the peer, for logs.
     pub peer: String,
-    /// It is over: nothing is read or sent any more. It goes when the kernel has let go of it and its
-    /// requests have ended.
+    /// True if the connection is over: nothing is read or sent any more. It is removed when the kernel has
+    /// released it and its requests have ended.
     pub ending: bool,
     /// The slot whose data is being received in place.
     pub receiving: Option<u16>,

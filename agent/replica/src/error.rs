@@ -8,14 +8,14 @@ use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::{Errno, ReplicaId, VolumeName};
 use thiserror::Error;
 
-/// Why a replica does not serve, or not what it is asked for.
+/// The reason why a replica does not serve, or refuses a request.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ReplicaError {
     /// The spec file cannot be used.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// There is no replica in the directory, and none may be made.
+    /// The directory has no replica, and none may be made.
     #[error(
         "{} holds no replica, and the spec does not allow to create one: if the disk is not mounted, mount it; \
          if the replica is lost, remove it and let another be rebuilt", .0.display()
@@ -32,16 +32,16 @@ pub enum ReplicaError {
     OtherReplica {
         /// The replica's directory.
         directory: PathBuf,
-        /// Whose it is.
+        /// The volume of the directory.
         volume: VolumeName,
-        /// Whose it is.
+        /// The replica of the directory.
         replica: ReplicaId,
-        /// Whose it should be.
+        /// The expected volume.
         expected_volume: VolumeName,
-        /// Whose it should be.
+        /// The expected replica.
         expected_replica: ReplicaId,
     },
-    /// Somebody else has had the directory open since we did.
+    /// Another program has had the directory open since this process opened it.
     #[error(
         "{} was opened by another program (Longhorn?) or copied since this replica last served it, so what it \
          holds may be older or newer than what the other replicas hold: rebuild it from another replica, or \
@@ -60,13 +60,13 @@ pub enum ReplicaError {
     State {
         /// The replica's directory.
         directory: PathBuf,
-        /// What is wrong.
+        /// The error of the parser.
         source: serde_json::Error,
     },
     /// The state cannot be written as text.
     #[error("the state cannot be encoded: {0}")]
     Encode(serde_json::Error),
-    /// The rules do not allow what an engine asks.
+    /// The rules do not allow the request of the engine.
     #[error(transparent)]
     Denied(#[from] Denied),
     /// A size that no volume has.
@@ -80,7 +80,7 @@ pub enum ReplicaError {
         "{length_bytes} bytes at {offset_bytes} are no piece of a layer: the engine is of another version"
     )]
     NoPiece {
-        /// Where it was to begin.
+        /// The requested first byte.
         offset_bytes: u64,
         /// How long it was to be.
         length_bytes: u32,
@@ -88,7 +88,7 @@ pub enum ReplicaError {
     /// Sums for pieces that a layer does not have.
     #[error("{count} sums from piece {first_piece} on do not fit {image}: the replicas have other layers")]
     Sums {
-        /// Of which layer.
+        /// The image of the layer.
         image: String,
         /// From where on.
         first_piece: u32,
@@ -101,34 +101,34 @@ pub enum ReplicaError {
     /// A socket cannot be set up.
     #[error("cannot listen on {address}: {source}")]
     Listen {
-        /// Where.
+        /// The address.
         address: String,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The system does not give what the process needs.
+    /// The system refuses a resource that the process needs.
     #[error("cannot {action}: {source}")]
     System {
-        /// What for.
+        /// The purpose of the resource.
         action: &'static str,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
     /// The replica has failed, which its disk says, and no engine is connected any more. A new process serves again.
     #[error("{message}: the process ends, to be started again; failures in a row: {in_a_row}")]
     Failed {
-        /// What has failed, and how.
+        /// A description of the failure.
         message: String,
         /// How often in a row that has happened.
         in_a_row: u32,
     },
-    /// The data thread has ended although nobody asked it to.
+    /// The data thread has ended without an order.
     #[error("the data thread has ended unexpectedly")]
     ThreadEnded,
 }
 
 impl ReplicaError {
-    /// The errno for a client that asked for what failed.
+    /// Returns the errno for the client whose request failed.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {

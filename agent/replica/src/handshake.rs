@@ -1,4 +1,4 @@
-//! The opening of a connection, up to the point where the engine has proven who it is.
+//! Opens a connection, up to the point at which the engine has proven its identity.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use shorthorn_wire::{
 };
 use thiserror::Error;
 
-/// Who we are, and the secret that an engine has to prove.
+/// The identity of this replica, and the secret that an engine has to prove.
 #[derive(Debug)]
 pub(crate) struct Identity {
     pub volume: VolumeName,
@@ -55,7 +55,7 @@ pub(crate) enum HandshakeError {
 }
 
 impl HandshakeError {
-    /// What the engine is answered with; none where there is nobody to answer.
+    /// Returns the errno of the answer; none if the peer gets no answer.
     fn errno(&self) -> Option<Errno> {
         match self {
             HandshakeError::Io(_) | HandshakeError::Frame(_) | HandshakeError::NoHello(_) => None,
@@ -66,7 +66,7 @@ impl HandshakeError {
     }
 }
 
-/// An engine that has proven who it is, and waits for the answer to its hello.
+/// An engine that has proven its identity, and waits for the answer to its hello.
 #[derive(Debug)]
 pub(crate) struct Proven {
     /// The hello, for the answer.
@@ -202,8 +202,8 @@ mod tests {
         Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 1 }
     }
 
-    /// What comes out when an engine answers the challenge with `claim`, its proof made with `secret`; and what
-    /// the engine is answered.
+    /// Runs a handshake in which an engine answers the challenge with `claim`, its proof made with `secret`.
+    /// Returns the result, and the answer to the engine.
     fn open(claim: Claim, secret: [u8; 32]) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let engine = thread::spawn(move || {

@@ -6,10 +6,11 @@ use std::net::IpAddr;
 const LOCAL_MAX: usize = 8;
 /// Handshakes with other hosts at once.
 const REMOTE_MAX: usize = 24;
-/// Handshakes at once, those among them that were told to end and have not ended. More wait in the socket's backlog.
+/// The maximum number of simultaneous handshakes, including those that were stopped and have not ended.
+/// Further connections wait in the socket's backlog.
 const ALL_MAX: usize = 2 * (LOCAL_MAX + REMOTE_MAX);
 
-/// Where a connection comes from.
+/// The origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// This host, over the Unix socket.
@@ -24,7 +25,7 @@ impl Origin {
     }
 }
 
-/// The handshakes that are under way. `S` is by what each can be told to end.
+/// The running handshakes. `S` is a handle that stops one.
 #[derive(Debug)]
 pub(crate) struct Handshakes<S> {
     next_id: u64,
@@ -36,7 +37,7 @@ pub(crate) struct Handshakes<S> {
 struct Handshake<S> {
     id: u64,
     origin: Origin,
-    /// None: it was told to end.
+    /// The handle; none if the handshake was stopped.
     socket: Option<S>,
 }
 
@@ -69,7 +70,7 @@ impl<S> Handshakes<S> {
         self.running.retain(|one| one.id != id);
     }
 
-    /// Those that were not told to end.
+    /// Returns the handshakes that were not stopped.
     fn heard(&self) -> impl Iterator<Item = &Handshake<S>> {
         self.running.iter().filter(|one| one.socket.is_some())
     }

@@ -7,7 +7,7 @@ use shorthorn_types::limits::{
     BLOCK_BYTES, ENGINE_FLIGHT_BYTES_MAX, ENGINE_FLIGHT_REQUESTS_MAX, MAX_IO_BYTES,
 };
 
-/// Requests in flight that all connections share, beyond the one that each can always have.
+/// The number of requests in flight that all connections share, beyond the one that each can always have.
 pub(crate) const SHARED_SLOTS: usize = 288;
 // All that an engine sends for its frontend, eight pieces of copies, and control connections.
 const _: () = assert!(SHARED_SLOTS >= 2 * ENGINE_FLIGHT_REQUESTS_MAX + 8 + CONNECTIONS_MAX);
@@ -17,9 +17,9 @@ pub(crate) const SLOTS: usize = SHARED_SLOTS + CONNECTIONS_MAX;
 /// sends for its frontend, eight pieces of copies, and four requests of control connections. So a connection is always read, and a
 /// PING is answered, however slow the disk is.
 pub(crate) const BYTES_IN_FLIGHT_MAX: u64 = 2 * ENGINE_FLIGHT_BYTES_MAX + 12 * MAX_IO_BYTES as u64;
-/// What free slots may keep of memory; more is given back to the kernel at once.
+/// The maximum memory of free slots in bytes; the rest is returned to the kernel at once.
 pub(crate) const SLOT_MEMORY_MAX: u64 = 4 << 20;
-/// What each slot keeps of memory when nothing has been asked for a while.
+/// The memory that each slot keeps after a while without requests, in bytes.
 pub(crate) const SLOT_MEMORY_IDLE_BYTES: usize = (EDGE_BLOCKS + 1) * BLOCK_BYTES_USIZE;
 /// Bytes that are received ahead on one connection: many small requests in one system call.
 pub(crate) const RECEIVE_BYTES: usize = 64 << 10;
@@ -43,7 +43,7 @@ pub(crate) const ZERO_PLAN_BYTES: u64 = 4 << 20;
 /// How many zeroes are written at a time.
 pub(crate) const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
-/// How long opening a connection may take until the engine has said who it is.
+/// The time limit for an engine to prove its identity on a new connection.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the data thread looks for silent connections and unused memory.
 pub(crate) const TICK: Duration = Duration::from_secs(5);
@@ -67,7 +67,8 @@ pub(crate) const SUM_BUSY_SHARE: u64 = 8;
 pub(crate) const SUM_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Between two looks for regions that hold data, at the start: one takes some milliseconds.
 pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);
-/// When it is tried again to store sums after there was no space, and the longest pause between two regions.
+/// The pause before storing sums is tried again after a lack of space, and the longest pause between two
+/// regions.
 pub(crate) const SUM_SPACE_INTERVAL: Duration = Duration::from_secs(60);
 /// With less space on the disk no sums are stored: the volume needs it more.
 pub(crate) const SUM_FREE_BYTES_MIN: u64 = 64 << 20;

@@ -9,10 +9,10 @@ use shorthorn_ring::{Ring, Token, Wake, Waker};
 use shorthorn_types::Generation;
 use shorthorn_wire::{Header, Session};
 
-/// One message to the data thread.
+/// A message to the data thread.
 #[derive(Debug)]
 pub(crate) enum Message {
-    /// An engine has proven who it is: which one, and which of its queues.
+    /// An engine has proven its identity, for this engine and queue.
     Candidate(Place, Box<Candidate>),
     /// No engine of a lower generation may use the replica from here on.
     Fence(Generation),
@@ -29,7 +29,7 @@ pub(crate) struct Candidate {
     pub hello: Header,
     /// Proves the answer, and makes and reads all frames after it.
     pub session: Session,
-    /// Where it comes from, for logs.
+    /// The origin of the connection, for logs.
     pub peer: String,
 }
 
@@ -74,7 +74,7 @@ impl Inbox {
         self.wake.arm(ring, token);
     }
 
-    /// The next message, if there is one.
+    /// Takes the next message, if any.
     pub fn next(&self) -> Option<Message> {
         self.messages.try_recv().ok()
     }

@@ -218,7 +218,7 @@ fn refresh(spec: &ReplicaSpec, publisher: &Publisher) {
     publisher.update(|status| change(status, |replica| replica.allocated_bytes = allocated_bytes));
 }
 
-/// What the files of the directory take on the disk. Whoever can not be looked at does not count.
+/// Returns the allocated bytes of the directory's files. Unreadable files do not count.
 fn allocated_bytes(directory: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let Ok(entries) = std::fs::read_dir(directory) else { return 0 };

@@ -23,7 +23,7 @@ pub(crate) struct Slots {
     waiting: VecDeque<Use>,
 }
 
-/// What a connection has, or waits for.
+/// The slots of a connection, and its waiting request.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
     connection: u16,
@@ -43,7 +43,7 @@ impl Slots {
         }
     }
 
-    /// A slot for a request of `connection` that needs `bytes` of data. Where there is none the connection
+    /// Takes a slot for a request of `connection` that needs `bytes` of data. If none is free, the connection
     /// waits: it must not ask again before [`Slots::serve`] names it.
     pub fn take(&mut self, connection: u16, bytes: u32) -> Option<u16> {
         let wanted = Use { connection, bytes };
@@ -172,8 +172,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens, a connection without a request gets a slot, and what is waited for is served
-        /// once the others have ended.
+        /// Always gives a slot to a connection without a request, and serves waiting ones once the others
+        /// have ended.
         #[test]
         fn nobody_is_blocked_for_good(
             events in prop::collection::vec((0u16..16, 0u32..=MAX_IO_BYTES, any::<bool>(), any::<prop::sample::Index>()), 1..2000),

@@ -8,7 +8,7 @@ use shorthorn_views::ReplicaViews;
 
 use crate::error::ReplicaError;
 
-/// Whose directory it is.
+/// The owner of a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub volume: VolumeName,
@@ -18,12 +18,12 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    /// Of that spec; what its state has of a later version is still to be read.
+    /// Returns the owner according to the spec. Fields of later versions in its state are still unread.
     pub fn of(spec: &ReplicaSpec) -> Owner {
         Owner { volume: spec.volume.clone(), replica: spec.replica, unknown: Unknown::default() }
     }
 
-    /// What is saved of the views.
+    /// Returns the bytes of the views to save.
     pub fn with_views(&self, views: &ReplicaViews) -> Result<Vec<u8>, ReplicaError> {
         let Owner { volume, replica, unknown } = self.clone();
         let state = State { volume, replica, views: views.clone(), unknown };
@@ -42,7 +42,7 @@ struct State {
     unknown: Unknown,
 }
 
-/// The views of the replica in `store`. `owner` has what its state holds of a later version from then on.
+/// Loads the views of the replica in `store`. `owner` has the fields of later versions from then on.
 ///
 /// A directory that no replica of ours has served yet, new or made by Longhorn, begins in the first view.
 ///

@@ -1,4 +1,4 @@
-//! Sums of blocks: what the disk has changed by itself is told, and nothing else is.
+//! Tests sums of blocks: rot is reported, and nothing else is.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;
@@ -28,7 +28,7 @@ const REGION: u64 = 64 << 10;
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 8 * MIB;
 const ROTTEN: i32 = Errno::ROTTEN.raw();
-/// As fast as the disk is.
+/// A rate that only the disk limits, in bytes per second.
 const FAST: u64 = 1 << 40;
 
 fn spec_of(base: &Path) -> ReplicaSpec {

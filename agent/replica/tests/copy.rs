@@ -1,4 +1,4 @@
-//! One replica process becomes a copy of another one, with the courier's side of it played here.
+//! Tests a replica process that becomes a copy of another one. The test plays the courier.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;
@@ -86,7 +86,7 @@ fn copy_layer(source: &mut Client, target: &mut Client, layer: u32) {
     target.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) }).unwrap();
 }
 
-/// Copies what is not done yet of the snapshots, and then the volume region by region.
+/// Copies the missing snapshots, and then the volume region by region.
 fn copy(source: &mut Client, target: &mut Client) {
     let list = layers(source);
     let CopyState { done } = target.ask(Opcode::CopyBegin, &list).unwrap();

@@ -32,7 +32,7 @@ impl Random {
     }
 }
 
-/// What is in flight: what was asked for, and what a read has to show.
+/// A request in flight, and the expected content of a read.
 struct Pending {
     opcode: Opcode,
     offset: usize,
@@ -174,8 +174,8 @@ fn random_requests_in_flight_together() {
     model.check_all(&mut replica.open(generation(2)));
 }
 
-/// The same on a directory with a snapshot below the head: what is partly written, discarded or zeroed must not
-/// show what lies below, nor lose it.
+/// Repeats the test on a directory with a snapshot below the head. A partial write, discard or zeroing must
+/// neither show nor lose the data below.
 #[test]
 fn random_requests_above_a_snapshot() {
     let base = base();
@@ -342,7 +342,8 @@ fn requests_that_are_repeated_or_forged_change_nothing() {
     }
 }
 
-/// An engine promises not to do this. What it writes over itself is undefined, but nothing else may change.
+/// Breaks the promise of an engine not to send such requests. Only the overlapped data is undefined; nothing
+/// else may change.
 #[test]
 fn overlapping_requests_harm_nothing_but_themselves() {
     let base = base();

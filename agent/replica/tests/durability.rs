@@ -1,4 +1,4 @@
-//! What is kept when a replica process ends, gently or not.
+//! Tests the data that is kept when a replica process ends, gently or not.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;
@@ -51,8 +51,8 @@ fn a_stop_in_the_middle_of_requests_waits_for_none_of_them_to_be_read() {
     assert_eq!(volume_meta(&directory)["Dirty"], false);
 }
 
-/// Every write that was answered is there after a kill -9, and one that was not is there whole or not at all in
-/// each of its blocks.
+/// Checks after a kill -9 that every answered write is complete, and that each block of an unanswered one is
+/// either old or new.
 #[test]
 fn answered_writes_outlive_a_kill() {
     const BLOCKS: u64 = 4096;
@@ -135,8 +135,8 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
     assert_eq!(welcome.report, ReplicaReport { committed: first, proposed: vec![] });
 }
 
-/// Longhorn has no views: a replica that knows one without itself must not look whole to it, and must not look like one that
-/// is being rebuilt to an engine of ours.
+/// Longhorn has no views. A replica that knows a view without itself must not look complete to Longhorn. To a
+/// Shorthorn engine it must not look like a replica that is being rebuilt.
 #[test]
 fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     let base = base();
@@ -171,7 +171,7 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     assert!(!replica.try_open(generation(1), 0).unwrap().1.rebuilding);
 }
 
-/// Longhorn takes the replicas with the highest number: one that was left behind must not have it.
+/// Longhorn takes the replicas with the highest number: a replica that was left behind must not have it.
 #[test]
 fn the_revision_counter_tells_longhorn_how_new_the_replica_is() {
     let base = base();

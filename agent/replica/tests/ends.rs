@@ -11,7 +11,7 @@ use common::disks::{Mounted, break_down, may_mount, move_head};
 use common::*;
 use shorthorn_control::ReplicaSpec;
 
-/// Of a replica that is to be started again.
+/// The exit code of a replica that is to be started again.
 const FAILED: i32 = 13;
 
 /// A replica whose head alone lies on a disk that has broken down, and an engine that has heard of it. The rest of the directory
@@ -90,7 +90,7 @@ impl NoteBlocked {
         NoteBlocked { paths, note }
     }
 
-    /// There is no note now.
+    /// Removes the note.
     fn end(&self) {
         self.paths.iter().for_each(|path| fs::remove_dir(path).unwrap());
     }

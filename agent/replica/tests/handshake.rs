@@ -1,4 +1,4 @@
-//! Who is let in.
+//! Tests the admission of engines.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;
@@ -121,7 +121,7 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
     replica.open(generation(7)).ping().unwrap();
 }
 
-/// Once a newer engine is welcome, nothing of what the older one has sent changes anything any more.
+/// Checks that the requests of an older engine change nothing any more once a newer engine is welcome.
 #[test]
 fn writes_of_an_older_engine_have_ended_when_the_newer_is_welcome() {
     const LENGTH: u32 = 1 << 20;

@@ -289,7 +289,7 @@ fn verify_answers_with_the_check_of_the_data() {
     assert_eq!(client.call(Opcode::Verify, Flags::NONE, SIZE, 512, &[]), Err(libc::EINVAL));
 }
 
-/// What Longhorn had in between is not what our sets are about.
+/// Another user, such as Longhorn, makes changes that the sets do not record.
 #[test]
 fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
     let base = base();
@@ -317,7 +317,8 @@ fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
     assert_eq!(report.proposed, []);
 }
 
-/// Its sets follow, what is new reads as zeroes and can be written, and whatever its spec says, it stays so large.
+/// Checks that the sets follow, and that the new part reads as zeroes and can be written. The replica keeps
+/// its size whatever its spec says.
 #[test]
 fn a_replica_grows_while_it_serves_and_never_shrinks() {
     const LARGER: u64 = 128 << 30;

@@ -1,4 +1,4 @@
-//! What a replica process tells and keeps of its snapshots' layers, with the scrub's side of it played here.
+//! Tests sums of snapshots' layers in a replica process. The test plays the scrub.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;

@@ -66,7 +66,8 @@ fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
     assert!(replica.terminate().success());
 }
 
-/// As much as an engine has in flight at most, and none of it is done: the connection is read all the same.
+/// Sends the maximum that an engine has in flight, of which nothing completes: the connection is read all the
+/// same.
 #[test]
 fn a_ping_is_answered_while_the_disk_hangs() {
     if may_mount() {
@@ -110,7 +111,8 @@ fn a_full_tmpfs() {
     on_tmpfs(8 * MIB, a_full_disk_refuses_writes_and_goes_on);
 }
 
-/// Over what lies below, a discard needs space for zeroes: without it, it has failed, and nothing else has.
+/// Needs space for zeroes above the data of a snapshot. Without space the discard fails, and other requests
+/// do not.
 fn a_full_disk_refuses_discards_above_a_snapshot(directory: &Path) {
     const BELOW: u64 = 2 * MIB;
     let base = base();
@@ -155,7 +157,7 @@ fn discards_on_a_full_tmpfs() {
     on_tmpfs(8 * MIB, a_full_disk_refuses_discards_above_a_snapshot);
 }
 
-/// What is written over on a full disk is noted all the same, and a replica can leave the views.
+/// Records overwrites on a full disk all the same, and lets a replica leave the views.
 fn a_full_disk_loses_no_marks(directory: &Path) {
     let base = base();
     let mut spec = spec(base.path(), 256 * MIB);
@@ -248,7 +250,7 @@ fn after_a_failed_flush_nothing_is_served_any_more() {
     after_an_io_error(|client| assert_eq!(client.flush(), Err(libc::EIO)));
 }
 
-/// What can not be read here can be read from another replica; this one still takes writes.
+/// Refuses reads, which another replica can answer; this replica still takes writes.
 #[test]
 fn after_a_set_that_could_not_be_removed_nothing_is_served_any_more() {
     after_an_io_error(|client| {
@@ -411,7 +413,7 @@ fn where_nothing_can_be_noted_the_next_process_knows_all_the_same() {
     });
 }
 
-/// It was let in before, and waits for a write that is what fails.
+/// The engine was admitted before, and waits for a write whose failure is the cause.
 #[test]
 fn an_engine_that_waits_for_what_fails_is_refused() {
     if !may_mount() {

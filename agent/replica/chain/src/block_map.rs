@@ -31,9 +31,9 @@ pub struct BlockMap {
     windows: Vec<Window>,
     heap_bytes: usize,
     heap_limit_bytes: usize,
-    /// What the limit was lowered to, if it was.
+    /// The lowered limit in bytes, or the largest value if the limit was not lowered.
     lowered_limit_bytes: usize,
-    /// Where the clock that chooses what to forget stands.
+    /// The hand of the clock that chooses the window to forget.
     hand: usize,
     scratch: Box<[Owner; WINDOW_BLOCKS]>,
     pub(crate) can_punch: bool,
@@ -42,9 +42,9 @@ pub struct BlockMap {
 /// How much memory a map takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapUsage {
-    /// What it takes now.
+    /// The bytes in use.
     pub used_bytes: usize,
-    /// What it may take.
+    /// The maximum of the bytes in use.
     pub limit_bytes: usize,
 }
 
@@ -92,8 +92,8 @@ impl BlockMap {
         MapUsage { used_bytes: fixed + self.heap_bytes, limit_bytes: fixed + self.heap_limit_bytes }
     }
 
-    /// Lowers what the windows together may take below what
-    /// [`memory_limit_bytes`](crate::memory_limit_bytes) leaves. The window in use is always kept.
+    /// Lowers the memory limit of all windows below the [`memory_limit_bytes`](crate::memory_limit_bytes) of
+    /// the size. The window in use is always kept.
     pub fn lower_limit(&mut self, heap_bytes: usize) {
         self.lowered_limit_bytes = heap_bytes;
         self.heap_limit_bytes = self.heap_limit_bytes.min(heap_bytes);
@@ -117,15 +117,15 @@ impl BlockMap {
         self.make_room(None);
     }
 
-    /// The volume has grown to `size_bytes`: nobody holds anything of what is new.
+    /// Grows the map to `size_bytes`. No layer has data in the new part.
     pub fn grow(&mut self, size_bytes: u64) {
         debug_assert!(size_bytes >= self.size_bytes, "a volume only grows");
         self.set_size(size_bytes);
         self.make_room(None);
     }
 
-    /// The layer `child` was folded into its parent: what `child` held, `parent` holds now, and
-    /// `child` leaves the chain. Neither is the head.
+    /// Folds the layer `child` into its parent: the data of `child` belongs to `parent` now, and `child`
+    /// leaves the chain. Neither is the head.
     pub fn fold(&mut self, child: FileIndex, parent: FileIndex) {
         debug_assert!(child != self.head() && parent != self.head());
         self.chain.retain(|file| *file != child);
@@ -150,7 +150,7 @@ impl BlockMap {
         self.change_head(range.shrunk_to_blocks(), HeadBlocks::remove);
     }
 
-    /// Nobody knows what the head holds in `range`: it is probed again before the next use.
+    /// Forgets the head's data in `range`: the range is probed again before the next use.
     pub fn forget(&mut self, range: ByteRange) {
         if range.is_empty() {
             return;
@@ -301,8 +301,8 @@ impl BlockMap {
         self.windows.len() * size_of::<Window>() + size_of::<[Owner; WINDOW_BLOCKS]>()
     }
 
-    /// Forgets windows until the memory is within its limit. One hand goes round, passes over what
-    /// was used since it last came by and over `keep`, and takes the rest.
+    /// Forgets windows until the memory is within its limit. The hand of a clock passes over `keep` and the
+    /// windows used since its last round, and takes the rest.
     fn make_room(&mut self, keep: Option<usize>) {
         // Twice round clears every mark and then takes everything; more would never help.
         let mut turns = 2 * self.windows.len();

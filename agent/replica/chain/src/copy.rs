@@ -12,7 +12,7 @@ use crate::step::{Step, document_steps};
 /// A layer as another replica has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyLayer {
-    /// Its image.
+    /// The image of the layer.
     pub image: ImageName,
     /// The content of the document beside the image, which is taken over as it is.
     pub meta: Vec<u8>,
@@ -65,8 +65,8 @@ impl CopyList {
         &self.0
     }
 
-    /// Returns true if the snapshots in `other` are the same, so that those that were copied of one can be
-    /// kept for the other. The heads may differ: they are made anew in any case.
+    /// Returns true if the snapshots in `other` are the same, so that snapshots copied from either replica
+    /// can be kept. The heads may differ: they are always made anew.
     #[must_use]
     pub fn has_snapshots_of(&self, other: &CopyList) -> bool {
         self.0.len() == other.0.len() && self.0[..self.0.len() - 1] == other.0[..other.0.len() - 1]

@@ -21,18 +21,19 @@ pub struct VolumeMeta {
     pub size: i64,
     /// The file name of the head.
     pub head: String,
-    /// Whether the replica is open, or was when its process died.
+    /// True if the replica is open, or was open when its process died.
     pub dirty: bool,
-    /// Whether Longhorn is to take the replica as one that lacks data: it is being rebuilt, or has left its view.
+    /// True if Longhorn has to treat the replica as one that lacks data, because it is being rebuilt or has
+    /// left its view.
     #[serde(rename = "Rebuilding")]
     pub rebuilding_to_longhorn: bool,
-    /// What Longhorn last found wrong.
+    /// The error that Longhorn last found.
     pub error: String,
     /// The file name of the head's parent, empty if it has none.
     pub parent: String,
     /// The logical block of the device, 512.
     pub sector_size: i64,
-    /// The image below the oldest layer, empty if there is none.
+    /// The image below the oldest layer, or empty.
     pub backing_file_path: String,
     /// True if the volume is encrypted above us.
     pub encrypted: bool,
@@ -40,7 +41,7 @@ pub struct VolumeMeta {
     /// writes the document.
     #[serde(rename = "ShorthornRebuilding", skip_serializing_if = "Option::is_none")]
     pub rebuilding_too: Option<bool>,
-    /// What we do not know.
+    /// Fields that this version does not know.
     #[serde(flatten)]
     pub unknown: Map<String, Value>,
 }
@@ -62,13 +63,13 @@ pub struct DiskMeta {
     pub created: String,
     /// Labels; `null` in most.
     pub labels: Option<BTreeMap<String, String>>,
-    /// What we do not know.
+    /// Fields that this version does not know.
     #[serde(flatten)]
     pub unknown: Map<String, Value>,
 }
 
 impl VolumeMeta {
-    /// Whether the replica is being rebuilt, by us or by Longhorn, and lacks data.
+    /// Returns true if the replica is being rebuilt, by Shorthorn or by Longhorn, and lacks data.
     #[must_use]
     pub fn is_rebuilding(&self) -> bool {
         self.rebuilding_to_longhorn && self.rebuilding_too.unwrap_or(true)

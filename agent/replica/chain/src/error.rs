@@ -4,8 +4,8 @@ use thiserror::Error;
 
 use crate::limits::MAX_LAYERS;
 
-/// Why a directory cannot be used, or an operation cannot be planned. Every message says what is
-/// wrong, where, and where it is not plain, what to do.
+/// The reason why a directory cannot be used, or an operation cannot be planned. Every message has the
+/// problem, its place, and the remedy unless it is plain.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChainError {
@@ -20,7 +20,7 @@ pub enum ChainError {
         /// The field that the check is in.
         field: &'static str,
     },
-    /// There is no `volume.meta`.
+    /// The directory has no `volume.meta`.
     #[error(
         "volume.meta is missing: this is no replica directory, or a crash took the file; \
          restore it, or rebuild the replica from another one"
@@ -37,7 +37,7 @@ pub enum ChainError {
     Document {
         /// The file.
         name: String,
-        /// What the parser says, with line and column.
+        /// The message of the parser, with line and column.
         reason: String,
     },
     /// A value in a document cannot be right.
@@ -47,9 +47,9 @@ pub enum ChainError {
         name: String,
         /// The field.
         field: &'static str,
-        /// What it says.
+        /// The bad value.
         value: String,
-        /// What it must be.
+        /// The rule that the value breaks.
         rule: &'static str,
     },
     /// The volume uses something that we cannot do.
@@ -57,7 +57,7 @@ pub enum ChainError {
     Unsupported {
         /// The field.
         field: &'static str,
-        /// What it says.
+        /// The bad value.
         value: String,
         /// The feature.
         what: &'static str,
@@ -71,7 +71,7 @@ pub enum ChainError {
     /// The layers of another replica cannot be copied.
     #[error("the layers to copy are no chain: {reason}; nothing was changed")]
     CopyList {
-        /// What is wrong with them.
+        /// The problem with them.
         reason: String,
     },
     /// A file ends in `.meta` but belongs to no image.
@@ -87,7 +87,7 @@ pub enum ChainError {
     MissingImage {
         /// The missing file.
         image: String,
-        /// What names it.
+        /// The document that names the image.
         needed_by: String,
     },
     /// The image of a removed layer's only child is missing, and nothing tells why.
@@ -99,7 +99,7 @@ pub enum ChainError {
     AmbiguousFold {
         /// The missing file.
         image: String,
-        /// What names it.
+        /// The document that names the image.
         needed_by: String,
         /// The removed parent that may hold its data.
         parent: String,
@@ -111,13 +111,13 @@ pub enum ChainError {
     MissingMeta {
         /// The missing file.
         meta: String,
-        /// What names it.
+        /// The document that names the image.
         needed_by: String,
     },
     /// The chain comes back to itself.
     #[error("the chain of parents comes back to {image}: one of the documents is wrong")]
     Cycle {
-        /// Where it closes.
+        /// The image at which the cycle closes.
         image: String,
     },
     /// The chain is too long.
@@ -130,7 +130,7 @@ pub enum ChainError {
     HeadSize {
         /// The file.
         image: String,
-        /// Its size.
+        /// The actual size in bytes.
         size_bytes: u64,
         /// The volume's size.
         volume_bytes: u64,
@@ -142,7 +142,7 @@ pub enum ChainError {
     LayerShrinks {
         /// The larger, lower layer.
         image: String,
-        /// Its size.
+        /// The actual size in bytes.
         size_bytes: u64,
         /// The layer above.
         child: String,
@@ -158,7 +158,7 @@ pub enum ChainError {
     ShortLayer {
         /// The smaller, lower layer.
         image: String,
-        /// Its size.
+        /// The actual size in bytes.
         size_bytes: u64,
         /// The layer above.
         child: String,
@@ -170,7 +170,7 @@ pub enum ChainError {
     RaggedImage {
         /// The file.
         image: String,
-        /// Its size.
+        /// The actual size in bytes.
         size_bytes: u64,
     },
     /// The image of a snapshot in the chain is the head itself.
@@ -194,7 +194,7 @@ pub enum ChainError {
     /// There is a snapshot of this name.
     #[error("there is a snapshot '{0}' already")]
     SnapshotExists(String),
-    /// There is no snapshot of this name.
+    /// The chain has no snapshot of this name.
     #[error("no snapshot '{0}'")]
     NoSnapshot(String),
     /// The snapshot was removed; its content is no longer kept.

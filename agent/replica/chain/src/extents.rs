@@ -36,7 +36,7 @@ impl FileIndex {
 
 /// Supplies the data extents of the chain's files.
 pub trait ExtentSource {
-    /// What can go wrong.
+    /// The error of the source.
     type Error;
 
     /// Calls `found` for every run of bytes in `range` that `file` holds data for, in ascending

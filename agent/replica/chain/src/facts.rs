@@ -7,9 +7,9 @@ use crate::names::ImageName;
 /// An image file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageFacts {
-    /// Its apparent size.
+    /// The apparent size in bytes.
     pub size_bytes: u64,
-    /// Its inode: two names of one file have the same.
+    /// The inode number: two names of one file have the same.
     pub inode: u64,
     /// True if it has a data extent. Looked at for heads only.
     pub holds_data: bool,
@@ -18,9 +18,9 @@ pub struct ImageFacts {
 /// The document of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetaFacts {
-    /// Its inode.
+    /// The inode number.
     pub inode: u64,
-    /// Its content.
+    /// The content of the file.
     pub bytes: Vec<u8>,
 }
 

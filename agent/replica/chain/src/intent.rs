@@ -14,9 +14,9 @@ use crate::names::INTENT_FILE;
 /// A file and which one it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRef {
-    /// Its name.
+    /// The name of the file.
     pub name: String,
-    /// Its inode.
+    /// The inode number.
     pub inode: u64,
 }
 
@@ -52,7 +52,7 @@ pub enum Intent {
     },
     /// A snapshot that nothing builds on goes.
     Delete {
-        /// Its image.
+        /// The image of the layer.
         image: FileRef,
     },
 }

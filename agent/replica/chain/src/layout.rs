@@ -1,4 +1,4 @@
-//! What a directory stands for: the volume, its layers and the chain from the head to the root.
+//! The layout of a directory: the volume, its layers, and the chain from the head to the root.
 
 use std::collections::BTreeMap;
 
@@ -197,8 +197,8 @@ impl Layout {
         }
     }
 
-    /// Whether Longhorn has expanded the volume to `size_bytes` at `image` or later: the snapshot that this
-    /// left is `image` or builds on it. (Where it only builds on it, the volume was reverted since.)
+    /// Returns true if Longhorn has expanded the volume to `size_bytes` at `image` or later: the snapshot of
+    /// that expansion is `image` or builds on it. (If it only builds on it, the volume was reverted since.)
     fn grew_above(&self, image: &ImageName, size_bytes: u64, checks: &Checks) -> bool {
         self.disks.iter().any(|(name, disk)| {
             if disk.size_bytes >= size_bytes || !is_expansion(name, disk, size_bytes) {
@@ -210,7 +210,7 @@ impl Layout {
         })
     }
 
-    /// The sizes of all layers that are shorter than one that builds on them.
+    /// Returns the sizes of all layers that are shorter than a layer that builds on them.
     #[must_use]
     pub fn short_layers(&self) -> BTreeMap<String, u64> {
         let shorter = self.disks.values().filter_map(|child| {

@@ -11,7 +11,7 @@ pub(crate) const WINDOW_BLOCKS: usize = 4096;
 /// Bytes of the volume that one window of the map covers: 16 MiB.
 pub const WINDOW_BYTES: u64 = WINDOW_BLOCKS as u64 * BLOCK_BYTES;
 
-/// What the map may use however small the volume is.
+/// The memory that the map may always use, however small the volume is.
 const MEMORY_FLOOR_BYTES: u64 = 1 << 20;
 
 /// The most memory that the map of a volume of `size_bytes` uses: one bit for each block, which is

@@ -6,14 +6,15 @@ use crate::error::ChainError;
 
 /// The document that names the head and the size.
 pub const VOLUME_META: &str = "volume.meta";
-/// What the document of an image ends in. Longhorn parses every such file, so no file of ours may.
+/// The suffix of the document of an image. Longhorn parses every such file, so no file of Shorthorn may have
+/// it.
 pub const META_SUFFIX: &str = ".meta";
-/// What a document ends in while it is being written.
+/// The suffix of a document that is being written.
 pub const TEMP_SUFFIX: &str = ".tmp";
-/// What Longhorn's integrity record of an image ends in.
+/// The suffix of Longhorn's integrity record of an image.
 pub const CHECKSUM_SUFFIX: &str = ".checksum";
-/// What every file of ours begins with. Longhorn ignores such files: they neither end in `.meta`
-/// nor contain `volume-head`.
+/// The prefix of every file of Shorthorn. Longhorn ignores such files: they neither end in `.meta` nor
+/// contain `volume-head`.
 pub const OWN_PREFIX: &str = "shorthorn.";
 /// Our note of the operation in progress, there only while it runs.
 pub const INTENT_FILE: &str = "shorthorn.operation";
@@ -156,7 +157,7 @@ impl SnapshotName {
     }
 }
 
-/// What a file in a replica directory is, by its name.
+/// The kind of a file in a replica directory, by its name.
 #[derive(Debug, PartialEq, Eq)]
 pub enum DirectoryEntry {
     /// `volume.meta`.
@@ -167,7 +168,7 @@ pub enum DirectoryEntry {
     Meta(ImageName),
     /// A file that ends in `.meta` and belongs to no image: Longhorn would take it for a layer.
     ForeignMeta,
-    /// A document that was being written when somebody crashed.
+    /// A document that was being written when its writer crashed.
     Temp,
     /// [`INTENT_FILE`].
     Intent,
@@ -175,7 +176,7 @@ pub enum DirectoryEntry {
     Other,
 }
 
-/// Says what a file named `name` is.
+/// Returns the kind of a file named `name`.
 #[must_use]
 pub fn classify(name: &str) -> DirectoryEntry {
     if name == VOLUME_META {

@@ -14,27 +14,28 @@ use crate::limits::MAX_LAYERS;
 use crate::names::{INTENT_FILE, ImageName, SnapshotName, VOLUME_META};
 use crate::step::{Step, document_steps};
 
-/// An operation and what the directory stands for afterwards.
+/// An operation and the layout of the directory after it.
 #[derive(Clone, Debug)]
 pub struct Operation {
-    /// What to do, in order.
+    /// The steps to execute, in order.
     pub steps: Vec<Step>,
     /// The layout when all is done. Images made on the way have inode 0 in it.
     pub after: Layout,
 }
 
-/// How a removed snapshot goes away.
+/// The way in which a removed snapshot is deleted.
 #[derive(Clone, Debug)]
 pub enum FoldPlan {
     /// Nothing builds on it: it is deleted.
     Delete(Operation),
-    /// One layer builds on it: that is folded into it, and it takes that layer's name.
+    /// Exactly one layer builds on the snapshot: that layer is folded into it, and it takes that layer's
+    /// name.
     Fold {
         /// The layer above, whose data is copied down.
         child: ImageName,
         /// The removed snapshot, which receives the data.
         parent: ImageName,
-        /// Copies the data. Repeatable; changes nothing that anybody reads.
+        /// Copies the data. Repeatable, and invisible to all readers.
         copy: Vec<Step>,
         /// Takes over, after the copy.
         finish: Operation,
@@ -44,11 +45,11 @@ pub enum FoldPlan {
 /// A snapshot to take.
 #[derive(Clone, Debug)]
 pub struct NewSnapshot {
-    /// Its name.
+    /// The name of the snapshot.
     pub name: SnapshotName,
     /// True if a user wants it, rather than the system.
     pub user_created: bool,
-    /// Its labels.
+    /// The labels of the snapshot.
     pub labels: BTreeMap<String, String>,
     /// When, RFC 3339 in UTC.
     pub created: String,
@@ -89,9 +90,9 @@ impl Layout {
         self.put_head_above(snapshot)
     }
 
-    /// Makes the volume larger, under writes: the head gets longer where it is, and what is added is a hole. The layers
-    /// below stay as they are; past their ends they are holes too. (Longhorn takes a snapshot for it, which the
-    /// replicas of a volume that is being written could take at one moment only.)
+    /// Plans to enlarge the volume while it is written: the head grows in place, and the added part is a
+    /// hole. The layers below stay as they are; past their ends they are holes too. (Longhorn takes a
+    /// snapshot for it, which the replicas of a volume that is being written could take at one moment only.)
     ///
     /// # Errors
     /// Where the size is smaller or none that a volume can have.
@@ -161,7 +162,7 @@ impl Layout {
         Ok(Operation { steps, after })
     }
 
-    /// Throws the head away and goes on from a snapshot.
+    /// Plans to drop the head and continue from a snapshot.
     ///
     /// # Errors
     /// Where there is no such snapshot, or it is removed, or its chain is broken.
@@ -193,7 +194,7 @@ impl Layout {
         Ok(Operation { steps, after })
     }
 
-    /// Marks a snapshot as removed. Its data goes with [`Layout::plan_fold`].
+    /// Plans to mark a snapshot as removed. [`Layout::plan_fold`] deletes its data.
     ///
     /// # Errors
     /// [`ChainError::NoSnapshot`].
@@ -334,7 +335,7 @@ fn note(intent: &Intent) -> Vec<Step> {
     steps
 }
 
-/// The note goes only when what it would mend is durable.
+/// Removes the note, after its repair is durable.
 fn strike_note() -> [Step; 3] {
     [Step::SyncDirectory, Step::Unlink { name: INTENT_FILE.to_owned() }, Step::SyncDirectory]
 }

@@ -12,7 +12,7 @@ use thiserror::Error;
 use crate::block_map::BlockMap;
 use crate::extents::{ExtentSource, FileIndex};
 
-/// Where a block's bytes are.
+/// The place of a block's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockSource {
     /// Nowhere: it reads as zeroes.
@@ -24,7 +24,7 @@ pub enum BlockSource {
 /// A piece of a read. The pieces of one read are in order and cover its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadSegment {
-    /// Where the bytes are.
+    /// The place of the bytes.
     pub source: BlockSource,
     /// Which bytes of the volume, and of the file.
     pub range: ByteRange,
@@ -37,11 +37,11 @@ pub struct EdgeBlock {
     pub block: ByteRange,
     /// The bytes inside it that change.
     pub part: ByteRange,
-    /// Where its other bytes are now.
+    /// The current place of the other bytes of the block.
     pub source: BlockSource,
 }
 
-/// A write: everything goes to the head.
+/// The plan of a write. All data is written to the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WritePlan {
     /// The block in which the write begins, or which holds all of it, if not from its start to its end.
@@ -68,8 +68,8 @@ impl WritePlan {
 pub enum ZeroStep {
     /// Make a hole of these whole blocks; nothing lies below them.
     Punch(ByteRange),
-    /// Write zeroes over these whole blocks: a hole would show what lies below. (An unwritten
-    /// extent will not do either, because it counts as a hole.)
+    /// Write zeroes over these whole blocks, because a hole would show the layers below. (An unwritten extent
+    /// does not help, because it counts as a hole.)
     WriteZeroes(ByteRange),
     /// Put zeroes into a part of a block.
     Merge(EdgeBlock),
@@ -105,7 +105,7 @@ pub enum PlanError<E> {
     /// The range is none that the volume can serve.
     #[error(transparent)]
     Range(#[from] RangeError),
-    /// The source could not say what a file holds.
+    /// The extents of a file could not be read.
     #[error("cannot determine the data of the layers")]
     Source(E),
 }
@@ -159,9 +159,9 @@ impl BlockMap {
         })
     }
 
-    /// Appends what a discard of `range` does to `steps`: every whole block of it reads as zeroes
-    /// then, and a block of which it covers only a part stays as it is. So all members read the same
-    /// after it, whatever their layers hold and whether their file systems can punch.
+    /// Appends the steps of a discard of `range` to `steps`: every whole block of it reads as zeroes then,
+    /// and a block of which it covers only a part does not change. So all members read the same after it,
+    /// whatever their layers hold and whether their file systems can punch.
     ///
     /// It may need space: over what lies below, and where holes cannot be made, zeroes are written.
     ///
@@ -177,7 +177,7 @@ impl BlockMap {
         self.plan_zero_blocks(whole, source, steps)
     }
 
-    /// Appends what makes `range` read as zeroes to `steps`.
+    /// Appends the steps that make `range` read as zeroes to `steps`.
     ///
     /// # Errors
     /// [`PlanError`]; `steps` may then hold a part of the plan.
@@ -197,8 +197,8 @@ impl BlockMap {
         self.plan_zero_blocks(whole, source, steps)
     }
 
-    /// Appends what makes the whole blocks of `blocks` read as zeroes: holes as far as nothing lies
-    /// below and the file system can make them.
+    /// Appends the steps that make the whole blocks of `blocks` read as zeroes. They are holes if no layer
+    /// below has data there and the file system can make holes.
     fn plan_zero_blocks<S: ExtentSource>(
         &mut self,
         blocks: ByteRange,

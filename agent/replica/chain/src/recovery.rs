@@ -1,4 +1,4 @@
-//! From what lies in a directory to what it stands for, finishing or undoing what a crash cut short.
+//! Derives the layout of a directory from its files, and finishes or reverts interrupted operations.
 //!
 //! Our own operations leave a note ([`Intent`]), so that nothing has to be guessed. Longhorn leaves
 //! none; what it leaves is mended where only one reading is possible, left alone where something
@@ -15,7 +15,7 @@ use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
 use crate::operation::expand_steps;
 use crate::step::{Step, document_steps};
 
-/// What to let pass.
+/// The checks that may be skipped.
 #[derive(Clone, Debug, Default)]
 pub struct Checks {
     /// Take a replica whose rebuild did not finish.
@@ -32,18 +32,18 @@ impl Checks {
     }
 }
 
-/// What a directory stands for.
+/// The layout of a directory and the steps that repair it.
 #[derive(Clone, Debug)]
 pub struct Recovery {
     /// The layout once the steps are done. Every file that it names is there already.
     pub layout: Layout,
-    /// What mends the directory; empty after a clean close.
+    /// The steps that repair the directory; empty after a clean close.
     pub steps: Vec<Step>,
-    /// What was found and what the steps do about it, for people.
+    /// Messages about the findings and the repairs, for people.
     pub notes: Vec<String>,
 }
 
-/// Finds out what a directory stands for.
+/// Derives the layout of a directory.
 ///
 /// # Errors
 /// [`ChainError`] where it stands for nothing, or for more than one thing.
@@ -138,7 +138,7 @@ impl Work {
         }
     }
 
-    /// Goes on to the end: whoever asked for it may have been told that it is so.
+    /// Completes an expansion, because its caller may already know that it has succeeded.
     fn settle_expansion(&mut self, head: &FileRef, size_bytes: u64) -> Result<(), ChainError> {
         let Ok(size) = i64::try_from(size_bytes) else { return Ok(()) };
         if self.head.as_str() != head.name || !self.is(&self.head, head.inode) || self.volume.size >= size {
@@ -206,7 +206,8 @@ impl Work {
         }
     }
 
-    /// Heads other than the one that `volume.meta` names: what a snapshot or revert left behind.
+    /// Removes heads other than the one that `volume.meta` names. An interrupted snapshot or revert leaves
+    /// them.
     fn settle_stray_heads(&mut self) -> Result<(), ChainError> {
         let strays: Vec<_> =
             self.images.keys().filter(|name| name.is_head() && **name != self.head).cloned().collect();
@@ -276,8 +277,8 @@ impl Work {
         self.images.get(image).is_some_and(|facts| facts.inode == inode)
     }
 
-    /// Removes an image and what belongs to it. The document goes last: an image without one is
-    /// told apart more easily than a document without an image.
+    /// Removes an image and its files. The document is removed last, because an image without one is easier
+    /// to recognise than a document without an image.
     fn remove(&mut self, image: &ImageName) {
         if self.images.remove(image).is_some() {
             self.steps.push(Step::Unlink { name: image.to_string() });

@@ -2,15 +2,15 @@
 
 use crate::names::{ImageName, VOLUME_META, temp_name};
 
-/// One step. Each is atomic or repeatable, so that an operation can stop between any two of them,
-/// or inside one, and be finished or undone later.
+/// A step of an operation. Each is atomic or repeatable, so that an operation can stop between any two of
+/// them, or inside one, and be finished or undone later.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Creates or truncates the file and writes `bytes`.
     Write {
         /// The file.
         name: String,
-        /// Its whole content.
+        /// The whole content of the file.
         bytes: Vec<u8>,
     },
     /// Makes the file's content durable.
@@ -23,7 +23,7 @@ pub enum Step {
         /// The file.
         name: String,
     },
-    /// Renames a file, over what has that name.
+    /// Renames a file and replaces the file of that name, if any.
     Rename {
         /// The old name.
         from: String,
@@ -48,14 +48,14 @@ pub enum Step {
     CreateSparse {
         /// The file.
         name: String,
-        /// Its size.
+        /// The size in bytes.
         size_bytes: u64,
     },
-    /// Makes a file longer; what is added is a hole.
+    /// Makes a file longer; the added part is a hole.
     Grow {
         /// The file.
         name: String,
-        /// Its new size.
+        /// The new size in bytes.
         size_bytes: u64,
     },
     /// Copies every block that `from` holds over the same block of `into`.

@@ -1,4 +1,4 @@
-//! What is known about one window of the volume, in as few bytes as it takes.
+//! The known state of one window of the volume, in as few bytes as possible.
 
 use std::mem::size_of;
 use std::ops::Range;
@@ -8,13 +8,13 @@ use crate::limits::WINDOW_BLOCKS;
 
 const WORD_BITS: usize = 64;
 
-/// One bit for each block of a window.
+/// A bit for each block of a window.
 pub(crate) type Bits = [u64; WINDOW_BLOCKS / WORD_BITS];
 
 /// The topmost file that holds a block, if any does.
 pub(crate) type Owner = Option<FileIndex>;
 
-/// What the allocator takes for itself with each allocation, roughly.
+/// The approximate overhead of the allocator for each allocation, in bytes.
 const ALLOCATION_BYTES: usize = 16;
 
 /// Which blocks of a window the head holds.
@@ -58,7 +58,7 @@ impl Window {
         self.head.heap_bytes() + self.parents.heap_bytes()
     }
 
-    /// Forgets what takes memory beyond the window itself.
+    /// Frees the memory beyond the window itself.
     pub fn evict(&mut self) {
         if self.head.heap_bytes() > 0 {
             self.head = HeadBlocks::Unknown;

@@ -1,5 +1,5 @@
-//! Documents come from disks that may be damaged, and from other programs. Parsers never panic, and what they accept is written again
-//! as a document that means the same.
+//! Tests the parsers of documents, which come from damaged disks and from other programs. Parsers never
+//! panic, and an accepted document is written again with the same meaning.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use proptest::collection::vec;

@@ -16,7 +16,7 @@ const BLOCKS: u64 = 4096 * 5 / 2;
 /// The value of a block of zeroes that takes space.
 const ZEROES: u32 = u32::MAX;
 
-/// Layers by slot: what each block holds.
+/// The content of each block, by the slot of the layer.
 #[derive(Default)]
 struct Layers {
     slots: Vec<Vec<Option<u32>>>,
@@ -96,7 +96,7 @@ impl Run {
         Run { layers, chain, map, values: 0, can_punch }
     }
 
-    /// What a block reads as, and the layer that has it.
+    /// Returns the value that a block reads as, and its layer.
     fn truth(&self, block: u64) -> Option<(FileIndex, u32)> {
         let held =
             |file: &FileIndex| self.layers.slots[file.slot()][block as usize].map(|value| (*file, value));
@@ -269,7 +269,8 @@ proptest! {
 const DRAWN: u64 = 48;
 const FIRST_DRAWN: u64 = 4096 - DRAWN / 2;
 
-/// What a block reads as (0 for zeroes), and how each of several members has come to hold that.
+/// The value that a block reads as (0 for zeroes), and the histories by which several members have come to
+/// hold it.
 #[derive(Clone, Debug)]
 struct Drawn {
     value: u32,
@@ -280,14 +281,14 @@ struct Drawn {
 struct Layout {
     /// Which layer has the block.
     owner: usize,
-    /// Zeroes were written, or copied as what was written.
+    /// True if zeroes were written, or copied as written data.
     keeps_zeroes: bool,
     /// The layers below the owner have something else.
     hides_older: bool,
 }
 
 impl Layout {
-    /// What the layers hold, the head first, of a block that reads as `value`.
+    /// Returns the content of the layers, the head first, for a block that reads as `value`.
     fn layers(&self, value: u32, count: usize) -> Vec<Option<u32>> {
         const OLDER: u32 = 77;
         let mut held = vec![None; count];

@@ -1,4 +1,5 @@
-//! Notes of operations that are out of date: somebody else has had the directory since the crash.
+//! Tests notes of operations that are out of date, because another program has had the directory since the
+//! crash.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 use std::collections::BTreeMap;
@@ -45,7 +46,7 @@ fn file(name: &str, inode: u64) -> FileRef {
     FileRef { name: name.to_owned(), inode }
 }
 
-/// Nothing but the note itself may go.
+/// Checks that the recovery removes only the note itself.
 fn does_no_harm(intent: &Intent) {
     let recovery = recover(directory(intent), &Checks::default()).unwrap();
     let unlinked: BTreeMap<_, _> = recovery

@@ -1,4 +1,4 @@
-//! Every operation on a simulated disk that loses what was not synced, after every step.
+//! Tests every operation on a simulated disk that loses unsynced data, after every step.
 //!
 //! The disk keeps names and contents apart. A name that was made, changed or taken away since the
 //! last sync of the directory may or may not be there afterwards, each independently of the others;
@@ -21,7 +21,7 @@ const TIME: &str = "2026-01-01T00:00:00Z";
 #[derive(Clone, Debug, PartialEq)]
 enum Content {
     Document(Vec<u8>),
-    /// What each block holds; `None` is a hole.
+    /// The content of each block; `None` is a hole.
     Image(Vec<Option<u8>>),
 }
 
@@ -121,8 +121,8 @@ impl Disk {
         self.execute(&Step::SyncDirectory);
     }
 
-    /// What is left after the power was lost: of the pending changes of names those in `kept`, and
-    /// of contents that were not synced what `contents` says.
+    /// Returns the disk after a power loss. `kept` selects the pending changes of names that survive, and
+    /// `contents` the unsynced contents.
     fn lose_power(&self, kept: u32, contents: Unsynced) -> Disk {
         let mut disk = self.clone();
         disk.names.clone_from(&self.synced_names);
@@ -168,7 +168,7 @@ impl Disk {
         facts
     }
 
-    /// What a chain of layers reads as.
+    /// Returns the content that a chain of layers reads as.
     fn read(&self, chain: &[ImageName]) -> Vec<u8> {
         let mut volume = Vec::new();
         for image in chain.iter().rev() {
@@ -203,7 +203,7 @@ fn apply(names: &mut BTreeMap<String, u64>, change: &NameChange) {
     }
 }
 
-/// What a directory shows: the volume, and each snapshot with its content unless it is removed.
+/// The visible state of a directory: the volume, and each snapshot with its content unless it is removed.
 #[derive(Clone, Debug, PartialEq)]
 struct View {
     volume: Vec<u8>,
@@ -314,7 +314,8 @@ fn for_each_loss(disk: &Disk, mut each: impl FnMut(&Disk, &str)) {
     }
 }
 
-/// Whether the new state is shown; it must be that or the old one, and be left tidy.
+/// Returns true if the directory shows the new state. It must show either the new or the old one, and be left
+/// tidy.
 fn judge(disk: &Disk, old: &View, new: &View, when: &str) -> bool {
     let mut disk = disk.clone();
     let layout = open(&mut disk).unwrap_or_else(|error| panic!("{error} {when}: {:?}", disk.names));
@@ -331,7 +332,7 @@ fn snapshot() {
     survives(|layout| layout.plan_snapshot(new_snapshot("new")).unwrap().steps);
 }
 
-/// What was written before a snapshot is in it, flushed or not, and is durable once it counts.
+/// Checks that a snapshot has all earlier writes, flushed or not, and that they are durable once it counts.
 #[test]
 fn snapshot_has_what_was_written_before() {
     let mut disk = prepare();
@@ -376,8 +377,8 @@ fn fold() {
     });
 }
 
-/// What was begun of a copy is not a replica before all of it is done; but whatever is left of it, doing it again
-/// from the start leads there, with the layer that was whole.
+/// Checks that an incomplete copy is not a replica. Repeating the copy from the start succeeds from any
+/// state, and keeps the layer that was complete.
 #[test]
 fn copy() {
     let prepared = prepare();

@@ -1,28 +1,29 @@
-//! Which connections of engines there are, and who waits for the end of older ones.
+//! Manages the connections of engines, and the engines that wait for the end of older connections.
 
 use std::collections::VecDeque;
 
 use shorthorn_types::Generation;
 use shorthorn_wire::CONTROL_QUEUE;
 
-/// Connections of one engine: its queues, and the one that its main thread asks and copies over.
+/// The maximum number of connections of one engine: its queues, and the control connection of its main
+/// thread, which also copies.
 const ENGINE_CONNECTIONS_MAX: usize = CONTROL_QUEUE as usize + 1;
 /// Connections at once: those of one engine, and as many that are ending or about to take their place.
 pub const CONNECTIONS_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
 /// Candidates that wait at once.
 pub const CANDIDATES_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
 
-/// Whose connection it is, open or about to be.
+/// The engine and queue of a connection, open or about to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Of the engine.
+    /// The generation of the engine.
     pub generation: Generation,
     /// Which of its queues.
     pub queue: u16,
 }
 
-/// The connections of a replica process. `C` names a connection that was let in; `W` is what comes with a candidate: one that
-/// has proven to be an engine and waits for the answer to its hello.
+/// The connections of a replica process. `C` names an admitted connection. `W` is the state of a candidate:
+/// an engine that has proven its identity and waits for the answer to its hello.
 ///
 /// A candidate [arrives](Admission::arrive) when its generation is stored. The shell closes and refuses whom that displaces. It
 /// tells when a connection is [gone](Admission::gone): closed, and nothing that it has sent is being done any more. After each
@@ -33,7 +34,7 @@ pub struct Admission<C, W> {
     waiting: VecDeque<(Place, W)>,
 }
 
-/// Who has to go.
+/// A connection or candidate that has to be closed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Displaced<C, W> {
     /// Connections to close; some may be closed already, and not gone.
@@ -56,7 +57,7 @@ pub enum Why {
 /// A candidate that nothing stands in the way of.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Ready<W> {
-    /// It is let in: [`Admission::open`] its connection.
+    /// The candidate is admitted: [`Admission::open`] its connection.
     Welcome(Place, W),
     /// The replica has failed while it waited: it is refused.
     Refuse(Place, W),
@@ -115,7 +116,7 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         Some(if has_failed { Ready::Refuse(place, candidate) } else { Ready::Welcome(place, candidate) })
     }
 
-    /// A candidate that was ready is let in.
+    /// Records the connection of an admitted candidate.
     pub fn open(&mut self, connection: C, place: Place) {
         self.connections.push((connection, place));
     }
@@ -125,22 +126,22 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         self.connections.retain(|(other, _)| *other != connection);
     }
 
-    /// Whose a connection is, until it is gone.
+    /// Returns the place of a connection, until the connection is removed.
     pub fn place(&self, connection: C) -> Option<Place> {
         self.connections.iter().find(|(other, _)| *other == connection).map(|(_, place)| *place)
     }
 
-    /// Those that were let in and are not gone.
+    /// Returns the admitted connections that are not removed yet.
     pub fn connections(&self) -> impl Iterator<Item = C> + '_ {
         self.connections.iter().map(|(connection, _)| *connection)
     }
 
-    /// Those that wait.
+    /// Returns the waiting candidates.
     pub fn candidates(&self) -> impl Iterator<Item = &W> + '_ {
         self.waiting.iter().map(|(_, candidate)| candidate)
     }
 
-    /// Takes all candidates: nobody is let in any more.
+    /// Takes all candidates, because no engine is admitted any more.
     pub fn take_candidates(&mut self) -> impl Iterator<Item = (Place, W)> + '_ {
         self.waiting.drain(..)
     }

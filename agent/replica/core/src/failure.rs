@@ -11,7 +11,7 @@ use std::time::Duration;
 /// first pause is none.
 const PAUSES: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(600), Duration::from_secs(3600)];
-/// The pause if the disk could not keep the count: it is one that can hardly be written.
+/// The pause if the disk could not store the count: such a disk can hardly be written.
 const UNCOUNTED_PAUSE: Duration = Duration::from_secs(600);
 /// The pause at most if an engine asks for the replica that came after the failure: its volume may not start without it. A replica
 /// that fails again at once still meets no start limit of a supervisor.
@@ -19,7 +19,7 @@ const ASKED_PAUSE: Duration = Duration::from_secs(10);
 /// Once a process has served for so long, earlier failures do not count any more.
 pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 
-/// What the disk says after a failure.
+/// The state of the note on the disk after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Noted {
     /// Durable: data may be gone, and how often in a row the replica has failed.
@@ -30,14 +30,14 @@ pub enum Noted {
     Not,
 }
 
-/// Why nothing is served any more.
+/// The reason why the replica serves nothing any more.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// What has failed, and how.
+    /// A description of the failure.
     pub message: String,
     /// How often in a row the replica has failed, this time included.
     pub in_a_row: u32,
-    /// What the disk says of it.
+    /// The state of the note on the disk.
     pub noted: Noted,
     /// True if an engine that came later has asked for the replica.
     pub is_asked_for: bool,
@@ -56,7 +56,7 @@ impl Failure {
         Some(if self.is_asked_for { pause.min(ASKED_PAUSE) } else { pause })
     }
 
-    /// The failure, and what becomes of the process, for people.
+    /// Returns a message about the failure and the future of the process, for people.
     #[must_use]
     pub fn outlook(&self) -> String {
         let Failure { message, in_a_row, .. } = self;

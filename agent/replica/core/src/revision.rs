@@ -10,8 +10,9 @@
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_views::ReplicaViews;
 
-/// Above every number of writes, so that a replica that we have never had is older than those that we have. A signed
-/// number of 64 bits has room for as much again, for views and for the writes that Longhorn counts on.
+/// The first number: above every number of writes of Longhorn, so that a replica that Shorthorn never had is
+/// older than all others. A signed number of 64 bits has room for as much again, for views and for the writes
+/// that Longhorn counts on.
 const FIRST: u64 = 1 << 62;
 
 /// Bits for the number of the attachment: one attachment a minute for 30 years.

@@ -7,22 +7,22 @@ use shorthorn_views::{ReplicaViews, remembers};
 use crate::state::ReplicaState;
 use crate::steps::{Disk, Fault, Step, is_final};
 
-/// What a replica finds on its disk.
+/// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// Which replica it is.
     pub me: ReplicaId,
-    /// Its views.
+    /// The stored views.
     pub views: ReplicaViews,
     /// How the volume is divided.
     pub regions: Regions,
     /// The epoch that counts.
     pub epoch: u64,
-    /// The file of its intent set, if there is one.
+    /// The file of the intent set, if any.
     pub intent: Option<Vec<u8>>,
     /// The files of the sets of missed regions.
     pub missed: Vec<(ReplicaId, Vec<u8>)>,
-    /// Whether sums of blocks are to be kept, and then the file of the set of unsummed regions, if there is one.
+    /// The setting for sums of blocks, and then the file of the set of unsummed regions, if any.
     pub sums: SumsFound,
     /// True if anything was ever written to the volume.
     pub holds_data: bool,
@@ -34,22 +34,22 @@ pub struct Found {
     pub failures: u32,
 }
 
-/// What there is of sums of blocks.
+/// The state of the sums of blocks on the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SumsFound {
-    /// They are not to be kept. A file of unsummed regions that is there, which nobody keeps up to date, is removed.
+    /// Sums are not to be kept. The file of unsummed regions, if any, is outdated then and is removed.
     Unwanted {
-        /// True if there is one.
+        /// True if the file exists.
         has_file: bool,
     },
     /// They are to be kept.
     Wanted(Option<Vec<u8>>),
 }
 
-/// What it makes of that.
+/// The result of starting from the found files.
 #[derive(Debug)]
 pub struct Started {
-    /// What it keeps.
+    /// The state of the replica.
     pub state: ReplicaState,
     /// Which sets count as full in part, or are worth nothing, and why.
     pub damages: Vec<(SetKey, Vec<PageDamage>)>,
@@ -167,8 +167,8 @@ impl ReplicaState {
         Ok(file.map(|_| (key, damage)))
     }
 
-    /// Makes the file of a set anew unless it is whole, of this size of the volume, and surely on the disk: after a loss what was
-    /// read may be in the page cache alone.
+    /// Rewrites the file of a set, unless it is complete, has this size of the volume, and is surely on the
+    /// disk. After a loss, data read from the file may be in the page cache alone.
     fn renew<D: Disk>(&mut self, disk: &mut D, key: SetKey, is_whole: bool) -> Result<(), D::Error> {
         if is_whole && !self.keeper.is_outgrown(key) && !self.is_loss_noted {
             return Ok(());

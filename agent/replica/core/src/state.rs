@@ -1,4 +1,4 @@
-//! What a replica keeps beside the data, and the order in which changes of it become durable.
+//! The state that a replica keeps beside the data, and the order in which its changes become durable.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use shorthorn_views::{Fence, ReplicaViews};
 use crate::failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
 use crate::steps::{Denied, Disk, Fault, Step, is_final};
 
-/// What a replica keeps beside the data: in memory as it is on the disk, but for a step that has failed.
+/// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///
 /// A step that has failed for lack of space or memory has changed nothing. After any other error nobody can say what is on
 /// the disk: the replica has failed, and the shell answers everything with an error until the process ends: see [`Failure`].
@@ -53,7 +53,7 @@ impl ReplicaState {
         &mut self.keeper
     }
 
-    /// Why nothing is served any more, if that is so.
+    /// Returns the failure after which the replica serves nothing, if any.
     #[must_use]
     pub fn failure(&self) -> Option<&Failure> {
         self.failure.as_ref()
@@ -66,8 +66,8 @@ impl ReplicaState {
         }
     }
 
-    /// Nothing is served from now on. First of all, before anybody hears of it, it is noted that the data here may not be
-    /// what was acknowledged.
+    /// Stops serving after a failure. Before the caller learns of it, a note on the disk records that the
+    /// data may lack acknowledged writes.
     ///
     /// So it is after an fdatasync that has failed, and after a write that has: if it was to be durable it is an fdatasync too,
     /// and else nobody knows what the head holds there now. But it also goes for what failed beside the data, a page
@@ -93,8 +93,8 @@ impl ReplicaState {
         failure.noted != Noted::Not
     }
 
-    /// An engine of `generation` asks for a replica that has failed. The engine that has served it may leave it out; one that starts
-    /// may need it. Whether the process ends sooner by that.
+    /// Handles the request of an engine of `generation` to a failed replica. The engine that has used it may
+    /// leave it out, but an engine that starts may need it. Returns true if the process ends sooner for that.
     pub fn asked_by(&mut self, generation: Generation) -> bool {
         let is_newer = generation > self.views.generation();
         let Some(failure) = self.failure.as_mut().filter(|failure| is_newer && !failure.is_asked_for) else {
@@ -104,8 +104,8 @@ impl ReplicaState {
         true
     }
 
-    /// An engine of `generation` opens the replica, or the node of older ones is fenced. It is stored before anybody is let in
-    /// or closed.
+    /// Fences older engines for an engine of `generation` that opens the replica, or for the controller. The
+    /// generation is stored before any connection is admitted or closed.
     ///
     /// # Errors
     /// It is fenced itself, or a step has failed.
@@ -116,10 +116,11 @@ impl ReplicaState {
         Ok(fence)
     }
 
-    /// An engine proposes a view. First it is noted if that lacks this replica, then the sets begin of those that `view` lacks,
-    /// then it is stored: if everything stops in between, there is a note or a set too many, which does no harm. The
-    /// other way round there would be a view without the set that the replica promises with it, and modifications that
-    /// nobody notes; and Longhorn would take a replica as whole that has heard of its leaving. What is refused begins no set.
+    /// Stores a view that an engine proposes. If the view lacks this replica, the note of that is stored
+    /// first. Then the sets of replicas outside `view` begin, and then the view is stored. After a crash in
+    /// between, a note or a set is superfluous, which does no harm. The reverse order could leave a view
+    /// without the set that the replica promises with it, and modifications would not be counted. Longhorn
+    /// would also treat a replica as complete that knows that it has left. A refused view begins no set.
     ///
     /// # Errors
     /// It is refused, or a step has failed. Sets that have begun by then are kept.
@@ -140,9 +141,10 @@ impl ReplicaState {
         self.save_views(disk, next)
     }
 
-    /// A view is through. The sets of those that are members again end after it is stored: until then they may be needed. One
-    /// that cannot be removed for lack of space goes on being kept, which does no harm. So does the note that this replica has
-    /// left: only what an engine says is through takes it back, never a start.
+    /// Commits a view. The sets of replicas that are members again end after it is stored, because they may
+    /// be needed until then. A set that cannot be removed for lack of space is kept, which does no harm. The
+    /// note that this replica has left is kept in the same case. Only a committed view removes it, never a
+    /// start.
     ///
     /// # Errors
     /// It is refused, or a step has failed.
@@ -164,7 +166,7 @@ impl ReplicaState {
         }
     }
 
-    /// An engine changes a set. A ticket: it is to be answered when what that stands for is durable.
+    /// Changes a set for an engine. Returns a ticket: the answer has to wait until the change is durable.
     ///
     /// # Errors
     /// It is refused, or a step has failed; the set is as before.
@@ -179,9 +181,10 @@ impl ReplicaState {
         Ok(None)
     }
 
-    /// Whether what the replica holds may be thrown away: only if no view that may count has it as a member, or nothing is
-    /// there to lose. What is being rebuilt lacks data, and is asked to be a member only afterwards. Nothing may be
-    /// in flight then: it would go to files that are replaced.
+    /// Returns an error unless the replica's data may be discarded. That requires that no view that may count
+    /// has the replica as a member, or that the replica has no data to lose. A replica that is being rebuilt
+    /// lacks data, and becomes a member only afterwards. No request may be in flight then, because it would
+    /// use files that are replaced.
     ///
     /// # Errors
     /// It may not.
@@ -225,14 +228,15 @@ impl ReplicaState {
         Ok(())
     }
 
-    /// Ends a set. Its file goes first: one that is found later must not lack what was written meanwhile.
+    /// Ends a set. Its file is removed first: a file that is found later must not lack writes of the
+    /// meantime.
     fn end_set<D: Disk>(&mut self, disk: &mut D, replica: ReplicaId) -> Result<(), D::Error> {
         self.perform(disk, Step::RemoveSet(SetKey::Missed(replica)))?;
         self.keeper.forget(replica);
         Ok(())
     }
 
-    /// Ends the sets of those that all views that may count have as members.
+    /// Ends the sets of replicas that are members in all views that may count.
     pub(crate) fn end_sets_of_members<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         let ended = self.keeper.on_commit(self.views.report());
         ended.iter().try_for_each(|replica| self.end_set(disk, replica))
@@ -259,7 +263,8 @@ impl ReplicaState {
         Ok(())
     }
 
-    /// Takes the note back when nothing is missing any more. Without space for that it is tried again after the next mark.
+    /// Removes the note when no data is missing any more. Without space for that, the removal is repeated
+    /// after the next mark.
     pub(crate) fn note_made_up_for<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         if !self.is_loss_noted || self.keeper.has_lost_cache() {
             return Ok(());

@@ -16,14 +16,14 @@ const NO_MEMORY: Errno = Errno::new(12);
 /// Quota exceeded (EDQUOT).
 const QUOTA: Errno = Errno::new(122);
 
-/// One step that makes something durable.
+/// A step that makes a change durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step<'a> {
     /// Stores the views, in place of those from before.
     SaveViews(&'a ReplicaViews),
-    /// Makes the file of a set, in place of one that is there. A crash leaves the new file, or what was there.
+    /// Creates or replaces the file of a set. A crash leaves either the new file or the former state.
     MakeSet(SetKey, &'a [u8]),
-    /// Removes the file of a set, if there is one.
+    /// Removes the file of a set, if it exists.
     RemoveSet(SetKey),
     /// Notes that data that may be gone is made up for.
     NoteMadeUpFor,
@@ -54,7 +54,7 @@ pub trait Fault: fmt::Display {
     fn errno(&self) -> Errno;
 }
 
-/// Why the replica does not do what an engine asks. Nothing has changed.
+/// The reason why the replica refuses a request of an engine. The state has not changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Denied {
     /// The rules of views do not allow it.
@@ -101,7 +101,8 @@ impl From<Denied> for Errno {
     }
 }
 
-/// Whether, after a write or a step has failed so, nothing more can be trusted. Space and memory can come back.
+/// Returns true if data cannot be trusted after a write or step has failed with `errno`. Space and memory can
+/// come back.
 #[must_use]
 pub fn is_final(errno: Errno) -> bool {
     ![Errno::NO_SPACE, QUOTA, NO_MEMORY].contains(&errno)

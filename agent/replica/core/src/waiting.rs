@@ -16,11 +16,12 @@ const AGAIN: Errno = Errno::new(11);
 pub struct Waiting<M, T> {
     modifications: Vec<M>,
     marks: Vec<(T, Ticket)>,
-    /// The last write of a page has failed for lack of space: nothing is tried before somebody waits again.
+    /// True if the last write of a page has failed for lack of space. The next attempt is made when another
+    /// request waits.
     is_stalled: bool,
 }
 
-/// One that waits.
+/// A waiting request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Waiter<M, T> {
     /// A modification.
@@ -29,16 +30,16 @@ pub enum Waiter<M, T> {
     Mark(T),
 }
 
-/// What the end of a page write means.
+/// The result of the end of a page write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageEnd {
-    /// The page is durable: what waits is [looked at again](Waiting::take_modifications).
+    /// The page is durable: the waiting requests are [examined again](Waiting::take_modifications).
     Written,
-    /// It is written again.
+    /// The page has to be written again.
     Again,
     /// Everything that waits [is given up](Waiting::give_up) with this error.
     NoSpace(Errno),
-    /// Nobody can say what is on the disk: the replica [fails](ReplicaState::fail).
+    /// The content of the disk is not known: the replica [fails](ReplicaState::fail).
     Failed(Errno),
 }
 
@@ -50,8 +51,8 @@ impl<M, T> Waiting<M, T> {
         Waiting { modifications, marks, is_stalled: false }
     }
 
-    /// Gives the modification of `range` back if it may be executed. Else it waits: it is noted before it is done, or nobody
-    /// knows after a crash where the replicas may differ.
+    /// Returns the modification of `range` if it may be executed. Else it waits until its regions are durably
+    /// in the sets, because a crash would otherwise leave unknown differences between the replicas.
     pub fn admit(&mut self, state: &mut ReplicaState, range: ByteRange, modification: M) -> Option<M> {
         if state.keeper_mut().admit(range) == Admit::Go {
             return Some(modification);
@@ -72,7 +73,7 @@ impl<M, T> Waiting<M, T> {
         self.is_stalled = false;
     }
 
-    /// The next page to write; `lazy`: also of those that nobody waits for.
+    /// Returns the next page to write. With `lazy`, this may be a page that no request waits for.
     pub fn next_write<'a>(&self, state: &'a mut ReplicaState, lazy: bool) -> Option<PageWrite<'a>> {
         let may_write = !self.is_stalled && state.failure().is_none();
         if may_write { state.keeper_mut().begin_write(lazy) } else { None }
@@ -98,13 +99,14 @@ impl<M, T> Waiting<M, T> {
         std::mem::swap(&mut self.modifications, modifications);
     }
 
-    /// Takes a mark that is durable, if there is one.
+    /// Takes a durable mark, if any.
     pub fn next_durable_mark(&mut self, keeper: &RegionKeeper) -> Option<T> {
         let at = self.marks.iter().position(|(_, ticket)| keeper.is_durable(ticket))?;
         Some(self.marks.remove(at).0)
     }
 
-    /// Takes one of those that wait, which is answered with an error. To be called until there is none.
+    /// Takes a waiting request, which has to be answered with an error. The caller repeats this until it
+    /// returns none.
     pub fn give_up(&mut self) -> Option<Waiter<M, T>> {
         let modification = self.modifications.pop().map(Waiter::Modification);
         modification.or_else(|| Some(Waiter::Mark(self.marks.pop()?.0)))

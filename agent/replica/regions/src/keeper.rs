@@ -18,18 +18,18 @@ pub const PAGE_WRITES_MAX: usize = 8;
 /// A set that a replica keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SetKey {
-    /// Where the members may differ after a crash.
+    /// Regions in which the members may differ after a crash.
     Intent,
-    /// What this replica lacks.
+    /// Regions that this replica lacks.
     Missed(ReplicaId),
-    /// Where no sum of a block counts. It concerns nobody but the replica that keeps it.
+    /// Regions in which no sum of a block counts. The set matters only to the replica that keeps it.
     Unsummed,
 }
 
-/// Whether a modification may be executed.
+/// The answer to a modification that wants to be executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admit {
-    /// Its regions are in every set, durably.
+    /// The modification may be executed: its regions are durably in every set.
     Go,
     /// Pages have to be written first: see [`RegionKeeper::begin_write`]. Ask again when one has been.
     Wait,
@@ -49,7 +49,7 @@ pub enum KeepError {
     Runs {
         /// First region of the run.
         first: u32,
-        /// Its length.
+        /// The number of regions in the run.
         count: u32,
         /// How many regions the volume has.
         limit: u32,
@@ -57,17 +57,17 @@ pub enum KeepError {
     /// More runs than one message may have.
     #[error("{0} runs of regions at once, more than {RUNS_PER_MARK_MAX}")]
     TooManyRuns(usize),
-    /// The set is not one that can be changed, or not like that.
+    /// The set does not support this change.
     #[error("{action:?} cannot be done to {of:?}")]
     Unsupported {
         /// Which set.
         of: RegionsOf,
-        /// What was to be done to it.
+        /// The requested change.
         action: MarkAction,
     },
 }
 
-/// What has to happen before a mark is answered.
+/// The condition for the answer to a mark.
 #[derive(Debug)]
 pub enum Marked {
     /// Nothing.
@@ -97,13 +97,13 @@ pub struct NewSet {
 }
 
 impl NewSet {
-    /// Who misses the regions.
+    /// Returns the replica that misses the regions.
     #[must_use]
     pub fn replica(&self) -> ReplicaId {
         self.replica
     }
 
-    /// What its file has to hold.
+    /// Returns the content of the set's file.
     #[must_use]
     pub fn file(&self) -> Vec<u8> {
         self.set.file()
@@ -122,7 +122,7 @@ pub struct GrownSets {
 }
 
 impl GrownSets {
-    /// What the file of each set has to hold.
+    /// Returns the content of the file of each set.
     pub fn files(&self) -> impl Iterator<Item = (SetKey, Vec<u8>)> + '_ {
         let missed = self.missed.iter().map(|(replica, set)| (SetKey::Missed(*replica), set));
         let unsummed = self.unsummed.iter().map(|set| (SetKey::Unsummed, set));
@@ -138,11 +138,11 @@ impl GrownSets {
 pub struct PageWrite<'a> {
     /// Which of the writes at once, below [`PAGE_WRITES_MAX`]: for [`RegionKeeper::end_write`].
     pub slot: u8,
-    /// Of which set.
+    /// The set of the page.
     pub key: SetKey,
     /// Number of the page: its place in the file, in units of [`PAGE_BYTES`].
     pub page: u32,
-    /// What to write.
+    /// The bytes to write.
     pub bytes: &'a [u8; PAGE_BYTES],
 }
 
@@ -151,7 +151,7 @@ pub struct PageWrite<'a> {
 pub struct RunsPage {
     /// First region and count of each, in order, at most [`RUNS_PER_MARK_MAX`].
     pub runs: Vec<(u32, u32)>,
-    /// Where the next page begins, if there is one.
+    /// The first region of the next page, if any.
     pub next: Option<u32>,
     /// The stamp that is kept with the set.
     pub stamp: u32,
@@ -160,7 +160,7 @@ pub struct RunsPage {
 /// A write that is under way.
 #[derive(Debug)]
 struct Writing {
-    /// Of which set and page; none: the slot is free.
+    /// The set and page that are being written; none if the slot is free.
     what: Option<(u64, usize)>,
     number: u64,
     bits: Bits,
@@ -184,9 +184,9 @@ pub struct RegionKeeper {
 }
 
 impl RegionKeeper {
-    /// The sets of a volume of which nothing is on the disk yet, in the directory's `epoch`. The intent set begins
-    /// as the `intent` that is given: empty where the volume is, full where nobody knows. Then nobody knows its stamp either. Its file has to be made,
-    /// from [`RegionKeeper::file`], before anything is admitted.
+    /// Creates the sets of a volume without files on the disk, in the directory's `epoch`. The intent set
+    /// begins as the given `intent`: empty if the volume is empty, full if its history is unknown. Its stamp
+    /// is unknown then, too. Its file has to be made from [`RegionKeeper::file`] before anything is admitted.
     #[must_use]
     pub fn new(regions: Regions, epoch: u64, intent: &RegionSet) -> RegionKeeper {
         let mut set = KeptSet::empty(identity(regions, epoch, SetKey::Intent));
@@ -227,8 +227,9 @@ impl RegionKeeper {
         }
     }
 
-    /// Adds what a file tells that `replica` misses. Damaged pages count as full, and are told. A file of another
-    /// epoch is worth nothing: false, the set is not kept, and the file should go.
+    /// Adds the regions that `replica` misses from a file. Damaged pages count as full and are returned. A
+    /// file of another epoch does not count: the function returns false, the set is not kept, and the file
+    /// should be removed.
     ///
     /// # Errors
     /// [`KeepError::TooManySets`].
@@ -268,14 +269,14 @@ impl RegionKeeper {
         Members::new(self.missed.iter().map(|(replica, _)| *replica)).unwrap_or_default()
     }
 
-    /// Whether the file that a set was read from is of the volume before it has grown, or has no page for the stamp: it has to be
-    /// made anew.
+    /// Returns true if the file that a set was read from is older than the last expansion of the volume, or
+    /// has no page for the stamp. Then the file has to be made anew.
     #[must_use]
     pub fn is_outgrown(&self, key: SetKey) -> bool {
         self.find(key).is_some_and(|set| set.is_outgrown || !set.has_stamp_page)
     }
 
-    /// Nobody knows which stamp this replica was sent.
+    /// Forgets the stamp that this replica was sent.
     pub fn forget_stamp(&mut self) {
         self.intent.forget_stamp();
     }
@@ -332,7 +333,7 @@ impl RegionKeeper {
         self.intent.stamp()
     }
 
-    /// What the file of a set has to hold, if it is kept.
+    /// Returns the content of the file of a set, if it is kept.
     #[must_use]
     pub fn file(&self, key: SetKey) -> Option<Vec<u8>> {
         self.find(key).map(KeptSet::file)
@@ -346,7 +347,8 @@ impl RegionKeeper {
         self.sets_mut().find(|(of, _)| *of == key).map(|(_, set)| set)
     }
 
-    /// Whether a modification of `range` may be executed. Puts its regions into every set in any case.
+    /// Decides whether a modification of `range` may be executed, and puts its regions into every set in any
+    /// case.
     pub fn admit(&mut self, range: ByteRange) -> Admit {
         let touched = self.regions.touched(range);
         let mut lacking = self.intent.put(touched.clone());
@@ -359,8 +361,8 @@ impl RegionKeeper {
         if lacking == 0 { Admit::Go } else { Admit::Wait }
     }
 
-    /// The next page that has to be written now; none where there is none, or enough are under way. `lazy`: also
-    /// those whose only news are that regions have left.
+    /// Begins the next page write that is due. Returns none if no page is due, or enough writes are under
+    /// way. With `lazy`, pages that have only lost regions count as due.
     pub fn begin_write(&mut self, lazy: bool) -> Option<PageWrite<'_>> {
         let slot = self.writes.iter().position(|writing| writing.what.is_none())?;
         let RegionKeeper { intent, missed, unsummed, writes, .. } = self;
@@ -401,7 +403,7 @@ impl RegionKeeper {
         self.writes.iter().any(|writing| writing.what.is_some())
     }
 
-    /// Returns true if what the ticket stands for is durable.
+    /// Returns true if the change of the ticket is durable.
     #[must_use]
     pub fn is_durable(&self, ticket: &Ticket) -> bool {
         // A set that was forgotten has nothing to be durable.
@@ -502,9 +504,9 @@ impl RegionKeeper {
         Ok(new)
     }
 
-    /// The replicas whose sets end because the views in `report` say that they are members again: those that are in
-    /// the committed view and in every proposed one after it, as any of these may be the one that counts. Forget them
-    /// after the views are stored; their files first.
+    /// Returns the replicas whose sets end because they are members again according to `report`. They are in
+    /// the committed view and in every proposed one after it, because any of these views may count. The
+    /// caller removes their files after the views are stored, and forgets the sets afterwards.
     #[must_use]
     pub fn on_commit(&self, report: &ReplicaReport) -> Members {
         self.tracks().filter(|replica| report.views().all(|view| view.members.contains(replica)))
@@ -524,9 +526,10 @@ impl RegionKeeper {
         self.missed.retain(|(of, _)| *of != replica);
     }
 
-    /// From now on it is kept where no sum of a block counts: everywhere, or as the `file` of the set says. What of that
-    /// is damaged or of another epoch counts as everywhere, and is told. The file has to be made anew if anything is told
-    /// or it [is outgrown](RegionKeeper::is_outgrown). Nothing may have been admitted since the keeper was made.
+    /// Starts to keep the set of regions in which no sum of a block counts: all regions, or those in `file`.
+    /// Damaged pages and pages of another epoch count as full and are returned. The file has to be made anew
+    /// if pages are returned or it [is outgrown](RegionKeeper::is_outgrown). The keeper must not have
+    /// admitted any modification yet.
     pub fn keep_unsummed(&mut self, file: Option<&[u8]>) -> Vec<PageDamage> {
         let (mut unsummed, damages) = Unsummed::load(self.identity(SetKey::Unsummed), file);
         self.last_serial += 1;
@@ -546,7 +549,7 @@ impl RegionKeeper {
         self.unsummed.is_some()
     }
 
-    /// Whether any region is to be summed, now or when it is clean.
+    /// Returns true if any region has to be summed, now or when it is clean.
     #[must_use]
     pub fn wants_sums(&self) -> bool {
         self.unsummed.as_ref().is_some_and(Unsummed::wants)
@@ -625,7 +628,7 @@ impl RegionKeeper {
         self.page_for(key, from, self.regions)
     }
 
-    /// As [`RegionKeeper::page`], in the regions of the volume at another size.
+    /// Does the same as [`RegionKeeper::page`], in the regions of the volume at another size.
     #[must_use]
     pub fn page_for(&self, key: SetKey, from: u32, regions: Regions) -> Option<RunsPage> {
         let set = self.find(key)?;
@@ -667,7 +670,7 @@ impl RegionKeeper {
 }
 
 impl SetKey {
-    /// As it is written in pages.
+    /// Returns the name as written in pages.
     fn name(self) -> [u8; 8] {
         let mut name = match self {
             SetKey::Unsummed => *b"unsummed",

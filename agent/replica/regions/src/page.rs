@@ -1,4 +1,4 @@
-//! One page of a set as it is on the disk.
+//! The format of a page of a set on the disk.
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -40,7 +40,7 @@ const VERSION_MAX: u64 = u64::MAX / 2;
 /// The bits of a page.
 pub(crate) type Bits = [u64; PAGE_WORDS];
 
-/// What is in the header of a page, beside what is always the same.
+/// The variable fields of the header of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageHeader {
     pub set: [u8; 8],
@@ -52,7 +52,7 @@ pub(crate) struct PageHeader {
     pub stamp: u32,
 }
 
-/// What a page holds that may differ each time it is written.
+/// The content of a page, which may differ each time it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageContent {
     pub version: u64,
@@ -66,13 +66,13 @@ pub enum PageDamage {
     /// The file ends before it.
     #[error("the page is cut off")]
     Short,
-    /// It was torn by a crash, or damaged.
+    /// The checksum does not match: a crash has torn the page, or it is damaged.
     #[error("the page is torn or damaged")]
     Check,
-    /// It is a page of another format, set, place or volume.
+    /// The page is of another format, set, place or volume.
     #[error("the page belongs to another set or volume")]
     Other,
-    /// Somebody else may have changed the volume since it was written.
+    /// Another program may have changed the volume since the page was written.
     #[error("the page is older than possible changes of the directory by another program")]
     Outdated,
 }

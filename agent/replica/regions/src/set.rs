@@ -1,4 +1,4 @@
-//! One set: what is in memory, what is on the disk for sure, and which pages have to be written.
+//! A set: its content in memory, its content that is surely on the disk, and the pages to write.
 
 use std::ops::Range;
 
@@ -15,12 +15,12 @@ const STAMP_PAGES: usize = 1;
 const _: () =
     assert!(shorthorn_types::REGIONS_MAX <= (PAGES_MAX - STAMP_PAGES as u64) * REGIONS_PER_PAGE as u64);
 
-/// One page in memory.
+/// A page in memory.
 #[derive(Clone, Debug)]
 struct Page {
     /// The set as it is.
     wanted: Bits,
-    /// What is in for sure if everything stops now, whatever becomes of a write that is under way.
+    /// Regions that are surely on the disk after a crash, whatever the result of a running write.
     durable: Bits,
     /// Number of the newest write that has ended well; see [`KeptSet::begin_write`].
     written: u64,
@@ -37,15 +37,15 @@ pub(crate) struct KeptSet {
     pub serial: u64,
     regions: Regions,
     epoch: u64,
-    /// Those of the regions, then that of the stamp.
+    /// The pages of the regions, followed by the page of the stamp.
     pages: Box<[Page]>,
-    /// None: nobody knows.
+    /// The stamp; none if it is unknown.
     stamp: Option<u32>,
     /// True if the file that it was read from has a whole page for the stamp.
     pub has_stamp_page: bool,
     /// True if the file that it was read from is of the volume before it has grown, and has to be made anew.
     pub is_outgrown: bool,
-    /// Pages that somebody waits for.
+    /// Pages that a request waits for.
     due: u64,
     /// Pages that have lost regions since they were last written.
     stale: u64,
@@ -54,7 +54,7 @@ pub(crate) struct KeptSet {
     version: u64,
 }
 
-/// What a set is for, and of which directory.
+/// The purpose of a set, and its directory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Identity {
     pub name: [u8; 8],
@@ -85,7 +85,8 @@ impl KeptSet {
         }
     }
 
-    /// The set that a file holds, and for each page what is wrong with it. A page that is, holds all its regions.
+    /// Loads the set from a file, and returns the damage of each page. A damaged page has all its regions in
+    /// the set.
     ///
     /// A file that was made for the volume before it has grown is taken as such: the process has ended after the volume
     /// had grown, and before the file was made anew.
@@ -142,12 +143,12 @@ impl KeptSet {
         self.pages.len() - STAMP_PAGES
     }
 
-    /// The newest stamp that is kept with the set, if anybody knows.
+    /// Returns the newest stamp that is kept with the set, if it is known.
     pub fn stamp(&self) -> Option<u32> {
         self.stamp
     }
 
-    /// Nobody knows which stamp was sent.
+    /// Forgets the stamp.
     pub fn forget_stamp(&mut self) {
         self.stamp = None;
     }
@@ -191,7 +192,7 @@ impl KeptSet {
         }
     }
 
-    /// Puts in what `other`, a set of the same volume, holds; as [`KeptSet::add_durable`].
+    /// Adds the content of `other`, a set of the same volume, like [`KeptSet::add_durable`].
     pub fn add_all_durable(&mut self, other: &KeptSet) {
         for (mine, theirs) in self.pages.iter_mut().zip(&other.pages) {
             for (word, more) in theirs.wanted.iter().enumerate() {
@@ -232,7 +233,8 @@ impl KeptSet {
         }
     }
 
-    /// The next page to write: one that somebody waits for, or with `lazy` one that has lost regions.
+    /// Returns the next page to write: a page that a request waits for, or with `lazy` a page that has lost
+    /// regions.
     pub fn next_page(&self, lazy: bool) -> Option<usize> {
         let ready = (self.due | if lazy { self.stale } else { 0 }) & !self.writing;
         (ready != 0).then(|| ready.trailing_zeros() as usize)

@@ -1,4 +1,4 @@
-//! Where no sum of a block counts, and which regions are being summed.
+//! The regions in which no sum of a block counts, and those that are being summed.
 //!
 //! A region leaves the set when the sums of its blocks are durable, and nothing has modified it since they were read. It
 //! enters the set durably before it is modified, as it does the others. So a region that is not in the file of the set
@@ -18,7 +18,7 @@ pub const SUMMED_AT_ONCE_MAX: u32 = 64;
 #[derive(Clone, Debug)]
 pub(crate) struct Unsummed {
     pub set: KeptSet,
-    /// Those of the set that are to be summed: they hold data, as far as is known.
+    /// Regions of the set that have to be summed, because they hold data as far as is known.
     todo: RegionSet,
     summing: Option<Summing>,
 }
@@ -29,7 +29,7 @@ struct Summing {
     first: u32,
     /// Bit n: the region that is n after the first.
     begun: u64,
-    /// Those of them that were modified since.
+    /// Regions being summed that were modified since the sum began.
     spoiled: u64,
 }
 
@@ -54,14 +54,14 @@ impl Unsummed {
         (Unsummed { set, todo: RegionSet::empty(count), summing: None }, damages)
     }
 
-    /// The set for the volume after it has grown: what is new has no sums.
+    /// Returns the set for the volume after it has grown: the new part has no sums.
     pub fn grown(&self, from: Regions, to: Regions) -> KeptSet {
         let mut set = self.set.grown(to);
         set.add_durable(news(from.size_bytes(), to));
         set
     }
 
-    /// The volume has grown. What is being summed is not named by the same numbers any more.
+    /// Grows the set with the volume. Running sums are dropped, because the numbers of their regions change.
     pub fn grow(&mut self, set: KeptSet, from: Regions, to: Regions) {
         self.set = set;
         self.todo = self.todo.converted(from, to);

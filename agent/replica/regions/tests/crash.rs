@@ -1,4 +1,4 @@
-//! Crashes at any point: what is on the disk then never lacks what was admitted.
+//! Tests crashes at any point: the disk never lacks admitted regions.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,7 @@ const REGION_BYTES: u64 = 64 << 10;
 const COUNT: u32 = 32_256 + 20;
 const FIRST: u32 = COUNT - 40;
 const SIZE_BYTES: u64 = COUNT as u64 * REGION_BYTES;
-/// What the volume grows to; the last ones have larger regions.
+/// The sizes that the volume grows to; the last ones have larger regions.
 const SIZES: [u64; 5] =
     [SIZE_BYTES + 4096, SIZE_BYTES + 64 * REGION_BYTES, 4 << 30, (64 << 30) + 4096, 300 << 30];
 
@@ -23,7 +23,7 @@ enum Event {
         first: u32,
         count: u32,
     },
-    /// Those that wait ask again.
+    /// The waiting modifications ask again.
     Retry,
     Clear {
         missed: bool,
@@ -40,7 +40,7 @@ enum Event {
     },
     Keep,
     Forget,
-    /// Regions are read to be summed, those that can be.
+    /// All possible regions are read to be summed.
     BeginSums {
         first: u32,
         count: u32,
@@ -84,13 +84,13 @@ fn event() -> impl Strategy<Value = Event> {
 struct Write {
     slot: u8,
     key: SetKey,
-    /// Where a set is made again under the same name, its file is another one.
+    /// The number of the set's file. A set that is made again under the same name has another file.
     file: u64,
     at: usize,
     bytes: Box<[u8; PAGE_BYTES]>,
 }
 
-/// A keeper, the disk under it, and what has to be in its sets.
+/// A keeper, the disk under it, and the required content of its sets.
 struct World {
     keeper: RegionKeeper,
     disk: BTreeMap<SetKey, (u64, Vec<u8>)>,
@@ -104,7 +104,7 @@ struct World {
     content: BTreeMap<u32, u64>,
     /// How often it had been when its sums were read that are on the disk.
     sums: BTreeMap<u32, u64>,
-    /// What was read to be stored as sums.
+    /// Regions that were read to store their sums.
     read: BTreeMap<u32, u64>,
 }
 
@@ -276,7 +276,7 @@ impl World {
         }
     }
 
-    /// What becomes of a write: 0 nothing, 1 all of it, 2 a part.
+    /// Ends a write: `fate` 0 writes nothing, 1 all of it, 2 a part.
     fn land(&mut self, write: &Write, fate: u8) {
         let Some((file, bytes)) = self.disk.get_mut(&write.key) else { return };
         if *file != write.file || fate == 0 {

@@ -1,5 +1,5 @@
-//! Files of sets come from disks that may be damaged, or be made by somebody else. No content makes the keeper panic, and what cannot be
-//! read counts as full: a set never loses a region by that.
+//! Tests files of sets that are damaged or come from other programs. No content makes the keeper panic, and
+//! unreadable pages count as full: a set never loses a region by that.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use proptest::collection::vec;
@@ -36,7 +36,7 @@ fn mend(file: &mut [u8]) {
     }
 }
 
-/// Loads a file as both kinds of sets, and does with the keeper what a replica does with it.
+/// Loads a file as both kinds of sets, and uses the keeper like a replica does.
 fn use_file(file: &[u8], size_bytes: u64) -> RegionKeeper {
     let divided = Regions::of(size_bytes);
     let (mut keeper, _) = RegionKeeper::load(divided, EPOCH, file);

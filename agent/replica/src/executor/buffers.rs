@@ -38,14 +38,14 @@ impl Buffers {
         }
     }
 
-    /// The slot is free: its memory goes back to the kernel if all slots together have too much.
+    /// Frees a slot, and returns its memory to the kernel if all free slots together have too much.
     pub fn free(&mut self, slot: u16) {
         if self.touched_sum > SLOT_MEMORY_MAX {
             self.release(usize::from(slot));
         }
     }
 
-    /// Nothing is being read to be summed.
+    /// Releases the buffer after a read for sums has ended.
     pub fn release_one(&mut self, slot: u16) {
         self.release(usize::from(slot));
     }
@@ -69,7 +69,7 @@ impl Buffers {
         self.arena.buf(usize::from(slot)).part(first * BLOCK_BYTES_USIZE, count * BLOCK_BYTES_USIZE)
     }
 
-    /// Where the bytes of `part` are in the buffer of a request whose blocks begin at `start`.
+    /// Returns the buffer of `part` for a request whose blocks begin at `start`.
     pub fn part(&self, slot: u16, start: u64, part: ByteRange) -> IoBuf {
         let distance = distance(part.offset() - start);
         self.arena.buf(usize::from(slot)).part(EDGE_BLOCKS * BLOCK_BYTES_USIZE + distance, length_of(part))

@@ -36,8 +36,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Everything of a write goes to the head in one operation, the blocks that it changes in part
-    /// included: they are read and completed first.
+    /// Starts a write: all of its data is written to the head in one operation. Blocks that it changes in
+    /// part are read and completed first.
     pub(super) fn start_write(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
         let plan = self.store.plan_write(range).map_err(|error| self.not_planned(&error))?;
         for (edge, found) in [plan.first, plan.last].into_iter().enumerate() {
@@ -104,7 +104,7 @@ impl Executor {
         self.in_flight += 1;
     }
 
-    /// Where the first block of a piece is in the volume.
+    /// Returns the offset of the first block of a piece in the volume.
     pub(super) fn offset_of(&self, slot: u16, kind: u8, piece: Piece) -> u64 {
         let blocks = self.work(slot).blocks;
         match (kind, piece.first) {
@@ -148,7 +148,7 @@ impl Executor {
         self.go_on(slot, kind, ring);
     }
 
-    /// Does what comes next when the last operation of a read, or of the edges of a write, has ended.
+    /// Starts the next step after the last operation of a read, or of the edges of a write, has ended.
     fn go_on(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
         let work = self.work(slot);
         match (work.pending, work.failure) {
@@ -201,7 +201,8 @@ impl Executor {
         self.work_mut(slot).failure.get_or_insert(errno);
     }
 
-    /// The errno of a request that could not be planned: the file system cannot say what a layer holds.
+    /// Returns the errno of a request that could not be planned, because the file system cannot list the
+    /// extents of a layer.
     pub(super) fn not_planned(&mut self, error: &StoreError) -> Errno {
         if self.read_failures == 0 {
             tracing::warn!(%error, "a request could not be planned; later failures are answered but not logged");

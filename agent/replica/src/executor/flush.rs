@@ -11,19 +11,19 @@ pub(super) struct Flushes {
     unsynced: bool,
 }
 
-/// What to do with a flush.
+/// The decision on a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flush {
     /// Everything is durable: answer at once.
     Done,
     /// Start an fdatasync; it covers this one.
     Start,
-    /// It waits for the next one.
+    /// The flush waits for the next one.
     Waits,
 }
 
 impl Flushes {
-    /// For at most `slots` flushes at a time. What earlier processes have written counts as not durable.
+    /// Makes room for at most `slots` flushes at a time. Writes of earlier processes count as not durable.
     pub fn new(slots: usize) -> Flushes {
         Flushes {
             running: Vec::with_capacity(slots),

@@ -1,4 +1,4 @@
-//! Single layers, for copies: reading one of ours, writing one that is being copied.
+//! Accesses single layers for copies: reads layers of this replica, and writes a layer that is being copied.
 
 use shorthorn_replica_core::is_final;
 use shorthorn_ring::{Ring, Token};

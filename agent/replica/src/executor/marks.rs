@@ -23,11 +23,11 @@ use crate::state::{Owner, holds_data};
 #[derive(Debug)]
 pub(crate) struct Marks {
     pub(super) files: SetFiles,
-    /// One page for each write at once.
+    /// The buffers of running page writes.
     pages: Arena,
     /// The slots of modifications and marks that wait.
     waiting: Waiting<u16, u16>,
-    /// Those that are looked at again.
+    /// Requests that are examined again.
     retried: Vec<u16>,
 }
 
@@ -48,7 +48,8 @@ impl Grown {
 }
 
 impl Marks {
-    /// What the replica keeps beside the data, from what is in its directory: see [`ReplicaState::start`].
+    /// Loads the state that the replica keeps beside the data from its directory: see
+    /// [`ReplicaState::start`].
     ///
     /// # Errors
     /// If the files cannot be read or made.
@@ -112,7 +113,7 @@ fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<Block
     Ok(None)
 }
 
-/// What the directory holds beside the data.
+/// Reads the files that the directory has beside the data.
 fn look_at(
     store: &Store,
     owner: &Owner,
@@ -178,18 +179,18 @@ impl Executor {
         self.marks.waiting.admit(&mut self.state, range, slot).is_some()
     }
 
-    /// Starts what has to be written before requests that wait can go on. To be called when all requests that came
-    /// together have been started.
+    /// Starts the writes that waiting requests depend on. The caller has started all requests that came
+    /// together.
     pub fn write_pages(&mut self, ring: &mut Ring) {
         self.begin_page_writes(false, ring);
     }
 
-    /// Starts to write what nobody waits for.
+    /// Starts the writes of pages that no request waits for.
     pub fn write_stale_pages(&mut self, ring: &mut Ring) {
         self.begin_page_writes(true, ring);
     }
 
-    /// Starts the writes of pages that are due; `lazy`: also of those that nobody waits for.
+    /// Starts the writes of pages that are due. With `lazy`, also of pages that no request waits for.
     fn begin_page_writes(&mut self, lazy: bool, ring: &mut Ring) {
         let Marks { files, pages, waiting, .. } = &mut self.marks;
         while let Some(write) = waiting.next_write(&mut self.state, lazy) {
@@ -255,7 +256,7 @@ impl Executor {
         Ok(false)
     }
 
-    /// Writes what has not been written of the sets. At the end, when nothing is under way.
+    /// Writes the unwritten pages of the sets at the end, when no write is under way.
     pub(super) fn close_marks(&mut self) {
         // Without it regions are copied that need not be.
         if let Err(error) = self.write_all_pages() {

@@ -46,7 +46,7 @@ use crate::state::{Owner, holds_data};
 /// The source of the tokens of everything that this module asks of the kernel.
 pub(crate) const SOURCE_DISK: u8 = 1;
 
-/// What an operation is for: the `kind` of its token.
+/// The purpose of an operation: the `kind` of its token.
 mod kind {
     /// Blocks of a read; the tag is a piece.
     pub const READ: u8 = 0;
@@ -66,11 +66,11 @@ mod kind {
     pub const LAYER: u8 = 7;
     /// A page of sums of blocks is read; the index is its place in memory.
     pub const SUMS_READ: u8 = 8;
-    /// It is written.
+    /// The sums are written.
     pub const SUMS_WRITE: u8 = 9;
 }
 
-/// What became of a request.
+/// The result of a request.
 pub(crate) type Outcome = Result<(), Errno>;
 
 /// See the module.
@@ -104,14 +104,14 @@ pub(crate) struct Executor {
 #[derive(Clone, Copy, Debug)]
 struct Work {
     header: Header,
-    /// What it is about, grown to whole blocks.
+    /// The range of the request, grown to whole blocks.
     blocks: ByteRange,
     /// Operations in the kernel, for reads and writes.
     pending: u16,
     failure: Option<Errno>,
     /// The piece of a layer that is looked at, where it is that.
     checked: Option<Checked>,
-    /// True if what is read is to be compared with the sums of its blocks.
+    /// True if the read data has to be compared with the sums of its blocks.
     wants_check: bool,
 }
 
@@ -175,7 +175,7 @@ impl Executor {
         self.work(slot).header
     }
 
-    /// Where the request's data, or the text of a control frame, is.
+    /// Returns the buffer of the request's data, or of the text of a control frame.
     pub fn payload(&self, slot: u16) -> IoBuf {
         let Work { header, blocks, .. } = self.work(slot);
         // Decoded headers have a range, see assign.
@@ -275,8 +275,8 @@ impl Executor {
         }
     }
 
-    /// Puts what has finished since into `finished`, which is empty, in the order in which it did. False where
-    /// that is nothing.
+    /// Moves the finished requests into `finished`, which is empty, in their order. Returns false if none has
+    /// finished.
     pub fn take_finished(&mut self, finished: &mut Vec<(u16, Outcome)>) -> bool {
         debug_assert!(finished.is_empty());
         std::mem::swap(&mut self.finished, finished);
@@ -303,7 +303,8 @@ impl Executor {
         self.store.info().rebuilding
     }
 
-    /// Whether the replica may be made a copy of another one now: see [`ReplicaState::may_be_made_anew`].
+    /// Returns an error unless the replica may be made a copy of another one now: see
+    /// [`ReplicaState::may_be_made_anew`].
     ///
     /// # Errors
     /// It may not.
@@ -325,7 +326,7 @@ impl Executor {
         self.store.copy_layers()
     }
 
-    /// Where a layer has data: see [`Store::layer_extents`].
+    /// Returns the extents of a layer: see [`Store::layer_extents`].
     pub fn layer_extents(
         &self,
         layer: usize,
@@ -405,7 +406,7 @@ impl Executor {
         ended
     }
 
-    /// Why nothing is served any more, if that is so.
+    /// Returns the failure after which nothing is served, if any.
     pub fn failure(&self) -> Option<&Failure> {
         self.state.failure()
     }
@@ -420,7 +421,8 @@ impl Executor {
         self.since.elapsed() >= FAILURES_FORGIVEN_AFTER
     }
 
-    /// Tries again what a failure has to leave on the disk and could not: see [`ReplicaState::note_again`]. Waits for the disk.
+    /// Repeats writing the note of a failure that could not be stored: see [`ReplicaState::note_again`].
+    /// Waits for the disk.
     pub fn note_failure_again(&mut self) -> bool {
         self.change(|state, disk| state.note_again(disk))
     }
@@ -518,8 +520,8 @@ impl Executor {
         self.covered = covered;
     }
 
-    /// A write to the head has failed: the errno to answer with. Where more than space is missing, nobody
-    /// can say what the head holds, and nothing is served any more.
+    /// Handles a failed write to the head and returns the errno of the answer. Unless only space was missing,
+    /// the content of the head is unknown and the replica stops serving.
     fn write_failed(&mut self, range: ByteRange, errno: Errno) -> Errno {
         self.store.write_failed(range);
         if is_final(errno) {
@@ -529,15 +531,15 @@ impl Executor {
         if errno.raw() == libc::EDQUOT { Errno::NO_SPACE } else { errno }
     }
 
-    /// Where an operation of the store could not make data durable, nothing is served any more: asked again, it
-    /// would succeed.
+    /// Stops serving if an operation of the store could not make data durable: a repeated request would
+    /// wrongly succeed.
     fn look_at_store(&mut self) {
         if self.store.has_lost_cache_now() {
             self.fail("data could not be made durable");
         }
     }
 
-    /// If a document could not be written for more than space, nothing is served any more.
+    /// Stops serving if a document could not be written, unless only space was missing.
     fn look_at_document(&mut self, written: &Result<(), StoreError>) {
         if let Err(error @ (StoreError::Io { .. } | StoreError::NotDurable { .. })) = written
             && is_final(error.errno())
@@ -546,12 +548,13 @@ impl Executor {
         }
     }
 
-    /// What the replica keeps beside the data.
+    /// Returns the state that the replica keeps beside the data.
     pub fn state(&self) -> &ReplicaState {
         &self.state
     }
 
-    /// Changes what the replica keeps beside the data. Waits for the disk: for rare things only.
+    /// Changes the state that the replica keeps beside the data. Waits for the disk, so it is for rare
+    /// changes only.
     ///
     /// # Errors
     /// Those of the change.
@@ -568,7 +571,7 @@ impl Executor {
         changed
     }
 
-    /// Nothing is served from now on: see [`ReplicaState::fail`].
+    /// Stops serving: see [`ReplicaState::fail`].
     fn fail(&mut self, message: &str) {
         self.change(|state, disk| state.fail(disk, message.to_owned()));
     }

@@ -21,7 +21,7 @@ const FILE_BITS: u32 = 8;
 const _: () = assert!(SLOT_BYTES / BLOCK_BYTES_USIZE <= FIELD_MASK as usize);
 
 impl Piece {
-    /// As the tag of a token.
+    /// Packs the piece into the tag of a token.
     pub fn pack(self) -> u32 {
         let (first, blocks) = (u32::from(self.first), u32::from(self.blocks));
         debug_assert!(first <= FIELD_MASK && blocks <= FIELD_MASK);
@@ -37,7 +37,7 @@ impl Piece {
         Some(Piece { first, blocks, file: FileIndex::new(tag as u8)? })
     }
 
-    /// What is left to do after `blocks` more are done; none where that is nothing.
+    /// Returns the rest of the piece after `blocks` more are done; none if it is complete.
     pub fn after(self, blocks: u16) -> Option<Piece> {
         let done = blocks.min(self.blocks);
         let rest = Piece { first: self.first + done, blocks: self.blocks - done, file: self.file };

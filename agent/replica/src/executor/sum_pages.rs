@@ -7,7 +7,7 @@ use shorthorn_store::{SUM_PAGE_BYTES, SumPage};
 
 use crate::limits::SUM_PAGES;
 
-/// One page.
+/// A cached page.
 #[derive(Debug)]
 struct Entry {
     number: Option<u64>,
@@ -16,27 +16,27 @@ struct Entry {
     used: u64,
 }
 
-/// What the ring does with a page.
+/// The operation of the ring on a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Nothing.
     Ready,
-    /// It is read: nothing is known yet.
+    /// The page is being read: its sums are not known yet.
     Loading,
-    /// It is written as it is in memory.
+    /// The page is being written as it is in memory.
     Writing,
-    /// It is read or written for nobody: it was about sums that do not count any more.
+    /// The page is read or written in vain, because its sums do not count any more.
     Orphan,
 }
 
-/// What there is of a page.
+/// The result of a search for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// It is here.
+    /// The page is in this place.
     Here(usize),
-    /// It is being read.
+    /// The page is being read.
     Loading,
-    /// It has to be read into this place.
+    /// The page has to be read into this place.
     Load(usize),
     /// No place is free before something ends that is under way.
     NoPlace,
@@ -57,7 +57,7 @@ impl SumPages {
         Ok(SumPages { entries, arena: Arena::new(SUM_PAGES, SUM_PAGE_BYTES)?, clock: 0 })
     }
 
-    /// Looks for a page. One that is to be loaded counts as being read from now on.
+    /// Searches a page. A page that has to be loaded counts as being read from now on.
     pub fn find(&mut self, number: u64) -> Found {
         self.clock += 1;
         if let Some(at) = self.entries.iter().position(|entry| entry.number == Some(number)) {
@@ -72,7 +72,7 @@ impl SumPages {
         Found::Load(at)
     }
 
-    /// What a page says, if it is here.
+    /// Returns the content of a page, if it is cached.
     pub fn peek(&self, number: u64) -> Option<&SumPage> {
         let entry = self.entries.iter().find(|entry| entry.number == Some(number))?;
         (entry.state != State::Loading).then_some(&entry.sums)
@@ -82,12 +82,13 @@ impl SumPages {
         &mut self.entries[at].sums
     }
 
-    /// Where a page is read to and written from.
+    /// Returns the buffer from which a page is read and written.
     pub fn buf(&self, at: usize) -> IoBuf {
         self.arena.buf(at)
     }
 
-    /// A page was read, so many bytes of it. Its number, and whether it says anything. None: nobody wants it any more.
+    /// Ends the read of a page after `count` bytes. Returns its number, and whether it has valid sums; none
+    /// if the page is not needed any more.
     pub fn loaded(&mut self, at: usize, series: u64, count: usize) -> Option<(u64, bool)> {
         let entry = &mut self.entries[at];
         let state = std::mem::replace(&mut entry.state, State::Ready);
@@ -109,7 +110,8 @@ impl SumPages {
         true
     }
 
-    /// It was written, or not: then it is read again before it is used. False: nobody wants it any more.
+    /// Ends the write of a page. After a failure it is read again before it is used. Returns false if it is
+    /// not needed any more.
     pub fn written(&mut self, at: usize, well: bool) -> bool {
         let entry = &mut self.entries[at];
         let state = std::mem::replace(&mut entry.state, State::Ready);

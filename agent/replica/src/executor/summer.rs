@@ -1,4 +1,4 @@
-//! Sums of blocks: made in the background, where the volume is at rest, and compared with what is read.
+//! Makes sums of blocks in the background while the volume is idle, and compares read data with them.
 //!
 //! A region is summed when the engine has said that it is clean: all members have flushed it since it was last modified.
 //! Its blocks are read back, as a reader sees them, in a slot of their own; the page with their sums is written, durably,
@@ -42,9 +42,9 @@ pub(crate) struct Summer {
     retired: Vec<BlockSumsFile>,
     pages: SumPages,
     bytes_per_s: u64,
-    /// Where the search for regions that hold data goes on.
+    /// The region from which the search for regions with data continues.
     search_from: Option<u32>,
-    /// Where the next region is looked for.
+    /// The region from which the next region to sum is searched.
     cursor: u32,
     /// When there may be something to do; none: when something is modified.
     next_at: Option<Instant>,
@@ -61,7 +61,7 @@ pub(crate) struct Summer {
     pub(super) in_flight: usize,
     /// Requests whose data is read, and which wait for pages of sums.
     waiting: Vec<u16>,
-    /// Those of them that are looked at again.
+    /// Waiting checks that are examined again.
     retried: Vec<u16>,
     /// Requests that are to be compared.
     checks: usize,
@@ -75,13 +75,13 @@ pub(crate) struct Summer {
 /// Regions that are being summed.
 #[derive(Clone, Copy, Debug)]
 struct Job {
-    /// What is left of it.
+    /// The start of the remaining part, in bytes.
     at_bytes: u64,
     end_bytes: u64,
     /// How much was read.
     read_bytes: u64,
     step: Step,
-    /// Nobody wants its result any more.
+    /// True if the result is not needed any more.
     is_void: bool,
 }
 
@@ -91,11 +91,11 @@ enum Step {
     Next,
     /// A piece is being read.
     Reading,
-    /// It was read, or could not be.
+    /// The read has ended, well or with an error.
     Read(Outcome),
     /// The sums of a page are made: that has to be here.
     Page { number: u64 },
-    /// It is being written.
+    /// The sums are being written.
     Writing,
 }
 
@@ -142,7 +142,7 @@ impl Summer {
     }
 }
 
-/// Returns true if the request asks for a comparison of what it reads.
+/// Returns true if the request wants its data compared with the sums.
 fn asks_for_check(header: &Header) -> bool {
     match header.opcode {
         Opcode::Verify | Opcode::CheckLayer => true,
@@ -162,7 +162,7 @@ impl Executor {
         Some(next_at.saturating_duration_since(Instant::now()))
     }
 
-    /// Goes on with the sums, a step that does not wait for the disk.
+    /// Does a step of the sums that does not wait for the disk.
     pub fn sum(&mut self, ring: &mut Ring) {
         if self.summer.file.is_none() || self.state.failure().is_some() {
             return self.drop_job();
@@ -267,7 +267,7 @@ impl Executor {
         }
     }
 
-    /// Reads the next regions of the page, or goes on to what follows the last one.
+    /// Reads the next regions of the page, or starts the step after the last one.
     fn read_next(&mut self, job: Job, ring: &mut Ring) -> bool {
         let page_end = ((job.at_bytes / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES).min(job.end_bytes);
         let Some(piece) = self.next_sum_piece(job.at_bytes, page_end) else {
@@ -343,7 +343,7 @@ impl Executor {
         true
     }
 
-    /// Writes the page, as soon as what it has of other regions is here.
+    /// Writes the page, as soon as its sums of other regions are loaded.
     fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
         let Some(at) = self.sum_page(number, ring) else { return false };
         let series = self.summer.series();
@@ -430,8 +430,8 @@ impl Executor {
         self.go_on_comparing(ring);
     }
 
-    /// A page says nothing: a crash has torn it, it is damaged, or it was never written. What has its sums there is summed
-    /// again.
+    /// Handles a page without valid sums: a crash has torn it, it is damaged, or it was never written. Its
+    /// regions are summed again.
     fn sums_are_unknown(&mut self, number: u64) {
         let regions = self.state.keeper().regions();
         let start = number * SUM_PAGE_SPAN_BYTES;
@@ -491,12 +491,12 @@ impl Executor {
         self.summer.job.is_some()
     }
 
-    /// Returns true if what is read to be summed is wanted by nobody any more.
+    /// Returns true if the region being summed is not needed any more.
     pub(super) fn is_job_void(&self) -> bool {
         self.summer.job.is_none_or(|job| job.is_void)
     }
 
-    /// What is being summed is not what it was.
+    /// Drops the running sum, because its data has changed.
     pub(super) fn void_job(&mut self) {
         self.state.keeper_mut().end_sums(false);
         if let Some(job) = &mut self.summer.job {
@@ -622,7 +622,7 @@ impl Executor {
         }
     }
 
-    /// The pages that have sums for what is in the slot.
+    /// Returns the pages with the sums of the blocks in the slot.
     fn pages_for(&self, slot: u16) -> impl Iterator<Item = u64> + use<'_> {
         let blocks = self.work(slot).blocks;
         let keeper = self.state.keeper();
@@ -648,8 +648,8 @@ impl Executor {
         }
     }
 
-    /// The first block in the slot that is not as it was stored, if there is one. Sums are about what a reader
-    /// sees: of a single layer, blocks that lie below others have none.
+    /// Returns the first block in the slot that differs from its sum, if any. Sums describe the data that a
+    /// reader sees: a layer's blocks below others have none.
     fn rotten_block(&mut self, slot: u16) -> Option<ByteRange> {
         let Work { header, blocks, checked, .. } = *self.work(slot);
         let layer = match header.opcode {
@@ -662,7 +662,7 @@ impl Executor {
         })
     }
 
-    /// Returns true if a reader sees what this file has in the block.
+    /// Returns true if a reader sees this file's data in the block.
     fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();
@@ -710,7 +710,8 @@ impl Executor {
         !regions.is_empty() && regions.all(|region| keeper.is_summed(region))
     }
 
-    /// The repair of this block takes the sums of its region away: what they say of others stays known.
+    /// Remembers the rot that the sums of a region show. The repair of a block removes all sums of its
+    /// region.
     fn know_rot(&mut self, block: ByteRange) {
         let start = block.offset() / SUM_PAGE_SPAN_BYTES * SUM_PAGE_SPAN_BYTES;
         let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
@@ -730,7 +731,8 @@ impl Executor {
         }
     }
 
-    /// A page has come, or a place for one is free. First those that have all they need: else others would take its place.
+    /// Continues comparisons after a page was loaded or a place has become free. Complete ones come first,
+    /// because others would take the places of their pages.
     fn go_on_comparing(&mut self, ring: &mut Ring) {
         let mut retried = std::mem::take(&mut self.summer.retried);
         std::mem::swap(&mut retried, &mut self.summer.waiting);

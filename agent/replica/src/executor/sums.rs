@@ -22,9 +22,9 @@ const _: () = assert!(PIECE_BYTES as u64 == SUM_PIECE_BYTES);
 /// The sums of the layer that is being looked at. One layer at a time, so that they take little memory.
 #[derive(Debug, Default)]
 pub(super) struct Sums {
-    /// Those that are kept.
+    /// The sums that are kept.
     kept: Option<(String, Option<LayerSums>)>,
-    /// Those that are to be kept, as far as they were told; none where the layer is too large for that.
+    /// The sums to keep, as far as received; none if the layer is too large for that.
     told: Option<(String, Option<LayerSums>)>,
 }
 
@@ -33,13 +33,13 @@ impl Sums {
         *self = Sums::default();
     }
 
-    /// Gives back what can be had again.
+    /// Frees memory that can be filled again.
     pub fn release(&mut self) {
         self.kept = None;
     }
 }
 
-/// What a slot that checks a layer is about.
+/// The layer check in a slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checked {
     file: FileIndex,
@@ -94,7 +94,7 @@ impl Executor {
         Ok(self.sums.kept.as_ref().and_then(|(_, sums)| sums.as_ref()))
     }
 
-    /// What the check in `slot` has found, where it is one that was begun.
+    /// Returns the result of the check in `slot`, if a check was begun there.
     pub fn layer_check(&self, slot: u16, outcome: Outcome) -> Option<Result<LayerCheck, StoreError>> {
         let checked = self.work(slot).checked?;
         Some(self.summed(slot, checked, outcome))
@@ -176,7 +176,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Puts right what a snapshot's layer holds. Waits for the disk.
+    /// Repairs a piece of a snapshot's layer. Waits for the disk.
     ///
     /// # Errors
     /// What the store says.

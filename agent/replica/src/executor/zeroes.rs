@@ -6,29 +6,29 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::limits::{BLOCK_BYTES_USIZE, SLOTS, ZERO_JOBS_MAX, ZERO_PLAN_BYTES, ZERO_WRITE_BYTES};
 
-/// The discards and writes of zeroes in execution, and those that wait for one of them to end.
+/// The running discards and writes of zeroes, and those that wait for one of them to end.
 #[derive(Debug)]
 pub(super) struct ZeroJobs {
     jobs: [ZeroJob; ZERO_JOBS_MAX],
     queue: VecDeque<u16>,
 }
 
-/// One discard or write of zeroes. It is planned a bounded piece at a time, and does one thing at a time.
+/// A discard or write of zeroes. It is planned in bounded pieces, and does one step at a time.
 #[derive(Debug, Default)]
 pub(super) struct ZeroJob {
     slot: Option<u16>,
-    /// What is still to be planned.
+    /// The part that is not planned yet.
     rest: Option<ByteRange>,
     /// The plan of the current piece, of which the first `next` steps are begun.
     pub steps: Vec<ZeroStep>,
     next: usize,
-    /// What is left of a step that is too long to be done at once.
+    /// The rest of a step that is too long to be done at once.
     writing: Option<ByteRange>,
-    /// What is being done.
+    /// The running step.
     pub current: Option<ZeroStep>,
 }
 
-/// What a job wants next.
+/// The next action of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// Execute this; a write of zeroes is at most [`ZERO_WRITE_BYTES`] long.
@@ -82,12 +82,12 @@ impl ZeroJobs {
 }
 
 impl ZeroJob {
-    /// Whose job it is.
+    /// Returns the slot of the job.
     pub fn slot(&self) -> Option<u16> {
         self.slot
     }
 
-    /// What to do next.
+    /// Returns the next action.
     pub fn next(&mut self) -> Next {
         if let Some(range) = self.writing.take() {
             return Next::Step(self.write(range));
@@ -108,7 +108,7 @@ impl ZeroJob {
         self.writing = Some(blocks);
     }
 
-    /// The first part of a write of zeroes; what is left of it comes next.
+    /// Returns the first part of a write of zeroes, and keeps the rest for the next steps.
     fn write(&mut self, range: ByteRange) -> ZeroStep {
         let (now, later) = cut(range, range.offset() + ZERO_WRITE_BYTES);
         self.writing = later;
@@ -127,7 +127,7 @@ impl ZeroJob {
     }
 }
 
-/// `range` up to `end`, and what is behind it.
+/// Splits `range` at `end`.
 pub(super) fn cut(range: ByteRange, end: u64) -> (ByteRange, Option<ByteRange>) {
     let part = |start: u64, end: u64| ByteRange::new(start, end - start).ok();
     match part(range.offset(), end.min(range.end())) {

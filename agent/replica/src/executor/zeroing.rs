@@ -11,7 +11,7 @@ use super::data::not_rot;
 use super::zeroes::{Next, cut};
 use super::{Executor, Outcome, SOURCE_DISK, is_durable, is_passing, kind};
 
-/// What fallocate makes a hole with.
+/// The flags with which fallocate makes a hole.
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
 impl Executor {
@@ -196,7 +196,7 @@ mod tests {
         Executor::new(store, owner, state, marks, summer).unwrap()
     }
 
-    /// Executes a request to its end; each completion is what `change` makes of it.
+    /// Executes a request to its end. `change` may alter each completion.
     fn execute(
         executor: &mut Executor,
         header: Header,
@@ -257,7 +257,7 @@ mod tests {
         }
     }
 
-    /// What a discard that has found no space has done is a part of what was asked, as with every modification.
+    /// Counts the completed part of a discard without space as done, as with every modification.
     #[test]
     fn a_discard_without_space_has_failed() {
         let temp = tempfile::tempdir().unwrap();

@@ -15,8 +15,9 @@ use crate::handshake::refusal_frame;
 use crate::mailbox::Candidate;
 
 impl Server {
-    /// An engine has proven who it is. A lower generation is refused. A higher one is stored first; then older connections are
-    /// closed, and it is let in when what they have sent has ended: see [`Admission`](shorthorn_replica_core::Admission).
+    /// Handles an engine that has proven its identity. A lower generation is refused. A higher one is stored
+    /// first, and older connections are closed. The engine is admitted after the requests of these have
+    /// ended: see [`Admission`](shorthorn_replica_core::Admission).
     pub(super) fn admit(&mut self, place: Place, candidate: Candidate) {
         if self.stopping {
             return self.refuse(place, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
@@ -66,7 +67,7 @@ impl Server {
         }
     }
 
-    /// Why nobody is let in any more, if that is so.
+    /// Returns the reason why no engine is admitted any more, if any.
     fn failed(&self) -> Option<String> {
         self.executor.failure().map(|failure| format!("the replica has failed: {}", failure.outlook()))
     }

@@ -1,4 +1,4 @@
-//! Copies of the replica: what a source tells, and how this one becomes a copy.
+//! Copies of the replica: answers as a source, and becomes a copy as a target.
 
 use shorthorn_store::{CopyLayer, ImageName};
 use shorthorn_wire::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, Header, LayerList, WireLayer};

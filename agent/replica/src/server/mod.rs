@@ -38,7 +38,7 @@ pub(crate) struct Server {
     executor: Executor,
     slots: Slots,
     connections: Vec<Option<Connection>>,
-    /// Whose the connections are, by their place in the list, and who waits.
+    /// The places of the connections, by their index in the list, and the waiting candidates.
     admission: Admission<u16, Candidate>,
     publisher: Publisher,
     finished: Vec<(u16, Outcome)>,
@@ -56,7 +56,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// A server on this thread, which has to be the one that runs it.
+    /// Creates a server for the current thread, which has to run it.
     ///
     /// # Errors
     /// Where the kernel has no io_uring for us.
@@ -86,7 +86,7 @@ impl Server {
         })
     }
 
-    /// Serves until it is told to stop; leaves the directory clean.
+    /// Serves until it is stopped; leaves the directory clean.
     ///
     /// # Errors
     /// The ring fails, the directory cannot be closed, or the replica has failed: see [`Failure`].
@@ -160,8 +160,8 @@ impl Server {
         }
     }
 
-    /// What engines have in flight is not answered any more: to them it is as if the replica had failed, which
-    /// is what it is about to do.
+    /// Stops without answering the requests in flight: to engines the replica seems to fail, and it is about
+    /// to end anyway.
     fn stop(&mut self) {
         tracing::info!("stopping");
         self.stopping = true;
@@ -181,7 +181,7 @@ impl Server {
         self.connections.get_mut(usize::from(index))?.as_mut()
     }
 
-    /// Gives the connection up. It goes when everything of it has ended; see [`Server::settle`].
+    /// Gives the connection up. It is removed when all of its operations have ended; see [`Server::settle`].
     fn end(&mut self, index: u16, why: impl std::fmt::Display) {
         let place = self.admission.place(index);
         let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else { return };
@@ -193,7 +193,7 @@ impl Server {
         self.slots.forget(index);
     }
 
-    /// Removes what has ended, lets in who has waited for that, and starts the sends.
+    /// Removes ended connections, admits the candidates that waited for them, and starts the sends.
     fn settle(&mut self) {
         let mut removed = false;
         for index in self.connection_indices() {

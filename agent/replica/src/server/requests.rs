@@ -1,4 +1,4 @@
-//! From received bytes to requests, and from what has finished to responses.
+//! Parses received bytes to requests, and makes responses from finished ones.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -16,7 +16,7 @@ use crate::limits::RECEIVE_BYTES;
 /// more, but many requests come with one system call. Larger data is received in place.
 const INLINE_DATA_BYTES: usize = RECEIVE_BYTES / 4;
 
-/// What becomes of the bytes at the start of a connection's receive buffer.
+/// The result of parsing the start of a connection's receive buffer.
 enum Parsed {
     /// A request that needs this slot's data first, which is all there.
     Ready(u16),
@@ -175,7 +175,7 @@ impl Server {
         self.send(slot, &response, payload);
     }
 
-    /// Answers everything that has finished, and serves who waits for a slot, until neither is left.
+    /// Answers all finished requests, and gives slots to waiting connections, until neither is left.
     pub(super) fn answer(&mut self) {
         let mut finished = std::mem::take(&mut self.finished);
         loop {

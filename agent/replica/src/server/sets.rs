@@ -1,5 +1,5 @@
-//! Views, and the sets of regions that go with them. What is stored here waits for the disk, and everybody with it,
-//! which is well: views change when a replica has failed, and then most requests wait already.
+//! Handles views and the sets of regions that belong to them. Storing them waits for the disk, and blocks all
+//! requests. That is acceptable: views change when a replica has failed, and then most requests wait already.
 
 use shorthorn_control::Status;
 use shorthorn_regions::SetKey;

@@ -1,4 +1,4 @@
-//! Sums of snapshots' layers: what a scrub asks for, has kept, and has put right.
+//! Handles sums of snapshots' layers for scrubs: returns, stores and repairs.
 
 use shorthorn_types::Errno;
 use shorthorn_wire::{Header, KeepSums, LayerRange, decode_patch};

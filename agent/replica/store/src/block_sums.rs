@@ -87,7 +87,7 @@ impl SumPage {
         SumPage(Box::new([SUM_UNKNOWN; BLOCKS_PER_SUM_PAGE]))
     }
 
-    /// What is known of a block, by its number in the page.
+    /// Returns the sum of a block by its number in the page; 0 if it is unknown.
     #[must_use]
     pub fn sum(&self, block: usize) -> u32 {
         self.0.get(block).copied().unwrap_or(SUM_UNKNOWN)
@@ -100,7 +100,7 @@ impl SumPage {
         }
     }
 
-    /// Returns true if nothing is known of any block.
+    /// Returns true if the page has no known sum.
     #[must_use]
     pub fn is_unknown(&self) -> bool {
         self.0.iter().all(|sum| *sum == SUM_UNKNOWN)
@@ -126,8 +126,8 @@ impl SumPage {
         out[CHECK_AT..CHECK_AT + 4].copy_from_slice(&check.to_le_bytes());
     }
 
-    /// Takes over what a page on the disk says. One that is not whole, not this one, or of another series knows nothing:
-    /// false.
+    /// Loads a page from the disk. Returns false, without any known sum, if the page is damaged, not this
+    /// one, or of another series.
     pub fn decode(&mut self, number: u64, series: u64, bytes: &[u8]) -> bool {
         self.clear();
         let Some(bytes) = bytes.get(..SUM_PAGE_BYTES) else { return false };
@@ -168,7 +168,7 @@ impl BlockSumsFile {
         self.series
     }
 
-    /// Its descriptor.
+    /// Returns the descriptor of the file.
     #[must_use]
     pub fn raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
@@ -176,8 +176,9 @@ impl BlockSumsFile {
 }
 
 impl Store {
-    /// Opens the file of the sums of blocks; a new series of them unless the one that is there counts. From now on whoever
-    /// changes the volume keeps account of the regions that have no sums: without that all sums are void after a change.
+    /// Opens the file of the sums of blocks. Starts a new series unless the existing one counts. From now on
+    /// whoever changes the volume keeps account of the regions that have no sums: without that all sums are
+    /// void after a change.
     ///
     /// # Errors
     /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.
@@ -224,7 +225,7 @@ impl Store {
         Ok(())
     }
 
-    /// The volume is about to change. If nobody keeps account of that, its sums count for nothing from now on.
+    /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
     pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
         if self.guard.block_sums.is_some() && !self.keeps_sums { self.forget_block_sums() } else { Ok(()) }
     }

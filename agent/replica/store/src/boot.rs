@@ -1,5 +1,4 @@
-//! Whether data may be gone that was written and never made durable: because the host was restarted, or because the
-//! disk has failed.
+//! Decides whether unflushed writes may be lost, because the host was restarted or the disk has failed.
 //!
 //! `shorthorn.boot` says in which boot of the kernel the directory was last open. A directory that was not closed
 //! cleanly and was open in another boot may have lost what was in the page cache then. That stays so
@@ -34,7 +33,7 @@ pub(crate) struct Boot {
     /// How often in a row the replica has failed. Programs from before that do not write it.
     #[serde(default)]
     failures: u32,
-    /// It was lost in this process: nothing here makes up for it.
+    /// True if the loss happened in this process: nothing here makes up for it.
     #[serde(skip)]
     is_lost_now: bool,
     /// See [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
@@ -42,12 +41,12 @@ pub(crate) struct Boot {
     elsewhere: Option<PathBuf>,
 }
 
-/// What has become of the note that data may be gone.
+/// The state of the note that data may be lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossNote {
-    /// It is written, with the count of failures.
+    /// The note is written, with the count of failures.
     Written,
-    /// It could not be written. The file is removed, which means the same, and the count with it.
+    /// The note could not be written. The file is removed instead, which means the same but loses the count.
     FileRemoved,
     /// Nothing in the directory could be changed. It is noted in [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
     Elsewhere,
@@ -63,8 +62,8 @@ enum Found {
 }
 
 impl Boot {
-    /// What holds in a directory that is being opened, and was found as `was_dirty` says. Beside it what is wrong with the
-    /// file.
+    /// Returns the state of a directory that is being opened, from `was_dirty` and the file, with any problem
+    /// of the file.
     pub fn judge(
         directory: &Directory,
         was_dirty: bool,
@@ -125,7 +124,7 @@ impl Boot {
         self.is_lost_now
     }
 
-    /// The same, with nothing lost but what was since the directory was opened.
+    /// Returns the same state, with only the losses since the directory was opened.
     pub fn made_up_for(&self) -> Boot {
         Boot { lost_cache: self.is_lost_now, ..self.clone() }
     }
@@ -171,7 +170,7 @@ impl Boot {
     }
 }
 
-/// Returns true if there is a file, as far as anybody can say.
+/// Returns true unless the file surely does not exist.
 fn may_exist(file: &Path) -> bool {
     !fs::symlink_metadata(file).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
@@ -241,7 +240,7 @@ mod tests {
             parse(&bytes);
         }
 
-        /// One byte that is another one never makes up for lost data.
+        /// Checks that changing any single byte never makes up for lost data.
         #[test]
         fn a_changed_record_does_not_say_that_all_is_well(
             at in any::<prop::sample::Index>(),

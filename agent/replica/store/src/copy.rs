@@ -1,4 +1,5 @@
-//! Copying a replica: what a source tells of its layers, and how a directory becomes a copy.
+//! Copying a replica: the source's description of its layers, and the way in which a directory becomes a
+//! copy.
 //!
 //! A directory that is being copied to is marked as rebuilding, and `shorthorn.copy` says of what it becomes a
 //! copy, whether the layers are there yet, and which of them are whole. Whenever the process or the machine stops,
@@ -59,7 +60,7 @@ struct RecordLayer {
 }
 
 impl Copy {
-    /// Makes sense of what an interrupted copy has left, before anything else in the directory is looked at.
+    /// Resumes or removes an interrupted copy, before anything else in the directory is read.
     pub fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
         let directory = executor.directory;
         let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
@@ -90,7 +91,7 @@ impl Copy {
         self.save(directory)
     }
 
-    /// What is wrong with the content of the file, in words, or the copy.
+    /// Parses the content of the file. The error is a description of the problem.
     fn parse(bytes: &[u8]) -> std::result::Result<Copy, String> {
         let document = without_check(COPY_FILE, bytes).map_err(|_| "its check is wrong")?;
         let record: Record = serde_json::from_slice(&document).map_err(|error| error.to_string())?;
@@ -234,8 +235,8 @@ impl Store {
         Ok(done)
     }
 
-    /// The mark comes first: with it, and whatever of the rest, the next opening knows what to do. Without it the
-    /// record would be taken for one of a copy that has ended.
+    /// Starts a copy. The mark is written first: with it, the next opening recognises any part of the rest.
+    /// Without it, the record would look like that of a copy that has ended.
     fn start_copy(&mut self, mut copy: Copy) -> Result<()> {
         let executor = Executor {
             directory: &self.directory,
@@ -275,8 +276,8 @@ impl Store {
         self.copy.is_some()
     }
 
-    /// A snapshot layer is whole: makes it durable and remembers that it is. It never changes from here on, but what
-    /// was found in it until now may be outdated.
+    /// Makes a complete snapshot layer durable and records that. The layer never changes from here on, but
+    /// its extents found before may be outdated.
     ///
     /// # Errors
     /// A layer that is not being copied to, or an I/O error.

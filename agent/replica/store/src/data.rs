@@ -35,8 +35,8 @@ impl Store {
         Ok(self.map.plan_write(range, &mut self.files)?)
     }
 
-    /// Appends what a discard of `range` does to the head: its whole blocks read as zeroes then, the rest
-    /// stays as it is. It may need space, see [`shorthorn_chain::BlockMap::plan_discard`].
+    /// Appends the steps of a discard of `range` to the head: its whole blocks read as zeroes then, and the
+    /// rest does not change. A discard may need space, see [`shorthorn_chain::BlockMap::plan_discard`].
     ///
     /// # Errors
     /// As [`Store::plan_write`].
@@ -46,7 +46,7 @@ impl Store {
         Ok(self.map.plan_discard(range, &mut self.files, steps)?)
     }
 
-    /// Appends what makes `range` read as zeroes. Holes are made with FALLOC_FL_PUNCH_HOLE |
+    /// Appends the steps that make `range` read as zeroes. Holes are made with FALLOC_FL_PUNCH_HOLE |
     /// FALLOC_FL_KEEP_SIZE and nothing else: other kinds of zeroing leave extents that count as holes.
     ///
     /// # Errors
@@ -69,8 +69,8 @@ impl Store {
         self.map.punched(range);
     }
 
-    /// A write or punch failed: what the head holds there is looked up again. What it has allocated there and not
-    /// written becomes a hole before the head becomes a snapshot or the directory is closed.
+    /// Handles a failed write or punch: the head's data there is looked up again. Its allocated but unwritten
+    /// blocks become holes before the head becomes a snapshot or the directory is closed.
     pub fn write_failed(&mut self, range: ByteRange) {
         self.map.forget(range);
         self.suspect(range);
@@ -96,7 +96,7 @@ impl Store {
         Ok(())
     }
 
-    /// Reads what of a segment of whole blocks lies in `wanted` into its place in `buffer`.
+    /// Reads the part of a segment of whole blocks that lies in `wanted` into its place in `buffer`.
     fn read_segment(&mut self, segment: ReadSegment, wanted: ByteRange, buffer: &mut [u8]) -> Result<()> {
         let start = segment.range.offset().max(wanted.offset());
         let end = segment.range.end().min(wanted.end());
@@ -256,8 +256,8 @@ impl Store {
     }
 }
 
-/// Reads whole blocks. What lies past the end of a file, of which a layer may have less than the
-/// volume, is zeroes; a block can reach there only where the file ends inside it.
+/// Reads whole blocks. The part beyond the end of a file reads as zeroes, because a layer may be smaller than
+/// the volume. A block can extend beyond the end only if the file ends inside it.
 fn read_blocks(file: &File, bytes: &mut [u8], offset: u64) -> std::io::Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {

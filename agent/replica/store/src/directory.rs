@@ -17,7 +17,7 @@ use crate::error::StoreError;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-/// Files are for whoever runs the replica, and nobody else.
+/// The mode of new files: only the user of the replica process may access them.
 const FILE_MODE: Mode = Mode::S_IRUSR.union(Mode::S_IWUSR);
 
 /// No document of ours or of Longhorn's is longer.
@@ -37,7 +37,7 @@ pub(crate) struct Directory {
     fd: File,
 }
 
-/// What a file is.
+/// The metadata of a file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FileStat {
     pub inode: u64,
@@ -141,9 +141,10 @@ impl Directory {
         self.with_reserve(|| self.try_write(name, bytes))
     }
 
-    /// Does what needs a little space. Where the file system is full the reserve is given up for it: a
-    /// full disk fails writes of data, and must not keep a replica from closing, opening, or storing a view. Not only
-    /// content needs space: a new name may need another block of the directory. `attempt` can be done again.
+    /// Does an operation that needs a little space. Where the file system is full the reserve is given up for
+    /// it: a full disk fails writes of data, and must not keep a replica from closing, opening, or storing a
+    /// view. Not only content needs space: a new name may need another block of the directory. `attempt` can
+    /// be done again.
     pub fn with_reserve<T>(&self, attempt: impl Fn() -> Result<T>) -> Result<T> {
         match attempt() {
             Err(error) if is_full(error.errno()) => {
@@ -172,7 +173,7 @@ impl Directory {
         }
     }
 
-    /// Piece by piece: of a large one that does not fit a file system may take nothing.
+    /// Writes the reserve in pieces: a file system may take nothing of a large write that does not fit.
     fn write_reserve(&self) -> Result<()> {
         let mut file = self.open_file(RESERVE_FILE, OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_TRUNC)?;
         let piece = [0; RESERVE_PIECE_BYTES];
@@ -207,7 +208,7 @@ impl Directory {
         self.set_size(&file, name, size_bytes)
     }
 
-    /// Makes the content of a file durable. Without space for that it has failed: nobody knows what of it was lost.
+    /// Makes the content of a file durable. A sync without space has failed, with unknown losses.
     pub fn sync_file(&self, name: &str) -> Result<()> {
         self.open_file(name, OFlag::O_RDONLY)?.sync_all().map_err(|error| self.error("sync", name, error))
     }

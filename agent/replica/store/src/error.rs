@@ -7,23 +7,23 @@ use shorthorn_chain::{ChainError, PlanError};
 use shorthorn_types::{Errno, RangeError};
 use thiserror::Error;
 
-/// Why a call failed. Every message says what is wrong, where, and where it is not plain, what to
-/// do; [`StoreError::errno`] is what a client of the block device gets.
+/// The reason why a call failed. Every message has the problem, its place, and the remedy unless it is plain.
+/// [`StoreError::errno`] is the errno for a client of the block device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// The system refused a call.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// On which file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The data of a layer could not be made durable: what was written to it may be gone, and asking again would be
-    /// answered with a success that means nothing.
+    /// The data of a layer could not be made durable. Its writes may be lost, and a repeated sync would
+    /// succeed without meaning.
     #[error(
         "the data of {} could not be made durable: {source}; the replica counts as one that has lost data{}",
         path.display(), if *noted { "" } else { ", but that could not be noted for its next start" }
@@ -31,7 +31,7 @@ pub enum StoreError {
     NotDurable {
         /// The layer.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
         /// True if the next opening knows.
         noted: bool,
@@ -41,13 +41,13 @@ pub enum StoreError {
     Chain {
         /// The replica's directory.
         directory: PathBuf,
-        /// What is wrong.
+        /// The problem.
         source: ChainError,
     },
     /// The range is none that the volume can serve.
     #[error(transparent)]
     Range(#[from] RangeError),
-    /// Somebody else has the directory open.
+    /// Another program has the directory open.
     #[error(
         "{} is in use{}; stop that first", directory.display(),
         holder.map_or_else(String::new, |pid| format!(" by process {pid}"))
@@ -92,7 +92,7 @@ pub enum StoreError {
     NotEmpty {
         /// The directory.
         directory: PathBuf,
-        /// One of the things in it.
+        /// An entry of the directory.
         entry: String,
     },
     /// The directory belongs to a volume with another secret.
@@ -134,19 +134,19 @@ pub enum StoreError {
     /// The stop hook of a test stopped the operation.
     #[error("stopped by the test")]
     Stopped,
-    /// An operation failed and what it left could not be put right; the next open will.
+    /// An operation failed and its remains could not be repaired; the next open repairs them.
     #[error("{} has to be opened again: an operation failed and could not be taken back", .0.display())]
     Broken(PathBuf),
     /// A fold has begun and not ended.
     #[error("a snapshot is being coalesced; wait for it, or give it up")]
     FoldRunning,
-    /// What a fold copied no longer fits the chain.
+    /// The data copied by a fold no longer fits the chain.
     #[error("the chain changed while snapshot '{0}' was being coalesced; coalesce it again")]
     FoldOutdated(String),
-    /// There is no such layer, or none that is being copied to.
+    /// The replica has no such layer, or no copy to it is running.
     #[error("layer {0} does not exist, or is not being copied")]
     NoLayer(usize),
-    /// There is no such layer of a snapshot, or it cannot have sums, or what is to be put into it does not fit.
+    /// The snapshot layer does not exist, or cannot have sums, or the given sums do not fit it.
     #[error("{0} is not a snapshot layer of the chain, or does not support this operation")]
     NoSnapshotLayer(String),
     /// A layer was not copied.

@@ -1,4 +1,4 @@
-//! The volume, or what a snapshot shows of it, as one raw image. Changes nothing in the directory.
+//! Exports the volume, or the state of a snapshot, as one raw image. Changes nothing in the directory.
 
 use std::fs::File;
 use std::io::Write;
@@ -25,7 +25,7 @@ type Result<T> = std::result::Result<T, StoreError>;
 /// A block of zeroes, to compare with.
 const ZEROES: [u8; 4096] = [0; 4096];
 
-/// Where an export goes.
+/// The target of an export.
 #[derive(Debug)]
 pub enum ExportTarget {
     /// A file, which is created or overwritten, and sparse.
@@ -34,22 +34,22 @@ pub enum ExportTarget {
     Stream(Box<dyn WriteDebug>),
 }
 
-/// What a stream is.
+/// The traits of a stream.
 pub trait WriteDebug: Write + std::fmt::Debug {}
 impl<T: Write + std::fmt::Debug> WriteDebug for T {}
 
-/// What was exported.
+/// The result of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportedVolume {
     /// The size of the image.
     pub size_bytes: u64,
     /// How much of it is not zeroes.
     pub data_bytes: u64,
-    /// The directory had not been closed cleanly: the end of what was written may be missing.
+    /// True if the directory had not been closed cleanly: the last writes may be missing.
     pub was_dirty: bool,
 }
 
-/// Exports the volume, or what `snapshot` shows. `progress` hears how many bytes of how many are done.
+/// Exports the volume, or the state of `snapshot`. `progress` gets the bytes done and the total.
 ///
 /// # Errors
 /// [`StoreError`]; the target may then hold a part.
@@ -149,7 +149,7 @@ fn chain_of(
     }
 }
 
-/// Where the image goes. Offsets only rise.
+/// The target of the image. Offsets only rise.
 struct Output {
     sink: Sink,
     position: u64,

@@ -1,4 +1,4 @@
-//! Collects what lies in a directory.
+//! Collects the facts about the files in a directory.
 
 use nix::fcntl::OFlag;
 use shorthorn_chain::{

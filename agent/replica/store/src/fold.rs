@@ -111,7 +111,7 @@ impl Store {
         })
     }
 
-    /// Takes over what was copied; takes milliseconds. Plans made before are void afterwards.
+    /// Completes a fold with the copied data, within milliseconds. Plans made before are void afterwards.
     ///
     /// # Errors
     /// [`StoreError`]; the snapshot is then still there, still marked as removed.
@@ -147,7 +147,7 @@ impl Store {
         }
     }
 
-    /// Gives up a fold that was begun. What was copied does no harm: the layer above hides it.
+    /// Abandons a running fold. The copied data does no harm: the layer above hides it.
     pub fn abandon_coalesce(&mut self) {
         self.fold_running = false;
     }

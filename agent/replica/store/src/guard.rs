@@ -22,7 +22,7 @@ use crate::info::Provenance;
 
 pub(crate) const GUARD_FILE: &str = "shorthorn.guard";
 
-/// A file that can be told from any other of its name.
+/// An identity that tells a file from any other of its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FileIdentity {
     inode: u64,
@@ -41,9 +41,10 @@ pub(crate) struct HeadIdentity {
 /// The content of `shorthorn.guard`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Guard {
-    /// Goes up whenever somebody else may have changed the volume. Never 0.
+    /// The epoch rises whenever another program may have changed the volume. Never 0.
     pub epoch: u64,
-    /// What `volume.meta` may be: the last one of ours, and the one before while it is replaced.
+    /// The possible identities of `volume.meta`: the last one of Shorthorn, and the one before while it is
+    /// replaced.
     volume_meta: Vec<FileIdentity>,
     /// There after a clean close.
     head: Option<HeadIdentity>,
@@ -59,12 +60,13 @@ pub(crate) struct Guard {
 }
 
 impl Guard {
-    /// Reads the record. One that cannot be read is as good as none.
+    /// Reads the record. An unreadable record counts as absent.
     pub fn load(directory: &Directory) -> Result<Option<Guard>, StoreError> {
         Ok(directory.read(GUARD_FILE)?.and_then(|bytes| Guard::parse(&bytes)))
     }
 
-    /// A record with an epoch after which there is no next one is none of ours.
+    /// Parses a record. A record with the highest possible epoch is rejected, because Shorthorn never writes
+    /// it.
     fn parse(bytes: &[u8]) -> Option<Guard> {
         let guard: Guard = serde_json::from_slice(bytes).ok()?;
         (1..u64::MAX).contains(&guard.epoch).then_some(guard)

@@ -22,23 +22,24 @@ const PROBE_BYTES: u64 = 1 << 20;
 const PROBE_OFFSET: u64 = 129 * BLOCK_BYTES;
 const BLOCK_LENGTH: i64 = 4096;
 
-/// What the file system can do.
+/// The abilities of the file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HostFileSystem {
     /// Files can be opened with O_DIRECT.
     pub direct_io: bool,
-    /// What offset and length of a direct read must be a multiple of.
+    /// The alignment of offset and length of a direct read, in bytes.
     pub alignment_bytes: u32,
     /// Holes can be made.
     pub can_punch: bool,
-    /// What it allocates, if that is less than a block. Then a part of a block can be data and the rest of it a hole: a
-    /// loss of power or a failed write leaves that, and the rest would read as zeroes that were never written.
+    /// The allocation unit in bytes, if it is smaller than a block. Then a part of a block can be data and
+    /// the rest of it a hole: a loss of power or a failed write leaves that, and the rest would read as
+    /// zeroes that were never written.
     smaller_unit_bytes: Option<u64>,
 }
 
 impl HostFileSystem {
-    /// Tries on a file that is gone afterwards. The allocation unit is what counts, not what statfs
-    /// calls a block: NFS and ZFS report sizes of transfers, and ext4 with clusters reports its blocks.
+    /// Probes the file system with a temporary file. The allocation unit counts, not the block size of
+    /// statfs: NFS and ZFS report sizes of transfers, and ext4 with clusters reports its blocks.
     pub fn probe(directory: &Directory, read_only: bool) -> Result<HostFileSystem, StoreError> {
         let host = directory.with_reserve(|| match probe_file(directory, read_only)? {
             Some((file, direct_io)) => try_on(directory, &file, direct_io),
@@ -124,7 +125,7 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
     })
 }
 
-/// What can be said about a file system that cannot be written.
+/// Returns the known abilities of a file system that cannot be written.
 fn from_statfs(directory: &Directory) -> Result<HostFileSystem, StoreError> {
     let failed = |errno: Errno| StoreError::io("look at the file system of", directory.path(), errno);
     let file =

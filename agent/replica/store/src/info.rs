@@ -5,19 +5,19 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use shorthorn_chain::{Disk, FileIndex, ImageName, Layout, MapUsage};
 
-/// Whether anybody else may have changed the volume since we last had it.
+/// The possibility that another program has changed the volume since Shorthorn last had it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Provenance {
-    /// Nobody has: what we keep beside the volume belongs to it.
+    /// No other program had it: the files that Shorthorn keeps beside the volume belong to it.
     Ours,
-    /// Somebody may have.
+    /// Another program may have had it.
     Foreign {
         /// How it was noticed.
         why: String,
     },
 }
 
-/// What was found at the opening, and what holds now.
+/// The findings at the opening, and the current state.
 #[derive(Clone, Debug)]
 pub struct StoreInfo {
     /// The size of the volume.
@@ -30,15 +30,16 @@ pub struct StoreInfo {
     pub rebuilding: bool,
     /// True if the replica is marked as one that has left its view.
     pub has_left: bool,
-    /// Whether the host was restarted or the disk has failed while data was not durable, and nobody has made up for it.
+    /// True if the host was restarted or the disk has failed while data was not durable, and a rebuild has
+    /// not made up for it.
     pub lost_cache: bool,
     /// How often in a row the replica has failed, as was noted last.
     pub failures: u32,
-    /// Who had the directory last.
+    /// The last user of the directory.
     pub provenance: Provenance,
-    /// Goes up whenever somebody else may have changed the volume.
+    /// The epoch, which rises whenever another program may have changed the volume.
     pub epoch: u64,
-    /// What a crash had left, and what was done about it.
+    /// The remains of a crash, and their repairs.
     pub repairs: Vec<String>,
     /// The memory of the block map.
     pub map: MapUsage,
@@ -47,11 +48,11 @@ pub struct StoreInfo {
 /// A layer of the chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerInfo {
-    /// Its open file.
+    /// The index of the open file.
     pub index: FileIndex,
-    /// Its file's name.
+    /// The name of the layer's file.
     pub image: ImageName,
-    /// Its apparent size.
+    /// The apparent size of the file in bytes.
     pub size_bytes: u64,
     /// The snapshot's name; the head has none.
     pub snapshot: Option<String>,
@@ -62,7 +63,7 @@ pub struct LayerInfo {
 /// A snapshot, in the chain or on a side branch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SnapshotInfo {
-    /// Its name.
+    /// The name of the snapshot.
     pub name: String,
     /// The snapshot below it.
     pub parent: Option<String>,
@@ -74,7 +75,7 @@ pub struct SnapshotInfo {
     pub removed: bool,
     /// When it was taken, RFC 3339.
     pub created: String,
-    /// Its labels.
+    /// The labels of the snapshot.
     pub labels: BTreeMap<String, String>,
     /// The size of the volume that it shows.
     pub size_bytes: u64,

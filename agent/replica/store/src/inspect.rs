@@ -19,7 +19,7 @@ use crate::regions;
 use crate::state::{self, SavedState};
 use crate::table::{human, table};
 
-/// What a directory holds. [`fmt::Display`] gives it as text for people.
+/// The content of a directory. [`fmt::Display`] gives it as text for people.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
     /// The directory.
@@ -30,11 +30,11 @@ pub struct Inspection {
     pub volume: Option<InspectedVolume>,
     /// The chain from the head to the oldest layer, then layers on side branches.
     pub layers: Vec<InspectedLayer>,
-    /// What we keep beside the volume.
+    /// The state that Shorthorn keeps beside the volume.
     pub own_state: OwnState,
     /// The process that has the directory open.
     pub in_use_by: Option<u32>,
-    /// What was found wrong.
+    /// The problems that were found.
     pub problems: Vec<Problem>,
 }
 
@@ -49,26 +49,26 @@ pub struct InspectedVolume {
     pub dirty: bool,
     /// Being rebuilt.
     pub rebuilding: bool,
-    /// Not in the view of its volume: Longhorn takes it as one that is being rebuilt.
+    /// True if the replica is not in the view of its volume. Longhorn treats it as one that is being rebuilt.
     pub has_left: bool,
-    /// What Longhorn last found wrong.
+    /// The error that Longhorn last found.
     pub error: String,
 }
 
 /// A layer.
 #[derive(Clone, Debug, Serialize)]
 pub struct InspectedLayer {
-    /// Its file.
+    /// The name of the layer's file.
     pub image: String,
     /// The snapshot's name; the head has none.
     pub snapshot: Option<String>,
     /// The file below it.
     pub parent: Option<String>,
-    /// Whether the head builds on it, or is it.
+    /// True if the layer is the head, or the head builds on it.
     pub in_chain: bool,
-    /// Its apparent size.
+    /// The apparent size of the file in bytes.
     pub size_bytes: u64,
-    /// What it takes on the disk.
+    /// The allocated bytes on the disk.
     pub allocated_bytes: u64,
     /// True if a user took it.
     pub user_created: bool,
@@ -76,25 +76,27 @@ pub struct InspectedLayer {
     pub removed: bool,
     /// When it was made, RFC 3339.
     pub created: String,
-    /// Its labels.
+    /// The labels of the snapshot.
     pub labels: BTreeMap<String, String>,
 }
 
-/// What we keep beside the volume.
+/// The state that Shorthorn keeps beside the volume.
 #[derive(Clone, Debug, Serialize)]
 pub struct OwnState {
-    /// `none`, `current`, `outdated` (somebody else may have changed the volume since) or `damaged`.
+    /// The status: `none`, `current`, `outdated` (another program may have changed the volume since) or
+    /// `damaged`.
     pub status: &'static str,
     /// The length of the saved state.
     pub length_bytes: usize,
-    /// Goes up whenever somebody else may have changed the volume; 0 where we never had it.
+    /// The epoch, which rises whenever another program may have changed the volume; 0 if Shorthorn never had
+    /// it.
     pub epoch: u64,
-    /// How it was noticed that somebody else may have had the directory.
+    /// The evidence that another program may have had the directory.
     pub foreign: Option<String>,
-    /// Whether data may be gone that was written and not flushed, because the host was restarted or the disk has failed: as the next open
-    /// would find it.
+    /// True if unflushed writes may be lost, because the host was restarted or the disk has failed. The next
+    /// open would find the same.
     pub lost_cache: bool,
-    /// What was saved; nothing where that is damaged.
+    /// The saved state; empty if it is damaged.
     #[serde(skip)]
     pub saved: SavedState,
 }
@@ -104,7 +106,7 @@ pub struct OwnState {
 pub struct Problem {
     /// How bad it is.
     pub severity: Severity,
-    /// What is wrong, where, and what to do.
+    /// The problem, its place, and the remedy.
     pub message: String,
 }
 
@@ -167,7 +169,7 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     Ok(inspection)
 }
 
-/// A repair's note tells what an open does; nothing has been done yet.
+/// Puts a repair's note into the future tense: an open would do it, and nothing has been done yet.
 fn future(note: &str) -> String {
     format!("the next open mends this: {note}")
 }
@@ -246,8 +248,8 @@ fn own_state(
     Ok(OwnState { status, length_bytes, epoch, foreign, lost_cache, saved })
 }
 
-/// Whether something may be gone that was in the page cache when the host was restarted, or the disk has failed. Nothing is where no region
-/// was written since everything was flushed.
+/// Returns true if data may be lost from the page cache, by a restart of the host or a failure of the disk.
+/// No data is lost if no region was written since the last complete flush.
 fn lost_cache(
     directory: &Directory,
     volume: &VolumeMeta,
@@ -273,7 +275,7 @@ fn layers_of(layout: &Layout) -> Vec<InspectedLayer> {
     layers.collect()
 }
 
-/// What can be said about the layers of a directory that makes no sense.
+/// Returns the known facts about the layers of a directory without a valid layout.
 fn layers_found(facts: &DirectoryFacts) -> Vec<InspectedLayer> {
     let layers = facts.images.iter().map(|(image, found)| {
         let meta =

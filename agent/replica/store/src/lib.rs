@@ -1,4 +1,4 @@
-//! One replica: a directory of sparse files in Longhorn's version-1 format.
+//! A replica: a directory of sparse files in Longhorn's version-1 format.
 //!
 //! [`Store`] opens a directory, holds it alone, and answers three kinds of calls:
 //!

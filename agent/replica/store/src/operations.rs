@@ -36,8 +36,8 @@ impl Store {
         self.put_head_above(operation)
     }
 
-    /// Makes the volume larger, durably; what is added reads as zeroes. Requests may be in flight: files, and plans
-    /// made before, stay as they are. To the size that it has it changes nothing.
+    /// Enlarges the volume durably; the added part reads as zeroes. Requests may be in flight: files, and
+    /// plans made before, stay as they are. To the size that it has it changes nothing.
     ///
     /// # Errors
     /// [`StoreError`]; the volume then has its old size, unless the store [is broken](Store::is_broken).
@@ -58,7 +58,7 @@ impl Store {
         Ok(())
     }
 
-    /// As [`Store::settle`], without opening the files anew: they are in use.
+    /// Settles like [`Store::settle`], without opening the files anew, because they are in use.
     fn settle_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
         self.broken = true;
         let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
@@ -72,8 +72,8 @@ impl Store {
         if self.layout.size_bytes() == new_size_bytes { Ok(()) } else { Err(error) }
     }
 
-    /// Throws away what was written since a snapshot. No request may be in flight, and whoever has
-    /// the volume mounted must have let it go.
+    /// Discards the writes since a snapshot. No request may be in flight, and every mount of the volume must
+    /// be gone.
     ///
     /// # Errors
     /// [`StoreError`]; the volume is then as it was.
@@ -127,8 +127,8 @@ impl Store {
         }
     }
 
-    /// An operation failed in the middle: does at once what the next open would do. Where the
-    /// operation had happened and only tidying failed, it counts as done.
+    /// Recovers from an operation that failed in the middle, as the next open would. If only the tidying
+    /// failed, the operation counts as done.
     fn settle(&mut self, operation: &Operation, error: StoreError) -> Result<()> {
         self.broken = true;
         let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
@@ -169,7 +169,7 @@ impl Store {
         Ok(())
     }
 
-    /// Opens the files of the chain again and forgets what is known about them.
+    /// Opens the files of the chain again and drops the block map.
     pub(crate) fn reopen(&mut self) -> Result<()> {
         let writable = if self.copy.is_some() { Writable::All } else { Writable::Head };
         let opened = open_chain(&self.directory, self.layout.clone(), self.host, writable);
@@ -180,7 +180,7 @@ impl Store {
     }
 }
 
-/// Another thread may be saving state right now: what it writes is not for a repair to sweep up.
+/// Removes the step that deletes the temporary state file, because another thread may be writing it.
 fn without_state_temp(steps: Vec<Step>) -> Vec<Step> {
     let state_temp = Step::Unlink { name: temp_name(STATE_FILE) };
     steps.into_iter().filter(|step| *step != state_temp).collect()

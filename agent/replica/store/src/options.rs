@@ -27,15 +27,15 @@ pub struct OpenOptions {
     /// Take layers that are shorter than the one above although nothing tells of an expansion. The
     /// sizes are remembered, so that it need be said only once.
     pub accept_short_layers: bool,
-    /// Where it is noted that data may be gone if nothing in the directory can be changed, as after a file system has given up. A
-    /// file that is not there yet, on another file system, which keeps it until the host is restarted: `/run` does. Whoever
-    /// opens the directory next has to name the same file.
+    /// A file for the note that data may be lost, if nothing in the directory can be changed, as after a file
+    /// system has given up. A file that is not there yet, on another file system, which keeps it until the
+    /// host is restarted: `/run` does. Whoever opens the directory next has to name the same file.
     pub loss_note: Option<PathBuf>,
     /// Stops or fails in the middle; for crash tests.
     pub fault: Option<FaultHook>,
 }
 
-/// What a [`FaultHook`] makes of a step that is done.
+/// The decision of a [`FaultHook`] on a completed step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Nothing.
@@ -46,7 +46,8 @@ pub enum Fault {
     Fail(i32),
 }
 
-/// Called after every step of an operation and every chunk that a fold copies, with what was done.
+/// A hook that is called with a description after every step of an operation and every chunk that a fold
+/// copies.
 #[derive(Clone)]
 pub struct FaultHook(Arc<dyn Fn(&str) -> Fault + Send + Sync>);
 

@@ -43,7 +43,7 @@ impl RegionFile {
         self.file.sync_data()
     }
 
-    /// Its descriptor.
+    /// Returns the descriptor of the file.
     #[must_use]
     pub fn raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
@@ -66,7 +66,7 @@ impl Store {
         Ok(names.iter().filter_map(|name| name.strip_prefix(MISSED_PREFIX)?.parse().ok()).collect())
     }
 
-    /// What the file of a set holds, if there is one.
+    /// Reads the file of a set, if it exists.
     ///
     /// # Errors
     /// An I/O error.
@@ -87,8 +87,8 @@ impl Store {
         Ok(RegionFile { file, inode })
     }
 
-    /// Makes the file of a set, with these bytes, in place of one that is there. Whole and durable on return;
-    /// after an error there is none, or the one from before.
+    /// Creates or replaces the file of a set with these bytes. The file is complete and durable on return.
+    /// After an error it is absent, or the former one.
     ///
     /// # Errors
     /// An I/O error. A little space is set aside, so that there is room for a few files on a full disk.
@@ -97,8 +97,8 @@ impl Store {
         self.adopt_regions(key)
     }
 
-    /// Writes the file of a set that is to take the place of the one that is there, under another name. Durable on
-    /// return; the next opening forgets it.
+    /// Writes a new file of a set under another name, to replace the existing one. Durable on return; the
+    /// next opening removes it.
     ///
     /// # Errors
     /// As [`Store::make_regions`]; there is none then.
@@ -118,7 +118,7 @@ impl Store {
         let _ = self.directory.unlink(&temp_name(&name_of(key)));
     }
 
-    /// The file of a set that was staged takes the place of the one that is there.
+    /// Replaces the file of a set by the staged one.
     ///
     /// # Errors
     /// An I/O error.
@@ -159,7 +159,7 @@ impl Store {
     }
 }
 
-/// The regions that were written lately, where that is kept; `epoch` is the one that counts.
+/// Returns the recently written regions, if they are recorded; `epoch` is the current one.
 pub(crate) fn written_lately(
     directory: &Directory,
     regions: Regions,

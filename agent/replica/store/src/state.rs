@@ -1,4 +1,5 @@
-//! What we keep beside the volume: bytes that the caller understands, in a file that Longhorn ignores.
+//! The state that Shorthorn keeps beside the volume: bytes that the caller understands, in a file that
+//! Longhorn ignores.
 //!
 //! The file is one line of JSON (format, epoch, length and checksum of what follows) and the bytes.
 
@@ -12,20 +13,20 @@ use crate::error::StoreError;
 pub(crate) const STATE_FILE: &str = "shorthorn.state";
 const FORMAT: u32 = 1;
 
-/// What was saved.
+/// The saved state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SavedState {
     /// Nothing, ever.
     None,
     /// The state belongs to the volume as it is.
     Current(Vec<u8>),
-    /// Somebody else has had the directory open since, or it was copied: whatever the state says
-    /// about the volume's content may be wrong.
+    /// Another program has had the directory open since, or it was copied: statements of the state about the
+    /// volume's content may be wrong.
     Outdated(Vec<u8>),
 }
 
 impl SavedState {
-    /// What was saved, whatever it is worth.
+    /// Returns the saved bytes, valid or not.
     #[must_use]
     pub fn bytes(&self) -> Option<&[u8]> {
         match self {
@@ -71,14 +72,14 @@ impl StateWriter {
     }
 }
 
-/// Reads the state; `epoch` is the one that counts.
+/// Reads the state; `epoch` is the current one.
 pub(crate) fn load(directory: &Directory, epoch: u64) -> Result<SavedState, StoreError> {
     let Some(bytes) = directory.read(STATE_FILE)? else { return Ok(SavedState::None) };
     let damaged = |reason: String| StoreError::StateDamaged { path: directory.path_of(STATE_FILE), reason };
     parse(bytes, epoch).map_err(damaged)
 }
 
-/// What is wrong with the content of the file, in words, or the state.
+/// Parses the content of the file. The error is a description of the problem.
 fn parse(mut bytes: Vec<u8>, epoch: u64) -> Result<SavedState, String> {
     let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("it has no first line")?;
     let header: Header =
@@ -117,7 +118,8 @@ mod tests {
             prop_assert!(found.is_err() || bytes.first() == Some(&b'{'), "{found:?}");
         }
 
-        /// The payload is what was saved, or the file is refused; the epoch of the first line is in no check.
+        /// Checks that a changed file is either refused or has the saved payload. No check covers the epoch
+        /// of the first line.
         #[test]
         fn a_changed_file_is_refused_or_says_the_same(
             payload in prop::collection::vec(any::<u8>(), 0..60),

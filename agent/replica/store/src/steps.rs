@@ -51,8 +51,8 @@ impl Executor<'_> {
         Ok(())
     }
 
-    /// Executes the steps that copy for a fold: what cannot be made durable of that is still in the layer above, and is
-    /// copied again. `progress` hears how many bytes more are copied.
+    /// Executes the copy steps of a fold. Data that cannot be made durable is still in the layer above, and
+    /// is copied again. `progress` gets the number of further bytes copied.
     pub fn copy(&self, steps: &[Step], progress: &mut dyn FnMut(u64)) -> Result<()> {
         for step in steps {
             self.execute(step, progress)?;

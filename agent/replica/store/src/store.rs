@@ -1,4 +1,4 @@
-//! One open replica directory.
+//! An open replica directory.
 
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::DirBuilderExt;
@@ -34,7 +34,7 @@ type Result<T> = std::result::Result<T, StoreError>;
 /// How much the synchronous calls move at a time.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
-/// One open replica directory, held alone.
+/// An open replica directory, held exclusively.
 ///
 /// Calls that change the directory (operations) wait for the disk and take milliseconds; the plans
 /// do not, except where they meet a part of the volume for the first time and ask the file system
@@ -57,7 +57,7 @@ pub struct Store {
     pub(crate) copy: Option<Copy>,
     /// Whoever changes the volume keeps account of the regions that have no sums.
     pub(crate) keeps_sums: bool,
-    /// Where blocks of the head may be allocated and not written.
+    /// The range in which blocks of the head may be allocated but not written.
     pub(crate) unwritten: Option<ByteRange>,
     pub(crate) repairs: Vec<String>,
     boot: Boot,
@@ -91,8 +91,8 @@ impl Store {
         Store::open_locked(directory, lock, host, options)
     }
 
-    /// Opens a replica, and finishes or takes back what a crash interrupted. A disk that fails at that counts as one that has lost
-    /// data ([`StoreInfo::lost_cache`]) when it is opened again.
+    /// Opens a replica, and finishes or reverts interrupted operations. If the disk fails meanwhile, the next
+    /// opening treats it as a loss of data ([`StoreInfo::lost_cache`]).
     ///
     /// # Errors
     /// [`StoreError`]; the directory is then as it was, unless a repair was under way.
@@ -232,7 +232,7 @@ impl Store {
         self.host.direct_io
     }
 
-    /// What offset and length of a read must be a multiple of: 1, 512 or 4096. Whole blocks always
+    /// Returns the alignment of offset and length of a read in bytes: 1, 512 or 4096. Whole blocks always
     /// will do. Where it is 4096 and a read is for less, plan it for whole blocks and drop the rest.
     #[must_use]
     pub fn alignment_bytes(&self) -> u32 {
@@ -267,7 +267,7 @@ impl Store {
         snapshots(&self.layout)
     }
 
-    /// What was found at the opening, and what holds now.
+    /// Returns the findings at the opening, and the current state.
     #[must_use]
     pub fn info(&self) -> StoreInfo {
         StoreInfo {
@@ -285,7 +285,7 @@ impl Store {
         }
     }
 
-    /// What was saved with [`Store::save_state`].
+    /// Reads the state that [`Store::save_state`] saved.
     ///
     /// # Errors
     /// [`StoreError::StateDamaged`], or an I/O error.
@@ -320,8 +320,9 @@ impl Store {
         self.change_volume(|volume| volume.set_rebuilding(rebuilding))
     }
 
-    /// Marks the replica as one that has left its view, or is back in it. Longhorn, which has no views, takes one that has
-    /// left as one that is being rebuilt. To us the mark says nothing: the views do.
+    /// Marks the replica as one that has left its view, or is back in it. Longhorn, which has no views,
+    /// treats a replica that has left as one that is being rebuilt. Shorthorn relies on the views instead of
+    /// the mark.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -366,14 +367,14 @@ impl Store {
         self.boot.lose(&self.directory, failures)
     }
 
-    /// Whether that was noted since the store was opened, by [`Store::note_lost_cache`] or by an operation that could
-    /// not make data durable ([`StoreError::NotDurable`]).
+    /// Returns true if a loss was noted since the store was opened, by [`Store::note_lost_cache`] or by an
+    /// operation that could not make data durable ([`StoreError::NotDurable`]).
     #[must_use]
     pub fn has_lost_cache_now(&self) -> bool {
         self.boot.is_lost_now()
     }
 
-    /// Notes that data may be gone where that is what an operation has met.
+    /// Notes that data may be lost if the result of an operation says so.
     pub(crate) fn noting_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
         if let Err(StoreError::NotDurable { noted, .. }) = &mut result {
             // Whether it fails by that, and how often it has, is for the caller to say.
@@ -382,7 +383,7 @@ impl Store {
         result
     }
 
-    /// Forgets what is known about the files of the chain.
+    /// Drops the block map.
     pub(crate) fn forget_map(&mut self) {
         let chain = self.layout.chain().iter().filter_map(|image| self.files.find(image)).collect();
         self.map = BlockMap::new(self.layout.size_bytes(), chain, self.host.can_punch);
@@ -449,7 +450,7 @@ fn make_directory(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes what an interrupted `create` left, and refuses anything else.
+/// Removes the remains of an interrupted `create`, and refuses anything else.
 fn sweep_for_create(directory: &Directory) -> Result<()> {
     let facts = collect(directory)?;
     if facts.volume_meta.is_some() {

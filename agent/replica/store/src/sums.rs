@@ -1,4 +1,5 @@
-//! Sums of snapshots' layers, kept beside them in `shorthorn.sums-<snapshot>`, and putting right what does not fit them.
+//! Keeps sums of snapshots' layers beside them in `shorthorn.sums-<snapshot>`, and repairs data that does not
+//! match them.
 //!
 //! What is summed, and how, is the business of whoever keeps them. A file of sums belongs to one file of one layer: it
 //! names its inode and size and the epoch in which it was written, and is removed with the layer. The time of the
@@ -54,7 +55,7 @@ pub struct LayerSums {
     pub sums: Vec<u32>,
 }
 
-/// What there is of a layer's sums.
+/// The sums found for a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundSums {
     /// Nothing, or of a file that had this name before.
@@ -149,8 +150,8 @@ fn file_of(image: &ImageName) -> Option<String> {
 }
 
 impl Store {
-    /// The layer of a snapshot of the chain, by the name of its image. Not one that is being copied to: that is not
-    /// whole.
+    /// Returns the layer of a snapshot of the chain, by the name of its image. An incomplete copy of a layer
+    /// does not count.
     #[must_use]
     pub fn snapshot_layer(&self, image: &str) -> Option<FileIndex> {
         self.snapshot_image(image).and_then(|image| self.files.find(image))
@@ -217,7 +218,7 @@ impl Store {
         })
     }
 
-    /// A snapshot's layer is about to change or to go: its sums go first.
+    /// Removes the sums of a snapshot's layer before the layer changes or is deleted.
     pub(crate) fn drop_sums(&self, image: &ImageName) -> Result<()> {
         let Some(name) = file_of(image) else { return Ok(()) };
         if self.directory.stat(&name)?.is_some() {
@@ -227,7 +228,7 @@ impl Store {
         Ok(())
     }
 
-    /// Where the next data of a layer from `from_bytes` on is.
+    /// Returns the next data of a layer at or after `from_bytes`.
     ///
     /// # Errors
     /// What the file system answers.
@@ -260,8 +261,8 @@ impl Store {
         Ok(runs)
     }
 
-    /// Puts right what a snapshot's layer holds in `range`: the blocks of `runs`, which are inside it and whose data is
-    /// `data`, one behind the other, and no others. Durable on return. Waits for the disk.
+    /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no
+    /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
     ///
     /// A read that was planned before and has not ended may see what was there, what is there now, or zeroes where a
     /// block goes that should never have been there. Plans made before are void afterwards.
@@ -441,7 +442,8 @@ mod tests {
             prop_assert!(!matches!(LayerSums::decode(&bytes, SUBJECT), FoundSums::Kept(_)));
         }
 
-        /// With a check that fits, as an attacker makes it: what is kept has one sum for each piece, and is written again as it was.
+        /// Tests changed sums with a valid check, as an attacker makes them. Accepted sums have one entry for
+        /// each piece, and are written again unchanged.
         #[test]
         fn changed_sums_are_refused_or_written_again(
             changes in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 0..4),

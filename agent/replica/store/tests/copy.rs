@@ -48,7 +48,7 @@ fn open(path: &Path, fault: Option<FaultHook>) -> Result<Store, StoreError> {
     Store::open(path, OpenOptions { accept_rebuilding: true, fault, ..OpenOptions::default() })
 }
 
-/// What the courier of an engine does.
+/// Copies like the courier of an engine.
 fn copy(source: &Store, target: &mut Store, count: &AtomicUsize) -> Result<(), StoreError> {
     let layers = source.copy_layers()?;
     let done = target.begin_copy(layers.clone())?;

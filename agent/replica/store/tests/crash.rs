@@ -17,7 +17,7 @@ use shorthorn_store::{
 const TIME: &str = "2026-01-01T00:00:00Z";
 const SIZE_BYTES: u64 = 96 << 10;
 
-/// What a directory shows: the volume, and each snapshot with its content unless it is removed.
+/// The visible state of a directory: the volume, and each snapshot with its content unless it is removed.
 #[derive(Clone, Debug, PartialEq)]
 struct View {
     volume: Vec<u8>,

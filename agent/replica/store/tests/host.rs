@@ -1,5 +1,5 @@
-//! File systems that replicas can be on, and those that they cannot. Made in files and mounted,
-//! which takes root and the tools; without them these tests pass without a check, and say so.
+//! Tests file systems that can hold replicas, and file systems that cannot. Made in files and mounted, which
+//! takes root and the tools; without them these tests pass without a check, and say so.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 mod common;

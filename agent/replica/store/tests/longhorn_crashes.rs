@@ -1,4 +1,4 @@
-//! What a Longhorn process that dies in the middle of an operation leaves behind.
+//! Tests the remains of a Longhorn process that dies in the middle of an operation.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 mod common;

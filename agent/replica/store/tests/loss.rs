@@ -152,7 +152,7 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
     assert!(open(&path).info().lost_cache);
 }
 
-/// As after a file system has given up: nothing in the directory can be changed.
+/// Simulates a file system that has given up: nothing in the directory can be changed.
 #[test]
 fn where_nothing_can_be_changed_it_is_noted_elsewhere() {
     let base = scratch();

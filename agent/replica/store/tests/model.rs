@@ -56,7 +56,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What the volume and its snapshots must read as.
+/// The expected content of the volume and its snapshots.
 struct Model {
     volume: Vec<u8>,
     snapshots: BTreeMap<String, Snapshot>,

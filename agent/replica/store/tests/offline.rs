@@ -1,4 +1,4 @@
-//! Inspection and export: what people see, and that nothing changes.
+//! Tests inspection and export: their output for people, and that nothing changes.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 mod common;

@@ -32,7 +32,7 @@ impl Caller {
         File::from(self.store.fd(index).try_clone_to_owned().unwrap())
     }
 
-    /// Does what a plan says, with I/O of whole blocks from aligned memory only.
+    /// Executes the steps of a plan, with I/O of whole blocks from aligned memory only.
     fn write(&mut self, offset: u64, data: &[u8]) {
         let range = ByteRange::new(offset, data.len() as u64).unwrap();
         let plan = self.store.plan_write(range).unwrap();

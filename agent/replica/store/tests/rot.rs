@@ -30,7 +30,7 @@ fn change(file: &Path, from: &str, to: &str) {
     std::fs::write(file, text.replacen(from, to, 1)).unwrap();
 }
 
-/// As a version of ours that knows no checks would have written it, or Longhorn.
+/// Removes the check from a file, as a Shorthorn version without checks, or Longhorn, would have written it.
 fn take_check_out(file: &Path) {
     let mut document: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     document.as_object_mut().unwrap().remove("ShorthornCheck").unwrap();

@@ -1,4 +1,4 @@
-//! What we keep beside the volume, and how we notice that somebody else was there.
+//! Tests the state that Shorthorn keeps beside the volume, and the detection of other users of the directory.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 mod common;
@@ -28,7 +28,7 @@ fn with_state(clean: bool) -> Fixture {
     fixture
 }
 
-/// What the fixture's state counts as, told by a reader first, because the store writes.
+/// Returns the status of the fixture's state, read by a reader first, because the store writes.
 fn status(path: &Path) -> SavedState {
     let told = inspect(path).unwrap().own_state.status;
     let read_only = Store::open(path, OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use shorthorn_replica::ReplicaError;
 
-/// As that of the program that is installed.
+/// The exit code of a failed replica, as in the installed program.
 const FAILED: u8 = 13;
 
 fn main() -> ExitCode {

@@ -30,7 +30,7 @@ impl Drop for Mounted {
     }
 }
 
-/// Runs a program that must succeed; what it prints.
+/// Runs a program that must succeed, and returns its output.
 pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -61,8 +61,8 @@ pub fn break_down(directory: &Path) {
     unsafe { shut_down_file_system(file.as_raw_fd(), &mut without_flushing) }.unwrap();
 }
 
-/// The head of the replica in `directory` comes to lie on another file system, which can be frozen without the
-/// rest of the directory.
+/// Moves the head of the replica in `directory` to another file system, which can be frozen without the rest
+/// of the directory.
 pub fn move_head(directory: &Path, to: &Mounted) -> Mounted {
     let head = directory.join("volume-head-000.img");
     let moved = to.0.join("head");

@@ -27,7 +27,7 @@ pub fn generation(attach: u64) -> Generation {
     Generation::new(attach, 0)
 }
 
-/// What a replica is started with, all of it under `base`.
+/// Returns the spec of a replica with all its files under `base`.
 pub fn spec(base: &Path, size_bytes: u64) -> ReplicaSpec {
     let replica = ReplicaId::from_random(7);
     ReplicaSpec {
@@ -112,7 +112,7 @@ impl Replica {
         self.child.wait().unwrap()
     }
 
-    /// As [`Replica::terminate`], of one that is to be replaced.
+    /// Ends the process like [`Replica::terminate`], for a replica that is to be replaced.
     pub fn terminate_in_place(&mut self) -> ExitStatus {
         self.signal("-TERM");
         self.child.wait().unwrap()
@@ -160,7 +160,7 @@ impl Drop for Replica {
 /// An engine's end of a connection.
 pub struct Client {
     pub socket: UnixStream,
-    /// Of all twins.
+    /// The session of all twins.
     session: Arc<Mutex<Session>>,
     next_id: u64,
 }
@@ -374,7 +374,7 @@ pub fn base() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// One in memory, where there is such a place: for what makes so many things durable that a disk takes minutes.
+/// Returns a directory in memory, if possible: a disk would take minutes for the syncs of such a test.
 pub fn base_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| base())
 }

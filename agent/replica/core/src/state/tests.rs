@@ -24,10 +24,10 @@ pub(crate) struct Memory {
     sets: BTreeMap<SetKey, Vec<u8>>,
     lost_cache: bool,
     failures: u32,
-    /// What becomes of the note of a failure.
+    /// The fate of the note of a failure.
     noted: Noted,
     says_left: bool,
-    /// What was done.
+    /// The executed steps.
     done: Vec<String>,
     /// Which of the coming steps fails, and how; a step that fails is done or not.
     fails: Option<(usize, Errno, bool)>,
@@ -153,7 +153,8 @@ fn check_promise(disk: &Memory) {
     }
 }
 
-/// Runs `change`, with each of its steps failing in turn, done or not: `check` looks at what is left.
+/// Runs `change` with each of its steps failing in turn, done or not, and calls `check` on the remaining
+/// state.
 fn with_each_failure(
     change: impl Fn(&mut Memory, &mut ReplicaState) -> Result<(), Errno>,
     prepare: impl Fn() -> (Memory, ReplicaState),

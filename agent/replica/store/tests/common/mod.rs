@@ -1,4 +1,4 @@
-//! What the tests of the store share.
+//! Helpers that the tests of the store share.
 #![allow(dead_code, clippy::unwrap_used)] // Each test program uses a part of it; helpers count as no tests to clippy.
 
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use shorthorn_store::Store;
 use tempfile::TempDir;
 
-/// A directory that a real Longhorn engine made, and what it must read as.
+/// A directory that a real Longhorn engine made, and its expected content.
 pub struct Fixture {
     _temp: TempDir,
     path: PathBuf,
