@@ -17,15 +17,15 @@ pub enum ControlError {
     Io {
         /// The socket.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The answer is not what this version expects.
+    /// The answer is not valid in this version.
     #[error("control socket {path}: unexpected answer: {source}")]
     Answer {
         /// The socket.
         path: PathBuf,
-        /// What is wrong.
+        /// The error of the parser.
         source: serde_json::Error,
     },
 }
@@ -94,7 +94,7 @@ impl Client {
         Ok(std::iter::from_fn(move || self.read(&mut lines).transpose()))
     }
 
-    /// Asks the process to do something; what becomes of that shows in its status.
+    /// Sends an order to the process. The result shows in its status.
     ///
     /// # Errors
     /// [`ControlError`].

@@ -18,18 +18,18 @@ const LINE_MAX_BYTES: u64 = 32 << 10;
 /// A client that does not take its status for so long is cut off.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Takes what clients ask the process to do.
+/// Handles the orders of clients to the process.
 type Order = dyn Fn(Command) + Send + Sync;
-/// Knows what was done for whoever uses the device.
+/// Returns the counters of the requests of the device's user.
 type Count = dyn Fn() -> IoCounters + Send + Sync;
 
-/// Where the process puts its newest status; cheap to clone.
+/// The publisher of the process's status; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Publisher(Arc<Shared>);
 
 struct Shared {
     newest: Mutex<(u64, Status)>,
-    /// Who knows what was done, once somebody does.
+    /// The source of the counters, once it is set.
     count: OnceLock<Box<Count>>,
     changed: Condvar,
     clients: AtomicUsize,
@@ -49,7 +49,7 @@ impl Shared {
 }
 
 impl Publisher {
-    /// Changes the status and tells everybody who watches, if it is different afterwards.
+    /// Changes the status, and sends it to all watchers if it differs.
     pub fn update(&self, change: impl FnOnce(&mut Status)) {
         let mut newest = self.0.lock();
         let before = newest.1.clone();
@@ -60,7 +60,7 @@ impl Publisher {
         }
     }
 
-    /// From now on `count` is asked what was done for whoever uses the device; the first one stays.
+    /// Sets `count` as the source of the counters. Only the first call counts.
     pub fn count_with(&self, count: impl Fn() -> IoCounters + Send + Sync + 'static) {
         let _ = self.0.count.set(Box::new(count));
     }
@@ -83,8 +83,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Binds the socket at `path` (mode 0600; what an earlier process left there is removed) and serves it
-    /// on threads of its own. `order` is called with what clients ask the process to do.
+    /// Binds the socket at `path` (mode 0600), in place of that of an earlier process, and serves it on its
+    /// own threads. `order` is called with the orders of clients.
     ///
     /// # Errors
     /// What bind answers, for instance for a path of more than 107 bytes.

@@ -15,16 +15,16 @@ use thiserror::Error;
 #[serde(transparent)]
 pub struct Unknown(BTreeMap<String, serde_json::Value>);
 
-/// What a replica process is started with.
+/// The settings of a replica process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaSpec {
     /// The volume that it belongs to.
     pub volume: VolumeName,
-    /// Its identity.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// The replica directory.
     pub directory: PathBuf,
-    /// Size of a new directory. One that is there has the size to which engines have had it grow.
+    /// The size of a new directory in bytes. An existing one keeps the size to which engines have grown it.
     pub size_bytes: u64,
     /// True if a missing directory may be made.
     pub create: bool,
@@ -48,7 +48,7 @@ pub struct ReplicaSpec {
     pub unknown: Unknown,
 }
 
-/// [`ReplicaSpec::sum_bytes_per_s`] where nobody says anything else.
+/// The default of [`ReplicaSpec::sum_bytes_per_s`].
 pub const SUM_BYTES_PER_S: u64 = 32 << 20;
 
 fn sum_bytes_per_s_default() -> u64 {
@@ -61,16 +61,17 @@ fn is_sum_bytes_per_s_default(value: &u64) -> bool {
     *value == SUM_BYTES_PER_S
 }
 
-/// What an engine process is started with.
+/// The settings of an engine process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineSpec {
     /// The volume.
     pub volume: VolumeName,
-    /// Its size. Replicas that have less grow before they are used; one that has more is not taken.
+    /// The size of the volume in bytes. Smaller replicas grow before they are used, and larger ones are
+    /// refused.
     pub size_bytes: u64,
     /// Number of the attachment.
     pub attach: u64,
-    /// Where the replicas are.
+    /// The addresses of the replicas.
     pub replicas: Vec<ReplicaEndpoint>,
     /// Which frontend.
     pub frontend: FrontendChoice,
@@ -96,11 +97,11 @@ pub struct EngineSpec {
     /// How much copying may take of the volume's speed.
     #[serde(default)]
     pub rebuild: RebuildLimits,
-    /// Where nothing was written for so long, the members count as equal again: after the engine's death its successor
-    /// makes them equal only where something was written since. Short: little has to be made equal then. Long: a region
-    /// that is in use is not noted again and again before it is written. While that is no more than 1 GiB, it is twelve
-    /// times as long. 0: never before the engine's orderly end; then
-    /// a copy to a replica that is interrupted begins anew as well.
+    /// The time after the last write to a region after which the members count as equal there, in
+    /// milliseconds. After the engine's death, its successor resyncs only regions that were written since.
+    /// Short: little has to be made equal then. Long: a region that is in use is not noted again and again
+    /// before it is written. While that is no more than 1 GiB, it is twelve times as long. 0: never before
+    /// the engine's orderly end; then a copy to a replica that is interrupted begins anew as well.
     #[serde(
         default = "intent_clear_after_ms_default",
         skip_serializing_if = "is_intent_clear_after_ms_default"
@@ -110,8 +111,8 @@ pub struct EngineSpec {
     /// replica.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
-    /// The first number of attachment since which nobody has had to let go of the volume: who uses it may have used it since
-    /// then, through engines with other numbers. 0: none before this one.
+    /// The first number of attachment since which no user had to release the volume. A current user may have
+    /// used it since then, through engines with other numbers. 0: none before this one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub continues: u64,
     /// Fields of a later version.
@@ -119,7 +120,7 @@ pub struct EngineSpec {
     pub unknown: Unknown,
 }
 
-/// [`EngineSpec::intent_clear_after_ms`] where nobody says anything else.
+/// The default of [`EngineSpec::intent_clear_after_ms`].
 pub const INTENT_CLEAR_AFTER_MS: u32 = 5000;
 
 fn intent_clear_after_ms_default() -> u32 {
@@ -132,7 +133,7 @@ fn is_intent_clear_after_ms_default(value: &u32) -> bool {
     *value == INTENT_CLEAR_AFTER_MS
 }
 
-/// As above.
+/// Returns true if the value is 0, to omit it from the text.
 #[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
 fn is_zero(value: &u64) -> bool {
     *value == 0
@@ -153,7 +154,7 @@ impl Default for RebuildLimits {
     }
 }
 
-/// Where one replica of the volume is.
+/// The address of one replica of the volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaEndpoint {
     /// Which replica has to answer there.
@@ -186,15 +187,15 @@ pub enum SpecError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The file does not say what a spec has to say.
+    /// The content of the file is not a valid spec.
     #[error("spec file {path}: {source}")]
     Content {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with line and column.
+        /// The error of the parser, with line and column.
         source: serde_json::Error,
     },
 }

@@ -5,18 +5,18 @@ use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, Volum
 
 use crate::spec::{RebuildLimits, ReplicaEndpoint};
 
-/// What a client of a control socket asks for.
+/// A request of a client of a control socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Command {
-    /// One status.
+    /// Requests one status.
     Status,
-    /// One status now and one after every change.
+    /// Requests a status now and one after every change.
     Watch,
-    /// What was done for whoever uses the device: an [`IoCounters`]. A process that is no engine, or does not serve yet, has
-    /// done nothing.
+    /// Requests the [`IoCounters`] of the device's user. They are zero in a process that is no engine or does
+    /// not serve yet.
     Io,
-    /// End, and take the device away. What was written is flushed on every replica for some seconds at most.
+    /// Ends the process and removes the device. All replicas are flushed first, within some seconds.
     Stop,
     /// End and leave the device to the next process, which serves on. Requests in flight are finished first.
     Handover,
@@ -25,8 +25,8 @@ pub enum Command {
         /// Which one.
         view: View,
     },
-    /// The replicas of the volume are these now. One that is new is brought up; one that is gone is given up,
-    /// unless it is in the view.
+    /// Sets the replicas of the volume. A new one is rebuilt. A missing one is given up, unless it is in the
+    /// view.
     Replicas {
         /// All of them.
         replicas: Vec<ReplicaEndpoint>,
@@ -44,7 +44,7 @@ pub enum Command {
     },
     /// The volume grows: its replicas first, then its device. It never gets smaller.
     Expand {
-        /// Its new size.
+        /// The new size of the volume in bytes.
         size_bytes: u64,
     },
     /// Other limits for copying from now on.
@@ -54,13 +54,13 @@ pub enum Command {
     },
 }
 
-/// How a scrub goes about.
+/// The settings of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScrubOrder {
     /// The most that is compared; 0: no limit.
     pub bytes_per_s: u64,
-    /// True if what differs is made equal to the majority.
+    /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,
 }
 
@@ -69,9 +69,9 @@ pub struct ScrubOrder {
 pub struct GrantWanted {
     /// The view.
     pub view: View,
-    /// What it honours.
+    /// The report that the engine honours.
     pub honoured: ReplicaReport,
-    /// Who has stored it: all its members, and perhaps others of the views that it honours.
+    /// Replicas that have stored the view: all of its members, and perhaps others of the honoured views.
     pub stored: Members,
 }
 
@@ -80,7 +80,7 @@ pub struct GrantWanted {
 pub struct ExpansionStatus {
     /// The size that the volume is to have.
     pub size_bytes: u64,
-    /// What it waits for, for people; empty: it is under way.
+    /// The reason for waiting, for people; empty if the expansion is under way.
     pub message: String,
     /// True if the kernel cannot do it while the device is in use: the next attachment has the new size.
     #[serde(default)]
@@ -90,9 +90,10 @@ pub struct ExpansionStatus {
 /// How far copying is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyStatus {
-    /// What there was to copy when it began, in bytes of regions, with all that was counted while the replica was away.
+    /// The bytes to copy at the beginning, in whole regions, including those counted while the replica was
+    /// absent.
     pub total_bytes: u64,
-    /// What is left of that.
+    /// The bytes left to copy.
     pub left_bytes: u64,
     /// How fast it goes.
     pub bytes_per_s: u64,
@@ -113,7 +114,7 @@ impl CopyStatus {
     }
 }
 
-/// What the last or current scrub has found.
+/// The findings of the last or current scrub.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
     /// Which one it is, counted from 1 since the engine has started.
@@ -124,28 +125,28 @@ pub struct ScrubStatus {
     /// The snapshot that is being compared; empty: the volume is.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub snapshot: String,
-    /// Where it is, in the snapshot or in the volume.
+    /// The position in the snapshot or in the volume.
     pub at_bytes: u64,
     /// Places where members differed.
     pub found: u64,
-    /// Those of them that were repaired.
+    /// The number of differences that were repaired.
     pub repaired: u64,
-    /// The last of them, for people: which replica, where, and what was done.
+    /// The last difference, for people: the replica, the place, and the reaction.
     pub last: String,
 }
 
-/// What a process tells of itself.
+/// The status of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 #[allow(clippy::large_enum_variant)] // a process has one of it
 pub enum Status {
-    /// It is an engine.
+    /// The status of an engine.
     Engine(EngineStatus),
-    /// It is a replica.
+    /// The status of a replica.
     Replica(ReplicaStatus),
 }
 
-/// What an engine has done for whoever uses its device, since its process began.
+/// The requests that an engine has served since its process began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoCounters {
     /// Reads.
@@ -161,14 +162,14 @@ pub struct IoCounters {
     pub refused: u64,
 }
 
-/// What an engine has done of one kind of request.
+/// The served requests of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoCounter {
     /// Requests that were completed.
     pub operations: u64,
-    /// Their bytes, of those that went well.
+    /// The bytes of the successful requests.
     pub bytes: u64,
-    /// Those that ended with an error.
+    /// The number of requests that ended with an error.
     pub failed: u64,
     /// How long they took, one after the other, from when the engine had them to when they were completed.
     pub duration_us: u64,
@@ -191,15 +192,15 @@ impl IoCounter {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EnginePhase {
-    /// It opens replicas and brings up its device.
+    /// The engine opens replicas and creates its device.
     Starting,
-    /// It serves.
+    /// The engine serves the device.
     Serving,
-    /// It has no quorum: requests wait.
+    /// The engine has no quorum: requests wait.
     Frozen,
-    /// It takes its device away.
+    /// The engine removes its device.
     Stopping,
-    /// It was told of a higher generation, or cannot go on; `message` says why.
+    /// The engine has learned of a higher generation, or cannot continue; `message` has the reason.
     Stopped,
 }
 
@@ -214,7 +215,7 @@ pub struct EngineStatus {
     pub phase: EnginePhase,
     /// Why, for people; empty where all is well.
     pub message: String,
-    /// Its generation.
+    /// The generation of the engine.
     pub generation: Generation,
     /// The current view, once there is one.
     pub view: Option<View>,
@@ -229,11 +230,11 @@ pub struct EngineStatus {
     pub device: Option<String>,
     /// Size of the device, as whoever uses it sees it.
     pub size_bytes: u64,
-    /// True if writes may be gone that the user of the device was told are stored: every request is answered
-    /// with an error, until the volume is detached.
+    /// True if writes may be lost that the user of the device believes stored. Every request fails until the
+    /// volume is detached.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
-    /// What is still to come of an expansion.
+    /// The pending part of an expansion, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expansion: Option<ExpansionStatus>,
     /// The view that waits for the arbiter's grant: requests wait, or the start does.
@@ -245,7 +246,7 @@ pub struct EngineStatus {
     /// The last or current scrub, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub: Option<ScrubStatus>,
-    /// Version of the program that the process runs; empty: of one that does not say it.
+    /// The version of the program that the process runs; empty for a program that does not report it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub version: String,
 }
@@ -254,13 +255,13 @@ pub struct EngineStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemberMode {
-    /// It is being opened.
+    /// The replica is being opened.
     Connecting,
-    /// It is in the view.
+    /// The replica is in the view.
     Member,
-    /// It is being brought up.
+    /// The replica is being rebuilt.
     Rebuilding,
-    /// It is not: it has failed, or was never reached.
+    /// The replica has failed, or was never reached.
     Failed,
 }
 
@@ -322,6 +323,6 @@ pub struct ReplicaStatus {
     /// The views that it knows, no older than the generation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub views: Option<ReplicaReport>,
-    /// Its directory.
+    /// The directory of the replica.
     pub directory: PathBuf,
 }

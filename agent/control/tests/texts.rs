@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::{Command, EngineSpec, IoCounters, ReplicaSpec, Status};
 
-/// Texts as programs write them, with what may be left out.
+/// Texts as programs write them, with optional fields that may be absent.
 fn texts() -> Vec<String> {
     const VIEW: &str =
         r#"{"id":{"generation":{"attach":1,"restart":0},"number":1},"members":["000000a1","000000a2"]}"#;

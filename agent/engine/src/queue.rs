@@ -17,7 +17,7 @@ use crate::link::{self, Link, Notice};
 use crate::shared::{Mail, News, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
-/// The interval of the core's ticks while requests are in flight; the next constant is for an idle queue.
+/// The interval of the core's ticks while requests are in flight.
 const TICK_BUSY: Duration = Duration::from_millis(250);
 const TICK_IDLE: Duration = Duration::from_millis(1000);
 /// While the last requests are being answered.

@@ -100,13 +100,13 @@ unsafe impl Send for IoBuf {}
 
 #[allow(clippy::len_without_is_empty)]
 impl IoBuf {
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Where the bytes are.
+    /// Returns the address of the bytes.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()

@@ -1,4 +1,4 @@
-//! One io_uring per thread, with buffers and byte streams, behind a safe interface.
+//! An io_uring for each thread, with buffers and byte streams, behind a safe interface.
 //!
 //! All memory that the kernel reads or writes behind our back is in an [`Arena`], which is never given
 //! back while the process lives, or inside a [`Stream`], which outlives its own requests. That is what

@@ -1,7 +1,7 @@
 use std::io;
 
-/// What [`protect_thread`] could not do; each is a warning, not an error: the volume works without it
-/// until the host runs out of memory.
+/// The measures of [`protect_thread`] that failed. Each is a warning, not an error: the volume works without
+/// it until the host runs out of memory.
 #[derive(Debug, Default)]
 pub struct ProtectionReport {
     /// PR_SET_IO_FLUSHER failed: needs CAP_SYS_RESOURCE and Linux 5.6.
@@ -21,8 +21,9 @@ pub fn protect_allocations() -> Option<io::Error> {
     (result != 0).then(io::Error::last_os_error)
 }
 
-/// Makes the calling thread fit to serve a block device under memory pressure: [`protect_allocations`], and what the
-/// process has touched stays in memory (mlockall with MCL_ONFAULT: untouched buffers cost nothing).
+/// Prepares the calling thread to serve a block device under memory pressure. Calls [`protect_allocations`],
+/// and keeps the touched memory of the process from being swapped out (mlockall with MCL_ONFAULT: untouched
+/// buffers cost nothing).
 #[must_use]
 pub fn protect_thread() -> ProtectionReport {
     // SAFETY: mlockall with these arguments reads and writes no memory of ours.

@@ -14,10 +14,10 @@ const ENTER_GETEVENTS: u32 = 1 << 0;
 const ENTER_EXT_ARG: u32 = 1 << 3;
 const ENTER_NO_IOWAIT: u32 = 1 << 7;
 
-/// What the kernel has finished.
+/// A completion of the kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
-    /// What it belongs to.
+    /// The token of the completed operation.
     pub token: Token,
     /// The result as a system call would give it: negative errno on failure.
     pub result: i32,
@@ -33,7 +33,7 @@ impl Completion {
     }
 }
 
-/// How the thread of a ring comes to do its part of completions that another thread has begun.
+/// The way in which the thread of a ring runs its part of completions that another thread has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskWork {
     /// When it waits (IORING_SETUP_DEFER_TASKRUN, Linux 6.1): in batches, and without an interruption.
@@ -123,7 +123,8 @@ impl Ring {
         }
     }
 
-    /// Submits what is queued, waits for a completion (at most `timeout`), and appends all there are to `out`.
+    /// Submits the queued operations, waits for a completion (at most `timeout`), and appends all completions
+    /// to `out`.
     ///
     /// # Errors
     /// What io_uring_enter answers, other than interruption and time-out.
@@ -150,8 +151,9 @@ impl Ring {
         Ok(())
     }
 
-    /// Submits what is queued and waits for a completion. Unlike the functions of the library it does not have the host count the wait as one for
-    /// a disk: most of these waits are for requests that may never come, and an idle host would show its processors busy with I/O.
+    /// Submits the queued operations and waits for a completion. Unlike the functions of the library it does
+    /// not have the host count the wait as one for a disk: most of these waits are for requests that may
+    /// never come, and an idle host would show its processors busy with I/O.
     fn enter(&mut self, timeout: Option<Duration>) -> io::Result<usize> {
         let queued = u32::try_from(self.ring.submission().len()).unwrap_or(u32::MAX);
         let flags = ENTER_GETEVENTS | self.no_iowait;

@@ -25,7 +25,7 @@ pub struct StreamLimits {
     pub receive_bytes: usize,
 }
 
-/// What a completed receive brought.
+/// The result of a completed receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
     /// New bytes are in [`Stream::bytes`].
@@ -83,7 +83,7 @@ impl Stream {
         self.outgoing.push(header, Payload::Owned(payload.into_boxed_slice()), None)
     }
 
-    /// Starts sending what is queued, unless a send is in flight already.
+    /// Starts to send the queued data, unless a send is in flight already.
     pub fn flush(&mut self, ring: &mut Ring) {
         if self.outgoing.in_flight || !self.outgoing.gather() {
             return;
@@ -125,7 +125,7 @@ impl Stream {
         self.arm_at_most(ring, u32::MAX);
     }
 
-    /// As [`Stream::arm`], for no more than `bytes`: what comes after them stays in the socket.
+    /// Arms a receive like [`Stream::arm`], for at most `bytes`; later bytes stay in the socket.
     pub fn arm_at_most(&mut self, ring: &mut Ring, bytes: u32) {
         if self.incoming.in_flight {
             return;
@@ -148,7 +148,7 @@ impl Stream {
         }
     }
 
-    /// The socket, for another process that goes on with it.
+    /// Returns a descriptor of the socket for another process that continues with it.
     ///
     /// # Errors
     /// What dup answers.
@@ -156,7 +156,7 @@ impl Stream {
         self.fd.try_clone()
     }
 
-    /// Takes the completion of a receive. One that brought nothing is no error.
+    /// Handles the completion of a receive. A receive without data is no error.
     ///
     /// # Errors
     /// What recv answers: the connection is of no more use.
@@ -185,8 +185,8 @@ impl Stream {
         *start = (*start + count).min(*end);
     }
 
-    /// Receives the next `buf.len()` bytes into `buf`: those that are here already are copied, the rest is
-    /// received in place. True where all were here.
+    /// Receives the next `buf.len()` bytes into `buf`: copies those already received, and receives the rest
+    /// in place. Returns true if all bytes were already received.
     pub fn receive_into(&mut self, buf: IoBuf) -> bool {
         let here = self.bytes().len().min(buf.len());
         buf.copy_from(&self.bytes()[..here]);
@@ -338,7 +338,7 @@ impl Outgoing {
         owner
     }
 
-    /// Fills the message with as many segments as there are; false where nothing is queued.
+    /// Fills the message with the queued segments, as many as fit. Returns false if the queue is empty.
     fn gather(&mut self) -> bool {
         let mut used = 0;
         for n in 0..self.queued {
@@ -397,7 +397,7 @@ impl Incoming {
         Incoming { buffer: vec![0; bytes].into(), start: 0, end: 0, payload: None, in_flight: false }
     }
 
-    /// Where the next bytes go.
+    /// Returns the buffer for the next bytes.
     fn target(&mut self) -> (*mut u8, u32) {
         if let Some(payload) = self.payload {
             return (payload.as_ptr(), u32::try_from(payload.len()).unwrap_or(u32::MAX));

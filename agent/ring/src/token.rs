@@ -1,9 +1,9 @@
-/// What a completion belongs to, carried through the kernel in the 64 bits of user data.
+/// The identity of an operation, carried through the kernel to its completion in the 64 bits of user data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// Which part of the program the completion goes to.
+    /// The part of the program that handles the completion.
     pub source: u8,
-    /// What kind of operation of that part.
+    /// The kind of operation in that part.
     pub kind: u8,
     /// Which connection, queue tag or file.
     pub index: u16,

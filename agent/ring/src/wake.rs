@@ -33,7 +33,7 @@ impl Wake {
         Ok((Wake { fd, buf }, waker))
     }
 
-    /// Asks the ring for a completion with `token` when somebody wakes; again after every one.
+    /// Requests a completion with `token` for the next wake-up. The caller arms again after every one.
     pub fn arm(&self, ring: &mut Ring, token: Token) {
         ring.read(self.fd.as_raw_fd(), self.buf, u64::MAX, token);
     }

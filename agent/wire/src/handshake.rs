@@ -10,18 +10,18 @@ use crate::session::{Holder, Nonce, Proof, derive};
 /// First frame of a connection, from the replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Challenge {
-    /// Of the replica.
+    /// The nonce of the replica.
     pub nonce: Nonce,
 }
 
-/// Who the engine is and whom it means to talk to.
+/// The identity of the engine, and of the replica that it wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
     /// The volume that the engine serves.
     pub volume: VolumeName,
     /// The replica that it expects at this address.
     pub replica: ReplicaId,
-    /// Of this engine. Lower ones than the replica has seen are refused.
+    /// The generation of this engine. The replica refuses lower ones than it has seen.
     pub generation: Generation,
     /// Which of the engine's queues this connection serves, from 0.
     pub queue: u16,
@@ -32,7 +32,7 @@ pub struct Claim {
 pub struct Hello {
     /// The volume, the replica, the generation and the queue.
     pub claim: Claim,
-    /// Of the engine: the replica's proofs are over it.
+    /// The nonce of the engine, which the replica's proofs cover.
     pub nonce: Nonce,
     /// An HMAC with the volume's secret over both nonces and the claim.
     pub proof: Proof,
@@ -48,8 +48,8 @@ pub struct Welcome {
     pub size_bytes: u64,
     /// The views that it knows.
     pub report: ReplicaReport,
-    /// Whether the host has been restarted, or the disk has failed, since the replica last had everything durable: what was
-    /// written and not flushed then may be gone. Such a replica is the last choice as the source of a copy.
+    /// True if the host was restarted, or the disk has failed, while the replica's data was not durable. Its
+    /// unflushed writes may be lost. Such a replica is the last choice as the source of a copy.
     #[serde(default)]
     pub lost_cache: bool,
     /// True if it is being rebuilt: it lacks data, whatever its views say.
@@ -78,7 +78,7 @@ pub struct Refusal {
 pub struct ViewMessage {
     /// The view.
     pub view: View,
-    /// What the engine knew when it made it: the replica takes that over.
+    /// The report on which the engine has based the view: the replica takes it over.
     pub basis: ReplicaReport,
 }
 
@@ -127,7 +127,7 @@ pub fn decode_text<T: DeserializeOwned>(header: &Header, bytes: &[u8]) -> Result
 }
 
 impl Challenge {
-    /// The header that goes before it.
+    /// The header that precedes the challenge.
     pub const HEADER: Header = Header::request(Opcode::Challenge, 0, 0, 0);
 }
 

@@ -6,9 +6,9 @@ use thiserror::Error;
 
 /// Length of an encoded [`Header`].
 pub const HEADER_BYTES: usize = 48;
-/// Where its keyed check is, at its end.
+/// The offset of the keyed check, at the end of the header.
 const KEYED_CHECK_AT: usize = 40;
-/// The longest text of a control frame, but for those that carry a list of layers.
+/// The maximum length of the text of a control frame, except for texts with a list of layers.
 pub const MAX_TEXT_BYTES: u32 = 16 << 10;
 /// The longest list of layers: a chain has up to 250, whose documents and names have no small bound.
 pub const MAX_LAYERS_TEXT_BYTES: u32 = MAX_IO_BYTES;
@@ -16,7 +16,7 @@ pub const MAX_LAYERS_TEXT_BYTES: u32 = MAX_IO_BYTES;
 const MAGIC: u32 = u32::from_le_bytes(*b"SHRN");
 const VERSION: u8 = 2;
 
-/// What a frame asks for.
+/// The operation of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Opcode {
@@ -54,7 +54,7 @@ pub enum Opcode {
     /// Become a copy of a replica that has these layers. Text: [`crate::LayerList`]; the response carries
     /// [`crate::CopyState`].
     CopyBegin = 15,
-    /// Where does a layer have data? Text: [`crate::ExtentsQuery`]; the response carries
+    /// Requests the extents of a layer. Text: [`crate::ExtentsQuery`]; the response carries
     /// [`crate::ExtentsPage`].
     Extents = 16,
     /// Data of the range in one layer alone, whose number is in the status field. With [`Flags::CHECKED`], the
@@ -64,12 +64,12 @@ pub enum Opcode {
     WriteLayer = 18,
     /// A layer is, or all of them are, copied: make it durable. Text: [`crate::CopyEnd`].
     CopyEnd = 19,
-    /// What does a snapshot's layer hold in a range? Text: [`crate::LayerRange`]; the response carries
-    /// [`crate::LayerCheck`].
+    /// Requests the checks of a snapshot's layer in a range. Text: [`crate::LayerRange`]; the response
+    /// carries [`crate::LayerCheck`].
     CheckLayer = 20,
     /// Keep these sums of a snapshot's layer. Text: [`crate::KeepSums`].
     KeepSums = 21,
-    /// Put right what a snapshot's layer holds. Text: [`crate::LayerPatch`], and data behind it, see
+    /// Repairs a snapshot's layer. Text: [`crate::LayerPatch`], and data behind it, see
     /// [`crate::encode_patch`].
     RepairLayer = 22,
     /// The volume has grown. Text: [`crate::ExpandReplica`].
@@ -142,7 +142,8 @@ impl Flags {
     pub const NONE: Flags = Flags(0);
     /// The write is durable before it is answered.
     pub const FUA: Flags = Flags(1);
-    /// The read is answered with [`Errno::ROTTEN`] if the replica knows that what it has read is not what was stored there.
+    /// The replica answers the read with [`Errno::ROTTEN`] if it knows that its data is not what was stored
+    /// there.
     pub const CHECKED: Flags = Flags(2);
     /// The data of a layer that is written is rot: no member has what was stored there. It has to stay known as that.
     pub const ROTTEN: Flags = Flags(4);
@@ -166,7 +167,7 @@ impl Flags {
 /// The fixed part of a frame. A decoded header has passed every check that needs no volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What is asked for, or answered.
+    /// The operation that is requested or answered.
     pub opcode: Opcode,
     /// Bits beside it.
     pub flags: Flags,
@@ -178,12 +179,12 @@ pub struct Header {
     pub length_bytes: u32,
     /// Errno of a response; 0 is success. In a request for one layer its number, 0 in others.
     pub status: i32,
-    /// CRC-32C of the data behind the header, 0 where there is none. In the answer to a PING: how many MiB are free on the replica's
-    /// disk, 0 if it is not known.
+    /// The CRC-32C of the data behind the header, 0 without data. In the answer to a PING: how many MiB are
+    /// free on the replica's disk, 0 if it is not known.
     pub data_check: u32,
 }
 
-/// Why bytes are no frame. All end the connection: what follows cannot be trusted.
+/// The reason why bytes are no frame. Every error ends the connection, because later bytes cannot be trusted.
 #[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
 pub enum FrameError {
     /// The stream does not start with the magic.
@@ -195,12 +196,12 @@ pub enum FrameError {
     /// The header was damaged on the way.
     #[error("header check {found:#010x}, computed {computed:#010x}: damaged on the way")]
     HeaderCheck {
-        /// What the header says.
+        /// The check in the header.
         found: u32,
-        /// What its bytes give.
+        /// The check of the received bytes.
         computed: u32,
     },
-    /// The frame is not the one that the peer has sent at this place.
+    /// The frame is not the one that the peer has sent at this position.
     #[error(
         "the keyed check of frame {number} is wrong: the frame was repeated, put in another place, or made without the volume's \
          secret; look for an attacker in the network between the two hosts"
@@ -214,9 +215,9 @@ pub enum FrameError {
         "data check {found:#010x}, computed {computed:#010x} over {length_bytes} bytes: damaged on the way"
     )]
     DataCheck {
-        /// What the header says.
+        /// The check in the header.
         found: u32,
-        /// What the data gives.
+        /// The check of the received data.
         computed: u32,
         /// How long the data is.
         length_bytes: u32,
@@ -230,11 +231,11 @@ pub enum FrameError {
     /// A length over the limit of its opcode, or a range that no volume has.
     #[error("{opcode:?} at {offset_bytes} of {length_bytes} bytes is out of bounds")]
     Bounds {
-        /// Of this frame.
+        /// The opcode of this frame.
         opcode: Opcode,
-        /// Its offset.
+        /// The offset in the frame.
         offset_bytes: u64,
-        /// Its length.
+        /// The length in the frame.
         length_bytes: u32,
     },
     /// A text that is no JSON of the kind that its opcode carries.

@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-/// One layer of a replica: the head, or a snapshot.
+/// A layer of a replica: the head, or a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireLayer {
     /// Name of the image file.
@@ -38,18 +38,18 @@ pub struct ExtentsQuery {
 /// A run of whole blocks that have data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {
-    /// Where it begins.
+    /// The first byte of the extent.
     pub offset_bytes: u64,
     /// How long it is.
     pub length_bytes: u64,
 }
 
-/// Where a layer has data.
+/// A list of the extents of a layer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtentsPage {
     /// In order, at most [`ExtentsPage::EXTENTS_MAX`].
     pub extents: Vec<Extent>,
-    /// Where the next page begins, if there is one.
+    /// The first byte of the next page, if any.
     #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub next_bytes: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! Whether an answer of a replica that comes in pages can be true: nothing of it is used before.
+//! Checks that the pages of a replica's answer are plausible, before any of them is used.
 
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_VOLUME_BYTES};
 use shorthorn_types::{RUNS_PER_MARK_MAX, Regions, RegionsOf};
@@ -12,7 +12,8 @@ use crate::{ExtentsPage, ExtentsQuery, RegionsPage, RegionsQuery};
 pub struct BadPage(String);
 
 impl ExtentsPage {
-    /// Whether this can answer `query`: whole blocks in order, none before the page, and a next page only after a full one.
+    /// Returns an error unless this page can answer `query`: whole blocks in order, none before the page, and
+    /// a next page only after a full one.
     ///
     /// # Errors
     /// [`BadPage`].
@@ -54,8 +55,9 @@ impl ExtentsPage {
 }
 
 impl RegionsPage {
-    /// Whether this can answer `query`, which says in which regions it asks: runs in order within the volume, and a next page only
-    /// after a full one; of allocated regions, which take time to find, after one that has any.
+    /// Returns an error unless this page can answer `query`, which has the regions of the question. The runs
+    /// are in order within the volume, and a next page follows only a full one. For allocated regions, which
+    /// take time to find, it may follow any page with a run.
     ///
     /// # Errors
     /// [`BadPage`].

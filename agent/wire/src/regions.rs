@@ -9,7 +9,7 @@ pub const CONTROL_QUEUE: u16 = MAX_QUEUES;
 /// Asks for the regions of a set, a page at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionsQuery {
-    /// Of which set.
+    /// The set to list.
     pub of: RegionsOf,
     /// The first region of interest.
     pub from: u32,
@@ -34,7 +34,7 @@ pub struct RegionsPage {
     /// First region and count of each run, in order, at most
     /// [`RUNS_PER_MARK_MAX`](shorthorn_types::RUNS_PER_MARK_MAX).
     pub runs: Vec<(u32, u32)>,
-    /// Where the next page begins, if there is one.
+    /// The first region of the next page, if any.
     #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub next: Option<u32>,
     /// The stamp that is kept with the set: see [`is_current`](shorthorn_types::is_current). 0 of a set that is not kept.
@@ -43,6 +43,6 @@ pub struct RegionsPage {
 }
 
 impl RegionsPage {
-    /// Of a set that is not kept.
+    /// The answer for a set that is not kept.
     pub const NONE: RegionsPage = RegionsPage { kept: false, runs: Vec::new(), next: None, stamp: 0 };
 }

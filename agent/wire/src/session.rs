@@ -35,13 +35,13 @@ pub struct HexError;
 /// The replica has not proven that it has the volume's secret. Nothing that it says counts.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Unproven {
-    /// Its welcome.
+    /// The welcome of the replica.
     #[error(
         "the welcome does not prove the volume's secret: find out which process answers at this address, and whether it was \
          started with the secret of this volume"
     )]
     Welcome,
-    /// Its welcome is proven, but this version cannot read it.
+    /// The welcome is proven, but this version cannot read it.
     #[error("this version cannot read the welcome: run the same version on both hosts")]
     Text,
     /// The generation that it refuses the engine for.
@@ -57,7 +57,7 @@ pub enum Unproven {
     NotNewer {
         /// Which the replica names.
         holder: Generation,
-        /// Of the engine.
+        /// The generation of the engine.
         own: Generation,
     },
 }
@@ -86,7 +86,7 @@ pub struct ProvenWelcome {
 /// All replicas of a volume have the same secret. So a proof says that some process with the secret has answered as the
 /// replica that the hello names; it does not say that it is no other replica of the volume.
 pub struct Session {
-    /// Of the engine.
+    /// The generation of the engine.
     generation: Generation,
     /// Proves the replica's answer to the hello, and that a newer engine exists.
     answers: [u8; BYTES],
@@ -97,7 +97,7 @@ pub struct Session {
 /// The frames that go one way after the opening. Each has a number, which is not sent.
 struct Direction {
     key: SipHasher24,
-    /// Of the next frame.
+    /// The number of the next frame.
     number: u64,
 }
 
@@ -240,8 +240,8 @@ fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Hmac<Sha256> {
     mac
 }
 
-/// Tells the volume of that secret from another one that had its name before, and does not tell the secret: 16 hexadecimal
-/// digits of an HMAC-SHA-256.
+/// Identifies the volume of the secret, without revealing the secret: 16 hexadecimal digits of an
+/// HMAC-SHA-256. A former volume of the same name has another fingerprint.
 #[must_use]
 pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     // Names of state files have it: it must not change.
@@ -545,7 +545,7 @@ mod tests {
         );
     }
 
-    /// As the paper has it, with its key of the bytes 0 to 15.
+    /// Computes the SipHash as in its paper, with the key of the bytes 0 to 15.
     fn siphash_2_4(message: &[u8]) -> u64 {
         let (k0, k1) = (0x0706_0504_0302_0100_u64, 0x0f0e_0d0c_0b0a_0908_u64);
         let mut v = [

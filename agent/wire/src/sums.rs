@@ -1,4 +1,4 @@
-//! Sums of snapshots' layers, and putting right what does not fit them.
+//! Messages about the sums of snapshots' layers, and about repairs of data that does not match them.
 //!
 //! Layers are named by their images, not by numbers: a chain may change between two requests.
 
@@ -12,13 +12,13 @@ use crate::header::{FrameError, Header, Opcode};
 pub const SUM_PIECE_BYTES: u64 = MAX_IO_BYTES as u64;
 /// The sum of a piece in which a layer has no block at all.
 pub const EMPTY_SUM: u32 = 1;
-/// The most that one patch puts right, so that it fits a frame with what says where.
+/// The maximum bytes that one patch repairs, so that it fits a frame with the list of its blocks.
 pub const PATCH_BYTES_MAX: u32 = MAX_IO_BYTES / 2;
 
 /// A run of blocks that a layer has, inside a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SummedRun {
-    /// Its first block, counted from the start of the piece.
+    /// The first block, counted from the start of the piece.
     pub first_block: u32,
     /// How many blocks.
     pub blocks: u32,
@@ -37,18 +37,18 @@ pub fn piece_sum(runs: impl IntoIterator<Item = SummedRun>) -> u32 {
     sum.max(EMPTY_SUM)
 }
 
-/// Asks what a snapshot's layer holds in a range.
+/// Requests the checks of a snapshot's layer in a range.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerRange {
     /// Name of the image file.
     pub image: String,
-    /// Where the range begins: a multiple of [`SUM_PIECE_BYTES`].
+    /// The start of the range: a multiple of [`SUM_PIECE_BYTES`].
     pub offset_bytes: u64,
     /// How long it is: [`SUM_PIECE_BYTES`], or up to the end of the volume.
     pub length_bytes: u32,
 }
 
-/// What a snapshot's layer holds in a range.
+/// The checks of a snapshot's layer in a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerCheck {
     /// The sum as it is now; none where the layer cannot be read there.
@@ -68,13 +68,14 @@ pub struct LayerCheck {
 pub struct KeepSums {
     /// Name of the image file.
     pub image: String,
-    /// True if what was told before is void.
+    /// True if this message replaces all earlier ones.
     pub is_first: bool,
     /// True if this is all.
     pub is_last: bool,
     /// The number of the first piece.
     pub first_piece: u32,
-    /// Its sum and those of the pieces behind it, at most [`KeepSums::SUMS_MAX`]; 0 where it is not known.
+    /// The sums of this piece and of those behind it, at most [`KeepSums::SUMS_MAX`]; 0 if a sum is not
+    /// known.
     pub sums: Vec<u32>,
 }
 
@@ -83,12 +84,12 @@ impl KeepSums {
     pub const SUMS_MAX: usize = 1000;
 }
 
-/// What a part of a snapshot's layer has to hold.
+/// The correct content of a part of a snapshot's layer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerPatch {
     /// Name of the image file.
     pub image: String,
-    /// Where the part begins: a multiple of [`BLOCK_BYTES`].
+    /// The start of the part: a multiple of [`BLOCK_BYTES`].
     pub offset_bytes: u64,
     /// How long it is: whole blocks, at most [`PATCH_BYTES_MAX`].
     pub length_bytes: u32,
@@ -129,7 +130,7 @@ pub fn encode_patch(id: u64, patch: &LayerPatch, data: &[u8]) -> (Header, Vec<u8
     (Header { length_bytes, data_check: crc32c::crc32c(&text), ..header }, text)
 }
 
-/// Reads what [`encode_patch`] has made, after its check.
+/// Decodes the result of [`encode_patch`] after its check.
 ///
 /// # Errors
 /// [`FrameError::DataCheck`] or [`FrameError::Text`].

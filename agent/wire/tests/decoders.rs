@@ -72,7 +72,7 @@ fn headers() -> impl Strategy<Value = [u8; HEADER_BYTES]> {
     )
 }
 
-/// That a header which was accepted is within its bounds.
+/// Checks that an accepted header is within its bounds.
 fn check_bounds(header: &Header) {
     let bound = if header.opcode.is_control() { header.opcode.text_max_bytes() } else { MAX_IO_BYTES };
     assert!(header.data_bytes() <= bound && bound <= MAX_IO_BYTES.max(MAX_LAYERS_TEXT_BYTES), "{header}");
@@ -197,7 +197,7 @@ fn texts() -> Vec<Vec<u8>> {
 /// A place in a text, within so many bytes: the first ones of a patch are few, but matter most.
 type Place = (prop::sample::Index, usize);
 
-/// One change of a text.
+/// A change of a text.
 #[derive(Clone, Debug)]
 enum Edit {
     Set(Place, u8),
@@ -277,8 +277,8 @@ fn header_of(opcode: Opcode, text: &[u8]) -> Header {
     Header { data_check: crc32c::crc32c(text), ..request }
 }
 
-/// Decodes `text` as a `T`; the text of that, if it is accepted. Then it holds no more than its bound, by what `held_bytes` counts, and its
-/// own text decodes to the same again.
+/// Decodes `text` as a `T` and returns the text of the value, if it is accepted. Checks that the value is
+/// within its bound, as counted by `held_bytes`, and that its own text decodes to the same value.
 fn check_text<T>(text: &[u8], held_bytes: impl Fn(&T) -> usize) -> Option<Vec<u8>>
 where
     T: Serialize + DeserializeOwned + Debug,
@@ -414,7 +414,7 @@ proptest! {
         check_patch(&text);
     }
 
-    /// The check of pages takes what a decoder has taken.
+    /// Passes decoded pages to their check.
     #[test]
     fn no_page_makes_its_check_panic(edits in edits(), from in any::<u32>(), size_mib in 1u64..1 << 24) {
         let query = RegionsQuery { of: RegionsOf::Intent, from, size_bytes: size_mib << 20 };

@@ -1,5 +1,6 @@
-//! The gRPC interfaces: the node API of the agent and the API of the controller, which are ours, and those that
-//! Kubernetes speaks with a storage driver. The `.proto` files beside this crate are the contracts and their documentation.
+//! The gRPC interfaces: the node API of the agent, the API of the controller, and the interfaces between
+//! Kubernetes and a storage driver. The `.proto` files beside this crate are the contracts and their
+//! documentation.
 
 /// The header of a call to an agent that says which cluster the controller is of that makes it.
 pub const CLUSTER_HEADER: &str = "shorthorn-cluster";
@@ -12,7 +13,7 @@ pub const LEADER_HEADER: &str = "shorthorn-leader";
 pub mod level {
     /// The agent knows which cluster its node belongs to.
     pub const CLUSTERS: u32 = 1;
-    /// That of this release.
+    /// The level of this release.
     pub const NEWEST: u32 = CLUSTERS;
 }
 

@@ -9,7 +9,7 @@ const MOUNT_FLAGS_MAX: usize = 64;
 /// All flags together have to fit into the page that mount(2) takes.
 const MOUNT_FLAGS_MAX_BYTES: usize = 3 << 10;
 
-/// What a volume is to be used as.
+/// The requested use of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
     /// How it is to be reached.
@@ -20,23 +20,23 @@ pub struct Capability {
 /// How it is to be reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// As a device.
+    /// The volume is used as a block device.
     Block,
-    /// As a file system.
+    /// The volume is used as a file system.
     Mount(MountWish),
 }
 
 /// Which file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MountWish {
-    /// None: the one that is there; of an empty device, the default.
+    /// The requested file system. None: the existing one, or the default on an empty device.
     pub kind: Option<FsKind>,
     /// Passed on as they are.
     pub flags: Vec<String>,
 }
 
 impl Capability {
-    /// Whether nobody may write: the mode says so, or a mount flag.
+    /// Returns true if the mode, or a mount flag, forbids writes.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         let flag = match &self.access {
@@ -104,7 +104,8 @@ fn mount_wish(wish: MountVolume) -> Result<MountWish, CsiError> {
     Ok(MountWish { kind, flags: wish.mount_flags })
 }
 
-/// A flag goes to mount(8) as it is, but must not make it do something other than mounting that device there.
+/// Returns an error if the flag could make mount(8), which gets it unchanged, do more than mount that device
+/// there.
 fn mount_flag(flag: &str) -> Result<(), CsiError> {
     const OTHERS: [&str; 17] = [
         "bind",
@@ -171,7 +172,7 @@ impl FsKind {
         }
     }
 
-    /// Its name.
+    /// Returns the name of the file system.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

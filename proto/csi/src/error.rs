@@ -1,4 +1,4 @@
-//! Why calls fail, and what that is called on the wire.
+//! The errors of calls, and their codes on the wire.
 
 use std::fmt;
 use std::io;
@@ -16,13 +16,13 @@ pub enum CsiError {
     /// An argument is missing, or can never work.
     #[error("{0}")]
     Invalid(String),
-    /// There is no such volume or node here.
+    /// The volume or node does not exist here.
     #[error("{0}")]
     NotFound(String),
-    /// It is there already, and is not what is asked for.
+    /// The object exists already, and differs from the requested one.
     #[error("{0}")]
     Exists(String),
-    /// Not in this state; says what is in the way.
+    /// The state does not allow the call; the message has the obstacle.
     #[error("{0}")]
     Precondition(String),
     /// A size that cannot be.
@@ -31,13 +31,13 @@ pub enum CsiError {
     /// Something else is under way, or has come in between: ask again from the start.
     #[error("{0}")]
     Aborted(String),
-    /// There is no room for it. The caller may try it elsewhere: this is not the end of it either.
+    /// The resources do not suffice here. The caller may try another place, and the call may succeed later.
     #[error("{0}")]
     Exhausted(String),
-    /// It may work later without anybody doing anything.
+    /// The call may succeed later without any intervention.
     #[error("{0}")]
     Unavailable(String),
-    /// It goes on, but takes longer than a caller should wait.
+    /// The work continues, but takes longer than a caller should wait.
     #[error("{0}")]
     TooSlow(String),
     /// A program or the system failed.
@@ -52,7 +52,7 @@ impl CsiError {
         CsiError::Aborted(format!("another call for volume {volume} is under way"))
     }
 
-    /// For `map_err`: the system refused `what`.
+    /// Makes a function for `map_err` that reports that the system refused `what`.
     pub fn system(what: impl fmt::Display) -> impl FnOnce(io::Error) -> CsiError {
         move |error| CsiError::Internal(format!("{what}: {error}"))
     }

@@ -17,7 +17,7 @@ pub struct Pass {
 }
 
 impl Gates {
-    /// None while somebody else works on the volume.
+    /// Returns a pass for the volume; none while another call has one.
     #[must_use]
     pub fn enter(&self, volume: &VolumeName) -> Option<Pass> {
         let entered = self.lock().insert(volume.clone());

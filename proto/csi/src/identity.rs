@@ -1,4 +1,4 @@
-//! Who the driver is. The sockets of the nodes and of the controller answer this alike.
+//! The identity of the driver. The sockets of the nodes and of the controller answer with the same.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Of the driver called `name`.
+    /// Returns the identity of the driver `name`.
     #[must_use]
     pub fn new(name: &str, version: &str) -> Identity {
         // Whoever serves the socket last is ready once it can be asked.
@@ -45,7 +45,7 @@ impl Identity {
         if self.is_ready() { Ok(()) } else { Err(Status::unavailable(NOT_READY)) }
     }
 
-    /// As a service of a gRPC server.
+    /// Returns the service for a gRPC server.
     #[must_use]
     pub fn server(self) -> IdentityServer<Identity> {
         IdentityServer::new(self)
@@ -68,7 +68,7 @@ impl IdentityRpc for Identity {
         Ok(Response::new(v1::GetPluginInfoResponse { name, vendor_version, manifest: HashMap::new() }))
     }
 
-    /// Those of the whole driver: callers ask the node what the controller can do, too.
+    /// Returns the capabilities of the whole driver: callers ask the node for those of the controller, too.
     async fn get_plugin_capabilities(
         &self,
         _: Request<v1::GetPluginCapabilitiesRequest>,

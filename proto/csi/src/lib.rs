@@ -1,5 +1,6 @@
-//! What both sockets of the CSI driver have in common, that of a node and that of the controller: who the driver is, which
-//! arguments can ever work, what each failure is called, and that a volume has one call at a time.
+//! The common part of both sockets of the CSI driver, that of a node and that of the controller. It has the
+//! identity of the driver, checks of arguments, codes of failures, and the limit of one call at a time for a
+//! volume.
 
 #![forbid(unsafe_code)]
 

@@ -4,12 +4,12 @@ use shorthorn_api::csi::v1;
 
 use crate::error::CsiError;
 
-/// What a caller says of a size.
+/// The size limits of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SizeRange {
-    /// The least; 0: nothing is said.
+    /// The minimum size in bytes; 0: unspecified.
     pub required_bytes: u64,
-    /// The most; 0: nothing is said.
+    /// The maximum size in bytes; 0: unspecified.
     pub limit_bytes: u64,
 }
 

@@ -20,7 +20,8 @@ impl Errno {
     pub const NOT_SUPPORTED: Errno = Errno(95);
     /// The connection timed out (ETIMEDOUT).
     pub const TIMED_OUT: Errno = Errno(110);
-    /// What was read is not what was stored there (EBADMSG): the disk has changed or lost it.
+    /// The data that was read is not the data that was stored there (EBADMSG): the disk has changed or lost
+    /// it.
     pub const ROTTEN: Errno = Errno(74);
     /// Not permitted (EPERM).
     pub const NOT_PERMITTED: Errno = Errno(1);

@@ -2,7 +2,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Who may write: an engine with a higher generation fences every engine with a lower one.
+/// The generation of an engine: a higher one fences every lower one.
 ///
 /// The controller raises `attach` by compare-and-swap at every attach. A restart of the engine on
 /// the same node, which the controller has no part in, raises `restart`; the lock on the engine's
@@ -15,7 +15,8 @@ pub struct Generation {
     pub attach: u64,
     /// The number of the engine process within the attachment.
     pub restart: u32,
-    /// Drawn at random, below 2^53; 0 in what no engine has made, and in what engines made that drew none.
+    /// The random nonce, below 2^53. It is 0 in generations that were made by no engine, or by engines that
+    /// drew none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub nonce: u64,
 }
@@ -39,7 +40,7 @@ impl Generation {
         Generation { nonce: random >> (u64::BITS - Generation::NONCE_BITS), ..self }
     }
 
-    /// The same pair, with a nonce that was told.
+    /// Returns the same pair with the given nonce.
     #[must_use]
     pub const fn of_nonce(self, nonce: u64) -> Generation {
         Generation { nonce, ..self }

@@ -4,12 +4,12 @@
 pub const SECTOR_BYTES: u64 = 512;
 /// The unit in which a replica keeps data and in which overlapping requests are ordered.
 pub const BLOCK_BYTES: u64 = 4096;
-/// The most data that one READ or WRITE carries; front ends split what is larger.
+/// The maximum data of one READ or WRITE; frontends split larger requests.
 pub const MAX_IO_BYTES: u32 = 1 << 20;
-/// The largest range of one DISCARD or WRITE_ZEROES; front ends split what is larger. Bounded
-/// because a replica may have to write the zeroes out, and has to answer within the time-out.
+/// The largest range of one DISCARD or WRITE_ZEROES; frontends split larger requests. Bounded because a
+/// replica may have to write the zeroes out, and has to answer within the time-out.
 pub const MAX_ZERO_BYTES: u32 = 32 << 20;
-/// The largest volume: what Longhorn's directories and ext4 files hold with room to spare.
+/// The largest volume in bytes, far below the limits of Longhorn's directories and of ext4 files.
 pub const MAX_VOLUME_BYTES: u64 = 1 << 44;
 /// The most replicas that one volume can have.
 pub const MAX_MEMBERS: usize = 8;

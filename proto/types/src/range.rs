@@ -17,7 +17,7 @@ pub enum RangeError {
     /// Offset plus length does not fit 64 bits.
     #[error("offset {offset_bytes} plus length {length_bytes} overflows")]
     Overflow {
-        /// Where the range starts.
+        /// The start of the range.
         offset_bytes: u64,
         /// How long it is.
         length_bytes: u64,
@@ -25,7 +25,7 @@ pub enum RangeError {
     /// Offset or length is no multiple of the sector.
     #[error("offset {offset_bytes} or length {length_bytes} is no multiple of 512 bytes")]
     Unaligned {
-        /// Where the range starts.
+        /// The start of the range.
         offset_bytes: u64,
         /// How long it is.
         length_bytes: u64,
@@ -33,10 +33,10 @@ pub enum RangeError {
     /// The range has no bytes.
     #[error("the range at {0} is empty")]
     Empty(u64),
-    /// The range goes past the end of the volume.
+    /// The range extends past the end of the volume.
     #[error("the range ends at {end_bytes}, past the end of the volume at {size_bytes}")]
     PastEnd {
-        /// Where the range ends.
+        /// The end of the range.
         end_bytes: u64,
         /// The size of the volume.
         size_bytes: u64,
@@ -76,7 +76,7 @@ impl ByteRange {
         Ok(self)
     }
 
-    /// Where the range starts, in bytes.
+    /// Returns the start of the range in bytes.
     #[must_use]
     pub const fn offset(self) -> u64 {
         self.offset_bytes
@@ -117,7 +117,7 @@ impl ByteRange {
         ByteRange { offset_bytes: start, length_bytes: end - start }
     }
 
-    /// The whole blocks inside the range; empty where there are none.
+    /// Returns the whole blocks inside the range; empty if it has none.
     #[must_use]
     pub const fn shrunk_to_blocks(self) -> ByteRange {
         let end = self.end() / BLOCK_BYTES * BLOCK_BYTES;

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{ByteRange, ReplicaId};
 
-/// The smallest region: what a first write to a clean part of the volume makes dirty.
+/// The smallest region in bytes: a first write to a clean part of the volume makes so much dirty.
 pub const REGION_BYTES_MIN: u64 = 64 << 10;
 /// The most regions of one volume; larger volumes have larger regions. A set of them takes 128 KiB.
 ///
@@ -22,13 +22,14 @@ pub enum RegionsOf {
     /// Write intent: where the members may differ after a crash of any of them. Durable; a replica sets a
     /// region before the first write to it, the engine has it cleared when every member has flushed.
     Intent,
-    /// What a replica outside the view has missed. Durable; set by every member before it writes.
+    /// The out-of-sync set of a replica outside the view. Durable; every member adds to it before it writes.
     Missed(ReplicaId),
-    /// Where any layer of the replica has data. Not kept but found out; read only.
+    /// Regions with data in any layer of the replica. The set is not stored but searched on demand, and read
+    /// only.
     Allocated,
 }
 
-/// What to do with a set of regions.
+/// The change of a set of regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MarkAction {
@@ -52,12 +53,12 @@ pub struct MarkRegions {
     pub action: MarkAction,
     /// First region and count of each run, at most [`RUNS_PER_MARK_MAX`].
     pub runs: Vec<(u32, u32)>,
-    /// Of [`MarkAction::Stamp`]: what to keep. Of missed regions: the newest stamp that the replica which misses them was sent, if
-    /// that is newer than what is kept with the set.
+    /// For [`MarkAction::Stamp`]: the stamp to keep. For out-of-sync regions: the newest stamp that their
+    /// replica was sent, if it is newer than the one kept with the set.
     #[serde(default)]
     pub stamp: u32,
-    /// The size of the volume in whose regions that is told. While a volume is being expanded the replica may be ahead
-    /// of the engine. 0: its own; engines that do not say it expand nothing.
+    /// The size of the volume to which the numbers of the regions refer. While a volume is being expanded the
+    /// replica may be ahead of the engine. 0: its own; engines that do not say it expand nothing.
     #[serde(default)]
     pub size_bytes: u64,
 }
@@ -132,7 +133,7 @@ impl Regions {
         self.size_bytes.div_ceil(self.region_bytes) as u32
     }
 
-    /// The regions that `range` touches; what lies past the end of the volume has none.
+    /// Returns the regions that `range` touches; a part past the end of the volume has none.
     #[must_use]
     #[allow(clippy::cast_possible_truncation)] // at most REGIONS_MAX
     pub fn touched(self, range: ByteRange) -> Range<u32> {
@@ -199,8 +200,8 @@ impl RegionSet {
         self.limit
     }
 
-    /// The set for the same volume at another size, whose regions may be larger or smaller: all those that touch any of
-    /// this set. What is new of a volume that has grown is not in it.
+    /// Converts the set to the same volume at another size, whose regions may be larger or smaller. The
+    /// result has every region that touches one of this set. The added part of a grown volume is not in it.
     #[must_use]
     pub fn converted(&self, from: Regions, to: Regions) -> RegionSet {
         let mut converted = RegionSet::empty(to.count());
@@ -216,7 +217,7 @@ impl RegionSet {
         self.len
     }
 
-    /// Returns true if there is none.
+    /// Returns true if the set is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -290,7 +291,7 @@ impl RegionSet {
         self.combine(other, |mine, theirs| mine & !theirs);
     }
 
-    /// Keeps only what is in `other` too.
+    /// Removes all regions that are not in `other`.
     pub fn keep_all(&mut self, other: &RegionSet) {
         self.combine(other, |mine, theirs| mine & theirs);
     }

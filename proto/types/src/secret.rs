@@ -6,8 +6,8 @@ use thiserror::Error;
 /// How long the secret of a volume is.
 pub const SECRET_BYTES: usize = 32;
 
-/// What engine and replicas of one volume prove to each other. Never shown: `Debug` hides it, and no view
-/// of the API has it.
+/// The key that engine and replicas of one volume prove to each other. It is never shown: `Debug` hides it,
+/// and no view of the API has it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Secret([u8; SECRET_BYTES]);

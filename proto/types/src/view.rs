@@ -9,7 +9,7 @@ use crate::{Generation, ReplicaId};
 /// The number of a view: the generation of the engine that made it, and a count within that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ViewId {
-    /// Who made it.
+    /// The generation of the engine that made the view.
     pub generation: Generation,
     /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with or salvaged to.
     pub number: u32,
@@ -24,14 +24,14 @@ impl fmt::Display for ViewId {
 /// The replicas that hold every acknowledged write, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct View {
-    /// Its number; the newer view is the one with the greater number.
+    /// The id of the view; the newer view has the greater id.
     pub id: ViewId,
-    /// Who is in it.
+    /// The members of the view.
     pub members: Members,
 }
 
 impl View {
-    /// Whether no engine has made it: a volume begins with it, or begins anew after a salvage.
+    /// Returns true if no engine has made the view: a volume begins with it, or begins anew after a salvage.
     #[must_use]
     pub fn is_first(&self) -> bool {
         self.id.number == 0
@@ -44,7 +44,7 @@ impl fmt::Display for View {
     }
 }
 
-/// What a replica knows of the views of its volume. Everything in it is durable.
+/// The views of the volume that a replica knows. Everything in the report is durable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaReport {
     /// The newest committed view.
@@ -106,7 +106,7 @@ impl Members {
         usize::from(self.count)
     }
 
-    /// Returns true if there is none.
+    /// Returns true if the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
@@ -123,7 +123,7 @@ impl Members {
         self.ids.iter().flatten().copied()
     }
 
-    /// Those that `keep` says yes to.
+    /// Returns the members for which `keep` is true.
     #[must_use]
     pub fn filter(&self, keep: impl Fn(ReplicaId) -> bool) -> Members {
         let mut kept = Members::NONE;
@@ -133,7 +133,7 @@ impl Members {
         kept
     }
 
-    /// Those that are in both.
+    /// Returns the members of both sets.
     #[must_use]
     pub fn intersection(&self, other: &Members) -> Members {
         self.filter(|id| other.contains(id))

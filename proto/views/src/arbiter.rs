@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::quorum::{Quorum, quorum};
 
-/// What the arbiter remembers of one volume: the view that it granted last.
+/// The arbiter's record of one volume: the view that it granted last.
 ///
 /// Half of a view cannot tell whether the other half goes on as well. The arbiter can: it lets one half go on,
 /// and the other only when that has heard of the first. Every grant therefore follows from the one before.
@@ -32,12 +32,12 @@ pub enum NotGranted {
     /// The volume has been attached again since, or is attached nowhere.
     #[error("the engine of generation {asked} is not the one attached: the attachment is number {attach}")]
     NotAttached {
-        /// Of the engine that asks.
+        /// The generation of the asking engine.
         asked: Generation,
         /// The current attachment.
         attach: u64,
     },
-    /// The record was restored from a backup: what was granted since is not in it.
+    /// The record was restored from a backup, so later grants are missing.
     #[error(
         "grants before attachment {since} are unknown because the record was restored from a backup: start \
          the volume once from more than half of its replicas"
@@ -49,7 +49,7 @@ pub enum NotGranted {
     /// A later view, or another one of the same number, was granted before.
     #[error("view {target} is not newer than view {granted}, which is granted already")]
     Outdated {
-        /// What was asked for.
+        /// The requested view.
         target: View,
         /// The last grant.
         granted: View,
@@ -63,23 +63,24 @@ pub enum NotGranted {
     /// A member of the target has not stored it, or is not fenced for it.
     #[error("{missing} of view {target} have neither stored it nor been fenced for it")]
     NotStored {
-        /// What was asked for.
+        /// The requested view.
         target: View,
         /// These members.
         missing: Members,
     },
-    /// The target has no member, or is not newer than what it replaces, or has members from outside of that.
+    /// The target has no member, or is not newer than the view that it replaces, or has members from outside
+    /// of that view.
     #[error("view {target} cannot follow view {honoured}")]
     DoesNotFollow {
-        /// What was asked for.
+        /// The requested view.
         target: View,
-        /// What it would have to honour.
+        /// The view that the target would have to honour.
         honoured: View,
     },
     /// Less than half: no grant helps.
     #[error("{stored} are less than half of view {honoured}")]
     NoQuorum {
-        /// Who has stored the target, or is fenced for it.
+        /// Replicas that have stored the target, or are fenced for it.
         stored: Members,
         /// A view that it would have to honour.
         honoured: View,

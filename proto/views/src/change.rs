@@ -7,7 +7,7 @@ use crate::quorum::{Quorum, quorum};
 /// It is through when all its members and a quorum of each view that it has to honour have stored it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// What the proposal carries: the views of which it needs a quorum each.
+    /// The honoured report in the proposal: the views of which it needs a quorum each.
     pub honoured: ReplicaReport,
     /// The view.
     pub target: View,
@@ -24,7 +24,7 @@ pub enum Progress {
     NoQuorum,
     /// Exactly half of a view that it replaces: the arbiter has to grant it.
     NeedsGrant,
-    /// It is through.
+    /// The view has its quorums and is committed.
     Through,
 }
 
@@ -48,13 +48,13 @@ impl Change {
         self.granted = true;
     }
 
-    /// Who has stored it: what the arbiter is told.
+    /// Returns the replicas that have stored the view, for the question to the arbiter.
     #[must_use]
     pub fn who_stored(&self) -> &Members {
         &self.stored
     }
 
-    /// Returns true if it needs the arbiter where nobody but `reached` can store it. A start asks before it
+    /// Returns true if the change needs the arbiter when only `reached` can store it. A start asks before it
     /// proposes anything.
     #[must_use]
     pub fn would_need_grant(&self, reached: &Members) -> bool {

@@ -1,5 +1,5 @@
-//! The rules of views and generations as pure state machines: who may write, and who holds every
-//! acknowledged write.
+//! The rules of views and generations as pure state machines. They decide which engine may write, and which
+//! replicas hold every acknowledged write.
 //!
 //! - A replica keeps [`ReplicaViews`]: the generation that it serves, the newest committed view, and every
 //!   proposed view newer than that. The shell makes them durable before it answers.

@@ -5,18 +5,18 @@ use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, 
 use crate::replica::stands_for;
 use crate::start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};
 
-/// What one fenced replica says of itself.
+/// The statements of one fenced replica about itself.
 #[derive(Clone, Debug)]
 pub struct Witness {
-    /// Its id.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// The views that it has stored.
     pub report: ReplicaReport,
-    /// It lacks data, whatever its views say.
+    /// True if the replica lacks data, whatever its views say.
     pub rebuilding: bool,
-    /// Its host was restarted, or its disk has failed, while data was not durable. May be said although nothing is gone:
-    /// regions count as not durable for some seconds after they were flushed, and until they are cleared again after a loss
-    /// that was made up for.
+    /// True if the host was restarted, or the disk has failed, while data was not durable. It may be true
+    /// although nothing is lost: regions count as not durable for some seconds after they were flushed. After
+    /// a loss that was made up for, they count so until they are cleared again.
     pub lost_cache: bool,
     /// The newest stamp that it has kept, if it knows.
     pub stamp: Option<u32>,
@@ -42,8 +42,8 @@ pub struct Plan {
     /// an older state. They count for nothing, and nothing is proposed to them: they would learn the views by that, and pass for replicas that hold
     /// everything but what was counted since they left.
     pub blank: Members,
-    /// Nobody who kept everything is among the members: what was acknowledged and not flushed may be gone. Whoever goes on
-    /// using the volume since then has to be told.
+    /// True if every member may have lost data, so that acknowledged but unflushed writes may be lost. A user
+    /// who has used the volume since before has to learn of it.
     pub lost_writes: bool,
 }
 
@@ -71,12 +71,12 @@ impl Plan {
     }
 }
 
-/// Why there is no start now.
+/// The reasons why a start is not possible now.
 #[derive(Debug)]
 pub struct NoPlan {
     /// Which replicas are missing.
     pub cannot: CannotStart,
-    /// As in [`Plan::unfit`].
+    /// The replicas that cannot be members, like [`Plan::unfit`].
     pub unfit: Vec<(ReplicaId, String)>,
 }
 
@@ -147,8 +147,8 @@ fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
         .filter(|id| holders().any(|holder| holder.replica == id && !is_current(holder.stamp, newest)))
 }
 
-/// Returns true if the replica is the one that it was: one that was in a view of ours knows it. One that
-/// knows of no engine at all is new.
+/// Returns true if the replica has kept its state: it knows the last view if it was a member of it. A replica
+/// without any known engine is new.
 #[must_use]
 pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
     let ReplicaReport { committed, proposed } = report;
@@ -161,34 +161,34 @@ pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
     }
 }
 
-/// What one member keeps beside the data.
+/// The sets that one member keeps beside the data.
 #[derive(Clone, Debug)]
 pub struct Kept {
-    /// Its write intent.
+    /// The write intent of the member.
     pub intent: RegionSet,
     /// The newest stamp that it was sent, if it knows.
     pub stamp: Option<u32>,
-    /// For each replica of the spec: what it has missed; none where the member does not know.
+    /// For each replica of the spec: its out-of-sync set, or none if the member does not know it.
     pub missed: Vec<Option<Account>>,
 }
 
-/// What a replica has missed, as another one has counted it.
+/// The out-of-sync set of a replica as counted by another one.
 #[derive(Clone, Debug)]
 pub struct Account {
-    /// Where it lacks data.
+    /// Regions in which the replica lacks data.
     pub missed: RegionSet,
     /// The newest stamp that was sent to it. If its disk has lost that stamp, it misses more regions than `missed`.
     pub stamp: u32,
 }
 
-/// What all members together know.
+/// The combined knowledge of all members.
 #[derive(Debug)]
 pub struct Combined {
-    /// Where they may differ.
+    /// Regions in which the members may differ.
     pub dirty: RegionSet,
     /// The newest stamp that any member was sent, if one of them knows.
     pub stamp: Option<u32>,
-    /// For each replica of the spec: what it has missed.
+    /// For each replica of the spec: its out-of-sync set.
     pub missed: Vec<RegionSet>,
     /// For each replica of the spec: the newest stamp that it was sent, if it has missed anything.
     pub stamps: Vec<u32>,
@@ -197,8 +197,8 @@ pub struct Combined {
 }
 
 impl Combined {
-    /// The newest stamp, to go on from; `reached` are those of all replicas that were reached. Where no member knows, all count as
-    /// current: then it is one that nobody was sent.
+    /// Returns the newest stamp, to continue from; `reached` has those of all reached replicas. If no member
+    /// knows its stamp, all count as current: then the result is a stamp that no replica was sent.
     #[must_use]
     pub fn first_stamp(&self, reached: impl IntoIterator<Item = Option<u32>>) -> u32 {
         let others = || reached.into_iter().flatten().chain(self.stamps.iter().copied()).max();
@@ -206,7 +206,7 @@ impl Combined {
     }
 }
 
-/// Joins what the members say. What a replica has missed is known where every one of them has counted it.
+/// Combines the sets of the members. An out-of-sync set is known if every member has counted it.
 #[must_use]
 pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
     let mut all = Combined {
@@ -384,7 +384,7 @@ mod tests {
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }));
     }
 
-    /// Its views are those of the others, as nobody has left since.
+    /// Has the same views as the others, because no member has left since.
     #[test]
     fn a_replica_whose_disk_was_restored_to_an_older_state_counts_for_nothing() {
         let now = view(5, &[1, 2, 3]);
@@ -414,7 +414,7 @@ mod tests {
         assert_eq!(plan(&[rebuilding, stamped(2, 8), stamped(3, 8)], None).unwrap().members, ids(&[2, 3]));
     }
 
-    /// Of proposals with the same members a replica keeps the newest only.
+    /// Relies on a replica that keeps only the newest of several proposals with the same members.
     #[test]
     fn a_replica_that_has_a_newer_proposal_of_the_same_members_has_not_forgotten() {
         let (old, now, again) = (view(4, &[1, 2, 3]), view(5, &[1, 2]), view(6, &[1, 2]));

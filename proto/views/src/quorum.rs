@@ -11,7 +11,7 @@ pub enum Quorum {
     More,
 }
 
-/// How much of `view` the replicas in `have` are; those that are not in the view do not count.
+/// Returns the share of `view` that the replicas in `have` are. Replicas outside the view do not count.
 #[must_use]
 pub fn quorum(view: &Members, have: &Members) -> Quorum {
     let twice = 2 * view.intersection(have).len();

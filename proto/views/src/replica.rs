@@ -3,48 +3,49 @@ use shorthorn_types::limits::MAX_PROPOSED_VIEWS;
 use shorthorn_types::{Generation, ReplicaReport, View, ViewId};
 use thiserror::Error;
 
-/// What one replica keeps of the views of its volume. The shell stores it durably before it answers.
+/// The state that one replica keeps of the views of its volume. The shell stores it durably before it
+/// answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaViews {
     generation: Generation,
     report: ReplicaReport,
 }
 
-/// What fencing has changed.
+/// The result of fencing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
     /// The engine holds the replica already: this is one more connection of it.
     Same,
-    /// A newer engine: whatever the one before still sends must be refused, and what it has sent must have
-    /// ended, before this is answered.
+    /// The engine is newer. Before the answer, later requests of the former one must be refused, and its
+    /// earlier ones must have ended.
     Raised,
 }
 
-/// Why a replica does not do what an engine asks. Nothing has changed.
+/// The reason why the replica refuses a request of an engine. The state has not changed.
 #[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
 pub enum Refused {
     /// A newer engine holds the replica.
     #[error("generation {asked} is fenced: generation {holder} holds this replica")]
     Fenced {
-        /// Of the engine that asks.
+        /// The generation of the asking engine.
         asked: Generation,
-        /// Of the engine that holds it.
+        /// The generation of the engine that holds the replica.
         holder: Generation,
     },
     /// An engine that has not opened the replica wants to change its views.
     #[error("generation {asked} has not opened this replica: generation {holder} holds it")]
     NotOpened {
-        /// Of the engine that asks.
+        /// The generation of the asking engine.
         asked: Generation,
-        /// Of the engine that holds it.
+        /// The generation of the engine that holds the replica.
         holder: Generation,
     },
-    /// What is proposed is not newer than what is committed, and something else.
+    /// The proposed view differs from the committed one and is not newer.
     #[error("view {proposed} is not newer than view {committed}, which is committed")]
     NotNewer {
-        /// What the engine proposes.
+        /// The proposed view.
         proposed: ViewId,
-        /// What the replica, or the engine itself, knows as committed.
+        /// The view that the replica, or the engine itself, knows as committed.
         committed: ViewId,
     },
     /// Another view was proposed with the same number.
@@ -74,7 +75,7 @@ impl ReplicaViews {
         self.generation
     }
 
-    /// What to tell an engine that opens the replica.
+    /// Returns the report for an engine that opens the replica.
     #[must_use]
     pub fn report(&self) -> &ReplicaReport {
         &self.report
@@ -93,8 +94,8 @@ impl ReplicaViews {
         Ok(fence)
     }
 
-    /// The engine proposes `view`; `basis` is what it had to honour. Repeating it changes nothing, be it committed
-    /// meanwhile. Nothing else is answered as stored that is not.
+    /// Proposes `view`; `basis` is the report that the engine had to honour. Repeating it changes nothing, be
+    /// it committed meanwhile. Nothing else is answered as stored that is not.
     ///
     /// Of views with the same members the newest is kept: it asks the same of a start, and stays proposed for longer. So
     /// an engine that fails again and again to bring its first view through does not fill the replicas.

@@ -4,18 +4,18 @@ use thiserror::Error;
 use crate::quorum::{Quorum, quorum};
 use crate::replica::{newer, stands_for};
 
-/// What a replica has reported.
+/// The report of a replica.
 type Reported = (ReplicaId, ReplicaReport);
 
-/// What an engine has to honour that starts: a quorum of each of these views has to be reached, and has to
-/// store its first view; its members are in all of them.
+/// The basis of a starting engine. A quorum of each of its views has to be reached, and has to store the
+/// first view. The members are in all of these views.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Basis {
     /// The newest committed view and every proposed one newer than it.
     pub honoured: ReplicaReport,
     /// The replicas that surely hold every acknowledged write, reached or not.
     pub holders: Members,
-    /// Those of them that were reached.
+    /// The reached members.
     pub members: Members,
     /// True if the arbiter has to grant the first view.
     pub needs_grant: bool,
@@ -33,7 +33,7 @@ pub enum CannotStart {
     NoQuorum {
         /// The view.
         view: View,
-        /// Its replicas that were not reached.
+        /// The members that were not reached.
         missing: Members,
     },
     /// Every replica that surely holds all acknowledged writes is missing.
@@ -41,8 +41,8 @@ pub enum CannotStart {
     NoMember(Members),
 }
 
-/// What an engine has to honour that has fenced the replicas in `reports`; `granted` is the last view that
-/// the arbiter has granted, as far as the engine knows: it counts as a proposed one.
+/// Returns the basis for an engine that has fenced the replicas in `reports`. `granted` is the last view that
+/// the arbiter has granted, as far as the engine knows. It counts as a proposed one.
 ///
 /// Proposed views that are dead ([`may_be_through`]) are left out: they would stand in the way of others for ever.
 ///
@@ -55,8 +55,9 @@ pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, Canno
     Start { reports, granted, stores: &is_reached, is_doubted: &|_| false }.basis()
 }
 
-/// As [`basis`], without `offenders`: replicas that are fenced and have reported, but do not do as they are asked after that. They are no
-/// members, and count for no quorum: those are the replicas in `stored`.
+/// Returns the same as [`basis`], without `offenders`: replicas that are fenced and have reported, but fail
+/// later requests. They are no members and count for no quorum: the quorums consist of the replicas in
+/// `stored`.
 ///
 /// The report of an offender still adds views that have to be honoured. But it rules no view out: for that the offender counts as one
 /// that was not reached. So more has to be honoured than with the offenders, never less.
@@ -74,7 +75,7 @@ pub fn basis_without(
     Start { reports, granted, stores: &stores, is_doubted: &|id| offenders.contains(id) }.basis()
 }
 
-/// What is known at a start.
+/// The inputs of a start.
 struct Start<'a> {
     reports: &'a [Reported],
     granted: Option<View>,
@@ -114,7 +115,8 @@ impl Start<'_> {
         if more == found.honoured.proposed { Ok(found) } else { self.honour(committed, more) }
     }
 
-    /// Who can be a member, and whether that is enough, where all of these views have to be honoured.
+    /// Returns the possible members if all of these views have to be honoured, or an error if they are too
+    /// few.
     #[allow(clippy::result_large_err)]
     fn honour(&self, committed: View, proposed: Vec<View>) -> Result<Basis, CannotStart> {
         let mut needs_grant = false;
@@ -137,7 +139,8 @@ impl Start<'_> {
         Ok(Basis { honoured: ReplicaReport { committed, proposed }, holders, members, needs_grant })
     }
 
-    /// Whether `view`, which was proposed, can be through or come through yet; `older` are the views that it can follow from.
+    /// Returns true if the proposed `view` may be committed, now or later; `older` are the views that it can
+    /// follow from.
     ///
     /// If it is through, all its members have stored it, and so has a quorum of the newest view through before it.
     /// That one is among `older`: whoever stores a proposal stores what it honours. So the view is dead
@@ -299,7 +302,7 @@ mod tests {
         assert_eq!(found.members, salvaged.members);
     }
 
-    /// The start without some of those that were reached.
+    /// Starts without some of the reached replicas.
     #[allow(clippy::result_large_err)]
     fn without(reports: &[Reported], granted: Option<View>, offenders: &[u64]) -> Result<Basis, CannotStart> {
         let stored = Members::new(reports.iter().map(|(replica, _)| *replica)).unwrap();

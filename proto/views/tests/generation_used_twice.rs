@@ -18,7 +18,7 @@ fn only(committed: View) -> ReplicaReport {
     ReplicaReport { committed, proposed: Vec::new() }
 }
 
-/// Two replicas, and what the arbiter remembers.
+/// Two replicas, and the record of the arbiter.
 struct Volume {
     replicas: [ReplicaViews; 2],
     arbiter: Arbiter,

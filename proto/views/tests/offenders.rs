@@ -1,4 +1,5 @@
-//! A start that leaves replicas out never does more than one with all of them, nor than one that does not reach them.
+//! Tests starts that leave replicas out. Such a start never does more than one with all replicas, nor than
+//! one that does not reach them.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 use proptest::collection::vec;
@@ -22,8 +23,8 @@ fn views(members: &[u8]) -> Vec<View> {
     (0..).zip(members).map(view).collect()
 }
 
-/// What one replica says: the place of its committed view, bits for the proposed ones, whether it lacks data, whether it has
-/// lost power, and its stamp.
+/// The statement of one replica: index of its committed view, bits of the proposed ones, lack of data, loss
+/// of power, and stamp.
 type Said = (usize, u8, bool, bool, Option<u32>);
 
 fn witness(number: u64, said: &Said, views: &[View]) -> Witness {

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Where metrics and health are served.
+/// The address at which metrics and health are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetricsListen {
     /// At this address.
@@ -19,7 +19,7 @@ pub enum MetricsListen {
 pub struct MetricsListenError(String);
 
 impl MetricsListen {
-    /// That port of the loopback device.
+    /// Returns the given port of the loopback device.
     #[must_use]
     pub const fn loopback(port: u16) -> MetricsListen {
         MetricsListen::At(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port))

@@ -1,4 +1,4 @@
-//! What a program shows of itself over HTTP/1.1, for Prometheus and for those who probe it:
+//! Serves metrics and health of a program over HTTP/1.1, for Prometheus and for probes:
 //!
 //! - `/metrics`: numbers, as OpenMetrics text;
 //! - `/healthz`: the process lives;

@@ -16,14 +16,14 @@ fn owned(labels: &[(&'static str, &str)]) -> Labels {
     labels.iter().map(|(name, value)| (*name, (*value).to_owned())).collect()
 }
 
-/// What is shown in one answer. Names have the prefix `shorthorn_` and base units; counters get `_total`.
+/// The content of one answer. Names have the prefix `shorthorn_` and base units; counters get `_total`.
 #[derive(Debug, Default)]
 pub struct Page {
     registry: Registry,
 }
 
 impl Page {
-    /// A number that goes up and down, looked up for this page.
+    /// Adds gauges, which are read for this page.
     pub fn gauges(&mut self, name: &str, help: &str) -> Gauges {
         let gauges = Gauges(Family::default());
         self.registry.register(name, help, gauges.0.clone());
@@ -44,12 +44,12 @@ impl Page {
         seconds
     }
 
-    /// What is counted all the time.
+    /// Adds counters that the program keeps all the time.
     pub fn show_counters(&mut self, name: &str, help: &str, counters: &Counters) {
         self.registry.register(name, help, counters.0.clone());
     }
 
-    /// What is measured all the time.
+    /// Adds histograms that the program keeps all the time.
     pub fn show_histograms(&mut self, name: &str, help: &str, histograms: &Histograms) {
         self.registry.register(name, help, histograms.0.clone());
     }
@@ -70,7 +70,7 @@ impl Page {
 pub struct Gauges(Family<Labels, Gauge>);
 
 impl Gauges {
-    /// Shows `value`; what is more than a series can have is shown as the most.
+    /// Sets the value of a series; a value beyond the maximum is shown as the maximum.
     pub fn set(&self, labels: &[(&'static str, &str)], value: u64) {
         self.0.get_or_create_owned(&owned(labels)).set(i64::try_from(value).unwrap_or(i64::MAX));
     }
@@ -113,7 +113,7 @@ impl Seconds {
 #[derive(Clone, Debug)]
 pub struct Histograms(Family<Labels, Histogram, fn() -> Histogram>);
 
-/// From a millisecond to two minutes: what the control plane waits for.
+/// The buckets from a millisecond to two minutes, which cover the waits of the control plane.
 const BUCKETS_S: [f64; 12] = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0];
 
 impl Default for Histograms {
@@ -123,7 +123,7 @@ impl Default for Histograms {
 }
 
 impl Histograms {
-    /// It took so long.
+    /// Records a duration.
     pub fn observe(&self, labels: &[(&'static str, &str)], took: std::time::Duration) {
         self.0.get_or_create_owned(&owned(labels)).observe(took.as_secs_f64());
     }

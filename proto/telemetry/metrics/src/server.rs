@@ -29,25 +29,26 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// The most that it may ask with.
 const REQUEST_MAX_BYTES: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
-/// After an error of accept, which is mostly that there are no descriptors left.
+/// The pause after an error of accept, usually a lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; charset=utf-8";
 
-/// What a program knows of itself.
+/// The health and the metrics of a program.
 #[async_trait]
 pub trait Vitals: Send + Sync + 'static {
     /// Which program it is, and its version.
     fn program(&self) -> (&'static str, &'static str);
 
-    /// Whether it can do its work.
+    /// Returns an error unless the program can do its work.
     ///
     /// # Errors
     /// Why not, in plain words.
     fn ready(&self) -> Result<(), String>;
 
-    /// Its numbers of this moment. Whatever takes long is bounded: who asks does not wait for more than seconds.
+    /// Adds the current numbers to the page. Implementations bound long operations: the caller waits for some
+    /// seconds only.
     async fn fill(&self, page: &mut Page);
 }
 
@@ -66,8 +67,8 @@ impl Drop for Serving {
     }
 }
 
-/// Serves what `vitals` says at `listen`. Where that is the `default` and is taken, it is no reason not to start: several
-/// programs may run on one host.
+/// Serves the health and the metrics of `vitals` at `listen`. Where that is the `default` and is taken, it is
+/// no reason not to start: several programs may run on one host.
 ///
 /// # Errors
 /// [`MetricsError`] for an address that somebody has chosen.
@@ -93,7 +94,7 @@ pub async fn start(
 
 struct Shown {
     vitals: Arc<dyn Vitals>,
-    /// One page is made at a time.
+    /// The lock for making pages one at a time.
     making: Mutex<()>,
 }
 

@@ -37,13 +37,13 @@ impl Bits {
         Bits(self.0 & !(1 << item))
     }
 
-    /// What is in either.
+    /// Returns the union of both sets.
     #[must_use]
     pub fn union(self, other: Bits) -> Bits {
         Bits(self.0 | other.0)
     }
 
-    /// What is in both.
+    /// Returns the intersection of both sets.
     #[must_use]
     pub fn intersection(self, other: Bits) -> Bits {
         Bits(self.0 & other.0)
@@ -66,7 +66,7 @@ impl Bits {
         self.0.count_ones()
     }
 
-    /// Returns true if there is none.
+    /// Returns true if the set is empty.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.0 == 0
@@ -89,13 +89,13 @@ pub(crate) fn id(replica: u8) -> ReplicaId {
     ReplicaId::from_random(u64::from(replica))
 }
 
-/// As the real code has them.
+/// Converts bits of the model to members of the real code.
 pub(crate) fn members(replicas: Bits) -> Members {
     // Fewer than the real ones can be.
     Members::new(replicas.iter().map(id)).unwrap_or(Members::NONE)
 }
 
-/// As the model has them.
+/// Converts members of the real code to bits of the model.
 pub(crate) fn bits(members: &Members) -> Bits {
     (0..8).filter(|replica| members.contains(id(*replica))).fold(Bits::NONE, Bits::with)
 }

@@ -10,7 +10,7 @@ use crate::rules::Rules;
 use crate::state::{Engine, Host, State, place};
 
 impl State {
-    /// The controller raises the attachment, and tells the engine what was granted last.
+    /// The controller raises the attachment, and sends the last grant to the engine.
     pub(crate) fn attach(&mut self, rules: Rules, higher: bool) {
         self.attach += 1;
         let host = Host { restart: 0, known: self.arbiter.granted(), has_lost: false };
@@ -23,13 +23,13 @@ impl State {
         self.run_again(rules, Generation::new(self.attach, 0), higher);
     }
 
-    /// What a backup of the controller's store has from now on.
+    /// The controller makes a backup of its store, which replaces the former one.
     pub(crate) fn back_up(&mut self) {
         self.backup = (self.attach, self.arbiter.clone());
     }
 
-    /// Whether the controller notices that its store is older than the volume, once that is the backup; or loses
-    /// nothing by it.
+    /// Returns true if the controller would notice that a store restored from this backup is older than the
+    /// volume, or would lose nothing by it.
     pub(crate) fn may_restore(&self) -> bool {
         let (attach, arbiter) = &self.backup;
         (*attach, arbiter) != (self.attach, &self.arbiter)
@@ -80,7 +80,7 @@ impl State {
         self.run_again(rules, Generation::new(u64::from(host) + 1, 0), higher);
     }
 
-    /// Draws a nonce beside those that were drawn for this pair before.
+    /// Draws another nonce for a pair that was used before.
     fn run_again(&mut self, rules: Rules, pair: Generation, higher: bool) {
         let used = self.engines.iter().map(|engine| engine.generation);
         let used = used.filter(|used| (used.attach, used.restart) == (pair.attach, pair.restart));

@@ -10,7 +10,8 @@ use crate::rules::{Reported, view};
 use crate::state::{Engine, Proposal, State, Underway};
 
 impl Model {
-    /// What a starting engine has found among the replicas that it has reached, if it leaves some of them out.
+    /// Returns the basis that a starting engine has found among the replicas that it has reached, without
+    /// those in `left_out`.
     pub(crate) fn found(&self, state: &State, engine: u8, left_out: Bits) -> Option<Basis> {
         let at = state.engine(engine);
         if at.view.is_some() || at.underway.is_some() {
@@ -141,7 +142,7 @@ impl Model {
         self.change(state, engine, more, None);
     }
 
-    /// Proposes a view that replaces the current one; the connection to who is lost is closed.
+    /// Proposes a view that replaces the current one, and closes the connection to the lost replica.
     fn change(&self, state: &mut State, engine: u8, replicas: Bits, lost: Option<u8>) {
         let target = view(self.rules.view_id(state.engine(engine)), replicas);
         let at = state.engine_mut(engine);
@@ -154,8 +155,8 @@ impl Model {
         state.propose(engine);
     }
 
-    /// A replica outside the view gets the data of a member in place of its own, at once; what is in flight is sent
-    /// to it again, and what comes is sent to it too.
+    /// Copies the data of a member to a replica outside the view, at once. The replica is sent the requests
+    /// in flight again, and all later ones.
     pub(crate) fn copy(&self, state: &mut State, engine: u8, replica: u8, source: u8) {
         state.replica_mut(replica).data = state.replica(source).data;
         state.unjoined = state.unjoined.with(replica);
@@ -179,7 +180,7 @@ impl State {
         self.send_all(reached, |replica| Message::Propose { engine, replica, number });
     }
 
-    /// The engine goes on in its old view; what it has proposed is on its way all the same.
+    /// The engine continues in its old view, while its proposal is still in the network.
     pub(crate) fn give_up(&mut self, engine: u8) {
         let at = self.engine_mut(engine);
         at.underway = None;
@@ -190,7 +191,7 @@ impl State {
         }
     }
 
-    /// Sends what is in flight, and not answered yet, over the current connection.
+    /// Sends the unanswered requests over the current connection.
     fn send_pending(&mut self, engine: u8, replica: u8) {
         let at = self.engine(engine);
         let (pending, answered, link) = (at.pending, at.answered(replica), at.link(replica));
@@ -199,7 +200,7 @@ impl State {
         }
     }
 
-    /// The engine asks the arbiter, and says who has stored the view, or is fenced for it.
+    /// The engine asks the arbiter, and names the replicas that have stored the view or are fenced for it.
     pub(crate) fn ask(&mut self, engine: u8) {
         let at = self.engine_mut(engine);
         let number = at.last_number();
@@ -211,7 +212,7 @@ impl State {
         self.send(Message::Ask { engine, number });
     }
 
-    /// A write goes to all members, and to who is about to become one.
+    /// The engine sends a write to all members, and to the joiner.
     pub(crate) fn write(&mut self, engine: u8) {
         let write = self.writes;
         self.writes += 1;
@@ -248,7 +249,7 @@ impl Engine {
         self.proposals.push(Rc::new(Proposal { target, honoured, stored: Members::NONE }));
     }
 
-    /// Members, and who is about to become one.
+    /// Returns the members and the joiner.
     fn receivers(&self) -> Bits {
         self.joiner.into_iter().fold(self.members(), Bits::with)
     }

@@ -8,7 +8,7 @@ use crate::bits::{Bits, bits};
 use crate::network::Message;
 use crate::state::{Engine, State};
 
-/// All orders of up to three replicas; with fewer, those that leave the others where they are come first.
+/// All orders of up to three replicas. With fewer replicas, the first ones leave the others in place.
 const ORDERS: [[u8; 3]; 6] = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
 
 /// A number that is the same for states that differ only in the order of their replicas. Different states have the

@@ -1,4 +1,4 @@
-//! Whether a volume can be started once everything has healed.
+//! Checks that a volume can be started once all faults are over.
 
 use shorthorn_types::{Generation, View};
 use shorthorn_views::{Change, Progress, ReplicaViews};
@@ -7,7 +7,7 @@ use crate::bits::{Bits, bits, id, members};
 use crate::rules::{Reported, Rules, view};
 use crate::state::{Engine, Proposal, State};
 
-/// How often an engine takes a new generation before it counts as one that never starts.
+/// The number of new generations after which an engine counts as one that never starts.
 const ATTEMPTS: u32 = 4;
 
 /// A volume that has healed, and an engine that starts.
@@ -18,21 +18,22 @@ struct Start<'a> {
     attach: u64,
     restart: u32,
     known: Option<View>,
-    /// Who can be reached.
+    /// The replicas that can be reached.
     reached: Bits,
     views: Vec<ReplicaViews>,
 }
 
 /// Why an attempt fails.
 enum Failed {
-    /// Nobody can be a member.
+    /// No replica can be a member.
     NoBasis(String),
-    /// Somebody can, and yet the first view does not come through.
+    /// Some replicas can be members, but the first view does not become committed.
     NotThrough(String),
 }
 
-/// Whether an engine of a new attachment can start, and whether the one of the current attachment can again. And where
-/// only some replicas are reached: whether who finds a basis, and knows the last grant, comes through.
+/// Returns an error unless an engine of a new attachment can start, and a new one of the current attachment,
+/// too. If only some replicas are reached, an engine that finds a basis and knows the last grant must
+/// succeed.
 pub(crate) fn starts_again(rules: Rules, state: &State) -> Result<(), String> {
     let views: Vec<ReplicaViews> = state.replicas.iter().map(|replica| replica.views.clone()).collect();
     let all = Bits::below(u8::try_from(views.len()).unwrap_or(u8::MAX));
@@ -71,7 +72,7 @@ impl Start<'_> {
         Generation::new(self.attach, self.restart)
     }
 
-    /// Fences who is reached, asks the arbiter if it has to, and brings the first view through.
+    /// Fences the reached replicas, asks the arbiter if necessary, and proposes the first view.
     fn attempt(&mut self) -> Result<(), Failed> {
         let engine = Engine::new(self.generation());
         let (rules, reached) = (self.rules, members(self.reached));

@@ -29,12 +29,12 @@ use crate::healing;
 use crate::model::Model;
 use crate::state::{Engine, State};
 
-/// What does not hold.
+/// A violated invariant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
     /// Which of the rules.
     pub rule: u8,
-    /// Of whom.
+    /// The objects that violate it.
     pub what: String,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Whether `after` is fine, and the way to it from `before`. Rule 6 is one that `model` may leave out.
+/// Checks the state `after`, and the step to it from `before`. `model` may leave rule 6 out.
 ///
 /// # Errors
 /// The first rule that is broken.

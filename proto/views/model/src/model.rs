@@ -18,14 +18,14 @@ pub struct Limits {
     pub changes: u8,
     /// True if replicas crash. Whatever follows from that follows from lost messages too.
     pub replica_crashes: bool,
-    /// True if an engine may go on in its old view. The real one never does.
+    /// True if an engine may continue in its old view. The real one never does.
     pub giving_up: bool,
     /// True if a host keeps the grants that its engine was given, for the engine's next start. Without, it
     /// knows what the controller said when it attached, and what a refusal said.
     pub keeps_grants: bool,
     /// How often the controller's store may be restored from a backup; `healing` has to be left out then.
     pub restores: u8,
-    /// How often hosts may lose what they remember.
+    /// The number of times that hosts may lose their state.
     pub losses: u8,
     /// True if a start may leave out replicas that it has reached.
     pub offenders: bool,
@@ -35,7 +35,7 @@ pub struct Limits {
     pub healing: bool,
 }
 
-/// What can happen, and what comes of it.
+/// The possible steps, and their results.
 #[derive(Clone, Copy, Debug)]
 pub struct Model {
     pub(crate) rules: Rules,
@@ -49,7 +49,7 @@ impl Model {
         Model { rules: Rules { mutation }, limits }
     }
 
-    /// Where everything starts.
+    /// Returns the initial state.
     #[must_use]
     pub fn start(&self) -> State {
         State::new(self.limits.replicas)
@@ -148,7 +148,8 @@ impl Model {
         }
     }
 
-    /// Hosts lose what they remember. From then on numbers are used again, and either nonce may be the greater one.
+    /// Adds the steps in which hosts lose their state. From then on numbers are used again, and either nonce
+    /// may be the greater one.
     fn loss_steps(&self, state: &State, steps: &mut Vec<Step>) {
         for (host, known) in (0..8).zip(&state.hosts) {
             if known.has_lost && !self.runs(state, host) {

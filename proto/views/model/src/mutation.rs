@@ -7,11 +7,12 @@ pub enum Mutation {
     OneView,
     /// A replica reports the newest of its proposed views and none of the others.
     NewestProposed,
-    /// The arbiter grants what less than half have stored.
+    /// The arbiter grants a view that less than half have stored.
     LessThanHalf,
     /// A first view is through when enough replicas are fenced, whether or not they have stored it.
     CountFenced,
-    /// A replica that a start leaves out counts as one that has stored its view. Found only where that happens.
+    /// A replica that a start leaves out counts as having stored its view. Found only if a start leaves
+    /// replicas out.
     CountOffenders,
     /// A starting engine takes its members from the newest proposed view alone.
     NewestMembers,
@@ -21,7 +22,8 @@ pub enum Mutation {
     GiveUpGranted,
     /// Writes in flight are not sent again to a replica that joins.
     ForgetInFlight,
-    /// Views have a number but no generation, and a replica answers what it refuses for its number as stored.
+    /// Views have a number but no generation, and a replica treats a view that it refuses for its number as
+    /// stored.
     NoGeneration,
     /// A replica reports before it refuses the engine before.
     ServeBeforeFence,
@@ -31,24 +33,26 @@ pub enum Mutation {
     ForgetGrant,
     /// A starting engine proposes its first view before it asks the arbiter for it.
     ProposeFirst,
-    /// A running engine proposes what is less than half of its view.
+    /// A running engine proposes less than half of its view.
     ProposeMinority,
     /// A start honours every proposed view, dead or not.
     KeepDead,
-    /// A start honours what the arbiter has overruled.
+    /// A start honours a view that the arbiter has overruled.
     KeepOverruled,
-    /// A start honours what a member, or more than half, have not stored.
+    /// A start honours a view that a member, or more than half, have not stored.
     KeepMinority,
     /// A start that needs a grant does not honour a dead one.
     DropGrant,
     /// A proposed view is dead as soon as the arbiter has granted a later one.
     DropOlder,
-    /// A proposed view is dead if those who were not reached have to have stored it.
+    /// A proposed view counts as dead if it needs the storage of unreached replicas.
     DropUnseen,
-    /// The arbiter goes on with a record that was restored from a backup. Found only where that happens.
+    /// The arbiter continues with a record that was restored from a backup. Found only if a step restores
+    /// one.
     TrustRestored,
     /// Engines draw no nonce. Found only where hosts lose their state.
     NoNonce,
-    /// The same, and a replica answers what it refuses for its number as stored. Found only where hosts lose their state.
+    /// The same, and a replica treats a view that it refuses for its number as stored. Found only if hosts
+    /// lose their state.
     UsedTwice,
 }

@@ -10,7 +10,7 @@ pub enum Message {
         /// To.
         replica: u8,
     },
-    /// It does; the report is in [`crate::Engine::welcomes`].
+    /// The replica accepts; the report is in [`crate::Engine::welcomes`].
     Opened {
         /// To.
         engine: u8,
@@ -52,7 +52,7 @@ pub enum Message {
         replica: u8,
         /// Over which of the connections that the two have had.
         link: u8,
-        /// What.
+        /// The number of the write.
         write: u8,
     },
     /// A replica has the data.
@@ -63,7 +63,7 @@ pub enum Message {
         replica: u8,
         /// Over which connection.
         link: u8,
-        /// What.
+        /// The number of the write.
         write: u8,
     },
     /// An engine asks the arbiter for its view `number`.
@@ -80,7 +80,7 @@ pub enum Message {
         /// Which.
         number: u8,
     },
-    /// The arbiter will not; what it has granted instead is in [`crate::Engine::refusal`].
+    /// The arbiter refuses; its last grant is in [`crate::Engine::refusal`].
     Refused {
         /// To.
         engine: u8,

@@ -5,7 +5,7 @@ use crate::network::Message;
 use crate::state::State;
 
 impl Model {
-    /// A replica gets what an engine has sent: it stores what has to be stored, and then answers.
+    /// A replica handles a message of an engine: it stores the changes, and then answers.
     pub(crate) fn at_replica(&self, state: &mut State, message: Message) {
         match message {
             Message::Open { engine, replica } => {
@@ -45,8 +45,8 @@ impl Model {
 }
 
 impl State {
-    /// The replica keeps what it has stored, and nothing else: what was on its way is lost. An engine that starts
-    /// tries again to open it.
+    /// A replica crashes: it keeps only what it has stored, and its messages in flight are lost. A starting
+    /// engine tries to open it again.
     pub(crate) fn crash_replica(&mut self, crashed: u8) {
         self.messages.retain(|message| match message {
             Message::Opened { replica, .. }

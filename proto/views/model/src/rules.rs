@@ -18,7 +18,7 @@ impl Rules {
         self.mutation == Some(mutation)
     }
 
-    /// A replica is opened. What it reports, if it does not refuse.
+    /// Opens a replica and returns its report, unless it refuses.
     pub fn open(self, views: &mut ReplicaViews, generation: Generation) -> Option<ReplicaReport> {
         if !self.is(Mutation::ServeBeforeFence) {
             views.fence(generation).ok()?;
@@ -63,7 +63,7 @@ impl Rules {
         views.generation() == generation || self.is(Mutation::ServeBeforeFence)
     }
 
-    /// What a starting engine has to honour.
+    /// Returns the basis of a starting engine.
     pub fn basis(self, mut reports: Vec<Reported>, known: Option<View>) -> Option<Basis> {
         let reached = Members::new(reports.iter().map(|(reached, _)| *reached)).ok()?;
         match self.mutation {
@@ -98,7 +98,7 @@ impl Rules {
         Some(found).filter(|found| !found.members.is_empty())
     }
 
-    /// What a starting engine has to honour that leaves `offenders` out.
+    /// Returns the basis of a starting engine that leaves `offenders` out.
     pub fn basis_without(
         self,
         reports: &[Reported],
@@ -114,7 +114,7 @@ impl Rules {
         Some(found).filter(|found| !found.members.is_empty())
     }
 
-    /// The replicas that a start with its first view counts on, of those that it has reached.
+    /// Returns the reached replicas that have to store the first view of a start.
     pub fn asked_to_store(self, reached: Bits, stored: Bits) -> Bits {
         if self.is(Mutation::CountOffenders) { reached } else { stored }
     }
@@ -149,7 +149,7 @@ impl Rules {
         }
     }
 
-    /// The arbiter is asked. What it has to store before it answers.
+    /// Asks the arbiter. Returns the record that it has to store before it answers.
     #[allow(clippy::result_large_err)]
     pub fn ask(
         self,
@@ -173,7 +173,7 @@ impl Rules {
         }
     }
 
-    /// Returns true if a start has to ask the arbiter before it proposes `change` to those that it has
+    /// Returns true if a start has to ask the arbiter before it proposes `change` to the replicas that it has
     /// `reached`.
     pub fn asks_first(self, change: &Change, reached: &Members) -> bool {
         match self.mutation {
@@ -185,22 +185,23 @@ impl Rules {
         }
     }
 
-    /// Whether an engine asks the arbiter for what it has proposed: one that starts has asked before, or need not.
+    /// Returns true if an engine asks the arbiter for its proposal. A starting one has asked before, or need
+    /// not ask.
     pub fn asks_late(self, engine: &Engine) -> bool {
         engine.view.is_some() || self.is(Mutation::ProposeFirst)
     }
 
-    /// Returns true if a running engine proposes what is left of its view.
+    /// Returns true if a running engine proposes the rest of its view.
     pub fn may_propose(self, current: &Members, left: Bits) -> bool {
         quorum(current, &members(left)) != Quorum::Less || self.is(Mutation::ProposeMinority)
     }
 
-    /// Returns true if an engine may go on without the view under way.
+    /// Returns true if an engine may continue without the pending view.
     pub fn may_give_up(self, underway: &Underway) -> bool {
         !underway.asked || self.is(Mutation::GiveUpGranted)
     }
 
-    /// Returns true if a replica that joins is sent again what is in flight.
+    /// Returns true if a joining replica is sent the requests in flight again.
     pub fn sends_again(self) -> bool {
         !self.is(Mutation::ForgetInFlight)
     }
@@ -209,7 +210,7 @@ impl Rules {
 /// The nonce of the first process of a pair: there is room for others above it and below it.
 const FIRST_NONCE: u64 = 16;
 
-/// What the start has of one replica.
+/// The report of one replica at a start.
 pub(crate) type Reported = (ReplicaId, ReplicaReport);
 
 fn newer(one: View, other: Option<View>) -> View {
@@ -236,7 +237,7 @@ fn forget(reports: &mut [Reported], dead: impl Fn(&View) -> bool) {
     }
 }
 
-/// As `change`, with the votes of `more`.
+/// Returns `change` with the additional votes of `more`.
 fn with(change: &Change, more: &Members) -> Change {
     let mut change = change.clone();
     more.iter().for_each(|replica| change.stored(replica));

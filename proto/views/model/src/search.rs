@@ -7,7 +7,7 @@ use crate::model::Model;
 use crate::state::State;
 use crate::step::Step;
 
-/// What a search has come to.
+/// The result of a search.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// How many states were seen.
@@ -16,11 +16,11 @@ pub struct Found {
     pub depth: usize,
     /// True if these are all the states that there are.
     pub exhausted: bool,
-    /// What does not hold, and a shortest way there.
+    /// The violated invariant, and a shortest way to it.
     pub violation: Option<(Violation, Vec<Step>)>,
 }
 
-/// How a state was reached: from which, by what.
+/// The origin of a state: the former state, and the step.
 struct Origin {
     from: u32,
     step: Step,

@@ -6,65 +6,65 @@ use shorthorn_views::{Arbiter, Change, ReplicaViews};
 use crate::bits::{Bits, REPLICAS_MAX, bits, members};
 use crate::network::Message;
 
-/// Everything, at one moment. What is shared with the states around it is shared in memory too.
+/// The complete state at one moment. It shares unchanged parts with its neighbours in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
     /// The controller's: the current attachment.
     pub attach: u64,
-    /// The controller's: what it has granted.
+    /// The record of the arbiter in the controller: its last grant.
     pub arbiter: Arbiter,
-    /// For every attachment, from 1: what the engine's host remembers of it.
+    /// For every attachment, from 1: the state that the engine's host keeps of it.
     pub hosts: Vec<Host>,
     /// The replicas.
     pub replicas: Vec<Rc<Replica>>,
     /// Every engine process that ever was, in the order of their starts, which is not that of their generations.
     pub engines: Vec<Rc<Engine>>,
-    /// What is on its way, in order.
+    /// The messages in flight, in order.
     pub messages: Vec<Message>,
     /// How many writes have been submitted.
     pub writes: u8,
-    /// The controller's: what a backup of its store has.
+    /// The content of the backup of the controller's store.
     pub backup: (u64, Arbiter),
     /// How often that was restored.
     pub restores: u8,
     /// How many engines there were then.
     pub restored_at: usize,
-    /// How often a host has lost what it remembered.
+    /// The number of times that a host has lost its state.
     pub losses: u8,
     /// For the invariants only: replicas whose data was replaced to make them members, which they are not yet.
     pub unjoined: Bits,
 }
 
-/// What the host of one attachment keeps over a restart of its engine.
+/// The state that the host of an attachment keeps over restarts of its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
-    /// Of the engine process that was started last.
+    /// The restart number of the last engine process.
     pub restart: u32,
-    /// The last grant that it knows: what the controller said when it attached, or what was heard since.
+    /// The last known grant: that of the attachment, or one received since.
     pub known: Option<View>,
-    /// True if it has lost what it remembered: its engines may be refused until the volume is attached again.
+    /// True if the host has lost its state: its engines may be refused until the volume is attached again.
     pub has_lost: bool,
 }
 
-/// One replica. All of it is durable.
+/// The state of a replica, all durable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replica {
-    /// Who holds it, and the views.
+    /// The stored generation and the views.
     pub views: ReplicaViews,
     /// The writes that it has.
     pub data: Bits,
 }
 
-/// One engine process.
+/// The state of an engine process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Engine {
-    /// Its own.
+    /// The generation of this engine.
     pub generation: Generation,
     /// True if the process runs.
     pub alive: bool,
-    /// What the replicas have reported, received or on its way.
+    /// The reports of the replicas, received or in flight.
     pub welcomes: [Option<Rc<ReplicaReport>>; REPLICAS_MAX],
-    /// Whose report was received.
+    /// Replicas whose report was received.
     pub reached: Bits,
     /// The view that is through; none before the first is.
     pub view: Option<View>,
@@ -80,7 +80,7 @@ pub struct Engine {
     pub links: [u8; REPLICAS_MAX],
     /// A replica outside the view that gets the writes too.
     pub joiner: Option<u8>,
-    /// What it has acknowledged.
+    /// The acknowledged writes.
     pub acknowledged: Bits,
     /// True if its first view has come through.
     pub served: bool,
@@ -95,9 +95,10 @@ pub struct Engine {
 pub struct Proposal {
     /// The view.
     pub target: View,
-    /// What it honours.
+    /// The honoured report.
     pub honoured: ReplicaReport,
-    /// Who had stored it when the arbiter was asked, or was reached, where it is asked first.
+    /// The replicas that had stored the view when the arbiter was asked, or those reached if it is asked
+    /// first.
     pub stored: Members,
 }
 
@@ -185,7 +186,7 @@ impl State {
         replicas.iter().for_each(|replica| self.send(message(replica)));
     }
 
-    /// What remembers for `generation`.
+    /// Returns the host of the attachment of `generation`.
     pub(crate) fn host(&self, generation: Generation) -> &Host {
         &self.hosts[place(generation.attach)]
     }
@@ -201,7 +202,7 @@ impl State {
     }
 }
 
-/// Of the host of an attachment.
+/// Returns the index of the host of an attachment.
 pub(crate) fn place(attach: u64) -> usize {
     usize::try_from(attach).map_or(usize::MAX, |attach| attach - 1)
 }
@@ -257,7 +258,7 @@ impl Engine {
         self.alive && self.view.is_some() && self.underway.is_none()
     }
 
-    /// Who has stored the view under way.
+    /// Returns the replicas that have stored the pending view.
     pub(crate) fn who_stored(&self) -> Bits {
         self.underway.as_ref().map_or(Bits::NONE, |underway| bits(underway.change.who_stored()))
     }
@@ -279,7 +280,7 @@ impl Engine {
         &self.proposals[usize::from(number) - 1]
     }
 
-    /// The number of what was proposed last.
+    /// Returns the number of the last proposal.
     pub(crate) fn last_number(&self) -> u8 {
         u8::try_from(self.proposals.len()).unwrap_or(u8::MAX)
     }

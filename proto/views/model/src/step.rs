@@ -1,17 +1,17 @@
 use crate::bits::Bits;
 use crate::network::Message;
 
-/// One thing that can happen. Engines are meant by their place in [`crate::State::engines`].
+/// A step of the model. Engines are named by their index in [`crate::State::engines`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The controller attaches the volume to another host, where an engine starts.
     Attach {
-        /// Whether its nonce is above those of others with the same numbers, or below.
+        /// True if the nonce is above those of others with the same numbers, else below.
         higher: bool,
     },
     /// A backup of the controller's store is made, in place of the last one.
     BackUp,
-    /// It is restored.
+    /// The controller restores its backup.
     Restore,
     /// The controller sees that an engine serves that was started since.
     Renew,
@@ -19,14 +19,14 @@ pub enum Step {
     Restart {
         /// Which attachment, from 0.
         host: u8,
-        /// Whether its nonce is above those of others with the same numbers, or below.
+        /// True if the nonce is above those of others with the same numbers, else below.
         higher: bool,
     },
-    /// The host of an attachment loses what it remembered, and starts an engine: its numbers were used before.
+    /// The host of an attachment loses its state and starts an engine, whose numbers were used before.
     StartAnew {
         /// Which attachment, from 0.
         host: u8,
-        /// Whether its nonce is above those of others with the same numbers, or below.
+        /// True if the nonce is above those of others with the same numbers, else below.
         higher: bool,
     },
     /// An engine process ends.
@@ -41,8 +41,8 @@ pub enum Step {
     },
     /// A message arrives, and stays where it is.
     Deliver(Message),
-    /// A starting engine has reached enough, and chooses who of those that hold everything are its members. If it needs
-    /// the arbiter it asks.
+    /// A starting engine has reached enough replicas, and chooses its members among those that hold
+    /// everything. It asks the arbiter if necessary.
     Choose {
         /// Which.
         engine: u8,
@@ -51,7 +51,8 @@ pub enum Step {
         /// The replicas that it has reached, and that are to store nothing.
         left_out: Bits,
     },
-    /// It makes its members equal, and proposes its first view to those that it had reached when it chose.
+    /// The engine makes its members equal, and proposes its first view to the replicas that it had reached
+    /// when it chose.
     Begin {
         /// Which.
         engine: u8,
@@ -72,7 +73,7 @@ pub enum Step {
         /// Which replica.
         replica: u8,
     },
-    /// An engine goes on in its old view.
+    /// An engine continues in its old view.
     GiveUp {
         /// Which.
         engine: u8,
@@ -81,17 +82,17 @@ pub enum Step {
     Copy {
         /// Which engine.
         engine: u8,
-        /// Who gets it.
+        /// The receiving replica.
         replica: u8,
         /// From whom.
         source: u8,
     },
-    /// It is proposed as a member.
+    /// The engine proposes the joiner as a member.
     Join {
         /// Which engine.
         engine: u8,
     },
-    /// It is lost before that.
+    /// The engine loses the joiner before that.
     LoseJoiner {
         /// Which engine.
         engine: u8,

@@ -8,11 +8,11 @@ use crate::step::Step;
 pub struct Walk {
     /// The steps that changed something.
     pub steps: Vec<Step>,
-    /// What does not hold after the last of them.
+    /// The invariant that the last step violates, if any.
     pub violation: Option<Violation>,
 }
 
-/// Goes `steps_max` random steps from the start; the same `seed` goes the same way.
+/// Walks `steps_max` random steps from the start. The same `seed` makes the same walk.
 #[must_use]
 pub fn walk(model: &Model, seed: u64, steps_max: usize) -> Walk {
     let mut random = fastrand::Rng::with_seed(seed);
@@ -39,8 +39,8 @@ pub fn walk(model: &Model, seed: u64, steps_max: usize) -> Walk {
     Walk { steps, violation: None }
 }
 
-/// How likely the kinds of steps are beside each other. Every walk has weights of its own: one on which nobody
-/// crashes and commit marks hardly arrive comes to other places than one on which replicas leave all the time.
+/// The relative probabilities of the kinds of steps. Every walk has its own weights: walks without crashes
+/// and with few commit marks reach other states than walks on which replicas leave all the time.
 struct Weights([u32; KINDS]);
 
 /// How many kinds of steps there are.
@@ -71,9 +71,9 @@ impl Weights {
     }
 }
 
-/// What brings an engine on: rarely, seldom, as usual, often.
+/// The weights of steps that help an engine: rarely, seldom, as usual, often.
 const DELAYED: [u32; 4] = [1, 4, 16, 64];
-/// What holds it up: never, rarely, as usual, often.
+/// The weights of steps that hinder an engine: never, rarely, as usual, often.
 const DISTURBED: [u32; 4] = [0, 1, 4, 16];
 
 /// By [`kind`].

@@ -20,7 +20,7 @@ const THREE: Limits = Limits {
 
 const TWO: Limits = Limits { replicas: 2, ..THREE };
 
-/// Hosts lose what they remember.
+/// Limits with which hosts lose their state.
 const LOSING: Limits = Limits { losses: 2, giving_up: false, ..TWO };
 
 /// The controller's store is restored from a backup.
