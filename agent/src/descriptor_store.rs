@@ -1,4 +1,4 @@
-//! What systemd's descriptor store is for an engine that is a unit, for one that is a child of ours.
+//! A replacement of systemd's descriptor store for an engine that is a child process of the agent.
 //!
 //! An engine that ends in order leaves the sockets of its device here, by messages as those to systemd (sd_notify(3)):
 //! FDSTORE=1, FDSTOREREMOVE=1 and FDNAME=. The next one is started with them. What else engines tell is not listened to.
@@ -22,9 +22,10 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use shorthorn_types::limits::MAX_QUEUES;
 
-/// Where the engine finds the numbers of what it is given: `<number>:<name>`, separated by commas.
+/// The environment variable with the numbers of the passed descriptors: `<number>:<name>`, separated by
+/// commas.
 const PASSED: &str = "SHORTHORN_DESCRIPTORS";
-/// One socket for each queue.
+/// The maximum number of kept descriptors: one socket for each queue.
 const KEPT_MAX: usize = MAX_QUEUES as usize;
 /// The longest message; those of engines have some tens of bytes.
 const MESSAGE_MAX_BYTES: usize = 4096;
@@ -39,7 +40,7 @@ pub struct DescriptorStore {
 }
 
 impl DescriptorStore {
-    /// Listens on a socket of mode 0600 at `path`; what was there is removed.
+    /// Listens on a socket of mode 0600 at `path`, and replaces an existing file.
     ///
     /// # Errors
     /// What bind answers; no thread is to be had.
@@ -57,8 +58,8 @@ impl DescriptorStore {
         Ok(DescriptorStore { path: path.to_owned(), socket, kept })
     }
 
-    /// Has `command` start a process that may leave its descriptors here, with those that another one has left. They are
-    /// kept no longer.
+    /// Lets the process of `command` leave its descriptors here, and passes those of the former process to
+    /// it. They are kept no longer.
     pub fn pass_to(&self, command: &mut Command) {
         for variable in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(variable); // of our own sockets
@@ -86,12 +87,13 @@ impl Drop for DescriptorStore {
     }
 }
 
-/// What is kept, by name.
+/// The kept descriptors, by name.
 #[derive(Debug, Default)]
 struct Kept(Vec<(String, OwnedFd)>);
 
 impl Kept {
-    /// What a message asks for. Descriptors that are not to be kept are closed, which is the answer to BARRIER=1.
+    /// Carries a message out. Descriptors that are not to be kept are closed, which is the answer to
+    /// BARRIER=1.
     fn take(&mut self, message: &str, descriptors: Vec<OwnedFd>) {
         let says = |line: &str| message.lines().any(|other| other == line);
         let Some(name) = message.lines().find_map(|line| line.strip_prefix("FDNAME=")) else { return };
@@ -134,7 +136,7 @@ fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
     }
 }
 
-/// The next message and what came with it; none where the socket is shut down.
+/// Receives the next message and its descriptors; none if the socket is shut down.
 fn receive(socket: &UnixDatagram, buffer: &mut [u8]) -> Result<Option<(String, Vec<OwnedFd>)>, Errno> {
     let mut control = nix::cmsg_space!([RawFd; KEPT_MAX]);
     let mut parts = [IoSliceMut::new(buffer)];
@@ -187,7 +189,7 @@ mod tests {
         assert_eq!(kept.0.len(), KEPT_MAX);
     }
 
-    /// A process that leaves a descriptor, and one that finds it.
+    /// Runs a process that leaves a descriptor, and one that finds it.
     #[test]
     fn one_process_leaves_what_the_next_one_gets() {
         let dir = tempfile::tempdir().unwrap();

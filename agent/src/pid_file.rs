@@ -19,7 +19,7 @@ use rustix::process::{
 };
 use thiserror::Error;
 
-/// A pid file held by this process. The lock goes with the process, or when this is dropped.
+/// A pid file held by this process. The lock ends with the process, or when this is dropped.
 #[derive(Debug)]
 pub struct PidFile {
     _file: File,
@@ -33,15 +33,15 @@ pub enum PidFileError {
     Held {
         /// The file.
         path: PathBuf,
-        /// Who has it.
+        /// The holder's process id.
         pid: i32,
     },
-    /// It cannot be opened, locked or written.
+    /// The file cannot be opened, locked or written.
     #[error("{path}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
 }
@@ -89,7 +89,7 @@ pub struct Holder {
 }
 
 impl Holder {
-    /// Who holds the pid file at `path`; nobody where it is missing.
+    /// Returns the holder of the pid file at `path`; none if the file is missing.
     ///
     /// # Errors
     /// What the system says.
@@ -111,7 +111,7 @@ impl Holder {
         }
     }
 
-    /// Its process id.
+    /// Returns the process id of the holder.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
@@ -154,7 +154,7 @@ impl Holder {
         }
     }
 
-    /// A child that may not hold its pid file yet, and whose end nobody has taken yet.
+    /// Returns a child as the holder, which may not hold its pid file yet. The caller has not reaped it yet.
     ///
     /// # Errors
     /// What the system says.

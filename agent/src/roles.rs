@@ -19,7 +19,7 @@ use crate::pid_file::PidFile;
 /// shorthorn-engine@.service). One that ends otherwise has left its device to the next process.
 pub const STOPPED: i32 = 12;
 
-/// Runs the engine of one volume until it is told to stop.
+/// Runs the engine of one volume until it is stopped.
 pub fn engine(args: &RoleArgs) -> anyhow::Result<()> {
     match run(args, c"shorthorn-eng", |spec| Ok(shorthorn_engine::run(spec)?))? {
         Ended::LeftToNext => Ok(()),
@@ -28,7 +28,7 @@ pub fn engine(args: &RoleArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Serves one replica directory until it is told to stop.
+/// Serves one replica directory until it is stopped.
 pub fn replica(args: &RoleArgs) -> anyhow::Result<()> {
     run(args, c"shorthorn-rep", |spec| Ok(shorthorn_replica::run(spec)?))
 }

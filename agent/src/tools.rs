@@ -8,7 +8,7 @@ use shorthorn_store::{ExportTarget, export as export_volume, inspect as inspect_
 
 use crate::cli::{ExportArgs, InspectArgs, OutputFormat};
 
-/// Shows what is in a replica directory.
+/// Shows the content of a replica directory.
 pub fn inspect(args: &InspectArgs) -> anyhow::Result<()> {
     let found = inspect_directory(&args.dir)?;
     let text = match args.output {

@@ -1,4 +1,4 @@
-//! What the agent tells Prometheus and those who probe it.
+//! Tests the metrics and the health of the agent.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;

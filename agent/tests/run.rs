@@ -21,7 +21,7 @@ fn run(dir: &Path, more: &[&str]) -> Command {
     command
 }
 
-/// What the one line of a ready volume says.
+/// The announcement line of a ready volume.
 struct Ready(Value);
 
 impl Ready {

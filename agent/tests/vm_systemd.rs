@@ -23,7 +23,7 @@ use tonic::transport::Channel;
 const INSIDE: &str = "SHORTHORN_TEST_IN_VM";
 const DISK: &str = "/var/lib/longhorn";
 const DEVICE: &str = "/dev/longhorn/v1";
-/// That of an engine on another node.
+/// The number of attachment of an engine on another node.
 const NEXT_ATTACH: u64 = 9;
 
 #[test]
@@ -67,7 +67,7 @@ fn units_of_systemd() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Not a test of its own: what happens in the machine.
+/// Runs in the machine, and is not a test of its own.
 #[tokio::test]
 async fn inside() {
     if std::env::var_os(INSIDE).is_none() {

@@ -1,4 +1,4 @@
-//! What comes in a request, checked before anything else happens.
+//! Checks the arguments of a request before anything else happens.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -36,7 +36,7 @@ pub(crate) fn path(field: &str, text: &str) -> Result<PathBuf, CsiError> {
     Ok(path.to_owned())
 }
 
-/// Where a volume is said to be. None: no volume can be there.
+/// Returns the path of a volume in a request. None: no volume can be there.
 pub(crate) fn volume_path(text: &str) -> Result<Option<PathBuf>, CsiError> {
     match path("volume_path", text) {
         Err(error) if text.is_empty() => Err(error),

@@ -1,4 +1,4 @@
-//! Programs of the host: run without a shell, with a time limit, keeping little of what they say.
+//! Runs programs of the host: without a shell, with a time limit, and with a bound on the kept output.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
@@ -37,19 +37,19 @@ pub(crate) struct Finished {
     tool: Tool,
 }
 
-/// Why a program did not do what it should.
+/// The reason why a program has failed.
 #[derive(Debug, Error)]
 pub(crate) enum CommandError {
-    /// It cannot be run.
+    /// The program cannot be run.
     #[error("{program} cannot be run: {source}; install the package that has it")]
     Missing { program: &'static str, source: io::Error },
     /// The system failed while it ran.
     #[error("{program}: {source}")]
     System { program: &'static str, source: io::Error },
-    /// It was killed after the time limit.
+    /// The program was killed after the time limit.
     #[error("{program} did not end within {limit:?} and was killed")]
     TooSlow { program: &'static str, limit: Duration },
-    /// It failed.
+    /// The program has reported a failure.
     #[error("{program} failed ({status}): {message}")]
     Failed { program: &'static str, status: String, message: String },
 }
@@ -119,7 +119,7 @@ impl Tool {
 }
 
 impl Finished {
-    /// What happened, as an error.
+    /// Returns the failure as an error.
     pub(crate) fn failed(&self) -> CommandError {
         let status = self.code.map_or_else(|| "a signal".to_owned(), |code| format!("exit status {code}"));
         let said = format!("{} {}", self.errors.trim(), self.output.trim());
@@ -152,7 +152,7 @@ impl Kept {
         Ok(Kept { pipe: pipe.map(|pipe| Box::new(pipe) as Box<dyn Pipe>), bytes: Vec::new() })
     }
 
-    /// Takes what is there now.
+    /// Reads the available output.
     fn drain(&mut self) -> io::Result<()> {
         let mut chunk = [0; 4096];
         while let Some(pipe) = &mut self.pipe {
@@ -175,7 +175,8 @@ impl Kept {
     }
 }
 
-/// Reads what a child says until it ends, or until the limit. Does not wait for what it has left running itself.
+/// Reads the output of a child until it ends, or until the limit. Does not wait for processes that it has
+/// left running.
 fn follow(child: &mut Child, limit: Duration) -> io::Result<Followed> {
     let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     let deadline = Instant::now() + limit;

@@ -11,10 +11,10 @@ const MOUNTS_MAX: usize = 1024;
 /// The parts of a uid in letters and digits, by their lengths.
 const UID_PARTS: [usize; 5] = [8, 4, 4, 4, 12];
 
-/// One of them.
+/// A dead mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeadMount {
-    /// Whose device was mounted.
+    /// The volume whose device was mounted.
     pub volume: VolumeName,
     /// The pod that uses it, by its uid.
     pub pod_uid: String,
@@ -25,13 +25,13 @@ pub struct DeadMount {
 pub struct DeadMounts(Mutex<BTreeMap<PathBuf, DeadMount>>);
 
 impl DeadMounts {
-    /// Those that are known now.
+    /// Returns the known dead mounts.
     #[must_use]
     pub fn all(&self) -> Vec<DeadMount> {
         self.lock().values().cloned().collect()
     }
 
-    /// What was found at `path`.
+    /// Records the state found at `path`.
     pub(crate) fn note(&self, path: &Path, volume: &VolumeName, is_dead: bool) {
         let mut mounts = self.lock();
         match pod_uid(path).filter(|_| is_dead) {

@@ -1,4 +1,4 @@
-//! Block devices as the kernel shows them: numbers, sizes, whether anybody has them.
+//! Block devices as the kernel shows them: numbers, sizes, and exclusive users.
 
 use std::fmt;
 use std::fs;
@@ -9,22 +9,22 @@ use std::str::FromStr;
 
 use shorthorn_types::limits::SECTOR_BYTES;
 
-/// How much of both ends of a device has to be zero before anybody may take it for empty. Every format that this host
-/// could know keeps something in one of them.
+/// The bytes at both ends of a device that must be zero before it counts as empty. Every format that this
+/// host could know keeps something in one of them.
 const ENDS_BYTES: u64 = 1 << 20;
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// Number of a device.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceNumber {
-    /// Its driver; 0 for file systems without a device.
+    /// The number of the driver; 0 for file systems without a device.
     pub major: u32,
     /// Which of the driver's devices.
     pub minor: u32,
 }
 
 impl DeviceNumber {
-    /// Takes apart what stat(2) calls `rdev` or `dev`.
+    /// Splits an `rdev` or `dev` of stat(2).
     #[must_use]
     pub fn of(number: u64) -> DeviceNumber {
         DeviceNumber { major: libc::major(number), minor: libc::minor(number) }
@@ -51,7 +51,7 @@ impl fmt::Debug for DeviceNumber {
     }
 }
 
-/// Where the node at `path` leads; None where there is nothing, or no node of a block device.
+/// Returns the device of the node at `path`; none if the path does not exist or is no node of a block device.
 pub(crate) fn number_at(path: &Path) -> io::Result<Option<DeviceNumber>> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_block_device() => Ok(Some(DeviceNumber::of(meta.rdev()))),
@@ -72,8 +72,8 @@ pub(crate) fn size_bytes(number: DeviceNumber) -> io::Result<Option<u64>> {
     Ok(Some(sectors.saturating_mul(SECTOR_BYTES)))
 }
 
-/// Returns true if a device of that number can hold anything: an nbd device that nobody serves is there with
-/// a size of 0.
+/// Returns true if a device of that number can hold data: an nbd device without a server exists with a size
+/// of 0.
 pub(crate) fn is_live(number: DeviceNumber) -> bool {
     size_bytes(number).is_ok_and(|size| size.is_some_and(|bytes| bytes > 0))
 }
@@ -88,8 +88,8 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO))
 }
 
-/// Whether somebody has the device for itself: a mount, also one that only another mount namespace shows, or a device
-/// on top of it.
+/// Returns true if the device has an exclusive user: a mount, also one in another mount namespace only, or a
+/// device on top of it.
 pub(crate) fn is_claimed(path: &Path) -> io::Result<bool> {
     match fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_CLOEXEC).open(path) {
         Ok(_) => Ok(false),

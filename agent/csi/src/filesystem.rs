@@ -1,4 +1,4 @@
-//! What is on a device, and making, checking and growing the file systems that volumes have.
+//! Probes devices, and makes, checks and grows the file systems of volumes.
 //!
 //! A device is formatted only where that cannot destroy anything: where blkid knows nothing on it *and* both its ends are
 //! zero, or where it carries the mark of a format of ours that never came to its end. A file system is made with that
@@ -25,19 +25,19 @@ const FORMAT_LIMIT: Duration = Duration::from_secs(30 * 60);
 const CHECK_LIMIT: Duration = Duration::from_secs(12 * 3600);
 const GROW_LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// What blkid(8) says when it finds nothing.
+/// The exit code with which blkid(8) reports that it has found nothing.
 const BLKID_NOTHING: i32 = 2;
 /// And when it finds more than one thing.
 const BLKID_AMBIVALENT: i32 = 8;
 /// fsck(8): errors are left that it may not repair by itself. Below: nothing, or all is repaired.
 const FSCK_ERRORS_LEFT: i32 = 4;
 
-/// What is on a device.
+/// The content of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// Nothing that anybody could miss.
+    /// The device has no data.
     Empty,
-    /// What a format of ours was doing when it was interrupted. Nobody has ever written to it.
+    /// The device has an interrupted format of Shorthorn, so no user has ever written to it.
     Unfinished,
     /// A file system that can be mounted.
     FileSystem(FsKind),
@@ -45,7 +45,7 @@ pub(crate) enum Content {
     Other(String),
 }
 
-/// Looks what is on a device.
+/// Probes the content of a device.
 pub(crate) fn probe(device: &Device) -> Result<Content, CsiError> {
     let path = &device.path;
     let tool = Tool::new("blkid", PROBE_LIMIT).args(["-p", "-o", "export"]);
@@ -65,7 +65,7 @@ pub(crate) fn probe(device: &Device) -> Result<Content, CsiError> {
     }
 }
 
-/// Takes what blkid has printed.
+/// Parses the output of blkid.
 fn content(output: &str) -> Content {
     let value = |key: &str| {
         let line = output.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
@@ -132,7 +132,7 @@ fn finish(path: &Path, kind: FsKind) -> Tool {
     }
 }
 
-/// Repairs what can be repaired without asking anybody. The file system must not be mounted.
+/// Repairs all damage that needs no decision. The file system must not be mounted.
 pub(crate) fn check(path: &Path, kind: FsKind) -> Result<(), CsiError> {
     if kind == FsKind::Xfs {
         // It replays its log when it is mounted, and refuses to be mounted where that is not enough.

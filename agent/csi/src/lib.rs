@@ -1,5 +1,5 @@
-//! CSI on a node: the service Node, and the service that kubelet finds a driver through. What the socket of the
-//! controller has too is in `shorthorn-csi`.
+//! CSI on a node: the service Node, and the service through which kubelet finds a driver. `shorthorn-csi` has
+//! the common part with the socket of the controller.
 //!
 //! Every step is idempotent by looking at the kernel: what is mounted where (`mounts`), which number and size a device has
 //! (`device`), what its first blocks say (`filesystem`). Nothing is remembered in files or in memory, so it does not

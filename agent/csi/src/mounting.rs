@@ -12,10 +12,10 @@ use shorthorn_csi::{CsiError, FsKind};
 use crate::command::Tool;
 use crate::mounts::{Mount, MountTable};
 
-/// Mounting replays the journal; unmounting writes back what is dirty.
+/// The time limit of mount and unmount: mounting replays the journal, and unmounting writes back dirty data.
 const MOUNT_LIMIT: Duration = Duration::from_secs(30 * 60);
 const BIND_LIMIT: Duration = Duration::from_secs(60);
-/// Mounts on top of each other that are taken away.
+/// The maximum number of stacked mounts that are unmounted.
 const STACKED_MAX: usize = 16;
 const SELINUX: &str = "/sys/fs/selinux/enforce";
 
@@ -49,7 +49,7 @@ fn mount_tool(device: &Path, point: &Path, kind: FsKind, read_only: bool, flags:
         .arg(point)
 }
 
-/// Has what is at `from` appear at `to` as well.
+/// Makes the content at `from` appear at `to` as well.
 pub(crate) fn bind(from: &Path, to: &Path, read_only: bool) -> Result<(), CsiError> {
     let options = if read_only { "bind,_netdev,ro" } else { "bind,_netdev" };
     let tool = Tool::new("mount", BIND_LIMIT).args(["-o", options, "--"]);
@@ -80,7 +80,7 @@ pub(crate) fn read_table() -> Result<MountTable, CsiError> {
     MountTable::read().map_err(CsiError::system("the table of mounts"))
 }
 
-/// Where a path really leads, except that its last part is not followed. None where its directory does not exist.
+/// Resolves a path, without following its last part. None if its directory does not exist.
 pub(crate) fn resolve(path: &Path) -> Result<Option<PathBuf>, CsiError> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
     match fs::canonicalize(parent) {
@@ -90,7 +90,7 @@ pub(crate) fn resolve(path: &Path) -> Result<Option<PathBuf>, CsiError> {
     }
 }
 
-/// What something is mounted on.
+/// The kind of a mount point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     /// A directory, for a file system.
@@ -99,8 +99,8 @@ pub(crate) enum Place {
     File,
 }
 
-/// Makes the place where something will be mounted; whether it was made. One that is there is taken if there is nothing
-/// in it: what is mounted over data hides it, and data at such a place was written while the volume was not there.
+/// Makes a mount point, and returns whether it did not exist. An existing one must be empty: a mount would
+/// hide its data, which was written while the volume was not mounted.
 pub(crate) fn make_place(path: &Path, place: Place) -> Result<bool, CsiError> {
     let at = || CsiError::system(path.display());
     match fs::symlink_metadata(path) {

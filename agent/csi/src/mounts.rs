@@ -1,4 +1,4 @@
-//! What is mounted where: /proc/self/mountinfo, whose format proc_pid_mountinfo(5) describes.
+//! Lists mounts from /proc/self/mountinfo, whose format is in proc_pid_mountinfo(5).
 
 use std::ffi::OsString;
 use std::fs;
@@ -14,14 +14,14 @@ const MOUNTINFO: &str = "/proc/self/mountinfo";
 /// A table that changes while it is read is read again, so many times.
 const READS_MAX: usize = 5;
 
-/// One mount.
+/// A mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mount {
     /// Device of the file system.
     pub device: DeviceNumber,
     /// Which directory, or file, of the file system is mounted.
     pub root: PathBuf,
-    /// Where.
+    /// The mount point.
     pub point: PathBuf,
     /// Options of this mount.
     pub options: String,
@@ -64,7 +64,7 @@ impl MountTable {
             .map(MountTable)
     }
 
-    /// What is seen at `point`: of mounts on top of each other, the last.
+    /// Returns the visible mount at `point`: the last of mounts on top of each other.
     pub(crate) fn at(&self, point: &Path) -> Option<&Mount> {
         self.0.iter().rev().find(|mount| mount.point == point)
     }

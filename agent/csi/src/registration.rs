@@ -19,12 +19,13 @@ const INTERFACE_VERSION: &str = "1.0.0";
 #[derive(Clone, Debug)]
 pub struct RegistrationService {
     info: PluginInfo,
-    /// What kubelet said last.
+    /// True if kubelet has reported a successful registration.
     registered: Arc<AtomicBool>,
 }
 
 impl RegistrationService {
-    /// Of the driver called `name`, whose CSI socket is at `endpoint`; `registered` is set to what kubelet says.
+    /// Creates the registration of the driver `name`, whose CSI socket is at `endpoint`. `registered` is set
+    /// to the report of kubelet.
     #[must_use]
     pub fn new(name: &str, endpoint: &Path, registered: Arc<AtomicBool>) -> RegistrationService {
         RegistrationService {
@@ -38,7 +39,7 @@ impl RegistrationService {
         }
     }
 
-    /// As a service of a gRPC server.
+    /// Returns the service for a gRPC server.
     #[must_use]
     pub fn server(self) -> RegistrationServer<RegistrationService> {
         RegistrationServer::new(self)

@@ -24,9 +24,9 @@ pub trait Volumes: Send + Sync + 'static {
 /// An attached volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Volume {
-    /// Its device, while it has one.
+    /// The device of the volume, if it has one.
     pub device: Option<Device>,
-    /// It was attached for reading only.
+    /// True if the volume was attached for reading only.
     pub read_only: bool,
     /// How it is.
     pub condition: Condition,
@@ -37,7 +37,7 @@ pub struct Volume {
 pub struct Device {
     /// A node that leads to it.
     pub path: PathBuf,
-    /// Where the node has to lead.
+    /// The device to which the node has to lead.
     pub number: DeviceNumber,
     /// The size that the device has to have.
     pub size_bytes: u64,
@@ -46,21 +46,21 @@ pub struct Device {
 /// How a volume is. The texts are for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// As it should be.
+    /// The volume has its full redundancy.
     Healthy,
-    /// It serves, with less redundancy than wanted.
+    /// The volume serves, with less redundancy than wanted.
     Degraded(String),
     /// Requests wait: whoever touches the device hangs until that is over.
     Frozen(String),
 }
 
-/// Why there is no volume.
+/// The reason why a volume is not found.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum VolumesError {
-    /// It is not attached to this node.
+    /// The volume is not attached to this node.
     #[error("volume {0} is not attached to this node")]
     NotFound(VolumeName),
-    /// It cannot be told now; says why.
+    /// The state is not known now; the text has the reason.
     #[error("{0}")]
     Unavailable(String),
 }

@@ -1,4 +1,5 @@
-//! What the services answer to every call that is wrong, and what they announce: the tables of the specification.
+//! Tests the answers of the services to every wrong call, and their announcements, by the tables of the
+//! specification.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -53,7 +54,7 @@ async fn the_node_says_where_and_what() {
 /// Makes a good request wrong.
 type Change<T> = Box<dyn Fn(T) -> T>;
 
-/// A table of what is asked and what has to be answered.
+/// A table of requests and expected answers.
 struct Cases(Vec<String>);
 
 impl Cases {

@@ -1,4 +1,4 @@
-//! What must not go wrong when something else did: foreign data, reboots, wrong devices, calls at the same time.
+//! Tests that other faults do not harm volumes: foreign data, reboots, wrong devices, simultaneous calls.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -335,7 +335,7 @@ async fn after_a_power_cut_the_journal_is_replayed() {
     }
 }
 
-/// Volumes that nobody hears of before the gate opens.
+/// Volumes whose answers wait until the gate opens.
 struct Slow {
     asked: Semaphore,
     open: Semaphore,

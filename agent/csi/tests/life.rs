@@ -1,4 +1,5 @@
-//! The life of a volume on a node, on loop devices: staged, published, filled, grown, and taken away again.
+//! Tests the life of a volume on a node, on loop devices: staged, published, filled, grown, and removed
+//! again.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;

@@ -43,12 +43,12 @@ struct Options {
     backing: PathBuf,
     state: PathBuf,
     spec: FrontendSpec,
-    /// Instead of what the frontend asks for on this kernel.
+    /// The task work to use in place of the frontend's choice for this kernel.
     task_work: Option<TaskWork>,
     fault: Fault,
 }
 
-/// What goes wrong between preparing the device and serving it.
+/// A fault between preparing the device and serving it.
 #[derive(Clone, Copy, PartialEq)]
 enum Fault {
     None,

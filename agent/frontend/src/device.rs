@@ -29,12 +29,12 @@ impl std::fmt::Display for FrontendKind {
     }
 }
 
-/// What a frontend needs to know.
+/// The inputs of a frontend.
 #[derive(Clone, Debug)]
 pub struct FrontendSpec {
     /// The volume.
     pub volume: VolumeName,
-    /// Its size.
+    /// The size of the volume in bytes.
     pub size_bytes: u64,
     /// How many queues; each gets a [`QueueFrontend`].
     pub queues: u16,
@@ -42,7 +42,7 @@ pub struct FrontendSpec {
     pub depth: u16,
     /// The path of the socket, for [`FrontendKind::Socket`].
     pub socket_path: PathBuf,
-    /// Where `/dev/longhorn` is.
+    /// The directory of the device nodes, `/dev/longhorn`.
     pub device_dir: PathBuf,
     /// The device of an earlier engine process of this attachment, to be recovered.
     pub previous: Option<DeviceRecord>,
@@ -50,14 +50,14 @@ pub struct FrontendSpec {
     pub refuses_requests: bool,
 }
 
-/// What has to be remembered, durably, to recover the device after the process died.
+/// The durable record from which the device is recovered after the process died.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceRecord {
-    /// Its frontend.
+    /// The frontend of the device.
     pub kind: FrontendKind,
     /// Number of the kernel's device: N of /dev/ublkbN or /dev/nbdN; absent for the socket.
     pub kernel_id: Option<u32>,
-    /// As it was made: a recovered device keeps its queues and depth.
+    /// The number of queues; a recovered device keeps its queues and depth.
     pub queues: u16,
     /// See `queues`.
     pub depth: u16,
@@ -74,7 +74,7 @@ pub struct QueueSocket {
 
 /// A frontend whose device exists, or is about to, and serves nothing yet.
 pub struct Prepared {
-    /// One for each queue, in order.
+    /// The frontends of the queues, in order.
     pub queues: Vec<Box<dyn QueueFrontend>>,
     /// The control half.
     pub device: Box<dyn Device>,
@@ -88,7 +88,7 @@ impl std::fmt::Debug for Prepared {
 
 /// The half of a frontend that lives on the engine's main thread; its calls may block.
 pub trait Device: Send {
-    /// What to remember before [`Device::go_live`].
+    /// Returns the record to store before [`Device::go_live`].
     fn record(&self) -> DeviceRecord;
 
     /// Makes the device usable: the queues already serve. Returns the path under which people find it:
@@ -98,12 +98,12 @@ pub trait Device: Send {
     /// Says what is in the way.
     fn go_live(&mut self) -> Result<PathBuf, FrontendError>;
 
-    /// Its number in the kernel, once it is live; none of a socket.
+    /// Returns the kernel's number of the live device; none for a socket.
     fn number(&self) -> Option<DeviceNumber> {
         None
     }
 
-    /// Its size, as whoever uses it sees it.
+    /// Returns the size that the user of the device sees.
     fn size_bytes(&self) -> u64;
 
     /// Tells the device that the volume has grown.
@@ -112,7 +112,8 @@ pub trait Device: Send {
     /// [`FrontendError::Unsupported`] where the kernel cannot do it while the device is in use.
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError>;
 
-    /// Whether somebody uses the device (mounted, held by another device, opened), and who.
+    /// Returns a description of the users of the device (mounts, devices on top of it, processes); none if it
+    /// has none.
     fn in_use(&self) -> Option<String>;
 
     /// Takes the node away first, then the device; the queues still serve meanwhile.
@@ -122,7 +123,7 @@ pub trait Device: Send {
     fn stop(&mut self) -> Result<(), FrontendError>;
 }
 
-/// Why a frontend cannot do what it was asked to.
+/// The reason why a frontend has failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// This kernel cannot do it.
@@ -130,21 +131,21 @@ pub enum FrontendError {
     Unsupported {
         /// Which frontend.
         frontend: FrontendKind,
-        /// What is missing and what would help.
+        /// The missing feature, and the remedy.
         reason: String,
     },
     /// Something is in the way that must not be touched.
     #[error("{action}: {reason}")]
     Refused {
-        /// What was to be done, to what.
+        /// The action that failed, with its object.
         action: String,
-        /// What is in the way, and what to do about it.
+        /// The obstacle, and the remedy.
         reason: String,
     },
     /// A call to the kernel failed.
     #[error("{action}: {source}")]
     System {
-        /// What was being done, to what.
+        /// The action that failed, with its object.
         action: String,
         /// The answer of the kernel.
         source: std::io::Error,

@@ -1,4 +1,4 @@
-//! Frontends: what turns a volume into something that a kernel or a client can use.
+//! Frontends, which make a volume usable for a kernel or a client.
 //!
 //! A frontend has two halves. A [`QueueFrontend`] per queue lives on that queue's thread and ring: it
 //! takes requests from the kernel or the client and answers them. The [`Device`] lives on the engine's main

@@ -1,4 +1,4 @@
-//! Device nodes: `/dev/longhorn/<volume>`, and who uses a block device.
+//! Device nodes: `/dev/longhorn/<volume>`, and the users of a block device.
 //!
 //! A node is a name for a device number and outlives the device. So a node says nothing before sysfs has been
 //! asked whether the number still belongs to a device.
@@ -25,7 +25,7 @@ use crate::{FrontendError, wait};
 pub use udev::UdevBefore;
 pub use users::in_use;
 
-/// Who may open the device: root and the group `disk`, as for every disk of the host.
+/// The mode of a device node: root and the group `disk` may open it, as for every disk of the host.
 const NODE_MODE: u32 = 0o660;
 /// The group of disks on every distribution; where it is missing, root alone may open the device.
 const NODE_GROUP: &str = "disk";
@@ -39,14 +39,14 @@ const UDEV_DATA: &str = "/run/udev/data";
 /// Number of a block device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceNumber {
-    /// Its driver.
+    /// The number of the driver.
     pub major: u32,
     /// Which of the driver's devices.
     pub minor: u32,
 }
 
 impl DeviceNumber {
-    /// Takes apart what stat(2) calls `rdev`.
+    /// Splits an `rdev` of stat(2).
     #[must_use]
     pub fn of(rdev: u64) -> DeviceNumber {
         DeviceNumber { major: libc::major(rdev), minor: libc::minor(rdev) }
@@ -84,9 +84,9 @@ impl FromStr for DeviceNumber {
 /// A node in the directory of device nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceNode {
-    /// Its name.
+    /// The name of the volume.
     pub volume: VolumeName,
-    /// What it leads to.
+    /// The device of the node.
     pub device: DeviceNumber,
     /// True if a device of this number exists. The number of a device that went away may since have been
     /// given to another one, so a live node need not lead to the volume of its name; a dead one leads
@@ -94,8 +94,8 @@ pub struct DeviceNode {
     pub live: bool,
 }
 
-/// Makes `<device_dir>/<volume>` a node of `device`, at once and whole: whoever looks sees no node, the one that
-/// was there, or the new one.
+/// Makes `<device_dir>/<volume>` a node of `device` atomically: a reader sees no node, the former one, or the
+/// new one.
 ///
 /// A node whose device is gone is replaced, and so is one whose number now belongs to another volume of
 /// `device_dir`: both are what a killed process leaves behind.
@@ -190,9 +190,9 @@ pub fn before(name: &str) -> UdevBefore {
     UdevBefore::look(Path::new(UDEV_DATA), number.map(|(device, _)| device))
 }
 
-/// Writes out what the page cache holds for the block device `path` of `volume`, as far as that is possible within [`WRITE_BACK_LIMIT`]:
-/// its driver throws away what is left when the device goes. A failure is only logged: these writes were never acknowledged as
-/// durable, and the device has to go.
+/// Writes the page cache of the block device `path` of `volume` back, as far as possible within
+/// [`WRITE_BACK_LIMIT`]. The driver discards the rest when the device is removed. A failure is only logged:
+/// these writes were never acknowledged as durable, and the device has to be removed.
 pub(crate) fn write_back(volume: &VolumeName, path: PathBuf) {
     let written = wait::within(WRITE_BACK_LIMIT, move || match fs::File::open(path) {
         Err(error) if is_gone(&error) => Ok(()),
@@ -211,7 +211,7 @@ pub(crate) fn disk_number(name: &str) -> io::Result<Option<DeviceNumber>> {
     Ok(disk_of(&Path::new(SYSFS).join("block").join(name))?.map(|(number, _)| number))
 }
 
-/// Size of the disk `name` (as in /sys/block) in bytes; None where there is none.
+/// Returns the size of the disk `name` (as in /sys/block) in bytes; none if it does not exist.
 ///
 /// # Errors
 /// What sysfs answers.
@@ -219,7 +219,7 @@ pub(crate) fn disk_size(name: &str) -> io::Result<Option<u64>> {
     Ok(disk_of(&Path::new(SYSFS).join("block").join(name))?.map(|(_, size)| size))
 }
 
-/// Number and size of the disk whose folder in sysfs is `disk`; None where there is none.
+/// Returns number and size of the disk whose folder in sysfs is `disk`; none if it does not exist.
 fn disk_of(disk: &Path) -> io::Result<Option<(DeviceNumber, u64)>> {
     let (Some(device), Some(size)) = (read(&disk.join("dev"))?, read(&disk.join("size"))?) else {
         return Ok(None);
@@ -230,7 +230,7 @@ fn disk_of(disk: &Path) -> io::Result<Option<(DeviceNumber, u64)>> {
     Ok(Some((device, sectors * SECTOR_BYTES)))
 }
 
-/// The content of a small file; None where there is none, or where it went away just now.
+/// Returns the content of a small file; none if it does not exist, or was removed just now.
 fn read(path: &Path) -> io::Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -243,7 +243,7 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::ENOTDIR))
 }
 
-/// What has a name.
+/// The file that has a name.
 enum Found {
     Nothing,
     Node(DeviceNumber),
@@ -267,7 +267,7 @@ fn look(path: &Path) -> io::Result<Found> {
     })
 }
 
-/// Why what was found may not be replaced by a node of `device`; None where it may.
+/// Returns the reason why the found file may not be replaced by a node of `device`; none if it may.
 fn obstacle(
     sysfs: &Path,
     device_dir: &Path,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::ublk::{CONTROL_PATH, REQUIRED_FEATURES};
 use crate::{FrontendError, FrontendKind, ublk, wait};
 
-/// Loading a module takes milliseconds; one that takes longer hangs.
+/// The time limit of loading a module, which takes milliseconds unless it hangs.
 const MODPROBE_LIMIT: Duration = Duration::from_secs(10);
 /// The driver answers at once, or never.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
@@ -19,14 +19,14 @@ const NODE_LIMIT: Duration = Duration::from_secs(2);
 const UBLK_MODULE: &str = "ublk_drv";
 const NBD_MODULE: &str = "nbd";
 
-/// Whether one frontend works here.
+/// The support of one frontend on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FrontendReport {
     /// Which.
     pub kind: FrontendKind,
     /// True if it does.
     pub usable: bool,
-    /// What it offers; or what is missing, and what would help.
+    /// The offered features, or the missing one and the remedy.
     pub reason: String,
 }
 
@@ -46,8 +46,7 @@ pub fn probe() -> Vec<FrontendReport> {
         .collect()
 }
 
-/// The frontend to take: `wanted`, or where nothing particular is wanted the first usable one that makes a block
-/// device.
+/// Chooses the frontend: `wanted`, or else the first usable one that makes a block device.
 ///
 /// # Errors
 /// Says what is missing for `wanted`, or for each that was tried.
@@ -96,7 +95,7 @@ pub fn ublk_deny_reason(release: &str) -> Option<String> {
     ))
 }
 
-/// 6.18.4 and 6.18.5 of kernel.org, and what distributions build of them.
+/// Returns true for 6.18.4 and 6.18.5 of kernel.org, and the kernels that distributions build of them.
 fn is_stable_oops(release: &str) -> bool {
     ["6.18.4", "6.18.5"].iter().any(|bad| {
         release.strip_prefix(bad).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
@@ -114,7 +113,7 @@ fn is_ubuntu_oops(release: &str) -> bool {
     }
 }
 
-/// What ublk offers here, or why it is of no use.
+/// Returns the features of ublk on this host, or the reason why it is unusable.
 fn probe_ublk() -> Result<String, String> {
     let release = release();
     if let Some(reason) = ublk_deny_reason(&release) {
@@ -161,7 +160,7 @@ pub(crate) fn version(release: &str) -> [Option<u32>; 3] {
     std::array::from_fn(|_| numbers.next().flatten())
 }
 
-/// What a failed look at the driver means.
+/// Explains a failed probe of the driver.
 fn explain_ublk(error: &io::Error, release: &str) -> String {
     match error.raw_os_error() {
         Some(libc::EACCES | libc::EPERM) => format!(
@@ -198,8 +197,8 @@ pub(crate) fn load_nbd() -> Result<(), MissingModule> {
     if is_loaded(NBD_MODULE) { Ok(()) } else { load(NBD_MODULE) }
 }
 
-/// What NBD offers here, or why it is of no use. Where `load` is false, a module that is not loaded is only looked
-/// for.
+/// Returns the features of NBD on this host, or the reason why it is unusable. If `load` is false, an
+/// unloaded module is only searched for.
 fn probe_nbd(load: bool) -> Result<String, String> {
     if !load && !is_loaded(NBD_MODULE) {
         modprobe(NBD_MODULE, &["--dry-run"]).map_err(|missing| missing.to_string())?;

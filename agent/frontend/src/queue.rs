@@ -8,26 +8,26 @@ use shorthorn_types::Errno;
 /// [`shorthorn_ring::Token::source`] of every completion that belongs to the frontend. Other numbers are the engine's.
 pub const SOURCE: u8 = 1;
 
-/// What a queue lends its frontend.
+/// The resources that a queue lends its frontend.
 #[derive(Debug)]
 pub struct QueueIo<'a> {
     /// The ring of the queue's thread.
     pub ring: &'a mut Ring,
     /// The data of slot N is the first bytes of buffer N. One slot per request in flight.
     pub arena: &'a Arena,
-    /// Where the frontend puts new requests. The engine takes them after every call.
+    /// New requests from the frontend. The engine takes them after every call.
     pub requests: &'a mut Vec<Request>,
-    /// Where the frontend notes each request that it answers with an error itself: it has one answer for each, so this gets
-    /// no longer than `requests`. The engine takes them after every call.
+    /// Requests that the frontend answers with an error itself. The list never gets longer than `requests`,
+    /// with one answer for each. The engine takes them after every call.
     pub refusals: &'a mut Vec<Refusal>,
 }
 
 /// A request that no volume can do: the frontend has answered it with an error, and the engine does not see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The operation; none: one that a volume does not have.
+    /// The operation; none if a volume does not support it.
     pub operation: Option<Operation>,
-    /// Where. It need not be a place in the volume.
+    /// The offset of the request, which may lie outside of the volume.
     pub offset_bytes: u64,
     /// How much.
     pub length_bytes: u64,
@@ -35,15 +35,16 @@ pub struct Refusal {
     pub errno: Errno,
 }
 
-/// How far a queue is that was told to [`QueueFrontend::park`].
+/// The progress of a queue after [`QueueFrontend::park`].
 #[derive(Debug)]
 pub enum Parked {
-    /// It has read something that is not answered yet.
+    /// The queue has read requests that are not answered yet.
     NotYet,
-    /// Nothing is left. The next process gets the requests that come from now on from the kernel, over a new connection
-    /// where there is one.
+    /// All requests are answered. The next process gets the requests that come from now on from the kernel,
+    /// over a new connection where there is one.
     Done,
-    /// Nothing is left, and the next process is to read on from this socket, which is at the start of a request.
+    /// All requests are answered, and the next process continues to read from this socket, which is at the
+    /// start of a request.
     At(OwnedFd),
 }
 
@@ -55,7 +56,7 @@ pub trait QueueFrontend: Send {
         TaskWork::Deferred
     }
 
-    /// First call on the queue's thread: asks the ring for what it waits for.
+    /// Starts on the queue's thread: submits the first operations to the ring.
     ///
     /// # Errors
     /// The queue can not be served.
@@ -71,16 +72,17 @@ pub trait QueueFrontend: Send {
     /// [`QueueFrontend::flush`].
     fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>);
 
-    /// End of a batch: sends what was held back.
+    /// Ends a batch: sends the queued replies.
     fn flush(&mut self, io: &mut QueueIo<'_>);
 
-    /// Takes no more requests than those that it has read already: another process is to serve the device.
+    /// Stops taking requests beyond those read already, because another process is to serve the device.
     fn park(&mut self, io: &mut QueueIo<'_>);
 
-    /// Whether the next process can take over, after [`QueueFrontend::park`]: what was read is answered.
+    /// Returns the progress after [`QueueFrontend::park`]: the next process can take over once all read
+    /// requests are answered.
     fn parked(&self) -> Parked;
 
-    /// Whether no slot has data that is on its way from the client, or to it: their memory may be given back. A request
-    /// may be complete long before its client has taken the answer.
+    /// Returns true if no slot has data in transit from or to the client, so that the slots' memory may be
+    /// released. A request may be complete long before its client has taken the answer.
     fn is_idle(&self) -> bool;
 }

@@ -1,13 +1,13 @@
-//! Waiting with a limit for what has no descriptor to wait on: sysfs, the state of a driver, another program.
+//! Waits with a limit for events without a descriptor: sysfs, the state of a driver, another program.
 
 use std::io;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The first pause between two looks. Most of what is waited for is there within a millisecond.
+/// The first pause between two looks. Most conditions hold within a millisecond.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// The longest pause: short beside what people notice, long beside the cost of a look.
+/// The longest pause: short enough for people, long compared with the cost of a look.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// Looks with `look` until it finds something, at most for `limit`; then None. The last look comes after the
@@ -31,8 +31,8 @@ pub(crate) fn until<T, E>(
     }
 }
 
-/// Runs `work` on a thread of its own and waits at most `limit`. After that the thread is left to itself: what
-/// it does may be a call to the kernel that never returns.
+/// Runs `work` on its own thread and waits at most `limit`. After that the thread is left alone, because it
+/// may be in a call to the kernel that never returns.
 ///
 /// # Errors
 /// [`io::ErrorKind::TimedOut`], or why the thread can not start.

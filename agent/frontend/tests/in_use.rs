@@ -1,4 +1,4 @@
-//! Who uses a block device: loop devices stand for those of volumes.
+//! Tests the users of a block device: loop devices stand for those of volumes.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 use std::fs;
@@ -13,7 +13,7 @@ fn run(program: &str, arguments: &[&Path]) -> String {
     String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
 }
 
-/// A loop device that goes with this.
+/// A loop device that is detached when this is dropped.
 struct Loop(PathBuf);
 
 impl Loop {
@@ -28,7 +28,7 @@ impl Drop for Loop {
     }
 }
 
-/// A mount that goes with this.
+/// A mount that is removed when this is dropped.
 struct Bound(PathBuf);
 
 impl Drop for Bound {

@@ -192,7 +192,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     guest.no_io_errors()
 }
 
-/// The driver has to get back every request that it has delivered, and those that arrive just then.
+/// Checks that the driver gets every delivered request back, including those that arrive just then.
 #[test]
 fn left_to_the_next_process_again_and_again() -> Result<()> {
     let guest = start()?;

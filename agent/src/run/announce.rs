@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use shorthorn_types::{ReplicaId, VolumeName};
 
-/// What the caller of `run` has to know; additions only.
+/// The announcement for the caller of `run`; additions only.
 #[derive(Debug, Serialize)]
 pub struct Ready {
     /// Name of the volume.
@@ -41,14 +41,14 @@ pub struct Pids {
     pub replicas: Vec<u32>,
 }
 
-/// One replica.
+/// A replica in the announcement.
 #[derive(Debug, Serialize)]
 pub struct ReadyReplica {
-    /// Its identity.
+    /// The id of the replica.
     pub id: ReplicaId,
-    /// Its directory.
+    /// The directory of the replica.
     pub directory: PathBuf,
-    /// Its process; null where it does not run.
+    /// The process id; null if the replica does not run.
     pub pid: Option<u32>,
 }
 

@@ -12,15 +12,15 @@ pub enum RunError {
     Io {
         /// Which.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
     /// Signals, threads or processes cannot be had.
     #[error("{action}: {source}")]
     System {
-        /// What was being done.
+        /// The action that failed.
         action: &'static str,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
     /// A JSON file of the volume cannot be read or written.
@@ -31,7 +31,7 @@ pub enum RunError {
     Held {
         /// The directory of the volume.
         dir: PathBuf,
-        /// Who has it.
+        /// The process id of the holder.
         pid: i32,
     },
     /// The directory holds a volume that is not the one asked for.
@@ -43,9 +43,9 @@ pub enum RunError {
         dir: PathBuf,
         /// Name, size or number of replicas.
         what: &'static str,
-        /// What the directory says.
+        /// The value in the directory.
         found: String,
-        /// What was asked for.
+        /// The requested value.
         wanted: String,
     },
     /// No directory for sockets has a path short enough.
@@ -62,7 +62,7 @@ pub enum RunError {
     /// A directory that others can write to, or that is not ours, must not hold our sockets.
     #[error("{0} is not a directory of this user with mode 0700: remove it, or set XDG_RUNTIME_DIR")]
     NotOurs(PathBuf),
-    /// A process of an earlier run goes on and cannot be stopped.
+    /// A process of an earlier run continues and cannot be stopped.
     #[error("process {pid} of an earlier run on this directory {why}")]
     Leftover {
         /// The process.
@@ -75,7 +75,7 @@ pub enum RunError {
     Ended {
         /// Which.
         role: String,
-        /// Its last words.
+        /// The last message of the process.
         message: String,
     },
     /// The engine needs at least one.
@@ -86,7 +86,7 @@ pub enum RunError {
     NotReady {
         /// How long it was waited for.
         seconds: u64,
-        /// What it waits for.
+        /// The reason for waiting.
         message: String,
     },
     /// A process did not stop, or not cleanly.

@@ -34,7 +34,7 @@ pub enum Event {
     Status(usize, u32, Box<Status>),
 }
 
-/// Keeps SIGTERM, SIGINT, SIGHUP and SIGCHLD from doing anything but being read from what this returns.
+/// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD, which can then only be read from the result.
 pub fn block_signals() -> Result<SignalFd, RunError> {
     let mut signals = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {

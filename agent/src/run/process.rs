@@ -1,4 +1,4 @@
-//! One process of a volume: the engine or a replica.
+//! A process of a volume: the engine or a replica.
 
 use std::fmt;
 use std::os::unix::process::CommandExt;
@@ -24,7 +24,7 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
 const SETTLED: Duration = Duration::from_secs(10);
 
-/// What a process is.
+/// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The engine.
@@ -42,14 +42,14 @@ impl fmt::Display for Role {
     }
 }
 
-/// One process, started again when it ends.
+/// A process that is restarted when it ends.
 #[derive(Debug)]
 pub struct Process {
-    /// What it is.
+    /// The role of the process.
     pub role: Role,
-    /// Its files.
+    /// The files of the process.
     pub files: ProcessFiles,
-    /// What it told last, since its last start.
+    /// The last status since the last start.
     pub status: Option<Status>,
     /// How it ended the last time.
     pub last_words: Option<String>,
@@ -62,7 +62,7 @@ pub struct Process {
     starts: u32,
     started_at: Instant,
     running: Option<Running>,
-    /// Where an engine leaves the sockets of its device for the next one.
+    /// The store in which an engine leaves the sockets of its device for the next one.
     store: Option<DescriptorStore>,
 }
 
@@ -136,7 +136,7 @@ impl Process {
         command
     }
 
-    /// Its process id, while it runs.
+    /// Returns the process id of the running process.
     pub fn pid(&self) -> Option<u32> {
         self.running.as_ref().map(|running| running.child.id())
     }
@@ -157,7 +157,7 @@ impl Process {
         }
     }
 
-    /// What it says about itself, where it has something to say.
+    /// Returns the message in the status, unless it is empty.
     fn message(&self) -> Option<&str> {
         let message = match self.status.as_ref()? {
             Status::Engine(engine) => &engine.message,

@@ -27,17 +27,17 @@ pub struct RuntimeDir(PathBuf);
 /// The files of one process.
 #[derive(Clone, Debug)]
 pub struct ProcessFiles {
-    /// What it is started with.
+    /// The spec file.
     pub spec: PathBuf,
-    /// Its control socket.
+    /// The control socket.
     pub control: PathBuf,
-    /// Its pid file.
+    /// The pid file.
     pub pid: PathBuf,
-    /// What it leaves when it ends with an error.
+    /// The file for the last error of the process.
     pub error: PathBuf,
-    /// Where an engine leaves the sockets of its device for the next one.
+    /// The socket on which an engine leaves the sockets of its device for the next one.
     pub notify: PathBuf,
-    /// Its data socket: of a replica for engines, of an engine for NBD clients.
+    /// The data socket: of a replica for engines, of an engine for NBD clients.
     pub data: PathBuf,
 }
 
@@ -107,7 +107,8 @@ fn fingerprint(path: &Path) -> u64 {
     hasher.finish()
 }
 
-/// Everybody can make things in /tmp, also what we are about to: only what is ours alone is used.
+/// Makes a directory that only this user may write. Any user can create files in /tmp, even under this name,
+/// so others are rejected.
 fn make_our_own(path: &Path) -> Result<(), RunError> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {

@@ -22,7 +22,7 @@ use crate::run::{RunError, dies_with_supervisor};
 /// A replica of a volume that was ready before is not waited for any longer once it has failed so often:
 /// the engine can do without it.
 const REPLICA_TRIES: u32 = 2;
-/// A process that was told to stop has so long.
+/// The time limit for a process to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// And so long once it was killed: the kernel may have to give up its I/O first.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
@@ -63,7 +63,7 @@ impl Supervisor {
         Ok(Supervisor { volume, processes, events, sender, ready_limit, announced: false })
     }
 
-    /// Runs everything until it is told to stop, or cannot go on.
+    /// Runs all processes until they are stopped, or cannot continue.
     pub fn run(mut self) -> Result<(), RunError> {
         let served = self.serve();
         let stopped = self.stop();

@@ -11,17 +11,17 @@ use crate::pid_file::{PidFile, PidFileError};
 use crate::run::RunError;
 use crate::size;
 
-/// `volume.json`: what a volume is, for as long as its directory lives.
+/// The file `volume.json`: the parameters of a volume for the life of its directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VolumeFile {
-    /// Its name.
+    /// The name of the volume.
     pub name: VolumeName,
-    /// Its size.
+    /// The size of the volume in bytes.
     pub size_bytes: u64,
-    /// Its replicas.
+    /// The replicas of the volume.
     pub replicas: Vec<ReplicaId>,
-    /// What replicas and engine know each other by.
+    /// The secret with which replicas and engine authenticate each other.
     pub secret: Secret,
     /// Number of the newest attachment. No two engines ever have the same.
     pub attach: u64,
@@ -69,7 +69,7 @@ impl VolumeDir {
         &self.path
     }
 
-    /// What the volume is.
+    /// Returns the parameters of the volume.
     pub fn file(&self) -> &VolumeFile {
         &self.file
     }
@@ -136,7 +136,7 @@ fn check(file: &VolumeFile, args: &RunArgs, dir: &Path) -> Result<(), RunError> 
     differs("number of replicas", file.replicas.len().to_string(), args.replicas.to_string())
 }
 
-/// A volume that nobody has seen before.
+/// Draws the identity of a new volume.
 fn draw(args: &RunArgs) -> Result<VolumeFile, RunError> {
     let mut replicas: Vec<ReplicaId> = Vec::new();
     while replicas.len() < usize::from(args.replicas) {

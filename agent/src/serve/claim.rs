@@ -1,5 +1,6 @@
-//! Whose node this is. The first cluster whose controller calls is remembered, durably; the controllers of others may ask
-//! who this node is, and nothing else. Two controllers that both drive a node would each delete what the other one wants.
+//! Claims the node for one cluster. The agent durably remembers the first cluster whose controller calls.
+//! Controllers of other clusters may only ask for the claim. Two controllers that drive one node would delete
+//! each other's instances.
 //!
 //! A call without the name of a cluster is of a controller of an earlier release, and is let through. With TLS, the cluster
 //! of a call is that of the caller's certificate.
@@ -23,7 +24,7 @@ use crate::serve::leaders::Leaders;
 
 /// The longest name of a cluster.
 const NAME_MAX_BYTES: usize = 128;
-/// What everybody may ask for: who this node is, and that it changes hands.
+/// The calls that every controller may make: reading the claim, and changing it.
 const FOR_ALL: [&str; 2] = ["GetNode", "ReleaseNode"];
 
 /// The cluster that this node belongs to.
@@ -42,7 +43,7 @@ struct Kept {
 }
 
 impl Claim {
-    /// What an earlier agent has remembered.
+    /// Reads the claim that an earlier agent has stored.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -86,7 +87,7 @@ impl Claim {
         }
     }
 
-    /// Makes the node another cluster's. `from` is the one that whoever decided it has taken it from.
+    /// Makes the node another cluster's. `from` is the former cluster according to the caller.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] where it does not belong to `from`.

@@ -16,9 +16,9 @@ use toml::Spanned;
 
 use crate::serve::listen::ListenAddress;
 
-/// Where the configuration is looked for when nothing else is said.
+/// The default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
-/// Where metrics and health are unless something else is said.
+/// The default address of metrics and health.
 pub const DEFAULT_METRICS: MetricsListen = MetricsListen::loopback(9511);
 const SIZE_MAX_BYTES: u64 = 1 << 20;
 /// More devices than a kernel has.
@@ -27,7 +27,7 @@ const MAX_VOLUMES: u32 = 1 << 20;
 /// [`shorthorn_control::SUM_BYTES_PER_S`].
 #[allow(clippy::cast_possible_truncation)] // it is a few
 pub const SUM_MIB_PER_S: u32 = (shorthorn_control::SUM_BYTES_PER_S >> 20) as u32;
-/// A day, in which somebody notices what he has deleted.
+/// The default retention of the trash: a day, in which a mistaken deletion is noticed.
 const TRASH_HOURS: u32 = 24;
 /// A year.
 const TRASH_HOURS_MAX: u32 = 8784;
@@ -35,14 +35,14 @@ const TRASH_FREE_PERCENT: u32 = 10;
 /// More than a disk reads.
 const SUM_MIB_PER_S_MAX: u32 = 65_536;
 
-/// What the agent does; `packaging/agent.toml` explains every key.
+/// The configuration of the agent; `packaging/agent.toml` explains every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Name of the node.
     pub node_name: String,
-    /// What fails together with this node; empty: not known.
+    /// The zone, whose nodes may fail together; empty if unknown.
     pub zone: String,
-    /// Where the node API is served.
+    /// The addresses of the node API.
     pub listen: Vec<ListenAddress>,
     /// Key and certificate of the node API.
     pub tls_dir: PathBuf,
@@ -58,9 +58,9 @@ pub struct Config {
     pub data_address: Option<IpAddr>,
     /// Ports of replicas on `data_address`.
     pub data_ports: RangeInclusive<u16>,
-    /// Disks, beside those that were added through the API.
+    /// Disks, besides those that were added through the API.
     pub disks: Vec<PathBuf>,
-    /// Who runs the instances.
+    /// The manager of the instances.
     pub instances: InstancesChoice,
     /// Threads of an engine.
     pub queues: u16,
@@ -74,15 +74,15 @@ pub struct Config {
     pub trash_hours: u32,
     /// If less than that is free on a disk, its trash is emptied, the oldest first.
     pub trash_free_percent: u32,
-    /// Whether this node has the CSI driver.
+    /// True if this node has the CSI driver, or automatic.
     pub csi: CsiChoice,
     /// The directory of kubelet; None: it is found.
     pub kubelet_root: Option<PathBuf>,
     /// Volumes that the CSI driver lets be attached; 0: any number.
     pub max_volumes: u32,
-    /// Where metrics and health are served.
+    /// The address of metrics and health.
     pub metrics_listen: MetricsListen,
-    /// What is logged.
+    /// The filter of the log.
     pub log_level: String,
     /// How.
     pub log_format: LogFormat,
@@ -112,11 +112,11 @@ pub enum InstancesChoice {
     Children,
 }
 
-/// Whether the node has the CSI driver.
+/// The choice of running the CSI driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CsiChoice {
-    /// As soon as there is a kubelet.
+    /// The driver runs as soon as kubelet is found.
     #[default]
     Auto,
     /// At once.
@@ -125,7 +125,7 @@ pub enum CsiChoice {
     Off,
 }
 
-/// Why there is no configuration.
+/// The reason why the configuration is not usable.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -133,17 +133,17 @@ pub enum ConfigError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
-    /// It is no TOML, has an unknown key, or a value of the wrong type.
+    /// The file is no TOML, has an unknown key, or a value of the wrong type.
     #[error("{path}:{line}: {message}")]
     Content {
         /// The file.
         path: PathBuf,
         /// From 1.
         line: usize,
-        /// What is wrong.
+        /// The problem.
         message: String,
     },
     /// No name for the node.
@@ -186,7 +186,7 @@ struct LogTable {
     format: LogFormat,
 }
 
-/// What is wrong with the value at a place of the file.
+/// The problem of the value at a place of the file.
 struct Wrong(Range<usize>, String);
 
 impl Config {
@@ -405,7 +405,7 @@ fn host_name() -> Result<String, ConfigError> {
     }
 }
 
-/// Whether the API may be served at `address`.
+/// Returns an error unless the API may be served at `address`.
 ///
 /// # Errors
 /// Says why not.

@@ -46,7 +46,7 @@ fn size(device: DeviceNumber) -> Option<u64> {
     sectors.trim().parse::<u64>().ok()?.checked_mul(SECTOR_BYTES)
 }
 
-/// Removes the nodes whose devices are gone: what a host or an engine that was killed leaves behind.
+/// Removes the nodes of devices that do not exist any more, after a host or an engine was killed.
 pub fn remove_stale(device_dir: &Path) {
     let remove = |node: &DeviceNode| node::remove(device_dir, &node.volume, node.device);
     let report = |node: &DeviceNode, removed: Result<(), FrontendError>| match removed {

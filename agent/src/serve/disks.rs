@@ -29,7 +29,7 @@ pub const REPLICAS: &str = "replicas";
 pub struct Disks {
     /// From the configuration.
     configured: Vec<PathBuf>,
-    /// What the next agent has to know.
+    /// The file that remembers the disks for the next agent.
     file: PathBuf,
     /// The folder of this host's processes.
     proc: PathBuf,
@@ -40,7 +40,8 @@ pub struct Disks {
 struct Kept {
     /// Which were added to those of the configuration.
     disks: Vec<PathBuf>,
-    /// Disks of the configuration that have had an identity. One that has none any more is most likely not mounted.
+    /// Disks of the configuration that have had an identity. Such a disk without an identity is most likely
+    /// not mounted.
     #[serde(default)]
     prepared: BTreeSet<PathBuf>,
     /// Fields of a later version.
@@ -63,7 +64,7 @@ struct Identity {
 }
 
 impl Disks {
-    /// The disks of the configuration, and those that were added to an earlier agent.
+    /// Opens the disks of the configuration, and those that were added to an earlier agent.
     ///
     /// # Errors
     /// The file of those cannot be read.
@@ -90,13 +91,13 @@ impl Disks {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where they are.
+    /// Returns the paths of the disks.
     pub fn paths(&self) -> BTreeSet<PathBuf> {
         self.configured.iter().chain(self.kept().disks.iter()).cloned().collect()
     }
 
-    /// All disks, as they are now. One that is new in the configuration is prepared first: whoever has written it there need
-    /// not add it as well.
+    /// Returns all disks in their current state. A new one in the configuration is prepared first, so that
+    /// the administrator need not add it as well.
     pub fn list(&self) -> Vec<v1::Disk> {
         self.prepare_new();
         self.look_at_all()
@@ -106,7 +107,8 @@ impl Disks {
         self.paths().iter().map(|path| look(path)).collect()
     }
 
-    /// What fails is tried again at the next look, and until then told as what is wrong with the disk.
+    /// Prepares new disks. A failure is reported as the problem of the disk, until an attempt at a later look
+    /// succeeds.
     fn prepare_new(&self) {
         let new: Vec<&PathBuf> = {
             let kept = self.kept();
@@ -127,7 +129,7 @@ impl Disks {
         }
     }
 
-    /// What is in the trash of all of them, and why that of some is not known.
+    /// Returns the content of the trash of all disks, and the reasons why that of some is unknown.
     pub fn trash(&self, limits: TrashLimits) -> v1::ListTrashResponse {
         let mut answer = v1::ListTrashResponse::default();
         for path in self.paths() {
@@ -202,7 +204,7 @@ impl Disks {
         Ok(look(&path))
     }
 
-    /// Has the directory be no disk any more. What is in it stays.
+    /// Removes the directory from the disks. Its content stays.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] if it is a disk of the configuration.
@@ -223,7 +225,7 @@ impl Disks {
         Ok(())
     }
 
-    /// Gives the directory what a disk has, and remembers it. Its identity.
+    /// Gives the directory the files of a disk and remembers it. Returns the identity.
     fn prepare(&self, path: &Path) -> Result<String, NodeError> {
         if let Some(problem) = obstacle(path) {
             return Err(NodeError::Precondition(format!("{}: {problem}", path.display())));
@@ -276,9 +278,9 @@ pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
     disk.join(REPLICAS).join(id.name())
 }
 
-/// Deletes the directory of a replica that does not run. It goes to the trash if that keeps anything and the disk has space
-/// for its record; `note` is kept with it. Else it gets a name that is no replica's first, so that one that is deleted
-/// in part is never taken for a replica.
+/// Deletes the directory of a replica that does not run. It is moved to the trash, with `note`, if the trash
+/// keeps anything and the disk has space for its record. Else it is renamed first, so that a partly deleted
+/// directory is never taken for a replica.
 ///
 /// # Errors
 /// [`NodeError::Precondition`] where something else has that name, or a process has it open.
@@ -373,7 +375,7 @@ fn look(path: &Path) -> v1::Disk {
     disk
 }
 
-/// What keeps a directory from being a disk.
+/// Returns the reason why a directory cannot be a disk.
 fn obstacle(path: &Path) -> Option<String> {
     match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -424,7 +426,8 @@ fn missing_mount(path: &Path) -> Option<String> {
     missing_mount_in(&fstab, &mounts, path)
 }
 
-/// Both have their fields between spaces, and \040 for a space in one, which is left as it is: nobody has disks there.
+/// Returns the mount for `path` that fstab has and the mounts lack. Both files separate fields by spaces, and
+/// write \040 for a space in one, which is not decoded: disks have no such paths.
 fn missing_mount_in(fstab: &str, mounts: &str, path: &Path) -> Option<String> {
     let entries = fstab.lines().filter(|line| !line.trim_start().starts_with('#'));
     let mut points = entries.filter_map(|line| line.split_whitespace().nth(1));

@@ -10,22 +10,22 @@ use tonic::Status;
 /// Why a call of the node API fails. Each variant is one status code.
 #[derive(Debug, Error)]
 pub enum NodeError {
-    /// A name, size or path that can never work; says what to change.
+    /// A name, size or path that can never work; the text has the remedy.
     #[error("{0}")]
     Invalid(String),
-    /// There is no such thing here.
+    /// The object does not exist here.
     #[error("{0}")]
     NotFound(String),
     /// The same name with other arguments.
     #[error("{0}")]
     Exists(String),
-    /// Not in this state; says what is in the way.
+    /// The state does not allow the call; the text has the obstacle.
     #[error("{0}")]
     Precondition(String),
     /// No space.
     #[error("{0}")]
     Exhausted(String),
-    /// It may work when it is tried again.
+    /// A retry may succeed.
     #[error("{0}")]
     Unavailable(String),
 }

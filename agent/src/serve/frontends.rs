@@ -8,11 +8,11 @@ use tokio::sync::Mutex;
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
 
-/// Looking loads modules and asks drivers, so it is not done at every call; and somebody may install a module,
-/// so it is not done only once.
+/// The age up to which a probe counts. Probing loads modules and asks drivers, so it is not done at every
+/// call. An administrator may install a module, so it is repeated.
 const FRESH: Duration = Duration::from_secs(60);
 
-/// What was found when it was last looked.
+/// The result of the last probe.
 #[derive(Debug, Default)]
 pub struct Frontends(Mutex<Option<(Instant, Vec<FrontendReport>)>>);
 

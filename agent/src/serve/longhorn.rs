@@ -1,12 +1,12 @@
-//! Whether Longhorn works on this host: it would delete replicas of ours on its disks as orphans, and it makes devices
-//! where ours are.
+//! Detects Longhorn on this host: it would delete Shorthorn's replicas on its disks as orphans, and its
+//! devices have the same paths.
 
 use std::fs;
 use std::path::Path;
 
 /// The folder of this host's processes.
 pub const PROC: &str = "/proc";
-/// Where Longhorn has its devices.
+/// The directory of Longhorn's devices.
 const DEVICES: &str = "/dev/longhorn";
 /// The programs of Longhorn that a host with it always runs.
 const PROGRAMS: [&str; 2] = ["longhorn-manager", "longhorn-instance-manager"];
@@ -21,7 +21,7 @@ pub fn running(proc: &Path) -> Option<&'static str> {
         .find_map(|line| program(&line))
 }
 
-/// What is said where Longhorn works on this host.
+/// Returns the warnings for a host on which Longhorn runs.
 pub fn warnings(proc: &Path, device_dir: &Path) -> Vec<String> {
     let Some(program) = running(proc) else { return Vec::new() };
     if device_dir != Path::new(DEVICES) {
@@ -33,7 +33,8 @@ pub fn warnings(proc: &Path, device_dir: &Path) -> Vec<String> {
     )]
 }
 
-/// Why a directory that has the identity of a disk already cannot be made a disk of ours; none: nothing is in the way.
+/// Returns the reason why a directory that has the identity of a Longhorn disk cannot become a Shorthorn
+/// disk; none if it can.
 pub fn objection(proc: &Path, path: &Path, identity_file: &str) -> Option<String> {
     let program = running(proc)?;
     let path = path.display();

@@ -38,16 +38,16 @@ const STATES: [(InstanceState, &str); 5] = [
     (InstanceState::Stopped, "stopped"),
     (InstanceState::Error, "error"),
 ];
-/// What a replica can be to its engine.
+/// The modes of a replica in its engine.
 const MODES: [&str; 4] = ["member", "rebuilding", "connecting", "failed"];
 
-/// What there is to show once the agent serves.
+/// The sources of the metrics once the agent serves.
 pub struct Shown {
     /// The instances.
     pub table: Arc<Table>,
     /// The disks.
     pub disks: Arc<Disks>,
-    /// Where the device nodes are.
+    /// The directory of the device nodes.
     pub device_dir: PathBuf,
     /// The CSI driver; none: it is off.
     pub driver: Option<Arc<DriverState>>,
@@ -55,20 +55,20 @@ pub struct Shown {
     pub tls: Option<Arc<NodeTls>>,
 }
 
-/// What the agent knows of itself.
+/// The health and the metrics of the agent.
 pub struct AgentVitals {
     shown: OnceLock<Shown>,
-    /// Held by whoever looks at disks, also when nobody waits for that any more: one that hangs gets no second.
+    /// A lock held while disks are probed, even if the caller is gone: a hanging disk gets no second probe.
     looking: Arc<Mutex<()>>,
 }
 
 impl AgentVitals {
-    /// Those of an agent that does not serve yet.
+    /// Returns the vitals of an agent that does not serve yet.
     pub fn new() -> Arc<AgentVitals> {
         Arc::new(AgentVitals { shown: OnceLock::new(), looking: Arc::default() })
     }
 
-    /// It serves from now on.
+    /// Sets the sources when the agent begins to serve.
     pub fn show(&self, shown: Shown) {
         // It is called once.
         let _ = self.shown.set(shown);
@@ -130,7 +130,7 @@ async fn look(looking: Arc<Mutex<()>>, disks: Arc<Disks>, device_dir: PathBuf) -
     tokio::time::timeout(DISKS_LIMIT, look).await.ok()?.ok()
 }
 
-/// What each engine has done; those that do not say are left out.
+/// Returns the counters of each engine; those that do not answer are left out.
 async fn ask_engines(engines: Vec<(VolumeName, PathBuf)>) -> BTreeMap<VolumeName, IoCounters> {
     let mut answers = BTreeMap::new();
     let mut asked = JoinSet::new();

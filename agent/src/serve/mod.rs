@@ -196,7 +196,7 @@ async fn stop_signal() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whoever runs the instances, and what to wait for to learn that they are out of sight.
+/// Returns the manager of the instances, and a future that ends when the agent can no longer observe them.
 async fn backend(
     config: &Config,
     places: &Places,
@@ -219,7 +219,7 @@ async fn backend(
     Ok((Box::new(children), Box::pin(std::future::pending())))
 }
 
-/// Does what may wait for a disk on a thread for that.
+/// Runs work that may wait for a disk on a thread for that.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, NodeError> + Send + 'static,
 ) -> Result<T, NodeError> {

@@ -1,4 +1,4 @@
-//! What the directory of a replica has, for the operator's decision, and that decision carried out.
+//! Reads the state of a replica's directory for the operator's decision, and carries the decision out.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use shorthorn_views::ReplicaViews;
 use crate::serve::error::NodeError;
 use crate::serve::words;
 
-/// The part of a replica's state that says what it holds. What else is in it is about other replicas, or about
+/// The part of a replica's state that describes its content. The rest is about other replicas, or about
 /// regions that were being written.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct State {

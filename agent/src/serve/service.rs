@@ -1,4 +1,4 @@
-//! The node API: what `node.proto` says, on top of instances, disks and devices.
+//! The node API of `node.proto`, on top of instances, disks and devices.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -28,23 +28,23 @@ use crate::serve::instance::{
 use crate::serve::trash::{self, TrashLimits};
 use crate::serve::{longhorn, salvage, words};
 
-/// Events that wait in the connection of a watcher, beside those that wait in the hub.
+/// The number of events that wait in the connection of a watcher, besides those in the hub.
 const WATCH_QUEUE: usize = 16;
 
 /// The service.
 #[derive(Clone)]
 pub struct NodeService {
-    /// What the node is.
+    /// The configuration of the node.
     pub config: Arc<Config>,
-    /// Its instances.
+    /// The instances of the node.
     pub hub: Arc<Hub>,
-    /// Its disks.
+    /// The disks of the node.
     pub disks: Arc<Disks>,
     /// Which frontends work here.
     pub frontends: Arc<Frontends>,
     /// The cluster that it belongs to.
     pub claim: Arc<Claim>,
-    /// The CSI driver, if there is one.
+    /// The CSI driver, if the node has one.
     pub driver: Option<Arc<DriverState>>,
     /// Ends the watches: true when the agent stops.
     pub stopping: watch::Receiver<bool>,
@@ -359,7 +359,7 @@ fn unknown_disk(disk: &Path) -> NodeError {
     NodeError::NotFound(format!("{} is no disk of this node: add it first", disk.display()))
 }
 
-/// Gives a watcher what is there, then what changes, until it goes or has fallen too far behind.
+/// Sends a watcher the current instances, and then the changes, until it ends or has fallen too far behind.
 async fn forward(watch: Watch, sender: &mpsc::Sender<Result<v1::InstanceEvent, Status>>) {
     let Watch { now, mut changes } = watch;
     let event =

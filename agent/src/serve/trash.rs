@@ -38,7 +38,7 @@ const RECORD: &str = "record.json";
 const DIRECTORY: &str = "replica";
 /// In the folder of a directory that is, or is about to be, where it was before.
 const RESTORED: &str = "restored";
-/// What the name of a folder ends with that is being deleted for good.
+/// The suffix of the name of a folder that is being deleted for good.
 const GONE: &str = ".gone";
 /// The longest record that a caller may have kept.
 const RECORD_MAX_BYTES: usize = 64 << 10;
@@ -48,14 +48,14 @@ const SWEEP_EVERY: Duration = Duration::from_secs(10);
 /// How long something stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrashLimits {
-    /// Zero: nothing is kept.
+    /// The retention; zero keeps nothing.
     pub keep: Duration,
     /// If less of the disk is free, the oldest go.
     pub free_percent: u32,
 }
 
 impl TrashLimits {
-    /// Those of the configuration.
+    /// Returns the limits of the configuration.
     pub fn of(config: &Config) -> TrashLimits {
         TrashLimits {
             keep: Duration::from_hours(config.trash_hours.into()),
@@ -68,14 +68,14 @@ impl TrashLimits {
     }
 }
 
-/// Whose directory it is.
+/// The identity of a directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     volume: VolumeName,
     replica: ReplicaId,
     deleted_ms: u64,
     allocated_bytes: u64,
-    /// What the caller wants to know when it is restored.
+    /// The note of the caller for the restoration.
     #[serde(default)]
     note: String,
 }
@@ -86,7 +86,7 @@ struct Entry {
     folder: PathBuf,
     id: InstanceId,
     deleted_ms: u64,
-    /// Where the directory is.
+    /// The path of the directory.
     directory: PathBuf,
     /// True if that is where it was before it was deleted.
     is_restored: bool,
@@ -127,8 +127,8 @@ pub fn held(directory: &Path) -> Result<Held, NodeError> {
     hold(directory).map_err(|error| of_store(&error))
 }
 
-/// Moves the directory of a replica into the trash. `_held` is of that directory. Without a note one that is known stays. What is older in the trash goes if the disk
-/// has no space for the record.
+/// Moves the directory of a replica, which `_held` holds, into the trash. Without a note, an existing one
+/// stays. Older content of the trash is deleted if the disk has no space for the record.
 ///
 /// # Errors
 /// [`NodeError::Exhausted`] if the disk has no space for the record, and nothing else is in the trash. The directory is where it
@@ -168,8 +168,8 @@ pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u
     Ok(())
 }
 
-/// The note of the newest folder from which the directory was restored: a deletion by somebody who knows nothing of the volume
-/// takes it to the trash again.
+/// Returns the note of the newest folder from which the directory was restored: a later deletion without a
+/// note moves it to the trash again.
 fn kept_note(disk: &Path, id: &InstanceId) -> Result<String, NodeError> {
     let restored = entries_of(disk, |other| other == id)?.into_iter().filter(|entry| entry.is_restored);
     let newest = restored.max_by_key(|entry| entry.deleted_ms);
@@ -197,7 +197,7 @@ fn with_room(
     }
 }
 
-/// Deletes the oldest directory in the trash that nobody reads. False: there is none.
+/// Deletes the oldest directory in the trash that is not being read. Returns false if the trash has none.
 fn remove_oldest(disk: &Path) -> bool {
     let all = entries(disk).unwrap_or_else(|error| {
         tracing::warn!("{error}");
@@ -258,8 +258,8 @@ fn gone(folder: &Path) -> NodeError {
     NodeError::NotFound(format!("{} is no longer in the trash", folder.display()))
 }
 
-/// Holds a directory in the trash, against exports, restores and deletions. What cannot be held for another reason than that
-/// somebody else holds it cannot be read by others either.
+/// Holds a directory in the trash, against exports, restores and deletions. If that fails for another reason
+/// than another holder, no other process can read the directory either.
 fn held_unless_unreadable(directory: &Path) -> Result<Option<Held>, NodeError> {
     match hold(directory) {
         Err(error @ StoreError::Locked { .. }) => Err(of_store(&error)),
@@ -275,7 +275,7 @@ pub fn has(disk: &Path, id: &InstanceId) -> Result<bool, NodeError> {
     Ok(entries_of(disk, |other| other == id)?.iter().any(|entry| !entry.is_restored))
 }
 
-/// Deletes a directory in the trash for good. Of one that was restored only the record is deleted.
+/// Deletes a directory in the trash for good. If it was restored, only the record is deleted.
 ///
 /// # Errors
 /// [`NodeError::Precondition`] if somebody reads it, and what the file system says.
@@ -311,8 +311,8 @@ fn remove_tree(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Both directories are durable as they are after it: the one that it has left first, as it may be in both after a crash of a
-/// file system that keeps no order, and in none never.
+/// Moves a directory durably: syncs the directory that it has left first. After a crash of a file system that
+/// keeps no order it may be in both, but never in neither.
 fn move_durably(from: &Path, to: &Path) -> Result<(), NodeError> {
     fs::rename(from, to).map_err(NodeError::at(from))?;
     for parent in [to.parent(), from.parent()].into_iter().flatten() {
@@ -348,7 +348,7 @@ fn read_record(folder: &Path, id: &InstanceId, deleted_ms: u64) -> Result<Record
     Ok(record)
 }
 
-/// What the files of a directory take on the disk, as far as they can be looked at.
+/// Returns the allocated bytes of the readable files of a directory.
 fn allocated_bytes(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.metadata().ok()).map(|file| file.blocks().saturating_mul(512)).sum()
@@ -361,7 +361,7 @@ fn of_store(error: &StoreError) -> NodeError {
     }
 }
 
-/// What is in the trash of a disk, the oldest first. A disk that has no trash has nothing in it.
+/// Returns the content of the trash of a disk, the oldest first. A disk without a trash has none.
 fn entries(disk: &Path) -> Result<Vec<Entry>, NodeError> {
     entries_of(disk, |_| true)
 }
@@ -384,7 +384,8 @@ fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec
     Ok(all)
 }
 
-/// None: it holds nothing, or is gone meanwhile. One that cannot be looked at counts as one that holds its directory.
+/// Returns the entry of a folder. None: it is empty, or gone meanwhile. An unreadable one counts as a folder
+/// with its directory.
 fn entry(disk: &Path, folder: PathBuf) -> Option<Entry> {
     let (id, deleted_ms) = named(&folder)?;
     let (inside, in_place) = (folder.join(DIRECTORY), directory_of(disk, &id));
@@ -428,7 +429,7 @@ impl Entry {
     }
 }
 
-/// What is in the trash of a disk, as the node API shows it.
+/// Returns the content of the trash of a disk for the node API.
 ///
 /// # Errors
 /// The trash cannot be read.
@@ -456,7 +457,7 @@ pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Result<Vec<v1:
     Ok(entries(disk)?.into_iter().filter_map(shown).collect())
 }
 
-/// What the trash of a disk takes of it, as far as it can be read.
+/// Returns the bytes that the readable part of the trash of a disk takes.
 pub fn trash_bytes(disk: &Path) -> u64 {
     entries(disk)
         .unwrap_or_default()
@@ -489,7 +490,7 @@ fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: Space, now_ms: u64) 
     gone
 }
 
-/// Deletes what has been in the trash of a disk for long enough, or what the disk needs the space of.
+/// Deletes content of the trash of a disk that is old enough, or whose space the disk needs.
 pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     remove_gone(disk);
     remove_leftovers(disk, |_, deleted_ms| now_ms.saturating_sub(deleted_ms) >= limits.keep_ms());
@@ -518,8 +519,8 @@ pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     }
 }
 
-/// Removes the folders that hold no directory, and of which no directory is in place: what a move has left, of those that are
-/// `meant`.
+/// Removes the folders, of those that are `meant`, that hold no directory and whose directory is not in
+/// place. Interrupted moves leave them.
 fn remove_leftovers(disk: &Path, meant: impl Fn(&InstanceId, u64) -> bool) {
     for found in fs::read_dir(root_of(disk)).into_iter().flatten().flatten() {
         let path = found.path();

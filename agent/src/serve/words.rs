@@ -47,7 +47,7 @@ pub fn of_copy(copy: &CopyStatus) -> v1::CopyStatus {
     }
 }
 
-/// What is still to come of an expansion.
+/// Converts the pending part of an expansion.
 pub fn of_expansion(expansion: &ExpansionStatus) -> v1::Expansion {
     v1::Expansion {
         size_bytes: expansion.size_bytes,
@@ -56,7 +56,7 @@ pub fn of_expansion(expansion: &ExpansionStatus) -> v1::Expansion {
     }
 }
 
-/// What a scrub has found.
+/// Converts the findings of a scrub.
 pub fn of_scrub(scrub: &ScrubStatus) -> v1::ScrubStatus {
     v1::ScrubStatus {
         running: scrub.running,

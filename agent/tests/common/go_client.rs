@@ -20,7 +20,7 @@ const FRAMES_MAX: usize = 100;
 /// The message without any field: not compressed, no bytes.
 const EMPTY_MESSAGE: [u8; 5] = [0; 5];
 
-/// Calls `method` of what listens at `path`, with an empty message; the message of the answer.
+/// Calls `method` of the server at `path` with an empty message, and returns the message of the answer.
 pub fn call(path: &Path, method: &str) -> Vec<u8> {
     let mut stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
@@ -39,7 +39,7 @@ pub fn call(path: &Path, method: &str) -> Vec<u8> {
     panic!("{FRAMES_MAX} frames and no answer")
 }
 
-/// What Go makes of the path that was dialled (`encodeAuthority` in grpc-go).
+/// Returns the authority that Go derives from the dialled path (`encodeAuthority` in grpc-go).
 fn authority(path: &Path) -> String {
     let escape = |byte: &u8| match byte {
         byte if byte.is_ascii_alphanumeric() || b"-_.~!$&'()*+,;=:[]@".contains(byte) => {

@@ -21,12 +21,12 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::LIMIT;
 
-/// kubelet compares what it wants with what it has so often.
+/// The interval at which kubelet compares its desired and actual state.
 const RECONCILE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 const DIAL_LIMIT: Duration = Duration::from_secs(10);
 const GET_INFO_LIMIT: Duration = Duration::from_secs(1);
 
-/// What kubelet has done.
+/// An action of kubelet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A driver was registered.
@@ -53,7 +53,7 @@ impl Kubelet {
         Kubelet { events, stop, thread: Some(thread) }
     }
 
-    /// What it does next.
+    /// Waits for the next action.
     pub fn event(&self) -> Event {
         self.events.recv_timeout(LIMIT).expect("kubelet does something")
     }
@@ -68,7 +68,7 @@ impl Kubelet {
         }
     }
 
-    /// Everything that it has done and that nobody has asked for.
+    /// Returns all actions that no test has taken yet.
     pub fn done(&self) -> Vec<Event> {
         self.events.try_iter().collect()
     }

@@ -85,7 +85,7 @@ impl Running {
         self.child.wait().expect("it is our child")
     }
 
-    /// Waits for its end; what it has said on standard error meanwhile.
+    /// Waits for the end of the process, and returns its standard error.
     pub fn failed(&mut self) -> String {
         let status = self.ended();
         let log = self.log.iter().collect::<Vec<_>>().join("\n");
@@ -113,7 +113,8 @@ fn forward(pipe: impl Read + Send + 'static) -> Receiver<String> {
     receiver
 }
 
-/// As [`forward`], except that the pipe is drained to its end: children of an agent write to it as well.
+/// Forwards like [`forward`], except that the pipe is drained to its end: children of an agent write to it as
+/// well.
 fn forward_log(pipe: ChildStderr) -> Receiver<String> {
     let (sender, receiver) = channel();
     thread::spawn(move || {
@@ -132,7 +133,7 @@ pub fn signal_to(pid: u32, signal: Signal) {
     kill_process(pid_of(pid), signal).unwrap();
 }
 
-/// Returns true if a process ends within the limit; one that is gone has ended.
+/// Returns true if a process ends within the limit. A missing process has ended.
 pub fn wait_for_end(pid: u32) -> bool {
     let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return true };
     let limit = Timespec::try_from(LIMIT).unwrap();

@@ -15,7 +15,7 @@ use crate::volumes::{Condition, Device, Volume};
 
 const BLOCKDEV_LIMIT: Duration = Duration::from_secs(60);
 
-/// The device of a volume, when it can be worked with and is what it should be.
+/// Returns the device of a volume if it is usable and the expected one.
 pub(super) fn device(volume: &Volume) -> Result<&Device, CsiError> {
     if let Condition::Frozen(why) = &volume.condition {
         // Whatever touches the device now would hang.
@@ -44,12 +44,12 @@ pub(super) fn is_node_at(point: &Path, number: DeviceNumber) -> bool {
     device::number_at(point).is_ok_and(|found| found == Some(number))
 }
 
-/// Where the file system on the device is mounted as a whole.
+/// Returns the places at which the file system on the device is mounted as a whole.
 pub(super) fn mounted(table: &MountTable, device: &Device) -> Vec<PathBuf> {
     table.iter().filter(|mount| mount.is_whole(device.number)).map(|mount| mount.point.clone()).collect()
 }
 
-/// Where the node of the device is mounted on a file.
+/// Returns the places at which the node of the device is mounted on a file.
 pub(super) fn nodes(table: &MountTable, device: &Device) -> Vec<PathBuf> {
     let Ok(meta) = fs::symlink_metadata(&device.path) else { return Vec::new() };
     let node_fs = DeviceNumber::of(meta.dev());
@@ -59,8 +59,8 @@ pub(super) fn nodes(table: &MountTable, device: &Device) -> Vec<PathBuf> {
     points.filter(|point| is_node_at(point, device.number)).cloned().collect()
 }
 
-/// Of `places`, those that the caller at `own` must have made too: not what an administrator has mounted, nor what
-/// mount propagation shows a second time elsewhere.
+/// Returns the `places` that the caller at `own` must have made too. Mounts of an administrator, and copies
+/// made by mount propagation, do not count.
 pub(super) fn of_caller(options: &NodeOptions, places: Vec<PathBuf>, own: &[&Path]) -> Vec<PathBuf> {
     let root = own.first().and_then(|own| options.roots.iter().find(|root| own.starts_with(root)));
     let mut places = places;
@@ -73,7 +73,7 @@ pub(super) fn is_callers(options: &NodeOptions, point: &Path) -> bool {
     options.roots.iter().any(|root| point.starts_with(root) && point != root)
 }
 
-/// Returns true if a mount is what remains of a device that is gone.
+/// Returns true if a mount is the remains of a removed device.
 pub(super) fn is_stale(mount: &Mount) -> bool {
     match device::number_at(&mount.point) {
         Ok(Some(node)) => !device::is_live(node),

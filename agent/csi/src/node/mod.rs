@@ -31,7 +31,7 @@ use crate::volumes::{Volume, Volumes, VolumesError};
 /// kubelet gives up after two minutes. It should hear why before.
 const CALL_LIMIT: Duration = Duration::from_secs(100);
 
-/// What the service has to know of the node.
+/// The settings of the service on this node.
 #[derive(Clone, Debug)]
 pub struct NodeOptions {
     /// Name of the node; in a cluster, of its Node object.
@@ -40,8 +40,8 @@ pub struct NodeOptions {
     pub zone: String,
     /// Volumes that may be attached to it; 0: any number.
     pub max_volumes: u32,
-    /// Directories that belong to whoever calls. What is mounted in them was mounted for it, so it may go when the caller
-    /// says so; elsewhere nothing is unmounted but the volume itself.
+    /// Directories that belong to the caller. Mounts in them were made for the caller, who may have them
+    /// removed. Elsewhere only the volume itself is unmounted.
     pub roots: Vec<PathBuf>,
 }
 
@@ -52,9 +52,9 @@ pub struct NodeService {
     options: Arc<NodeOptions>,
     /// For everything that changes something.
     gates: Gates,
-    /// kubelet asks each minute, and must not keep anybody from working.
+    /// Gates for statistics, which kubelet requests each minute and which must not block other calls.
     stats_gates: Gates,
-    /// What kubelet was told of mounts.
+    /// Dead mounts that kubelet knows of.
     dead_mounts: Arc<DeadMounts>,
 }
 
@@ -65,7 +65,7 @@ impl std::fmt::Debug for NodeService {
 }
 
 type Answer<T> = Result<Response<T>, Status>;
-/// What [`Volumes`] has said.
+/// The answer of [`Volumes`].
 type Found = Result<Volume, VolumesError>;
 
 impl NodeService {
@@ -88,7 +88,7 @@ impl NodeService {
         NodeService { dead_mounts, ..self }
     }
 
-    /// As a service of a gRPC server.
+    /// Returns the service for a gRPC server.
     #[must_use]
     pub fn server(self) -> NodeServer<NodeService> {
         NodeServer::new(self).max_decoding_message_size(REQUEST_MAX_BYTES)

@@ -9,7 +9,7 @@ use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look, stage};
 use crate::volumes::{Device, Volume};
 
-/// What is asked for.
+/// The requested publication.
 pub(super) struct Wish {
     pub target: PathBuf,
     pub staging: PathBuf,
@@ -17,7 +17,8 @@ pub(super) struct Wish {
     pub read_only: bool,
 }
 
-/// Publishes a volume. It is staged first where that is not so any more: after a reboot nobody else does that.
+/// Publishes a volume. Stages it first if it is not staged any more, because no other call does that after a
+/// reboot.
 pub(super) fn publish(options: &NodeOptions, volume: &Volume, wish: &Wish) -> Result<(), CsiError> {
     let device = look::device(volume)?;
     let read_only = wish.read_only || wish.capability.is_read_only();
@@ -47,7 +48,7 @@ pub(super) fn publish(options: &NodeOptions, volume: &Volume, wish: &Wish) -> Re
     }
 }
 
-/// Returns whether what is mounted at the target is what is asked for. False: it has to go first.
+/// Returns whether the mount at the target is the requested one. False: it has to be unmounted first.
 fn is_published(
     options: &NodeOptions,
     volume: &Volume,
@@ -116,8 +117,8 @@ fn publish_mount(
     bound.map_err(|error| undo(target, made, error))
 }
 
-/// A mount cannot keep anybody from writing to a device, so a read-only one is made so in the kernel, for all who
-/// have it.
+/// Publishes a block device. A mount cannot forbid writes to a device, so a read-only one is made so in the
+/// kernel, for all of its users.
 fn publish_block(
     options: &NodeOptions,
     volume: &Volume,
@@ -180,7 +181,7 @@ pub(super) fn unpublish(
     }
 }
 
-/// Lets a device be written to again that was published read-only, when nobody has it any more.
+/// Makes a device writable again that was published read-only, after its last user is gone.
 fn release(volume: &Volume) -> Result<(), CsiError> {
     let Ok(device) = look::device(volume) else { return Ok(()) };
     if volume.read_only || !look::is_read_only(device)? {

@@ -73,7 +73,7 @@ pub(super) fn stage_mount(
     Ok(point)
 }
 
-/// Returns whether what is mounted at the staging path is what is asked for. False: it has to go first.
+/// Returns whether the mount at the staging path is the requested one. False: it has to be unmounted first.
 fn is_staged(
     options: &NodeOptions,
     table: &MountTable,
@@ -98,7 +98,7 @@ fn is_staged(
     Ok(!others.is_empty())
 }
 
-/// Whether a mount of the volume fits what is asked for.
+/// Returns an error unless a mount of the volume fits the request.
 pub(super) fn is_as_wished(mount: &Mount, wish: &MountWish, read_only: bool) -> Result<(), CsiError> {
     let differs = |what: &str| {
         Err(CsiError::Exists(format!("{} is the volume already, with another {what}", mount.point.display())))
@@ -214,7 +214,7 @@ pub(super) fn unstage(
     mounting::unmount_all(&point, |mount| may_go(options, volume, mount))
 }
 
-/// Whether a mount may be taken away for somebody who names this volume.
+/// Returns an error unless a mount may be removed for a caller that names this volume.
 pub(super) fn may_go(options: &NodeOptions, volume: Option<&Volume>, mount: &Mount) -> Result<(), CsiError> {
     let device = volume.and_then(|volume| volume.device.as_ref());
     let ours = device

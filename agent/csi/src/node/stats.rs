@@ -16,7 +16,7 @@ use crate::volumes::{Condition, Device, Volume, VolumesError};
 /// How a volume is at a path.
 pub(super) struct Stats {
     pub(super) answer: v1::NodeGetVolumeStatsResponse,
-    /// True if what is mounted there is a device that is gone.
+    /// True if the mounted device is gone.
     pub(super) is_dead: bool,
 }
 

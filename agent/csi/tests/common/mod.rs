@@ -60,7 +60,7 @@ pub fn put(path: &Path, text: &str) -> bool {
     writes.status.success()
 }
 
-/// What is in a file on a mount; as in [`put`], it is never open here.
+/// Returns the content of a file on a mount; as in [`put`], it is never open here.
 pub fn text_at(path: &Path) -> String {
     run("cat", &[path.to_str().unwrap()])
 }
@@ -113,7 +113,7 @@ impl Drop for Loop {
     }
 }
 
-/// The volumes, and what becomes of their devices when they are staged anew.
+/// The volumes, and their devices after they are staged anew.
 #[derive(Default)]
 struct Table(Mutex<HashMap<String, Volume>>, Mutex<HashMap<String, Device>>);
 
@@ -134,7 +134,7 @@ impl Volumes for Table {
 /// A node.
 pub struct Node {
     table: Arc<Table>,
-    /// What the driver has found when kubelet asked.
+    /// Dead mounts that the driver has found for kubelet.
     pub dead_mounts: Arc<DeadMounts>,
     loops: Vec<Loop>,
     pub root: PathBuf,
@@ -170,7 +170,7 @@ impl Node {
         self.table.0.lock().unwrap()[name].device.clone().unwrap()
     }
 
-    /// Changes what is told of a volume.
+    /// Changes the reported state of a volume.
     pub fn set(&self, name: &str, change: impl FnOnce(&mut Volume)) {
         let mut table = self.table.0.lock().unwrap();
         let new = || Volume { device: None, read_only: false, condition: Condition::Healthy };

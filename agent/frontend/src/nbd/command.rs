@@ -16,9 +16,9 @@ pub(super) struct Command {
     /// Zeroes are written as data: a hole is not wanted.
     pub(super) no_hole: bool,
     pub(super) cookie: u64,
-    /// Where the next part starts.
+    /// The start of the next part.
     pub(super) offset_bytes: u64,
-    /// What no part has been made of yet. A FLUSH counts as one byte.
+    /// The bytes without a part. A FLUSH counts as one byte.
     pub(super) rest_bytes: u32,
     /// Parts that have a slot and are not done.
     pub(super) parts: u16,
@@ -46,8 +46,8 @@ impl Command {
         }
     }
 
-    /// How long the next part is. Parts of a TRIM end with a block: one that is in two parts would be covered whole by
-    /// neither, and keep its data.
+    /// Returns the length of the next part. Parts of a TRIM end with a block: neither of two parts would
+    /// cover a divided block completely, so it would keep its data.
     pub(super) fn next_part_bytes(&self) -> u32 {
         let in_block = u32::try_from(self.offset_bytes % BLOCK_BYTES).unwrap_or(0);
         let longest = match self.kind {
@@ -64,7 +64,7 @@ impl Command {
     }
 }
 
-/// What a slot is used for.
+/// The part of a request for which a slot is used.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub(super) command: u16,

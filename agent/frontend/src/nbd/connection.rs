@@ -1,4 +1,4 @@
-//! One connection: from the bytes of a client to requests for the volume, and back.
+//! A connection: turns the bytes of a client into requests for the volume, and sends the replies.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -29,13 +29,13 @@ const DISARMED: u8 = 3;
 /// How much is received at once: some ten small writes with their data, or thousands of reads. Larger data go
 /// to their slot directly.
 const RECEIVE_BYTES: usize = 64 << 10;
-/// Replies without a slot (errors, and what is done already) that may wait to be sent, beyond one for every
-/// slot, before no more requests are read.
+/// The maximum number of unsent replies without a slot (errors and completed ones), beyond one for every
+/// slot, at which more requests are read.
 const SPARE_REPLIES: usize = 16;
 /// Owner of a frame that has no slot.
 const NO_SLOT: u32 = u32::MAX;
 
-/// What is exported.
+/// The exported volume.
 #[derive(Debug)]
 pub(super) struct Export {
     pub(super) name: VolumeName,
@@ -56,7 +56,7 @@ impl Export {
     }
 }
 
-/// What the connections of a queue have in common.
+/// The state that the connections of a queue share.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) export: Arc<Export>,
@@ -88,9 +88,9 @@ impl Shared {
 enum Phase {
     Handshake(Handshake),
     Serving,
-    /// What is in progress is answered, then the connection ends.
+    /// The requests in progress are answered, and then the connection ends.
     Leaving,
-    /// Nothing is sent or received any more; what is in progress ends in silence.
+    /// The connection neither sends nor receives any more; requests in progress end without a reply.
     Dead,
 }
 
@@ -124,7 +124,7 @@ pub(super) struct Connection {
     parking: bool,
     /// True if the client has closed its side.
     ended: bool,
-    /// Whether the end was agreed: the client has said good-bye, or we have.
+    /// True if the end was agreed: the client, or the server, has said good-bye.
     left: bool,
 }
 
@@ -187,8 +187,8 @@ impl Connection {
         }
     }
 
-    /// Reads no request but those that are here already, and the rest of one that is here in part: what is left in the
-    /// socket then is for another process.
+    /// Reads only the requests that have arrived, and the rest of one that has arrived in part. The remaining
+    /// bytes in the socket are for another process.
     pub(super) fn park(&mut self, io: &mut QueueIo<'_>) {
         self.parking = true;
         // A receive for data asks for no more than belongs to its request.
@@ -198,7 +198,7 @@ impl Connection {
         }
     }
 
-    /// Returns true if nothing is left of what was read: all is answered, and the answers are out.
+    /// Returns true if every request that was read is answered, and the answers are sent.
     pub(super) fn is_parked(&self) -> bool {
         let is_quiet = self.commands == 0 && !self.stream.is_sending();
         match self.phase {
@@ -228,7 +228,8 @@ impl Connection {
         (self.is_dead() || self.ended) && !self.left
     }
 
-    /// The client sends no more. It may still read: what it has asked for is answered, unless a request was cut off.
+    /// Handles the end of the client's requests. The client may still read: its requests are answered, unless
+    /// one was cut off.
     fn end(&mut self) {
         self.ended = true;
         match self.phase {
@@ -250,7 +251,7 @@ impl Connection {
         matches!(self.phase, Phase::Dead)
     }
 
-    /// Goes as far as the bytes and slots that are there allow.
+    /// Advances as far as the available bytes and slots allow.
     pub(super) fn advance(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
         while self.receiving.is_none() {
             let more = match (&self.phase, self.current) {
@@ -265,7 +266,7 @@ impl Connection {
         }
     }
 
-    /// One message of the handshake; false where it has to wait.
+    /// Handles a message of the handshake. Returns false if it has to wait for more bytes.
     fn negotiate(&mut self, shared: &Shared, io: &mut QueueIo<'_>) -> bool {
         // One answer at a time: who sends without listening gets no memory of ours.
         let Phase::Handshake(handshake) = &mut self.phase else { return false };
@@ -523,14 +524,14 @@ impl Connection {
         }
     }
 
-    /// Sends what was held back.
+    /// Sends the queued replies.
     pub(super) fn flush(&mut self, io: &mut QueueIo<'_>) {
         if !self.is_dead() && self.stream.is_sending() {
             self.stream.flush(io.ring);
         }
     }
 
-    /// Ends what is to end. True where nothing of the connection is left, in the ring or in the volume.
+    /// Ends the connection if it is over. Returns true if nothing of it is left in the ring or in the volume.
     pub(super) fn settle(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
         if matches!(self.phase, Phase::Leaving) && self.commands == 0 && !self.stream.is_sending() {
             self.lose();

@@ -32,7 +32,7 @@ const INFO_EXPORT: u16 = 0;
 const INFO_NAME: u16 = 1;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// What is offered: one export, which is also the default one.
+/// The offered export, which is also the default one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Offer<'a> {
     pub(crate) name: &'a str,
@@ -43,16 +43,16 @@ pub(crate) struct Offer<'a> {
     pub(crate) max_simple_request_bytes: u32,
 }
 
-/// How it goes on after a message of the client.
+/// The continuation after a message of the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     /// The message is not here whole.
     Wait,
-    /// The output goes out and the next message is looked at.
+    /// Send the output and handle the next message.
     Go,
-    /// The output goes out and the transmission phase begins.
+    /// Send the output and begin the transmission phase.
     Transmission,
-    /// The output goes out and the connection ends.
+    /// Send the output and end the connection.
     Close,
 }
 
@@ -67,7 +67,7 @@ enum State {
     },
 }
 
-/// One client's negotiation.
+/// The state of one client's negotiation.
 #[derive(Debug)]
 pub(crate) struct Handshake {
     state: State,
@@ -75,7 +75,7 @@ pub(crate) struct Handshake {
     structured: bool,
 }
 
-/// What the server says first.
+/// Returns the first message of the server.
 pub(crate) fn greeting() -> Vec<u8> {
     let mut out = Vec::with_capacity(18);
     out.extend(SERVER_MAGIC.to_be_bytes());
@@ -95,8 +95,8 @@ impl Handshake {
         self.structured
     }
 
-    /// Takes one message from the start of `input`; returns how many bytes it had and what follows. The answer
-    /// is appended to `output`.
+    /// Takes one message from the start of `input`, and appends the answer to `output`. Returns the length of
+    /// the message and the continuation.
     pub(crate) fn advance(&mut self, offer: &Offer<'_>, input: &[u8], output: &mut Vec<u8>) -> (usize, Next) {
         match self.state {
             State::ClientFlags => self.client_flags(input),

@@ -45,8 +45,8 @@ const REQUEST_TIMER_MS: u32 = 2000;
 /// that does not come back from one that waits for its replicas, which may take as long as a site is down: a week is longer than that.
 /// To detach the volume fails the requests at any time. Those that a dead engine has read fail by that only: see [`NO_TIMEOUT`].
 const DEAD_CONNECTION_TIMEOUT_S: u64 = 7 * 24 * 3600;
-/// Connections of one queue: one that lives, and broken ones whose requests are still in progress in a volume
-/// that has stopped for longer than the kernel waits.
+/// The maximum number of connections of a queue: a living one, and broken ones with requests in progress.
+/// Such requests remain if the volume has stopped for longer than the kernel waits.
 const CONNECTIONS: u16 = 4;
 /// How long kernel and udev have to show a new device.
 const SETTLE_LIMIT: Duration = Duration::from_secs(10);
@@ -55,7 +55,7 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(10);
 const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
 /// How long the device of a dead engine has to answer a read, to show that it is not dead.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
-/// How long a disconnected device has to go.
+/// The time limit for the removal of a disconnected device.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Makes a queue for each of the sockets that were handed over, and a socket pair for each of the other queues. The
@@ -125,8 +125,8 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
     Ok(Prepared { queues, device: Box::new(device) })
 }
 
-/// The device that is to be recovered. One that is not, and nobody serves any more, is taken away: its requests
-/// are of another attachment.
+/// Returns the device to recover. A device that is not to be recovered and has no server is removed: its
+/// requests are of another attachment.
 fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, FrontendError> {
     let found = sysfs::find(backend).map_err(|source| {
         system(format!("look for the NBD device of {} in /sys/block", spec.volume), source)
@@ -164,7 +164,7 @@ fn backend_of(volume: &VolumeName) -> String {
     format!("shorthorn:{volume}")
 }
 
-/// Takes away what an attachment has left behind that nobody remembers.
+/// Removes the remains of an attachment without a record.
 fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), FrontendError> {
     let path = Path::new("/dev").join(sysfs::name(index));
     let action = || format!("take away {}, the old NBD device of {volume}", path.display());
@@ -201,7 +201,7 @@ fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
     FrontendError::System { action: action.into(), source }
 }
 
-/// One queue: one hardware queue of the kernel's device.
+/// A queue: one hardware queue of the kernel's device.
 #[derive(Debug)]
 struct KernelQueue {
     service: Service,
@@ -422,7 +422,7 @@ impl NbdDevice {
         Ok(path)
     }
 
-    /// The volume may have grown while nobody served the device.
+    /// Adjusts the size of the device, because the volume may have grown while the device had no server.
     fn catch_up(&mut self, index: u32, name: &str) -> Result<(), FrontendError> {
         let size =
             node::disk_size(name).map_err(|source| system(format!("read the size of {name}"), source))?;

@@ -56,8 +56,8 @@ impl Process {
         self.undone.append(&mut self.requests);
     }
 
-    /// Takes what has happened, does all but the first requests, the last one first, and answers. Where nothing has
-    /// happened it does all: nothing may happen before that.
+    /// Handles all events, completes all but the first requests, the last one first, and sends the answers.
+    /// Without any event it completes all requests, because events may depend on them.
     fn turn(&mut self, left_undone: usize) {
         let mut completions = Vec::new();
         self.ring.wait(Some(Duration::from_millis(1)), &mut completions).unwrap();
@@ -177,10 +177,10 @@ fn a_request_that_has_begun_is_finished_and_the_next_one_left_in_the_socket() {
     }
 }
 
-/// What the kernel's end of a connection has sent and not got an answer to.
+/// The unanswered requests of the kernel's end of a connection.
 #[derive(Default)]
 struct Waiting {
-    /// By block: cookie, whether it is a write, and what the block has then.
+    /// By block: the cookie, whether it is a write, and the content of the block after it.
     blocks: Vec<Option<(u64, bool, u8)>>,
     content: Vec<u8>,
 }
@@ -213,7 +213,7 @@ fn check_replies(
     }
 }
 
-/// Sends requests in pieces, as many as there are free blocks, without regard to who is there to read them.
+/// Sends requests in pieces, as many as there are free blocks, even if the server does not read them.
 fn send_requests(mut kernel: UnixStream, waiting: &(Mutex<Waiting>, Condvar), total: usize) {
     let mut random = 12345_u32;
     let mut next = move |limit: usize| {

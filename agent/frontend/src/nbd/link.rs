@@ -39,8 +39,8 @@ pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, kernels))
 }
 
-/// The sockets of the queues that an earlier process has handed over, by the number of the queue. One that the kernel has
-/// given up meanwhile is of no more use: what is in it was, or will be, sent again over another one.
+/// Returns the sockets of the queues that an earlier process has handed over, by the number of the queue. A
+/// socket that the kernel has given up is of no use: the kernel sends its requests again over another one.
 pub(super) fn living(handed_over: Vec<QueueSocket>, queues: u16) -> Vec<Option<OwnedFd>> {
     let mut sockets: Vec<Option<OwnedFd>> = (0..queues).map(|_| None).collect();
     for QueueSocket { queue, socket } in handed_over {
@@ -53,7 +53,7 @@ pub(super) fn living(handed_over: Vec<QueueSocket>, queues: u16) -> Vec<Option<O
     sockets
 }
 
-/// Whether the other end is closed, or shut down. What cannot be asked counts as that.
+/// Returns true if the other end is closed or shut down, or its state cannot be read.
 fn is_given_up(socket: &OwnedFd) -> bool {
     let mut asked = [PollFd::new(socket.as_fd(), PollFlags::empty())];
     // A Unix socket says so when neither end can send any more.

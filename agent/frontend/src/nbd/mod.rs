@@ -22,7 +22,7 @@ mod sysfs;
 pub use kernel::{prepare_nbd, remove_nbd_leftovers};
 pub use socket::prepare_socket;
 
-/// Whether the kernel's NBD driver answers over generic netlink.
+/// Returns an error unless the kernel's NBD driver answers over generic netlink.
 pub(crate) fn driver_answers() -> std::io::Result<()> {
     netlink::Driver::open().map(drop)
 }

@@ -52,7 +52,7 @@ const MESSAGE_HEADER_BYTES: usize = 16;
 const GENERIC_HEADER_BYTES: usize = 4;
 const ATTRIBUTE_HEADER_BYTES: usize = 4;
 
-/// What a new device is to be.
+/// The parameters of a new device.
 #[derive(Debug)]
 pub(super) struct NewDevice<'a> {
     pub(super) size_bytes: u64,
@@ -253,7 +253,7 @@ struct Message<'a> {
     body: &'a [u8],
 }
 
-/// The messages in a buffer; what is cut short ends them.
+/// The messages in a buffer, up to the first incomplete one.
 struct Messages<'a>(&'a [u8]);
 
 impl<'a> Iterator for Messages<'a> {
@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(attribute(&attributes.0, 6), None);
     }
 
-    /// Every kernel has the controller of generic netlink; asking it for what is not there says so.
+    /// Asks the controller of generic netlink, which every kernel has, for a family that does not exist.
     #[test]
     fn the_kernel_understands_us() {
         assert_eq!(Driver::of_family("nlctrl").unwrap().family, GENL_ID_CTRL);

@@ -13,11 +13,11 @@ const REQUEST_MAGIC: u32 = 0x2560_9513;
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 
-/// The longest READ or WRITE that is served. What the protocol calls a portable maximum, and the most that
-/// Linux sends.
+/// The longest READ or WRITE that is served. This is the portable maximum of the protocol, and the maximum of
+/// Linux.
 pub(crate) const MAX_REQUEST_BYTES: u32 = 32 << 20;
 
-/// Transmission flags: what the export can do.
+/// Transmission flags: the abilities of the export.
 pub(crate) mod transmission_flags {
     pub(crate) const HAS_FLAGS: u16 = 1 << 0;
     pub(crate) const SEND_FLUSH: u16 = 1 << 2;
@@ -26,7 +26,7 @@ pub(crate) mod transmission_flags {
     pub(crate) const SEND_WRITE_ZEROES: u16 = 1 << 6;
     pub(crate) const CAN_MULTI_CONN: u16 = 1 << 8;
 
-    /// What every Shorthorn volume can do. A FLUSH covers what was completed on any connection, hence
+    /// The flags of every Shorthorn volume. A FLUSH covers writes completed on any connection, hence
     /// CAN_MULTI_CONN.
     pub(crate) const ALL: u16 =
         HAS_FLAGS | SEND_FLUSH | SEND_FUA | SEND_TRIM | SEND_WRITE_ZEROES | CAN_MULTI_CONN;
@@ -35,7 +35,7 @@ pub(crate) mod transmission_flags {
 const COMMAND_FLAG_FUA: u16 = 1 << 0;
 const COMMAND_FLAG_NO_HOLE: u16 = 1 << 1;
 
-/// What a request asks for.
+/// The command of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CommandKind {
     Read,
@@ -43,7 +43,7 @@ pub(crate) enum CommandKind {
     Flush,
     Trim,
     WriteZeroes,
-    /// The client takes its leave; there is no reply.
+    /// The client ends the connection, without a reply.
     Disconnect,
     /// A command that was never announced, or is not known.
     Unknown(u16),

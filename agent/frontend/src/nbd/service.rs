@@ -9,12 +9,13 @@ use shorthorn_types::Errno;
 use super::connection::{Connection, Opening, RECEIVED, SENT, Shared};
 use crate::{Parked, QueueIo};
 
-/// All connections of one queue, and what they share.
+/// All connections of one queue, and their shared state.
 #[derive(Debug)]
 pub(super) struct Service {
     connections: Box<[Option<Connection>]>,
     shared: Shared,
-    /// Counts the connections ever opened; in the tokens, so that what comes late finds nobody else.
+    /// The number of connections ever opened. Tokens contain it, so that late completions find no other
+    /// connection.
     incarnation: u32,
     open: u16,
     lost: bool,
@@ -58,7 +59,7 @@ impl Service {
         std::mem::take(&mut self.lost)
     }
 
-    /// Serves one more connection; `None`, and the socket is closed, where there is no room.
+    /// Serves another connection. Returns none, and closes the socket, if all places are taken.
     pub(super) fn add(&mut self, fd: OwnedFd, opening: Opening) -> Option<u16> {
         let place = self.connections.iter().position(Option::is_none)?;
         let id = u16::try_from(place).ok()?;
@@ -107,14 +108,14 @@ impl Service {
         self.shared.share.is_idle()
     }
 
-    /// Sends what was held back.
+    /// Sends the queued replies.
     pub(super) fn flush(&mut self, io: &mut QueueIo<'_>) {
         for connection in self.connections.iter_mut().flatten() {
             connection.flush(io);
         }
     }
 
-    /// Ends all connections, once what is in progress is answered.
+    /// Ends all connections after the requests in progress are answered.
     pub(super) fn leave(&mut self, io: &mut QueueIo<'_>) {
         for id in 0..u16::try_from(self.connections.len()).unwrap_or(u16::MAX) {
             self.with(id, io, |connection, _, _| connection.leave());

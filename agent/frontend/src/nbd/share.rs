@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use shorthorn_ring::SlotPool;
 
-/// The slots of a queue, and who waits for one.
+/// The slots of a queue, and the connections that wait for one.
 ///
 /// Every connection has one slot to itself, so that a client which does not read its replies, or stops in the
 /// middle of a write, stops nobody else. The other slots are common. Who finds none stands in line, and only
@@ -56,7 +56,7 @@ impl SlotShare {
         true
     }
 
-    /// One of the slots that were claimed.
+    /// Takes one of the claimed slots.
     ///
     /// # Panics
     /// Where none was.
@@ -74,7 +74,7 @@ impl SlotShare {
         }
     }
 
-    /// Returns true if nobody has a slot.
+    /// Returns true if no connection has a slot.
     pub(super) fn is_idle(&self) -> bool {
         self.held.iter().all(|held| *held == 0)
     }

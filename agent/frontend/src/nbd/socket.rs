@@ -25,13 +25,14 @@ use crate::{
     QueueIo, SOURCE,
 };
 
-/// The most clients of one queue. Each costs 64 KiB of buffer, and a slot that nobody else can have.
+/// The maximum number of clients of one queue. Each takes 64 KiB of buffer, and a slot that no other one can
+/// have.
 const CLIENTS_MAX: u16 = 16;
 /// A client for this many slots at most, so that most slots are for whoever needs them.
 const SLOTS_PER_CLIENT: u16 = 4;
 /// Clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// How long a client may negotiate before it has to make room for one that waits. Clients that follow the protocol need
+/// The time limit of a negotiation while another client waits. Clients that follow the protocol need
 /// milliseconds, on a busy host a second or two.
 const NEGOTIATION_LIMIT: Duration = Duration::from_secs(10);
 /// How long a new server waits for the kernel to close the socket of a dead one.
@@ -48,7 +49,7 @@ const WAITING: u8 = 5;
 /// [`Token::kind`] of the timer of the oldest negotiation.
 const DUE: u8 = 6;
 
-/// Makes the socket, under a name that nobody knows yet, and a queue for each of its threads.
+/// Makes the socket, under a temporary name, and a queue for each of its threads.
 ///
 /// # Errors
 /// The path is taken by something else than a dead socket, or can not be made.
@@ -113,7 +114,7 @@ impl Clients {
         *self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until there are none; returns how many are left when the time is over.
+    /// Waits until no client is left; returns the number of those left at the limit.
     fn wait_for_none(&self, limit: Duration) -> usize {
         let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_timeout_while(count, limit, |count| *count > 0);
@@ -121,13 +122,13 @@ impl Clients {
     }
 }
 
-/// One queue's clients.
+/// The clients of one queue.
 #[derive(Debug)]
 struct SocketQueue {
     /// All queues accept from it; the kernel wakes them in turn.
     listener: Arc<OwnedFd>,
     accepting: bool,
-    /// Whether [`WAITING`] or [`DUE`] will come.
+    /// True if a completion of [`WAITING`] or [`DUE`] will come.
     watching: bool,
     /// True if a client was ended whose place is not free yet.
     making_room: bool,
@@ -144,8 +145,8 @@ impl SocketQueue {
         Token { source: SOURCE, kind, index: 0, tag: 0 }
     }
 
-    /// Asks for the next client where there is room for it. Those that come meanwhile wait, or go to another
-    /// queue. If a client could make room that has not chosen an export, asks whether somebody waits.
+    /// Requests the next client if a place is free. Other clients meanwhile wait, or connect to another
+    /// queue. If a client without an export could make room, asks whether another one waits.
     fn accept(&mut self, io: &mut QueueIo<'_>) {
         if self.stopping.load(Ordering::Acquire) {
             return;
@@ -274,7 +275,7 @@ impl QueueFrontend for SocketQueue {
 #[derive(Debug)]
 struct SocketDevice {
     path: PathBuf,
-    /// Where the socket is until it is live.
+    /// The path of the socket before it is live.
     staging: Option<PathBuf>,
     /// Device and inode number of the live socket, so that no other is removed.
     inode: Option<(u64, u64)>,
@@ -367,7 +368,7 @@ fn staging_path(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// A listening socket of mode 0600 at `path`; what was there is removed.
+/// Returns a listening socket of mode 0600 at `path`, and replaces an existing file.
 fn listen_at(path: &Path) -> Result<OwnedFd, FrontendError> {
     let make = || {
         match fs::remove_file(path) {
@@ -390,7 +391,8 @@ fn listen_at(path: &Path) -> Result<OwnedFd, FrontendError> {
     })
 }
 
-/// Whoever died there is no obstacle; a live server, and what is no socket, is.
+/// Returns an error if the path has a live server, or is no socket. The socket of a dead process is no
+/// obstacle.
 fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
     let taken = |what: &str| {
         let action = format!("taking {} for the NBD socket: {what}", path.display());

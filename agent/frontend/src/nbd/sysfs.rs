@@ -22,7 +22,7 @@ fn attribute(root: &Path, index: u32, attribute: &str) -> PathBuf {
     root.join(name(index)).join(attribute)
 }
 
-/// Whose device `index` is: the identifier that it was made with. None where it is not connected.
+/// Returns the identifier with which device `index` was made. None if it is not connected.
 pub(super) fn backend(index: u32) -> Option<String> {
     backend_in(Path::new(BLOCK), index)
 }
@@ -32,7 +32,7 @@ fn backend_in(root: &Path, index: u32) -> Option<String> {
     Some(text.trim_end_matches('\n').to_owned())
 }
 
-/// Whether device `index` is connected, or not yet wholly disconnected.
+/// Returns true if device `index` is connected, or not yet completely disconnected.
 pub(super) fn is_connected(index: u32) -> bool {
     attribute(Path::new(BLOCK), index, "pid").exists()
 }
@@ -98,7 +98,7 @@ pub(super) fn set_request_timer(index: u32, default_ms: u32, value_ms: u32) {
 /// # Errors
 /// What the device answers; [`io::ErrorKind::TimedOut`] where it does not answer.
 pub(super) fn read_once(path: PathBuf, limit: Duration) -> io::Result<()> {
-    /// No device asks for more: memory pages are what O_DIRECT is about.
+    /// The alignment of direct reads: no device requires more than a memory page.
     const ALIGNMENT: usize = 4096;
     let length = usize::try_from(SECTOR_BYTES).unwrap_or(ALIGNMENT);
     wait::within(limit, move || {

@@ -31,7 +31,8 @@ impl UdevBefore {
         UdevBefore { now_us: now_us(), disk }
     }
 
-    /// Whether the record of `device` that now has `version` and `text` is of the event, or of a later one.
+    /// Returns true if the record of `device` that now has `version` and `text` is of the event, or of a
+    /// later one.
     fn is_before(&self, device: DeviceNumber, version: Version, text: &str) -> bool {
         match self.disk {
             Some((known, old)) if known == device => old != Some(version),

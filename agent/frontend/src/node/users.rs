@@ -13,13 +13,14 @@ use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 use super::{DeviceNumber, folder_of, is_gone, name_of};
 use crate::wait;
 
-/// How long somebody may have a device open who only looks at it, as udev does after each change.
+/// The time for which a program may have a device open for a look, as udev does after each change.
 const GLANCE_LIMIT: Duration = Duration::from_secs(1);
 /// The most users that a message names.
 const NAMES_MAX: usize = 8;
 
-/// Whether somebody uses the block device at `path`, and who: a mounted file system, another device on top of it, swap, its
-/// node mounted elsewhere, as kubelet does for pods that use it as a device, a loop device, or a process that has it open.
+/// Returns a description of the users of the block device at `path`; none if it has none. Users are mounted
+/// file systems, devices on top of it, swap, loop devices, and processes that have it open. A mount of its
+/// node elsewhere counts too, as kubelet makes it for pods that use it as a device.
 ///
 /// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the message. All others
 /// are looked for. Not found are a process that has only mapped the device, a mount of the node in a
@@ -46,7 +47,7 @@ pub fn in_use(path: &Path) -> Option<String> {
     }
 }
 
-/// Those who share a device that nobody has exclusively.
+/// Returns the users of a device without an exclusive user.
 fn lasting_users(path: &Path) -> Option<String> {
     let meta = fs::metadata(path).ok().filter(|meta| meta.file_type().is_block_device())?;
     let (device, node_fs) = (DeviceNumber::of(meta.rdev()), DeviceNumber::of(meta.dev()));
@@ -76,7 +77,7 @@ fn device_at(path: &Path) -> Option<DeviceNumber> {
     is_block_device.then_some(DeviceNumber { major: found.stx_rdev_major, minor: found.stx_rdev_minor })
 }
 
-/// Where the kernel tells about itself.
+/// The paths of the kernel's information about itself.
 struct Host {
     sysfs: PathBuf,
     proc: PathBuf,
@@ -89,7 +90,7 @@ impl Default for Host {
 }
 
 impl Host {
-    /// Who uses `device` or a partition of it, in words. What can not be read is left out.
+    /// Returns the users of `device` or a partition of it, in words. Unreadable information is left out.
     fn users(&self, device: DeviceNumber) -> Vec<String> {
         let mut users = Vec::new();
         let devices = self.with_partitions(device);
@@ -119,8 +120,8 @@ impl Host {
         users
     }
 
-    /// Who uses `device` or a partition of it without having it exclusively, in words. `node_fs` is the file system
-    /// that has its node.
+    /// Returns the non-exclusive users of `device` or a partition of it, in words. `node_fs` is the file
+    /// system that has its node.
     fn sharers(&self, device: DeviceNumber, node_fs: DeviceNumber) -> Vec<String> {
         let devices = self.with_partitions(device);
         let mut users = self.mounted_nodes(&devices, node_fs);
@@ -131,7 +132,7 @@ impl Host {
         users
     }
 
-    /// Where a node of one of `devices` is mounted on a file.
+    /// Returns the places at which a node of one of `devices` is mounted on a file.
     fn mounted_nodes(&self, devices: &[DeviceNumber], node_fs: DeviceNumber) -> Vec<String> {
         let mut found = Vec::new();
         for process in ["self", "1"] {
@@ -209,11 +210,12 @@ impl Host {
     }
 }
 
-/// The block device that the loop device at `path` makes its blocks of; None where that is a file, or cannot be told.
+/// Returns the block device behind the loop device at `path`; none if that is a file, or unknown.
 fn loop_backing(path: &Path) -> Option<DeviceNumber> {
     /// LOOP_GET_STATUS64 of linux/loop.h.
     const GET_STATUS: libc::Ioctl = 0x4c05;
-    /// Its `struct loop_info64` as numbers of 8 bytes; the third is the number of the device behind it, as stat(2) has it.
+    /// The length of `struct loop_info64` in numbers of 8 bytes. The third is the number of the device behind
+    /// it, as in stat(2).
     const WORDS: usize = 232 / 8;
     let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
     let mut info = [0_u64; WORDS];
@@ -228,12 +230,12 @@ fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
     path.is_absolute() && device_at(path).is_some_and(|device| devices.contains(&device))
 }
 
-/// One line of /proc/<pid>/mountinfo, see proc_pid_mountinfo(5).
+/// A line of /proc/<pid>/mountinfo, see proc_pid_mountinfo(5).
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
     /// The device of the file system; made up where it spans several devices (btrfs).
     device: DeviceNumber,
-    /// What of it is mounted.
+    /// The mounted part of the file system.
     root: PathBuf,
     point: PathBuf,
     source: PathBuf,

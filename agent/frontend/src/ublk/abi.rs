@@ -11,7 +11,7 @@ pub(crate) const CMD_GET_FEATURES: u32 = control(READ, 0x13);
 pub(crate) const CMD_GET_DEV_INFO: u32 = control(READ, 0x02);
 /// Makes a device: the character device only.
 pub(crate) const CMD_ADD_DEV: u32 = control(READ | WRITE, 0x04);
-/// Deletes a device and waits until nobody has its character device open.
+/// Deletes a device and waits until its character device is closed.
 pub(crate) const CMD_DEL_DEV: u32 = control(READ | WRITE, 0x05);
 /// Deletes a device without that wait (Linux 6.7).
 pub(crate) const CMD_DEL_DEV_ASYNC: u32 = control(READ, 0x14);
@@ -38,7 +38,7 @@ pub(crate) const IO_RES_OK: i32 = 0;
 /// Result of a fetch: there will be no more.
 pub(crate) const IO_RES_ABORT: i32 = -libc::ENODEV;
 
-/// Requests wait while there is no server, and the device can be given a new one.
+/// Requests wait while the device has no server, and it can get a new one.
 pub(crate) const F_USER_RECOVERY: u64 = 1 << 3;
 /// Requests that the dead server had not answered are sent again.
 pub(crate) const F_USER_RECOVERY_REISSUE: u64 = 1 << 4;
@@ -169,16 +169,16 @@ pub(crate) struct IoDescriptor {
 pub(crate) struct ControlCommand {
     /// Which device.
     pub id: u32,
-    /// Length of what is at `address`.
+    /// The length of the data at `address`.
     pub length_bytes: u16,
-    /// Where the command finds or leaves its data.
+    /// The address of the command's data.
     pub address: u64,
     /// The one argument that is not at `address`.
     pub value: u64,
 }
 
 impl ControlCommand {
-    /// As it stands in a 128-byte submission.
+    /// Returns the bytes in a 128-byte submission.
     pub(crate) fn encode(self) -> [u8; 80] {
         let mut bytes = [0; 80];
         bytes[0..4].copy_from_slice(&self.id.to_ne_bytes());
@@ -199,12 +199,12 @@ pub(crate) struct IoCommand {
     pub tag: u16,
     /// Answer to the request: bytes, or a negative errno.
     pub result: i32,
-    /// Where data of the next request goes, or comes from.
+    /// The address of the data of the next request.
     pub address: u64,
 }
 
 impl IoCommand {
-    /// As it stands in a submission.
+    /// Returns the bytes in a submission.
     pub(crate) fn encode(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[0..2].copy_from_slice(&self.queue.to_ne_bytes());
@@ -220,7 +220,7 @@ pub(crate) fn descriptor_bytes(depth: usize, page_bytes: usize) -> usize {
     (depth * size_of::<IoDescriptor>()).next_multiple_of(page_bytes)
 }
 
-/// Where the descriptor area of `queue` is in the character device, for mmap.
+/// Returns the offset of the descriptor area of `queue` in the character device, for mmap.
 pub(crate) fn descriptor_offset(queue: u16, page_bytes: usize) -> usize {
     usize::from(queue) * descriptor_bytes(MAX_QUEUE_DEPTH, page_bytes)
 }

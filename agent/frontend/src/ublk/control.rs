@@ -1,4 +1,4 @@
-//! Control commands: what makes, starts, recovers and deletes ublk devices.
+//! Control commands, which make, start, recover and delete ublk devices.
 //!
 //! Every command is run by a worker thread of the kernel while we wait with a limit: on a kernel whose ublk is
 //! broken a command never returns, and no signal helps whoever is inside it.
@@ -15,9 +15,9 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 use super::abi::{self, ControlCommand, DeviceInfo, Params};
 use crate::wait;
 
-/// Where control commands go.
+/// The device that takes control commands.
 pub(crate) const CONTROL_PATH: &str = "/dev/ublk-control";
-/// Commands that may be under way at once: one, beside those that were given up.
+/// The maximum number of commands in flight: one, besides those that were given up.
 const RING_ENTRIES: u32 = 8;
 /// How often a command that waits for others is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
@@ -38,17 +38,17 @@ impl Control {
         Ok(Control { file, ring, newest: 0 })
     }
 
-    /// What the driver can do: bits `F_*`. EOPNOTSUPP or ENODEV before Linux 6.5.
+    /// Returns the features of the driver: bits `F_*`. EOPNOTSUPP or ENODEV before Linux 6.5.
     pub(crate) fn features(&mut self, limit: Duration) -> io::Result<u64> {
         self.run_with(abi::CMD_GET_FEATURES, u32::MAX, 0_u64, limit)
     }
 
-    /// Makes a device as `info` asks; the answer says what was granted.
+    /// Makes a device according to `info`; the answer has the granted parameters.
     pub(crate) fn add(&mut self, info: DeviceInfo, limit: Duration) -> io::Result<DeviceInfo> {
         self.run_with(abi::CMD_ADD_DEV, info.id, info, limit)
     }
 
-    /// What the driver knows about device `id`; None where there is none.
+    /// Returns the driver's information about device `id`; none if it does not exist.
     pub(crate) fn info(&mut self, id: u32, limit: Duration) -> io::Result<Option<DeviceInfo>> {
         match self.run_with(abi::CMD_GET_DEV_INFO, id, DeviceInfo::default(), limit) {
             Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
@@ -153,8 +153,8 @@ enum Outcome {
     GivenUp(io::Error),
 }
 
-/// Frees the memory that a command was given and returns what is in it, if the command has ended well. The memory of
-/// a command that was given up is leaked on purpose: the kernel may still read and write it.
+/// Frees the memory that a command was given and returns its content, if the command has succeeded. The
+/// memory of a command that was given up is leaked on purpose: the kernel may still read and write it.
 ///
 /// # Safety
 /// `data` is from [`Box::into_raw`], and the command of `outcome` is the only one that was given it.

@@ -13,7 +13,7 @@ pub(super) struct Fetching {
 }
 
 impl Fetching {
-    /// One more queue has asked for requests with all of its tags, or could not.
+    /// Records that another queue has asked for requests with all of its tags, or has failed to.
     pub(super) fn note(&self, started: &io::Result<()>) {
         match started {
             Ok(()) => {

@@ -42,7 +42,7 @@ use crate::{
 pub(crate) use control::CONTROL_PATH;
 pub use recovery::remove_leftovers;
 
-/// What the driver has to be able to do, and how that is called.
+/// The required features of the driver, with their names.
 pub(crate) const REQUIRED_FEATURES: [(u64, &str); 3] = [
     (abi::F_USER_RECOVERY, "recovery (UBLK_F_USER_RECOVERY)"),
     (abi::F_USER_RECOVERY_REISSUE, "repetition of requests after a recovery (UBLK_F_USER_RECOVERY_REISSUE)"),
@@ -60,7 +60,7 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(10);
 /// devtmpfs makes the node of the character device before ADD_DEV ends; udev alone needs a moment.
 const NODE_LIMIT: Duration = Duration::from_secs(2);
 
-/// What the driver of this kernel can do, as bits `UBLK_F_*`.
+/// Returns the features of the driver of this kernel, as bits `UBLK_F_*`.
 pub(crate) fn features(limit: Duration) -> io::Result<u64> {
     Control::open()?.features(limit)
 }
@@ -95,7 +95,7 @@ pub fn prepare_ublk(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
     assemble(spec, info, recovered, control)
 }
 
-/// ADD_DEV: the driver chooses the number and says what it grants.
+/// Runs ADD_DEV: the driver chooses the number and returns the granted parameters.
 fn add(control: &mut Control, spec: &FrontendSpec) -> Result<DeviceInfo, FrontendError> {
     let required = REQUIRED_FEATURES.iter().fold(0, |bits, (bit, _)| bits | bit);
     let features =
@@ -173,7 +173,7 @@ fn assemble(
     Ok(Prepared { queues, device: Box::new(device) })
 }
 
-/// What the device shows to the block layer.
+/// Returns the parameters of the device for the block layer.
 fn params(size_bytes: u64, max_io_bytes: u32) -> Params {
     let sectors = |bytes: u32| u32::try_from(u64::from(bytes) / SECTOR_BYTES).unwrap_or(u32::MAX);
     let block = u32::try_from(BLOCK_BYTES).unwrap_or(4096);
@@ -230,7 +230,7 @@ fn delete(control: &mut Control, id: u32, device_dir: &Path) -> Result<(), Front
     unless_gone(deleted).map_err(during(format!("delete ublk device {id}")))
 }
 
-/// That a device does not exist is what its deletion wants.
+/// Ignores the error that a device does not exist, because that is the aim of its deletion.
 fn unless_gone(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
@@ -242,7 +242,7 @@ fn unsupported(reason: String) -> FrontendError {
     FrontendError::Unsupported { frontend: FrontendKind::Ublk, reason }
 }
 
-/// Says what failed, and for answers that say little what they mean.
+/// Makes an error that names the failed action, and explains answers of the driver that say little.
 fn during(action: String) -> impl FnOnce(io::Error) -> FrontendError {
     move |source| {
         let hint = match source.raw_os_error() {
@@ -299,7 +299,7 @@ impl UblkDevice {
         started.map_err(|source| self.not_started(verb, source))
     }
 
-    /// Says what a start waits for.
+    /// Returns an error with the reason why a start waits.
     fn not_started(&self, verb: &str, source: io::Error) -> FrontendError {
         let action = format!("{verb} the device {} of {}", self.kernel_name(), self.volume);
         if let Some(failure) = self.fetching.failure() {

@@ -24,8 +24,8 @@ struct Sets {
     inheritable: u32,
 }
 
-/// Gives up the capability for the calling thread, and for those that it starts from now on. It was of no use there: commands to the
-/// driver come from the main thread.
+/// Drops the capability for the calling thread, and for threads that it starts from now on. They do not need
+/// it: commands to the driver come from the main thread.
 pub(super) fn drop_sys_admin() -> io::Result<()> {
     let mut header = Header { version: VERSION_3, thread: 0 };
     let mut sets = [Sets::default(); 2];

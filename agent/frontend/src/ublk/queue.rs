@@ -1,4 +1,4 @@
-//! One queue of a ublk device: fetches requests and answers them.
+//! A queue of a ublk device: fetches requests and answers them.
 
 use std::io;
 use std::mem::size_of;
@@ -26,11 +26,11 @@ use crate::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE, probe};
 #[derive(Debug)]
 pub(super) struct UblkQueue {
     queue: u16,
-    /// The most bytes of one request: what the device was made with.
+    /// The maximum bytes of one request, from the parameters of the device.
     max_io_bytes: u32,
     /// Size of the volume; changed by a resize.
     size_bytes: Arc<AtomicU64>,
-    /// What a tag that we work on is to be answered with where all goes well.
+    /// The answer to a request of each tag if it succeeds.
     success: Box<[i32]>,
     /// The rest of a tag's zeroes that must take space.
     zeroes: Box<[Option<ByteRange>]>,
@@ -113,8 +113,8 @@ impl UblkQueue {
         unsafe { io.ring.push(entry, token) }
     }
 
-    /// Writes zeroes as data, as much as a slot has; what is left comes when that is done. Replicas make holes of zeroes. Data they
-    /// store as it is, also those of earlier versions.
+    /// Writes zeroes as data, as many as a slot can hold; the rest follows after that. Replicas make holes of
+    /// zeroes, but store data unchanged, also those of earlier versions.
     fn write_zeroes(&mut self, io: &mut QueueIo<'_>, tag: u16, range: ByteRange, fua: bool) {
         let (now, later) = first_part(range, u64::from(self.max_io_bytes.min(MAX_IO_BYTES)));
         self.zeroes[usize::from(tag)] = later;
@@ -214,7 +214,7 @@ impl QueueFrontend for UblkQueue {
     }
 }
 
-/// The first `limit_bytes` of `range` at most, up to the end of a block, and what is left.
+/// Splits off the first `limit_bytes` of `range` at most, up to the end of a block.
 fn first_part(range: ByteRange, limit_bytes: u64) -> (ByteRange, Option<ByteRange>) {
     let limit = range.offset() + limit_bytes;
     let last_block = limit / BLOCK_BYTES * BLOCK_BYTES;
@@ -227,8 +227,8 @@ fn first_part(range: ByteRange, limit_bytes: u64) -> (ByteRange, Option<ByteRang
     }
 }
 
-/// What a descriptor asks for, and what to answer where it succeeds. The driver keeps to the limits that it was
-/// given; they are checked all the same, as what comes after relies on them.
+/// Returns the request of a descriptor, and its answer on success. The driver keeps to its limits, but they
+/// are checked all the same, because later code relies on them.
 fn translate(
     slot: u16,
     descriptor: IoDescriptor,

@@ -48,7 +48,7 @@ const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(45);
 /// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits so long again.
 /// The block layer rounds it up by a second.
 const REQUEST_TIMER_MS: u32 = 1000;
-/// Where the driver lists its devices.
+/// The directory in which the driver lists its devices.
 const CLASS: &str = "/sys/class/ublk-char";
 
 /// The mark of a device of `volume`: FNV-1a, 64 bits, of its name behind a prefix of ours.
@@ -110,8 +110,8 @@ fn needs_timer(release: &str) -> bool {
     matches!(probe::version(release), [Some(6), Some(7..=14), _])
 }
 
-/// Stops and deletes every device of `volume`, each after its node in `device_dir`: what an engine left behind that does
-/// not come back. Requests that wait there fail. Returns how many devices there were.
+/// Stops and deletes every device of `volume`, each after its node in `device_dir`: the remains of an engine
+/// that does not come back. Requests that wait there fail. Returns the number of devices.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where a living process serves one.

@@ -74,8 +74,8 @@ impl Guest {
         ))
     }
 
-    /// Starts fio on `target`: what `mode` (randwrite, randtrimwrite) writes is read back and compared. It reports to
-    /// /mem/fio.json.
+    /// Starts fio on `target`: reads the writes of `mode` (randwrite, randtrimwrite) back and compares them.
+    /// Its report is /mem/fio.json.
     pub fn start_fio(&self, target: &str, mode: &str, seconds: u32) -> Result<Running> {
         let command = format!(
             "cd /mem && fio --name=verify --filename={target} --size=96m --rw={mode} --bsrange=4k-64k --blockalign=4k --direct=1 \

@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 use super::{SIZE, Server};
 
-/// Runs a client to its end and returns what it says on standard output.
+/// Runs a client to its end and returns its standard output.
 fn run(package: &str, program: &str, arguments: &[&str]) -> String {
     let output = match Command::new(program).args(arguments).output() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {

@@ -18,7 +18,7 @@ const ENGINE: u8 = SOURCE + 1;
 const DONE: u8 = 0;
 const WOKEN: u8 = 1;
 
-/// The volume, and what a test can do to it.
+/// The volume, and its controls for tests.
 #[derive(Debug)]
 pub struct Volume {
     file: File,
@@ -46,7 +46,7 @@ impl Volume {
         })
     }
 
-    /// Its bytes.
+    /// Returns the file with the data.
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -109,7 +109,7 @@ impl Host {
         self.volume.hold.store(true, Ordering::SeqCst);
     }
 
-    /// Does what was held.
+    /// Completes the held requests.
     pub fn release(&self) {
         self.volume.hold.store(false, Ordering::SeqCst);
         for (waker, _) in &self.threads {
@@ -135,7 +135,7 @@ struct Thread {
     arena: Arena,
     requests: Vec<Request>,
     held: VecDeque<Request>,
-    /// What each slot is doing, to catch a slot that is used twice.
+    /// The request in each slot, to catch a slot that is used twice.
     in_flight: Vec<Option<Request>>,
 }
 

@@ -36,7 +36,7 @@ use watch::Watch;
 /// The kernel tells when a directory or a socket appears or goes. Nothing tells when a kubelet is started with
 /// a directory of its own: whether there is one is looked up so often.
 const LOOK_INTERVAL: Duration = Duration::from_secs(30);
-/// After something has changed, or has failed: what else is about to change has so long.
+/// The pause after a change or failure, in which related changes may follow.
 const SETTLE: Duration = Duration::from_millis(200);
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -54,9 +54,9 @@ pub struct Driver {
 pub struct DriverState {
     /// True if kubelet has registered it, as far as kubelet has said.
     pub registered: Arc<AtomicBool>,
-    /// What kubelet was told of mounts of pods.
+    /// Dead mounts of pods that kubelet knows of.
     pub dead_mounts: Arc<DeadMounts>,
-    /// Why it cannot be served where kubelet is; none: it can, or nobody is there to use it.
+    /// The reason why the driver cannot serve kubelet; none if it can, or kubelet is absent.
     problem: Mutex<Option<String>>,
 }
 
@@ -78,7 +78,7 @@ impl DriverState {
 /// PROTOCOL_ERROR, but not in what comes before an '@', which would be a user. Go leaves the '@' as it is.
 const REGISTRATION_SOCKET: &str = "shorthorn@csi.shorthorn.io-reg.sock";
 
-/// Where kubelet looks.
+/// The paths on which kubelet looks for drivers.
 struct Paths {
     csi: PathBuf,
     registration: PathBuf,
@@ -249,7 +249,7 @@ fn server() -> Server {
 #[derive(Clone)]
 struct Stopping {
     stopping: channel::Receiver<bool>,
-    /// Nothing is sent: it is closed when the last server is gone.
+    /// A channel without messages, which is closed when the last server is gone.
     alive: mpsc::Sender<()>,
 }
 

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 const PROGRAM: &str = "kubelet";
-/// Its own default, and that of k3s and RKE2.
+/// The default directory of kubelet, k3s and RKE2.
 const DEFAULT: &str = "/var/lib/kubelet";
 /// Distributions that have it elsewhere: MicroK8s, whose kubelet is no process of its own, and k0s.
 const ELSEWHERE: [&str; 2] = ["/var/snap/microk8s/common/var/lib/kubelet", "/var/lib/k0s/kubelet"];
@@ -27,8 +27,8 @@ impl Finder {
         Finder { configured, proc: "/proc".into(), known }
     }
 
-    /// The directory, if it is there: what was configured; else what a kubelet that runs was started with; else where
-    /// distributions have it.
+    /// Returns the directory, if it exists: the configured one, else that of the running kubelet, else that
+    /// of a distribution.
     pub fn look(&self) -> Option<PathBuf> {
         if let Some(root) = &self.configured {
             return root.is_dir().then(|| root.clone());
@@ -37,7 +37,7 @@ impl Finder {
         running.into_iter().chain(self.known.iter().cloned()).find(|root| root.is_dir())
     }
 
-    /// Where it may appear.
+    /// Returns the paths on which the directory may appear.
     pub fn candidates(&self) -> Vec<PathBuf> {
         match &self.configured {
             Some(root) => vec![root.clone()],
@@ -45,7 +45,7 @@ impl Finder {
         }
     }
 
-    /// Where it is made when nothing is known.
+    /// Returns the path on which the directory is made if none is known.
     pub fn first_candidate(&self) -> PathBuf {
         self.configured.clone().unwrap_or_else(|| DEFAULT.into())
     }

@@ -21,7 +21,7 @@ pub struct Inherited {
 }
 
 impl Inherited {
-    /// Takes what was passed. To be called once: afterwards the descriptors are somebody's.
+    /// Takes the passed descriptors. May be called only once: afterwards the descriptors have owners.
     ///
     /// # Errors
     /// What was passed is not what sd_listen_fds(3) says.
@@ -64,7 +64,7 @@ pub struct Socket {
     name: Name,
 }
 
-/// What a socket is called.
+/// The name of a socket.
 #[derive(Debug)]
 pub struct Name {
     path: PathBuf,
@@ -87,7 +87,7 @@ fn file_at(path: &Path) -> io::Result<(u64, u64)> {
 }
 
 impl Socket {
-    /// Makes a socket for root alone, in place of one that an earlier agent has left.
+    /// Makes a socket for root only, and replaces that of an earlier agent.
     ///
     /// It is made under another name, which kubelet ignores, and moved: so it never has other permissions, and
     /// there is no moment without one.

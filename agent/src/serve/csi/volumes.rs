@@ -20,7 +20,7 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Of the engines of `hub`.
+    /// Returns the volumes of the engines of `hub`.
     pub fn new(hub: Arc<Hub>, device_dir: PathBuf) -> Attached {
         Attached { hub, device_dir }
     }

@@ -10,7 +10,7 @@ use tokio::net::unix::pipe::Receiver;
 /// Enough for one event, with a name of any length.
 const EVENT_MAX_BYTES: usize = 16 + 256;
 
-/// Watches over directories. What happens is not told: whoever is woken looks again, and sets new watches.
+/// A watch of directories. Events have no details: the woken thread looks again, and sets new watches.
 pub struct Watch(Receiver);
 
 impl Watch {

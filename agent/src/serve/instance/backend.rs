@@ -5,23 +5,23 @@ use thiserror::Error;
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 
-/// What a backend does takes time.
+/// The future of an operation of a backend.
 pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<(), BackendError>> + Send + 'a>>;
 
-/// Who runs instances. The spec file of an instance is there from before its start until after its stop.
+/// The manager of instances. The spec file of an instance exists from before its start until after its stop.
 ///
 /// What it sees of processes it puts into the [`Table`](crate::serve::instance::Table), for every instance that was
 /// adopted or started; of one that was stopped it says nothing any more.
 pub trait Backend: Send + Sync {
-    /// Takes over an instance that an earlier agent has started. One that does not run since the
-    /// host was started anew stays that way.
+    /// Takes over an instance that an earlier agent has started. An instance that has not run since the
+    /// host's restart stays stopped.
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 
-    /// Starts an instance, and keeps it running. One that runs already goes on.
+    /// Starts an instance, and keeps it running. A running one continues.
     fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 
-    /// Stops an instance; done when its process is gone. One that does not run is stopped already. An engine
-    /// takes its device away first, where it can still be asked to.
+    /// Stops an instance and returns after the end of its process. A stopped one stays stopped. An engine
+    /// that still answers removes its device first.
     fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 
     /// Has the process hand over to a new one of the program that is installed now, with the spec as it is now. An
@@ -29,7 +29,7 @@ pub trait Backend: Send + Sync {
     fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 }
 
-/// Why a backend cannot do what it should.
+/// The reason why a backend has failed.
 #[derive(Debug, Error)]
 pub enum BackendError {
     /// systemd says no.
@@ -43,7 +43,7 @@ pub enum BackendError {
     /// The system says no.
     #[error("{action}: {source}")]
     System {
-        /// What was being done.
+        /// The action that failed.
         action: String,
         /// The answer.
         source: std::io::Error,

@@ -31,7 +31,7 @@ const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
 const SETTLED: Duration = Duration::from_secs(10);
-/// A process that was told to stop has so long.
+/// The time limit for a process to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
 /// And so long once it was killed.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
@@ -135,7 +135,7 @@ impl Backend for Children {
     }
 }
 
-/// Removes the pid files of an earlier boot: what they are of is not started again by itself.
+/// Removes the pid files of an earlier boot, whose processes are not restarted by themselves.
 fn forget_earlier_boots(places: &Places) -> io::Result<()> {
     let at = |path: &Path| {
         let path = path.display().to_string();
@@ -150,14 +150,14 @@ fn forget_earlier_boots(places: &Places) -> io::Result<()> {
     fs::write(&marker, current).map_err(at(&marker))
 }
 
-/// One instance that is to run.
+/// An instance that is to run.
 struct Instance {
     id: InstanceId,
     places: Places,
     table: Arc<Table>,
     stopping: watch::Receiver<bool>,
     restart: Arc<Notify>,
-    /// Where an engine leaves the sockets of its device for the next one.
+    /// The store in which an engine leaves the sockets of its device for the next one.
     store: Option<DescriptorStore>,
     failures: u32,
 }
@@ -308,7 +308,7 @@ impl Instance {
 
 /// How a process ended.
 enum Ended {
-    /// As it was meant to: an engine that was told by somebody else to leave its device to the next one.
+    /// The end was ordered: another program told the engine to leave its device to the next one.
     Well,
     /// Otherwise.
     Badly(String),

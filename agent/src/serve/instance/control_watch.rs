@@ -16,7 +16,7 @@ const ORDER_LIMIT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Asks the process to do something; what becomes of that shows in its status.
+/// Sends an order to the process. The result shows in its status.
 ///
 /// # Errors
 /// Nobody listens there, or it does not take the order.
@@ -30,7 +30,7 @@ pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
     timeout(ORDER_LIMIT, sent).await.map_err(io::Error::from)?
 }
 
-/// What an engine has done for whoever uses its device. The caller limits how long that may take.
+/// Returns the counters of the requests of the engine's user. The caller limits the time.
 ///
 /// # Errors
 /// Nobody listens there, or it is an engine from before there were counters.

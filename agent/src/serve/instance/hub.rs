@@ -28,14 +28,14 @@ pub struct Hub {
     backend: Box<dyn Backend>,
     places: Places,
     config: Config,
-    /// One operation at a time on each instance.
+    /// Locks that allow one operation at a time on each instance.
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
     /// The newest list of replicas that each engine was given: attachment and number. Calls that come late are
     /// recognised by it; none comes later than the agent that took it has ended.
     revisions: Mutex<HashMap<InstanceId, (u64, u64)>>,
 }
 
-/// What a start says beside the spec.
+/// The options of a start beside the spec.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StartOptions {
     /// Number of the list of replicas of an engine.
@@ -79,12 +79,12 @@ impl Hub {
         Ok(())
     }
 
-    /// Where the files of instances are.
+    /// Returns the places of the files of instances.
     pub fn places(&self) -> &Places {
         &self.places
     }
 
-    /// What is known of them.
+    /// Returns the table of instances.
     pub fn table(&self) -> &Arc<Table> {
         &self.table
     }
@@ -212,7 +212,7 @@ impl Hub {
         self.forget(id).await
     }
 
-    /// Whether nobody uses the device of an engine; else who does.
+    /// Returns an error with the users of an engine's device, if it has any.
     pub(super) async fn refuse_in_use(&self, engine: &EngineSpec) -> Result<(), NodeError> {
         let node = engine.device_dir.join(engine.volume.as_str());
         let user =
@@ -225,7 +225,7 @@ impl Hub {
         }
     }
 
-    /// Forgets a stopped instance: removes its spec file, then tells those who watch.
+    /// Forgets a stopped instance: removes its spec file, then notifies the watchers.
     async fn forget(&self, id: &InstanceId) -> Result<(), NodeError> {
         let path = self.places.spec(id);
         blocking(move || remove_durably(&path).map_err(NodeError::at(&path))).await?;
@@ -254,7 +254,8 @@ impl Hub {
         blocking(work).await
     }
 
-    /// Does `work` while nothing is started or stopped; it is told whether a process is there.
+    /// Does `work` while the instance is neither started nor stopped. The argument is true if a process
+    /// exists.
     ///
     /// # Errors
     /// What `work` answers.
@@ -276,7 +277,7 @@ impl Hub {
         Arc::clone(gates.entry(id.clone()).or_default())
     }
 
-    /// Removes what engines have left of volumes that are no more, or are elsewhere, when it is old enough.
+    /// Removes old states of engines whose volumes are deleted or attached elsewhere.
     ///
     /// # Errors
     /// [`NodeError`] names the file.

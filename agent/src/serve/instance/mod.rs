@@ -1,4 +1,4 @@
-//! Engines and replicas as processes: what they are called, who runs them, what is known of them.
+//! Engines and replicas as processes: their names, managers and states.
 
 mod backend;
 mod children;
@@ -39,7 +39,7 @@ pub enum InstanceId {
 }
 
 impl InstanceId {
-    /// Takes what came from outside.
+    /// Parses a name from outside.
     ///
     /// # Errors
     /// [`NodeError::Invalid`] says what is wrong with it.
@@ -59,7 +59,7 @@ impl InstanceId {
         }
     }
 
-    /// Its kind.
+    /// Returns the kind of the instance.
     pub fn kind(&self) -> v1::InstanceKind {
         match self {
             InstanceId::Engine(_) => v1::InstanceKind::Engine,
@@ -67,7 +67,7 @@ impl InstanceId {
         }
     }
 
-    /// Its name, alone among those of its kind.
+    /// Returns the name, which is unique in its kind.
     pub fn name(&self) -> String {
         match self {
             InstanceId::Engine(volume) => volume.to_string(),

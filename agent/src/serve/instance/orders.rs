@@ -23,8 +23,8 @@ const RENEW_LIMIT: Duration = Duration::from_secs(60);
 /// How an upgrade went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Upgraded {
-    /// From the moment when the old process was seen to finish what was in flight, or to be gone, until the new
-    /// one was seen to serve.
+    /// The time without service: from the moment when the old process had finished its requests, or was gone,
+    /// until the new one served.
     pub pause: Duration,
     /// The process before.
     pub old_pid: i32,
@@ -255,8 +255,8 @@ impl Hub {
 }
 
 impl Hub {
-    /// Makes the device of an engine anew that could not grow while it was in use, if nobody uses it: the new one has the size of
-    /// the volume. Returns when it serves.
+    /// Replaces the device of an engine, if it could not grow while it was in use and has no user now. The
+    /// new one has the size of the volume. Returns when it serves.
     ///
     /// # Errors
     /// [`NodeError`] says what is in the way. The engine is started in any case.

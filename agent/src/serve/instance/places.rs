@@ -47,7 +47,7 @@ impl Places {
         Ok(places)
     }
 
-    /// The directory of the spec files of a kind: what has one should run.
+    /// Returns the directory of the spec files of a kind. Every instance with a spec file should run.
     pub fn specs(&self, kind: InstanceKind) -> PathBuf {
         self.state.join("instances").join(folder(kind))
     }
@@ -133,7 +133,7 @@ impl Places {
         Ok(())
     }
 
-    /// What an instance that ended with an error has left. Its unit says the same.
+    /// Returns the file with the last error of an instance. Its unit has the same path.
     pub fn error(&self, id: &InstanceId) -> PathBuf {
         self.runtime_file(id, "error")
     }
@@ -143,12 +143,13 @@ impl Places {
         self.runtime_file(id, "pid")
     }
 
-    /// Where an engine that is no unit gives its sockets to the agent. Shorter than the control socket.
+    /// Returns the socket on which an engine that is no unit gives its sockets to the agent. The path is
+    /// shorter than that of the control socket.
     pub fn notify(&self, id: &InstanceId) -> PathBuf {
         self.runtime_file(id, "notify")
     }
 
-    /// Removes what the process of a stopped instance may have left.
+    /// Removes the possible remains of the process of a stopped instance.
     pub fn remove_runtime_files(&self, id: &InstanceId) {
         for extension in ["pid", "error", "control", "nbd", "data", "notify"] {
             let path = self.runtime_file(id, extension);

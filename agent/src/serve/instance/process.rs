@@ -16,15 +16,15 @@ pub const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
 /// How far the process of an instance is, as whoever runs it sees that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// There is none, and none is to be.
+    /// The process does not exist and is not wanted.
     Stopped,
-    /// It is being started.
+    /// The process is being started.
     Starting,
-    /// It runs.
+    /// The process runs.
     Running,
-    /// It was told to stop.
+    /// The process is being stopped.
     Stopping,
-    /// It ended, or cannot be started; it is tried again where that can help.
+    /// The process has ended, or cannot be started. The start is repeated if that can help.
     Failed,
 }
 
@@ -33,7 +33,7 @@ pub enum Phase {
 pub struct Process {
     /// How far it is.
     pub phase: Phase,
-    /// Its id, while it lives.
+    /// The process id of the living process.
     pub pid: Option<i32>,
     /// Why it failed; empty else.
     pub message: String,

@@ -22,14 +22,14 @@ const ADDRESSES_MAX: usize = 8;
 /// The spec of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Spec {
-    /// Of an engine.
+    /// The spec of an engine.
     Engine(EngineSpec),
-    /// Of a replica.
+    /// The spec of a replica.
     Replica(ReplicaSpec),
 }
 
 impl Spec {
-    /// What the controller asks for, as an engine.
+    /// Converts the request of the controller to the spec of an engine.
     ///
     /// # Errors
     /// [`NodeError::Invalid`] says which field can never work.
@@ -67,7 +67,7 @@ impl Spec {
         }))
     }
 
-    /// What the controller asks for, as a replica; its data port is still to be chosen.
+    /// Converts the request of the controller to the spec of a replica. Its data port is chosen later.
     ///
     /// # Errors
     /// [`NodeError::Invalid`] says which field can never work.
@@ -123,7 +123,7 @@ impl Spec {
         }
     }
 
-    /// Whose it is.
+    /// Returns the id of the instance.
     pub fn id(&self) -> InstanceId {
         match self {
             Spec::Engine(spec) => InstanceId::Engine(spec.volume.clone()),
@@ -154,9 +154,9 @@ impl Spec {
         }
     }
 
-    /// Returns true if both come from the same request. What the agent adds to that may have changed with its
-    /// configuration, `create` changes once a replica has data, and the replicas of an engine, the last grant
-    /// and the limits may change while it runs. A volume grows while it runs.
+    /// Returns true if both specs come from the same request. Additions of the agent may differ with its
+    /// configuration, and `create` changes once a replica has data. The replicas of an engine, the last
+    /// grant, the limits and the size may change while it runs.
     pub fn is_same_request(&self, other: &Spec) -> bool {
         match (self, other) {
             (Spec::Engine(a), Spec::Engine(b)) => {
@@ -188,7 +188,7 @@ pub fn endpoints(replicas: Vec<v1::ReplicaAddress>) -> Result<Vec<ReplicaEndpoin
     Ok(replicas)
 }
 
-/// How much copying may take; what is not said has its default.
+/// Converts the limits of copies; absent ones get their default.
 ///
 /// # Errors
 /// [`NodeError::Invalid`].

@@ -58,7 +58,7 @@ impl Systemd {
         Ok(Systemd { bus, followers: Mutex::default() })
     }
 
-    /// The connection: without it nothing is seen any more.
+    /// Returns the connection, without which the agent sees no more events.
     pub fn connection(&self) -> &Connection {
         &self.bus.connection
     }
@@ -246,7 +246,7 @@ impl Bus {
         Ok(Process { phase, pid, message: String::new() })
     }
 
-    /// What the last process has left, where it could say what was wrong.
+    /// Returns the error message that the last process has left, if any.
     fn last_words(&self, id: &InstanceId) -> Option<String> {
         let words = fs::read_to_string(self.places.error(id)).ok()?;
         Some(words.trim().to_owned()).filter(|words| !words.is_empty())

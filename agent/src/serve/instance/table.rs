@@ -17,8 +17,8 @@ use crate::serve::{ports, show};
 /// Events that a watcher may be behind before it is cut off.
 const WATCH_LAG_MAX: usize = 1024;
 
-/// All instances. Backends put in what they see of processes; the control socket of each living process is
-/// followed here.
+/// All instances. Backends add the observed states of processes. The table follows the control socket of each
+/// living process.
 #[derive(Debug)]
 pub struct Table(Mutex<Inner>);
 
@@ -49,9 +49,9 @@ impl Drop for Entry {
 /// All instances at one moment, and every change from then on.
 #[derive(Debug)]
 pub struct Watch {
-    /// As they were.
+    /// The instances at the start of the watch.
     pub now: Vec<v1::Instance>,
-    /// What came after.
+    /// The later changes.
     pub changes: broadcast::Receiver<v1::InstanceEvent>,
 }
 
@@ -119,7 +119,7 @@ impl Table {
         inner.tell(Type::Set, published);
     }
 
-    /// Takes the spec as it is stored now; the process goes on with the one before.
+    /// Sets the stored spec; the process continues with the former one.
     pub fn set_spec(&self, spec: Spec) {
         let id = spec.id();
         let mut inner = self.lock();
@@ -137,7 +137,7 @@ impl Table {
         }
     }
 
-    /// Takes what is now seen of the process of an instance; ignored where that is not here any more.
+    /// Sets the observed state of the process of an instance; ignored if the instance is not here any more.
     pub fn set_process(self: &Arc<Table>, id: &InstanceId, process: Process) {
         let mut inner = self.lock();
         let Some(entry) = inner.entries.get_mut(id) else { return };

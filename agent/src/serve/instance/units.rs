@@ -1,4 +1,4 @@
-//! The part of systemd's D-Bus interface that is needed here, and what instances are called there.
+//! The required part of systemd's D-Bus interface, and the names of instances in it.
 
 use shorthorn_api::v1::InstanceKind;
 use zbus::OwnedObjectPath;
@@ -39,7 +39,7 @@ pub trait Unit {
     fn active_state(&self) -> zbus::Result<String>;
     #[zbus(property(emits_changed_signal = "false"))]
     fn sub_state(&self) -> zbus::Result<String>;
-    /// Number and object of the job that is queued or runs for the unit; the number is 0 where there is none.
+    /// Number and object of the job that is queued or runs for the unit; the number is 0 if it has none.
     #[zbus(property(emits_changed_signal = "false"))]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }

@@ -150,7 +150,8 @@ fn a_sweep_ends_what_was_cut_off_and_leaves_what_is_young() {
     assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 0);
 }
 
-/// An undeletion that is cut off finds what it has restored; so does whoever looks for a directory that nothing names.
+/// An interrupted undeletion finds the directories that it has restored, and so does a search for directories
+/// without an owner.
 #[test]
 fn what_is_restored_is_listed_until_its_record_is_removed() {
     let dir = disk();
@@ -250,7 +251,7 @@ fn a_trash_that_cannot_be_read_is_not_taken_for_an_empty_one() {
     assert_eq!(listed(dir.path()).len(), 1, "it is no leftover");
 }
 
-/// A sweep deletes for good what somebody else restores or deletes at that moment.
+/// A sweep may delete a directory for good while another caller restores or deletes it.
 #[test]
 fn what_a_sweep_has_deleted_meanwhile_is_gone_and_no_trouble() {
     let dir = disk();
