@@ -136,7 +136,7 @@ impl Cluster {
         self.random >> 16
     }
 
-    /// What would be moved, as it is, and with a tenth more nodes that are empty.
+    /// Plans the moves, for the cluster as it is and with a tenth more empty nodes.
     fn plan_moves(&mut self, line: impl Fn(&str, String)) {
         let now = Timestamp::UNIX_EPOCH;
         let names: Vec<String> = self.world.volumes.keys().cloned().collect();

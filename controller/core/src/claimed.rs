@@ -10,16 +10,16 @@ use crate::World;
 use crate::objects::Volume;
 use crate::requests::{self, Change, RequestError};
 
-/// What is noted of the PersistentVolumes of a volume.
+/// The information on PersistentVolumes that is stored with a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Note {
-    /// The one that keeps the volume, if one does.
+    /// The PersistentVolume that keeps the volume, if any.
     keeper: Option<String>,
     /// The claim that has it, or had it last, as NAMESPACE/NAME.
     claim: Option<String>,
 }
 
-/// What matters here of a PersistentVolume of our driver.
+/// The relevant part of a PersistentVolume of Shorthorn's driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PersistentVolume {
     /// The volume that it is.
@@ -64,7 +64,7 @@ impl Claims {
         claims
     }
 
-    /// What Kubernetes has of that name now. Returns the volumes of which something else may have to be noted.
+    /// Sets the current PersistentVolume of that name. Returns the volumes whose note may have to change.
     pub fn set(&mut self, name: String, found: Option<PersistentVolume>) -> BTreeSet<String> {
         let mut volumes = BTreeSet::new();
         if let Some(before) = self.by_name.remove(&name) {
@@ -84,8 +84,8 @@ impl Claims {
         volumes
     }
 
-    /// What is to be noted of a volume. Of several PersistentVolumes the first counts, so that what is noted does not
-    /// change to and fro; one that keeps its volume before others.
+    /// Returns the current note for a volume. Of several PersistentVolumes, one that keeps its volume comes
+    /// first, and then the first by name, so that the note does not alternate.
     fn note_of(&self, volume: &str) -> Note {
         let names = self.of_volume.get(volume).into_iter().flatten();
         let found = || names.clone().filter_map(|name| Some((name, self.by_name.get(name)?)));
@@ -95,13 +95,13 @@ impl Claims {
         Note { keeper: keeper.map(|(name, _)| name.clone()), claim }
     }
 
-    /// Returns true if something else is noted in a volume than what is so.
+    /// Returns true if the stored note of a volume differs from the current one.
     #[must_use]
     pub fn is_outdated(&self, volume: &Volume) -> bool {
         noted_of(volume) != self.note_of(&volume.metadata.name)
     }
 
-    /// The volumes of which something else is noted than what is so.
+    /// Returns the volumes whose stored note differs from the current one.
     #[must_use]
     pub fn outdated(&self, world: &World) -> BTreeSet<String> {
         let outdated = world.volumes.values().filter(|volume| self.is_outdated(volume));
@@ -109,12 +109,12 @@ impl Claims {
     }
 }
 
-/// What is noted of a volume.
+/// Returns the stored note of a volume.
 fn noted_of(volume: &Volume) -> Note {
     Note { keeper: volume.status.persistent_volume.clone(), claim: volume.status.claim.clone() }
 }
 
-/// The volume with what is so noted.
+/// Returns the volume with the current note.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].

@@ -18,12 +18,12 @@ pub struct DeadMount {
     pub pod_uid: String,
 }
 
-/// What is to be done about the pods of a node.
+/// The plan for the pods of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// These are to be ended, each with the volumes that are gone under it.
     pub end: Vec<(Pod, Vec<String>)>,
-    /// Nobody would make these again: somebody has to decide.
+    /// Pods that no controller would re-create: the administrator has to decide.
     pub tell: Vec<(Pod, Vec<String>)>,
 }
 

@@ -19,17 +19,17 @@ use crate::objects::{Discovered, Key, Kind, Node};
 use crate::requests::Change;
 use crate::{Label, NodeName, NodeNameError, Timestamp, World};
 
-/// The labels of a machine that say what fails together with it; the first one is what its agent has told kubelet.
+/// The labels of a machine that give its zone. The first one comes from its agent through kubelet.
 const ZONE_LABELS: [&str; 2] = ["topology.shorthorn.io/zone", "topology.kubernetes.io/zone"];
 /// The sort of address that nodes use among themselves.
 const INTERNAL_IP: &str = "InternalIP";
 
-/// What Kubernetes says of a machine.
+/// The information that Kubernetes has on a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// Where other nodes reach it.
+    /// The address by which other nodes reach the machine.
     pub internal_ip: Option<IpAddr>,
-    /// What fails together with it.
+    /// The zone, whose machines may fail together.
     pub zone: Option<Label>,
     /// True if its kubelet is well.
     pub is_ready: bool,
@@ -38,7 +38,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The machine with these labels and these addresses, each with its sort; nothing is said of its kubelet.
+    /// Returns the machine with these labels and these addresses, each with its type. Nothing is known of its
+    /// kubelet.
     pub fn of<'a>(
         labels: &BTreeMap<String, String>,
         addresses: impl IntoIterator<Item = (&'a str, &'a str)>,
@@ -54,10 +55,10 @@ impl Machine {
     }
 }
 
-/// What Kubernetes says of all machines, by their names in Kubernetes.
+/// The information that Kubernetes has on all machines, by their names in Kubernetes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cluster {
-    /// Those that are there.
+    /// The existing machines.
     pub machines: BTreeMap<String, Machine>,
     /// The name that the driver has told the kubelet of the machine.
     pub drivers: BTreeMap<String, String>,
@@ -74,12 +75,12 @@ pub enum NotFound {
     /// The driver has a name that can never work.
     #[error(transparent)]
     Name(#[from] NodeNameError),
-    /// One would be taken for the other.
+    /// Two machines map to the same node name.
     #[error("the agents on {0} and {1} both say that they are node {2}: give each its own node_name")]
     Twice(String, String, NodeName),
 }
 
-/// Where the agents are whose machines are known, and what is wrong with others.
+/// Returns the addresses of the agents on known machines, and the problems of other machines.
 #[must_use]
 pub fn agents(
     cluster: &Cluster,
@@ -122,7 +123,7 @@ fn url(ip: IpAddr, port: u16) -> String {
     format!("http://{}", std::net::SocketAddr::new(ip, port))
 }
 
-/// The Node object with what was found.
+/// Returns the Node object with the findings.
 #[must_use]
 pub fn noted(world: &World, name: &NodeName, found: &Discovered, now: Timestamp) -> Change<Node> {
     let stored = world.nodes.get(name.as_str());

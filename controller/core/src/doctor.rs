@@ -1,4 +1,4 @@
-//! Whether a cluster is set up well, as far as the controller and its agents know: check by check, each with what mends it.
+//! Checks the setup of a cluster, as far as the controller and its agents know it. Each check has its remedy.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ const SOCKET: &str = "socket";
 pub enum Outcome {
     /// Nothing was found.
     Passed,
-    /// It works now, and may not when something happens.
+    /// The setup works now, but may fail after an event.
     Warned,
     /// Something does not work.
     Failed,
@@ -36,12 +36,12 @@ impl Outcome {
     }
 }
 
-/// One check.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Check {
-    /// Its name, for programs.
+    /// The name for programs.
     pub name: &'static str,
-    /// What it has looked at, for people.
+    /// The subject of the check, for people.
     pub title: &'static str,
     /// Nothing: it has passed.
     pub findings: Vec<Finding>,
@@ -52,9 +52,9 @@ pub struct Check {
 pub struct Finding {
     /// How bad that is.
     pub outcome: Outcome,
-    /// What is so.
+    /// The finding.
     pub message: String,
-    /// What mends it.
+    /// The remedy.
     pub fix: String,
 }
 
@@ -69,7 +69,7 @@ impl Check {
 /// The controller that looks.
 #[derive(Clone, Copy, Debug)]
 pub struct Controller<'a> {
-    /// Its version.
+    /// The version of the controller.
     pub version: &'a str,
     /// The level of features that agents of its release have.
     pub feature_level: u32,
@@ -129,7 +129,7 @@ impl<'a> Doctor<'a> {
         self.world.nodes.iter().map(|(name, node)| (name.as_str(), node))
     }
 
-    /// The nodes whose agents answer, with what these show.
+    /// Returns the nodes whose agents answer, with their views.
     fn seen(&self) -> impl Iterator<Item = (&'a str, &'a AgentView)> {
         let agents = self.agents;
         let view = move |(name, _): (&'a str, &'a Node)| {

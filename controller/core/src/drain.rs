@@ -1,5 +1,5 @@
-//! What is left to do until a drained node, or a drained disk, has nothing any more: each replica and each engine there, and
-//! what it waits for.
+//! Lists the rest of a drain of a node or disk: each replica and each engine there, and the event that it
+//! waits for.
 //!
 //! Draining is the work of the volumes' reconcilers: a replica in such a place is replaced first, and goes once as many
 //! replicas as configured have everything without it. Here is only said how far they are. What no reconciler can go on
@@ -16,28 +16,28 @@ use crate::{World, survivors};
 pub struct Left {
     /// The volume.
     pub volume: String,
-    /// Its replica; none: its engine.
+    /// The replica; none for the engine.
     pub replica: Option<String>,
-    /// True if nothing goes on until somebody does something.
+    /// True if the drain waits for an action of the operator.
     pub held: bool,
-    /// How far it is, or what to do.
+    /// The progress, or the action to take.
     pub message: String,
 }
 
-/// What a replica is to leave, the most urgent first.
+/// The thing that a replica has to leave, the most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Leaves {
-    /// Its volume, as somebody has deleted its object.
+    /// The replica leaves its volume, because its object was deleted.
     Volume,
     /// A node, as everything there.
     Node,
     /// A disk, as everything there; the node stays.
     Disk,
-    /// Its place, it alone, for a better one.
+    /// Only this replica leaves its place, for a better one.
     Place,
 }
 
-/// What the replica is to leave, if anything.
+/// Returns the thing that the replica has to leave, if any.
 #[must_use]
 pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
     if replica.metadata.is_deleting() {
@@ -60,7 +60,7 @@ pub fn is_evicted(world: &World, replica: &Replica) -> bool {
     leaves(world, replica).is_some()
 }
 
-/// What is left on `node`, by volume.
+/// Returns the rest of the drain of `node`, by volume.
 #[must_use]
 pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
     let name = node.metadata.name.as_str();
@@ -72,7 +72,7 @@ pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
     left
 }
 
-/// What is left on one disk of `node`, by volume. Engines are on no disk.
+/// Returns the rest of the drain of one disk of `node`, by volume. Engines are on no disk.
 #[must_use]
 pub fn left_on_disk(world: &World, agents: &Agents, node: &Node, path: &str) -> Vec<Left> {
     let here = replicas_on(world, &node.metadata.name).filter(|replica| replica.spec.disk_path == path);
@@ -107,7 +107,7 @@ pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
     here.map(|volume| volume.metadata.name.as_str()).collect()
 }
 
-/// Whether an engine is there, or is to come there.
+/// Returns true if an engine is on the node, or will be.
 #[must_use]
 pub fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
     let engine = world.engines.get(&volume.metadata.name);

@@ -127,7 +127,7 @@ impl Example {
         view.instances.insert(InstanceKey::engine(&volume_name()), instance);
     }
 
-    /// What the agent shows, for changes of anything but its instances.
+    /// Returns the view of the agent, for changes of anything but its instances.
     pub(crate) fn agent(&mut self, node: &str) -> &mut AgentView {
         self.agents.not_indexed(&name(node)).unwrap()
     }

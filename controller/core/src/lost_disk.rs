@@ -1,4 +1,4 @@
-//! Taking a disk out of use: one that is empty, or one that does not come back.
+//! Takes a disk out of use that is empty, or that does not come back.
 //!
 //! Somebody says that a disk is lost: it is gone, mounted read-only, or fails. Its replicas are replaced
 //! then, and forgotten once the engine of their volume serves without them and has forgotten them, or with
@@ -12,7 +12,7 @@ use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
 use crate::{NodeName, World};
 
-/// Returns true if somebody has said that the disk of the replica does not come back.
+/// Returns true if the operator has given up the disk of the replica.
 #[must_use]
 pub fn is_lost(world: &World, replica: &Replica) -> bool {
     let node = world.nodes.get(replica.spec.node_id.as_str());
@@ -29,8 +29,8 @@ pub struct RemoveDisk {
     pub path: String,
     /// True if it does not come back, with all that is on it.
     pub lost: bool,
-    /// Of one that is lost: also if nothing is wrong with it as far as its agent sees, and if volumes lose
-    /// the last replica that has everything. Else: also if something is in its trash.
+    /// True to override the checks. For a lost disk: even if its agent sees no problem, and if volumes lose
+    /// the last complete replica. Otherwise: even if its trash is not empty.
     pub force: bool,
 }
 
@@ -117,7 +117,7 @@ impl RemoveDisk {
         Err(RequestError::DiskHasTrash { node, path, directories })
     }
 
-    /// What is stored of replicas on it.
+    /// Returns the stored replicas on the disk.
     fn replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
         world.replicas_on(&self.node).filter(|replica| replica.spec.disk_path == self.path)
     }

@@ -11,7 +11,7 @@ use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
 use crate::{NodeName, Timestamp, World, drain};
 
-/// Whether somebody has said that the node never comes back: its object is to be deleted, or is gone.
+/// Returns true if the operator has given up the node: its object is to be deleted, or is gone.
 #[must_use]
 pub fn is_given_up(world: &World, node: &NodeName) -> bool {
     match world.nodes.get(node.as_str()) {
@@ -21,7 +21,7 @@ pub fn is_given_up(world: &World, node: &NodeName) -> bool {
     }
 }
 
-/// Whether something that is stored is still on the node, or may be.
+/// Returns true if a stored object is still on the node, or may be.
 #[must_use]
 pub fn is_named(world: &World, node: &str) -> bool {
     let on_it = |name: &NodeName| name.as_str() == node;
@@ -39,7 +39,7 @@ pub fn is_named(world: &World, node: &str) -> bool {
 pub struct DeleteNode {
     /// The node.
     pub name: String,
-    /// Its name once more.
+    /// The name again, as a confirmation.
     pub confirm: String,
     /// Also where it is not cordoned, and where volumes lose the last replica that has everything.
     pub force: bool,
@@ -97,7 +97,7 @@ impl DeleteNode {
     }
 }
 
-/// Whether the node is there, as this controller sees it or the last one did.
+/// Returns true if the node answers, according to this controller or the last one.
 fn answers(node: &Node, agents: &Agents) -> bool {
     let view = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
     let was_ready = node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status);

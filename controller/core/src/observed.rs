@@ -10,7 +10,7 @@ use crate::dead_mounts::DeadMount;
 use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
-/// What all agents show.
+/// The views of all agents.
 #[derive(Clone, Debug, Default)]
 pub struct Agents {
     by_node: BTreeMap<NodeName, AgentView>,
@@ -19,19 +19,19 @@ pub struct Agents {
 }
 
 impl Agents {
-    /// What each agent shows; every configured node is there.
+    /// Returns the view of each agent, one for every configured node.
     #[must_use]
     pub fn by_node(&self) -> &BTreeMap<NodeName, AgentView> {
         &self.by_node
     }
 
-    /// What the agent of `node` shows; none if no such agent is configured.
+    /// Returns the view of the agent of `node`; none if no such agent is configured.
     #[must_use]
     pub fn get(&self, node: &NodeName) -> Option<&AgentView> {
         self.by_node.get(node)
     }
 
-    /// The nodes whose agents show an engine of `volume`, and what they show.
+    /// Returns the nodes whose agents show an engine of `volume`, with their views.
     pub fn with_engine(&self, volume: &VolumeName) -> impl Iterator<Item = (&NodeName, &AgentView)> {
         let nodes = self.engines.get(volume).into_iter().flatten();
         nodes.filter_map(|node| Some((node, self.by_node.get(node)?)))
@@ -55,19 +55,19 @@ impl Agents {
         self.by_node.remove(node);
     }
 
-    /// What the agent of `node` shows, to be changed; none if no such agent is configured.
+    /// Returns the view of the agent of `node` for changes; none if no such agent is configured.
     pub fn get_mut(&mut self, node: &NodeName) -> Option<ViewMut<'_>> {
         let view = self.by_node.get_mut(node)?;
         Some(ViewMut { before: engines_of(view), view, engines: &mut self.engines, node: node.clone() })
     }
 
-    /// What the agent of `node` shows, for changes that the index does not follow.
+    /// Returns the view of the agent of `node`, for changes that the index does not follow.
     #[cfg(test)]
     pub(crate) fn not_indexed(&mut self, node: &NodeName) -> Option<&mut AgentView> {
         self.by_node.get_mut(node)
     }
 
-    /// Changes what every agent shows.
+    /// Changes the view of every agent.
     pub fn change_all(&mut self, mut change: impl FnMut(&mut AgentView)) {
         let nodes: Vec<NodeName> = self.by_node.keys().cloned().collect();
         for node in nodes {
@@ -78,7 +78,7 @@ impl Agents {
     }
 }
 
-/// What an agent shows, while it is being changed. The index of engines follows when this is dropped.
+/// The view of an agent during a change. The index of engines follows when this is dropped.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     view: &'a mut AgentView,
@@ -130,31 +130,31 @@ fn engines_of(view: &AgentView) -> BTreeSet<VolumeName> {
     engines.filter_map(|key| VolumeName::new(&key.name).ok()).collect()
 }
 
-/// What one agent shows.
+/// The view of one agent.
 #[derive(Clone, Debug)]
 pub struct AgentView {
-    /// Where the agent is reached.
+    /// The address of the agent.
     pub address: String,
     /// True if its node's object says so; else the controller's configuration does, and the object follows.
     pub from_object: bool,
-    /// Whether the rest is up to date.
+    /// The state of the connection, which decides whether the rest is up to date.
     pub link: Link,
-    /// Who the agent says it is.
+    /// The identity of the agent according to itself.
     pub info: Option<AgentInfo>,
     /// The disks that it knows, by path.
     pub disks: BTreeMap<String, DiskView>,
     /// The processes that it knows.
     pub instances: BTreeMap<InstanceKey, Instance>,
-    /// What became of the last call about an instance, where that failed.
+    /// The result of the last call for each instance whose last call failed.
     pub failures: BTreeMap<InstanceKey, Failure>,
 }
 
 /// A call that has failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Its name in the node API.
+    /// The name of the call in the node API.
     pub call: &'static str,
-    /// What was in the way.
+    /// The reason of the failure.
     pub message: String,
 }
 
@@ -180,59 +180,59 @@ impl AgentView {
     }
 }
 
-/// Whether an agent is in reach.
+/// The state of the connection to an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Link {
-    /// Its stream is open and everything that was there at its start has been seen.
+    /// The stream is open, and the controller has received everything that existed at its start.
     Synced,
-    /// It is not in reach.
+    /// The agent is unreachable.
     Down {
         /// Since when.
         since: Timestamp,
-        /// What the last attempt said.
+        /// The error of the last attempt.
         reason: String,
     },
 }
 
-/// Who an agent says it is.
+/// The identity of an agent according to itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AgentInfo {
     /// The name of its node.
     pub name: String,
-    /// Its version.
+    /// The version of the agent.
     pub version: String,
-    /// Where other nodes reach its replicas; empty: they cannot.
+    /// The address by which other nodes reach its replicas; empty if they cannot.
     pub data_address: String,
-    /// What fails together with it; empty: it is not configured.
+    /// The zone, whose nodes may fail together; empty if not configured.
     pub zone: String,
     /// The frontends that it knows.
     pub frontends: Vec<FrontendStatus>,
     /// The most volumes that CSI lets be attached to its node; 0: any number.
     pub max_volumes: u32,
-    /// What it can do beyond what all agents can.
+    /// The level of the features that not all agents have.
     pub feature_level: u32,
     /// Pods on its node that use a device that is gone.
     pub dead_mounts: Vec<DeadMount>,
-    /// What is so on its host and should not be, for people.
+    /// Problems of the host, for people.
     pub warnings: Vec<String>,
 }
 
-/// What an agent says of a disk.
+/// The view of a disk according to its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DiskView {
     /// The identity that was written on it.
     pub uuid: String,
     /// ext4, xfs, …
     pub filesystem: String,
-    /// Its size.
+    /// The size in bytes.
     pub total_bytes: u64,
-    /// What is free on it now.
+    /// The free bytes.
     pub available_bytes: u64,
-    /// What is wrong and what to do; empty: usable.
+    /// The problem and the remedy; empty if the disk is usable.
     pub problem: String,
 }
 
-/// What identifies a process on a node.
+/// The identity of a process on a node.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InstanceKey {
     /// Engine or replica.
@@ -284,39 +284,39 @@ impl InstanceKind {
 /// A process, as its agent shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Instance {
-    /// What it is doing.
+    /// The state of the process.
     pub state: InstanceState,
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// What only one kind has.
+    /// The part that only one kind has.
     pub detail: Detail,
 }
 
-/// What a process is doing.
+/// The state of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstanceState {
-    /// It is there, or about to be, and does not serve yet.
+    /// The process exists or is about to, and does not serve yet.
     Starting,
-    /// It serves.
+    /// The process serves.
     Running,
-    /// It is on its way out.
+    /// The process is about to end.
     Stopping,
-    /// It has ended.
+    /// The process has ended.
     Stopped,
-    /// It ended or cannot start; the agent goes on trying where that can help.
+    /// The process has ended or cannot start. The agent repeats the start if that can help.
     Error,
 }
 
-/// What only one kind of process has.
+/// The part that only one kind of process has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Detail {
-    /// Of an engine.
+    /// The part of an engine.
     Engine(Box<EngineView>),
-    /// Of a replica.
+    /// The part of a replica.
     Replica(ReplicaView),
 }
 
-/// What an engine process says of itself.
+/// The view of an engine process according to itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EngineView {
     /// Number of the attachment that it was started for.
@@ -333,14 +333,13 @@ pub struct EngineView {
     pub endpoint: String,
     /// The size of the device, as whoever uses it sees it; 0: not known.
     pub size_bytes: u64,
-    /// True if writes may be gone that the user of the device was told are stored, so that it refuses every
-    /// request.
+    /// True if writes may be lost that the user of the device believes stored, so that every request fails.
     pub lost_writes: bool,
     /// How many times it has met damaged data of which no replica has a sound copy.
     pub damaged_ranges: u64,
-    /// What is still to come of an expansion.
+    /// The pending part of an expansion, if any.
     pub expansion: Option<ExpansionStatus>,
-    /// What each replica is to it.
+    /// The state of each replica in the engine.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
     /// How far the replicas are that are being brought up.
     pub copies: BTreeMap<ReplicaId, CopyView>,
@@ -359,18 +358,18 @@ pub struct EngineView {
 pub struct GrantWanted {
     /// The view.
     pub view: View,
-    /// What it honours.
+    /// The honoured report.
     pub honoured: ReplicaReport,
-    /// Who has stored it.
+    /// Replicas that have stored the view.
     pub stored: Members,
 }
 
 /// How far copying is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyView {
-    /// What there was to copy when it began.
+    /// The bytes to copy at the beginning.
     pub total_bytes: u64,
-    /// What is left of that.
+    /// The bytes left to copy.
     pub left_bytes: u64,
     /// How fast it goes.
     pub bytes_per_s: u64,
@@ -391,31 +390,31 @@ impl CopyView {
     }
 }
 
-/// What a scrub has found.
+/// The findings of a scrub.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScrubView {
     /// True if it is under way.
     pub running: bool,
     /// The snapshot that is being compared; empty: the volume is.
     pub snapshot: String,
-    /// Where it is, in the snapshot or in the volume.
+    /// The position in the snapshot or in the volume.
     pub at_bytes: u64,
     /// Places where members differed.
     pub found: u64,
-    /// Those of them that were repaired.
+    /// The number of differences that were repaired.
     pub repaired: u64,
     /// The last of them.
     pub last: String,
 }
 
-/// What a replica process says of itself.
+/// The view of a replica process according to itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReplicaView {
-    /// Where it serves.
+    /// The addresses of its server.
     pub addresses: Vec<String>,
-    /// What its directory takes on the disk.
+    /// The allocated bytes of its directory.
     pub allocated_bytes: u64,
-    /// That directory; empty: it does not say.
+    /// The directory; empty if not reported.
     pub directory: String,
     /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does not say.
     pub attach: u64,

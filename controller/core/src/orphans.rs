@@ -11,20 +11,20 @@ use crate::{NodeName, World};
 /// A directory that an agent has found.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Directory {
-    /// Where it is.
+    /// The node of the directory.
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,
     /// The identity of that disk.
     pub disk_uuid: String,
-    /// Whose data it holds.
+    /// The volume of the data.
     pub volume: VolumeName,
     /// Which replica.
     pub replica_id: ReplicaId,
 }
 
 impl Directory {
-    /// Its name, as that of the replica.
+    /// Returns the name of the replica.
     #[must_use]
     pub fn name(&self) -> String {
         ReplicaSpec::instance_name(&self.volume, self.replica_id)
@@ -38,7 +38,7 @@ pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
     Some((VolumeName::new(volume).ok()?, id.parse().ok()?))
 }
 
-/// Those of the directories that no replica is.
+/// Returns the directories that belong to no replica.
 #[must_use]
 pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
     // A replica that was left out may be in its place, and an engine that was left out may use any of its

@@ -1,4 +1,4 @@
-//! The whole cluster on one screen: what is wrong, what goes on, and which versions there are.
+//! The whole cluster on one screen: problems, activities, and versions.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::{NodeName, World, drain};
 
 /// The most matters of a sort that are listed; more are counted.
 pub const MATTERS_MAX: usize = 50;
-/// The most names that are listed of those who run a version.
+/// The maximum number of listed names for each version.
 pub const NAMES_MAX: usize = 5;
 
 /// Everything at a glance.
@@ -18,15 +18,15 @@ pub struct Overview {
     pub volumes: Volumes,
     /// How many nodes there are.
     pub nodes: u32,
-    /// Those that answer.
+    /// The number of nodes that answer.
     pub ready_nodes: u32,
-    /// Those that get no new replicas.
+    /// The number of nodes that get no new replicas.
     pub closed_nodes: u32,
     /// The space of all disks in reach.
     pub space: Space,
-    /// What is wrong.
+    /// The problems.
     pub wrong: Matters,
-    /// What goes on, or waits.
+    /// The activities and the waits.
     pub waiting: Matters,
     /// Which versions run.
     pub versions: Vec<Version>,
@@ -37,13 +37,13 @@ pub struct Overview {
 pub struct Volumes {
     /// All of them.
     pub all: u32,
-    /// Those with a device.
+    /// The number of volumes with a device.
     pub attached: u32,
     /// Attached ones whose replicas all have everything.
     pub healthy: u32,
     /// Attached ones that serve with fewer.
     pub degraded: u32,
-    /// Those that cannot serve.
+    /// The number of volumes that cannot serve.
     pub faulted: u32,
 }
 
@@ -52,9 +52,9 @@ pub struct Volumes {
 pub struct Space {
     /// All of them.
     pub total_bytes: u64,
-    /// What is free.
+    /// The free bytes.
     pub available_bytes: u64,
-    /// What replicas were promised.
+    /// The scheduled bytes.
     pub scheduled_bytes: u64,
 }
 
@@ -94,7 +94,7 @@ pub struct Version {
 }
 
 impl Overview {
-    /// What is so now, seen by a controller of that version.
+    /// Returns the current state, as a controller of that version sees it.
     #[must_use]
     pub fn of(world: &World, agents: &Agents, version: &str) -> Overview {
         let mut overview = Overview::default();

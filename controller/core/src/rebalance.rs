@@ -17,26 +17,26 @@ use crate::{NodeName, World};
 /// A replica that would be better elsewhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Its name.
+    /// The name of the replica.
     pub replica: String,
-    /// Whose data it holds.
+    /// The volume of the replica.
     pub volume: String,
     /// The node that it is on.
     pub from_node: NodeName,
     /// The disk there.
     pub from_disk: String,
-    /// Where another one is to take its place.
+    /// The new place.
     pub to: Placement,
-    /// What that is good for.
+    /// The gain of the move.
     pub gain: Gain,
 }
 
-/// What there is to move.
+/// The moves to make, and those in progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// What would be better elsewhere, what brings replicas apart first; one replica of a volume at most.
+    /// The proposed moves, at most one replica of each volume. Moves that separate replicas come first.
     pub moves: Vec<Move>,
-    /// Replicas whose move was asked for, and what each waits for.
+    /// Replicas whose move was requested, with the event that each waits for.
     pub under_way: Vec<Left>,
     /// How many volumes were not looked at, by reason.
     pub left_out: BTreeMap<&'static str, u32>,
@@ -56,7 +56,7 @@ impl Gain {
     }
 }
 
-/// What a plan is made from: enough of the world to let go of it, as planning takes a while.
+/// The input of a plan: a copy of the necessary part of the world, because planning takes a while.
 #[derive(Debug)]
 pub struct Survey {
     board: Board,
@@ -80,7 +80,7 @@ struct Place {
 }
 
 impl Survey {
-    /// Of the volumes in `only`, or of all where that is empty.
+    /// Returns the survey of the volumes in `only`, or of all if that is empty.
     ///
     /// # Errors
     /// [`RequestError::NoVolume`] for one that is not there.
@@ -115,8 +115,8 @@ impl Survey {
         Ok(survey)
     }
 
-    /// What would be better elsewhere. The moves are meant to be made one after the other: each counts on those before it,
-    /// and all on those that are under way.
+    /// Plans the moves. They have to be made one after the other: each relies on those before it, and all on
+    /// those in progress.
     #[must_use]
     pub fn plan(mut self) -> Plan {
         self.plan.moves = self.board.moves(&self.movable);
@@ -140,7 +140,7 @@ impl Movable {
     }
 }
 
-/// Whether another replica is to be made in place of this one, where that is better.
+/// Requests or cancels the move of this replica to a better place.
 ///
 /// # Errors
 /// [`RequestError::NoReplica`] where it is gone.
@@ -170,7 +170,7 @@ fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'s
     }
 }
 
-/// Returns true if the one that is to take the place of another is made already.
+/// Returns true if the substitute of a replica exists already.
 fn is_replaced(volume: &Volume, replicas: &[&Replica]) -> bool {
     let live = replicas.iter().filter(|replica| !replica.metadata.is_deleting()).count();
     live > volume.spec.number_of_replicas as usize
@@ -191,7 +191,7 @@ impl Board {
         Board { nodes, at, limits }
     }
 
-    /// First what brings replicas of one volume apart; those on the disk that is fullest then come first.
+    /// Returns the moves: first those that separate replicas of one volume, then those from the fullest disk.
     fn moves(&mut self, movable: &[Movable]) -> Vec<Move> {
         let passes: [fn(Gain) -> bool; 2] = [|gain| gain != Gain::Room, |_| true];
         let mut moves = Vec::new();

@@ -1,5 +1,5 @@
-//! Whether a node can be restarted, as for maintenance: which volumes would have less than they need while it
-//! is away.
+//! Decides whether a node can be restarted, as for maintenance: lists the volumes that would have too few
+//! replicas meanwhile.
 //!
 //! A volume that is not attached needs nothing: what is on its disks is there again afterwards. One that is
 //! attached needs at least one member of its view elsewhere, and at least half of the view: with less its
@@ -33,11 +33,11 @@ pub struct Hold {
     pub volume: String,
     /// True if only its engine there is in the way: Kubernetes moves it with the pods that it drains.
     pub is_engine: bool,
-    /// Why, and what it waits for.
+    /// The reason, and the event to wait for.
     pub message: String,
 }
 
-/// What a restart of `node` waits for, by volume; nothing: it can be restarted.
+/// Returns the reasons to delay a restart of `node`, by volume. If empty, it can be restarted.
 #[must_use]
 pub fn holds(world: &World, node: &str) -> Vec<Hold> {
     let replicas = world.replicas_on(node).map(|replica| replica.spec.volume_name.as_str());
@@ -65,7 +65,7 @@ pub fn holds(world: &World, node: &str) -> Vec<Hold> {
 /// Which volumes need the replicas of which nodes, kept up to date volume by volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Needed {
-    /// By volume. Most need nobody in particular, and are not here.
+    /// The needed nodes by volume. Most volumes need no particular node, and are absent.
     by_volume: BTreeMap<String, BTreeMap<NodeName, String>>,
     /// The machines that were cordoned in Kubernetes at the last look, and since when.
     cordoned: BTreeMap<String, Timestamp>,
@@ -169,7 +169,7 @@ fn replica_holds(world: &World, volume: &Volume) -> BTreeMap<NodeName, String> {
     nodes.into_iter().filter_map(hold).collect()
 }
 
-/// Those in the view; none: the volume is not in use, and needs nobody.
+/// Returns the members of the view. None: the volume is not in use, and needs no node.
 fn members<'a>(world: &'a World, volume: &'a Volume) -> Option<Vec<Member<'a>>> {
     if volume.is_deleting() {
         return None;
@@ -258,7 +258,7 @@ fn needed(volume: &Volume, members: usize) -> usize {
     if members < wanted && !has_no_place { of_view.max(wanted.div_ceil(2)) } else { of_view }
 }
 
-/// What would have to be otherwise.
+/// Returns the condition that has to change before the restart.
 fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> String {
     let mut waits = Vec::new();
     for replica in world.replicas_of(&volume.spec.volume_name) {

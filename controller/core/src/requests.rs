@@ -21,10 +21,10 @@ use shorthorn_types::VolumeName;
 use crate::World;
 use crate::objects::{Key, Kind, Volume, VolumeSpec};
 
-/// What a call comes to.
+/// The result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change<T> {
-    /// It is so already.
+    /// The state is already the requested one.
     AlreadySo(T),
     /// This is to be stored.
     Store(T),

@@ -1,33 +1,34 @@
-//! What would be lost with each replica of a volume as the only one: what the operator has to know before a salvage.
+//! Computes the losses with each replica of a volume as the only one, for the operator's decision on a
+//! salvage.
 
 use std::collections::BTreeMap;
 
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::{Arbiter, Quorum, quorum};
 
-/// What an agent found in the directory of a replica.
+/// The findings of an agent in the directory of a replica.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inspection {
     /// True if the directory is there and a replica could be started with it.
     pub usable: bool,
-    /// What it knows of views; none: no engine has ever opened it.
+    /// The stored views; none if no engine has ever opened the replica.
     pub report: Option<ReplicaReport>,
     /// Not closed cleanly.
     pub dirty: bool,
     /// Being rebuilt.
     pub rebuilding: bool,
-    /// Its host was restarted, or its disk has failed, since everything was durable.
+    /// True if the host was restarted, or the disk has failed, while data was not durable.
     pub lost_cache: bool,
 }
 
-/// What becomes of the volume with one replica as the only one.
+/// The consequences for the volume with one replica as the only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// Which one.
     pub replica: ReplicaId,
     /// True if it can be chosen at all.
     pub possible: bool,
-    /// What may be lost, in sentences; empty: nothing that is known.
+    /// The possible losses in sentences; empty if none are known.
     pub losses: Vec<String>,
 }
 
@@ -44,7 +45,7 @@ pub fn arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
     Arbiter::default().ask(attach, salvaged, &honoured, &members).unwrap_or_default()
 }
 
-/// Judges every replica. `inspections` has none for one that cannot be looked at; `granted` is the arbiter's last
+/// Judges every replica. `inspections` has none for an unreadable replica; `granted` is the arbiter's last
 /// grant.
 #[must_use]
 pub fn choices(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: Option<View>) -> Vec<Choice> {
@@ -52,7 +53,7 @@ pub fn choices(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: O
     inspections.iter().map(|(replica, inspection)| known.judge(*replica, inspection.as_ref())).collect()
 }
 
-/// What all that can be looked at know together.
+/// The combined knowledge of all readable replicas.
 struct Known {
     committed: Option<View>,
     /// Newer than that, each of which may have gone through.
@@ -118,7 +119,8 @@ impl Known {
         committed.chain(proposed).collect()
     }
 
-    /// Whether those that cannot be looked at may have gone on without this replica and without the arbiter.
+    /// Returns a message if the unreadable replicas may have continued without this one and without the
+    /// arbiter.
     fn unknown(&self, replica: ReplicaId) -> Option<String> {
         let newest = self.proposed.last().or(self.committed.as_ref())?;
         let unseen = Members::new(self.unseen.iter().copied()).ok()?;

@@ -1,4 +1,4 @@
-//! Pods that nobody ends, as the kubelet of their node is gone.
+//! Handles pods that do not end, because the kubelet of their node is gone.
 //!
 //! Kubernetes decides by itself that such pods go elsewhere and marks them as to be deleted, but waits for that kubelet to say
 //! that they have ended. So their objects stay, no new pod comes in their place, and their volumes stay attached. Shorthorn
@@ -41,12 +41,12 @@ impl About for Namespaced {
     }
 }
 
-/// What is known of a machine at the moment of a decision.
+/// The known state of a machine at the moment of a decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
     /// True if Kubernetes says that its kubelet is well.
     pub is_ready: bool,
-    /// Whether this controller sees its agent, or has lost it only a moment ago.
+    /// True if this controller reaches its agent, or has lost it only a moment ago.
     pub is_in_sight: bool,
     /// True if Kubernetes has disks attached there that no attachment names: those of the drivers that are
     /// part of it.
@@ -56,19 +56,19 @@ pub struct Machine {
 /// A pod of that machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pod {
-    /// Its name.
+    /// The name of the pod.
     pub name: Namespaced,
     /// Which one of that name.
     pub uid: String,
-    /// When it has to be gone, where it was told to go.
+    /// The deadline of the pod's deletion, if it is being deleted.
     pub gone_by: Option<Timestamp>,
-    /// True if somebody has said already that it has ended.
+    /// True if a client has already forced its deletion.
     pub is_ended_by_force: bool,
-    /// Who wants to see it before it goes.
+    /// The finalizers, whose owners handle the deletion.
     pub finalizers: Vec<String>,
-    /// Whose it is.
+    /// The owner of the pod.
     pub owner: Owner,
-    /// True if somebody makes it again if it ends.
+    /// True if a controller re-creates the pod after its end.
     pub has_controller: bool,
     /// True if its containers have ended for good: it uses nothing.
     pub has_ended: bool,
@@ -78,15 +78,15 @@ pub struct Pod {
     pub has_inline_disk: bool,
 }
 
-/// Whose a pod is, as far as it matters.
+/// The owner of a pod, as far as it matters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Owner {
-    /// It may come back elsewhere, or is nobody's.
+    /// The pod may come back elsewhere, or has no owner.
     #[default]
     Any,
-    /// It belongs to its node and goes nowhere else.
+    /// The pod belongs to its node and cannot move.
     DaemonSet,
-    /// Its kubelet has it from a file, and the object only shows it.
+    /// The kubelet has the pod from a file, and the object only shows it.
     Kubelet,
 }
 
@@ -97,11 +97,11 @@ pub struct Attachment {
     pub name: String,
     /// Which one of that name.
     pub uid: String,
-    /// Whose disk it is.
+    /// The driver of the disk.
     pub driver: String,
     /// True if that is Shorthorn.
     pub is_ours: bool,
-    /// The claim that has the volume; none: nobody knows.
+    /// The claim of the volume; none if it is unknown.
     pub claim: Option<Namespaced>,
     /// The name that the driver has for the volume.
     pub handle: String,
@@ -120,22 +120,22 @@ impl Attachment {
 /// Why a pod stays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// Kubernetes has not told it to go.
+    /// Kubernetes has not deleted the pod.
     NotTold,
-    /// It has this much time left.
+    /// The pod has this much time left.
     Time(Duration),
-    /// It belongs to its node.
+    /// The pod belongs to its node.
     OfItsNode(Owner),
     /// No volume of ours that is attached there is one of its.
     NotOurs,
     /// A disk of this driver is one of its, and may be written on.
     OtherDriver(String),
-    /// It was ended already, and these want to see it.
+    /// The pod was deleted already, and the owners of these finalizers still have to act.
     Finalizers(Vec<String>),
 }
 
 impl Why {
-    /// What people have to know, as they have to act.
+    /// Returns the advice for people, if they have to act.
     #[must_use]
     pub fn advice(&self) -> Option<String> {
         match self {
@@ -153,10 +153,10 @@ impl Why {
     }
 }
 
-/// What is to be done about the pods of a machine.
+/// The plan for the pods of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The objects of these pods are to be deleted at once, with nobody's word that they have ended.
+    /// Pods to delete at once, without a confirmation that they have ended.
     pub release: Vec<Pod>,
     /// These stay.
     pub keep: Vec<(Pod, Why)>,
@@ -274,7 +274,7 @@ pub fn lost(cluster: &Cluster, world: &World, agents: &Agents, now: Timestamp) -
     lost
 }
 
-/// Whether this controller sees the agent of that node, or has lost it only a moment ago.
+/// Returns true if this controller reaches the agent of that node, or has lost it only a moment ago.
 #[must_use]
 pub fn is_in_sight(agents: &Agents, node: &NodeName, now: Timestamp) -> bool {
     !matches!(sight_of(agents, now, node), Sight::Gone(_))

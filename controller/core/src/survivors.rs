@@ -1,4 +1,4 @@
-//! What a volume has left if replicas of it are given up, with their disk or their node.
+//! Computes the remaining replicas of a volume if some are given up, with their disk or their node.
 //!
 //! Replicas in places that were given up before count as gone. The controller does not know the view of a volume that is not
 //! served: whoever was in it and is not known to have left it counts as a member.
@@ -11,7 +11,7 @@ use crate::{World, lost_disk, lost_node};
 /// What is left, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Survivors {
-    /// The volume goes on, or starts again, from what is left.
+    /// The volume continues, or starts again, with the remaining replicas.
     Enough,
     /// There are members left that have everything, and too few of them to start without a salvage.
     TooFew,
@@ -68,7 +68,7 @@ pub(crate) struct Losses<'a> {
 }
 
 impl<'a> Losses<'a> {
-    /// Those of the volumes of `replicas`, unless they are to be deleted anyway.
+    /// Returns the survivors of the volumes of `replicas`, except for volumes that are being deleted.
     pub(crate) fn of(
         world: &'a World,
         replicas: impl Iterator<Item = &'a Replica>,
@@ -100,7 +100,7 @@ impl<'a> Losses<'a> {
         Losses::named(&self.everything)
     }
 
-    /// Those of which too few are left.
+    /// Returns the volumes with too few survivors.
     pub(crate) fn too_many(&self) -> Option<String> {
         Losses::named(&self.too_many)
     }
@@ -110,7 +110,7 @@ impl<'a> Losses<'a> {
     }
 }
 
-/// Whether its disk or its node was given up.
+/// Returns true if the disk or the node of the replica is given up.
 #[must_use]
 pub fn is_given_up(world: &World, replica: &Replica) -> bool {
     lost_disk::is_lost(world, replica) || lost_node::is_given_up(world, &replica.spec.node_id)
@@ -149,9 +149,9 @@ mod tests {
     enum Is {
         /// A member, as far as is known.
         Whole,
-        /// It has left the view.
+        /// The replica has left the view.
         Stale,
-        /// It was never started.
+        /// The replica was never started.
         Empty,
         /// A member on a disk that was given up before.
         OnLostDisk,

@@ -8,31 +8,31 @@ use crate::{Event, Timestamp};
 
 /// An event that comes again within this time belongs to the same series.
 pub const SERIES_WINDOW: Duration = Duration::from_secs(600);
-/// How many different events of one object are told at once; more come at the rate of [`REFILL`].
+/// The maximum number of different events of one object at once; more are sent at the rate of [`REFILL`].
 pub const BURST: u32 = 25;
-/// After which time one more different event of an object is told.
+/// The interval after which one more different event of an object is sent.
 pub const REFILL: Duration = Duration::from_secs(30);
 /// How many events, and how many objects, are remembered.
 pub const KNOWN_MAX: usize = 4096;
 /// How much of an object's name is in the name of an event, in bytes.
 const NAME_BYTES_MAX: usize = 200;
 
-/// What becomes of an event.
+/// The treatment of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Telling {
-    /// It is told under this name.
+    /// The event is sent under this name.
     New(String),
-    /// It was told under this name, and has happened so often.
+    /// The event was sent under this name, and has happened so often.
     Again(String, u32),
-    /// It was told; that it came again is told later, if it goes on coming.
+    /// The event was sent. The repetition is sent later, if the event continues.
     Counted,
-    /// Too many of this object were told.
+    /// The event is dropped, because the object has too many.
     Withheld,
 }
 
-/// What an event can be about.
+/// An object that an event can be about.
 pub trait About: Clone + Ord {
-    /// Its name.
+    /// Returns the name of the object.
     fn name(&self) -> &str;
 }
 
@@ -62,7 +62,7 @@ struct Series {
     last: Timestamp,
 }
 
-/// What may still be told of an object.
+/// The events that may still be sent for an object.
 #[derive(Clone, Copy, Debug)]
 struct Budget {
     left: u32,
@@ -99,7 +99,7 @@ impl<A: About> Ledger<A> {
         may
     }
 
-    /// Forgets what has no meaning any more; where that is too little, everything: then something is told twice.
+    /// Removes outdated entries, or all entries if that is not enough: then some events are sent twice.
     fn make_room(&mut self, now: Timestamp) {
         if self.series.len() >= KNOWN_MAX {
             self.series.retain(|_, series| !is_over(series, now));

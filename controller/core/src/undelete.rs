@@ -28,7 +28,7 @@ use crate::objects::{
 use crate::requests::{RequestError, check_all_known};
 use crate::{NodeName, Timestamp, World};
 
-/// What is kept with the directory of a deleted replica.
+/// The record that is kept with the directory of a deleted replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
@@ -47,7 +47,7 @@ pub struct Record {
     /// No engine of this attachment or an older one writes.
     #[serde(default)]
     pub fenced_attach: u64,
-    /// What was granted last.
+    /// The last grant.
     pub arbiter: Arbiter,
     /// The members of the first view.
     pub first_members: Vec<ReplicaId>,
@@ -119,13 +119,13 @@ pub struct Holds {
 /// A directory in the trash of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trashed {
-    /// Where it is.
+    /// The node of the directory.
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,
     /// The identity of that disk, as its agent says; empty: it does not say.
     pub disk_uuid: String,
-    /// Whose data it holds.
+    /// The volume of the data.
     pub volume: VolumeName,
     /// Which replica.
     pub replica_id: ReplicaId,
@@ -135,19 +135,19 @@ pub struct Trashed {
     pub holds: Holds,
     /// True if it is where it was before already, and only its record is in the trash.
     pub restored: bool,
-    /// Its record; none: it is damaged, or was never made.
+    /// The record; none if it is damaged, or was never made.
     pub record: Option<Record>,
 }
 
-/// How a volume comes back. Everything is stored in this order: the volume comes last, so that nothing is
-/// started and no place is sought before all of it is there.
+/// The objects with which a volume comes back. They are stored in this order: the volume comes last, so that
+/// no process starts and no place is sought before all of them exist.
 #[derive(Clone, Debug, Default)]
 pub struct Undeletion {
-    /// Those that are new, and those of which only a part was stored.
+    /// The new replicas, and those of which only a part was stored.
     pub replicas: Vec<Replica>,
-    /// Its engine, which nothing runs of.
+    /// The engine object, which has no process.
     pub engine: Option<Engine>,
-    /// The volume; none: it is there already, and only what is left in the trash comes back.
+    /// The volume; none if it exists already, and only the rest of its trash is restored.
     pub volume: Option<Volume>,
 }
 
@@ -170,8 +170,7 @@ pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<T
     Ok(life.found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect())
 }
 
-/// How the volume of that name comes back from what is in the trash; the directories of `in_place` are
-/// restored.
+/// Plans how the volume of that name comes back from the trash; the directories of `in_place` are restored.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
@@ -231,9 +230,9 @@ struct Life<'a> {
 }
 
 impl<'a> Life<'a> {
-    /// Of several volumes of the name the one that the store had last: the name was free only after the one before was gone.
-    /// Clocks decide only between records of earlier releases. Of several directories of a replica, and of several records, the
-    /// newest by what they hold.
+    /// Chooses the last stored one of several volumes of the name: the name was free only after the former
+    /// one was gone. Clocks decide only between records of earlier releases. Of several directories of a
+    /// replica, and of several records, the newest by content counts.
     fn newest(world: &World, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
         let name = VolumeName::new(name)?;
         check_all_known(world, name.as_str())?;
@@ -335,7 +334,7 @@ impl<'a> Life<'a> {
     }
 }
 
-/// What its volume had left behind belongs to it again.
+/// Returns a replica that its volume had left behind to the volume.
 fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -> Replica {
     let mut status = ReplicaStatus {
         deletion_record: None,

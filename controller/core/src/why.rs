@@ -1,5 +1,5 @@
-//! What is wrong with a volume, in sentences for its operator: what is missing since when, what is waited for, how
-//! far it is, and what can be done now.
+//! Explains the problems of a volume in sentences for its operator. It names missing replicas with their
+//! times, pending events, the progress, and possible actions.
 
 mod text;
 
@@ -20,18 +20,18 @@ use text::{age, bytes, duration, passed_ms};
 /// A disk with less free than this part of it counts as full.
 const FULL_PART: u64 = 100;
 
-/// What is to be said of a volume.
+/// The explanation of the state of a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Explanation {
-    /// Nothing is wrong.
+    /// True if the volume has no problem.
     pub healthy: bool,
     /// The most important first.
     pub sentences: Vec<String>,
-    /// What the operator can do now.
+    /// The actions that the operator can take now.
     pub hints: Vec<String>,
 }
 
-/// Explains the state of `volume` from what is stored and observed.
+/// Explains the state of `volume` from the stored and observed state.
 #[must_use]
 pub fn explain(
     world: &World,
@@ -61,7 +61,7 @@ struct Teller<'a> {
     agents: &'a Agents,
     volume: &'a Volume,
     engine: Option<&'a Engine>,
-    /// What the engine of this attachment says now.
+    /// The current view of this attachment's engine.
     shown: Option<&'a EngineView>,
     replicas: Vec<&'a Replica>,
     settings: Settings,
@@ -106,7 +106,7 @@ impl Teller<'_> {
         self.tell_drained();
     }
 
-    /// A size that it is still to get, and what that waits for.
+    /// Explains a pending expansion, and the event that it waits for.
     fn tell_expansion(&mut self) {
         if !self.volume.is_expanding() {
             return;
@@ -124,7 +124,7 @@ impl Teller<'_> {
         }
     }
 
-    /// Replicas that are to leave their nodes, and what that waits for.
+    /// Explains replicas that have to leave their nodes, and the event that they wait for.
     fn tell_drained(&mut self) {
         for replica in self.replicas.clone() {
             let Some(leaves) = drain::leaves(self.world, replica) else { continue };
@@ -283,7 +283,7 @@ impl Teller<'_> {
         ));
     }
 
-    /// The user of the device is told that it cannot be trusted.
+    /// Explains that the user of the device cannot rely on its data.
     fn tell_lost_writes(&mut self, node: &str) {
         let name = self.name;
         self.say(format!(
@@ -396,7 +396,8 @@ impl Teller<'_> {
         }
     }
 
-    /// How long a missing replica still has; none where another is being made already, or nothing is replaced.
+    /// Returns the time left before a missing replica is replaced; none if another is being made already, or
+    /// nothing is replaced.
     fn replaced_in(&self, replica: &Replica) -> Option<Duration> {
         let serving = self.engine.is_some_and(|engine| engine.status.is_serving());
         let live = self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()).count();
@@ -500,7 +501,7 @@ impl Teller<'_> {
     }
 }
 
-/// What somebody said, for the end of a sentence.
+/// Adapts a quoted text for the end of a sentence.
 fn after_colon(text: &str) -> String {
     let text = text.trim_end_matches('.').replace('\n', " ");
     if text.is_empty() { text } else { format!(": {text}") }

@@ -26,8 +26,8 @@ pub struct World {
 }
 
 impl World {
-    /// The replicas of `volume`, in the order of their names. Those that a deleted volume of the name has
-    /// left behind are none.
+    /// Returns the replicas of `volume`, in the order of their names. Replicas that a deleted volume of the
+    /// name has left behind do not count.
     pub fn replicas_of<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
         self.replicas_named(volume).filter(|replica| !replica.is_left_behind())
     }
@@ -58,7 +58,7 @@ impl World {
         }
     }
 
-    /// The stored resource version of that key; 0 where there is no such object.
+    /// Returns the stored resource version of that key; 0 if the object does not exist.
     #[must_use]
     pub fn version(&self, key: &Key) -> u64 {
         self.metadata(key).map_or(0, |metadata| metadata.resource_version)

@@ -13,18 +13,18 @@ use crate::{NodeName, Timestamp, World};
 /// A volume that a caller wants.
 #[derive(Clone, Debug)]
 pub struct NewVolume {
-    /// What it is to be, but for its size.
+    /// The requested properties, except for the size.
     pub wanted: CreateVolume,
-    /// The least size; 0: nothing is said.
+    /// The minimum size in bytes; 0: unspecified.
     pub required_bytes: u64,
-    /// The most; 0: nothing is said.
+    /// The maximum size in bytes; 0: unspecified.
     pub limit_bytes: u64,
 }
 
 /// Why a volume cannot be made, or made larger.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SizedError {
-    /// There is no such size.
+    /// No size fits the request.
     #[error(transparent)]
     Size(#[from] SizeError),
     /// Something else is in the way.
@@ -71,11 +71,11 @@ pub fn expand(
 pub enum Placement {
     /// Every replica has a place.
     Placed,
-    /// It is not known yet.
+    /// The result is not known yet.
     Pending,
-    /// There is none for all of them; says why.
+    /// The cluster has no place for all replicas; the text has the reason.
     NoPlace(String),
-    /// Somebody has deleted it meanwhile.
+    /// The volume was deleted meanwhile.
     Gone,
 }
 
@@ -95,8 +95,8 @@ pub fn placement(world: &World, name: &str) -> Placement {
     }
 }
 
-/// Deletes a volume that a CSI caller has asked for and that has no place: as nothing is in it, nothing is lost. One that
-/// has got its place by now, or that somebody else has made, stays.
+/// Deletes a volume that a CSI caller has requested and that has no place. It has no data, so nothing is
+/// lost. A volume that has got its place by now, or that was made by another caller, stays.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].
@@ -109,7 +109,7 @@ pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>,
     Ok(Change::AlreadySo(volume.clone()))
 }
 
-/// Deletes a volume that nobody has.
+/// Deletes a volume that is not attached.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.
@@ -146,7 +146,7 @@ pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, 
     }
 }
 
-/// Whether the agent of the node lets one more volume be attached there.
+/// Returns an error unless the agent of the node allows one more attached volume.
 fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError> {
     let Some(max_volumes) = max_volumes(world, node) else { return Ok(()) };
     let others = world.volumes_on(node).filter(|volume| volume.metadata.name != name);
@@ -191,7 +191,7 @@ pub fn unpublish(world: &World, name: &str, node: Option<&str>) -> Result<Change
     }
 }
 
-/// Whether the volume has left `node`, or all nodes, so that it may be used elsewhere.
+/// Returns true if the volume has left `node`, or all nodes, so that it may be used elsewhere.
 #[must_use]
 pub fn is_away(world: &World, name: &str, node: Option<&str>) -> bool {
     let Some(volume) = world.volumes.get(name) else { return !is_unknown(world, name) };
@@ -223,7 +223,7 @@ fn holder(volume: &Volume) -> Option<&NodeName> {
     status.current_node_id.as_ref().filter(|_| !nobody)
 }
 
-/// Where an engine of the volume runs, or may run.
+/// Returns the node on which an engine of the volume runs, or may run.
 #[must_use]
 pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeName> {
     let name = &volume.metadata.name;
@@ -238,7 +238,7 @@ pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeN
     holder(volume).filter(|_| !stopped)
 }
 
-/// What the volume is in the middle of, and what it waits for.
+/// Returns the current transition of the volume, and the event that it waits for.
 #[must_use]
 pub fn waits_for(world: &World, name: &str) -> String {
     let Some(volume) = world.volumes.get(name) else {

@@ -1,4 +1,5 @@
-//! What the calls of CSI mean for the stored objects: names, sizes and parameters, and who may have a volume where.
+//! Maps the calls of CSI to the stored objects: names, sizes and parameters, and the nodes that may use a
+//! volume.
 //!
 //! The shell has the wire, the waiting and the codes. Which calls change what is decided here, on one state of the
 //! world, and stored by compare-and-swap, so that nothing comes in between.

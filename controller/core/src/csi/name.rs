@@ -7,32 +7,32 @@ use thiserror::Error;
 
 /// The longest name that a caller may give.
 pub const MAX_NAME_BYTES: usize = 128;
-/// How much of the hash goes into a name: too much for two names to meet by chance.
+/// The bytes of the hash in a name: enough to make accidental collisions impossible in practice.
 const HASH_BYTES: usize = 16;
-/// What is left for people to read, with the hash in hexadecimal and a '-' between.
+/// The bytes for the readable part, besides the hash in hexadecimal and a '-'.
 const READABLE_BYTES: usize = MAX_VOLUME_NAME_BYTES - 2 * HASH_BYTES - 1;
-/// What people read where a name has nothing that could stay.
+/// The readable part if the name has no usable character.
 const NAMELESS: &str = "volume";
 
 /// Why a text is no name of a volume.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CsiNameError {
-    /// There is none.
+    /// The request has no name.
     #[error("name is missing")]
     Missing,
-    /// It is too long.
+    /// The name is too long.
     #[error("name has {0} bytes, and {MAX_NAME_BYTES} are the most")]
     Length(usize),
-    /// It has a character that CSI bans.
+    /// The name has a character that CSI bans.
     #[error("name has the control character {0:?} at byte {1}")]
     Character(char, usize),
-    /// What was made of it is no name either.
+    /// The mapped name is invalid.
     #[error(transparent)]
     Mapped(#[from] NameError),
 }
 
-/// The name of the volume that a caller calls `csi_name`: the same where that can be, as with `pvc-<uuid>`; else what
-/// is readable of it, and its hash.
+/// Returns the name of the volume that a caller calls `csi_name`. The name stays the same if possible, as
+/// with `pvc-<uuid>`. Otherwise it is the readable part and the hash.
 ///
 /// # Errors
 /// [`CsiNameError`].

@@ -8,7 +8,7 @@ use crate::requests::CreateVolume;
 
 /// The most that all keys and values together may take.
 const MAX_BYTES: usize = 4 << 10;
-/// What sidecars tell of where a volume comes from, and whose it is.
+/// The parameters by which sidecars describe the origin of a volume.
 const OF_KUBERNETES: [&str; 4] = [
     "csi.storage.k8s.io/pvc/name",
     "csi.storage.k8s.io/pvc/namespace",
@@ -18,7 +18,7 @@ const OF_KUBERNETES: [&str; 4] = [
 /// The values of a parameter of Longhorn that say nothing that is otherwise here.
 #[derive(Clone, Copy, Debug)]
 enum Harmless {
-    /// Whatever it says is about something that there is none of here.
+    /// Any value is accepted, because the parameter has no effect here.
     Any,
     /// These; any other one asks for something that Shorthorn does not have.
     Only(&'static [&'static str]),
@@ -73,7 +73,7 @@ const KNOWN: &str = "numberOfReplicas, dataLocality, replicaSoftAntiAffinity, re
 /// Why parameters cannot be used.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ParameterError {
-    /// Nobody knows it.
+    /// The parameter is not known.
     #[error("parameter {0:?} is not known; known are {KNOWN}")]
     Unknown(String),
     /// Longhorn has it, and its value asks for something that is not there.
@@ -81,17 +81,17 @@ pub enum ParameterError {
     Longhorn {
         /// Which one.
         key: String,
-        /// What it has.
+        /// The given value.
         value: String,
     },
-    /// Its value can never work.
+    /// The value can never work.
     #[error("parameter {key} = {value:?}: use {expected}")]
     Value {
         /// Which one.
         key: String,
-        /// What it has.
+        /// The given value.
         value: String,
-        /// What it may have.
+        /// The allowed values.
         expected: String,
     },
     /// All of them together are too large.
@@ -99,7 +99,7 @@ pub enum ParameterError {
     Length(usize),
 }
 
-/// What these parameters say of a volume, and the defaults of what they do not say.
+/// Parses the parameters of a volume, with defaults for absent ones.
 ///
 /// # Errors
 /// [`ParameterError`] says what to change.
@@ -147,7 +147,7 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
     Ok(())
 }
 
-/// Lets pass what means nothing here, so that a StorageClass of Longhorn works as it is.
+/// Accepts parameters without effect here, so that a StorageClass of Longhorn works unchanged.
 fn check_longhorn(key: &str, value: &str) -> Result<(), ParameterError> {
     match of_longhorn(key) {
         Some(Harmless::Any) => Ok(()),
@@ -157,7 +157,7 @@ fn check_longhorn(key: &str, value: &str) -> Result<(), ParameterError> {
     }
 }
 
-/// Those of these parameters, which [`parameters`] has accepted, that mean nothing here, for people; empty: none.
+/// Returns the accepted parameters (see [`parameters`]) that have no effect here, for people; empty if none.
 #[must_use]
 pub fn ignored<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> String {
     let mut ignored: Vec<String> = pairs
@@ -187,7 +187,7 @@ fn list(value: &str) -> Vec<String> {
     value.split(',').map(str::trim).filter(|tag| !tag.is_empty()).map(ToOwned::to_owned).collect()
 }
 
-/// Only those that make a device of the kernel.
+/// Parses the frontend. Only frontends that make a device of the kernel are accepted.
 fn frontend(key: &str, value: &str) -> Result<Frontend, ParameterError> {
     match value {
         "" | "auto" | "blockdev" => Ok(Frontend::Auto),
@@ -262,7 +262,8 @@ mod tests {
         assert_eq!(volumes.collect::<Vec<_>>(), expected);
     }
 
-    /// The parameters that Longhorn 1.12 installs its own class with, and those that people add without effect.
+    /// Has the parameters with which Longhorn 1.12 installs its own class, and parameters that people add
+    /// without effect.
     #[test]
     fn a_storage_class_of_longhorn_works_as_it_is() {
         let class = [

@@ -1,17 +1,17 @@
-//! How large a volume becomes, of what a caller requires and limits. 0 says nothing.
+//! Computes the size of a volume from the caller's minimum and maximum. 0 means unspecified.
 
 use shorthorn_types::limits::BLOCK_BYTES;
 use thiserror::Error;
 
 use crate::requests::MAX_VOLUME_BYTES;
 
-/// The size of a volume of which nothing is said.
+/// The default size of a volume in bytes.
 pub const DEFAULT_VOLUME_BYTES: u64 = 10 << 30;
 
-/// Why there is no such size.
+/// The reason why no size fits.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
-    /// Beyond what any volume can have.
+    /// The size is beyond the maximum of any volume.
     #[error("{0} bytes are required, and the largest volume has {MAX_VOLUME_BYTES}")]
     TooLarge(u64),
     /// Sizes come in steps.
@@ -27,14 +27,14 @@ pub enum SizeError {
     /// Volumes do not shrink.
     #[error("the volume has {has_bytes} bytes, and {limit_bytes} are the limit: it cannot become smaller")]
     Shrinks {
-        /// What it has.
+        /// The current size in bytes.
         has_bytes: u64,
         /// The most.
         limit_bytes: u64,
     },
 }
 
-/// The size of a new volume: what is required, in whole steps.
+/// Returns the size of a new volume: the minimum, rounded up to whole steps.
 ///
 /// # Errors
 /// [`SizeError`].
@@ -47,13 +47,13 @@ pub fn size_of_new(required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeErr
     in_steps(wanted, limit_bytes)
 }
 
-/// Returns true if a volume of that size is one that is asked for.
+/// Returns true if a volume of that size satisfies the request.
 #[must_use]
 pub const fn fits(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> bool {
     has_bytes >= required_bytes && (limit_bytes == 0 || has_bytes <= limit_bytes)
 }
 
-/// The size that a volume is to have from now on; what it has, where that is enough.
+/// Returns the new size of the volume, which is the current one if that suffices.
 ///
 /// # Errors
 /// [`SizeError`].

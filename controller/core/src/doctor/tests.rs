@@ -7,7 +7,7 @@ fn examine_it(example: &Example) -> Vec<Check> {
     examine(&example.world, &example.agents, controller)
 }
 
-/// The only check that has not passed, and what it has found.
+/// Returns the only check that has not passed, and its finding.
 fn ill(example: &Example) -> (&'static str, Outcome, Finding) {
     let checks = examine_it(example);
     let mut ill = checks.iter().filter(|check| check.outcome() != Outcome::Passed);

@@ -89,7 +89,7 @@ fn world() -> World {
     world
 }
 
-/// What is left on a: (held, message) of each.
+/// Returns the rest of the drain of a: (held, message) of each.
 fn left_on_a(world: &World) -> Vec<(bool, String)> {
     let left = left(world, &Agents::default(), &world.nodes["a"]);
     left.into_iter().map(|left| (left.held, left.message)).collect()

@@ -110,7 +110,7 @@ fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force(
     assert!(!node.spec.disks[DISK].lost && !node.spec.disks[DISK].eviction_requested);
 }
 
-/// Two of three members are on disks that are lost: what the third one has is not enough to start.
+/// Has two of three members on lost disks: the data of the third one is not enough to start.
 #[test]
 fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
     let mut example = Example::new();

@@ -10,12 +10,12 @@ use super::{
 
 /// A set of words that later versions may add to.
 pub(super) trait Words: DeserializeOwned {
-    /// What a word means that is not known.
+    /// The meaning of an unknown word.
     const UNKNOWN: Self;
 }
 
 impl Words for VolumeState {
-    /// An engine may be there: so nothing is done that needs one to be gone.
+    /// The state for unknown words: an engine may exist, so actions that need its absence are not taken.
     const UNKNOWN: VolumeState = VolumeState::Attaching;
 }
 
@@ -47,7 +47,7 @@ impl Words for CurrentState {
 }
 
 impl Words for MemberMode {
-    /// It counts for no member.
+    /// The mode for unknown words: the replica does not count as a member.
     const UNKNOWN: MemberMode = MemberMode::Connecting;
 }
 

@@ -30,12 +30,12 @@ impl Kind {
     }
 }
 
-/// What identifies an object in a store.
+/// The identity of an object in a store.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
     /// Which kind.
     pub kind: Kind,
-    /// Its name, unique within the kind.
+    /// The name, which is unique within the kind.
     pub name: String,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for Key {
     }
 }
 
-/// What every object has.
+/// The fields that every object has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Metadata {
@@ -62,9 +62,10 @@ pub struct Metadata {
     /// Which object of that name it is, where a store says that; else empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
-    /// Raised by the store at every write, and checked against what is stored; 0: not stored yet.
+    /// The version that the store raises at every write and compares with the stored one; 0 if not stored
+    /// yet.
     pub resource_version: u64,
-    /// Raised by the store with every change of what is wanted, if it counts these; else 0.
+    /// The number that the store raises with every change of the spec, if it counts these; else 0.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u64,
     /// When it was made.

@@ -111,7 +111,7 @@ impl Cluster {
         self.world.insert(replica.into());
     }
 
-    /// As if the copy were over.
+    /// Moves the replica as if the copy were over.
     fn carry_out(&mut self, found: &Move) {
         self.world.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, &found.replica));
         self.add_replica(&found.volume, &found.to.node, &found.to.disk_path);

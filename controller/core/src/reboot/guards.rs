@@ -1,6 +1,6 @@
-//! Guard pods: a node whose replicas volumes need has a pod, and a PodDisruptionBudget that lets nobody evict
-//! it. So `kubectl drain`, and whoever else asks before he ends pods, waits there until the volumes can do
-//! without the node.
+//! Guard pods: if volumes need the replicas of a node, it gets a pod with a PodDisruptionBudget that forbids
+//! its eviction. So `kubectl drain`, and whoever else asks before he ends pods, waits there until the volumes
+//! can do without the node.
 //!
 //! The pod does nothing. It has to run: Kubernetes evicts a pod that does not run yet whatever its budget
 //! says.
@@ -12,11 +12,11 @@ use crate::World;
 use crate::discovery::Cluster;
 use crate::objects::{Key, Kind};
 
-/// What the names of pods and budgets begin with.
+/// The prefix of the names of pods and budgets.
 const PREFIX: &str = "shorthorn-guard-";
 /// The longest name of an object in Kubernetes.
 const NAME_BYTES_MAX: usize = 253;
-/// How many volumes are told of.
+/// The maximum number of named volumes.
 const TOLD_MAX: usize = 8;
 
 /// A guard that should be there.
@@ -28,7 +28,7 @@ pub struct Guard {
     pub uid: String,
     /// The name of the machine in Kubernetes.
     pub machine: String,
-    /// Which volumes need the node, and what they wait for.
+    /// The volumes that need the node, and the events that they wait for.
     pub message: String,
 }
 
@@ -37,26 +37,26 @@ pub struct Guard {
 pub struct GuardPod {
     /// The uid of its Node object.
     pub uid: String,
-    /// Where it runs.
+    /// The machine of the pod.
     pub machine: String,
-    /// What it says.
+    /// The message of the pod.
     pub message: String,
-    /// Whether it runs no more, as the machine had no room for it or ended it.
+    /// True if the pod runs no more, because the machine had no room for it or ended it.
     pub has_ended: bool,
     /// True if it is on its way out.
     pub is_deleting: bool,
 }
 
-/// What is to be done, each by the name of pod or budget, in this order.
+/// The necessary actions, each by the name of pod or budget, in this order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Before its pod, so that there is none without.
+    /// Budgets to make before their pods, so that no pod is without one.
     pub make_budget: Vec<(String, Guard)>,
     /// To be made.
     pub make_pod: Vec<(String, Guard)>,
     /// They say something else from now on.
     pub tell: Vec<(String, String)>,
-    /// Nobody needs it any more, or it is another's.
+    /// Pods to delete, because they are not needed any more or belong to another Node object.
     pub delete_pod: Vec<String>,
     /// The same of budgets.
     pub delete_budget: Vec<String>,
@@ -94,8 +94,7 @@ fn message(volumes: &[(&str, &str)]) -> String {
     text
 }
 
-/// What is to be done so that there are these guards and no others. `budgets` have the uid of their Node
-/// object.
+/// Plans the actions that lead to exactly these guards. `budgets` have the uid of their Node object.
 #[must_use]
 pub fn plan(
     wanted: &BTreeMap<String, Guard>,

@@ -25,9 +25,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     decision
 }
 
-/// Returns true if the engine is what is left of a volume that is deleted: it is fenced, and its process is
-/// to be stopped when its node is back. A volume that is there under its name is another one, which has not
-/// come to that number.
+/// Returns true if the engine was left behind by a deleted volume. It is fenced, and its process will be
+/// stopped when its node is back. A volume of the same name is another one, which has not reached that
+/// number.
 pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
     let volume = context.world.volumes.get(&engine.metadata.name);
     if context.world.unknown(&Key::new(Kind::Volume, &engine.metadata.name)).is_some() {
@@ -52,8 +52,8 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
     }
 }
 
-/// Whether it was made for this attachment or an earlier one. Also where no process is there any more: its node keeps its
-/// specification, with the secret of the volume, until it is told to stop it.
+/// Returns true if the instance was made for this attachment or an earlier one. It may have no process any
+/// more: its node keeps its spec, with the secret of the volume, until it is stopped.
 fn is_older(instance: &Instance, attach: u64) -> bool {
     view_of(instance).is_some_and(|view| view.attach <= attach)
 }
@@ -85,7 +85,7 @@ fn has_ended(instance: &Instance, view: &EngineView) -> bool {
         || (instance.state == InstanceState::Error && view.phase == "stopped")
 }
 
-/// What the process of exactly this attachment shows, unless it has ended or is about to.
+/// Returns the view of the process of exactly this attachment, unless it has ended or is about to.
 pub(super) fn living<'a>(engine: &Engine, view: &'a AgentView) -> Option<(&'a Instance, &'a EngineView)> {
     let instance = view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
     let shown = view_of(instance).filter(|shown| shown.attach == engine.spec.attach)?;
@@ -152,7 +152,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
     decision
 }
 
-/// Takes over what the process of this attachment says, and tells it what has changed since it was started.
+/// Copies the status of this attachment's process, and sends it the changes since its start.
 fn follow(
     context: &Context<'_>,
     engine: &Engine,
@@ -194,7 +194,7 @@ fn follow(
     write_status(decision, engine, status);
 }
 
-/// Returns true if this is a start that goes on as it should.
+/// Returns true if this is a start that makes progress as expected.
 fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
     let starts = |state| matches!(state, CurrentState::Starting | CurrentState::Running);
     stored.current_state == CurrentState::Starting
@@ -214,7 +214,7 @@ fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> Engin
     }
 }
 
-/// The status of an engine of which no process is there; what was ever seen stays.
+/// Returns the status of an engine without a process; the record of having been seen stays.
 fn cleared(engine: &Engine) -> EngineStatus {
     EngineStatus {
         seen_attach: engine.status.seen_attach,
@@ -229,7 +229,7 @@ fn lost(engine: &Engine, message: String) -> EngineStatus {
     EngineStatus { current_state: CurrentState::Error, message, lost_attach, ..cleared(engine) }
 }
 
-/// What the process of this attachment says.
+/// Returns the status from the process of this attachment.
 fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> EngineStatus {
     if has_ended(instance, view) {
         let why = if instance.message.is_empty() { "no reason given" } else { &instance.message };
@@ -313,8 +313,8 @@ fn stop(engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
     decision
 }
 
-/// The status of an engine that is to be stopped. One whose device is in use may serve for long: of that one the status goes on
-/// to say how it is, so that its volume is looked after.
+/// Returns the status of an engine that has to stop. An engine whose device is in use may serve for long. Its
+/// status is kept up to date, so that its volume is repaired meanwhile.
 fn stopping(engine: &Engine, view: &AgentView, failure: Option<&String>) -> EngineStatus {
     let stop_refused = failure.unwrap_or(&engine.status.stop_refused).clone();
     match living(engine, view) {

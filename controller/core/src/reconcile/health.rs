@@ -24,7 +24,7 @@ pub(super) fn new_loss(volume: &Volume, finding: &Finding) -> Option<(&'static s
     (!is_shown).then(|| (loss, message.clone()))
 }
 
-/// The robustness of an attached volume and what its `Healthy` condition says.
+/// Returns the robustness of an attached volume and its `Healthy` condition.
 pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) -> (Robustness, Finding) {
     let status = &engine.status;
     match status.current_state {
@@ -52,7 +52,7 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
     }
 }
 
-/// What the `Healthy` condition says about an engine that cannot run.
+/// Returns the `Healthy` condition for an engine that cannot run.
 pub(super) fn engine_trouble(engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
@@ -73,7 +73,7 @@ fn lost_writes(engine: &Engine) -> Finding {
     Finding::wrong(LOST_WRITES, message)
 }
 
-/// Reads of these ranges give data that nobody has written.
+/// Reports ranges whose reads return data that was never written.
 fn damaged(volume: &Volume, engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
@@ -138,18 +138,18 @@ fn said(message: &str) -> &str {
     if message.is_empty() { "no reason given" } else { message }
 }
 
-/// Whether the engine can be started now.
+/// The decision on starting the engine now.
 pub(super) enum Readiness {
     /// With these replicas.
     Ready(BTreeMap<ReplicaId, ReplicaTarget>),
-    /// Not yet; the rest of the time limit, and who is waited for.
+    /// The start has to wait: the rest of the time limit, and the missing replicas.
     Wait(Duration, String),
     /// Too few, and the time limit is over.
     TooFew(String),
 }
 
-/// Which replicas an engine on `node` can start with. `left` is what is left of the time that slow ones get. `node_was_lost`:
-/// it follows an engine that had to be fenced, so those whose nodes do not answer are not waited for.
+/// Decides which replicas an engine on `node` can start with. `left` is the rest of the time for slow ones.
+/// `node_was_lost`: the engine follows a fenced one, so replicas on unreachable nodes are not waited for.
 pub(super) fn readiness(
     replicas: &[&Replica],
     first_members: &[ReplicaId],
@@ -190,8 +190,8 @@ pub(super) fn readiness(
     ))
 }
 
-/// How many replicas are in the view, as far as the controller knows: those that have not left it. Only the engine knows
-/// the view; it refuses to serve where this guess is too low.
+/// Returns the number of replicas in the view, as far as the controller knows: those that have not left it.
+/// Only the engine knows the view, and it refuses to serve if this guess is too low.
 fn members_in_view(replicas: &[&Replica], first_members: &[ReplicaId]) -> usize {
     let was_member = |replica: &&&Replica| {
         replica.status.failed_at.is_none()
@@ -200,7 +200,8 @@ fn members_in_view(replicas: &[&Replica], first_members: &[ReplicaId]) -> usize 
     replicas.iter().filter(was_member).count()
 }
 
-/// Where an engine on `node` finds the replica; else why not, and whether that may change by itself soon.
+/// Returns the address of the replica for an engine on `node`. The error has the reason, and whether that may
+/// change soon by itself.
 pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget, (String, bool)> {
     let status = &replica.status;
     match status.current_state {

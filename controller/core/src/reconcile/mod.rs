@@ -1,4 +1,4 @@
-//! The reconcilers: from what is stored and observed to the next small steps.
+//! The reconcilers, which derive the next small actions from the stored and observed state.
 
 mod engine;
 mod health;
@@ -18,20 +18,20 @@ use crate::{Decision, NodeName, Timestamp, World, drain, lost_disk, lost_node};
 
 pub use self::volume::is_noticeable;
 
-/// How long an agent may be out of reach before what is on its node counts as unknown. Longer than a
-/// restart of the agent or of the controller takes.
+/// The time without an answer after which the objects of a node count as unknown. It is longer than a restart
+/// of the agent or of the controller.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(10);
-/// How long an attach waits for replicas that are slow before it goes on without them, where it can.
+/// The time that an attach waits for slow replicas before it continues without them, if it can.
 pub const REPLICA_WAIT: Duration = Duration::from_secs(20);
-/// The least time between two attachments that replace a lost engine, so that one that always dies does
-/// not keep the node busy.
+/// The minimum time between two attachments that replace a lost engine, so that one that always dies does not
+/// keep the node busy.
 pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
-/// How long a start may take before its single steps are stored. One that goes well is over sooner, and then nobody reads
-/// them; with Kubernetes each would be a call.
+/// The duration of a start after which its single steps are stored. A good start is over sooner, and its
+/// steps are not read. With Kubernetes each would be a call.
 pub const QUIET_START: Duration = Duration::from_secs(5);
 /// When to look again at a start that was asked for and has not shown up on the agent's stream.
 pub const START_CHECK: Duration = Duration::from_secs(10);
-/// When to look again at a grant that an engine was told of and still waits for.
+/// The delay before checking a grant again that an engine has got and still waits for.
 pub const GRANT_CHECK: Duration = Duration::from_secs(1);
 /// When to look again whether there is space on disks that were too full: nothing tells when files are deleted.
 pub const SPACE_CHECK: Duration = Duration::from_secs(60);
@@ -46,7 +46,7 @@ pub const GIVE_UP_CHECK: Duration = Duration::from_secs(10);
 /// How long a new replica may take at least until the engine brings it up.
 pub const NEW_REPLICA_WAIT: Duration = Duration::from_secs(120);
 
-/// What the administrator has set for all volumes.
+/// The administrator's settings for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// How long a replica may be away before it is replaced.
@@ -73,19 +73,19 @@ impl Default for Settings {
 /// Everything that a decision is made from.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
-    /// What is stored.
+    /// The stored state.
     pub world: &'a World,
-    /// What the agents show.
+    /// The views of the agents.
     pub agents: &'a Agents,
     /// The time.
     pub now: Timestamp,
     /// Fresh random numbers, for the ids of new replicas.
     pub random: [u64; MAX_MEMBERS],
-    /// What is set for all volumes.
+    /// The settings for all volumes.
     pub settings: Settings,
 }
 
-/// Decides what to do about one object.
+/// Decides the actions for one object.
 #[must_use]
 pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
     match key.kind {
@@ -119,8 +119,8 @@ fn seeks_place(world: &World, volume: &Volume) -> bool {
     }
 }
 
-/// Whether somebody waits for a run over `key`: for an attachment, a detachment, or the arbiter. Such runs come before all
-/// others, so that a fail-over does not wait for rebuilds.
+/// Returns true if a user waits for a run over `key`: for an attachment, a detachment, or the arbiter. Such
+/// runs come before all others, so that a fail-over does not wait for rebuilds.
 #[must_use]
 pub fn is_urgent(world: &World, key: &Key) -> bool {
     let name = match key.kind {
@@ -138,7 +138,7 @@ pub fn is_urgent(world: &World, key: &Key) -> bool {
     is_moving || world.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
 }
 
-/// Returns true if a volume that is to be deleted goes on for now: its device is in use.
+/// Returns true if a volume that is to be deleted continues for now, because its device is in use.
 fn is_held(world: &World, volume: &Volume) -> bool {
     let engine = world.engines.get(&volume.metadata.name);
     engine.is_some_and(|engine| !engine.status.stop_refused.is_empty())
@@ -203,9 +203,10 @@ fn seeking(world: &World) -> impl Iterator<Item = Key> {
 
 /// How well the controller sees a node.
 pub(crate) enum Sight<'a> {
-    /// Its agent is in reach and its view is up to date.
+    /// The agent is reachable and its view is up to date.
     Clear(&'a AgentView),
-    /// Out of reach for a short time: nothing is concluded yet. Look again then.
+    /// The agent has been unreachable for a short time. The reconciler concludes nothing yet, and runs again
+    /// after this duration.
     Blurred(Duration),
     /// Out of reach; the reason for people.
     Gone(String),
@@ -239,24 +240,24 @@ pub(crate) fn sight_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) 
     }
 }
 
-/// What is left of the time in which the steps of an attachment are not stored; zero: they are.
+/// Returns the rest of the time in which the steps of an attachment are not stored; zero if they are.
 fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
     let attaching = volume.filter(|volume| volume.status.state == VolumeState::Attaching);
     let start = attaching.and_then(|volume| volume.status.attach_started_at);
     start.map_or(Duration::ZERO, |start| remaining(start, QUIET_START, context.now))
 }
 
-/// Returns true if the node does not answer, and somebody has said that it never will.
+/// Returns true if the node does not answer, and the operator has given it up.
 fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
     lost_node::is_given_up(context.world, node) && matches!(sight(context, node), Sight::Gone(_))
 }
 
-/// Whether what the replica has is not waited for: its node is given up, or its disk.
+/// Returns true if the data of the replica is not waited for, because its node or its disk is given up.
 fn has_lost_place(context: &Context<'_>, replica: &Replica) -> bool {
     is_given_up(context, &replica.spec.node_id) || lost_disk::is_lost(context.world, replica)
 }
 
-/// What is left of `limit` since `start`. A clock that was set back counts as no time having passed.
+/// Returns the rest of `limit` since `start`. If the clock was set back, no time counts as passed.
 fn remaining(start: Timestamp, limit: Duration, now: Timestamp) -> Duration {
     let passed_ms = now.as_millisecond().saturating_sub(start.as_millisecond()).max(0);
     limit.saturating_sub(Duration::from_millis(passed_ms.unsigned_abs()))

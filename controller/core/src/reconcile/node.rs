@@ -109,7 +109,7 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
     }
 }
 
-/// Whether a node is lost, is back, or is there for the first time: whether that is a trouble, and in words.
+/// Returns whether a node is lost, back, or new: the flag for a trouble, and the words.
 fn news_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)> {
     let name = &node.metadata.name;
     let was_ready = node.status.conditions.get(ConditionType::Ready).map(|ready| ready.status);
@@ -128,8 +128,8 @@ fn news_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)>
     }
 }
 
-/// Removes the object once nothing names the node any more: not what is stored, and not the configuration, which would
-/// only bring it back.
+/// Removes the object once nothing names the node any more. A stored object still does, and so does the
+/// configuration, which would bring it back.
 fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
     let name = node.metadata.name.clone();
     let view = NodeName::new(&name).ok().and_then(|name| context.agents.get(&name));
@@ -154,7 +154,7 @@ fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
     decision
 }
 
-/// What the agent says, and the disks that its administrator gave it.
+/// Copies the status of the agent, and the disks that its administrator has added.
 fn take_over(node: &mut Node, view: &AgentView) {
     if let Some(info) = &view.info {
         node.status.version.clone_from(&info.version);
@@ -182,7 +182,7 @@ fn take_over(node: &mut Node, view: &AgentView) {
     node.status.disk_status = disks;
 }
 
-/// What is free of all disks, in words; none: nothing is known.
+/// Returns the free space of all disks in words; empty if it is unknown.
 fn free_space<'a>(disks: impl Iterator<Item = &'a DiskStatus>) -> String {
     let sums = disks.fold((0, 0), |(free, all), disk| {
         (disk.storage_available.saturating_add(free), disk.storage_maximum.saturating_add(all))

@@ -8,7 +8,7 @@ use super::{Context, remaining};
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
 use crate::{NodeName, World};
 
-/// What is brought up everywhere, as a volume with that many members sees it.
+/// The rebuilds in the cluster, as a volume with that many members counts them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rebuilds {
     by_node: BTreeMap<NodeName, u32>,
@@ -43,15 +43,16 @@ impl Rebuilds {
         rebuilds
     }
 
-    /// How many more replicas may be placed on that node for this volume; those that need a place more come first.
+    /// Returns how many more replicas may be placed on that node for this volume. Volumes that need a place
+    /// more come first.
     pub(super) fn left(&self, node: &NodeName, most: u32) -> u32 {
         let there = self.by_node.get(node).copied().unwrap_or(0);
         most.saturating_sub(there).saturating_sub(self.needier)
     }
 }
 
-/// Returns true if the volume would have a replica made now: none of those that it lacks may come back soon.
-/// One that has no place anywhere holds nobody up.
+/// Returns true if the volume would have a replica made now, because none of the missing ones may come back
+/// soon. A volume without any possible place delays no other one.
 fn waits_for_place(context: &Context<'_>, volume: &Volume, engine: &Engine) -> bool {
     let scheduled = volume.status.conditions.get(ConditionType::Scheduled);
     let limit = context.settings.replica_replace_after;

@@ -83,8 +83,8 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
     decision
 }
 
-/// Has the process stopped that a replica may have had before its undeletion: no engine of its volume could talk to it. What
-/// is stored after the call says that this was done.
+/// Stops the process that a replica may have had before its undeletion, because no engine of its volume could
+/// authenticate to it. The object is stored after the call, as a record of this.
 fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
     let mut decision = Decision::nothing();
     let key = instance_of(replica);
@@ -135,7 +135,7 @@ fn store_news(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, d
     }
 }
 
-/// What a process that is there says.
+/// Copies the status of a process.
 fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
     status.message.clone_from(&instance.message);
     status.addresses.clear();
@@ -193,7 +193,8 @@ fn stop(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision 
     decision
 }
 
-/// The status with what the engine last said of this replica; where it is wanted, a directory may be there.
+/// Returns the status with the engine's last report on this replica. If the replica is wanted, a directory
+/// may exist.
 fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let mut status = with_membership(context, replica);
     if replica.spec.desire_state == DesireState::Running && status.data == DataState::None {
@@ -202,7 +203,7 @@ fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     status
 }
 
-/// The status with what the engine last said of this replica.
+/// Returns the status with the engine's last report on this replica.
 fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let mut status = replica.status.clone();
     let owner = context.world.volumes.get(replica.spec.volume_name.as_str());
@@ -345,8 +346,7 @@ fn remove(
     decision
 }
 
-/// What keeps the data from being deleted: the last call of a deletion has failed. A call for something else says nothing of
-/// that.
+/// Returns the obstacle to the deletion of the data: the error of the last call, if that was of a deletion.
 fn obstacle(view: &AgentView, replica: &InstanceKey, stray: Option<InstanceKey>) -> Option<String> {
     if let Some(failure) = stray.and_then(|engine| view.failures.get(&engine)) {
         return Some(format!(

@@ -1,4 +1,4 @@
-//! Single decisions that the simulation rarely comes to; everything else is tested there.
+//! Tests single decisions that the simulation rarely makes; everything else is tested there.
 
 use std::collections::BTreeMap;
 
@@ -308,7 +308,7 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
     assert_eq!(decide(&agents, now() + UNREACHABLE_AFTER).0.as_deref(), Some("b"));
 }
 
-/// As [`degraded_world`], where b, which does not answer, is given up, and its replica has been away for no time at all.
+/// Returns [`degraded_world`], with the unreachable node b given up, and its replica absent since just now.
 fn world_without_b() -> (World, Agents) {
     let mut world = degraded_world();
     let id = ReplicaId::from_random(2);
@@ -421,8 +421,8 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
     }
 }
 
-/// The volume has members on a and b, which are drained, and on c. It wants two: with one that stays nobody leaves, as he would
-/// be wanted again at once.
+/// The volume has members on a and b, which are drained, and on c. It wants two: with one that stays no
+/// member leaves, because it would be wanted again at once.
 #[test]
 fn nobody_leaves_before_enough_are_there_that_stay() {
     let mut world = degraded_world();
@@ -461,7 +461,7 @@ fn nobody_leaves_before_enough_are_there_that_stay() {
     assert_eq!(stopped(&world).len(), 1, "one of the drained nodes is left");
 }
 
-/// Where no admission policy has refused `kubectl delete shv`.
+/// No admission policy has refused `kubectl delete shv`.
 #[test]
 fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
     let (mut world, agents) = (world(), agents(None));
@@ -502,7 +502,8 @@ fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
     assert_eq!(written(&decide(&world)).unwrap().status.state, VolumeState::Deleting);
 }
 
-/// As [`degraded_world`], where c brings up so many replicas of other volumes, each of which has so many members.
+/// Returns [`degraded_world`], with `rebuilding` replicas of other volumes on c, each of which has `members`
+/// members.
 fn busy_world(rebuilding: u64, waiting: u64, members: u64) -> (World, Agents) {
     let mut world = degraded_world();
     let mut volume = world.volumes["v"].clone();

@@ -9,13 +9,13 @@ use crate::objects::{
 };
 use crate::{NodeName, Timestamp, World, labels};
 
-/// How many replicas a volume gets where nothing is said.
+/// The default number of replicas.
 pub const DEFAULT_REPLICAS: u32 = 3;
 
 /// The arguments of a call that makes a volume.
 #[derive(Clone, Debug, Default)]
 pub struct CreateVolume {
-    /// Its name.
+    /// The name of the volume.
     pub name: String,
     /// In bytes.
     pub size_bytes: u64,
@@ -37,9 +37,9 @@ pub struct CreateVolume {
     pub data_locality: String,
     /// True if replicas compare every read with the sums of its blocks.
     pub verify_reads: bool,
-    /// The name that a CSI caller gave it; none: it is made for somebody else.
+    /// The name that a CSI caller gave it; none for other callers.
     pub csi_name: Option<String>,
-    /// Where it is expected to be attached first.
+    /// The node on which the first attachment is expected.
     pub preferred_node: Option<NodeName>,
 }
 
@@ -120,7 +120,7 @@ pub(super) fn check_size(size_bytes: u64) -> Result<(), RequestError> {
     Ok(())
 }
 
-/// Whether a volume that others have written can be worked on.
+/// Returns an error unless a volume that another client has written is valid.
 ///
 /// # Errors
 /// [`RequestError`] says what to change.
@@ -181,8 +181,8 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
     Err(RequestError::Exists { name, differs })
 }
 
-/// Returns true if a volume is the one that a CSI caller means, who may know it by another name. Others know
-/// it by its own.
+/// Returns true if the volume is the one that a CSI caller means, who may know it by another name. Other
+/// callers use its own name.
 fn is_of_name(spec: &VolumeSpec, wanted: &VolumeSpec) -> bool {
     let has = spec.csi_name.as_deref().unwrap_or(spec.volume_name.as_str());
     wanted.csi_name.as_deref().is_none_or(|wanted| wanted == has)

@@ -17,13 +17,13 @@ pub enum RequestError {
     /// The node's name can never work.
     #[error(transparent)]
     NodeName(#[from] NodeNameError),
-    /// There is no such frontend.
+    /// The frontend does not exist.
     #[error(transparent)]
     Frontend(#[from] FrontendError),
     /// A tag or zone can never work.
     #[error(transparent)]
     Label(#[from] LabelError),
-    /// There is no such data locality.
+    /// The data locality does not exist.
     #[error(transparent)]
     DataLocality(#[from] DataLocalityError),
     /// The size can never work.
@@ -38,15 +38,15 @@ pub enum RequestError {
     /// The object and its spec have different names.
     #[error("volume {name} has the volumeName {other}: leave that out")]
     OtherName {
-        /// Of the object.
+        /// The name of the object.
         name: String,
         /// In its spec.
         other: String,
     },
-    /// There is no such volume.
+    /// The volume does not exist.
     #[error("no volume {0}; shorthornctl volume list shows all volumes")]
     NoVolume(String),
-    /// There is no such node.
+    /// The node does not exist.
     #[error("no node {0}; shorthornctl node list shows all nodes")]
     NoNode(String),
     /// An object is stored, and the controller cannot use it.
@@ -57,7 +57,7 @@ pub enum RequestError {
     NoDisk {
         /// The node.
         node: String,
-        /// What was asked for.
+        /// The requested path.
         path: String,
     },
     /// The name is taken by a volume that is something else.
@@ -65,7 +65,7 @@ pub enum RequestError {
     Exists {
         /// The name.
         name: String,
-        /// What is different.
+        /// The difference.
         differs: &'static str,
     },
     /// The volume is wanted somewhere else.
@@ -73,7 +73,7 @@ pub enum RequestError {
     AttachedElsewhere {
         /// The volume.
         name: String,
-        /// Where it is.
+        /// The node of the volume.
         node: NodeName,
     },
     /// The path of a disk can never work.
@@ -82,7 +82,7 @@ pub enum RequestError {
     /// The volume is being deleted.
     #[error("volume {0} is being deleted; wait until it is gone")]
     Deleting(String),
-    /// It is not in the trash.
+    /// The trash has no such volume.
     #[error(
         "nothing of volume {0} that was deleted with it is in the trash of a reachable node; shorthornctl \
          volume trash lists the trash"
@@ -94,7 +94,7 @@ pub enum RequestError {
          {0}, or choose another name"
     )]
     HasReplicas(String),
-    /// It is not in the trash.
+    /// The trash has no such replica.
     #[error(
         "nothing of volume {name} {replica} is in the trash of a reachable node; shorthornctl volume trash \
          lists the trash"
@@ -102,7 +102,7 @@ pub enum RequestError {
     NotInTrash {
         /// The volume.
         name: String,
-        /// Its replica; empty: any.
+        /// The replica; empty for any.
         replica: String,
     },
     /// Kubernetes needs it.
@@ -124,12 +124,12 @@ pub enum RequestError {
     NotServed {
         /// The volume.
         name: String,
-        /// Its replica.
+        /// The replica.
         replica: String,
         /// The state of the volume.
         state: &'static str,
     },
-    /// There is no replica of that name.
+    /// The replica does not exist.
     #[error("no replica {0}; shorthornctl replica list shows all replicas")]
     NoSuchReplica(String),
     /// Volumes never shrink.
@@ -139,7 +139,7 @@ pub enum RequestError {
         name: String,
         /// The size that it should have now.
         has: u64,
-        /// What was asked for.
+        /// The requested size.
         wanted: u64,
     },
     /// The disks of its replicas have no room for more.
@@ -147,7 +147,7 @@ pub enum RequestError {
     NoRoom {
         /// The volume.
         name: String,
-        /// What was asked for.
+        /// The requested size.
         wanted: u64,
         /// Which disks, and why.
         refusal: Box<Refusal>,
@@ -160,7 +160,7 @@ pub enum RequestError {
     NoReplica {
         /// The volume.
         name: String,
-        /// What was asked for.
+        /// The requested replica.
         replica: String,
     },
     /// The replica was never seen with data.
@@ -202,7 +202,7 @@ pub enum RequestError {
     NodeHasLast {
         /// The node.
         node: String,
-        /// Of which volumes.
+        /// The volumes of the replicas.
         volumes: String,
     },
     /// Volumes could not start by themselves.
@@ -227,7 +227,7 @@ pub enum RequestError {
         /// The disk there.
         path: String,
     },
-    /// It can be drained.
+    /// The disk is usable, so it can be drained.
     #[error(
         "disk {path} of node {node} can be used, as far as its agent sees: shorthornctl disk drain {node} \
          {path} moves its replicas; with --force its replicas are given up anyway"
@@ -248,10 +248,10 @@ pub enum RequestError {
         node: String,
         /// The disk there.
         path: String,
-        /// Of which volumes.
+        /// The volumes of the replicas.
         volumes: String,
     },
-    /// Nobody would list or delete what is in its trash.
+    /// The trash of the disk is not empty, and could be neither listed nor deleted any more.
     #[error(
         "{directories} directories are in the trash of disk {path} of node {node}, and nobody lists or deletes them once the disk \
          is removed: shorthornctl volume trash shows them, and volume undelete or volume trash --remove empties it; with --force \
@@ -278,7 +278,7 @@ pub enum RequestError {
         /// Which volumes.
         volumes: String,
     },
-    /// There is no such directory, or it belongs to a volume.
+    /// The directory does not exist, or belongs to a volume.
     #[error(
         "{name} on disk {path} of node {node} is not an orphan; shorthornctl orphan list shows all orphans"
     )]
@@ -303,7 +303,7 @@ pub enum RequestError {
         /// How many it takes.
         max_volumes: u32,
     },
-    /// Its frontend makes no device.
+    /// The frontend makes no device.
     #[error("volume {0} has the frontend socket, which makes no device that a node could use")]
     NoDevice(String),
     /// Kubernetes has it attached, and is not told of a detach by hand.
@@ -316,7 +316,7 @@ pub enum RequestError {
     Published {
         /// The volume.
         name: String,
-        /// Where Kubernetes has it.
+        /// The node in Kubernetes that has the volume.
         node: String,
         /// The object that says so.
         attachment: String,

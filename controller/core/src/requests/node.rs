@@ -38,20 +38,20 @@ pub fn add_disk(
     Ok(Change::Store(node))
 }
 
-/// What an administrator changes of a node; none: it stays as it is.
+/// The changes of a node by an administrator; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetNode {
-    /// Its name.
+    /// The name of the node.
     pub name: String,
-    /// True if new replicas may go there. Those that were to leave it stay then, too.
+    /// True to allow new replicas on the node. That also cancels an eviction.
     pub allow_scheduling: Option<bool>,
-    /// True if everything is to leave it; nothing new comes to it then.
+    /// True to evict everything from the node, which also forbids new replicas.
     pub eviction_requested: Option<bool>,
     /// All its tags from now on.
     pub tags: Option<Vec<String>>,
-    /// Its zone; empty: what its agent says.
+    /// The zone; empty for the zone of the agent.
     pub zone: Option<String>,
-    /// Where its agent answers. With it, a node that is not known yet is made.
+    /// The address of the agent. With an address, an unknown node is created.
     pub address: Option<String>,
 }
 
@@ -89,7 +89,7 @@ impl SetNode {
     }
 }
 
-/// What an administrator changes of a disk; none: it stays as it is.
+/// The changes of a disk by an administrator; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetDisk {
     /// The node.
@@ -98,9 +98,9 @@ pub struct SetDisk {
     pub path: String,
     /// All its tags from now on.
     pub tags: Option<Vec<String>>,
-    /// True if new replicas may go there. Those that were to leave it stay then, too.
+    /// True to allow new replicas on the disk. That also cancels an eviction.
     pub allow_scheduling: Option<bool>,
-    /// True if everything is to leave it; nothing new comes to it then.
+    /// True to evict everything from the disk, which also forbids new replicas.
     pub eviction_requested: Option<bool>,
     /// Bytes that replicas leave to others.
     pub reserved_bytes: Option<u64>,

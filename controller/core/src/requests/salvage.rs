@@ -4,7 +4,7 @@ use super::{Change, RequestError, find_living};
 use crate::objects::{DataState, Salvage, Volume, VolumeState};
 use crate::{Timestamp, World, salvage};
 
-/// The operator's decision about one replica, with what was known of the losses when it was made.
+/// The operator's decision for one replica, with the losses known at that time.
 #[derive(Clone, Debug)]
 pub struct SalvageVolume {
     /// The volume.
@@ -13,11 +13,11 @@ pub struct SalvageVolume {
     pub replica: String,
     /// The name once more.
     pub confirm: String,
-    /// Who decides.
+    /// The person or program that decides.
     pub by: String,
     /// Why.
     pub reason: String,
-    /// What is known to be lost by it.
+    /// The known losses of the decision.
     pub losses: String,
 }
 
@@ -66,7 +66,7 @@ impl SalvageVolume {
     }
 }
 
-/// Whether a decision about the data of a volume may be made now: no engine serves it.
+/// Returns an error unless a decision about the data of a volume may be made now: no engine serves it.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.

@@ -220,7 +220,7 @@ fn a_volume_says_where_its_replicas_may_be() {
     assert!(matches!(wrong.apply(&World::default(), secret(1), now()), Err(RequestError::DataLocality(_))));
 }
 
-/// As they were stored before there were tags and zones.
+/// The objects are stored as before tags and zones existed.
 #[test]
 fn objects_of_before_are_read_as_they_were_meant() {
     let disk = r#"{"allowScheduling":true,"storageReserved":"7"}"#;

@@ -83,10 +83,10 @@ pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Vol
     SetVolume { name: name.to_owned(), number_of_replicas: Some(wanted), ..SetVolume::default() }.apply(world)
 }
 
-/// What an owner changes of a volume; none: it stays as it is.
+/// The changes of a volume by its owner; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetVolume {
-    /// Its name.
+    /// The name of the volume.
     pub name: String,
     /// How many replicas it should have. Those beyond that go while it is attached, one at a time.
     pub number_of_replicas: Option<u32>,
@@ -209,7 +209,7 @@ pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<C
     Ok(with_spec(volume, VolumeSpec { rebuild: limits, ..volume.spec.clone() }))
 }
 
-/// Where the engine of an attached volume is, and the number of its attachment.
+/// Returns the node of the engine of an attached volume, and the number of its attachment.
 ///
 /// # Errors
 /// [`RequestError::NotAttached`].

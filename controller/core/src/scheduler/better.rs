@@ -11,10 +11,10 @@ use crate::NodeName;
 /// sizes differ a little would have replicas moved for nothing.
 const WORTH_DIVISOR: u64 = 2;
 
-/// The best place for a replica that is on the disk `path` of `node` now, and what is gained by it, if that is worth a copy:
-/// the replicas of its volume are spread better there, or as well, and the two disks have more even room afterwards. Only what
-/// is gained by `wanted` counts.
-/// `nodes` has it at its new place when this returns one.
+/// Returns the best place for a replica that is on the disk `path` of `node` now, and the gain, if that is
+/// worth a copy. The replicas of its volume must be spread better there, or as well with more even room on
+/// the two disks afterwards. Only gains in `wanted` count. If a place is returned, `nodes` has the replica
+/// there.
 ///
 /// Each move brings the volume's replicas further apart, or makes the sum of the squares of the disks' room smaller. So moves
 /// come to an end, however often this is asked.
@@ -65,7 +65,7 @@ fn best(
     worth.min_by(|(one, _), (other, _)| compare(request, &choice(*one), &choice(*other)))
 }
 
-/// What `there` has before `here`, if that is worth a copy.
+/// Returns the gain of `there` over `here`, if that is worth a copy.
 fn gain(request: &Request, there: &Choice<'_>, here: &Choice<'_>) -> Option<Gain> {
     match spread(request, there, here) {
         Some((Ordering::Less, gain)) => Some(gain),

@@ -50,7 +50,7 @@ fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCa
     world.nodes.values().filter_map(candidate).collect()
 }
 
-/// What the copy of a replica will take at once, as far as agents show what there is to copy.
+/// Returns the bytes that the copy of a replica will take at once, as far as agents show them.
 #[must_use]
 pub fn taken_bytes(agents: &Agents, replicas: &[&Replica]) -> u64 {
     let taken = |replica: &&Replica| {
@@ -64,7 +64,7 @@ pub fn taken_bytes(agents: &Agents, replicas: &[&Replica]) -> u64 {
     replicas.iter().filter_map(taken).max().unwrap_or(0)
 }
 
-/// The disk without what replicas make of it.
+/// Returns the disk without its replicas.
 fn disk_candidate(node: &Node, view: Option<&AgentView>, path: &str, spec: &DiskSpec) -> DiskCandidate {
     let status = node.status.disk_status.get(path);
     let seen = view.and_then(|view| view.disks.get(path));

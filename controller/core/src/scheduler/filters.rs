@@ -6,22 +6,22 @@ use super::zones::Zone;
 use super::{DiskCandidate, NodeCandidate, Request};
 use crate::{Label, Labels};
 
-/// What can remove a node, or a disk of it.
+/// A rule that can remove a node, or a disk of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Filter {
-    /// Its administrator wants no new replicas there.
+    /// The administrator wants no new replicas there.
     Cordon,
-    /// Its agent has to answer.
+    /// The agent has to answer.
     Ready,
-    /// It brings up no more replicas than it may.
+    /// The node must not exceed its limit of rebuilds.
     Rebuilds,
-    /// It has to have the tags that the volume asks for.
+    /// The node has to have the tags that the volume asks for.
     NodeTags,
     /// Replicas are in several zones.
     ZoneAntiAffinity,
     /// Replicas are on several nodes.
     NodeAntiAffinity,
-    /// It has to have a disk.
+    /// The node has to have a disk.
     HasDisk,
     /// The disk has to be usable.
     DiskUsable,
@@ -183,7 +183,7 @@ fn too_small(request: &Request, disk: &DiskCandidate) -> String {
 }
 
 impl Filter {
-    /// What is true of `count` nodes that it removes, to follow their number.
+    /// Returns the reason for which the filter removes `count` nodes, in words that follow the number.
     pub(super) fn of_nodes(self, request: &Request, count: usize) -> String {
         let (is, has, lacks) = if count == 1 { ("is", "has", "lacks") } else { ("are", "have", "lack") };
         match self {

@@ -6,8 +6,8 @@ use super::{DiskCandidate, Limits, Refusal, Removal, Request, filters};
 use crate::objects::{Replica, Volume};
 use crate::{NodeName, World};
 
-/// Whether every disk with a replica of `volume` can promise what it needs to be `size_bytes` large. Disks that are not
-/// known any more are not asked: what is on them is lost, and replaced.
+/// Returns an error unless every disk with a replica of `volume` has room for a size of `size_bytes`. Unknown
+/// disks are not considered: their replicas are lost, and will be replaced.
 ///
 /// # Errors
 /// [`Refusal`] names the disks that cannot.
@@ -40,7 +40,7 @@ fn place_of(replica: &Replica) -> (&NodeName, &str) {
     (&replica.spec.node_id, replica.spec.disk_path.as_str())
 }
 
-/// A disk with what it has promised, and what it is about to promise to other volumes that grow.
+/// Returns a disk with its scheduled bytes, including those of other volumes that are about to grow.
 fn disk(world: &World, volume: &Volume, node: &NodeName, path: &str) -> Option<DiskCandidate> {
     let object = world.nodes.get(node.as_str())?;
     let (spec, status) = (object.spec.disks.get(path)?, object.status.disk_status.get(path)?);

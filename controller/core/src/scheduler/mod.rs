@@ -31,8 +31,8 @@ pub const RESERVED_PERCENT: u64 = 10;
 /// How full disks may become and which machines are left alone, for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// How much of a disk replicas may promise, in percent of what is not reserved. Replicas are sparse, so more than
-    /// 100 can work, and can run out of space.
+    /// The limit of scheduled bytes, in percent of the bytes that are not reserved. Replicas are sparse, so
+    /// more than 100 can work, and can run out of space.
     pub storage_over_provisioning_percentage: u32,
     /// A disk with less than this free, in percent of its size, gets no new replica.
     pub storage_minimal_available_percentage: u32,
@@ -50,12 +50,12 @@ impl Default for Limits {
     }
 }
 
-/// What is wanted.
+/// The requirements of a placement.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     /// How large each replica can become.
     pub size_bytes: u64,
-    /// What each replica takes at once: a new one gets what others have.
+    /// The bytes that each replica takes at once: a new one gets the data of the others.
     pub used_bytes: u64,
     /// True if several replicas may be on one node.
     pub soft_anti_affinity: bool,
@@ -74,7 +74,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// What `volume` wants for each of its replicas.
+    /// Returns the requirements of each replica of `volume`.
     #[must_use]
     pub fn of(volume: &Volume, limits: Limits) -> Request {
         let (spec, status) = (&volume.spec, &volume.status);
@@ -97,44 +97,44 @@ impl Request {
 /// A node that could take replicas.
 #[derive(Clone, Debug)]
 pub struct NodeCandidate {
-    /// Its name.
+    /// The name of the node.
     pub name: NodeName,
-    /// What fails together with it.
+    /// The zone, whose nodes may fail together.
     pub zone: Option<Label>,
-    /// Its tags.
+    /// The tags of the node.
     pub tags: Labels,
     /// True if its administrator wants no new replicas there.
     pub cordoned: bool,
     /// True if its machine is cordoned in Kubernetes.
     pub machine_cordoned: bool,
-    /// True if those that are there are about to leave: they keep no other away from its zone.
+    /// True if the replicas on the node are about to leave: they keep no other replica out of the zone.
     pub evicted: bool,
     /// Why it cannot make one now.
     pub not_ready: Option<String>,
     /// True if it brings up as many replicas as it may.
     pub is_busy: bool,
-    /// Its disks.
+    /// The disks of the node.
     pub disks: Vec<DiskCandidate>,
 }
 
 /// A disk that could take replicas.
 #[derive(Clone, Debug)]
 pub struct DiskCandidate {
-    /// Its path.
+    /// The path of the disk.
     pub path: String,
-    /// Its identity.
+    /// The identity of the disk.
     pub uuid: String,
-    /// Its tags.
+    /// The tags of the disk.
     pub tags: Labels,
     /// Why it takes none at all.
     pub refusal: Option<String>,
-    /// Its size.
+    /// The size in bytes.
     pub total_bytes: u64,
-    /// What is free on it now.
+    /// The free bytes.
     pub available_bytes: u64,
-    /// What replicas leave to others.
+    /// The bytes that replicas leave to other users.
     pub reserved_bytes: u64,
-    /// What replicas were promised already.
+    /// The scheduled bytes.
     pub scheduled_bytes: u64,
     /// How many replicas of this volume are on it.
     pub same_volume: u32,
@@ -153,26 +153,27 @@ impl NodeCandidate {
 }
 
 impl DiskCandidate {
-    /// What may still be promised.
+    /// Returns the bytes that can still be scheduled.
     #[must_use]
     pub fn room_bytes(&self, limits: Limits) -> u64 {
         let usable = self.total_bytes.saturating_sub(self.reserved_bytes);
         percent_of(limits.storage_over_provisioning_percentage, usable).saturating_sub(self.scheduled_bytes)
     }
 
-    /// What has to stay free.
+    /// Returns the bytes that have to stay free.
     fn minimal_available_bytes(&self, limits: Limits) -> u64 {
         percent_of(limits.storage_minimal_available_percentage, self.total_bytes)
     }
 }
 
-/// Cut off to a whole number, exactly. Not in 128 bits: their division is what a placement would spend its time on.
+/// Returns exactly the percentage, rounded down. Avoids 128 bits, whose division would dominate the time of a
+/// placement.
 fn percent_of(percent: u32, bytes: u64) -> u64 {
     let percent = u64::from(percent);
     (bytes / 100).saturating_mul(percent).saturating_add(bytes % 100 * percent / 100)
 }
 
-/// Where one replica goes.
+/// The place of one replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// The node.

@@ -1,4 +1,4 @@
-//! Why there is no place, for programs and for people.
+//! Explains for programs and people why no place was found.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,13 +7,14 @@ use super::zones::Zones;
 use super::{Filter, NodeCandidate, Request, filters};
 use crate::NodeName;
 
-/// How many nodes a text names with their reasons. It is stored with the volume, and nobody reads a thousand.
+/// The maximum number of nodes that a text names with their reasons. The text is stored with the volume, and
+/// too long for people with a thousand.
 const NAMED_MAX: usize = 10;
 
 /// Why a node takes no replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removal {
-    /// What has removed it.
+    /// The filter that has removed the node.
     pub filter: Filter,
     /// A sentence about it.
     pub reason: String,
@@ -48,7 +49,7 @@ impl Refusal {
         Refusal::of(request, by_node, placed, wanted)
     }
 
-    /// Of the nodes that were removed.
+    /// Returns the refusal for the removed nodes.
     pub(super) fn of(
         request: &Request,
         by_node: BTreeMap<NodeName, Removal>,

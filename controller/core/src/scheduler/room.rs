@@ -9,9 +9,10 @@ use crate::requests::MAX_VOLUME_BYTES;
 /// How much more could be placed of some kind of volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
-    /// Of all volumes together: what the disks that take any may still promise, divided by the number of replicas.
+    /// The bytes for all volumes together: the sum of the bytes that can be scheduled, divided by the number
+    /// of replicas.
     pub available_bytes: u64,
-    /// Of one volume.
+    /// The largest single volume in bytes.
     pub largest_bytes: u64,
 }
 
@@ -30,7 +31,8 @@ pub fn room(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> Room {
     Room { available_bytes: (available_bytes / BLOCK_BYTES * BLOCK_BYTES).max(largest_bytes), largest_bytes }
 }
 
-/// The largest volume that has a place. What fits nowhere fits nowhere when it is larger, so the bounds can be halved.
+/// Returns the largest volume that has a place. A size that does not fit rules out all larger ones, so the
+/// search halves the interval.
 fn largest(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> u64 {
     let fits = |blocks: u64| {
         let request = Request { size_bytes: blocks * BLOCK_BYTES, ..request.clone() };

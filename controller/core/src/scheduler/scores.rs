@@ -1,4 +1,4 @@
-//! The order over what the filters leave: the first score that differs decides, the smaller is better.
+//! Orders the places that pass the filters: the first score that differs decides, and the smaller is better.
 
 use std::cmp::Ordering;
 
@@ -21,18 +21,18 @@ const SPREAD: &[(Gain, Score)] =
 /// Then space.
 const ROOM: &[Score] = &[fuller_zone, fuller_disk];
 
-/// What a place has before another one, the most important first.
+/// The advantage of a place over another one, the most important first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Gain {
-    /// It is on the node where the volume is used.
+    /// The place is on the node on which the volume is used.
     Locality,
-    /// Its zone has fewer replicas of the volume.
+    /// The zone has fewer replicas of the volume.
     Zone,
-    /// Its node has.
+    /// The node has fewer replicas of the volume.
     Node,
-    /// Its disk has.
+    /// The disk has fewer replicas of the volume.
     Disk,
-    /// Its disk can promise more.
+    /// The disk has more room to schedule.
     Room,
 }
 
@@ -44,7 +44,8 @@ pub(super) fn compare(request: &Request, one: &Choice<'_>, other: &Choice<'_>) -
     scores.map(by).find(|order| order.is_ne()).unwrap_or_else(names)
 }
 
-/// How well the replicas are spread with `one` instead of `other`, and by what; none: equally.
+/// Compares the spread of the replicas with `one` instead of `other`, and returns the reason of the order;
+/// none if equal.
 pub(super) fn spread(request: &Request, one: &Choice<'_>, other: &Choice<'_>) -> Option<(Ordering, Gain)> {
     let mut orders =
         SPREAD.iter().map(|(gain, score)| (score(request, one).cmp(&score(request, other)), *gain));

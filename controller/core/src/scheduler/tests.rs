@@ -92,7 +92,7 @@ fn what_is_there_counts() {
     assert_eq!(places(&place(&request(5), &mut nodes, 1, 2)), ["b/1"]);
 }
 
-/// What removes the only node of each case, and what is said of it.
+/// Each case has a filter that removes its only node, and the expected message.
 #[test]
 fn every_filter_removes_and_says_why() {
     let tagged = Request { node_selector: labels(["fast", "new"]).unwrap(), ..request(5) };
@@ -275,7 +275,7 @@ fn a_replica_that_leaves_its_node_keeps_no_other_away_from_its_zone() {
     assert_eq!(place_one(&hard_zones, &mut nodes, 2).unwrap().node.as_str(), "b");
 }
 
-/// Of two disks that differ in one thing only, and by name the other way round, the better one.
+/// Each case has two disks that differ in one property, and whose names are in the opposite order.
 #[test]
 fn every_score_decides_where_those_before_it_are_equal() {
     let local = Request { local: Some(NodeName::new("b").unwrap()), ..soft(5) };
@@ -430,7 +430,7 @@ fn some_request() -> impl Strategy<Value = Request> {
     })
 }
 
-/// What the rules say, written without the filters.
+/// Checks a placement by the rules, written without the filters.
 fn check_placed(request: &Request, nodes: &[NodeCandidate]) -> Result<(), TestCaseError> {
     let mut by_zone = std::collections::BTreeMap::new();
     for node in nodes {

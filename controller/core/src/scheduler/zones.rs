@@ -11,14 +11,14 @@ pub(super) struct Zones {
     zones: Vec<Zone>,
 }
 
-/// One zone.
+/// The state of a zone.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Zone {
     /// How many replicas of the volume are in it to stay.
     pub(super) same_volume: u32,
     /// How many of those keep no other away.
     pub(super) excused: u32,
-    /// What may still be promised on a disk that can be chosen, on average: zones need not have the same number.
+    /// The average room on a disk that can be chosen, because zones need not have the same number of disks.
     pub(super) mean_room_bytes: u64,
 }
 
@@ -37,7 +37,7 @@ impl Zones {
         &self.zones[self.of_node[at]]
     }
 
-    /// Counts what is there now, and returns the disks that pass all filters: node and disk, by their places.
+    /// Counts the current replicas, and returns the disks that pass all filters, as indexes of node and disk.
     pub(super) fn count(&mut self, request: &Request, nodes: &[NodeCandidate]) -> Vec<(usize, usize)> {
         self.zones.fill(Zone::default());
         for (node, zone) in nodes.iter().zip(&self.of_node).filter(|(node, _)| !node.evicted) {

@@ -27,7 +27,7 @@ fn pod(name: &str, claims: &[&str]) -> Pod {
     }
 }
 
-/// Of that claim, with a name made of it.
+/// Returns an attachment of that claim, with a name derived from it.
 fn attachment(of: &str, is_ours: bool) -> Attachment {
     Attachment {
         name: format!("csi-{of}"),

@@ -147,7 +147,7 @@ fn a_volume_that_was_undeleted_before_comes_back_with_all_of_its_replicas() {
     assert_eq!(failed, [true, false], "it has gone on without the first one");
 }
 
-/// A deletion has left replicas behind, and somebody makes a new volume of the name: it has nothing of the old one.
+/// A deletion has left replicas behind, and a new volume of the name is made: it has nothing of the old one.
 #[test]
 fn a_new_volume_is_not_taken_for_one_that_is_half_undeleted_by_what_was_left_behind() {
     let gone = life(1, 7, 1);
@@ -170,7 +170,7 @@ fn holds(attach: u64, number: u32) -> Holds {
     Holds { committed: Some(id), proposed: None, attach }
 }
 
-/// Clocks of nodes differ; what the directories and the records hold does not.
+/// Clocks of nodes differ; the content of the directories and the records does not depend on them.
 #[test]
 fn the_newest_by_what_they_hold_comes_back() {
     let gone = deleted(1);
@@ -224,7 +224,7 @@ fn an_undeletion_that_is_cut_off_anywhere_is_finished_by_the_next() {
     }
 }
 
-/// As a store has it that takes spec and status by calls of their own.
+/// Returns the object as in a store that takes spec and status by separate calls.
 fn without_status(object: Object) -> Object {
     match object {
         Object::Replica(replica) => Replica { status: ReplicaStatus::default(), ..replica }.into(),
@@ -248,7 +248,7 @@ fn a_replica_that_was_stored_in_part_is_never_made_anew() {
     assert!(end.replicas.values().all(|replica| replica.status.data == DataState::Present));
 }
 
-/// An undeletion was cut off, and somebody makes a volume of the name.
+/// An undeletion was interrupted, and a new volume of the name is made.
 #[test]
 fn a_new_volume_does_not_begin_with_what_is_half_undeleted() {
     let (whole, _) = back(&World::default(), &[trashed(&deleted(1), 1, 10, false)]).unwrap();
@@ -310,7 +310,7 @@ fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
     assert!(matches!(back(&other, &trash), Err(RequestError::Deleting(_))));
 }
 
-/// A node did not answer when its volume was deleted: its replica is what is left, and no volume has it.
+/// A node did not answer when its volume was deleted: its replica is left, without a volume.
 #[test]
 fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     let gone = deleted(1);

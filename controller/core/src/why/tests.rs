@@ -1,4 +1,5 @@
-//! One volume, v, of replicas 1, 2 and 3 on nodes a, b and c, attached to a; each case changes a little.
+//! Tests one volume, v, of replicas 1, 2 and 3 on nodes a, b and c, attached to a; each case changes a
+//! little.
 
 use std::collections::BTreeMap;
 
@@ -151,7 +152,7 @@ impl Case {
         self.volume().status.conditions.set(kind, Finding::wrong(reason, message), at(0));
     }
 
-    /// What is said at second 60.
+    /// Returns the explanation at second 60.
     fn said(&self) -> Explanation {
         let volume = &self.world.volumes["v"];
         explain(&self.world, &self.agents, volume, Settings::default(), at(60))

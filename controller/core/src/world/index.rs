@@ -149,7 +149,7 @@ impl World {
         names.filter_map(|name| self.engines.get(name)).filter(|engine| engine.status.is_serving())
     }
 
-    /// The volumes that may lack a replica, or have one that is to leave its place.
+    /// Returns the volumes that may lack a replica, or have one that is to leave its place.
     pub fn unsettled_volumes(&self) -> BTreeSet<&str> {
         let on_left = self.index.left.iter().flat_map(|node| self.replicas_on(node));
         let leaving = self.index.leaving.iter().filter_map(|name| self.replicas.get(name));

@@ -4,8 +4,8 @@ use std::ops::Deref;
 use crate::NodeName;
 use crate::objects::Replica;
 
-/// All replicas by name, and what they were promised on each disk, which every change keeps up to date: the
-/// scheduler asks for it at each placement, and counting anew would take longer with every replica.
+/// All replicas by name, and their scheduled bytes on each disk. Every change keeps these up to date: the
+/// scheduler needs them at each placement, and counting would take longer with every replica.
 ///
 /// A replica that is about to be stored is promised its place before: others may look for places while the store writes it.
 #[derive(Clone, Debug, Default)]
@@ -16,7 +16,7 @@ pub struct Replicas {
     promised: BTreeMap<NodeName, BTreeMap<String, Promised>>,
 }
 
-/// What the replicas on a disk were promised.
+/// The scheduled bytes of the replicas on a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Promised {
     /// The sum of their sizes. No number of volumes that a store can hold makes it overflow.
@@ -26,7 +26,7 @@ pub struct Promised {
 }
 
 impl Replicas {
-    /// What is promised on the disks of that node, by path.
+    /// Returns the scheduled bytes on the disks of that node, by path.
     #[must_use]
     pub fn promised_on(&self, node: &str) -> Option<&BTreeMap<String, Promised>> {
         self.promised.get(node)

@@ -9,7 +9,7 @@ use shorthorn_controller_core::observed::{
 use shorthorn_controller_core::{AgentCall, NodeName};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 
-/// What the replicas have stored, wherever they are.
+/// The stored state of all replicas, wherever they are.
 #[derive(Debug, Default)]
 pub struct Views {
     /// The newest view of each volume that is through.
@@ -43,7 +43,7 @@ impl Views {
     }
 }
 
-/// What an agent's stream says of one instance.
+/// An event of one instance in an agent's stream.
 #[derive(Clone, Debug)]
 pub enum Event {
     Set(InstanceKey, Box<Instance>),
@@ -59,9 +59,9 @@ pub struct SimAgent {
     pub device_used: bool,
     /// Instances that a call made which its caller had given up.
     pub strays: BTreeSet<InstanceKey>,
-    /// Of the engines, by attachment: the size that they were told.
+    /// The size that each engine has got, by attachment.
     pub sizes: BTreeMap<(InstanceKey, u64), u64>,
-    /// Of the engines: the newest map of replicas and its number.
+    /// The newest map of replicas of each engine, and its number.
     pub maps: BTreeMap<InstanceKey, (u64, BTreeSet<ReplicaId>)>,
 }
 
@@ -78,7 +78,7 @@ impl SimAgent {
         }
     }
 
-    /// Does what the call asks for. The events go to whoever listens.
+    /// Carries out the call. The events are sent to the listeners.
     pub fn call(
         &mut self,
         call: &AgentCall,
@@ -271,8 +271,8 @@ impl SimAgent {
         Ok(())
     }
 
-    /// Everything that starts comes to serve, and engines bring replicas up that run, as `runs` says. What comes
-    /// through is put into `views`.
+    /// Makes progress: starting processes begin to serve, and engines rebuild running replicas, as `runs`
+    /// says. Committed views are put into `views`.
     pub fn progress(&mut self, runs: &BTreeSet<String>, views: &mut Views, events: &mut Vec<Event>) {
         for (key, mut instance) in self.instances.clone() {
             let before = instance.clone();
@@ -319,7 +319,8 @@ impl SimAgent {
         }
     }
 
-    /// One member leaves the view of an engine here: more than half go on, half ask the arbiter, fewer freeze.
+    /// Removes one member from the view of an engine here. More than half continue, half ask the arbiter,
+    /// fewer freeze.
     pub fn fail_member(&mut self, which: usize, views: &mut Views, events: &mut Vec<Event>) {
         let engines = self.instances.iter().filter(|(key, _)| key.kind == InstanceKind::Engine);
         let engines: Vec<_> = engines.map(|(key, instance)| (key.clone(), instance.clone())).collect();
@@ -396,8 +397,8 @@ fn start_up(
     true
 }
 
-/// Members that do not run leave the view: more than half go on, half ask the arbiter, fewer wait for them. One that is
-/// being rebuilt and does not run any more has failed.
+/// Removes members that do not run from the view. More than half continue, half ask the arbiter, fewer wait
+/// for them. A replica that is being rebuilt and does not run any more has failed.
 fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
     let current = views.newest.get(volume).copied();
     let Some(current) = current.filter(|_| view.phase == "serving") else { return };

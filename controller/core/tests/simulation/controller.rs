@@ -1,4 +1,4 @@
-//! The shell of a simulated controller: what it has seen, and the runs that are under way.
+//! The shell of a simulated controller: the views that it has received, and the running reconcilers.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,7 +12,7 @@ use crate::agent::{Event, SimAgent};
 #[derive(Debug)]
 pub struct Controller {
     pub agents: Agents,
-    /// What the open streams have sent and the controller has not read.
+    /// The sent but unread events of the open streams.
     pub streams: BTreeMap<NodeName, VecDeque<Event>>,
     /// The actions that are left of the decisions made.
     pub runs: BTreeMap<Key, VecDeque<Action>>,

@@ -20,10 +20,10 @@ use crate::agent::{Event, SimAgent, Views};
 use crate::controller::Controller;
 
 pub const NODES: usize = 4;
-/// Rounds in which everything gets its turn before a world that never comes to rest counts as one.
+/// The number of rounds, each with a turn for all, after which a world counts as never coming to rest.
 const ROUNDS_MAX: u32 = 200;
 
-/// One step; the numbers choose among what is there.
+/// A step; its numbers choose among the existing objects.
 #[derive(Clone, Debug)]
 pub enum Op {
     Create,
@@ -48,7 +48,7 @@ pub enum Op {
     Progress(usize),
     ProcessDies(usize, usize),
     NodeRestarts(usize),
-    /// It never comes back; one at most.
+    /// A node never comes back; at most one does not.
     NodeLost(usize),
     /// The operator deletes the object of the node that is lost, with force or without.
     GiveUp(bool),
@@ -58,9 +58,9 @@ pub enum Op {
     DeviceUsed(usize, bool),
     Cordon(usize),
     Drain(usize),
-    /// As kubectl delete does, of any replica whatever it is.
+    /// Deletes any replica as kubectl delete does.
     DeleteReplica(usize),
-    /// A replica is asked to go to a better place, whether there is one or not, or to stay.
+    /// Requests a move of a replica to a better place, whether or not one exists, or cancels the request.
     Move(usize, bool),
     Uncordon(usize),
     TimePasses(u8),
@@ -97,7 +97,7 @@ pub struct Sim {
     used: BTreeSet<String>,
     lost_directories: BTreeSet<String>,
     views: Views,
-    /// Every grant that an engine was told of, by volume.
+    /// Every grant that an engine has got, by volume.
     granted: BTreeMap<String, Vec<View>>,
     /// Replicas whose data was deleted.
     deleted: BTreeSet<String>,
@@ -234,7 +234,7 @@ impl Sim {
         }
     }
 
-    /// What happens on a node by itself.
+    /// Does a fault of a node.
     fn hurt(&mut self, op: &Op) {
         let mut events = Vec::new();
         let (Op::Progress(at)
@@ -525,7 +525,7 @@ impl Sim {
         }
     }
 
-    /// Every device is opened, or closed, by somebody who does not let go of it when its volume is detached.
+    /// Opens or closes every device, for a user who does not release it when its volume is detached.
     pub fn use_devices(&mut self, used: bool) {
         self.nodes.iter_mut().for_each(|node| node.device_used = used);
     }
@@ -546,7 +546,8 @@ impl Sim {
         }
     }
 
-    /// All nodes but one take replicas again, so that each volume finds places for its own; one that is drained stays so.
+    /// Allows replicas again on all nodes but one, so that each volume finds places. A drained node stays
+    /// drained.
     pub fn open_nodes(&mut self) {
         let drained = |at: &usize| {
             let node = self.store.nodes.get(self.nodes[*at].name.as_str());

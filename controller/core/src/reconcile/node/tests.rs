@@ -27,7 +27,8 @@ fn agents(answers: bool, free_bytes: u64) -> Agents {
     agents
 }
 
-/// What is told, and whether the node is written; the world has it then.
+/// Runs the reconciler, and stores its result in the world. Returns the reported events, and whether the node
+/// is written.
 fn run(world: &mut World, agents: &Agents) -> (Vec<(bool, &'static str)>, bool) {
     let context =
         Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };

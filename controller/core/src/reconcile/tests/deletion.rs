@@ -1,4 +1,4 @@
-//! Volumes and replicas that somebody has deleted, and that cannot go yet.
+//! Tests deleted volumes and replicas whose removal has to wait.
 
 use super::detach::{both, leaving_world, rounds};
 use super::*;
@@ -21,8 +21,7 @@ fn engine_shows(agents: &mut Agents, change: impl Fn(&mut EngineView)) {
     }
 }
 
-/// The device of a volume is in use that was deleted: nobody who writes to it must lose more than he would
-/// otherwise.
+/// The device of a deleted volume is in use: its user must not lose more than otherwise.
 #[test]
 fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
     let (mut world, mut agents) = (leaving_world(), both());
@@ -266,7 +265,7 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
     assert_eq!(world.replicas.values().count(), 0);
 }
 
-/// Its disk is not mounted, for instance.
+/// The disk is not mounted, for instance.
 #[test]
 fn a_deletion_does_not_wait_for_a_disk_that_cannot_be_used() {
     let (mut world, mut agents) = without_b();
@@ -329,8 +328,8 @@ fn what_is_left_behind_goes_with_a_node_that_is_given_up() {
     assert_eq!(world.replicas.values().count(), 0);
 }
 
-/// Its engine was on b, and replicas refuse it: its process is stopped when the node is back, and its name
-/// is not free before.
+/// The engine was on b, and replicas refuse it. Its process is stopped when the node is back, and its name is
+/// not free before.
 #[test]
 fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
     let (mut world, mut agents) = without_b();
@@ -353,7 +352,7 @@ fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
     assert_eq!(world.engines["v"].spec.attach, 0, "that of the new volume");
 }
 
-/// As with a node that is given up, but its agent answers: the disk below is gone.
+/// Equals the case of a node that is given up, but the agent answers: the disk below is gone.
 #[test]
 fn replicas_of_a_disk_that_is_given_up_are_replaced_and_forgotten() {
     let mut world = degraded_world();

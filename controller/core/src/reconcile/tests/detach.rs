@@ -1,11 +1,11 @@
-//! Volumes that are taken off their node, and what is done for one that cannot be yet.
+//! Tests volumes that are detached, and the treatment of those that cannot be detached yet.
 
 use super::*;
 use crate::objects::{EngineStatus, Robustness, Volume, VolumeState};
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
-/// As [`degraded_world`], where both replicas are members and nobody wants the volume any more.
+/// Returns [`degraded_world`], with both replicas as members, and the volume not wanted any more.
 pub(super) fn leaving_world() -> World {
     let mut world = degraded_world();
     let lost = ReplicaId::from_random(2);
@@ -274,7 +274,8 @@ fn replicas_are_not_stopped_where_the_next_engine_needs_them() {
     assert_eq!(status.current_node_id, NodeName::new("c").ok());
 }
 
-/// What the operator has chosen is gone, so the salvage waits for him. Nobody needs the other replica meanwhile.
+/// The replica that the operator has chosen is gone, so the salvage waits for the operator. The other replica
+/// is not needed meanwhile.
 #[test]
 fn replicas_of_a_detached_volume_stop_also_while_a_salvage_waits() {
     let mut world = leaving_world();

@@ -22,7 +22,7 @@ fn serving(lost_writes: bool) -> World {
     world
 }
 
-/// The volume as it is stored then, and the warnings that are told with it.
+/// Returns the volume as it is stored then, and its warnings.
 fn watch(world: &World) -> (Option<Volume>, Vec<&'static str>) {
     let agents = agents(None);
     let context = Context {

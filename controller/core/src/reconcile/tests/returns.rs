@@ -1,4 +1,4 @@
-//! What a deletion has left behind, and what comes back in the middle of one.
+//! Tests objects that a deletion has left behind, and nodes that come back in the middle of one.
 
 use super::deletion::{all_agents, all_rounds, answers, failure, left_behind_engine, without_b};
 use super::detach::{IN_USE, both, leaving_world};
@@ -42,7 +42,8 @@ fn an_attachment_whose_engine_object_is_removed_late_gets_another_one() {
     assert_eq!(world.volumes["v"].status.attach, ATTACH + 1, "drawn once");
 }
 
-/// Its own engine has a greater number than the volume, as after a restore of one object: one number fences it.
+/// The engine has a greater number than its volume, as after a restore of one object. A single number fences
+/// it.
 #[test]
 fn a_number_is_drawn_above_that_of_the_engine() {
     let (mut world, mut agents) = (leaving_world(), both());
@@ -60,7 +61,8 @@ fn a_number_is_drawn_above_that_of_the_engine() {
     assert_eq!(world.volumes["v"].status.attach, 41);
 }
 
-/// Its node was away from before the deletion until after the undeletion: its process has the secret that the volume had before.
+/// The node was absent from before the deletion until after the undeletion: its process has the former secret
+/// of the volume.
 #[test]
 fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_told_of_it() {
     let mut world = degraded_world();
@@ -122,7 +124,7 @@ fn what_failed_before_a_deletion_leaves_no_replica_behind() {
     assert!(actions.iter().any(deletes) && world.replicas.get(&key.name).is_none(), "{actions:#?}");
 }
 
-/// Its data waits for an engine on its node that cannot be stopped: that is what it says.
+/// The data waits for an engine on its node that cannot be stopped, and the message says so.
 #[test]
 fn what_is_left_behind_says_which_engine_it_waits_for() {
     let (mut world, mut agents) = without_b();

@@ -1,4 +1,4 @@
-//! What is stored of a start, and when.
+//! Tests the stored steps of a start, and their times.
 
 use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
 use shorthorn_views::Arbiter;
@@ -130,7 +130,7 @@ fn a_volume_that_was_refused_once_is_accepted_when_it_can_be_read() {
     assert!(accepted, "{decision:#?}");
 }
 
-/// What is stored of an engine that has just been started and says that it is in that phase.
+/// Returns the stored status of an engine that has just been started and reports that phase.
 fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
     let mut world = starting(VolumeState::Attaching);
     let mut engine = world.engines.remove("v").unwrap();
@@ -167,8 +167,8 @@ fn an_engine_that_serves_or_cannot_is_stored_at_once_and_one_that_starts_is_not(
     assert_eq!(engine_after("serving", now()).unwrap().served_attach, ATTACH);
 }
 
-/// What becomes of a volume whose engine is frozen in its start, after that time; the grant was noted at the start as being
-/// waited for, or as taken, or never.
+/// Returns the health of a volume whose engine is frozen in its start, after that time. The start has noted
+/// the grant as awaited, as taken, or never.
 fn health_of_frozen(
     granted: Option<Finding>,
     now_is: Timestamp,
@@ -265,7 +265,7 @@ fn deleted(mut world: World) -> World {
     world
 }
 
-/// As kubectl delete does.
+/// The object is deleted as kubectl delete does.
 #[test]
 fn a_replica_that_somebody_has_deleted_stays_in_use_until_it_is_replaced() {
     let world = deleted(starting(VolumeState::Attaching));

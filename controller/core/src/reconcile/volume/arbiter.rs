@@ -1,4 +1,4 @@
-//! The arbiter: half of a view goes on only with its grant.
+//! Operates the arbiter: half of a view continues only with its grant.
 
 use std::collections::BTreeSet;
 
@@ -101,7 +101,7 @@ impl Run<'_> {
         self.next.status.conditions.set(ConditionType::Granted, finding, self.context.now);
     }
 
-    /// What the engine of the current attachment waits for, and where it is.
+    /// Returns the grant that the engine of the current attachment waits for, and its node.
     fn grant_wanted(&self) -> Option<(&NodeName, &GrantWanted)> {
         let node = self.engine?.spec.node_id.as_ref()?;
         let view = self.context.agents.get(node).filter(|view| view.is_synced())?;

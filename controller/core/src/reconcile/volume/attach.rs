@@ -11,7 +11,7 @@ use crate::reconcile::{ENGINE_RETRY, REPLICA_WAIT};
 use crate::{NodeName, ReplicaTarget};
 
 impl Run<'_> {
-    /// Draws the number of the attachment. Stored by this run; nothing is started before the next one.
+    /// Draws the number of the attachment. This run stores it, and nothing is started before the next one.
     pub(super) fn begin_attach(&mut self, node: NodeName) {
         if self.waits_for_name() {
             return;
@@ -27,7 +27,8 @@ impl Run<'_> {
         self.settle(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 
-    /// Above all that anybody in reach knows of, as the store may be older than the volume; and above its engine.
+    /// Draws a number above all that any reachable process knows, because the store may be older than the
+    /// volume, and above that of its engine.
     pub(super) fn draw_attach(&mut self) {
         let of_engine = self.engine.map_or(0, |engine| engine.spec.attach);
         self.next.status.attach = self.next.status.attach.max(self.reported_attach()).max(of_engine) + 1;
@@ -189,7 +190,7 @@ impl Run<'_> {
         self.set_health(robustness, finding);
     }
 
-    /// Writes what is desired of the replicas where that is something else.
+    /// Writes the desired state of the replicas if it differs.
     pub(super) fn want_replicas(&mut self, desire_state: DesireState) {
         for replica in self.replicas.clone() {
             self.want_replica(replica, desire_state);

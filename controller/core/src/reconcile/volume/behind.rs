@@ -33,7 +33,7 @@ impl Run<'_> {
         self.replicas.iter().filter_map(attach).max().unwrap_or_default()
     }
 
-    /// Draws a number above those that are used already, where the stored one is not. True: that is all for now.
+    /// Draws a number above those in use if the stored one is not. Returns true if this run ends with that.
     pub(super) fn catch_up(&mut self) -> bool {
         let (attach, refused) = (self.stored.status.attach, self.refused_attach());
         let is_used = match self.stored.status.state {

@@ -11,7 +11,7 @@ use crate::objects::{
 use crate::reconcile::SPACE_CHECK;
 use crate::scheduler::{self, Placement, Refusal, Request};
 
-/// What a volume waits for whose undeletion was cut off.
+/// The message of a volume whose undeletion was interrupted.
 const UNDELETING: &str =
     "the volume comes back from the trash; if that does not end, shorthornctl volume undelete it again";
 
@@ -63,8 +63,8 @@ impl Run<'_> {
         }
     }
 
-    /// Returns true if an engine that an earlier volume of the name has left behind has to go before this
-    /// volume can have one.
+    /// Returns true if this volume cannot have an engine before the one that an earlier volume of the name
+    /// has left behind is gone.
     pub(super) fn waits_for_name(&mut self) -> bool {
         let is_taken = self.context.world.engines.contains_key(&self.stored.metadata.name);
         let waits = self.engine.is_none() && is_taken;
@@ -75,7 +75,7 @@ impl Run<'_> {
         waits
     }
 
-    /// Returns true if the volume is to go on with those that are placed.
+    /// Returns true if the volume continues with the placed replicas.
     fn place_replicas(&mut self, wanted: u32) -> bool {
         let request = Request::of(self.stored, self.context.settings.scheduling);
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
@@ -98,8 +98,8 @@ impl Run<'_> {
         false
     }
 
-    /// As many as have a place; whether those are there. That others have none is stored only then: while the volume is
-    /// being created it would mean that the volume cannot be.
+    /// Places as many replicas as possible; returns whether enough are placed. That others have none is
+    /// stored only then: while the volume is being created it would mean that the volume cannot be.
     fn place_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
         if refusal.placed == present {
             let finding = Finding::wrong("NoPlace", refusal.to_string());

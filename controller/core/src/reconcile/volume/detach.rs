@@ -13,7 +13,8 @@ use crate::objects::{
 use crate::reconcile::{Context, engine, is_given_up};
 use crate::{Action, AgentCall};
 
-/// Returns true if no engine of the volume can write any more: the data of one that is deleted may go.
+/// Returns true if no engine of the volume can write any more, so that the data of a deleted volume may be
+/// removed.
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
     let stored = context.world.engines.get(&volume.metadata.name);
     if context.world.unknown(&Key::new(Kind::Engine, &volume.metadata.name)).is_some() {
@@ -27,7 +28,7 @@ pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volum
             || is_abandoned(volume, engine))
 }
 
-/// Returns true if it was stored that nobody waits for the engine any more.
+/// Returns true if the store records that the engine is not waited for any more.
 fn is_abandoned(volume: &Volume, engine: &Engine) -> bool {
     volume.is_deleting() && engine.spec.attach <= volume.status.abandoned_attach
 }
@@ -66,9 +67,10 @@ impl Run<'_> {
         self.settle(Finding::Well);
     }
 
-    /// Has the volume stay where it is wanted again, if its engine is still there. An engine of the current attachment goes on
-    /// as it is. A stop of it that is under way may still end it: it is then lost, as any engine that ends by itself. Where a
-    /// newer number was drawn meanwhile, the next engine takes the device over. False: the detach has to be finished first.
+    /// Keeps the volume where it is wanted again, if its engine still exists. An engine of the current
+    /// attachment continues unchanged. A stop under way may still end it: then it is lost, like any engine
+    /// that ends by itself. If a newer number was drawn meanwhile, the next engine takes the device over.
+    /// Returns false if the detach has to be completed first.
     pub(super) fn goes_on(&mut self) -> bool {
         let status = &self.stored.status;
         let Some(engine) = self.engine.filter(|engine| engine.spec.node_id == status.current_node_id) else {
@@ -138,7 +140,7 @@ impl Run<'_> {
         self.finally = Some(Engine { status, ..engine.clone() });
     }
 
-    /// Whether no engine runs, or none that matters; asks for that where one may.
+    /// Returns true if no relevant engine runs; requests the stop of one that may run.
     pub(super) fn engine_stopped(&mut self) -> bool {
         let Some(engine) = self.engine else { return true };
         if engine.spec.desire_state != DesireState::Stopped {
@@ -174,8 +176,9 @@ impl Run<'_> {
             && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
     }
 
-    /// Notes that nobody waits for an engine on a node that is given up, before the first replica goes: its node may come back in
-    /// the middle of that, and then it is stopped like one that is fenced. The arbiter grants it nothing any more.
+    /// Records that an engine on a node that is given up is not waited for, before the first replica is
+    /// removed. If the node comes back in the middle of that, the engine is stopped like a fenced one. The
+    /// arbiter grants it nothing any more.
     fn abandon(&mut self, engine: &Engine) {
         self.draw_attach();
         self.next.status.abandoned_attach = engine.spec.attach;
@@ -251,7 +254,7 @@ impl Run<'_> {
         self.settle(Finding::wrong("Deleting", message));
     }
 
-    /// What stands in the way of the replicas.
+    /// Returns the obstacles of the replicas.
     fn replica_messages(&self) -> String {
         let said = self.replicas.iter().filter(|replica| !replica.status.message.is_empty());
         said.map(|replica| format!("; {}: {}", replica.metadata.name, replica.status.message)).collect()

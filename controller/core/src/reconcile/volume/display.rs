@@ -1,4 +1,4 @@
-//! What kubectl shows of a volume in its columns, which cannot compute anything themselves.
+//! Computes the columns that kubectl shows of a volume, because kubectl cannot compute anything itself.
 
 use super::Run;
 use crate::objects::{ConditionType, Display, Engine, Replica, Volume, VolumeState};
@@ -8,7 +8,7 @@ use crate::reconcile::quiet_left;
 const GIB: u64 = 1 << 30;
 /// Less of a change is not worth a write.
 const LEAST_CHANGE_BYTES: u64 = 64 << 20;
-/// Nor is less than this part of what is stored.
+/// The divisor for the other minimum: changes of less than this part of the stored value are not stored.
 const LEAST_CHANGE_PART: u64 = 64;
 /// Conditions, those first that say most of why a volume is as it is.
 const BY_WEIGHT: [ConditionType; 6] = [
@@ -21,7 +21,7 @@ const BY_WEIGHT: [ConditionType; 6] = [
 ];
 
 impl Run<'_> {
-    /// Brings up to date what is shown. A start is left alone for as long as its steps are not stored.
+    /// Updates the displayed fields. A start does not change them as long as its steps are not stored.
     pub(super) fn show(&mut self) {
         self.next.status.conditions.observe(self.stored.metadata.generation);
         if self.next.status.state == VolumeState::Attaching
@@ -48,8 +48,8 @@ fn allocated_bytes(agents: &Agents, replica: &Replica) -> Option<u64> {
     }
 }
 
-/// Returns true if what replicas take differs enough from what is stored to be stored: so often that people
-/// see how a volume fills, so seldom that it costs a volume some hundred writes in all.
+/// Returns true if the allocated bytes of replicas differ enough from the stored value to be stored. The rule
+/// lets people see a volume fill, but costs a volume only some hundred writes in all.
 #[must_use]
 pub fn is_noticeable(stored_bytes: u64, found_bytes: u64) -> bool {
     let is_first = stored_bytes == 0 && found_bytes > 0;
@@ -78,7 +78,7 @@ fn display(volume: &Volume, engine: Option<&Engine>) -> Display {
     }
 }
 
-/// As Kubernetes writes sizes, in Gi, with as many digits as matter.
+/// Formats a size like Kubernetes, in Gi, with as many digits as matter.
 fn gibibytes(bytes: u64) -> String {
     if bytes.is_multiple_of(GIB) {
         return format!("{}Gi", bytes / GIB);

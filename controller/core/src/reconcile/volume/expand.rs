@@ -1,5 +1,6 @@
-//! A volume grows. What the disks of its replicas promise comes first, then the engine is told, which has the replicas
-//! grow and then the device. Only when the device shows it the volume has its new size.
+//! Expands a volume. First its new size is scheduled on the disks of its replicas. Then the engine gets the
+//! order, and grows first the replicas and then the device. The volume has its new size only when the device
+//! shows it.
 //!
 //! While nothing is attached it has it at once: an engine has every replica grow before it serves anything, one that
 //! was away too, so nobody ever sees the old size again.
@@ -28,7 +29,7 @@ impl Run<'_> {
         true
     }
 
-    /// Notes the size that the volume has, and what a larger one waits for.
+    /// Records the actual size of the volume, and the obstacle of a larger one.
     pub(super) fn note_size(&mut self) {
         let size = self.stored.spec.size;
         if self.stored.is_deleting() {

@@ -17,7 +17,7 @@ use crate::observed::{Detail, InstanceKey, InstanceState, ReplicaView};
 use crate::reconcile::{START_CHECK, Sight, sight};
 
 impl Run<'_> {
-    /// Whether no engine of that attachment or an older one can have anything acknowledged any more.
+    /// Returns true if no engine of that attachment or an older one can have anything acknowledged any more.
     pub(super) fn is_fenced(&self, engine: &Engine) -> bool {
         engine.spec.attach <= self.stored.status.fenced_attach
     }
@@ -60,8 +60,8 @@ impl Run<'_> {
         }
     }
 
-    /// What the replicas know that refuse every engine but the next. One that has lost its directory is not asked: it
-    /// does not know any more what it has stored.
+    /// Returns the reports of the replicas that refuse every engine but the next. A replica that has lost its
+    /// directory is not asked, because it has lost its records.
     fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
         let attach = self.stored.status.attach;
         let of = |replica: &&Replica| {
@@ -94,7 +94,7 @@ impl Run<'_> {
         }
     }
 
-    /// What the process of the replica says, where it runs and its node answers.
+    /// Returns the view of the replica's process, if it runs and its node answers.
     pub(super) fn replica_view(&self, replica: &Replica) -> Option<&ReplicaView> {
         let Sight::Clear(agent) = sight(self.context, &replica.spec.node_id) else { return None };
         let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);

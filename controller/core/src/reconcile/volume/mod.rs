@@ -34,7 +34,7 @@ struct Run<'a> {
     engine: Option<&'a Engine>,
     replicas: Vec<&'a Replica>,
     decision: Decision,
-    /// What is asked for once the new state is stored.
+    /// The calls to make once the new state is stored.
     then: Vec<(NodeName, AgentCall)>,
     /// The engine as it is stored once that was done.
     finally: Option<Engine>,
@@ -101,7 +101,8 @@ impl Run<'_> {
         self.note_size();
     }
 
-    /// The volume goes on as if nobody had asked: what Kubernetes has of it may be in use.
+    /// Lets the volume continue as if the deletion had not been requested, because a PersistentVolume may be
+    /// in use.
     fn hold_deletion(&mut self, persistent_volume: &str) {
         let message = format!(
             "deletion requested: the volume is deleted once PersistentVolume {persistent_volume} is deleted \
@@ -173,7 +174,7 @@ impl Run<'_> {
         self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
     }
 
-    /// As [`Run::settle`], but not for a start that may soon be over.
+    /// Records like [`Run::settle`], but not for a start that may soon be over.
     fn settle_start(&mut self, finding: Finding) {
         let left = quiet_left(self.context, Some(self.stored));
         if left.is_zero() {
@@ -183,7 +184,8 @@ impl Run<'_> {
         }
     }
 
-    /// Says why the robustness of a volume that is not attached is not known. That is no trouble: nobody is told.
+    /// Records why the robustness of a detached volume is not known. That is no trouble, so it is not
+    /// reported.
     fn know_no_health(&mut self) {
         self.next.status.robustness = Robustness::Unknown;
         let message = "the volume is not attached, and only its engine knows which replicas have all data";

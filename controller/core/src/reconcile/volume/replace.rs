@@ -1,4 +1,4 @@
-//! Replaces replicas that are lost, one at a time, and gives up those that are replaced.
+//! Replaces lost replicas, one at a time, and gives up replaced ones.
 //!
 //! Replicas that are to leave their node, or whose object somebody has deleted, are replaced in the same way: another one is made first. Members cannot be
 //! taken out of a view from outside, so once more replicas than configured are members, the process of one that is not
@@ -25,7 +25,7 @@ use crate::reconcile::{
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
 use crate::{ReplicaTarget, World};
 
-/// Returns true if the engine of the current attachment serves, and what it says is of that attachment.
+/// Returns true if the engine of the current attachment serves, and its status is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
     let (spec, status) = (&engine.spec, &engine.status);
     spec.attach == volume.status.attach && status.seen_attach == spec.attach && status.is_serving()
@@ -39,8 +39,8 @@ fn is_whole<'a>(volume: &Volume, engine: &Engine, replicas: impl Iterator<Item =
     replicas.filter(is_member).count() >= volume.spec.number_of_replicas.max(1) as usize
 }
 
-/// Whether the data of a replica may go while its volume stays: it was never a member, or enough others are, or nobody will
-/// ever see it again, and the engine has forgotten it.
+/// Returns true if the data of a replica may be deleted while its volume stays. The replica was never a
+/// member, or enough others are members, or it is given up; and the engine has forgotten it.
 pub(in crate::reconcile) fn may_go(
     context: &Context<'_>,
     volume: &Volume,
@@ -58,9 +58,9 @@ pub(in crate::reconcile) fn may_go(
     serves(volume, engine) && is_forgotten && is_needless
 }
 
-/// Returns true if the replica has to go before its substitute can be made: an engine cannot have one more.
-/// All others are members then, so that one at a time goes. A replica that only has a better place elsewhere
-/// stays where it is.
+/// Returns true if the replica has to be removed before its substitute can be made, because an engine cannot
+/// have one more. All others are members then, so that one at a time goes. A replica that only has a better
+/// place elsewhere stays where it is.
 pub(super) fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
     let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
     let id = replica.spec.replica_id;
@@ -104,8 +104,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Those that nobody needs: while enough are members, all others; else new ones that never got anywhere, and those
-    /// whose node is given up.
+    /// Returns the replicas that are not needed. While enough replicas are members, these are all others.
+    /// Otherwise they are new ones that were never used, and those whose node is given up.
     fn needless(&self, engine: &Engine, live: &[&'a Replica]) -> Vec<&'a Replica> {
         let wanted = self.stored.spec.number_of_replicas as usize;
         let is_gone = |replica: &Replica| {
@@ -138,7 +138,7 @@ impl<'a> Run<'a> {
         drain::is_evicted(self.context.world, replica)
     }
 
-    /// All run, but for one that leaves the view. What becomes of those that nobody needs does not matter: one that
+    /// Starts all replicas, except for one that leaves the view. Unneeded ones do not matter: a replica that
     /// was stopped to leave the view must not come back into it.
     fn want_needed(&mut self, engine: &Engine, live: &[&'a Replica], needless: &[&Replica]) {
         let leaving = surplus::leaving(self.context, self.stored, engine, live);
@@ -225,7 +225,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes a replica where it is better than where this one is, or lets this one stay where there is no such place any more.
+    /// Places a better substitute for a replica, or cancels the move if no better place is left.
     fn move_away(&mut self, replica: &Replica) {
         let here = (&replica.spec.node_id, replica.spec.disk_path.as_str());
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
@@ -245,7 +245,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A replacement is there before what it replaces goes, and an engine cannot have that many.
+    /// Records that an engine cannot have that many replicas, because a replacement exists before the
+    /// replaced one is removed.
     fn note_full(&mut self) {
         let message = format!("the volume has {MAX_MEMBERS} replicas, the maximum of an engine");
         self.next.status.conditions.set(
@@ -270,7 +271,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A place on a node that has none of the replicas; else, once every node was asked, beside one that is lost.
+    /// Returns a place on a node that has none of the replicas. Once every node was considered, it may be
+    /// beside a lost one.
     fn place_one_more(&self, engine: &Engine) -> Result<Placement, Refusal> {
         let request = self.request();
         let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
@@ -328,8 +330,8 @@ impl<'a> Run<'a> {
         self.note_enough();
     }
 
-    /// Tells the engine where these replicas are, which are all that it shall have. Of one that does not run the
-    /// engine keeps the place that it knows.
+    /// Sends the engine the addresses of these replicas, which are all that it shall have. The engine keeps
+    /// the last known address of a replica that does not run.
     pub(super) fn tell_places(&mut self, engine: &Engine, replicas: &[&Replica]) {
         let Some(node) = &engine.spec.node_id else { return };
         if self.context.world.unknown_replica_of(&self.stored.metadata.name).is_some() {

@@ -1,4 +1,4 @@
-//! Carries out the operator's decision that what one replica has is the volume.
+//! Carries out the operator's decision that the data of one replica is the volume.
 
 use super::Run;
 use crate::AgentCall;
@@ -6,7 +6,8 @@ use crate::objects::{ConditionType, CurrentState, DesireState, Finding, Replica,
 use crate::observed::InstanceKey;
 
 impl Run<'_> {
-    /// The engine stops, the replica stops, the replica is told; then the volume goes on as it was wanted.
+    /// Stops the engine and then the replica, and sends the replica the decision. Then the volume continues
+    /// as it was wanted.
     pub(super) fn salvage(&mut self) {
         let Some(salvage) = self.stored.status.pending_salvage().cloned() else { return };
         if !self.engine_stopped() {
@@ -40,7 +41,8 @@ impl Run<'_> {
         self.settle(Finding::wrong("Salvaging", message));
     }
 
-    /// Has the other replicas stop in the background where nobody wants the volume; false: they are to stop already.
+    /// Stops the other replicas in the background if the volume is not wanted; returns false if they are
+    /// being stopped already.
     fn stops_others(&mut self, salvage: &Salvage) -> bool {
         let is_other = |replica: &&Replica| {
             replica.spec.replica_id != salvage.replica_id && replica.spec.desire_state == DesireState::Running

@@ -11,8 +11,9 @@ use crate::objects::{CurrentState, DataLocality, DesireState, Engine, Replica, V
 use crate::reconcile::Context;
 use crate::{Timestamp, drain};
 
-/// The member to stop, if one is to be stopped. Of a view with more than are wanted: first one whose stop has begun, then one that is to leave its place, then one
-/// that does badly, then one whose place is worst, then the newest. Else one that has to go before its substitute is made.
+/// Returns the member to stop, if any. In a view with too many members, the order is: a member whose stop has
+/// begun, one that has to leave its place, one in a bad state, one in the worst place, the newest. Otherwise
+/// it is one that has to be removed before its substitute is made.
 pub(super) fn leaving<'a>(
     context: &Context<'_>,
     volume: &Volume,
@@ -46,7 +47,7 @@ struct Surplus<'a, 'w, 'r> {
 }
 
 impl Surplus<'_, '_, '_> {
-    /// Returns true if those that do well without it can change the view, and have everything.
+    /// Returns true if the healthy replicas without this one can change the view, and have everything.
     fn can_do_without(&self, replica: &Replica) -> bool {
         let id = replica.spec.replica_id;
         let others = self.members.iter().filter(|other| other.spec.replica_id != id && self.does_well(other));
@@ -74,7 +75,8 @@ impl Surplus<'_, '_, '_> {
         )
     }
 
-    /// What is worst of its place comes first: tags that it lacks, others at the same place, that the volume is used there.
+    /// Returns the faults of the place, the worst first: missing tags, other replicas at the same place,
+    /// being where the volume is used.
     fn badness_of_place(&self, replica: &Replica) -> Badness {
         let (world, spec) = (self.context.world, &replica.spec);
         let zone = |replica: &Replica| {

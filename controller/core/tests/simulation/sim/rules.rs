@@ -1,4 +1,4 @@
-//! What must hold after every step, and what must be so in the end.
+//! Checks the invariants after every step, and the conditions at the end.
 
 use shorthorn_controller_core::objects::{
     CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
@@ -41,8 +41,8 @@ impl Sim {
         }
     }
 
-    /// A replica is left behind only by a volume that goes for good, and of which no engine can write any
-    /// more.
+    /// Checks that only a volume that is deleted for good, and whose engines cannot write any more, leaves a
+    /// replica behind.
     fn check_left_behind(&self, replica: &Replica) {
         let name = replica.spec.volume_name.as_str();
         let Some(volume) = self.store.volumes.get(name) else { return };
@@ -190,7 +190,7 @@ impl Sim {
         assert!(goes || !in_view, "{name} is forgotten and in view {newest:?}");
     }
 
-    /// Returns true if the volume waits for a node that is lost, and that nobody could give up.
+    /// Returns true if the volume waits for a lost node that could not be given up.
     fn waits_for_lost(&self, volume: &Volume) -> bool {
         let Some(lost) = self.lost.map(|at| &self.nodes[at].name) else { return false };
         let engine = self.store.engines.get(&volume.metadata.name);
@@ -199,8 +199,8 @@ impl Sim {
         !self.is_given_up(lost) && (is_there || replicas.any(|replica| replica.spec.node_id == *lost))
     }
 
-    /// Returns true if a node is lost, and less than half of the newest view is left: nothing goes on without
-    /// a salvage.
+    /// Returns true if a node is lost, and less than half of the newest view is left: the volume needs a
+    /// salvage.
     fn is_lost(&self, volume: &Volume) -> bool {
         let living = || self.nodes.iter().enumerate().filter(|(at, _)| self.lost != Some(*at));
         let holds = |id: &shorthorn_types::ReplicaId| {
@@ -212,8 +212,8 @@ impl Sim {
         self.lost.is_some() && newest.is_some_and(few)
     }
 
-    /// Whether it waits for the node that is lost: too few replicas are left to refuse its engine, which was there, or an
-    /// operator has chosen a replica there and no other one since.
+    /// Returns true if the volume waits for the lost node: too few replicas are left to refuse the engine
+    /// there, or an operator has chosen a replica there and no other one since.
     fn is_stuck(&self, volume: &Volume) -> bool {
         let Some(gone) = self.lost.map(|at| &self.nodes[at].name) else { return false };
         let status = &volume.status;
@@ -225,8 +225,8 @@ impl Sim {
             || self.store.replicas_of(&volume.spec.volume_name).any(is_chosen)
     }
 
-    /// Returns true if no member of the newest view has its data any more: what is left is old, and only an
-    /// operator may choose it.
+    /// Returns true if every member of the newest view has lost its data: the remaining data is old, and only
+    /// an operator may choose it.
     fn has_lost_every_member(&self, volume: &Volume) -> bool {
         let name = &volume.metadata.name;
         let is_lost =
@@ -241,8 +241,8 @@ impl Sim {
         name.is_some_and(|name| self.lost_directories.contains(&name))
     }
 
-    /// A grant is stored before it is told, is of the attachment that is current when it is told, and comes after
-    /// all others.
+    /// Checks that a grant is stored before it is sent, is of the attachment that is current then, and comes
+    /// after all others.
     fn check_grant(&mut self, volume: &str, attach: u64, view: View) {
         let status = &self.store.volumes[volume].status;
         assert!(attach <= status.attach, "a grant for an attachment that is not stored");
@@ -256,7 +256,8 @@ impl Sim {
         told.push(view);
     }
 
-    /// Data goes only while enough others have everything, and it is not of the newest view.
+    /// Checks that data is deleted only while enough others have everything, and it is not of the newest
+    /// view.
     fn check_retirement(&self, name: &str, volume: &Volume) {
         let replica = &self.store.replicas[name];
         assert!(replica.metadata.is_deleting(), "{name} is deleted and nobody asked for that");
@@ -335,7 +336,7 @@ impl Sim {
         }
     }
 
-    /// One that is wanted there again goes on with the engine that it has.
+    /// Checks that a volume that is wanted again continues with its engine.
     pub fn check_back(&self) {
         for (name, attach) in &self.wanted_back {
             let status = &self.store.volumes[name].status;
@@ -343,7 +344,7 @@ impl Sim {
         }
     }
 
-    /// What was left behind goes once its node is back or given up.
+    /// Checks that objects that were left behind are removed once their node is back or given up.
     fn check_nothing_left_behind(&self) {
         let waits = |node: &NodeName| {
             let lost = self.lost.map(|at| &self.nodes[at].name);

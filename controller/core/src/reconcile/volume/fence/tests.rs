@@ -99,7 +99,8 @@ impl Lost {
         self.world.insert(volume.into());
     }
 
-    /// One run: what it stores is stored. Returns who is told to refuse engines older than which.
+    /// Does a run and stores its result. Returns the replicas that have to refuse engines, each with the
+    /// first generation not to refuse.
     fn run(&mut self) -> Vec<(String, u64)> {
         let now = Timestamp::UNIX_EPOCH + crate::reconcile::UNREACHABLE_AFTER;
         let (world, agents) = (&self.world, &self.agents);
