@@ -29,7 +29,7 @@ use tokio::task::{JoinHandle, JoinSet};
 
 /// Calls under way at once.
 const CALLS: usize = 64;
-/// How long nothing is done before the measurement begins.
+/// The quiet time before the measurement begins.
 const CALM: Duration = Duration::from_secs(10);
 /// How often rebuilding engines show their progress, as real ones do.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);

@@ -18,7 +18,7 @@ const NO_CERTIFICATE: &str =
 const HTTP: &str = "http://";
 const HTTPS: &str = "https://";
 
-/// Where a server is found.
+/// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct ServerUrl(String);
@@ -109,7 +109,7 @@ impl fmt::Display for ServerUrl {
     }
 }
 
-/// What a server listens on.
+/// The address on which a server listens.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Listen {

@@ -42,7 +42,7 @@ use crate::store::{KubeStore, RedbStore, Store, StoreError};
 use crate::tls::{Keeper, SecretKeeper, Tls, TlsApi, TlsError, signer};
 use crate::work::{Queue, Worker};
 
-/// How long calls of clients may go on after the controller was told to stop.
+/// The time limit for running calls after the controller was stopped.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 /// How often a silent connection is tried, and how long the answer may take.
 const KEEPALIVE: Duration = Duration::from_secs(10);
@@ -60,7 +60,7 @@ pub enum ServeError {
     /// The store cannot be opened, or broke.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There is no way to an API server.
+    /// The API server cannot be reached.
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// The objects of Kubernetes cannot be used.
@@ -101,7 +101,7 @@ pub enum ServeError {
     Api(#[from] tonic::transport::Error),
 }
 
-/// Runs the controller until it is told to stop.
+/// Runs the controller until it is stopped.
 ///
 /// # Errors
 /// [`ServeError`] where it cannot start, or cannot go on.
@@ -223,7 +223,7 @@ fn remove_socket(address: Option<&Listen>) {
     }
 }
 
-/// The store, and what comes with it in Kubernetes.
+/// The store, and the parts for Kubernetes that belong to it.
 struct Opened {
     /// The place for the CA.
     keeper: Arc<dyn Keeper>,
@@ -234,7 +234,7 @@ struct Opened {
     events: Option<Events>,
     attachments: Option<ClusterAttachments>,
     workloads: Option<ClusterWorkloads>,
-    /// None: there are no pods.
+    /// The connections to pods; none outside of Kubernetes.
     pods: Option<Pods>,
     /// They end with this value.
     tasks: JoinSet<()>,
@@ -354,7 +354,7 @@ fn identity() -> Result<String, getrandom::Error> {
     Ok(format!("{}-{:08x}", host.trim(), getrandom::u32()?))
 }
 
-/// Returns why the lease is lost; never if there is none.
+/// Returns the reason when the lease is lost; never returns without a lease.
 async fn lost(lease: Option<&mut LeaseThread>) -> String {
     match lease {
         Some(lease) => lease.lost().await,
@@ -385,7 +385,7 @@ fn csi_router(door: &CsiDoor) -> Router {
     server.add_service(identity.server()).add_service(door.clone())
 }
 
-/// Takes the address, and returns what serves there.
+/// Binds the address, and returns the server.
 async fn listen(
     listen: Listen,
     router: Router,

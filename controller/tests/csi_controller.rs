@@ -135,7 +135,7 @@ async fn what_is_announced_and_what_is_not() {
     assert_eq!(codes, [Code::Unimplemented; 5]);
 }
 
-/// A table of what is asked and what has to be answered.
+/// A table of requests and expected answers.
 #[derive(Default)]
 struct Cases(Vec<String>);
 
@@ -592,7 +592,7 @@ async fn code_of_delete(csi: &mut Caller, id: &str) -> Code {
     code(&csi.delete(id).await)
 }
 
-/// The service over a store in memory, where nobody reconciles but the test.
+/// The service over a store in memory, reconciled only by the test.
 struct Alone {
     store: Arc<MemoryStore>,
     csi: Caller,
@@ -877,7 +877,7 @@ async fn a_call_whose_controller_is_killed_is_repeated_to_the_same_end() {
     }
 }
 
-/// The limit is the one that NodeGetInfo says to kubelet, which counts on its own and can be wrong.
+/// The limit is that of NodeGetInfo for kubelet, whose own count can be wrong.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
     let alone = Alone::start();

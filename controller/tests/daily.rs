@@ -1,4 +1,5 @@
-//! What people do every day with shorthornctl: lists, what is wrong, where replicas are. The real programs over agents in memory.
+//! Tests the daily use of shorthornctl: lists, problems, places of replicas. The real programs run over
+//! agents in memory.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;

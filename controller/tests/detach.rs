@@ -1,4 +1,4 @@
-//! A volume that Kubernetes has attached is not detached by hand unless somebody insists.
+//! Tests that a volume that Kubernetes has attached is not detached by hand without force.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use shorthorn_controller_core::{NodeName, Timestamp};
 use tokio::sync::watch;
 use tonic::{Code, Request};
 
-/// What an API server says.
+/// The answer of an API server.
 struct Says(Result<Option<Attachment>, String>);
 
 #[tonic::async_trait]

@@ -1,4 +1,4 @@
-//! A node goes away with the volume attached to it.
+//! Tests the loss of a node with an attached volume.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;
@@ -43,7 +43,7 @@ async fn a_volume_whose_data_is_on_the_lost_node_only_waits_for_it() {
     cluster.check();
 }
 
-/// As Kubernetes does it: the volume's attachment is deleted, then a pod on another node wants it.
+/// Kubernetes deletes the attachment of the volume first, and then a pod on another node needs it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pod_comes_back_on_another_node() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
@@ -70,7 +70,7 @@ async fn a_pod_comes_back_on_another_node() {
     cluster.check();
 }
 
-/// A node that never comes back is given up: its replicas are made anew elsewhere, and nothing is left of it.
+/// The node is given up: its replicas are made anew elsewhere, and no object of it is left.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_never_comes_back_is_deleted() {
     let mut cluster = Cluster::start(&["a", "b", "c", "d"]).await;

@@ -1,4 +1,4 @@
-//! What the controller tells Prometheus and those who probe it.
+//! Tests the metrics and the health of the controller.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;
@@ -63,7 +63,7 @@ async fn objects_calls_and_writes_are_counted() {
     cluster.check();
 }
 
-/// A controller that keeps its objects behind an API server that nobody has started.
+/// Starts a controller whose objects are on an API server that does not run.
 fn away(directory: &std::path::Path, metrics: std::net::SocketAddr) -> Child {
     let kubeconfig = "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
         clusters: [{ name: c, cluster: { server: \"http://127.0.0.1:9\" } }]\n\

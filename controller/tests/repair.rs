@@ -277,7 +277,7 @@ async fn a_deletion_goes_on_without_a_node_that_is_down() {
     cluster.check();
 }
 
-/// What was on a node that was given up is there again, and nobody's.
+/// The data of a node that was given up is there again, without an owner.
 #[tokio::test(flavor = "multi_thread")]
 async fn leftovers_are_listed_and_deleted_only_by_name() {
     let cluster = Cluster::start(&["a", "b"]).await;

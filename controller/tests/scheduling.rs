@@ -1,4 +1,4 @@
-//! Where replicas go, and how they leave a node, through the controller process and shorthornctl.
+//! Tests the places of replicas and drains, through the controller process and shorthornctl.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;

@@ -1,4 +1,4 @@
-//! What happens beside an undeletion, and beside the deletion before it.
+//! Tests events beside an undeletion, and beside the deletion before it.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;
@@ -84,7 +84,7 @@ fn trashed(number: u64, node: &str, deleted_ms: u64) -> v1::TrashedReplica {
     }
 }
 
-/// Agents of a and b, and what a controller of them has.
+/// Agents of a and b, and the state of their controller.
 struct Nodes {
     agents: [FakeAgent; 2],
     truth: Arc<Mutex<Truth>>,
@@ -196,7 +196,7 @@ async fn what_is_deleted_during_an_undeletion_is_restored_and_nothing_older() {
     nodes.check();
 }
 
-/// A store in which somebody else changes the volume v first, some times.
+/// A store in which another client changes the volume v first, some times.
 #[derive(Debug)]
 struct Contended {
     store: MemoryStore,

@@ -31,7 +31,7 @@ impl Interceptor for OfCluster {
     }
 }
 
-/// Whether the node is ours, or may become so.
+/// Returns an error unless the node belongs to this cluster, or is free.
 pub(super) fn check(info: &v1::NodeInfo, cluster: &str) -> Result<(), Status> {
     if info.cluster.is_empty() || info.cluster == cluster {
         return Ok(());

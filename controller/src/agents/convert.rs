@@ -52,7 +52,8 @@ pub(super) fn disk(disk: v1::Disk) -> (String, DiskView) {
     (disk.path, view)
 }
 
-/// None for what this controller does not know; a newer agent may show more.
+/// Converts an instance; none for a kind that this controller does not know, because a newer agent may have
+/// more.
 pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)> {
     let state = match instance.state() {
         v1::InstanceState::Starting => InstanceState::Starting,
@@ -135,7 +136,7 @@ fn replica(status: v1::ReplicaStatus) -> ReplicaView {
     }
 }
 
-/// The attachment in a generation `<attach>.<restart>`, whatever follows; 0 where there is none.
+/// Returns the attachment in a generation `<attach>.<restart>`, whatever follows; 0 if it has none.
 fn attach_of(generation: &str) -> u64 {
     generation.split_once('.').and_then(|(attach, _)| attach.parse().ok()).unwrap_or(0)
 }
@@ -183,7 +184,7 @@ fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
     v1::RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
 }
 
-/// What an agent found in the directory of a replica.
+/// Converts an agent's findings in the directory of a replica.
 pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
     Inspection {
         usable: found.usable && !found.missing,
@@ -194,7 +195,7 @@ pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
     }
 }
 
-/// What an agent has to be able to do for a call, as a level of features. A call or a field that is added says its own.
+/// Returns the level of features that an agent needs for a call. A new call or field adds its own.
 pub(super) const fn level_of(call: &AgentCall) -> u32 {
     match call {
         AgentCall::StartReplica { .. }
@@ -333,7 +334,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
     }
 }
 
-/// A directory in the trash; none for what this controller does not know.
+/// Converts a directory in the trash; none if this controller does not know its kind.
 pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<Trashed> {
     Some(Trashed {
         node: node.clone(),
@@ -372,7 +373,7 @@ fn holds(trashed: &v1::TrashedReplica) -> Holds {
     }
 }
 
-/// The question what the directory of a replica has.
+/// Makes the request for the content of a replica's directory.
 pub(super) fn inspect_request(
     volume: &VolumeName,
     replica: ReplicaId,

@@ -1,4 +1,4 @@
-//! Follows the agents of all nodes that somebody says the address of, while these come, change and go.
+//! Follows the agents of all nodes with a known address, while nodes are added, changed and removed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ impl Fleet {
         }
     }
 
-    /// Follows those who are to be followed now, and nobody else.
+    /// Follows exactly the agents that are wanted now.
     async fn align(self: &Arc<Fleet>, following: &mut BTreeMap<NodeName, Following>) {
         let wanted = self.wanted();
         let is_left = |(node, link): &(&NodeName, &Following)| wanted.get(*node) != Some(&link.url);
@@ -65,7 +65,7 @@ impl Fleet {
         }
     }
 
-    /// Knows all agents that somebody says the address of.
+    /// Adds all agents with a known address.
     pub(super) fn know_stored(&self) {
         for (node, url) in self.wanted() {
             self.know(&node, &url);
@@ -81,7 +81,7 @@ impl Fleet {
         added.inspect_err(|error| tracing::warn!(%node, %error, "the agent cannot be followed")).is_ok()
     }
 
-    /// Where agents are: the configuration wins.
+    /// Returns the addresses of the agents; those of the configuration win.
     fn wanted(&self) -> BTreeMap<NodeName, ServerUrl> {
         let world = self.store.world();
         let mut wanted: BTreeMap<NodeName, ServerUrl> = world.nodes.values().filter_map(address).collect();
@@ -90,7 +90,7 @@ impl Fleet {
     }
 }
 
-/// Where an object says that the agent of its node is.
+/// Returns the address of the agent in the object of its node.
 fn address(node: &Node) -> Option<(NodeName, ServerUrl)> {
     let name = NodeName::new(&node.metadata.name).ok()?;
     if node.spec.address.is_empty() {

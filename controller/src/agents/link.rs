@@ -58,7 +58,7 @@ fn lose(fleet: &Fleet, node: &NodeName, error: &Status) {
     }
 }
 
-/// What went wrong, down to the system's own words: "transport error" helps nobody.
+/// Returns the error down to the message of the system, because "transport error" alone is no help.
 fn reason(error: &Status) -> String {
     let mut innermost: Option<&dyn std::error::Error> = std::error::Error::source(error);
     while let Some(source) = innermost.and_then(std::error::Error::source) {
@@ -68,7 +68,7 @@ fn reason(error: &Status) -> String {
     if text.is_empty() { error.code().to_string() } else { text }
 }
 
-/// Takes in everything that the agent shows, and returns the stream of what changes after that.
+/// Takes over the complete view of the agent, and returns the stream of the later changes.
 async fn sync(
     fleet: &Fleet,
     node: &NodeName,
@@ -93,7 +93,7 @@ async fn sync(
     Ok(stream)
 }
 
-/// Takes in who the agent is and which disks it has; returns its version, and what it warns of.
+/// Takes over the identity and the disks of the agent; returns its version and its warnings.
 async fn look(fleet: &Fleet, node: &NodeName, client: &mut Client) -> Result<(String, Vec<String>), Status> {
     let _asking = fleet.ask_for_disks(node).await;
     let info = client.get_node(limited(v1::GetNodeRequest {}, CALL_LIMIT)).await?.into_inner();
@@ -122,7 +122,7 @@ async fn collect(
     }
 }
 
-/// Takes in what changes, until the stream ends.
+/// Takes over the changes, until the stream ends.
 async fn listen(
     fleet: &Fleet,
     node: &NodeName,
@@ -165,8 +165,9 @@ fn take(fleet: &Fleet, node: &NodeName, event: v1::InstanceEvent) {
     fleet.queue.add([object].into_iter().chain(volume));
 }
 
-/// The volume, where its reconciler looks at what an instance says itself: the arbiter at what an engine asks for, and
-/// whoever takes a volume off a lost node at which engines a replica refuses, and whoever shows what the volume takes at that.
+/// Returns the volume whose reconciler reads this instance itself. The arbiter reads the question of an
+/// engine. Fencing on a lost node reads the generation that a replica refuses, and the display reads
+/// allocated bytes.
 fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &Instance) -> Option<Key> {
     let Detail::Replica(now) = &now.detail else { return Some(Key::new(Kind::Volume, &key.name)) };
     let refuses_the_same = fleet.agents().get(node).is_some_and(|view| {

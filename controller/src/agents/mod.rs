@@ -1,4 +1,4 @@
-//! The connections to the agents, and what the agents show. The only place that connects to them.
+//! Connects to the agents and keeps their views. No other part connects to them.
 
 mod cluster;
 pub(crate) mod convert;
@@ -57,27 +57,27 @@ pub enum CallError {
          spec.address of its object"
     )]
     NotConfigured(NodeName),
-    /// Its agent is not in reach.
+    /// The agent of the node is unreachable.
     #[error("the agent of node {0} is unreachable")]
     OutOfReach(NodeName),
-    /// Its agent is of an earlier release than what was asked for.
+    /// The agent has an earlier release than the request needs.
     #[error(
         "the agent of node {node} is too old to {what} (version {version}): upgrade the agent of node {node}"
     )]
     TooOld {
         /// The node.
         node: NodeName,
-        /// What it was asked for.
+        /// The request.
         what: &'static str,
-        /// What it says that it is.
+        /// The version of the agent.
         version: String,
     },
-    /// Its agent said no.
+    /// The agent has refused the request.
     #[error("{message}")]
     Refused {
         /// Which sort of no.
         code: Code,
-        /// What the agent says.
+        /// The message of the agent.
         message: String,
     },
 }
@@ -103,7 +103,7 @@ impl From<Status> for CallError {
     }
 }
 
-/// The agents of all nodes of which somebody says where they are: the configuration, or the node's object.
+/// The agents of all nodes with an address, in the configuration or in the node's object.
 pub struct Fleet {
     store: Arc<dyn Store>,
     queue: Arc<Queue>,
@@ -115,7 +115,7 @@ pub struct Fleet {
     agents: RwLock<Agents>,
 }
 
-/// What is in the trash of all nodes.
+/// The content of the trash of all nodes.
 #[derive(Clone, Debug, Default)]
 pub struct FoundTrash {
     /// The directories, with their nodes.
@@ -127,7 +127,7 @@ pub struct FoundTrash {
 }
 
 impl FoundTrash {
-    /// What may be missing, in sentences.
+    /// Returns the missing parts, in sentences.
     #[must_use]
     pub fn unknown(&self) -> Vec<String> {
         let silent = self.silent.iter().map(|node| format!("node {node} does not say what is in its trash"));
@@ -151,7 +151,8 @@ impl std::fmt::Debug for Fleet {
 }
 
 impl Fleet {
-    /// The fleet of these nodes, and of those whose objects say where they are; nothing is connected yet.
+    /// Creates the fleet of these nodes, and of those whose objects have an address; nothing is connected
+    /// yet.
     ///
     /// # Errors
     /// [`AddressError`] for a URL that can never work.
@@ -213,7 +214,7 @@ impl Fleet {
         self.peers.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the agents show. Not to be held across an await.
+    /// Returns the views of the agents. The guard must not be held across an await.
     pub fn agents(&self) -> RwLockReadGuard<'_, Agents> {
         self.agents.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -265,7 +266,7 @@ impl Fleet {
         self.queue.add(keys);
     }
 
-    /// Changes what the agent of `node` shows.
+    /// Changes the view of the agent of `node`.
     fn change(&self, node: &NodeName, change: impl FnOnce(&mut AgentView)) {
         if let Some(mut view) = self.agents_mut().get_mut(node) {
             change(&mut view);
@@ -357,7 +358,7 @@ impl Fleet {
         .map_err(CallError::from)
     }
 
-    /// Asks the agent of `node` what the directory of a replica has.
+    /// Requests the content of a replica's directory from the agent of `node`.
     ///
     /// # Errors
     /// [`CallError`].
@@ -375,7 +376,7 @@ impl Fleet {
         Ok(self.client(node)?.inspect_replica(limited(request, CALL_LIMIT)).await?.into_inner())
     }
 
-    /// What is in the trash of the disks of every node in reach, and of what it is not known.
+    /// Returns the content of the trash on every reachable node, and the nodes without an answer.
     pub async fn trash(&self) -> FoundTrash {
         let in_reach: Vec<NodeName> = {
             let agents = self.agents();
@@ -411,7 +412,7 @@ impl Fleet {
         FoundTrash { found, silent, problems }
     }
 
-    /// What is in the trash of the disks of one node.
+    /// Returns the content of the trash on the disks of one node.
     ///
     /// # Errors
     /// [`CallError`].
@@ -464,7 +465,7 @@ impl Fleet {
         (found, silent)
     }
 
-    /// Has the agent of `node` use a directory no more; what is in it stays.
+    /// Makes the agent of `node` stop using a directory; its content stays.
     ///
     /// # Errors
     /// [`CallError`].
@@ -481,7 +482,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Has the agent of its node delete a directory in the trash for good; of one that is restored, its
+    /// Makes the agent of its node delete a directory in the trash for good; of a restored one, only its
     /// record.
     ///
     /// # Errors
@@ -556,7 +557,7 @@ impl Fleet {
     }
 }
 
-/// Limits on what a peer that does not answer can hold up.
+/// Limits the time that an unresponsive peer can cost.
 fn protected(endpoint: Endpoint) -> Endpoint {
     endpoint
         .connect_timeout(CONNECT_LIMIT)

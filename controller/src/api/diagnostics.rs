@@ -9,20 +9,20 @@ use tonic::Status;
 
 use crate::metrics::ControllerVitals;
 
-/// The most of a file in one message, far below what a message of gRPC holds.
+/// The maximum part of a file in one message, far below the limit of gRPC.
 const PART_MAX_BYTES: usize = 1 << 20;
 
-/// Where it is asked.
+/// The sources of the diagnostics.
 #[derive(Clone, Debug)]
 pub struct Diagnostics {
-    /// What is shown as metrics.
+    /// The source of the metrics.
     pub vitals: Arc<ControllerVitals>,
     /// How the controller is configured, for people.
     pub configuration: String,
 }
 
 impl Diagnostics {
-    /// Sends everything, until nobody listens.
+    /// Sends all parts, until the receiver is gone.
     pub(super) async fn send(self, sender: mpsc::Sender<Result<v1::DiagnosticsPart, Status>>) {
         let mut page = Page::default();
         self.vitals.fill(&mut page).await;

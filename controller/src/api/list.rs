@@ -11,9 +11,9 @@ use super::server::{Api, Reply};
 use super::{status, view};
 use crate::kubernetes::workloads::Workload;
 
-/// The most objects in one answer, far below what a message of gRPC holds.
+/// The maximum number of objects in one answer, far below the limit of gRPC.
 pub(super) const PAGE_MAX: usize = 1000;
-/// What tokens begin with; the name of the last one of the page before follows.
+/// The prefix of a token, before the name of the last object of the page before.
 const TOKEN: &str = "after:";
 
 /// Some objects of a kind, in the order of their names.
@@ -22,7 +22,7 @@ struct Page<'a, T> {
     next_token: String,
 }
 
-/// The page of those that are `wanted` after the one that `token` names.
+/// Returns the page of the `wanted` objects after the one that `token` names.
 fn page<'a, T>(
     all: &'a BTreeMap<String, T>,
     size: u32,
@@ -70,7 +70,7 @@ impl Api {
         Ok(Response::new(answer))
     }
 
-    /// Looks up what uses the claims of the volumes; why it is not known, if it is not.
+    /// Adds the users of the volumes' claims; returns the reason if they are unknown.
     async fn add_workloads(&self, volumes: &mut [v1::Volume]) -> String {
         let Some(workloads) = &self.workloads else { return String::new() };
         let claims = volumes.iter().map(|volume| volume.claim.clone()).filter(|claim| !claim.is_empty());

@@ -13,7 +13,8 @@ use super::server::Api;
 use super::status;
 
 impl Api {
-    /// The agent first, where nothing is on the disk: it would list it again.
+    /// Removes a disk. If the disk is usable, its agent removes it first, because the agent would report it
+    /// again.
     pub(super) async fn take_disk_away(
         &self,
         request: v1::RemoveNodeDiskRequest,

@@ -1,4 +1,4 @@
-//! The gRPC interface of the controller: checks and stores what is wanted, and shows what is.
+//! The gRPC interface of the controller: checks and stores the desired state, and returns the current one.
 
 mod diagnostics;
 mod list;

@@ -1,4 +1,4 @@
-//! What a volume asks of its places, what leaves them, and what is on a node.
+//! Serves the requirements of volumes on their places, the rest of drains, and the content of nodes.
 
 use shorthorn_api::v1;
 use shorthorn_controller_core::requests::{self, SetVolume};

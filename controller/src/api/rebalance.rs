@@ -8,7 +8,7 @@ use tonic::{Response, Status};
 use super::server::{Api, Reply, drain_left};
 use super::status;
 
-/// How many moves are under way at a time where nothing is said: each copies a whole replica.
+/// The default number of simultaneous moves: each copies a whole replica.
 const DEFAULT_MAX_MOVES: u32 = 4;
 
 impl Api {

@@ -1,4 +1,4 @@
-//! Calls for an operator who repairs a volume.
+//! Serves the calls for an operator who repairs a volume.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +43,7 @@ impl Api {
         upgraded.map(Response::new).map_err(|error| status::of_call(&error))
     }
 
-    /// What every replica of a volume has, and what would be lost with each as the only one.
+    /// Returns the content of every replica of a volume, and the losses with each as the only one.
     pub(super) async fn inspect(&self, name: &str) -> Result<Vec<v1::InspectedReplica>, Status> {
         let (replicas, granted) = {
             let world = self.store.world();

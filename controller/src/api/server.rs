@@ -37,7 +37,7 @@ pub struct Api {
     pub(super) settings: Settings,
     /// None: no Kubernetes has volumes attached.
     attachments: Option<Arc<dyn Attachments>>,
-    /// None: nothing is told of the controller itself.
+    /// The diagnostics of the controller itself; none if they are not served.
     diagnostics: Option<Diagnostics>,
     /// None: no Kubernetes has workloads.
     pub(super) workloads: Option<Arc<dyn Workloads>>,
@@ -61,7 +61,7 @@ impl Api {
         Api { store, fleet, stopping, settings, attachments: None, diagnostics: None, workloads: None }
     }
 
-    /// The same, which detaches no volume that one of these names unless it is told to.
+    /// Sets the attachments of Kubernetes: a volume that has one is not detached without force.
     #[must_use]
     pub fn with_attachments(self, attachments: Arc<dyn Attachments>) -> Api {
         Api { attachments: Some(attachments), ..self }
@@ -73,13 +73,13 @@ impl Api {
         Api { diagnostics: Some(diagnostics), ..self }
     }
 
-    /// The same, which can tell what uses a volume.
+    /// Sets the source of the users of volumes.
     #[must_use]
     pub fn with_workloads(self, workloads: Arc<dyn Workloads>) -> Api {
         Api { workloads: Some(workloads), ..self }
     }
 
-    /// Whether nobody but the operator has to know of a detach.
+    /// Returns an error if Kubernetes uses the volume, so that a detach needs force.
     async fn check_unpublished(&self, name: &str) -> Result<(), Status> {
         let Some(attachments) = &self.attachments else { return Ok(()) };
         let is_wanted = |world: &World| Ok(requests::find(world, name)?.spec.node_id.is_some());
@@ -426,7 +426,7 @@ impl Api {
         Ok(view::node(&world, &self.fleet.agents(), node))
     }
 
-    /// Sends the volume whenever it looks different, until it is gone or nobody listens.
+    /// Sends the volume whenever its message changes, until it is deleted or the receiver is gone.
     async fn watch(
         mut self,
         name: String,

@@ -1,4 +1,4 @@
-//! Errors as gRPC statuses; node.proto says what each code means.
+//! Converts errors to gRPC statuses; node.proto defines the meaning of each code.
 
 use shorthorn_controller_core::requests::RequestError;
 use tonic::{Code, Status};

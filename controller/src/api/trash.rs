@@ -18,7 +18,7 @@ use crate::agents::{FoundTrash, convert};
 use crate::random::new_secret;
 use crate::store::StoreError;
 
-/// How often what an undeletion stores is decided anew because another change came first.
+/// The maximum number of new decisions of an undeletion after conflicting changes.
 const CONFLICTS_MAX: u32 = 10;
 
 /// How long an undeletion waits for the deletion to be over. Less than the caller does.
@@ -61,8 +61,7 @@ impl Api {
         }
     }
 
-    /// Deletes for good what is in the trash of the volume, or of one of its replicas. What is restored
-    /// stays.
+    /// Deletes the trash of the volume, or of one of its replicas, for good. Restored directories stay.
     pub(super) async fn empty_trash(
         &self,
         name: &str,
@@ -135,9 +134,9 @@ impl Api {
         Ok(v1::UndeleteVolumeResponse { volume: Some(self.show(name)?), problems })
     }
 
-    /// A deletion that has begun is not taken back, as Kubernetes knows no way to do that: it comes to its
-    /// end, which does not wait for nodes that do not answer, and then the volume comes back. What it has left
-    /// behind on nodes that answer again is waited for too: its data is on its way to the trash.
+    /// Waits until a deletion has ended. Kubernetes cannot cancel a deletion, so it completes, without
+    /// waiting for unreachable nodes, and then the volume comes back. The call also waits for objects left
+    /// behind on nodes that answer again: their data is being moved to the trash.
     async fn wait_for_deletion(&self, name: &str) -> Result<(), Status> {
         let mut changes = self.store.changes();
         let gone = async {
@@ -206,7 +205,7 @@ impl Api {
         problems
     }
 
-    /// Decides anew what to store if another change comes first.
+    /// Stores an undeletion, and decides anew after a conflicting change.
     async fn store_undeleted(
         &self,
         name: &str,

@@ -1,4 +1,4 @@
-//! The objects as the messages of controller.proto. What is secret has no place in them.
+//! Converts objects to the messages of controller.proto, which have no fields for secrets.
 
 use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{
@@ -60,7 +60,7 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
     }
 }
 
-/// What the engine of the current attachment says now.
+/// Returns the view of the current attachment's engine.
 fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a EngineView> {
     let view = agents.get(engine.spec.node_id.as_ref()?)?;
     match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {

@@ -30,7 +30,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first process of a container is told to end only if it asks for that.
+/// Waits for a signal, because the first process of a container must handle SIGTERM itself.
 fn pause() -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

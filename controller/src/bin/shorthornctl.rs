@@ -1,4 +1,4 @@
-//! `shorthornctl`: what people and scripts do with volumes.
+//! `shorthornctl`: manages volumes for people and scripts.
 
 use std::io::Write;
 use std::process::ExitCode;

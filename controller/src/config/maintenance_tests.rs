@@ -1,4 +1,4 @@
-//! What is configured for maintenance.
+//! Tests the configuration of maintenance.
 
 use super::StoreConfig;
 use super::tests::load;

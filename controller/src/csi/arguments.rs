@@ -1,4 +1,4 @@
-//! What comes in a request, checked before anything else happens.
+//! Checks the arguments of a request before anything else happens.
 
 use std::collections::HashMap;
 
@@ -59,7 +59,7 @@ pub(super) fn all_usable(wishes: Vec<v1::VolumeCapability>) -> Result<Vec<Capabi
     wishes.into_iter().map(|wish| usable(Some(wish))).collect()
 }
 
-/// What the parameters of a StorageClass say. Mutable ones are not announced.
+/// Parses the parameters of a StorageClass. Mutable ones are not supported.
 pub(super) fn parameters(
     parameters: &HashMap<String, String>,
     mutable: &HashMap<String, String>,

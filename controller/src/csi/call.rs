@@ -1,4 +1,4 @@
-//! One line in the log for each call, also for those whose callers have gone.
+//! Logs a line for each call, also if its caller is gone.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use crate::metrics::Metrics;
 /// More of a name is not logged.
 const NAME_MAX_CHARS: usize = 128;
 
-/// A call that is under way; what became of it is logged when this is dropped.
+/// A running call; the outcome is logged when this is dropped.
 #[derive(Debug)]
 pub(super) struct Call {
     metrics: Metrics,

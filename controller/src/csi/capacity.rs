@@ -15,7 +15,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use super::status::IntoCsiError;
 use super::{CsiController, arguments};
 
-/// Nobody sees it: the volume is never stored.
+/// The name of the hypothetical volume, which is never stored or shown.
 const NAME: &str = "capacity";
 
 /// How long a figure is good for: the external-provisioner asks for each part of the cluster, one after the

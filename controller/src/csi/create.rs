@@ -17,13 +17,13 @@ use crate::store::change;
 /// The word of the event that tells which parameters mean nothing.
 const PARAMETERS_IGNORED: &str = "ParametersIgnored";
 
-/// What is asked for.
+/// The requested volume.
 struct Wish {
     volume: VolumeName,
     new: NewVolume,
     /// Parameters of Longhorn's StorageClass that mean nothing here; empty: none.
     ignored: String,
-    /// Where it has to be reached from; at least one of them will do.
+    /// The places of which the volume must be accessible from at least one.
     requisite: Vec<Segment>,
 }
 
@@ -87,7 +87,7 @@ impl CsiController {
         }
     }
 
-    /// What a StorageClass says in vain, people find at the volume.
+    /// Reports ignored parameters of the StorageClass as an event of the volume.
     fn tell_ignored(&self, wish: &Wish) {
         let name = wish.volume.as_str();
         let uid = self.store.world().volumes.get(name).map(|volume| volume.metadata.uid.clone());

@@ -16,7 +16,7 @@ use tonic::server::NamedService;
 
 use super::CsiController;
 
-/// What answers for the Controller service of CSI, before there is one and after.
+/// The entrance to the Controller service of CSI, which answers before the service exists.
 #[derive(Clone, Debug, Default)]
 pub struct CsiDoor {
     controller: Arc<OnceLock<CsiController>>,
@@ -32,7 +32,7 @@ impl CsiDoor {
         self.ready.store(true, Ordering::Release);
     }
 
-    /// Whether calls get through.
+    /// Returns the flag that is true while calls reach the service.
     #[must_use]
     pub fn ready(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.ready)

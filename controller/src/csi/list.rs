@@ -14,9 +14,9 @@ use super::create::shown;
 use super::status::IntoCsiError;
 use super::{CsiController, arguments};
 
-/// The most volumes in one answer, far below what a message of gRPC holds.
+/// The maximum number of volumes in one answer, far below the limit of gRPC.
 const ENTRIES_MAX: usize = 4096;
-/// What tokens begin with; the name of the last volume of the page before follows.
+/// The prefix of a token, before the name of the last volume of the page before.
 const TOKEN: &str = "after:";
 
 impl CsiController {
@@ -59,7 +59,7 @@ impl CsiController {
         Ok(v1::ControllerGetVolumeResponse { volume: Some(shown(volume)), status: Some(status) })
     }
 
-    /// That a volume cannot be used so is no error.
+    /// Validates capabilities. Unsupported ones are an answer, and no error.
     pub(super) fn validate(
         &self,
         request: v1::ValidateVolumeCapabilitiesRequest,

@@ -63,7 +63,7 @@ impl CsiController {
     }
 }
 
-/// Whether the volume is where it was wanted, or will not come any more.
+/// Returns the outcome once the volume is attached as wanted, or will not be.
 fn has_come(world: &World, volume: &VolumeName, node: &NodeName) -> Option<Result<(), CsiError>> {
     if csi::is_published(world, volume.as_str(), node) {
         return Some(Ok(()));

@@ -24,7 +24,7 @@ type Answer<T> = Result<Response<T>, Status>;
 pub struct CsiController {
     pub(super) store: Arc<dyn Store>,
     pub(super) fleet: Arc<Fleet>,
-    /// One call at a time on each volume.
+    /// Gates that allow one call at a time on each volume.
     gates: Gates,
     /// Held while a volume is counted and given a place on a node that does not take any number.
     pub(super) counting: Arc<Mutex<()>>,
@@ -66,19 +66,19 @@ impl CsiController {
         }
     }
 
-    /// Tells people at their volumes what they should hear of.
+    /// Sets the recipient of events on volumes.
     #[must_use]
     pub fn telling(self, events: Option<Events>) -> CsiController {
         CsiController { events, ..self }
     }
 
-    /// As a service of a gRPC server.
+    /// Returns the service for a gRPC server.
     #[must_use]
     pub fn server(self) -> ControllerServer<CsiController> {
         ControllerServer::new(self).max_decoding_message_size(REQUEST_MAX_BYTES)
     }
 
-    /// The right to work on a volume, which goes with the call, also with one whose caller has gone.
+    /// Returns the pass for a volume. It is held until the call ends, even if the caller is gone.
     pub(super) fn enter(&self, volume: &VolumeName) -> Result<Pass, CsiError> {
         self.gates.enter(volume).ok_or_else(|| CsiError::busy(volume))
     }

@@ -10,7 +10,8 @@ use tokio::time::Instant;
 use super::CsiController;
 
 impl CsiController {
-    /// What `look` finds of the volume; looks again whenever the volume changes or its engine, until `deadline`.
+    /// Waits for a result of `look`, which runs again whenever the volume or its engine changes, until
+    /// `deadline`.
     pub(super) async fn wait<T>(
         &self,
         volume: &VolumeName,

@@ -1,4 +1,4 @@
-//! What Kubernetes says of the installation, with the rights of whoever asks.
+//! Checks the installation in Kubernetes, with the rights of the caller.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ const POLICIES: [&str; 2] = ["volumes.shorthorn.io", "installation.shorthorn.io"
 const INSTALL: &str =
     "helm upgrade --install shorthorn packaging/chart, or kubectl apply -k packaging/deploy";
 
-/// What was found: how bad it is, what, and what mends it.
+/// A finding: severity, message, and remedy.
 type Found = Option<(&'static str, String, String)>;
 
 /// Makes all checks.

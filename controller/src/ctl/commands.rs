@@ -25,7 +25,7 @@ const CALL_LIMIT: Duration = Duration::from_secs(30);
 /// An upgrade waits until the new process serves.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 
-/// Does what the command line says.
+/// Runs the command of the command line.
 ///
 /// # Errors
 /// [`CtlError`], which says what to do and knows the exit code.
@@ -77,7 +77,7 @@ impl Session {
 }
 
 struct Session {
-    /// The one that the controller is reached through, if it is.
+    /// The cluster through which the controller is reached, if any.
     cluster: Option<Cluster>,
     client: ControllerClient<Channel>,
     channel: Channel,
@@ -247,7 +247,7 @@ impl Session {
         output::upgrade(self.format, &name, &upgraded)
     }
 
-    /// Shows what there is to choose from; with a choice, confirms it and has it carried out.
+    /// Shows the choices; with a choice, confirms it and has it carried out.
     async fn salvage(&mut self, args: SalvageArgs) -> Result<String, CtlError> {
         let name = args.name;
         let request = limited(v1::GetVolumeRequest { name: name.clone() });
@@ -360,7 +360,7 @@ impl Session {
         }
     }
 
-    /// A list as text; one that is watched is written as it goes.
+    /// Returns a list as text. A watched list is written while it changes.
     async fn list(&mut self, what: What, options: Options) -> Result<String, CtlError> {
         let is_watched = options.watch;
         let lister = Lister { client: self.client.clone(), what, options };
@@ -576,7 +576,7 @@ pub(super) fn of_tags(tags: TagList) -> v1::Tags {
     v1::Tags { tags: tags.0 }
 }
 
-/// Who is at the keyboard, as far as that is known: for the record.
+/// Returns the name of the user at the keyboard, if known, for the record.
 fn operator() -> String {
     let variables = ["SUDO_USER", "USER", "LOGNAME"].into_iter();
     variables.filter_map(|name| std::env::var(name).ok()).find(|name| !name.is_empty()).unwrap_or_default()

@@ -2,13 +2,13 @@ use std::io::{BufRead, IsTerminal, Write};
 
 use super::error::CtlError;
 
-/// Asks on a terminal whether `volume` shall go; elsewhere nobody could answer.
+/// Asks on a terminal whether to delete `volume`; without a terminal, refuses.
 pub(super) fn deletion(volume: &str) -> Result<(), CtlError> {
     let refusal = format!("deleting volume {volume} destroys its data: use --yes without a terminal");
     typed(volume, &refusal, &format!("Delete volume {volume} and all its data?"))
 }
 
-/// Asks on a terminal whether what is left of `volume` shall go for good.
+/// Asks on a terminal whether to delete the trash of `volume` for good.
 pub(super) fn trash_removal(volume: &str) -> Result<(), CtlError> {
     let refusal =
         format!("the trash of volume {volume} will be deleted for good: use --yes without a terminal");

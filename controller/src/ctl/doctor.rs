@@ -45,7 +45,7 @@ impl From<v1::Check> for CheckView {
 }
 
 impl CheckView {
-    /// A check that was made here, with what it has found, if anything: how bad, what, and what mends it.
+    /// Makes a check of this program from its finding, if any: severity, message, and remedy.
     pub(super) fn new(name: &str, title: &str, found: Option<(&str, String, String)>) -> CheckView {
         let outcome = found.as_ref().map_or(PASSED, |(outcome, ..)| *outcome).to_owned();
         let findings = found.into_iter().map(|(outcome, message, fix)| {
@@ -60,7 +60,7 @@ impl CheckView {
     }
 }
 
-/// Whether the controller that answered is of this program's version.
+/// Checks that the controller has the version of this program.
 pub(super) fn version_check(controller: &str) -> CheckView {
     let found = (controller != VERSION).then(|| {
         let message = format!("shorthornctl is version {VERSION}, the controller {controller}");

@@ -3,19 +3,19 @@ use std::process::ExitCode;
 use thiserror::Error;
 use tonic::{Code, Status};
 
-/// Why a command did not do what it should. The exit codes are documented in `--help`.
+/// The reason why a command has failed. The exit codes are documented in `--help`.
 #[derive(Debug, Error)]
 pub enum CtlError {
     /// The controller said no.
     #[error("{0}")]
     Refused(String),
-    /// What it is about is not there.
+    /// The object does not exist.
     #[error("{0}")]
     NotFound(String),
     /// A part of it is done.
     #[error("{0}")]
     Incomplete(String),
-    /// It did not come about in time.
+    /// The condition did not hold in time.
     #[error("{0}")]
     Timeout(String),
     /// No controller answers.
@@ -24,9 +24,9 @@ pub enum CtlError {
          (or SHORTHORN_SERVER) right?"
     )]
     Unreachable {
-        /// Where it should be.
+        /// The address of the controller.
         server: String,
-        /// What the system says.
+        /// The error of the system.
         reason: String,
     },
     /// Deleting needs a yes.

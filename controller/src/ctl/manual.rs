@@ -8,7 +8,7 @@ use clap_complete::Shell;
 use super::args::Cli;
 use super::error::CtlError;
 
-/// What the program is called.
+/// The name of the program.
 const NAME: &str = "shorthornctl";
 
 /// The script that completes commands in that shell.

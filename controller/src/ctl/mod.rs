@@ -1,4 +1,4 @@
-//! `shorthornctl`: what people and scripts do with volumes.
+//! `shorthornctl`: manages volumes for people and scripts.
 
 mod args;
 mod bundle;

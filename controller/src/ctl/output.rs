@@ -17,7 +17,7 @@ use super::view::{
 };
 use super::wait::Drained;
 
-/// Writes `text` and ends its last line. A reader that went away (`| head`) has what it wanted.
+/// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
     if text.trim_end().is_empty() {
         return Ok(());
@@ -29,7 +29,7 @@ pub(super) fn print(text: &str) -> Result<(), CtlError> {
     }
 }
 
-/// Writes what an operator has to read before a question to standard error.
+/// Writes a text that an operator has to read before a question to standard error.
 pub(super) fn complain(text: &str) -> Result<(), CtlError> {
     let result = writeln!(std::io::stderr().lock(), "{}", text.trim_end());
     result.map_err(|error| CtlError::Output(error.to_string()))
@@ -55,7 +55,7 @@ pub(super) fn members(volume: &v1::Volume) -> String {
     format!("{members}/{}{}", volume.number_of_replicas, copying(&volume.replicas))
 }
 
-/// The size, and the one that it is to have while it has another.
+/// Returns the size, with the desired one if it differs.
 pub(super) fn size(volume: &v1::Volume) -> String {
     let wanted = human(volume.size_bytes);
     // A controller of an earlier version does not say it.
@@ -136,7 +136,7 @@ pub(super) fn upgrade(
     ))
 }
 
-/// What each replica of a volume has, and what would be lost with it.
+/// Formats the content of each replica of a volume, and the losses with it.
 pub(super) fn inspections(
     format: Format,
     volume: &str,
@@ -196,7 +196,7 @@ fn inspected_state(replica: &v1::InspectedReplica, inspection: &v1::ReplicaInspe
     if words.is_empty() { "stopped cleanly".to_owned() } else { words.join(", ") }
 }
 
-/// One volume in full.
+/// Formats all fields of a volume.
 pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlError> {
     if format == Format::Name {
         return Ok(format!("volume/{}", volume.name));
@@ -334,7 +334,7 @@ pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
     [node.to_owned(), disk.path.clone(), uuid, size, available, promised, allowed.to_owned(), message]
 }
 
-/// What is left on a drained node or disk.
+/// Formats the rest of a drain of a node or disk.
 pub(super) fn drain(format: Format, place: &Drained, drain: v1::Drain) -> Result<String, CtlError> {
     if !format.is_for_people() {
         return for_programs(format, &DrainView::from(drain));
@@ -361,7 +361,7 @@ pub(super) fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
     text
 }
 
-/// What is moved, for programs.
+/// Formats the moves for programs.
 pub(super) fn rebalance(
     format: Format,
     answer: v1::RebalanceResponse,
@@ -370,7 +370,7 @@ pub(super) fn rebalance(
     for_programs(format, &RebalanceView::of(answer, begun))
 }
 
-/// One node in full.
+/// Formats all fields of a node.
 pub(super) fn node(format: Format, node: v1::NodeObject) -> Result<String, CtlError> {
     if format == Format::Name {
         return Ok(format!("node/{}", node.name));
@@ -420,7 +420,7 @@ pub(super) fn node_rows(node: &v1::NodeObject) -> Vec<Vec<String>> {
     node.disks.iter().map(row).collect()
 }
 
-/// Whether a node can be used, and what is to be said of it.
+/// Returns whether a node can be used, and a message about it.
 fn readiness(node: &v1::NodeObject) -> (&'static str, String) {
     let ready = node.conditions.iter().find(|condition| condition.r#type == "Ready");
     let word = ready.map_or("unknown", |ready| if ready.status { "yes" } else { "no" });

@@ -1,4 +1,4 @@
-//! Where replicas are: what a volume asks of its places, what leaves one, and what is on a node.
+//! The places of replicas: the requirements of a volume, the rest of a drain, and the content of a node.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use super::wait::{HELD_LIMIT, Progress};
 /// The least time between two questions.
 const POLL: Duration = Duration::from_millis(500);
 
-/// What is to be changed of a volume.
+/// Makes the request for the changes of a volume.
 pub(super) fn change(args: SetVolumeArgs) -> v1::SetVolumeRequest {
     let changes = args.changes;
     v1::SetVolumeRequest {
@@ -34,7 +34,7 @@ pub(super) fn change(args: SetVolumeArgs) -> v1::SetVolumeRequest {
     }
 }
 
-/// What a volume asks of its places now.
+/// Returns a sentence about the current requirements of a volume.
 pub(super) fn sentence(volume: &v1::Volume) -> String {
     let mut text = format!("volume {} should have {} replicas", volume.name, volume.number_of_replicas);
     for (what, tags) in [("nodes", &volume.node_selector), ("disks", &volume.disk_selector)] {
@@ -97,7 +97,7 @@ pub(super) async fn evict(
     }
 }
 
-/// A node, with what is known of it alone.
+/// A node, with details that only this node's call returns.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct NodeDetailView {

@@ -1,4 +1,4 @@
-//! Has replicas moved to better places, a few at a time, until nothing is left to move.
+//! Moves replicas to better places, a few at a time, until no move is left.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ const CALL_LIMIT: Duration = Duration::from_secs(60);
 /// The least time between two questions.
 const POLL: Duration = Duration::from_millis(500);
 
-/// What the controller said last, and how many moves have begun in all.
+/// Returns the last answer of the controller, and the number of all moves.
 pub(super) async fn rebalance(
     client: &mut ControllerClient<Channel>,
     server: &str,

@@ -72,7 +72,7 @@ struct VersionView {
     differs: bool,
 }
 
-/// Returns true if nothing is wrong.
+/// Returns true if the overview has no problem.
 pub(super) fn is_well(overview: &v1::Overview) -> bool {
     overview.wrong.as_ref().is_none_or(|wrong| wrong.listed.is_empty())
 }

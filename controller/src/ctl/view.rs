@@ -1,4 +1,4 @@
-//! What `--output json` and `--output yaml` show. Fields are added, never renamed or removed: scripts
+//! The output of `--output json` and `--output yaml`. Fields are added, never renamed or removed: scripts
 //! rely on them. Named as in Longhorn where the meaning is the same.
 
 use serde::Serialize;
@@ -199,7 +199,7 @@ impl From<v1::Orphan> for OrphanView {
     }
 }
 
-/// A time as RFC 3339 has it, to the second; empty: there is none.
+/// Formats a time by RFC 3339, to the second; empty if absent.
 fn time_of(ms: u64) -> String {
     let seconds = i64::try_from(ms / 1000).ok().filter(|_| ms > 0);
     let time = seconds.and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
@@ -238,7 +238,7 @@ impl From<v1::View> for MembershipView {
     }
 }
 
-/// What a replica has, and what would be lost with it as the only one.
+/// The content of a replica, and the losses with it as the only one.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct InspectionView {

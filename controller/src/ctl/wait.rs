@@ -18,14 +18,14 @@ use super::size::human;
 
 /// The wait before a broken stream is opened again.
 const RETRY: Duration = Duration::from_millis(200);
-/// How often what is left of a drain is asked for.
+/// The interval of queries for the rest of a drain.
 const DRAIN_POLL: Duration = Duration::from_millis(500);
 /// The longest that such a question may take.
 const DRAIN_CALL_LIMIT: Duration = Duration::from_secs(30);
 /// How long all that is left of a drain may be held before waiting ends: the controller needs a moment to begin.
 pub(super) const HELD_LIMIT: Duration = Duration::from_secs(10);
 
-/// What is waited for.
+/// The condition to wait for.
 #[derive(Clone, Debug)]
 pub(super) enum Goal {
     /// All replicas have a disk.
@@ -34,7 +34,7 @@ pub(super) enum Goal {
     Attached(String),
     /// Nothing runs, or nothing but replicas that cannot be stopped for long.
     Detached,
-    /// It has that size, and its device where it is attached.
+    /// The volume has that size, and so has its device if it is attached.
     Expanded(u64),
     /// The volume is no more.
     Deleted,
@@ -139,22 +139,22 @@ pub(super) async fn wait(
     }
 }
 
-/// What is drained.
+/// The place that is drained.
 #[derive(Clone, Debug)]
 pub(super) struct Drained {
     /// The node.
     pub(super) node: String,
-    /// One disk of it; none: all of it.
+    /// The path of the disk; none for the whole node.
     pub(super) disk: Option<String>,
 }
 
 impl Drained {
-    /// Asks what is left there.
+    /// Makes the request for the rest of the drain.
     pub(super) fn request(&self) -> v1::GetDrainRequest {
         v1::GetDrainRequest { node: self.node.clone(), disk: self.disk.clone().unwrap_or_default() }
     }
 
-    /// What ends it.
+    /// Returns the command that ends the drain.
     fn uncordon(&self) -> String {
         match &self.disk {
             None => format!("shorthornctl node uncordon {}", self.node),
@@ -172,8 +172,8 @@ impl fmt::Display for Drained {
     }
 }
 
-/// Waits until nothing is left on a drained node or disk. Where all that is left is held for a while, nothing but the operator
-/// brings it further.
+/// Waits until a drained node or disk is empty. If the whole rest has been held for a while, only the
+/// operator can continue.
 pub(super) async fn drained(
     client: &mut ControllerClient<Channel>,
     server: &str,
@@ -275,7 +275,7 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
     )
 }
 
-/// A line on standard error that says what is being waited for; only on a terminal.
+/// A line on standard error about the condition; only on a terminal.
 pub(super) struct Progress(ProgressBar);
 
 impl Progress {

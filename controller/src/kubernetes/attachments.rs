@@ -33,7 +33,7 @@ pub trait Attachments: Send + Sync {
     async fn of(&self, volume: &str) -> Result<Option<Attachment>, String>;
 }
 
-/// Those of a cluster, asked for each time: a detach by hand is rare.
+/// The attachments of a cluster, queried each time, because a manual detach is rare.
 #[derive(Clone)]
 pub struct ClusterAttachments(Client);
 
@@ -44,7 +44,7 @@ impl std::fmt::Debug for ClusterAttachments {
 }
 
 impl ClusterAttachments {
-    /// Those of the cluster behind `client`.
+    /// Returns the attachments of the cluster behind `client`.
     #[must_use]
     pub fn new(client: Client) -> ClusterAttachments {
         ClusterAttachments(client)
@@ -76,7 +76,8 @@ impl Attachments for ClusterAttachments {
     }
 }
 
-/// Whether Kubernetes has made the object for that volume; its name says so without a look at the PersistentVolume.
+/// Returns the attachment if Kubernetes has made the object for that volume. The name shows that without the
+/// PersistentVolume.
 fn names(object: &VolumeAttachment, volume: &str) -> Option<Attachment> {
     let spec = &object.spec;
     let name = object.name_any();

@@ -20,14 +20,14 @@ use crate::work::backoff;
 /// How long changes are gathered before volumes are looked at: many claims are made or deleted at once.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// Keeps what is noted up to date, until it is dropped. `first` hears once everything that Kubernetes has
-/// is noted.
+/// Keeps the notes on claims up to date, until it is dropped. `first` is notified after the first complete
+/// pass.
 pub async fn note_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
     let kept = Mirror::new();
     tokio::join!(kept.follow(Api::all(client), ours), note(&kept, store.as_ref(), first));
 }
 
-/// What matters of it, if it is of our driver.
+/// Returns the relevant part of a PersistentVolume of Shorthorn's driver.
 fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
     let spec = found.spec.as_ref()?;
     let source = spec.csi.as_ref().filter(|source| source.driver == DRIVER_NAME)?;
@@ -92,7 +92,7 @@ async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: onesh
     }
 }
 
-/// Waits for a change after which something else is noted in a volume than what is so; returns these volumes.
+/// Waits for a change that outdates the notes of some volumes, and returns these volumes.
 async fn outdated_volumes(
     changes: &mut tokio::sync::broadcast::Receiver<shorthorn_controller_core::objects::Key>,
     store: &dyn Store,
@@ -120,8 +120,8 @@ async fn outdated_volumes(
     }
 }
 
-/// Notes what is so in these volumes; leaves in `pending` those of which it is not noted. A volume whose note is refused does
-/// not hold up the others.
+/// Updates the notes of these volumes; `pending` keeps those that failed. A refused note does not delay the
+/// other volumes.
 async fn note_all(
     store: &dyn Store,
     claims: &Claims,

@@ -17,10 +17,10 @@ pub const HASH_ANNOTATION: &str = "shorthorn.io/schema-hash";
 const HASH_BYTES: usize = 8;
 const RULES: &str = "x-kubernetes-validations";
 
-/// Whether the rules in CEL are part of a definition. API servers know them since 1.25.
+/// The choice of including the CEL rules in a definition. API servers support them since 1.25.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rules {
-    /// As they should be.
+    /// The rules are included.
     Included,
     /// For older API servers.
     LeftOut,
@@ -82,8 +82,8 @@ pub fn definition_name(kind: Kind) -> String {
     format!("{}.{GROUP}", plural(kind))
 }
 
-/// What tells schemas apart: that of a definition is in its annotation. Rules are no part of it, so that a definition
-/// without rules has the same.
+/// Returns the hash of a schema, which is in an annotation of its definition. Rules are not hashed, so that a
+/// definition without them has the same hash.
 fn hash_of(schema: &Value) -> String {
     let mut schema = schema.clone();
     leave_out_rules(&mut schema);
@@ -128,7 +128,7 @@ const fn short_name(kind: Kind) -> &'static str {
     }
 }
 
-/// What must hold between the name of an object and its spec.
+/// Returns the rules between the name of an object and its spec.
 fn name_rules(kind: Kind) -> Value {
     match kind {
         Kind::Volume => json!([
@@ -146,8 +146,8 @@ fn name_rules(kind: Kind) -> Value {
     }
 }
 
-/// What of our schema of a kind an API server would drop or refuse, which has this definition; nothing: it keeps everything.
-/// One of a later release has more than we know, and that is well.
+/// Returns the fields of this release's schema of a kind that an API server with the given definition would
+/// drop or refuse. If empty, it keeps everything. A definition of a later release may have more.
 #[must_use]
 pub fn lacking(kind: Kind, installed: &Value) -> Vec<String> {
     let ours = definition(kind, Rules::LeftOut);
@@ -200,7 +200,7 @@ fn leave_out_rules(schema: &mut Value) {
     }
 }
 
-/// What kubectl shows; those with a priority only with `-o wide`.
+/// Returns the columns of kubectl; those with a priority appear only with `-o wide`.
 fn columns(kind: Kind) -> Value {
     let column = |name: &str, path: &str, priority: u32| {
         let column = json!({ "name": name, "type": "string", "jsonPath": path });

@@ -17,7 +17,7 @@ use super::mirror::Mirror;
 use crate::store::{ChangeError, Store, change};
 use crate::work::backoff;
 
-/// What Kubernetes says of its machines, as far as it matters here; kept up to date by [`discover`].
+/// The relevant state of the machines in Kubernetes, kept up to date by [`discover`].
 #[derive(Debug)]
 pub struct Machines {
     machines: Mirror<discovery::Machine>,
@@ -32,7 +32,7 @@ pub struct MachineChanges {
 }
 
 impl Machines {
-    /// Nothing is known yet.
+    /// Creates an empty state.
     #[must_use]
     pub fn new() -> Arc<Machines> {
         Arc::new(Machines { machines: Mirror::new(), drivers: Mirror::new() })
@@ -44,7 +44,7 @@ impl Machines {
         Some(Cluster { machines: self.machines.all()?, drivers: self.drivers.all()? })
     }
 
-    /// What changes from now on.
+    /// Subscribes to later changes.
     #[must_use]
     pub fn changes(&self) -> MachineChanges {
         MachineChanges { machines: self.machines.changes(), drivers: self.drivers.changes() }
@@ -126,7 +126,7 @@ async fn note(known: &Machines, store: &dyn Store, port: u16) {
     }
 }
 
-/// Waits for a change of one of our own Node objects: one that was deleted comes again.
+/// Waits for a change of one of the controller's Node objects, because a deleted one is created again.
 async fn node_changed(changes: &mut Receiver<shorthorn_controller_core::objects::Key>) {
     loop {
         match changes.recv().await {

@@ -1,4 +1,4 @@
-//! Events of Kubernetes: they tell people what happens to a volume, with the volume.
+//! Sends Kubernetes events, which people see with their volume.
 //!
 //! Nobody waits for them. What is to be told goes through a queue with a bound to one task; where the API server is slower
 //! than what happens, events are dropped and counted.
@@ -21,16 +21,16 @@ use tokio::sync::mpsc;
 use super::{FIELD_MANAGER, kind_name, resource};
 use crate::store::kubernetes::bounded;
 
-/// How many events wait to be told.
+/// The maximum number of queued events.
 const QUEUE_MAX: usize = 256;
 /// The longest text of an event, in bytes; an API server takes no longer one.
 const NOTE_BYTES_MAX: usize = 1024;
-/// Who tells, as events name it.
+/// The reporter in events.
 const REPORTER: &str = "shorthorn.io/controller";
-/// What was being done: API servers want a word.
+/// The action in events, which API servers require.
 const ACTION: &str = "Reconcile";
 
-/// Where events go.
+/// The sender of events.
 #[derive(Clone, Debug)]
 pub struct Events {
     sender: mpsc::Sender<Told>,
@@ -88,7 +88,7 @@ impl Events {
         self.send(Told::Object(event.clone(), uid.to_owned()));
     }
 
-    /// As [`Events::tell`], about a pod.
+    /// Sends an event like [`Events::tell`], about a pod.
     pub fn tell_of_pod(&self, event: Event<Namespaced>, uid: &str) {
         self.send(Told::Pod(event, uid.to_owned()));
     }
@@ -99,7 +99,7 @@ impl Events {
         }
     }
 
-    /// How many events nobody was told of.
+    /// Returns the number of events that were dropped.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
@@ -107,7 +107,7 @@ impl Events {
 }
 
 impl Teller {
-    /// Tells what is to be told, until it is dropped.
+    /// Sends the queued events, until it is dropped.
     pub async fn run(mut self) {
         while let Some(told) = self.receiver.recv().await {
             self.warn_of_dropped();

@@ -122,7 +122,8 @@ fn policy(
     policy
 }
 
-/// `parameters`: every object of the policy's kind of parameter there refuses; where there is none, nothing does.
+/// Makes a binding. With `parameters`, every parameter object of the policy in that namespace makes it
+/// refuse. Without such an object it refuses nothing.
 fn binding(policy: &str, parameters: Option<&str>) -> Value {
     let mut binding = json!({
         "apiVersion": ADMISSION,
@@ -181,7 +182,8 @@ mod tests {
         }
     }
 
-    /// What a policy says of the deletion of `object` if `params` is there; evaluated by kube's own library.
+    /// Returns the refusals of a policy for the deletion of `object` if `params` exists, evaluated by kube's
+    /// own library.
     fn refusals(policy: &str, object: &Value, params: Option<&Value>) -> Vec<String> {
         let all = documents(NAMESPACE);
         let found = all.iter().find(|document| document["metadata"]["name"] == policy).unwrap();

@@ -35,11 +35,11 @@ const SETTLE: Duration = Duration::from_secs(1);
 const AGAIN: Duration = Duration::from_secs(30);
 /// The label of both with the uid of the Node object.
 const NODE_LABEL: &str = "shorthorn.io/guards-node";
-/// The note of a pod that says what the node is needed for.
+/// The annotation of a pod with the reasons for which the node is needed.
 const HOLDS_ANNOTATION: &str = "shorthorn.io/holds";
 /// The label by which others can select guard pods, as kured does.
 const APP_LABEL: &str = "app.kubernetes.io/name";
-/// Its value.
+/// The value of the label.
 const APP_NAME: &str = "shorthorn-guard";
 /// The user that the process is; any one but root would do.
 const USER: u32 = 65532;
@@ -73,7 +73,7 @@ struct There {
 }
 
 impl GuardPods {
-    /// Those in `namespace`, made of `image`; without one, those that are there are removed.
+    /// Manages guard pods in `namespace`, with `image`; without an image, existing ones are removed.
     #[must_use]
     pub fn new(
         client: Client,
@@ -168,7 +168,8 @@ impl GuardPods {
         volumes.into_iter().for_each(|volume| needed.look_at(&world, volume));
     }
 
-    /// Makes what is there what should be there; returns when to look again even if nothing changes.
+    /// Makes the existing guards equal to the wanted ones; returns the time of the next round without a
+    /// change.
     async fn round(
         &self,
         there: &There,
@@ -255,7 +256,7 @@ fn volume_of(key: &Key) -> Option<&str> {
     }
 }
 
-/// Where budgets are: API servers before 1.21 have no version 1 of them.
+/// Returns the resource of budgets: API servers before 1.21 have no version 1 of them.
 async fn budget_resource(client: &Client) -> ApiResource {
     let mut failures = 0;
     let version = loop {
@@ -298,7 +299,7 @@ fn metadata(name: &str, guard: &Guard) -> Value {
     })
 }
 
-/// One pod of one has to be there: so it is never evicted.
+/// Makes a budget that requires one of one pods, which therefore is never evicted.
 fn budget(resource: &ApiResource, name: &str, guard: &Guard) -> Value {
     json!({
         "apiVersion": resource.api_version,
@@ -308,8 +309,8 @@ fn budget(resource: &ApiResource, name: &str, guard: &Guard) -> Value {
     })
 }
 
-/// It comes to the machine without the scheduler, which puts none on a cordoned one, and tolerates every
-/// taint.
+/// Makes a pod that is bound to its machine without the scheduler, which uses no cordoned ones. The pod
+/// tolerates every taint.
 fn pod(image: &str, name: &str, guard: &Guard) -> Value {
     let container = json!({
         "name": "guard",

@@ -21,14 +21,14 @@ use crate::store::kubernetes::{CallError, bounded, is_code};
 pub const LEASE_NAME: &str = "shorthorn-controller";
 /// How long others leave a lease alone that is not renewed.
 pub const DURATION: Duration = Duration::from_secs(12);
-/// How long after the last renewal the holder goes on.
+/// The time after the last renewal for which the holder continues.
 pub const HOLD_LIMIT: Duration = Duration::from_secs(8);
 /// How often it is renewed.
 const RENEW_EVERY: Duration = Duration::from_secs(3);
 /// The wait before a renewal is tried again, or the lease of another is looked at again.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
-/// The lease of a controller that may become, or is, the one that works.
+/// The lease of a controller that is the leader, or may become it.
 #[derive(Debug)]
 pub struct Leadership {
     leases: Api<Lease>,
@@ -38,7 +38,7 @@ pub struct Leadership {
     renewed: Instant,
 }
 
-/// The last that was seen of somebody else's lease.
+/// The last observation of another holder's lease.
 #[derive(Debug)]
 struct Sighting {
     version: Option<String>,
@@ -79,7 +79,7 @@ fn holder(lease: &Lease) -> &str {
 }
 
 impl Leadership {
-    /// Waits until this controller holds the lease, however long that takes; `told` hears what became of every look.
+    /// Waits without limit until this controller holds the lease; `told` gets the result of every look.
     pub async fn acquire(
         client: Client,
         namespace: &str,
@@ -163,7 +163,7 @@ impl Leadership {
         }
     }
 
-    /// The one who has it instead, if somebody has.
+    /// Renews the lease. Returns the other holder, if the lease was taken.
     async fn renew(&mut self) -> Result<Option<String>, CallError> {
         let start = Instant::now();
         let mut lease = self.held.clone();

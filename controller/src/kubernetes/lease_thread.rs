@@ -29,7 +29,7 @@ const BEATS_MISSED_MAX: u32 = 10;
 enum State {
     /// Nothing was asked yet.
     Starting,
-    /// It asks for the lease; the error of its last call, if that failed.
+    /// The controller requests the lease; the error of its last call, if any.
     Waiting(Option<String>),
     /// The number of this leader.
     Held(Option<u64>),
@@ -190,7 +190,7 @@ mod tests {
     #[derive(Default)]
     struct FakeApi {
         writes: AtomicU64,
-        /// Somebody else has the Lease from now on.
+        /// Another controller has taken the Lease.
         is_taken: AtomicBool,
         version: AtomicU64,
     }

@@ -1,5 +1,6 @@
-//! A part of what the API server has of one kind, kept in memory: a list, then a watch from its version on, and again
-//! where that breaks. For objects of Kubernetes that the controller only reads; its own are in the store.
+//! Mirrors a part of the API server's objects of one kind in memory. A list is followed by a watch from its
+//! version, and both are repeated when the watch breaks. Mirrors are for objects that the controller only
+//! reads; its own are in the store.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -14,7 +15,7 @@ use tokio_stream::StreamExt;
 use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
 use crate::work::backoff;
 
-/// What is kept of each object, by its name.
+/// The kept part of each object, by name.
 #[derive(Debug)]
 pub struct Mirror<T> {
     kept: Mutex<Kept<T>>,
@@ -26,11 +27,11 @@ struct Kept<T> {
     by_name: BTreeMap<String, T>,
     /// True if everything was listed once.
     is_complete: bool,
-    /// The names of what has changed since it was asked for; none: it was listed since.
+    /// The names of the objects changed since the last call; none if a list came since.
     news: Option<BTreeSet<String>>,
 }
 
-/// What has changed in a mirror.
+/// The changes of a mirror.
 #[derive(Debug, PartialEq, Eq)]
 pub enum News<T> {
     /// Everything was listed.
@@ -41,7 +42,7 @@ pub enum News<T> {
 
 /// Why a watch does not go on.
 enum Broken {
-    /// The next one goes on from the last version.
+    /// The watch has ended, and the next one continues from the last version.
     Watch(String),
     /// Everything has to be listed again.
     Version(String),
@@ -64,7 +65,7 @@ impl<T: Clone + PartialEq> Mirror<T> {
         kept.is_complete.then(|| kept.by_name.clone())
     }
 
-    /// What has changed since the last call, for one caller only; none before everything was listed once.
+    /// Returns the changes since the last call, for a single caller; none before the first list is complete.
     pub fn news(&self) -> Option<News<T>> {
         let mut kept = self.kept();
         if !kept.is_complete {
@@ -105,7 +106,8 @@ impl<T: Clone + PartialEq> Mirror<T> {
         self.changed.send_replace(());
     }
 
-    /// Follows everything of a kind, until it is dropped. `part` is what is kept of an object; none: nothing.
+    /// Follows all objects of a kind, until it is dropped. `part` returns the part to keep of an object, or
+    /// none.
     pub async fn follow<K>(&self, api: Api<K>, part: fn(&K) -> Option<T>)
     where
         K: Resource + Clone + Debug + DeserializeOwned,
@@ -161,7 +163,7 @@ impl<T: Clone + PartialEq> Mirror<T> {
         }
     }
 
-    /// Takes in what changes; `version` is how far it has come.
+    /// Takes over the changes of a watch; `version` is updated to the last one.
     async fn watch<K>(&self, api: &Api<K>, part: fn(&K) -> Option<T>, version: &mut String) -> Broken
     where
         K: Resource + Clone + Debug + DeserializeOwned,

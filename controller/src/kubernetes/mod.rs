@@ -1,4 +1,4 @@
-//! What the controller is to Kubernetes: its custom resources and how it reaches the API server.
+//! The parts for Kubernetes: the custom resources, and the connection to the API server.
 
 pub mod attachments;
 pub mod claims;
@@ -28,9 +28,9 @@ pub const GROUP: &str = "shorthorn.io";
 pub const VERSION: &str = "v1alpha1";
 /// The label of engines and replicas with the name of their volume.
 pub const VOLUME_LABEL: &str = "shorthorn.io/volume";
-/// Who writes, as the API server records it.
+/// The field manager of all writes.
 pub const FIELD_MANAGER: &str = "shorthorn-controller";
-/// All kinds, in an order in which what refers to others comes before them.
+/// All kinds, in an order in which referring ones come first.
 pub const KINDS: [Kind; 4] = [Kind::Node, Kind::Replica, Kind::Engine, Kind::Volume];
 
 /// The name of the kind in objects.
@@ -50,7 +50,7 @@ pub fn plural(kind: Kind) -> String {
     format!("{}s", kind.as_str())
 }
 
-/// Where the objects of a kind are.
+/// Returns the resource of a kind.
 #[must_use]
 pub fn resource(kind: Kind) -> ApiResource {
     ApiResource {

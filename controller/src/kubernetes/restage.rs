@@ -24,13 +24,13 @@ use crate::store::Store;
 use crate::store::kubernetes::{CallError, bounded};
 use crate::work::backoff;
 
-/// How often what agents say is looked at.
+/// The interval at which the views of the agents are examined.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// Reasons of events.
 const ENDED: &str = "PodEnded";
 const NOT_ENDED: &str = "PodNotEnded";
 
-/// What everything here needs.
+/// The shared state of the restager.
 pub struct Restager {
     client: Client,
     machines: Arc<Machines>,
@@ -46,7 +46,7 @@ impl std::fmt::Debug for Restager {
 }
 
 impl Restager {
-    /// One over these.
+    /// Creates a restager.
     #[must_use]
     pub fn new(
         client: Client,

@@ -1,4 +1,4 @@
-//! What uses the claims of volumes. There is no watch over all pods: they are looked up when somebody asks.
+//! Finds the users of the claims of volumes. Pods are listed on demand, without a watch.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use kube::{Api, Client, ResourceExt};
 const PAGE: u32 = 500;
 /// The longest that all of them may take.
 const LIMIT: Duration = Duration::from_secs(15);
-/// Of more namespaces than these, all pods are listed at once.
+/// The number of namespaces above which all pods are listed at once.
 const NAMESPACES_MAX: usize = 20;
 /// The label of a Deployment's pods; the name of their ReplicaSet is that of the Deployment with its value.
 const HASH_LABEL: &str = "pod-template-hash";
@@ -20,9 +20,9 @@ const HASH_LABEL: &str = "pod-template-hash";
 /// A pod that uses a claim, and whose it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Workload {
-    /// Deployment, StatefulSet, …; Pod if the pod is nobody's.
+    /// The kind: Deployment, StatefulSet, …, or Pod for a pod without an owner.
     pub kind: String,
-    /// Its name.
+    /// The name of the workload.
     pub name: String,
     /// The pod.
     pub pod: String,
@@ -30,17 +30,17 @@ pub struct Workload {
     pub phase: String,
 }
 
-/// Knows what uses claims.
+/// A source of the users of claims.
 #[async_trait]
 pub trait Workloads: Send + Sync {
-    /// Who uses each of these claims, which are named NAMESPACE/NAME.
+    /// Returns the users of each of these claims, which are named NAMESPACE/NAME.
     ///
     /// # Errors
     /// Why that cannot be told, in words.
     async fn of(&self, claims: &BTreeSet<String>) -> Result<BTreeMap<String, Vec<Workload>>, String>;
 }
 
-/// Those of a cluster.
+/// The workloads of a cluster.
 #[derive(Clone)]
 pub struct ClusterWorkloads(Client);
 
@@ -51,7 +51,7 @@ impl std::fmt::Debug for ClusterWorkloads {
 }
 
 impl ClusterWorkloads {
-    /// Those of the cluster behind `client`.
+    /// Returns the workloads of the cluster behind `client`.
     #[must_use]
     pub fn new(client: Client) -> ClusterWorkloads {
         ClusterWorkloads(client)

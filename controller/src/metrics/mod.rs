@@ -21,7 +21,7 @@ use crate::work::Queue;
 pub use readiness::{Phase, Readiness};
 pub use store::Metered;
 
-/// What is counted for as long as the controller runs; cheap to clone.
+/// The counters for the life of the controller; cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     reconciles: Counters,
@@ -92,14 +92,14 @@ impl Metrics {
     }
 }
 
-/// What there is to show once the store is open.
+/// The sources of metrics once the store is open.
 struct Shown {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     queue: Arc<Queue>,
 }
 
-/// What the controller knows of itself.
+/// The health and the metrics of the controller.
 pub struct ControllerVitals {
     metrics: Metrics,
     readiness: Arc<Readiness>,
@@ -113,7 +113,7 @@ impl std::fmt::Debug for ControllerVitals {
 }
 
 impl ControllerVitals {
-    /// Those of a controller that has not opened its store.
+    /// Returns the vitals of a controller that has not opened its store.
     #[must_use]
     pub fn new(metrics: Metrics, readiness: Arc<Readiness>) -> Arc<ControllerVitals> {
         Arc::new(ControllerVitals { metrics, readiness, shown: OnceLock::new() })

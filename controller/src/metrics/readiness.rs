@@ -5,22 +5,22 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// How far it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// It has not seen its store, or the lease, yet.
+    /// The controller has not opened its store, or has not requested the lease yet.
     Opening,
     /// Another one leads. Standing by is all that can be asked of it.
     StandingBy,
-    /// It works.
+    /// The controller leads.
     Leading,
 }
 
-/// What `/readyz` answers.
+/// The state behind `/readyz`.
 #[derive(Debug)]
 pub struct Readiness(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// What the store said when it did not answer the last time.
+    /// The error of the store if its last call failed.
     away: Option<String>,
 }
 
@@ -35,7 +35,7 @@ impl Readiness {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It is that far.
+    /// Records that the controller has reached the phase.
     pub fn reached(&self, phase: Phase) {
         *self.state() = State { phase, away: None };
     }
@@ -45,12 +45,12 @@ impl Readiness {
         self.state().away = error;
     }
 
-    /// Returns true if it is the one that works.
+    /// Returns true if this controller leads.
     pub fn is_leading(&self) -> bool {
         self.state().phase == Phase::Leading
     }
 
-    /// Whether it can work.
+    /// Returns an error unless the controller can work.
     ///
     /// # Errors
     /// Why not.

@@ -1,4 +1,4 @@
-//! A store that counts what is written.
+//! A store that counts the writes.
 
 use std::sync::{Arc, RwLockReadGuard};
 use std::time::Instant;

@@ -6,7 +6,7 @@ use tokio::sync::broadcast;
 
 use super::{CHANGES_MAX, StoreError};
 
-/// The stored objects in memory, and who wants to hear of changes.
+/// The stored objects in memory, and the subscribers to their changes.
 #[derive(Debug)]
 pub(super) struct Cache {
     world: RwLock<World>,
@@ -34,7 +34,7 @@ impl Cache {
         Err(StoreError::Conflict { key: key.clone(), expected, found })
     }
 
-    /// Lets `change` at the objects; it returns the keys of what it has changed.
+    /// Lets `change` modify the objects; it returns the keys of the modified ones.
     pub(super) fn change(&self, change: impl FnOnce(&mut World) -> Vec<Key>) {
         let changed = change(&mut self.world.write().unwrap_or_else(PoisonError::into_inner));
         for key in changed {

@@ -10,7 +10,7 @@ const CONFLICTS_MAX: u32 = 10;
 /// Why a change was not made.
 #[derive(Debug)]
 pub enum ChangeError<E> {
-    /// It cannot be.
+    /// The change is not allowed.
     Refused(E),
     /// The store did not take it; [`StoreError::Conflict`]: others came first again and again.
     Store(StoreError),

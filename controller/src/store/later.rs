@@ -1,8 +1,9 @@
-//! What a later version has stored of an object, and this one does not know, stays when this one writes the object.
+//! Keeps fields that a later version has stored and this one does not know, when this one writes the object.
 
 use serde_json::Value;
 
-/// Keeps in `new` what `stored` has and this version cannot say. `known` is `stored` as this version reads and writes it.
+/// Keeps in `new` the parts of `stored` that this version cannot represent. `known` is `stored` as this
+/// version reads and writes it.
 pub(super) fn keep(stored: &Value, known: &Value, new: &mut Value) {
     match (stored, known, new) {
         (Value::Object(stored), Value::Object(known), Value::Object(new)) => {

@@ -21,7 +21,7 @@ pub use self::kubernetes::KubeStore;
 pub use self::memory::MemoryStore;
 pub use self::redb::RedbStore;
 
-/// How many changes a slow listener may be behind before it is told that it missed some.
+/// The number of changes that a slow listener may be behind before it is notified that it missed some.
 pub const CHANGES_MAX: usize = 4096;
 
 /// Objects with versions. A write names the version that it was made from, and fails with
@@ -31,8 +31,8 @@ pub trait Store: Send + Sync + 'static {
     /// Everything that is stored, as of the last write. Not to be held across an await.
     fn world(&self) -> RwLockReadGuard<'_, World>;
 
-    /// Stores the object durably where the stored version is still its own (0: where there is none), and
-    /// returns it with its new version.
+    /// Stores the object durably if the stored version is still its own (0 for a new one), and returns it
+    /// with its new version.
     async fn put(&self, object: Object) -> Result<Object, StoreError>;
 
     /// Removes the object durably where it still has this version.
@@ -57,32 +57,32 @@ pub trait Store: Send + Sync + 'static {
     }
 }
 
-/// Why a store cannot do what it was asked for.
+/// The reason why a store has failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// Another write came first: look again.
     #[error("{key} was changed meanwhile (version {found}, not {expected})")]
     Conflict {
-        /// What was to be written.
+        /// The object to write.
         key: Key,
         /// The version that the write was made from.
         expected: u64,
         /// The stored version; 0: none.
         found: u64,
     },
-    /// The store does not answer now; what was to be written may be written all the same. Try again.
+    /// The store does not answer now. The write may have succeeded all the same. Try again.
     #[error("the store is unreachable: {message}")]
     Unavailable {
-        /// What was wanted, and what went wrong.
+        /// The request and its error.
         message: String,
     },
     /// The store does not take this object, however often it is tried.
     #[error("{key} cannot be stored: {message}")]
     Refused {
-        /// What was to be written.
+        /// The object to write.
         key: Key,
-        /// What the store says.
+        /// The message of the store.
         message: String,
     },
     /// Another controller has the file.
@@ -93,7 +93,7 @@ pub enum StoreError {
     Open {
         /// The file.
         path: PathBuf,
-        /// What the database or the system says.
+        /// The error of the database or the system.
         message: String,
     },
     /// The file is there and is not a store of this version.
@@ -101,7 +101,7 @@ pub enum StoreError {
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem of the file.
         message: String,
     },
     /// A write failed. The store refuses more of them until it is opened again.
@@ -111,7 +111,7 @@ pub enum StoreError {
     Write {
         /// The file.
         path: PathBuf,
-        /// What the database or the system says.
+        /// The error of the database or the system.
         message: String,
     },
 }

@@ -99,8 +99,8 @@ impl RedbStore {
         Arc::new(RedbKeeper(RedbStore { inner: Arc::clone(&self.inner) }))
     }
 
-    /// Runs `write` where blocking is allowed. It runs to its end even if the caller goes away, so that
-    /// memory and file never differ.
+    /// Runs `write` on a thread that may block. It completes even if the caller is gone, so that memory and
+    /// file never differ.
     async fn blocking<T: Send + 'static>(
         &self,
         write: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
@@ -245,7 +245,8 @@ fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
     Ok((revision, cluster))
 }
 
-/// The objects, and the names of those that cannot be read: one bad object is reported, and does not stop the others.
+/// Loads the objects, and the names of unreadable ones: one bad object is reported, and does not stop the
+/// others.
 fn load(database: &Database) -> Result<(World, BTreeSet<String>), Damage> {
     let (mut world, mut unreadable) = (World::default(), BTreeSet::new());
     let objects = database.begin_read()?.open_table(OBJECTS)?;

@@ -8,7 +8,7 @@ fn node(name: &str, version: u64) -> Object {
     Object::Node(Node { metadata, spec: Default::default(), status: Default::default() })
 }
 
-/// What every store keeps.
+/// Checks the contract of every store.
 async fn keeps_the_contract(store: &dyn Store) {
     let key = Key::new(Kind::Node, "n");
     let mut changes = store.changes();

@@ -27,16 +27,16 @@ const RUNS_MAX: usize = 64;
 /// How many urgent ones beside them: no call to an agent that is slow holds a fail-over up.
 const URGENT_RUNS_MAX: usize = 32;
 
-/// What every run needs.
+/// The shared state of all runs.
 pub struct Worker {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     queue: Arc<Queue>,
     /// Held while a decision that may give disk space away is taken, until its places are promised.
     placing: Mutex<()>,
-    /// Where an error of the store goes that no retry mends.
+    /// The channel for errors of the store that no retry can repair.
     broken: mpsc::Sender<StoreError>,
-    /// Where people hear of what happens, beside the log.
+    /// The events, which people see besides the log.
     events: Option<Events>,
     settings: Settings,
     metrics: Metrics,
@@ -49,7 +49,7 @@ impl std::fmt::Debug for Worker {
 }
 
 impl Worker {
-    /// A worker over these; what `broken` hears of ends the process.
+    /// Creates a worker; an error sent to `broken` ends the process.
     #[must_use]
     pub fn new(
         store: Arc<dyn Store>,

@@ -20,7 +20,7 @@ pub struct Queue {
     is_urgent: Option<Box<IsUrgent>>,
 }
 
-/// Whether a run over an object is urgent now.
+/// Returns true if a run over an object is urgent now.
 type IsUrgent = dyn Fn(&Key) -> bool + Send + Sync;
 
 #[derive(Debug, Default)]
@@ -28,13 +28,13 @@ struct State {
     urgent: VecDeque<Key>,
     /// An object that has become urgent since it was added keeps its place here, and is passed over.
     ready: VecDeque<Key>,
-    /// What is in `ready`.
+    /// The objects in `ready`.
     in_ready: HashSet<Key>,
-    /// What is to be handed out, and whether it is urgent.
+    /// The queued objects, and whether each is urgent.
     queued: HashMap<Key, bool>,
-    /// What is being worked on.
+    /// The objects of running reconcilers.
     active: HashSet<Key>,
-    /// What changed while it was being worked on.
+    /// Objects that changed while their reconciler was running.
     again: HashSet<Key>,
     timers: BTreeSet<(Instant, Key)>,
     timer_of: HashMap<Key, Instant>,
@@ -68,7 +68,7 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// An empty queue in which nothing is urgent.
+    /// Creates an empty queue, in which no object is urgent.
     #[must_use]
     pub fn new() -> Queue {
         Queue::default()

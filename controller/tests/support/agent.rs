@@ -1,4 +1,4 @@
-//! An agent in memory: node.proto as a real agent keeps it, with checks of what the controller may ask for.
+//! An agent in memory that implements node.proto like a real one, and checks the calls of the controller.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Shutdown;
@@ -20,16 +20,16 @@ use tonic::{Request, Response, Status};
 
 type Key = (i32, String);
 
-/// What all agents of a cluster have in common: the truth that the controller must respect.
+/// The common state of all agents of a cluster: the truth that the controller must respect.
 #[derive(Debug, Default)]
 pub struct Truth {
     /// The newest attachment that was started, by volume, with the node and the replicas it was started on.
     attaches: BTreeMap<String, (u64, String, Vec<String>)>,
     /// Replicas that an engine has used: their directories must never be made anew.
     used: BTreeSet<String>,
-    /// What the controller did that it must not do.
+    /// Forbidden actions of the controller.
     pub violations: Vec<String>,
-    /// Every view that an engine was told is granted, in this order.
+    /// Every grant that an engine has got, in order.
     pub grants: Vec<v1::View>,
 }
 
@@ -59,14 +59,14 @@ impl std::fmt::Debug for Meanwhile {
     }
 }
 
-/// One agent; clones are the same.
+/// An agent; clones share it.
 #[derive(Clone, Debug)]
 pub struct FakeAgent {
     pub name: String,
     state: Arc<Mutex<State>>,
     truth: Arc<Mutex<Truth>>,
     events: broadcast::Sender<v1::InstanceEvent>,
-    /// What is done once, within the next call of that name, before anything else.
+    /// Actions to do once, within the next call of that name, before anything else.
     before: Arc<Mutex<BTreeMap<&'static str, Meanwhile>>>,
     /// Connections that were opened since it last hung up.
     open: Arc<Mutex<Vec<OwnedFd>>>,
@@ -96,7 +96,7 @@ impl FakeAgent {
         }
     }
 
-    /// The directory of a replica goes to the trash, as by a call of some time ago.
+    /// Moves the directory of a replica to the trash, as by an earlier call.
     pub fn trash(&self, trashed: v1::TrashedReplica) {
         let mut state = self.state();
         let name = format!("{}-{}", trashed.volume, trashed.replica_id);
@@ -130,7 +130,7 @@ impl FakeAgent {
         tokio::spawn(async move { server.await.unwrap() })
     }
 
-    /// Everybody who is connected finds the connection closed.
+    /// Closes all connections.
     pub fn hang_up(&self) {
         for socket in self.open.lock().unwrap().drain(..) {
             // Whoever has gone already has nothing to be told.
@@ -152,7 +152,7 @@ impl FakeAgent {
         }
     }
 
-    /// Names of what runs.
+    /// Returns the names of running instances.
     pub fn running(&self) -> Vec<String> {
         self.state().instances.keys().map(|(_, name)| name.clone()).collect()
     }
@@ -197,7 +197,7 @@ impl FakeAgent {
         self.send(Type::Set, changed);
     }
 
-    /// Changes what the engine of `volume` says.
+    /// Changes the status of the engine of `volume`.
     pub fn engine(&self, volume: &str, change: impl FnOnce(&mut v1::EngineStatus)) {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         let mut state = self.state();
@@ -208,7 +208,7 @@ impl FakeAgent {
         self.send(Type::Set, changed);
     }
 
-    /// What the engine of `volume` says.
+    /// Returns the status of the engine of `volume`.
     pub fn engine_says(&self, volume: &str) -> v1::EngineStatus {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         let state = self.state();
@@ -280,7 +280,7 @@ impl FakeAgent {
         assert!(self.state().directories.remove(name), "{name} is not there");
     }
 
-    /// A directory that nobody knows is on the disk.
+    /// Adds an unknown directory to the disk.
     pub fn leave_over(&self, name: &str) {
         self.state().directories.insert(name.to_owned());
     }
@@ -318,7 +318,7 @@ impl FakeAgent {
         let _ = self.events.send(v1::InstanceEvent { r#type: kind.into(), instance: Some(instance) });
     }
 
-    /// As a real agent does: the start is under way first, and done a little later.
+    /// Starts an instance like a real agent: first it is starting, and a little later it runs.
     fn start(&self, state: &mut State, instance: v1::Instance) -> v1::Instance {
         let key = (instance.kind, instance.name.clone());
         if let Some(there) = state.instances.get(&key) {

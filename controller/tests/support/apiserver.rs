@@ -15,7 +15,7 @@ const PROTOCOL: &str = "sec-websocket-protocol";
 /// The most of a request that is looked at.
 const HEAD_MAX_BYTES: usize = 16 << 10;
 
-/// Objects by path, without what is asked for after it.
+/// Objects by path, without the query.
 type Objects = Arc<Mutex<BTreeMap<String, Value>>>;
 
 #[derive(Clone)]
@@ -27,7 +27,7 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// One that forwards the port of every pod to `target`.
+    /// Starts a stand-in that forwards the port of every pod to `target`.
     pub async fn start(target: SocketAddr) -> StandIn {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -87,7 +87,8 @@ impl StandIn {
     }
 }
 
-/// As a kubelet does it: each frame begins with its channel, and the first one of a channel names the port.
+/// Forwards like a kubelet: each frame begins with its channel, and the first one of a channel names the
+/// port.
 async fn forward(stream: TcpStream, port: u16, target: SocketAddr) {
     #[allow(clippy::result_large_err, reason = "the library says so")]
     let accept = |request: &Request, mut response: Response| {

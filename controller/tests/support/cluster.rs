@@ -22,16 +22,15 @@ pub struct Cluster {
     pub directory: tempfile::TempDir,
     pub agents: Vec<FakeAgent>,
     pub truth: Arc<Mutex<Truth>>,
-    /// Where the controller serves metrics and health.
+    /// The address of the controller's metrics and health.
     pub metrics: SocketAddr,
-    /// Where it serves its API for a port-forward.
+    /// The address of its API for a port-forward.
     pub forward: SocketAddr,
     serving: Vec<JoinHandle<()>>,
     controller: Option<Child>,
     /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
     pub replace_after_s: u64,
-    /// True if volumes are created with fewer replicas than asked for; most tests want to see why there is no
-    /// place.
+    /// True if volumes may be created with fewer replicas than requested; most tests expect the refusal.
     pub degraded_creation: bool,
 }
 
@@ -113,7 +112,7 @@ impl Cluster {
         assert!(status.success(), "{status}");
     }
 
-    /// The agent of `node` goes away, with everything on the node going on.
+    /// Stops the agent of `node`; everything else on the node continues.
     pub fn stop_agent(&mut self, node: usize) {
         self.serving[node].abort();
         self.agents[node].hang_up();

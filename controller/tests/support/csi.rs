@@ -13,16 +13,16 @@ use tonic::{Code, Request, Status};
 
 use super::cluster::LIMIT;
 
-/// One end of a connection that comes about when it is used, and again when it broke; clones share it.
+/// A connection that is made when it is used, and again after it broke; clones share it.
 #[derive(Clone)]
 pub struct Caller {
     pub controller: ControllerClient<Channel>,
     pub identity: IdentityClient<Channel>,
-    /// What every call says that it may take.
+    /// The time limit of every call.
     pub timeout: Duration,
 }
 
-/// What a call came to: its code and message.
+/// The result of a call, or its code and message.
 pub type Outcome<T> = Result<T, (Code, String)>;
 
 fn outcome<T>(answer: Result<tonic::Response<T>, Status>) -> Outcome<T> {
@@ -104,7 +104,7 @@ impl Caller {
         outcome(self.controller.get_capacity(request).await)
     }
 
-    /// Where the volume is listed as published.
+    /// Returns the nodes on which the volume is published.
     pub async fn published(&mut self, id: &str) -> Vec<String> {
         self.get(id).await.unwrap().status.unwrap().published_node_ids
     }

@@ -1,4 +1,4 @@
-//! What the tests of whole processes share: agents in memory, and the real binaries around them.
+//! The shared parts of the tests of whole processes: agents in memory, and the real binaries around them.
 #![allow(dead_code)]
 
 pub mod agent;

@@ -1,4 +1,4 @@
-//! The file of a bundle. Everything that goes into it passes through here, and loses its secrets.
+//! Writes the file of a bundle, and removes secrets from all of its contents.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -25,7 +25,7 @@ pub(super) struct Archive<W: Write> {
     notes: Vec<Note>,
 }
 
-/// What is not in the bundle, and why.
+/// A missing part of the bundle, and the reason.
 #[derive(Debug, Serialize)]
 struct Note {
     missing: String,
@@ -33,7 +33,7 @@ struct Note {
 }
 
 impl Archive<File> {
-    /// A new file; one that is there stays as it is.
+    /// Creates a new file; an existing one is an error.
     pub(super) fn create(path: &Path, folder: &str, now: u64) -> io::Result<Archive<File>> {
         let file = File::options().write(true).create_new(true).mode(MODE).open(path)?;
         Ok(Archive::new(file, folder, now))
@@ -71,12 +71,12 @@ impl<W: Write> Archive<W> {
         self.notes.push(Note { missing: missing.to_owned(), reason: reason.to_owned() });
     }
 
-    /// What is missing, a line each.
+    /// Returns the missing parts, a line each.
     pub(super) fn missing(&self) -> Vec<String> {
         self.notes.iter().map(|note| format!("{}: {}", note.missing, redact::text(&note.reason))).collect()
     }
 
-    /// Adds what is missing, and ends the file.
+    /// Adds the list of missing parts, and ends the file.
     pub(super) fn finish(mut self) -> io::Result<W> {
         let missing = serde_json::to_value(&self.notes).map_err(io::Error::other)?;
         self.add_json("missing.json", missing)?;

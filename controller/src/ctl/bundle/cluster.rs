@@ -1,4 +1,5 @@
-//! What Kubernetes knows: objects, events, and the logs of our pods. Secrets and ConfigMaps are never read.
+//! Collects the data of Kubernetes: objects, events, and the logs of Shorthorn's pods. Secrets and ConfigMaps
+//! are never read.
 
 use std::fs::File;
 use std::io;
@@ -99,7 +100,7 @@ async fn add(
     archive.add_json(name, Value::Array(found))
 }
 
-/// Returns true if an object has to do with us; those of other drivers are nobody's business.
+/// Returns true if an object is related to Shorthorn. Objects of other drivers are left out.
 fn is_wanted(kind: &str, object: &DynamicObject) -> bool {
     let spec = &object.data["spec"];
     match kind {

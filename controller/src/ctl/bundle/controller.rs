@@ -17,7 +17,7 @@ use crate::ctl::list::{Lister, Options, What};
 use crate::ctl::status;
 use crate::ctl::view::ExplanationView;
 
-/// Of how many volumes that are not well the reasons are asked for.
+/// The maximum number of unhealthy volumes whose explanation is collected.
 const EXPLAINED_MAX: usize = 200;
 
 pub(super) async fn gather(

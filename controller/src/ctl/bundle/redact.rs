@@ -1,8 +1,8 @@
-//! Takes secrets out of what goes into a bundle. It rather takes out too much.
+//! Removes secrets from the contents of a bundle. If in doubt, it removes the text.
 
 use serde_json::{Map, Value};
 
-/// What stands in place of a secret.
+/// The text in place of a secret.
 pub(super) const LEFT_OUT: &str = "(left out)";
 /// Words in the names of fields and variables whose values are secret.
 const SECRET_WORDS: [&str; 9] = [
@@ -22,10 +22,10 @@ const WHOLE_OBJECTS: [&str; 1] = ["kubectl.kubernetes.io/last-applied-configurat
 const KEY_CHARS: usize = 40;
 /// The same for one of hexadecimal digits: 32 bytes.
 const HEX_CHARS: usize = 64;
-/// What a JSON web token begins with.
+/// The prefix of a JSON web token.
 const WEB_TOKEN: &str = "eyJ";
 
-/// The value without what is secret.
+/// Returns the value without secrets.
 pub(super) fn value(value: Value) -> Value {
     match value {
         Value::Object(fields) => Value::Object(object(fields)),
@@ -51,14 +51,14 @@ fn object(fields: Map<String, Value>) -> Map<String, Value> {
     kept.collect()
 }
 
-/// Returns true if what has this name is secret.
+/// Returns true if a field of this name is secret.
 fn is_secret_name(name: &str) -> bool {
     let name: String = name.chars().filter(char::is_ascii_alphanumeric).collect();
     let name = name.to_ascii_lowercase();
     SECRET_WORDS.iter().any(|word| name.contains(word))
 }
 
-/// The text without what is secret.
+/// Returns the text without secrets.
 pub(super) fn text(text: &str) -> String {
     let mut is_in_key = false;
     let mut clean = String::with_capacity(text.len());
@@ -77,7 +77,7 @@ pub(super) fn text(text: &str) -> String {
     clean
 }
 
-/// What separates words.
+/// Returns true if the character separates words.
 fn is_separator(c: char) -> bool {
     c.is_whitespace()
         || matches!(c, '"' | '\'' | ',' | ';' | '(' | ')' | '[' | ']' | '{' | '}' | '<' | '>' | '&' | '?')
@@ -131,7 +131,7 @@ fn line(line: &str) -> String {
     clean
 }
 
-/// A word without a password in a URL, and without what looks like a key.
+/// Returns a word without a password in a URL, and without anything like a key.
 fn word(word: &str) -> String {
     let mut word = word.to_owned();
     if let Some((scheme, rest)) = word.split_once("://")

@@ -36,7 +36,7 @@ const fn wide(header: &'static str) -> Column {
     Column { header, is_wide: true }
 }
 
-/// One object of a list.
+/// An object of a list.
 #[derive(Clone, Debug, PartialEq)]
 struct Entry {
     /// Kind and name, as `-o name` shows it.
@@ -54,7 +54,7 @@ pub(super) struct List {
     entries: Vec<Entry>,
     /// Said instead of an empty table.
     if_empty: &'static str,
-    /// Said on standard error: what the list lacks.
+    /// Messages for standard error about missing parts of the list.
     pub(super) notes: Vec<String>,
 }
 

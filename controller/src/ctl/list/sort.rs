@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::Entry;
 use crate::ctl::error::CtlError;
 
-/// Sorts by a field as `-o json` shows it, like `size` or `.status.size` of kubectl; what lacks it comes last.
+/// Sorts by a field as in `-o json`, like `size` or `.status.size` of kubectl. Objects without it come last.
 pub(super) fn sort(entries: &mut [Entry], by: &str) -> Result<(), CtlError> {
     let path: Vec<&str> = by.trim_matches(['{', '}']).split('.').filter(|part| !part.is_empty()).collect();
     let of = |entry: &Entry| path.iter().try_fold(&entry.fields, |value, part| value.get(*part)).cloned();

@@ -60,7 +60,7 @@ fn entry(volume: v1::Volume) -> Entry {
     }
 }
 
-/// What uses a volume, each workload once.
+/// Returns the users of a volume, each workload once.
 pub(in crate::ctl) fn workloads(all: &[v1::Workload]) -> String {
     let mut names: Vec<String> = all.iter().map(|one| format!("{}/{}", one.kind, one.name)).collect();
     names.dedup();

@@ -1,4 +1,4 @@
-//! A list that goes on: what changes is shown below it.
+//! Watches a list: changes are shown below it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -13,10 +13,10 @@ use tonic::transport::{Endpoint, Uri};
 
 use super::leader::{self, Leader};
 
-/// What a connection is made with; the connector does not look at it.
+/// The URI of a connection, which the connector ignores.
 const ANY_URI: &str = "http://controller.invalid";
 
-/// What was in the way of the last connection.
+/// The error of the last connection.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Problem(Arc<Mutex<Option<String>>>);
 

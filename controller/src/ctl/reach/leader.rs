@@ -14,7 +14,7 @@ const PORT_NAME: &str = "api";
 /// How many characters of an identity come after the name of its host, and a dash.
 const RANDOM_CHARS: usize = 8;
 
-/// Where the API of the controller is that leads.
+/// The address of the leading controller's API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Leader {
     pub(super) pod: String,
@@ -39,7 +39,7 @@ pub(super) enum LeaderError {
     NoPod { holder: String, namespace: String },
 }
 
-/// Asks the API server who leads.
+/// Asks the API server for the leader.
 pub(super) async fn find(client: &Client, namespace: &str) -> Result<Leader, LeaderError> {
     let leases: Api<Lease> = Api::namespaced(client.clone(), namespace);
     let lease = bounded(leases.get_opt(LEASE_NAME)).await?;
@@ -62,7 +62,7 @@ fn host_of(identity: &str) -> Option<&str> {
     (is_random && !host.is_empty()).then_some(host)
 }
 
-/// Where the API is in the pod: as the pod says, else as usual.
+/// Returns the port of the API in the pod: the declared one, else the default.
 fn port_of(pod: &Pod) -> u16 {
     let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     let mut ports = containers.flat_map(|container| container.ports.iter().flatten());

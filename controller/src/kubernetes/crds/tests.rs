@@ -86,7 +86,7 @@ fn volume(name: &str, change: impl FnOnce(&mut Value)) -> Value {
     json!({ "metadata": { "name": name }, "spec": spec })
 }
 
-/// What the rules in CEL say of a volume that is made, or comes after another; evaluated by kube's own library.
+/// Returns the refusals of the CEL rules for a new or changed volume, evaluated by kube's own library.
 fn refusals(new: &Value, old: Option<&Value>) -> Vec<String> {
     match Validator::new().validate(&schema(Kind::Volume), new, old) {
         Ok(()) => Vec::new(),

@@ -24,7 +24,7 @@ const RELEASED: &str = "PodReleased";
 const NOT_RELEASED: &str = "PodNotReleased";
 const DETACHED: &str = "AttachmentDeleted";
 
-/// What went wrong, and at what: each cause is logged once.
+/// The problem and its object: each cause is logged once.
 #[derive(Debug, Error)]
 #[error("cannot {doing}: {error}")]
 struct Trouble {
@@ -32,20 +32,21 @@ struct Trouble {
     error: CallError,
 }
 
-/// What is remembered of a machine while it is looked after.
+/// The state that is kept of a machine between rounds.
 #[derive(Default)]
 struct Memory {
-    /// Who has the volumes that are attached there, by their names: that does not change while they are.
+    /// The claims of the volumes attached there, by the names of the attachments. They do not change
+    /// meanwhile.
     claimed: BTreeMap<String, Claimed>,
-    /// What people were told of which pods.
+    /// The reported reasons, by pod.
     told: BTreeMap<String, Why>,
-    /// What was logged last.
+    /// The last logged problem.
     trouble: String,
 }
 
-/// What came of a round.
+/// The result of a round.
 struct Round {
-    /// Of the list of pods: what comes later is news.
+    /// The version of the list of pods: later ones are changes.
     version: String,
     look_again: Option<Duration>,
 }
@@ -204,7 +205,7 @@ impl Releaser {
         }
     }
 
-    /// What is attached to the machine, or about to be.
+    /// Returns the disks that are attached to the machine, or about to be.
     async fn attachments(&self, name: &str, memory: &mut Memory) -> Result<Vec<Attachment>, Trouble> {
         let api: Api<VolumeAttachment> = Api::all(self.client.clone());
         let there = |attachment: VolumeAttachment| Some(attachment).filter(|one| one.spec.node_name == name);
@@ -273,7 +274,7 @@ pub(in crate::kubernetes) fn exactly(uid: &str) -> DeleteParams {
     DeleteParams::default().preconditions(Preconditions { uid: Some(uid.to_owned()), resource_version: None })
 }
 
-/// Whether it was deleted now; else it is gone already, or another one has its name.
+/// Returns true if the object was deleted now. Otherwise it is gone already, or another object has its name.
 pub(in crate::kubernetes) fn deleted<T>(result: Result<T, CallError>) -> Result<bool, CallError> {
     match result {
         Ok(_) => Ok(true),
@@ -282,7 +283,7 @@ pub(in crate::kubernetes) fn deleted<T>(result: Result<T, CallError>) -> Result<
     }
 }
 
-/// What is kept of everything of a kind, page by page, and the version that it was so in.
+/// Lists a kind page by page, and returns the kept parts and the version of the list.
 pub(in crate::kubernetes) async fn list<K, T>(
     api: &Api<K>,
     parameters: ListParams,

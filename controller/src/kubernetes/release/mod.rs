@@ -35,7 +35,7 @@ const MACHINES_MAX: usize = 100;
 /// How many of them ask the API server at once.
 const ROUNDS_MAX: usize = 4;
 
-/// What everything here needs.
+/// The shared state of the releaser.
 pub struct Releaser {
     client: Client,
     known: Arc<Machines>,
@@ -53,7 +53,7 @@ impl std::fmt::Debug for Releaser {
 }
 
 impl Releaser {
-    /// One over these.
+    /// Creates a releaser.
     #[must_use]
     pub fn new(
         client: Client,

@@ -10,12 +10,12 @@ use shorthorn_csi::DRIVER_NAME;
 
 use crate::kubernetes::discover::is_ready;
 
-/// The note of an object that only shows what a kubelet has from a file.
+/// The annotation of an object that only shows a pod that a kubelet has from a file.
 const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
-/// What the name of an attached disk begins with whose driver makes attachments.
+/// The prefix of the name of an attached disk whose driver makes attachments.
 const CSI_PREFIX: &str = "kubernetes.io/csi/";
 
-/// Who has a volume.
+/// The claim of a volume.
 #[derive(Clone, Debug)]
 pub(super) struct Claimed {
     claim: Namespaced,

@@ -13,15 +13,15 @@ pub const CALL_LIMIT: Duration = Duration::from_secs(15);
 /// Why a call to the API server failed.
 #[derive(Debug, Error)]
 pub enum CallError {
-    /// No answer in time. What was asked for may be done all the same.
+    /// The time limit has passed without an answer. The call may be executed all the same.
     #[error("the API server does not answer within {} s", CALL_LIMIT.as_secs())]
     TooLate,
-    /// It was not reached, or it refused.
+    /// The API server was unreachable, or has refused.
     #[error("{}", words(.0))]
     Api(#[from] kube::Error),
 }
 
-/// What went wrong, down to the system's own words.
+/// Returns the error down to the message of the system.
 fn words(error: &kube::Error) -> String {
     if let kube::Error::Api(status) = error {
         return format!("the API server refuses: {} ({})", status.message, status.code);

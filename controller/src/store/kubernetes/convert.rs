@@ -23,13 +23,13 @@ pub const INVALID_SPEC: &str = "InvalidSpec";
 /// Why an object of the API server cannot be used.
 #[derive(Debug, Error)]
 pub enum ConvertError {
-    /// It lacks what every object has.
+    /// The object lacks a field that every object has.
     #[error("it has no {0}")]
     Lacks(&'static str),
     /// Versions are compared, so they must be numbers. Kubernetes keeps to that since 1.35 by its word, before by habit.
     #[error("its resourceVersion {0:?} is not a number: this API server cannot be used as a store")]
     Version(String),
-    /// Its spec or status has something that can never work.
+    /// The spec or the status has a value that can never work.
     #[error("its {0} cannot be used: {1}")]
     Part(&'static str, String),
 }
@@ -89,7 +89,8 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
     })
 }
 
-/// What nobody writes: the name, which the object has anyway, and the secret, which is derived.
+/// Adds the fields of a volume that no client writes: its name, which the metadata has anyway, and its
+/// secret, which is derived.
 fn complete_volume(spec: &mut Value, name: &str, secret: &str) {
     if let Value::Object(fields) = spec {
         fields.entry("volumeName").or_insert_with(|| name.into());
@@ -111,9 +112,9 @@ fn status_of<T: DeserializeOwned + Default>(status: Value) -> Result<T, ConvertE
 /// Spec and status of an object as the API server gets them.
 #[derive(Debug)]
 pub struct Parts {
-    /// What is wanted.
+    /// The desired state.
     pub spec: Value,
-    /// What is so.
+    /// The current state.
     pub status: Value,
 }
 
@@ -138,7 +139,7 @@ pub fn parts(object: &Object) -> Result<Parts, serde_json::Error> {
     Ok(Parts { spec, status })
 }
 
-/// A text that says nothing is left out of a status, as Kubernetes does it: it is read as empty again. An API server
+/// Removes empty texts from a status, as is usual in Kubernetes: they are read as empty again. An API server
 /// that was built with a newer Go than its own takes an empty text for null, and refuses it.
 fn leave_out_empty(status: &mut Value) {
     match status {
@@ -151,7 +152,7 @@ fn leave_out_empty(status: &mut Value) {
     }
 }
 
-/// What is noted of a volume that cannot be, as a change of its status; none: it is noted already.
+/// Returns the change of the status of an invalid volume; none if it is stored already.
 pub fn refused_status(stored: &DynamicObject, why: &str, now: Timestamp) -> Option<Value> {
     let status = stored.data.get("status");
     let generation = stored.metadata.generation.and_then(|number| u64::try_from(number).ok());
@@ -177,7 +178,7 @@ pub fn refused_status(stored: &DynamicObject, why: &str, now: Timestamp) -> Opti
     Some(change)
 }
 
-/// A new object: its spec, and what finds and keeps it.
+/// Makes a new object: its spec, and the labels and finalizers that find and keep it.
 pub fn new(object: &Object, spec: Value, namespace: &str) -> DynamicObject {
     let kind = object.kind();
     let resource: ApiResource = resource(kind);
@@ -199,8 +200,8 @@ pub fn new(object: &Object, spec: Value, namespace: &str) -> DynamicObject {
     }
 }
 
-/// What turns `old` into `new` as a JSON merge patch (RFC 7386); none where they are the same. Nothing of ours has a
-/// null in it.
+/// Returns the JSON merge patch (RFC 7386) from `old` to `new`; none if they are equal. No field of
+/// Shorthorn's objects is null.
 pub fn merge_patch(old: &Value, new: &Value) -> Option<Value> {
     let (Value::Object(before), Value::Object(after)) = (old, new) else {
         return (old != new).then(|| new.clone());
@@ -218,8 +219,8 @@ pub fn merge_patch(old: &Value, new: &Value) -> Option<Value> {
     (!patch.is_empty()).then_some(Value::Object(patch))
 }
 
-/// As [`merge_patch`], with everything of `new` in it: what is stored may lack what is the default, and a status must
-/// not be stored with a part of what it needs.
+/// Returns the patch like [`merge_patch`], with all of `new` in it. The stored object may lack defaults, and
+/// a status must not be stored incomplete.
 pub fn whole_patch(old: &Value, new: &Value) -> Option<Value> {
     (old != new).then(|| with_removals(old, new))
 }

@@ -36,7 +36,7 @@ const LEFT_OUT_WAIT: Duration = Duration::from_secs(30);
 /// Why a watch does not go on.
 #[derive(Debug, Error)]
 enum WatchError {
-    /// It ended as it should, or broke: the next one goes on from the last version.
+    /// The watch has ended as usual, or broke: the next one continues from the last version.
     #[error("{0}")]
     Broken(String),
     /// Everything has to be listed again.
@@ -181,7 +181,8 @@ async fn read_page(
     Ok(())
 }
 
-/// Takes in the volumes that were created after the list of volumes, and before that of what belongs to them.
+/// Adds the volumes that were created after the list of volumes, but before the lists of the objects that
+/// belong to them.
 pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
     let missing: BTreeSet<String> = {
         let world = inner.cache.world();
@@ -277,7 +278,8 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
     }
 }
 
-/// Says with a volume what is wrong with it, once; of other kinds, which nobody writes by hand, in the log.
+/// Reports the problem of an invalid volume in its status, once. Problems of other kinds, which people do not
+/// write by hand, are logged.
 async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &ConvertError) {
     let status = match (key.kind, error) {
         (Kind::Volume, ConvertError::Part("spec", why)) => {

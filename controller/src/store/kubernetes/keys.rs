@@ -19,13 +19,13 @@ use super::convert::is_held;
 pub const KEY_NAME: &str = "shorthorn-volume-key";
 /// The annotation of a volume that says which key its secret is derived from.
 pub const FINGERPRINT_ANNOTATION: &str = "shorthorn.io/key-fingerprint";
-/// Keeps the Secret when somebody deletes it while there are volumes.
+/// The finalizer that keeps the Secret when a client deletes it while volumes exist.
 const KEY_FINALIZER: &str = "shorthorn.io/volume-key";
 /// The field of the Secret.
 const FIELD: &str = "key";
-/// What the fingerprint is the tag of. No uid of a volume has a space.
+/// The text whose tag is the fingerprint. A volume's uid never has a space.
 const FINGERPRINT_TEXT: &[u8] = b"fingerprint of the key";
-/// What the name of the cluster is the tag of.
+/// The text whose tag is the name of the cluster.
 const CLUSTER_TEXT: &[u8] = b"name of the cluster";
 /// How much of that tag is its name.
 const CLUSTER_BYTES: usize = 16;
@@ -47,7 +47,7 @@ impl VolumeKeys {
         VolumeKeys(hmac::Key::new(hmac::HMAC_SHA256, key))
     }
 
-    /// The secret of the volume with that uid. One that comes again under the name has another uid.
+    /// Returns the secret of the volume with that uid. A re-created volume of the same name has another uid.
     pub fn secret_of(&self, uid: &str) -> Secret {
         let tag = hmac::sign(&self.0, uid.as_bytes());
         let mut bytes = [0; SECRET_BYTES];
@@ -55,7 +55,7 @@ impl VolumeKeys {
         Secret::new(bytes)
     }
 
-    /// What tells this key from others, for people and for the volumes that need it.
+    /// Returns the fingerprint of the key, for people and for the volumes that need it.
     pub fn fingerprint(&self) -> String {
         self.text(FINGERPRINT_TEXT, FINGERPRINT_BYTES)
     }
@@ -70,7 +70,7 @@ impl VolumeKeys {
         tag.as_ref().iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads the key, and makes it where no volume needs one that is lost.
+    /// Reads the key, or makes it unless a volume needs a lost one.
     pub async fn open(
         secrets: &Api<KubernetesSecret>,
         volumes: &[KeyOfVolume],
@@ -97,7 +97,8 @@ impl VolumeKeys {
         Ok(keys)
     }
 
-    /// Whether these volumes were made with this key. One without a fingerprint is of an earlier release.
+    /// Returns an error unless these volumes were made with this key. A volume without a fingerprint is of an
+    /// earlier release.
     fn check(&self, volumes: &[KeyOfVolume]) -> Result<(), OpenError> {
         let present = self.fingerprint();
         let is_other = |volume: &&KeyOfVolume| {
@@ -154,14 +155,14 @@ impl VolumeKeys {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyOfVolume {
     volume: String,
-    /// None: an earlier release made it, or nobody has looked after it yet.
+    /// The fingerprint; none if an earlier release made the volume, or it was not reconciled yet.
     fingerprint: Option<String>,
     /// True if it can have data.
     is_needed: bool,
 }
 
 impl KeyOfVolume {
-    /// What the object says of it.
+    /// Returns the record in the object.
     pub fn of(volume: &DynamicObject) -> KeyOfVolume {
         let annotations = volume.metadata.annotations.as_ref();
         KeyOfVolume {
@@ -189,7 +190,7 @@ fn is_deleting(secret: &KubernetesSecret) -> bool {
     secret.metadata.deletion_timestamp.is_some()
 }
 
-/// Adds the finalizer to a Secret of an earlier release, or one that was restored without it.
+/// Adds the finalizer to a Secret of an earlier release, or to one that was restored without it.
 async fn keep(secrets: &Api<KubernetesSecret>, secret: &KubernetesSecret) {
     let mut finalizers = secret.metadata.finalizers.clone().unwrap_or_default();
     if is_deleting(secret) || finalizers.iter().any(|one| one == KEY_FINALIZER) {

@@ -57,15 +57,15 @@ pub enum OpenError {
         "the API server does not know {0}: install them with shorthorn-controller crds | kubectl apply -f -"
     )]
     NotInstalled(String),
-    /// What this release stores would be dropped.
+    /// The API server would drop fields that this release stores.
     #[error(
         "the definition {definition} of the API server is older than this controller, and would drop {lacking}: first \
          shorthorn-controller crds | kubectl apply -f -"
     )]
     OldDefinition {
-        /// Its name.
+        /// The name of the definition.
         definition: String,
-        /// What it does not have.
+        /// The missing fields.
         lacking: String,
     },
     /// A list was cut off, as by a panic.
@@ -88,9 +88,9 @@ pub enum OpenError {
     KeyLost {
         /// How many volumes need it.
         count: usize,
-        /// One of them.
+        /// A volume that needs the key.
         volume: String,
-        /// Of the key that is lost.
+        /// The fingerprint of the lost key.
         fingerprint: String,
     },
     /// The Secret has a key that volumes were not made with.
@@ -101,7 +101,7 @@ pub enum OpenError {
     OtherKey {
         /// How many volumes need another one.
         count: usize,
-        /// One of them.
+        /// A volume that needs the key.
         volume: String,
         /// The fingerprint of its key.
         needed: String,
@@ -138,7 +138,7 @@ struct Inner {
 }
 
 impl KubeStore {
-    /// Reads everything, and follows it from there on. What is wrong with an object is told by `events`.
+    /// Reads all objects, and follows their changes. `events` reports problems of objects.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -181,7 +181,7 @@ impl KubeStore {
     }
 }
 
-/// Whether the API server keeps all that this release stores.
+/// Checks that the API server keeps all fields that this release stores.
 async fn check_definitions(client: &Client) -> Result<(), OpenError> {
     let api: Api<CustomResourceDefinition> = Api::all(client.clone());
     for kind in KINDS {
@@ -276,7 +276,7 @@ impl Inner {
         }
     }
 
-    /// The spec, then what is known already of the status: an API server takes no status with a new object.
+    /// Writes the spec, then the known status: an API server takes no status with a new object.
     async fn create(&self, key: &Key, object: &Object) -> Result<Object, WriteError> {
         let Parts { spec, status } = convert::parts(object)?;
         let mut new = convert::new(object, spec, &self.namespace);
@@ -305,7 +305,7 @@ impl Inner {
         Ok(written)
     }
 
-    /// One change of one part of an object that still has this version.
+    /// Changes one part of an object that still has this version.
     async fn patch(&self, key: &Key, version: u64, part: Part) -> Result<Object, WriteError> {
         let found = self.send(key, version, part).await?;
         self.take_in(key, &found)
@@ -353,7 +353,7 @@ impl Inner {
         }
     }
 
-    /// Deletes the object if it still has this version; returns what is left of it as long as finalizers hold it.
+    /// Deletes the object if it still has this version; returns the rest of it while finalizers hold it.
     async fn delete(&self, key: &Key, version: u64) -> Result<Option<DynamicObject>, CallError> {
         let precondition = Preconditions { resource_version: Some(version.to_string()), uid: None };
         let parameters = DeleteParams::background().preconditions(precondition);
@@ -404,7 +404,7 @@ impl Inner {
         });
     }
 
-    /// What the API server says an object is now.
+    /// Takes over the current state of an object from the API server.
     fn take_in(&self, key: &Key, stored: &DynamicObject) -> Result<Object, WriteError> {
         let object = convert::object(key.kind, stored, &self.keys)?;
         self.take(object.clone());
@@ -473,7 +473,7 @@ impl Inner {
     }
 }
 
-/// What is changed of an object.
+/// The part of an object to change.
 #[derive(Debug)]
 enum Part {
     Spec(Value),
@@ -507,7 +507,7 @@ fn post() -> PostParams {
     PostParams { field_manager: manager(), ..PostParams::default() }
 }
 
-/// Returns true if a status of a watch says that the version is too old to go on from.
+/// Returns true if the status of a watch means that the version is too old to continue from.
 fn is_expired(status: &Status) -> bool {
     status.code == 410 || status.reason == "Expired"
 }

@@ -11,7 +11,7 @@ use shorthorn_controller_core::World;
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 
-/// What is needed beside the objects to judge what comes in.
+/// The state, besides the objects, that is needed to judge incoming versions.
 #[derive(Clone, Debug, Default)]
 pub struct Order {
     /// Up to where the watch of each kind has come.
@@ -21,12 +21,12 @@ pub struct Order {
     removed: BTreeMap<Key, u64>,
 }
 
-/// What the API server has of one kind.
+/// All objects of one kind on the API server.
 #[derive(Clone, Debug, Default)]
 pub struct List {
-    /// As of this version.
+    /// The version of the list.
     pub version: u64,
-    /// What can be used.
+    /// The valid objects.
     pub objects: Vec<Object>,
     /// What is there too, with nothing of ours.
     pub unreadable: Vec<Key>,
@@ -35,7 +35,7 @@ pub struct List {
 }
 
 impl Order {
-    /// An object, from anywhere. True: it is newer than what was known.
+    /// Takes an object from a watch or an answer. Returns true if it is newer than the known one.
     pub fn take(&mut self, world: &mut World, object: Object) -> bool {
         let key = object.key();
         let version = object.metadata().resource_version;
@@ -97,8 +97,8 @@ impl Order {
         *heard = version.max(*heard);
     }
 
-    /// Everything of a kind, as of that version; returns what has changed. What is there and cannot be read stays as it
-    /// was known last.
+    /// Takes all objects of a kind as of that version; returns the changed ones. Unreadable ones keep their
+    /// last known state.
     pub fn relist(&mut self, world: &mut World, kind: Kind, list: List) -> Vec<Key> {
         let List { version, objects, unreadable, left_out } = list;
         let mut changed = Vec::new();
@@ -138,7 +138,8 @@ impl Order {
         changed
     }
 
-    /// A list is as of one version: what is in it is there then, whatever was heard before.
+    /// Takes an object of a list. A list is of one version, at which the object existed, whatever came
+    /// before.
     fn take_listed(&mut self, world: &mut World, object: Object) -> bool {
         let key = object.key();
         let version = object.metadata().resource_version;

@@ -98,7 +98,7 @@ impl Run<'_> {
         false
     }
 
-    /// Places as many replicas as possible; returns whether enough are placed. That others have none is
+    /// Places as many replicas as possible. Returns true if no further replica has a place. That others have none is
     /// stored only then: while the volume is being created it would mean that the volume cannot be.
     fn place_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
         if refusal.placed == present {

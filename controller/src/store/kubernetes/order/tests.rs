@@ -18,7 +18,7 @@ fn key(name: u8) -> Key {
     Key::new(KIND, format!("n{name}"))
 }
 
-/// What is on its way to us.
+/// A message in flight.
 #[derive(Clone, Debug)]
 enum Heard {
     Is(u8, u64),
@@ -67,7 +67,7 @@ impl Model {
         self.watch.push_back(heard);
     }
 
-    /// The watch breaks; the next one goes on from a list.
+    /// Breaks the watch; the next one continues from a list.
     fn list(&mut self) {
         self.watch.clear();
         let objects = self.there.iter().map(|(name, version)| node(*name, *version)).collect();
@@ -102,7 +102,7 @@ impl Model {
         }
     }
 
-    /// What is shown of each object is a later part of its history than what was shown before.
+    /// Checks that the shown state of each object only advances in its history.
     fn check(&mut self) {
         for (name, history) in &self.history {
             let shown = self.shown.entry(*name).or_default();
