@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 const CURL_LIMIT_S: &str = "20";
 /// The namespace of the tests.
 pub const NAMESPACE: &str = "shorthorn-system";
-/// Who may do everything.
+/// The user who may do everything.
 const ADMIN: &str = "admin";
 /// The kubelet of node m1.
 const KUBELET: &str = "system:node:m1";
@@ -47,7 +47,7 @@ pub struct ApiServer {
     manager: Option<Child>,
 }
 
-/// What a call found.
+/// The result of a call.
 #[derive(Debug)]
 pub struct Answer {
     /// The status of HTTP.
@@ -150,9 +150,9 @@ impl ApiServer {
         ready.with_context(|| self.log_tail())
     }
 
-    /// Starts Kubernetes' own controllers of volumes, once the API server is ready: those that bind claims, have volumes
-    /// attached and detached, and keep what is in use from being deleted. No other one runs, so nobody evicts pods or
-    /// judges nodes but the test.
+    /// Starts the controllers of Kubernetes for volumes once the API server is ready. They bind claims,
+    /// attach and detach volumes, and protect volumes in use from deletion. No other controller runs, so only
+    /// the test evicts pods or judges nodes.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -187,7 +187,7 @@ impl ApiServer {
         command.spawn().with_context(|| format!("starting {program}"))
     }
 
-    /// kill -9 of the API server; what it has stored stays.
+    /// Kills the API server with SIGKILL; its stored objects stay.
     ///
     /// # Errors
     /// It does not run.
@@ -303,7 +303,7 @@ impl ApiServer {
         }
     }
 
-    /// One of our objects, if it is there.
+    /// Returns one of Shorthorn's objects, if it exists.
     ///
     /// # Errors
     /// The API server does not answer, or refuses.
@@ -366,7 +366,7 @@ fn programs() -> Result<PathBuf> {
     Ok(PathBuf::from(String::from_utf8(output.stdout)?.trim_end()))
 }
 
-/// Where objects of the kind of a document are made.
+/// Returns the path at which objects of the document's kind are created.
 fn path_of(document: &str) -> Result<String> {
     let kind =
         document.lines().find_map(|line| line.strip_prefix("kind: ")).context("a document without a kind")?;
@@ -387,7 +387,7 @@ fn path_of(document: &str) -> Result<String> {
     })
 }
 
-/// A port that nobody listens on now.
+/// Returns a port without a listener.
 ///
 /// # Errors
 /// There is none.

@@ -20,12 +20,12 @@ nix::ioctl_read!(
 pub struct BadDisk {
     image: PathBuf,
     file: PathBuf,
-    /// Where the file system is mounted, first before and then after it was repaired.
+    /// The mount points of the file system, before and after its repair.
     mounts: [PathBuf; 2],
 }
 
 impl BadDisk {
-    /// Makes an ext4 in `folder`, and has `file`, which nobody has open, lie there.
+    /// Makes an ext4 in `folder`, and moves `file`, which must not be open, onto it.
     ///
     /// # Errors
     /// This is not root, or the host has no loop devices.
@@ -49,7 +49,8 @@ impl BadDisk {
         run(Command::new("mount").arg("--bind").args([&point.join("file"), &self.file]))
     }
 
-    /// From now on everything on the file system is an I/O error. What its journal does not have yet is lost.
+    /// Makes every access to the file system an I/O error. Changes that its journal does not have yet are
+    /// lost.
     ///
     /// # Errors
     /// The kernel cannot do that.
@@ -62,7 +63,8 @@ impl BadDisk {
         Ok(())
     }
 
-    /// The file works again, with what the disk has kept. What has it open goes on with errors.
+    /// Makes the file usable again, with the data that the disk has kept. Open descriptors still return
+    /// errors.
     ///
     /// # Errors
     /// The file system cannot be mounted again.

@@ -19,11 +19,11 @@ const NAME: &str = "bare";
 /// How a [`BareVolume`] is made.
 #[derive(Clone, Debug)]
 pub struct BareVolumeOptions {
-    /// Where its files are.
+    /// The directory of its files.
     pub dir: PathBuf,
-    /// Its size.
+    /// The size in bytes.
     pub size_bytes: u64,
-    /// Where the directories of its replicas are.
+    /// The directories of its replicas.
     pub disks: Vec<PathBuf>,
     /// `replica_timeout_ms` of the engine.
     pub replica_timeout_ms: u32,
@@ -46,7 +46,7 @@ impl BareVolumeOptions {
     }
 }
 
-/// Replicas and an engine that nobody supervises: what a test kills stays dead until the test starts it again.
+/// Replicas and an engine without a supervisor: a killed process stays dead until the test starts it again.
 #[derive(Debug)]
 pub struct BareVolume {
     options: BareVolumeOptions,
@@ -173,7 +173,7 @@ impl BareVolume {
         start_until(&mut command, &mut self.engine, "engine that serves", serves)
     }
 
-    /// How a replica is named in what the engine tells.
+    /// Returns the id of a replica in the engine's status.
     #[must_use]
     pub fn replica_id(&self, index: usize) -> ReplicaId {
         self.ids[index]
@@ -246,7 +246,7 @@ impl Drop for BareVolume {
     }
 }
 
-/// Starts a process, and again where it ends, as a supervisor would: what it needs may not be free yet.
+/// Starts a process, and again if it ends, like a supervisor: resources may still be in use.
 fn start_until(
     command: &mut Command,
     child: &mut Option<Child>,

@@ -14,7 +14,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Of a Unix socket.
+    /// Connects to a Unix socket.
     ///
     /// # Errors
     /// The path is none that an address can have.
@@ -22,7 +22,7 @@ impl Caller {
         Caller::to(format!("unix://{}", path.display()))
     }
 
-    /// Of a port on loopback.
+    /// Connects to a port on loopback.
     ///
     /// # Errors
     /// The system gives no thread.

@@ -1,4 +1,4 @@
-//! What sidecars and kubelet read of claims and volumes in the API server.
+//! The data of claims and volumes in the API server that sidecars and kubelet read.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use shorthorn_csi::DRIVER_NAME;
 
 use crate::apiserver::ApiServer;
 
-/// What Kubernetes puts before the names of volumes of a driver.
+/// The prefix of Kubernetes for the names of a driver's volumes.
 const UNIQUE_PREFIX: &str = "kubernetes.io/csi/";
 
 /// The path of a claim of a user.
@@ -29,7 +29,7 @@ pub fn attachment_path(name: &str) -> String {
     format!("/apis/storage.k8s.io/v1/volumeattachments/{name}")
 }
 
-/// The path of what a node says of its drivers.
+/// Returns the path of the CSINode object, which lists the drivers of a node.
 #[must_use]
 pub fn csi_node_path(name: &str) -> String {
     format!("/apis/storage.k8s.io/v1/csinodes/{name}")
@@ -38,9 +38,9 @@ pub fn csi_node_path(name: &str) -> String {
 /// A PersistentVolume of the driver.
 #[derive(Clone, Debug)]
 pub struct Persistent {
-    /// Its name in Kubernetes.
+    /// The name in Kubernetes.
     pub name: String,
-    /// Its name in the driver.
+    /// The name in the driver.
     pub handle: String,
     fs_type: String,
     attributes: Value,
@@ -72,13 +72,13 @@ impl Persistent {
         read_write_once(&self.fs_type)
     }
 
-    /// What the driver said of it when it was made.
+    /// Returns the context that the driver gave at the creation.
     #[must_use]
     pub fn context(&self) -> std::collections::HashMap<String, String> {
         strings(&self.attributes)
     }
 
-    /// What nodes call it.
+    /// Returns the name on nodes.
     #[must_use]
     pub fn unique_name(&self) -> String {
         format!("{UNIQUE_PREFIX}{DRIVER_NAME}^{}", self.handle)
@@ -95,7 +95,7 @@ pub fn read_write_once(fs_type: &str) -> v1::VolumeCapability {
     }
 }
 
-/// The attachment of a volume to a node, if there is one.
+/// Returns the attachment of a volume to a node, if it exists.
 ///
 /// # Errors
 /// The API server does not answer.
@@ -108,7 +108,7 @@ pub fn attachment_of(api: &ApiServer, volume: &str, node: &str) -> Result<Option
     Ok(attachments.into_iter().find(is_meant))
 }
 
-/// What the driver calls a node, as kubelet has written it down.
+/// Returns the driver's name of a node, as recorded by kubelet.
 ///
 /// # Errors
 /// It is not registered there.

@@ -37,7 +37,7 @@ pub struct ClusterNode {
 }
 
 impl ClusterNode {
-    /// Starts one that reaches the others on `lan`.
+    /// Starts a node that reaches the others on `lan`.
     ///
     /// # Errors
     /// The machine does not start, or the agent in it.
@@ -97,13 +97,13 @@ impl ClusterNode {
         Ok(())
     }
 
-    /// Its name in the cluster.
+    /// Returns the name in the cluster.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where the controller reaches its agent.
+    /// Returns the address of the agent for the controller.
     #[must_use]
     pub fn agent_url(&self) -> String {
         format!("http://127.0.0.1:{}", self.agent_port)
@@ -117,7 +117,7 @@ impl ClusterNode {
         self.host.vm.power_cut()
     }
 
-    /// Boots it again with its disks; what was enabled starts by itself.
+    /// Boots the node again with its disks; enabled units start by themselves.
     ///
     /// # Errors
     /// It does not come back.

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::nbd_client::{NbdCompletion, NbdRequest};
 
-/// What O_DIRECT wants of buffers.
+/// The alignment of buffers for O_DIRECT.
 const ALIGN_BYTES: usize = 4096;
 const EIO: u32 = 5;
 
@@ -31,7 +31,8 @@ nix::ioctl_write_ptr_bad!(
     [u64; 2]
 );
 
-/// A client of a block device: each request in flight has a thread that waits for it. The kernel is what survives the engine.
+/// A client of a block device: each request in flight has its own waiting thread. The kernel outlives the
+/// engine.
 #[derive(Debug)]
 pub struct DeviceClient {
     requests: Sender<(u64, NbdRequest)>,
@@ -85,7 +86,7 @@ impl DeviceClient {
         cookie
     }
 
-    /// The next answer; none if there is none within `limit`.
+    /// Waits for the next answer; none if `limit` passes before.
     ///
     /// # Errors
     /// The threads have panicked.

@@ -3,14 +3,14 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-/// One run of fio with one job.
+/// A run of fio with one job.
 #[derive(Clone, Debug)]
 pub struct FioJob {
-    /// Its arguments beside the form of its report.
+    /// The arguments without the format of the report.
     pub arguments: Vec<String>,
 }
 
-/// What fio measured.
+/// The measurements of fio.
 #[derive(Clone, Copy, Debug)]
 pub struct FioReport {
     /// Requests per second.

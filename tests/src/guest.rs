@@ -1,4 +1,4 @@
-//! A load on a volume that knows what every sector may show.
+//! A load on a volume that knows the possible contents of every sector.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -15,14 +15,16 @@ const SECTORS_PER_BLOCK: usize = 8;
 const SECTORS_PER_REQUEST_MAX: usize = 192;
 /// Reads of a full comparison.
 const SECTORS_PER_CHECK: usize = 256;
-/// What a sector may show is looked up among the writes since the last full comparison: with more of them that is slow.
+/// The number of requests between full comparisons. The possible contents of a sector are searched among the
+/// writes since the last one, which gets slow with more of them.
 const REQUESTS_PER_ROUND: u64 = 20_000;
-/// One stall after the other is normal when processes die; one that lasts as long is a bug.
+/// The maximum time without an answer. Stalls one after the other are normal when processes die; a single one
+/// of this length is a bug.
 const STALL_LIMIT: Duration = Duration::from_secs(120);
 /// A load with so many errors ends when it reads everything.
 const KEPT_ERRORS_MAX: usize = 10_000;
 
-/// What a load is like.
+/// The parameters of a load.
 #[derive(Clone, Debug)]
 pub struct GuestOptions {
     /// The same seed makes the same requests, though not in the same order of completion.
@@ -36,7 +38,7 @@ pub struct GuestOptions {
     /// True if errors are kept for [`Guest::take_errors`] instead of ending the load. A write that fails may
     /// have happened or not.
     pub keeps_errors: bool,
-    /// True if a power cut may come: then what is durable counts.
+    /// True if a power cut may come: then durable writes matter.
     pub counts_flushes: bool,
 }
 
@@ -55,7 +57,7 @@ impl GuestOptions {
     }
 }
 
-/// What a load has done.
+/// The counters of a load.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestCounts {
     /// Requests that were answered.
@@ -73,7 +75,7 @@ pub struct Wait {
     pub request: String,
 }
 
-/// A sector shows what it must not show.
+/// A sector shows a forbidden content.
 #[derive(Debug)]
 pub struct WrongByte(String);
 
@@ -85,12 +87,12 @@ impl std::fmt::Display for WrongByte {
 
 impl std::error::Error for WrongByte {}
 
-/// What a load sends its requests with.
+/// The connection through which a load sends its requests.
 pub trait VolumeClient: std::fmt::Debug {
     /// Sends a request and returns its cookie.
     fn submit(&mut self, request: NbdRequest) -> u64;
 
-    /// The next answer; none if there is none within `limit`.
+    /// Waits for the next answer; none if `limit` passes before.
     ///
     /// # Errors
     /// The client does not work any more.
@@ -161,7 +163,7 @@ impl VolumeClient for Box<dyn VolumeClient + Send> {
 #[derive(Debug)]
 struct InFlight {
     sectors: std::ops::Range<usize>,
-    /// Of what is written.
+    /// The id of the written data.
     id: Id,
     submitted: Micros,
     /// Since when no earlier request to these blocks is in flight.
@@ -208,7 +210,7 @@ impl<C: VolumeClient> Guest<C> {
         }
     }
 
-    /// What was done so far.
+    /// Returns the current counters.
     #[must_use]
     pub fn counts(&self) -> GuestCounts {
         self.counts
@@ -314,8 +316,8 @@ impl<C: VolumeClient> Guest<C> {
         Ok(())
     }
 
-    /// Goes on with another device of the same volume. What the old one has not answered may have happened, and will
-    /// not happen any more. Returns the client of the old one, with what it waits for.
+    /// Continues with another device of the same volume. Unanswered requests of the old one may have
+    /// happened, and will not happen any more. Returns the client of the old one, with its pending requests.
     pub fn move_to(&mut self, client: C) -> C {
         let now = self.now();
         for (_, request) in std::mem::take(&mut self.in_flight) {
@@ -329,7 +331,7 @@ impl<C: VolumeClient> Guest<C> {
         Micros::try_from(self.started.elapsed().as_micros()).unwrap_or(Micros::MAX)
     }
 
-    /// Where an error can be found again.
+    /// Returns a description of the position, to reproduce an error.
     fn history(&self) -> String {
         format!(
             "seed {}, {} answers, {} connections lost, sectors counted from {}",
@@ -470,7 +472,7 @@ impl<C: VolumeClient> Guest<C> {
         }
     }
 
-    /// Asks while nothing is in flight, and waits for the answer.
+    /// Sends a request while none is in flight, and waits for the answer.
     fn ask(&mut self, request: NbdRequest) -> Result<std::result::Result<Vec<u8>, u32>> {
         let cookie = self.client.submit(request);
         let completion = self.client.wait(STALL_LIMIT)?;

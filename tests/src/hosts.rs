@@ -24,11 +24,11 @@ pub struct Hosts {
     dir: PathBuf,
     agents: Vec<Option<Child>>,
     controller: Option<Child>,
-    /// Where the controller keeps the volumes, as flags.
+    /// The flags for the store of the controller.
     store: Vec<String>,
-    /// How many agents it is told of.
+    /// The number of agents that the flags name.
     named: usize,
-    /// Where the controller listens.
+    /// The address of the controller.
     server: String,
     // Last: with it go all processes on the hosts.
     network: Network,
@@ -44,8 +44,8 @@ impl Hosts {
         Hosts::start_with_store(dir, hosts, hosts, vec!["--store".to_owned(), store])
     }
 
-    /// As [`Hosts::start`], with a controller that keeps its volumes where these flags say, and is told by flags where
-    /// the first `named` agents are only.
+    /// Starts like [`Hosts::start`], with flags for the store of the controller. Other flags name the
+    /// addresses of the first `named` agents only.
     ///
     /// # Errors
     /// Something does not start.
@@ -108,7 +108,7 @@ impl Hosts {
         Ok(())
     }
 
-    /// kill -9 of the agent of a host. What it has started goes on.
+    /// Kills the agent of a host with SIGKILL. Its child processes continue.
     ///
     /// # Errors
     /// It does not run.
@@ -209,7 +209,7 @@ impl Hosts {
         until(&what, LIMIT, || self.try_ctl(arguments).map(Some))
     }
 
-    /// What shorthornctl says where it must refuse.
+    /// Returns the message of shorthornctl, which must refuse.
     ///
     /// # Errors
     /// It does as it is told.
@@ -220,7 +220,7 @@ impl Hosts {
         }
     }
 
-    /// What shorthornctl shows of a volume.
+    /// Returns the output of shorthornctl for a volume.
     ///
     /// # Errors
     /// There is no such volume.
@@ -255,7 +255,7 @@ impl Hosts {
         self.host_dir(host).join("r/engine").join(format!("{volume}.control"))
     }
 
-    /// What the engine of a volume on a host says of itself.
+    /// Returns the status of a volume's engine on a host.
     ///
     /// # Errors
     /// It does not answer.
@@ -384,7 +384,7 @@ impl HandMadeEngine {
         }
     }
 
-    /// What it says of itself.
+    /// Returns the status of the engine.
     ///
     /// # Errors
     /// It does not answer.
@@ -400,7 +400,7 @@ impl Drop for HandMadeEngine {
     }
 }
 
-/// Where the agent of a host answers; `dir` is that of all of them.
+/// Returns the address of a host's agent; `dir` is the common directory of all agents.
 #[must_use]
 pub fn agent_url(dir: &Path, host: usize) -> String {
     format!("unix://{}", dir.join(name(host)).join("sock").display())

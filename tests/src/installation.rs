@@ -1,4 +1,4 @@
-//! What an administrator installs in Kubernetes.
+//! The objects that an administrator installs in Kubernetes.
 
 use std::fs;
 use std::process::Command;

@@ -38,7 +38,7 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Where the pod has it.
+    /// Returns the path in the pod's directory.
     #[must_use]
     pub fn path(&self) -> String {
         format!("{}/mount", self.pod_dir)
@@ -50,7 +50,7 @@ impl Mounted {
 }
 
 impl<'a> Kubelet<'a> {
-    /// That of `node`.
+    /// Returns the kubelet of `node`.
     #[must_use]
     pub fn of(api: &'a ApiServer, node: &'a ClusterNode) -> Kubelet<'a> {
         Kubelet { api, node }
@@ -124,7 +124,7 @@ impl<'a> Kubelet<'a> {
         self.api.ok("PATCH", &format!("{}/status", self.node_path()), Some(&status)).map(drop)
     }
 
-    /// Where a pod has its volume.
+    /// Returns the mount of a volume in a pod.
     ///
     /// # Errors
     /// There is no such volume.
@@ -139,7 +139,7 @@ impl<'a> Kubelet<'a> {
         })
     }
 
-    /// Says that a pod needs a volume here, before anybody attaches it.
+    /// Records that a pod needs a volume here, before it is attached.
     ///
     /// # Errors
     /// The API server refuses it.
@@ -223,7 +223,7 @@ impl<'a> Kubelet<'a> {
             .map(drop)
     }
 
-    /// What a pod's volume holds, in bytes: all, and what is used of it.
+    /// Returns the total and the used bytes of a pod's volume.
     ///
     /// # Errors
     /// The driver says nothing, or that something is wrong.

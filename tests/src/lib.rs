@@ -1,4 +1,4 @@
-//! What the tests of whole processes, the demonstration and the benchmarks share.
+//! The shared parts of the tests of whole processes, the demonstration and the benchmarks.
 
 pub mod apiserver;
 mod bad_disk;

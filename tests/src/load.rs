@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 
 use crate::guest::Guest;
 
-/// A [`Guest`] on a thread of its own, while the test does what it tests.
+/// A [`Guest`] on its own thread, beside the test.
 #[derive(Debug)]
 pub struct Load {
     thread: JoinHandle<Result<Guest>>,
@@ -57,7 +57,7 @@ impl Load {
         Ok(started.elapsed())
     }
 
-    /// Whether the guest goes on.
+    /// Returns an error if the guest has ended.
     ///
     /// # Errors
     /// It does not; [`Load::finish`] tells why.

@@ -19,11 +19,11 @@ const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// How a volume is started with `shorthorn-agent run`.
 #[derive(Clone, Debug)]
 pub struct LocalVolumeOptions {
-    /// Its name.
+    /// The name of the volume.
     pub name: String,
-    /// Where its replicas are.
+    /// The directory of its replicas.
     pub dir: PathBuf,
-    /// Its size, as the command line takes it.
+    /// The size as in the command line.
     pub size: String,
     /// How many replicas.
     pub replicas: u32,
@@ -48,9 +48,9 @@ impl LocalVolumeOptions {
 /// The line that `shorthorn-agent run` prints when the volume is ready.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Ready {
-    /// Of the volume.
+    /// The name of the volume.
     pub name: String,
-    /// The block device, if there is one.
+    /// The block device, if it has one.
     pub device: Option<PathBuf>,
     /// For NBD clients; empty where there is a device.
     #[serde(deserialize_with = "text_or_nothing")]
@@ -63,12 +63,12 @@ pub struct Ready {
     pub replicas: Vec<ReadyReplica>,
 }
 
-/// One replica of a local volume.
+/// A replica of a local volume.
 #[derive(Clone, Debug, Deserialize)]
 pub struct ReadyReplica {
-    /// Its identity.
+    /// The id of the replica.
     pub id: String,
-    /// Its directory.
+    /// The directory of the replica.
     pub directory: PathBuf,
 }
 
@@ -91,7 +91,7 @@ pub struct Pids {
 #[derive(Debug)]
 pub struct LocalVolume {
     child: Child,
-    /// What it printed when it was ready.
+    /// The announcement that was printed.
     pub ready: Ready,
 }
 
@@ -168,7 +168,7 @@ impl LocalVolume {
         Ok(self.replica_status(index)?.pid.try_into()?)
     }
 
-    /// What a replica says of itself.
+    /// Returns the status of a replica.
     ///
     /// # Errors
     /// It does not run.

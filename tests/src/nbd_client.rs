@@ -11,42 +11,42 @@ use shorthorn_testkit::nbd::{
     FLAG_FUA, REPLY_BYTES, SIMPLE_REPLY_MAGIC, be32, be64, command, negotiate, request_head,
 };
 
-/// An engine that listens answers a negotiation; one that does not is tried again.
+/// The time limit of a negotiation, which a listening engine answers soon; after that the client tries again.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 /// Between two attempts to connect.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
 
-/// What a client asks for. Offsets and lengths are in bytes.
+/// A request of a client. Offsets and lengths are in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NbdRequest {
     /// The answer has the data.
     Read {
-        /// Where.
+        /// The first byte.
         offset: u64,
         /// How much.
         length: u32,
     },
     /// New data.
     Write {
-        /// Where.
+        /// The first byte.
         offset: u64,
-        /// What.
+        /// The data to write.
         data: Vec<u8>,
         /// Durable when answered.
         fua: bool,
     },
-    /// Makes durable what was answered before.
+    /// Makes all writes answered before durable.
     Flush,
     /// The data is of no more use.
     Trim {
-        /// Where.
+        /// The first byte.
         offset: u64,
         /// How much.
         length: u32,
     },
     /// Reads as zeroes from now on.
     WriteZeroes {
-        /// Where.
+        /// The first byte.
         offset: u64,
         /// How much.
         length: u32,
@@ -58,9 +58,9 @@ pub enum NbdRequest {
 /// An answer.
 #[derive(Clone, Debug)]
 pub struct NbdCompletion {
-    /// What [`NbdClient::submit`] returned.
+    /// The cookie that [`NbdClient::submit`] returned.
     pub cookie: u64,
-    /// What was asked for.
+    /// The request.
     pub request: NbdRequest,
     /// The data of a read, or an errno value.
     pub outcome: Result<Vec<u8>, u32>,
@@ -83,9 +83,9 @@ pub struct NbdClient {
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
-    /// What is to be sent still.
+    /// The bytes to send.
     out: VecDeque<u8>,
-    /// What was received of an answer that is not here whole.
+    /// The received bytes of an incomplete answer.
     input: Vec<u8>,
 }
 
@@ -146,7 +146,7 @@ impl NbdClient {
         cookie
     }
 
-    /// The next answer; none where there is none within `limit`.
+    /// Waits for the next answer; none if `limit` passes before.
     ///
     /// # Errors
     /// The server breaks the protocol. A connection that ends is none: it is made again.
@@ -267,7 +267,7 @@ impl Connection {
         }
     }
 
-    /// Sends and receives what can be without waiting; an error where the connection has ended.
+    /// Sends and receives without waiting; returns an error if the connection has ended.
     fn exchange(&mut self) -> io::Result<()> {
         while !self.out.is_empty() {
             match self.stream.write(self.out.as_slices().0) {

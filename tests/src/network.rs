@@ -91,7 +91,7 @@ impl Drop for Network {
     }
 }
 
-/// What earlier tests left that were killed.
+/// Removes the remains of killed tests.
 fn remove_leftovers() -> Result<()> {
     let list = ip(&["netns", "list"])?;
     for namespace in list.lines().filter_map(|line| line.split_whitespace().next()) {

@@ -1,4 +1,4 @@
-//! Processes of the project: signals, and what they say on their control sockets.
+//! Processes of the project: signals, and status over control sockets.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ pub fn signal(pid: i32, signal: Signal) -> Result<()> {
     kill(Pid::from_raw(pid), signal).with_context(|| format!("sending {signal} to {pid}"))
 }
 
-/// What an engine says of itself.
+/// Returns the status of an engine.
 ///
 /// # Errors
 /// It does not answer.
@@ -31,7 +31,7 @@ pub fn engine_status(control: &Path) -> Result<EngineStatus> {
     }
 }
 
-/// What a replica says of itself.
+/// Returns the status of a replica.
 ///
 /// # Errors
 /// It does not answer.

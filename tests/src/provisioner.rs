@@ -21,7 +21,7 @@ use crate::{Caller, Sidecars};
 const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 /// Between two attempts to connect, and between two probes.
 const PAUSE: Duration = Duration::from_secs(1);
-/// What a call may take, as the sidecars say by default.
+/// The time limit of a call, the default of the sidecars.
 const CALL_LIMIT: Duration = Duration::from_secs(15);
 /// How long kubelet waits before it starts a container for the third time; twice as long after that.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);

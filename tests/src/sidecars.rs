@@ -18,9 +18,9 @@ use crate::claims::{
 };
 use crate::{Caller, until};
 
-/// What a call may take, as the sidecars say by default.
+/// The time limit of a call, the default of the sidecars.
 const CALL_LIMIT: Duration = Duration::from_secs(15);
-/// For everything about one object; a controller may have to wait for the lease of one that was killed.
+/// The time limit for all work on one object. A controller may have to wait for the lease of a killed one.
 const LIMIT: Duration = Duration::from_secs(120);
 const PROVISIONER_FINALIZER: &str = "external-provisioner.volume.kubernetes.io/finalizer";
 const ATTACHER_FINALIZER: &str = "external-attacher/csi-shorthorn-io";
@@ -34,7 +34,7 @@ pub struct Sidecars<'a> {
 }
 
 impl<'a> Sidecars<'a> {
-    /// Those beside the controller whose CSI socket is there.
+    /// Returns the sidecars beside the controller with that CSI socket.
     ///
     /// # Errors
     /// The system gives no thread.
@@ -42,7 +42,7 @@ impl<'a> Sidecars<'a> {
         Ok(Sidecars { api, csi: Caller::unix(socket)? })
     }
 
-    /// Repeats what may fail while the controller is away or at work.
+    /// Repeats an action that may fail while the controller is absent or busy.
     fn until_done<T>(&self, what: &str, act: impl Fn() -> Result<T>) -> Result<T> {
         until(what, LIMIT, || act().map(Some))
     }
@@ -91,7 +91,7 @@ impl<'a> Sidecars<'a> {
         })
     }
 
-    /// All nodes that have the driver; first the one that the scheduler has chosen.
+    /// Returns all nodes that have the driver, with the scheduler's choice first.
     fn requirements(&self, selected: &str) -> Result<v1::TopologyRequirement> {
         let list = self.api.ok("GET", "/apis/storage.k8s.io/v1/csinodes", None)?;
         let mut requisite = Vec::new();
@@ -203,8 +203,8 @@ impl<'a> Sidecars<'a> {
         })
     }
 
-    /// One attempt of external-resizer to have a volume as large as its claim asks for; what is left to the node it notes
-    /// at the claim.
+    /// Makes one attempt of external-resizer to enlarge a volume to the size of its claim. The node's part is
+    /// noted at the claim.
     ///
     /// # Errors
     /// The driver refuses it, or has not done it within `limit`.
@@ -242,7 +242,7 @@ impl<'a> Sidecars<'a> {
         self.until_done("larger volume", || self.try_resize(claim, CALL_LIMIT))
     }
 
-    /// Where the driver says that a volume is, as external-attacher asks now and then.
+    /// Returns the nodes of a volume according to the driver, as external-attacher asks now and then.
     ///
     /// # Errors
     /// It says nothing of it.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 /// A file system with little room, in a file; unmounted when dropped.
 #[derive(Debug)]
 pub struct SmallDisk {
-    /// Where it is mounted.
+    /// The mount point.
     pub mount_point: PathBuf,
 }
 
@@ -46,7 +46,7 @@ impl SmallDisk {
         Ok(())
     }
 
-    /// Gives back what [`SmallDisk::fill`] took.
+    /// Frees the space that [`SmallDisk::fill`] took.
     ///
     /// # Errors
     /// It was not filled.

@@ -41,7 +41,7 @@ impl VmHost {
         Ok(host)
     }
 
-    /// What a test needs as a rule: a machine with `kernel` and a data disk with ext4.
+    /// Returns the options for most tests: a machine with `kernel` and a data disk with ext4.
     pub fn options(kernel: Kernel) -> VmOptions {
         // Emulation is slow: what takes a second on hardware takes ten here.
         VmOptions::new(kernel)
@@ -100,7 +100,7 @@ impl VmHost {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// What shorthornctl shows of a volume.
+    /// Returns the output of shorthornctl for a volume.
     ///
     /// # Errors
     /// There is no such volume.
@@ -138,7 +138,7 @@ impl VmHost {
         self.vm.sh(script).with_context(|| self.journal())
     }
 
-    /// Starts a command and goes on.
+    /// Starts a command without waiting for it.
     ///
     /// # Errors
     /// The machine does not answer.
@@ -158,7 +158,7 @@ impl VmHost {
         Ok(output)
     }
 
-    /// What the units have logged, and the kernel.
+    /// Returns the log of the units and of the kernel.
     #[must_use]
     pub fn journal(&self) -> String {
         let command =

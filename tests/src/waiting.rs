@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Between two looks at what cannot be waited for.
+/// The pause between two looks at a condition without a notification.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Looks again and again until `look` finds something, and returns it.

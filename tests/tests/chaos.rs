@@ -105,7 +105,8 @@ fn members_are_equal_after_every_death_of_the_engine() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// The same without a client that sends again, and with a replica that surely lacks what the others have.
+/// Repeats the test without a client that sends again, and with a replica that surely lacks data of the
+/// others.
 #[test]
 fn what_a_dead_engine_left_half_done_is_made_equal() -> Result<()> {
     const DEATHS: usize = 8;
@@ -166,14 +167,14 @@ fn a_start_waits_no_second_time_for_a_replica_that_hangs() -> Result<()> {
     volume.stop()
 }
 
-/// Until there are no answers for a moment: whatever is sent now waits for one replica.
+/// Waits until answers stop for a moment: each further request waits for one replica.
 fn until_it_stalls(load: &Load) -> Result<()> {
     const MOMENT: Duration = Duration::from_millis(100);
     while load.wait_for_answers(1, MOMENT).is_ok() {}
     load.check()
 }
 
-/// A replica that does not answer for a while leaves, and comes back by what it has missed.
+/// Stops a replica for a while: it leaves, and returns by copying what it has missed.
 #[test]
 fn a_replica_that_hangs_comes_back() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);
@@ -197,7 +198,7 @@ fn a_replica_that_hangs_comes_back() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// One replica's disk is full for a while: the replica leaves, no writer sees that, and it comes back with all data.
+/// Fills one replica's disk for a while: the replica leaves, no writer notices, and it returns with all data.
 #[test]
 fn a_disk_that_is_full_for_a_while_costs_nothing() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);
@@ -224,7 +225,7 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// Coming back costs what was missed and not what the volume has.
+/// Checks that a return copies what was missed, and not the whole volume.
 #[test]
 fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);

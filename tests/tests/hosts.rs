@@ -282,7 +282,8 @@ fn an_engine_is_replaced_under_load() -> Result<()> {
     cluster.compare_replicas()
 }
 
-/// Half of two goes on only with the arbiter: without a controller the volume waits, and goes on when there is one.
+/// Half of two replicas continues only with the arbiter: without a controller the volume waits, and continues
+/// when one runs.
 #[test]
 fn half_of_a_volume_waits_for_the_controller() -> Result<()> {
     let mut cluster = cluster("2")?;

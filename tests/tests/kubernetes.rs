@@ -22,7 +22,7 @@ use tonic::{Code, Status};
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
 const VOLUME: &str = "v";
-/// The most calls to the API server for an attach, without those that tell people of it.
+/// The maximum number of calls to the API server for an attach, without events.
 const CALLS_MAX: usize = 12;
 /// How long an attach may take until its steps are stored, too.
 const QUIET_START: Duration = Duration::from_secs(5);
@@ -30,7 +30,7 @@ const QUIET_START: Duration = Duration::from_secs(5);
 const KILLS: u32 = 3;
 /// How long after the death of the leading controller a claim may have to wait until it is bound.
 const BOUND_LIMIT: Duration = Duration::from_secs(20);
-/// What a call of CSI may take.
+/// The time limit of a CSI call.
 const CALL_LIMIT: Duration = Duration::from_secs(15);
 
 struct Cluster {
@@ -41,7 +41,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// Three hosts, and an API server with what an administrator installs.
+    /// Starts three hosts, and an API server with the installed objects.
     fn start() -> Result<Cluster> {
         let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
         let api = ApiServer::start(&folder.path().join("api"))?;
@@ -60,7 +60,7 @@ impl Cluster {
         Ok(Cluster { hosts, api, folder })
     }
 
-    /// As kubectl apply does with what a person has written.
+    /// Creates a volume from a hand-written document, like kubectl apply.
     fn make_volume(&self) -> Result<()> {
         let volume = json!({
             "apiVersion": "shorthorn.io/v1alpha1",
@@ -89,7 +89,7 @@ impl Cluster {
         Ok(self.api.ok("GET", &path, None)?["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// Waits until exactly that was told of the volume, in that order.
+    /// Waits until the volume has exactly these events, in that order.
     fn until_told(&self, volume: &Value, reasons: &[&str]) -> Result<()> {
         until("events that tell the story", LIMIT, || {
             let mut events: Vec<Value> = self
@@ -130,7 +130,7 @@ impl Cluster {
         })
     }
 
-    /// What a controller says that has to end at its start.
+    /// Returns the message of a controller that has to end at its start.
     fn refuses_to_start(&self) -> Result<String> {
         let listen = format!("unix://{}/refused.sock", self.folder.path().display());
         let output = self.hosts.controller_command(&listen)?.output()?;
@@ -353,7 +353,7 @@ fn controllers_take_over_from_each_other() -> Result<()> {
     cluster.until_gone()
 }
 
-/// What a pod of the deployment has of Shorthorn; kill -9 when dropped.
+/// The Shorthorn part of a pod of the deployment; killed with SIGKILL when dropped.
 struct Pod {
     child: Child,
     csi: PathBuf,
@@ -416,7 +416,7 @@ fn the_leader_dies(
     Ok(())
 }
 
-/// What the controller of a pod answers to Probe.
+/// Returns the answer of a pod's controller to Probe.
 fn ready(pod: &Pod) -> Result<bool> {
     let csi = Caller::unix(&pod.csi)?;
     let probe = csi.call(v1::ProbeRequest {}, CALL_LIMIT, async |channel, request| {
@@ -425,7 +425,7 @@ fn ready(pod: &Pod) -> Result<bool> {
     probe.ready.context("an answer that says nothing")
 }
 
-/// Whether a controller answers as one that stands by: Probe says so, and nothing else is done.
+/// Checks that a controller stands by: Probe says so, and other calls are refused.
 fn stands_by(pod: &Pod) -> Result<()> {
     ensure!(!ready(pod)?, "it is ready");
     let csi = Caller::unix(&pod.csi)?;
@@ -443,7 +443,7 @@ fn stands_by(pod: &Pod) -> Result<()> {
     Ok(())
 }
 
-/// Where the driver is registered, a node is found; its address follows the machine until somebody sets it.
+/// A node is found if the driver is registered there. Its address follows the machine until a user sets it.
 #[test]
 fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
     let mut cluster = Cluster::start()?;
@@ -466,8 +466,8 @@ fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
     a_drain_waits_for_volumes(&mut cluster)
 }
 
-/// A node that volumes in use need has a pod that nobody can evict; of nodes that are cordoned the first one
-/// may go.
+/// A node that volumes in use need has a pod that cannot be evicted. The first of several cordoned nodes is
+/// released.
 fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
     cluster.hosts.stop_controller()?;
     let listen = format!("unix://{}/guard.sock", cluster.folder.path().display());
@@ -499,7 +499,7 @@ fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
     cluster.until_guards(&[])
 }
 
-/// As kubectl drain asks, once a kubelet has said that the pod runs.
+/// Asks like kubectl drain, once a kubelet has reported that the pod runs.
 fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
     let guard = format!("shorthorn-guard-{}", name(host));
     let path = format!("/api/v1/namespaces/{NAMESPACE}/pods/{guard}");
@@ -561,7 +561,7 @@ fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
     until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT).map(drop)
 }
 
-/// As an API server takes it that does not know the rules in CEL.
+/// The API server does not know the CEL rules.
 fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
     let volume = json!({
         "apiVersion": "shorthorn.io/v1alpha1",
@@ -593,7 +593,7 @@ fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
     cluster.until_gone()
 }
 
-/// Two attachments to one node are one event each of what happens, with a count.
+/// Two attachments to one node make one event of each kind, with a count.
 fn what_repeats_is_counted(cluster: &Cluster) -> Result<()> {
     for _ in 0..2 {
         cluster.want_on(name(0).into())?;

@@ -45,7 +45,7 @@ fn run(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// SHA-256 of what an NBD client reads.
+/// Returns the SHA-256 of the data that an NBD client reads.
 fn sum(volume: &LocalVolume, folder: &Path) -> Result<String> {
     let image = folder.join("image");
     run("nbdcopy", &[&volume.ready.uri, path(&image)?])?;

@@ -1,5 +1,5 @@
-//! What an operator is told about a volume that is not well, and decides: real agents, engines and replicas on three
-//! hosts, which are network namespaces of this machine.
+//! Tests the reports on an unhealthy volume, and the operator's decisions. Real agents, engines and replicas
+//! run on three hosts, which are network namespaces of this machine.
 
 use std::time::Duration;
 
@@ -60,8 +60,8 @@ fn replicas(shown: &Value) -> Result<Vec<(String, String, String)>> {
         .with_context(|| format!("a replica without a name in {shown:#}"))
 }
 
-/// The node with the newest data is gone. The operator is told what is missing and what a salvage loses, decides, and
-/// the volume goes on with the older data. When the node comes back what it alone had is no part of the volume.
+/// The node with the newest data is lost. The operator sees the missing data and the losses of a salvage, and
+/// decides for the older data. When the node comes back, its newer data is no part of the volume.
 #[test]
 fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
@@ -135,8 +135,8 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// A replica moves off a node that is drained while its volume is written to; the one that nobody else has a copy of
-/// stays, and the operator hears why.
+/// A replica leaves a drained node while its volume is written. The only copy of another volume stays, and
+/// the operator sees the reason.
 #[test]
 fn a_node_is_drained_under_load() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
@@ -201,8 +201,8 @@ fn a_volume_is_made_again_under_its_name() -> Result<()> {
     Ok(())
 }
 
-/// A node joins whose disk is empty. Nothing is moved there by itself; asked for, it gets its share while the volumes are
-/// written to, and after that nothing is left to move.
+/// A node with an empty disk joins. Replicas move there only on request: then it gets its share while the
+/// volumes are written, and after that no move is left.
 #[test]
 fn an_empty_node_gets_its_share_under_load() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
@@ -244,8 +244,8 @@ fn replicas_of(hosts: &Hosts, volume: &str) -> Result<Vec<(String, String, Strin
     replicas(&hosts.inspect(volume)?)
 }
 
-/// A volume grows under load while one of its replicas dies and while another cannot be reached; the data stays what it
-/// was, the new part is there and reads as zeroes, and in the end all replicas are as large and equal.
+/// A volume grows under load while one of its replicas dies and another cannot be reached. The data stays,
+/// the new part reads as zeroes, and in the end all replicas have the same size and content.
 #[test]
 fn a_volume_grows_under_load() -> Result<()> {
     const LAST_BLOCK: u64 = (128 << 20) / BLOCK_BYTES as u64 - 1;

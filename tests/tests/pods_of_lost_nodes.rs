@@ -17,7 +17,7 @@ const QUIET: Duration = Duration::from_secs(16);
 const OURS: &str = "csi.shorthorn.io";
 const OTHERS: &str = "disks.example";
 const ATTACHER_FINALIZER: &str = "external-attacher/csi-shorthorn-io";
-/// What a pod that nobody hurries has to go.
+/// The grace period of pods that need not end soon.
 const LONG_S: u32 = 3600;
 
 struct Cluster {
@@ -51,7 +51,7 @@ impl Cluster {
         self.api.ok("POST", "/apis/storage.k8s.io/v1/csinodes", Some(&drivers)).map(drop)
     }
 
-    /// What Kubernetes says of the kubelet there: True, False or Unknown.
+    /// Sets the Ready condition of the kubelet there: True, False or Unknown.
     fn say_ready(&self, node: &str, ready: &str) -> Result<()> {
         let condition = json!({ "type": "Ready", "status": ready });
         let status = json!({ "status": { "conditions": [condition] } });
@@ -105,7 +105,7 @@ impl Cluster {
         self.api.ok("POST", "/api/v1/namespaces/default/pods", Some(&object)).map(drop)
     }
 
-    /// Tells a pod to go, as Kubernetes does where its node is lost.
+    /// Deletes a pod with a grace period, as Kubernetes does after the loss of its node.
     fn evict(&self, pod: &str, grace_s: u32) -> Result<()> {
         let grace = json!({ "gracePeriodSeconds": grace_s });
         let told = self.api.ok("DELETE", &pod_path(pod), Some(&grace))?;
@@ -126,7 +126,7 @@ impl Cluster {
         Ok(attachment["metadata"]["deletionTimestamp"].is_string())
     }
 
-    /// What the controller has deleted so far of what is not its own.
+    /// Returns the foreign objects that the controller has deleted so far.
     fn deletions(&self) -> Result<Vec<String>> {
         let calls = self.api.controller_calls()?;
         let others = |call: &String| call.starts_with("delete pods") || call.starts_with("delete volumeatt");
@@ -161,7 +161,7 @@ impl Cluster {
         })
     }
 
-    /// Another controller in place of the one that runs, with one more flag.
+    /// Replaces the running controller by one with one more flag.
     fn replace_controller(&mut self, tag: &str, flags: &[&str]) -> Result<()> {
         self.hosts.kill_controller()?;
         let listen = format!("unix://{}/{tag}.sock", self.folder.path().display());
@@ -226,7 +226,7 @@ fn pods_of_a_lost_node_are_released() -> Result<()> {
     a_role_that_is_missing_breaks_nothing(&cluster, &lost)
 }
 
-/// One that is to be released; and one of each sort that is not, all of them on the volume `two`.
+/// Creates a pod that is to be released, and one of each kind that is not, all of them on the volume `two`.
 fn pods(cluster: &Cluster, node: &str) -> Result<()> {
     let owner =
         json!({ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "1", "controller": true });
@@ -264,7 +264,8 @@ fn what_must_stay(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// What others do is noticed at once: a pod is told to go, and an administrator ends the rest by force.
+/// Changes by other clients are noticed at once: a pod is deleted, and an administrator ends the rest by
+/// force.
 fn the_last_pods_go(cluster: &Cluster, node: &str) -> Result<()> {
     cluster.evict("not-told", 1)?;
     cluster.until_gone(&pod_path("not-told"))?;
@@ -277,7 +278,7 @@ fn the_last_pods_go(cluster: &Cluster, node: &str) -> Result<()> {
     Ok(())
 }
 
-/// As external-attacher goes on: the volume is fenced there, and free.
+/// Does the work of external-attacher: the volume is fenced there, and free.
 fn the_volume_is_free(cluster: &Cluster) -> Result<()> {
     let nowhere = json!({ "spec": { "nodeID": null } });
     cluster.api.ok("PATCH", &ApiServer::path("volumes/one"), Some(&nowhere))?;
@@ -289,7 +290,7 @@ fn the_volume_is_free(cluster: &Cluster) -> Result<()> {
     cluster.until_gone(&path)
 }
 
-/// Without the right to delete pods they stay, and everything else goes on.
+/// Without the right to delete pods they stay, and everything else continues.
 fn a_role_that_is_missing_breaks_nothing(cluster: &Cluster, node: &str) -> Result<()> {
     let role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/shorthorn-controller";
     let mut rules = cluster.api.ok("GET", role, None)?["rules"].clone();

@@ -94,7 +94,7 @@ fn snapshot(directory: &Path, name: &str) -> PathBuf {
     directory.join(format!("volume-snap-{name}.img"))
 }
 
-/// The counts of a scrub, and what it has told last.
+/// Returns the counts of a scrub, and its last message.
 fn found(scrub: &ScrubStatus) -> (u64, u64, &str) {
     (scrub.found, scrub.repaired, scrub.last.as_str())
 }
@@ -131,7 +131,8 @@ fn again(
     BareVolume::start(options(folder, replicas))
 }
 
-/// After the stop: all that a snapshot's files hold is the same everywhere, and so is what the volume shows.
+/// Stops the volume, and checks that the files of each snapshot, and the volume, have the same content on all
+/// replicas.
 fn all_are_equal(folder: &Path, volume: BareVolume) -> Result<()> {
     let directories = volume.directories();
     volume.stop()?;
@@ -492,7 +493,7 @@ fn under_load_a_scrub_finds_nothing() -> Result<()> {
     all_are_equal(folder.path(), volume)
 }
 
-/// What a snapshot, or the volume, shows.
+/// Returns the content of a snapshot or of the volume.
 fn exported(directory: &Path, snapshot: Option<&str>, folder: &Path) -> Result<Vec<u8>> {
     let image = folder.join("exported");
     export(directory, snapshot, ExportTarget::File(image.clone()), |_, _| {})?;

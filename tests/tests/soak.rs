@@ -1,4 +1,4 @@
-//! One episode of each kind of fault on real processes. `make soak` runs a thousand faults.
+//! Tests one episode of each kind of fault on real processes. `make soak` runs a thousand faults.
 
 use std::time::{Duration, Instant};
 

@@ -22,7 +22,7 @@ const CLASS: &str = "two-replicas";
 const MIB: u64 = 1 << 20;
 const SIZE_BYTES: u64 = 128 * MIB;
 const GROWN_BYTES: u64 = 192 * MIB;
-/// Of the controller's log, where something fails.
+/// The number of lines of the controller's log to show after a failure.
 const LOG_LINES: usize = 100;
 /// A controller is killed after fewer than so many of its calls to the API server.
 const CALLS_MAX: usize = 4;
@@ -185,13 +185,13 @@ impl Cluster {
         self.api.ok("POST", pods(), Some(&pod))
     }
 
-    /// As kubelet deletes a pod that has ended.
+    /// Deletes an ended pod like kubelet.
     fn delete_pod(&self, name: &str) -> Result<()> {
         let now = json!({ "gracePeriodSeconds": 0 });
         self.api.ok("DELETE", &format!("{}/{name}", pods()), Some(&now)).map(drop)
     }
 
-    /// Tells a pod to go, as Kubernetes does where its node is lost; nobody there hears of it.
+    /// Deletes a pod as Kubernetes does after the loss of its node, where no kubelet notices.
     fn evict_pod(&self, name: &str) -> Result<()> {
         let soon = json!({ "gracePeriodSeconds": 1 });
         self.api.ok("DELETE", &format!("{}/{name}", pods()), Some(&soon)).map(drop)
@@ -401,8 +401,8 @@ fn the_controller_dies_at_every_step(cluster: &mut Cluster, random: &mut fastran
     Ok(())
 }
 
-/// The node that has the volume loses its power. The volume goes to the other one with all that was written, the old engine
-/// has no way to write any more, and the node finds its place again when it is back.
+/// The node with the volume loses its power. The volume moves to the other one with all written data, and the
+/// old engine cannot write any more. The node is used again when it is back.
 fn a_node_is_lost(cluster: &mut Cluster, volume: &str) -> Result<()> {
     let pod = cluster.api.ok("GET", &format!("{}/second", pods()), None)?;
     let attachment = cluster.attachment(volume, 0)?;

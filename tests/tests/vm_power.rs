@@ -1,5 +1,5 @@
-//! A machine loses its power under load, and its disk what was not flushed. All that was durable is there when it has
-//! started again, and all replicas are equal.
+//! Tests a power loss of a machine under load, whose disk loses unflushed data. After the restart all durable
+//! data is there, and all replicas are equal.
 //!
 //! Once the machine is switched off; and once the disk's writes are recorded, and replayed up to the moments at which the
 //! client was told that its data is durable, without anything that was not flushed by then.
@@ -55,7 +55,7 @@ fn push_scripts(host: &VmHost) -> Result<()> {
     host.vm.push(&files)
 }
 
-/// What each writer is told, and the writer.
+/// The name of a writer, and its process.
 type Writer = (String, Running);
 
 fn start_writers(host: &VmHost, cut: u32) -> Result<[Writer; 3]> {
@@ -71,7 +71,7 @@ fn start_writers(host: &VmHost, cut: u32) -> Result<[Writer; 3]> {
     ])
 }
 
-/// Takes the power away while everybody writes; what every writer had said to be durable.
+/// Cuts the power while all writers write; returns the last durable mark of each writer.
 fn cut_under_load(host: &mut VmHost, writers: [Writer; 3]) -> Result<[(String, u32); 3]> {
     // Not always at the same place: somewhere between a few rounds and a few more.
     let rounds = fastrand::u32(5..60);
@@ -170,7 +170,8 @@ fn every_flush_is_a_point_to_start_from() -> Result<()> {
     Ok(())
 }
 
-/// Starts the volume with what its disk had when round `mark` was durable; round `last` came later or is the same.
+/// Starts the volume from the state of its disk when round `mark` was durable; round `last` came later or is
+/// the same.
 fn start_from(host: &VmHost, mark: u32, last: u32) -> Result<()> {
     // What a new boot is to the replicas: what they had not made durable is gone.
     host.sh("umount /proc/sys/kernel/random/boot_id 2>/dev/null || true; \

@@ -9,7 +9,7 @@ use anyhow::{Result, ensure};
 use shorthorn_tests::{NODE, VmHost, until};
 use shorthorn_vmkit::Kernel;
 
-/// systemd waits for 90 s and more for what hangs.
+/// The time limit of a shutdown: systemd waits for 90 s and more for hanging units.
 const DOWN_LIMIT: Duration = Duration::from_secs(80);
 const LIMIT: Duration = Duration::from_secs(120);
 

@@ -115,7 +115,7 @@ fn phase_is_serving(host: &VmHost) -> Result<bool> {
     Ok(host.inspect("v1")?["engine"]["phase"] == "serving")
 }
 
-/// A device in use is not taken away; the wish to detach stands, and is done when it is free.
+/// A device in use is not removed; the detach is pending, and happens when the device is free.
 fn a_mounted_device_stays(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
     let refused = host.vm.run("shorthornctl volume detach v1 --timeout 3")?;

@@ -8,8 +8,9 @@ use shorthorn_tests::{NODE, Ready, VmHost, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(300);
-/// After so long without an answer the block layer asks the driver what to do, unless the time was lowered. The engines have lowered it, to notice
-/// the death of a process soon: a request that has waited for the lower one has not failed.
+/// The time without an answer after which the block layer asks the driver, unless the time was lowered. The
+/// engines have lowered it, to notice the death of a process soon: a request that has waited for the lower
+/// one has not failed.
 const REQUEST_TIMEOUT_MS: f64 = 30_000.0;
 
 #[test]
@@ -22,8 +23,8 @@ fn an_engine_is_replaced_under_load_on_nbd() -> Result<()> {
     replaced_under_load(Kernel::Nbd, "nbd")
 }
 
-/// Where the time goes while the engine is replaced, in virtual time: it counts instructions, so the figures repeat. They
-/// are printed; what must hold is that no request waits for its time-out.
+/// Measures the parts of the pause when the engine is replaced, in virtual time: it counts instructions, so
+/// the figures repeat. They are printed; the test requires that no request waits for its time-out.
 #[test]
 fn the_pause_of_an_upgrade_by_its_parts() -> Result<()> {
     let host = VmHost::start(VmHost::options(Kernel::Ublk).icount().command_limit(LIMIT))?;
@@ -123,8 +124,8 @@ fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
     Ok(())
 }
 
-/// The process that has taken the sockets dies in the middle of requests: the one after it must not take them, and nobody
-/// may keep them open, or the kernel would not know them for dead.
+/// The process that has taken the sockets dies in the middle of requests. The next one must not take them,
+/// and no process may keep them open, or the kernel would not notice their death.
 fn killed_after_a_handover(host: &VmHost) -> Result<()> {
     let load = host.spawn(
         "fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
@@ -215,7 +216,7 @@ fn no_request_timed_out(host: &VmHost, frontend: &str) -> Result<()> {
     Ok(())
 }
 
-/// Nothing that counts time may take a clock that people set for one that runs.
+/// Changes of the wall clock by people must not affect any time-out.
 fn the_clock_jumps(host: &VmHost) -> Result<()> {
     let state = || -> Result<(String, String)> {
         let volume = host.inspect("v1")?;
@@ -254,7 +255,7 @@ fn sockets_of(host: &VmHost, pid: &str) -> Result<BTreeSet<String>> {
     Ok(links.lines().map(str::to_owned).collect())
 }
 
-/// What the engines, the agent and the kernel have said.
+/// Returns the logs of the engines, the agent and the kernel.
 fn logs(host: &VmHost) -> String {
     let journal = "journalctl --no-pager --output short-monotonic";
     let output = host

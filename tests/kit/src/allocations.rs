@@ -5,12 +5,12 @@ thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, which counts what it is asked for: `#[global_allocator] static A: CountingAllocator`.
+/// The system's allocator, which counts its calls: `#[global_allocator] static A: CountingAllocator`.
 #[derive(Debug)]
 pub struct CountingAllocator(());
 
 impl CountingAllocator {
-    /// Nothing is counted yet.
+    /// Creates an allocator with a count of zero.
     #[must_use]
     #[allow(clippy::new_without_default)] // a static is made by a const fn
     pub const fn new() -> CountingAllocator {

@@ -1,4 +1,5 @@
-//! What the tests of several crates share: an NBD client, a client of metrics and health, and an allocator that counts.
+//! The shared parts of the tests of several crates: an NBD client, a client of metrics and health, and a
+//! counting allocator.
 
 mod allocations;
 pub mod metrics;

@@ -10,7 +10,7 @@ const SERVER_MAGIC: u64 = 0x4e42_444d_4147_4943;
 const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// What a simple reply begins with.
+/// The magic number of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// The length of a simple reply, without the data of a read.
 pub const REPLY_BYTES: usize = 16;
@@ -134,7 +134,7 @@ pub struct Nbd {
     pub size_bytes: u64,
 }
 
-/// Of every request: there is one at a time.
+/// The cookie of every request, because requests are made one at a time.
 const COOKIE: u64 = 7;
 
 impl Nbd {

@@ -1,4 +1,4 @@
-//! What a guest may read, sector by sector.
+//! The possible contents of each sector in the reads of a guest.
 //!
 //! Every write has an id, and a sector's content is the id of the write that it shows (0: zeroes). The checker knows when
 //! each write was submitted and when it ended, and from that which ids a read may return:
@@ -21,13 +21,13 @@ struct Write {
     submitted: Micros,
     /// From here on it can no longer begin to take effect.
     ended: Option<Micros>,
-    /// It surely took effect before this.
+    /// The time before which the write surely took effect.
     effective: Option<Micros>,
     /// A flush covers it.
     durable: bool,
-    /// It has surely been replaced since.
+    /// The time since which the write has surely been replaced.
     dead: Option<Micros>,
-    /// For good, and nobody can ask any more.
+    /// True if the write is replaced for good, and no read can return it any more.
     gone: bool,
 }
 
@@ -44,7 +44,7 @@ impl Write {
 pub struct Checker {
     sectors: Vec<Vec<Write>>,
     horizon: Micros,
-    /// Those that have more than one durable write, in any order.
+    /// Sectors with more than one durable write, in any order.
     unsettled: Vec<u32>,
     is_unsettled: Vec<bool>,
     /// By id: the sectors that the write was about.
@@ -77,7 +77,7 @@ impl Checker {
         self.written[at] = sectors;
     }
 
-    /// The volume has grown to so many sectors; what is new shows zeroes.
+    /// Grows the volume to `sectors`; the new part shows zeroes.
     pub fn grow(&mut self, sectors: usize) {
         let sectors = sectors.max(self.sectors.len());
         self.sectors.resize_with(sectors, || vec![Write::first(0)]);
@@ -108,7 +108,7 @@ impl Checker {
         }
     }
 
-    /// It was acknowledged; `durable` where it was a FUA write.
+    /// Records that a write was acknowledged; `durable` for a FUA write.
     pub fn acknowledged(
         &mut self,
         sectors: std::ops::Range<usize>,
@@ -120,13 +120,13 @@ impl Checker {
         self.end(sectors, id, submitted, now, Some(durable));
     }
 
-    /// It may or may not have taken effect, and will not later.
+    /// Records that a write may or may not have taken effect, and will not later.
     pub fn undecided(&mut self, sectors: std::ops::Range<usize>, id: Id, submitted: Micros, now: Micros) {
         self.end(sectors, id, submitted, now, None);
     }
 
-    /// It has failed: it may or may not have taken effect, and who read it while it was under way may have seen what is gone
-    /// again now.
+    /// Records that a write has failed. It may or may not have taken effect, and a read meanwhile may have
+    /// seen data that is gone again.
     pub fn failed(&mut self, sectors: std::ops::Range<usize>, id: Id, submitted: Micros, now: Micros) {
         for sector in &mut self.sectors[sectors] {
             let found = sector.iter_mut().find(|write| write.id == id && write.submitted == submitted);
@@ -138,7 +138,7 @@ impl Checker {
         }
     }
 
-    /// No read that is not done yet began before `horizon`: what was replaced before that may be forgotten.
+    /// Forgets writes that were replaced before `horizon`, because every unfinished read began later.
     pub fn forget_before(&mut self, horizon: Micros) {
         self.horizon = horizon;
     }
@@ -183,7 +183,7 @@ impl Checker {
         });
     }
 
-    /// What no flush covers may be gone, all of it or a part.
+    /// Records a power loss: data without a flush may be lost in whole or in part.
     pub fn power_lost(&mut self, now: Micros) {
         for at in &self.unsettled {
             let sector = &mut self.sectors[*at as usize];
@@ -199,7 +199,8 @@ impl Checker {
         }
     }
 
-    /// The operator has made one replica the volume that may lack anything: from now on it is what that one holds.
+    /// Records a salvage: the operator has made one possibly incomplete replica the volume, which has its
+    /// content from now on.
     ///
     /// # Errors
     /// It holds what was never written there.
@@ -255,8 +256,8 @@ impl Checker {
     }
 }
 
-/// Finds out which writes have surely been replaced, and forgets those that cannot come back: replaced by something durable,
-/// before `horizon`.
+/// Finds the writes that have surely been replaced, and forgets those that cannot come back: replaced by
+/// durable ones, before `horizon`.
 fn settle(sector: &mut Vec<Write>, horizon: Micros) {
     if sector.len() < 2 {
         return;

@@ -1,4 +1,4 @@
-//! A disk that keeps what was synced, and loses or reorders the rest when the power goes.
+//! A disk that keeps synced data, and loses or reorders the rest in a power loss.
 
 use std::collections::BTreeMap;
 
@@ -17,12 +17,12 @@ pub const BLOCK_SECTORS: usize = (BLOCK_BYTES / SECTOR_BYTES) as usize;
 /// A block: for each sector the write that it shows.
 pub type Block = [Id; BLOCK_SECTORS];
 
-/// One sparse file.
+/// A sparse file.
 #[derive(Clone, Debug, Default)]
 pub struct SparseFile {
-    /// As the process reads it.
+    /// The content as the process reads it.
     now: Blocks,
-    /// As it is after the power was lost, but for `unsynced`.
+    /// The content after a power loss, except for `unsynced`.
     durable: Blocks,
     /// Changes since the last sync, in order.
     unsynced: Vec<(u64, Option<Block>)>,
@@ -30,10 +30,10 @@ pub struct SparseFile {
     synced: usize,
 }
 
-/// Stands for the block of a change that is durable before those that came earlier.
+/// The placeholder for a block whose change is durable before earlier ones.
 const PASSED_OVER: u64 = u64::MAX;
 
-/// What is in a file, block by block; a missing one is a hole.
+/// The content of a file, block by block; a missing one is a hole.
 #[derive(Clone, Debug, Default)]
 struct Blocks(Vec<Option<Block>>);
 
@@ -87,7 +87,7 @@ impl SparseFile {
         self.unsynced.iter().all(|(changed, _)| *changed != block && *changed != PASSED_OVER)
     }
 
-    /// How many changes there ever were: those that a sync that begins now covers.
+    /// Returns the number of changes so far: a sync that begins now covers them.
     pub fn mark(&self) -> usize {
         self.synced + self.unsynced.len()
     }
@@ -144,7 +144,7 @@ pub struct Files {
 pub struct Rotten {
     /// The content before.
     was: Block,
-    /// It is in the snapshot, else in the head.
+    /// True if the block is in the snapshot, else it is in the head.
     is_below: bool,
 }
 
@@ -209,7 +209,7 @@ impl Files {
         self.rot.insert(block, Rotten { was, is_below: true });
     }
 
-    /// The block is what it was.
+    /// Restores the content of a block from before its rot.
     pub fn heal(&mut self, block: u64) {
         if let Some(Rotten { was, is_below }) = self.rot.remove(&block) {
             self.file_with(is_below).replace(block, Some(was));

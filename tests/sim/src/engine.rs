@@ -43,7 +43,7 @@ const ID_MARK: u64 = 5 << 32;
 /// Requests of tasks have ids from here on.
 pub const ID_CALL: u64 = 1 << 40;
 
-/// What a host keeps from one engine process to the next.
+/// The state that a host keeps from one engine process to the next.
 #[derive(Debug, Default)]
 pub struct Host {
     /// The generation that was used last: of the state file.
@@ -56,13 +56,13 @@ pub struct Host {
     pub engine: Option<u64>,
     /// True if the guest has used a device of this attachment here.
     pub was_live: bool,
-    /// True if writes of that guest may be gone: it is told by an error for every request.
+    /// True if writes of that guest may be lost: the engine answers its every request with an error.
     pub lost_writes: bool,
     /// By how much its clock has leapt ahead.
     pub clock_ms: u64,
 }
 
-/// What an engine process knows of a replica.
+/// The state of a replica in an engine process.
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
     pub replica: ReplicaId,
@@ -74,7 +74,7 @@ pub struct Peer {
     pub run: Option<u64>,
     /// The volume is not to have it any more.
     pub is_given_up: bool,
-    /// Its courier is in an attempt.
+    /// True if the courier is in an attempt.
     pub has_courier: bool,
 }
 
@@ -82,27 +82,27 @@ pub struct Peer {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Line {
     pub conn: Option<ConnId>,
-    /// Somebody uses it.
+    /// True if the control connection is in use.
     pub is_busy: bool,
 }
 
-/// What a sabotaged shell remembers of a request that it has told the core lies about.
+/// The state of a request about which a sabotaged shell has lied to the core.
 #[derive(Debug, Default)]
 struct Lie {
-    /// Who has not really answered yet.
+    /// Replicas that have not really answered yet.
     waits_for: Vec<PeerIndex>,
-    /// What the core has said.
+    /// The result of the core.
     outcome: Option<Result<(), Errno>>,
-    /// What a replica has really answered.
+    /// The real error of a replica.
     error: Option<Errno>,
 }
 
-/// One engine process.
+/// An engine process.
 #[derive(Debug)]
 pub struct EngineProc {
     pub host: usize,
     pub generation: Generation,
-    /// The size that it was told.
+    /// The size of the volume that the engine has got.
     pub size_bytes: u64,
     /// Once it serves.
     pub core: Option<EngineCore>,
@@ -112,9 +112,9 @@ pub struct EngineProc {
     pub links: Vec<Vec<Option<ConnId>>>,
     /// The connection of each for the courier.
     pub lines: Vec<Line>,
-    /// Of the slots of all queues.
+    /// The requests in the slots of all queues.
     requests: Vec<Vec<Id>>,
-    /// Of the slots for copies.
+    /// The data of the slots for copies.
     copies: Vec<Vec<Id>>,
     /// The newest view that is through, as far as its main thread knows.
     pub view: Option<View>,
@@ -125,13 +125,13 @@ pub struct EngineProc {
     /// A grant that was received while the volume was being opened.
     pub was_granted: Option<View>,
     pub begun_us: u64,
-    /// It is stopped: what happens to it happens later.
+    /// True if the process is paused: its events happen later.
     pub paused: bool,
     pub backlog: Vec<Occurrence>,
     /// How long after its end the next one starts; 0: some time.
     pub restarts_after: u64,
     lies: BTreeMap<(u16, u16), Lie>,
-    /// Where in its buffer the data goes that a slot was last sent a read for, in sectors.
+    /// The place of the last read of each slot in its buffer, in sectors.
     read_to: BTreeMap<(u16, u16), usize>,
 }
 
@@ -269,8 +269,8 @@ impl World {
         true
     }
 
-    /// The process is gone, and another one starts in its place after `for_us`; 0: some time. Of what it has sent a part
-    /// may be lost.
+    /// Kills the process, and starts another one after `for_us`; 0: after a random time. A part of the sent
+    /// messages may be lost.
     pub fn kill_engine(&mut self, host: usize, for_us: u64, rng: &mut Rng) {
         let Some(id) = self.hosts[host].engine.take() else { return };
         self.note(|| format!("engine {id} is gone"));
@@ -292,7 +292,7 @@ impl World {
         self.after(delay, Occurrence::StartEngine { host });
     }
 
-    /// The engine has cleared what it can: it ends.
+    /// Ends the engine after it has cleared all that it can.
     fn settled(&mut self, engine: u64) {
         self.count("settled");
         self.end_engine(engine);
@@ -320,7 +320,7 @@ impl World {
         if self.options.sabotage == Some(Sabotage::OldProposals) { pair } else { drawn }
     }
 
-    /// The controller attaches the volume to another host. The old engine is told nothing.
+    /// Attaches the volume to another host, without a message to the old engine.
     pub fn attach_elsewhere(&mut self, rng: &mut Rng) -> bool {
         if !self.controller.up {
             return false;
@@ -336,7 +336,7 @@ impl World {
         true
     }
 
-    /// The guest of that attachment has been told that its writes may be gone: it begins anew.
+    /// Restarts the guest of that attachment, which has learned that its writes may be lost.
     pub fn attach_anew(&mut self, attach: u64) {
         if self.controller.attach == attach {
             let mut rng = self.rng.fork();
@@ -392,7 +392,7 @@ impl World {
         self.wake(engine);
     }
 
-    /// Gives the core an event, and does what it says.
+    /// Gives the core an event, and performs its outputs.
     pub fn apply(&mut self, engine: u64, event: Event) {
         let mut outputs = std::mem::take(&mut self.outputs);
         let Some(core) = self.engines.get_mut(&engine).and_then(|process| process.core.as_mut()) else {
@@ -405,7 +405,7 @@ impl World {
         self.outputs = outputs;
     }
 
-    /// Does what the core says.
+    /// Performs the outputs of the core.
     pub fn perform_all(&mut self, engine: u64, outputs: Outputs) {
         outputs.into_iter().for_each(|output| self.perform(engine, output));
     }
@@ -414,7 +414,7 @@ impl World {
         self.options.sabotage == Some(by)
     }
 
-    /// Sends a request, or does with it what the sabotage wants.
+    /// Sends a request, or sabotages it.
     fn send_request(&mut self, engine: u64, peer: PeerIndex, slot: SlotId, operation: Operation, ask: Ask) {
         if slot.slot >= DEPTH
             && operation == Operation::Flush
@@ -455,7 +455,7 @@ impl World {
         self.completed(engine, slot, outcome);
     }
 
-    /// Tells the guest what was kept from it, once everybody has really answered.
+    /// Sends the guest the result that was kept from it, once every replica has really answered.
     fn own_up(&mut self, engine: u64, slot: SlotId) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         let Some(lie) = process.lies.get(&key(slot)) else { return };
@@ -739,7 +739,8 @@ impl World {
         }
     }
 
-    /// The controller's store may be older than what the replicas know: the next attachment is above all that they hold.
+    /// Raises the number of the controller, whose store may be older than the replicas: the next attachment
+    /// is above all that they hold.
     fn controller_learns(&mut self, holder: Generation) {
         if self.controller.up && self.controller.attach < holder.attach && self.saved_controller.is_some() {
             self.controller.attach = holder.attach;
@@ -755,7 +756,7 @@ impl World {
         self.now / 1000 + self.hosts[host].clock_ms
     }
 
-    /// An engine is told the time.
+    /// Advances the time of an engine.
     pub fn tick(&mut self, engine: u64) {
         if !self.engines.contains_key(&engine) {
             return;

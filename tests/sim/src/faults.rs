@@ -14,7 +14,7 @@ const EXPANDED_BYTES_MAX: u64 = 4 << 20;
 /// The engine that hands over settles for so long at most.
 const SETTLE_LIMIT_US: u64 = 100_000;
 
-/// Something that goes wrong, with all of its choices. A `victim` is the number of a replica, modulo how many there are by
+/// A fault, with all of its choices. A `victim` is the number of a replica, modulo how many there are by
 /// then; a `pick` likewise of the open connections.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "fault", rename_all = "kebab-case")]
@@ -22,17 +22,17 @@ const SETTLE_LIMIT_US: u64 = 100_000;
 pub enum Fault {
     /// A replica process is killed, and with `power` its kernel too.
     KillReplica { victim: usize, power: bool, for_us: u64 },
-    /// The engine process is killed. What it has sent arrives up to `lingers_us` later.
+    /// The engine process is killed. Its sent messages arrive up to `lingers_us` later.
     KillEngine { lingers_us: u64, for_us: u64 },
     /// The engine process is asked to leave the device to the next one: it settles before it ends.
     HandOver { for_us: u64 },
-    /// The volume is attached to another host; nobody tells the old one.
+    /// The volume is attached to another host, without a message to the old one.
     AttachElsewhere,
     /// A host and a replica do not reach each other for a while, in one direction or both.
     Partition { host: usize, victim: usize, to_replica: bool, to_engine: bool, for_us: u64 },
-    /// Messages of a connection vanish, and nobody is told. The replica finds out after a while.
+    /// The messages of a connection vanish without an error. The replica notices after a while.
     HalfOpen { pick: u64, for_us: u64 },
-    /// A connection breaks; of what is under way a part is lost.
+    /// A connection breaks; a part of its messages in flight is lost.
     BreakConnection { pick: u64 },
     /// The controller is away for a while.
     StopController { for_us: u64 },
@@ -92,7 +92,7 @@ pub enum Broken {
     Read,
     /// Checks.
     Verify,
-    /// What the replica knows of views.
+    /// The state with the views of the replica.
     State,
     /// Pages of sets of regions.
     Page,
@@ -106,7 +106,7 @@ pub enum Broken {
     Extents,
 }
 
-/// What is answered with an error or nonsense by a process that lies for a while.
+/// The requests to which a lying process answers with an error or nonsense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LieAt {
@@ -134,7 +134,7 @@ impl Broken {
     }
 }
 
-/// What may be chosen.
+/// The faults to choose from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Kind {
@@ -176,7 +176,7 @@ pub enum Kind {
     RestoreDisk,
 }
 
-/// What is well again.
+/// A repair of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mend {
     /// This cut.
@@ -193,9 +193,9 @@ pub enum Mend {
     Lie(usize, LieAt, u64),
     /// The replica process that has failed ends, if it may, and is started again.
     Failed(usize, u64),
-    /// The engine process goes on.
+    /// The engine process continues.
     Engine(u64, bool),
-    /// The replica process goes on, if it is still this one.
+    /// The replica process continues, if it is still this one.
     Replica(usize, u64),
 }
 
@@ -431,7 +431,8 @@ impl World {
         has_state
     }
 
-    /// What the controller has recorded since the copy is lost, but the size: whoever restores it is told that by the replicas.
+    /// Restores the controller from the copy. Later records are lost, except for the size: the replicas show
+    /// it to whoever restores.
     fn restore_controller(&mut self, rng: &mut Rng) -> bool {
         let Some(saved) = self.saved_controller.clone() else { return false };
         let before = self.controller.attach;

@@ -1,4 +1,4 @@
-//! The guest: a file system's worth of requests on the device, and what it remembers of them.
+//! The guest: a file system's worth of requests on the device, and the record of them.
 
 use fastrand::Rng;
 use shorthorn_core::{Event, Operation, Request, SlotId};
@@ -14,7 +14,7 @@ use crate::world::{Occurrence, World};
 pub struct Outstanding {
     pub operation: Operation,
     pub range: ByteRange,
-    /// What a write writes: the same id in every sector.
+    /// The id that a write stores in every sector.
     pub id: Id,
     pub submitted: Micros,
 }
@@ -135,7 +135,7 @@ impl World {
         self.pass_on(slot);
     }
 
-    /// The engine gets the request, if there is one that serves.
+    /// Passes the request to a serving engine, if any.
     fn pass_on(&mut self, slot: usize) {
         let Some(engine) = self.guest.engine else { return };
         if let Some(what) = self.is_postponed(Occurrence::Submit { engine, slot }) {
@@ -193,7 +193,7 @@ impl World {
         }
     }
 
-    /// A new engine serves in a new attachment: what the old one had in flight has happened or never will.
+    /// Settles the requests of an old attachment when a new engine serves: they have happened or never will.
     pub fn settle_forgotten(&mut self) {
         for request in std::mem::take(&mut self.guest_forgot) {
             self.checker.undecided(sectors_of(&request), request.id, request.submitted, self.now);

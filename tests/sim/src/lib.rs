@@ -54,27 +54,28 @@ pub enum Sabotage {
     NoIntent,
     /// A flush is acknowledged without being done.
     LyingFlush,
-    /// A new engine is let in while requests of an older one are still in the hands of the disk.
+    /// A new engine is admitted while the disk still executes requests of an older one.
     ServeBeforeFenced,
     /// After an unclean stop the members are taken for equal.
     NoResync,
     /// Requests go on while a view is being changed.
     NotHeld,
-    /// A replica that is brought up is not sent what is written meanwhile.
+    /// A replica that is being rebuilt is not sent the writes of the meantime.
     JoinerNotTold,
     /// Write intent is cleared without a flush.
     ClearWithoutFlush,
     /// Requests that overlap are in flight together.
     NoRangeTable,
-    /// Where only some members had space, nobody makes them equal again.
+    /// After a write that only some members had space for, the members are not made equal again.
     NoGiveBack,
-    /// Engines draw no nonce, and replicas answer a proposal that they do not store as one that they have stored.
+    /// Engines draw no nonce, and replicas answer a proposal that they do not store like one that they have
+    /// stored.
     OldProposals,
-    /// Nobody looks at stamps.
+    /// Stamps are ignored.
     NoStamps,
-    /// Replicas tell nobody that what they read is rotten.
+    /// Replicas do not report rot in their reads.
     UncheckedSources,
-    /// Nobody compares the snapshots that a copy is made of.
+    /// The snapshots of a copy are not compared.
     UncheckedLayers,
     /// A block of a snapshot that the source of a copy has lost is read from nobody else.
     OthersUnread,
@@ -99,24 +100,25 @@ pub enum Sabotage {
 /// How to run a script.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// True if to write a log.
+    /// True to write a log.
     pub trace: bool,
-    /// What to leave out.
+    /// The part of the protocol to leave out.
     pub sabotage: Option<Sabotage>,
 }
 
-/// What became of a run.
+/// The result of a run.
 #[derive(Debug)]
 pub struct Outcome {
-    /// What did not hold; none: everything did.
+    /// The violated rule; none if the run has passed.
     pub violation: Option<String>,
-    /// How often what happened.
+    /// The number of occurrences of each event.
     pub counts: BTreeMap<&'static str, u64>,
     /// The log, if it was wanted.
     pub log: Vec<String>,
 }
 
-/// What has to happen in a thousand runs, beside every kind of fault: else the simulation says less than it seems to.
+/// Events that have to happen in a thousand runs, besides every kind of fault: otherwise the simulation
+/// covers less than it seems to.
 pub const COVERED: &[&str] = &[
     "full copies",
     "joins",
@@ -401,8 +403,7 @@ fn is_recovered(world: &World) -> bool {
         && engine.links.iter().flatten().flatten().all(|conn| world.is_alive(*conn))
 }
 
-/// Returns true if no engine serves, and the one that is attached cannot start without a replica that is
-/// gone.
+/// Returns true if no engine serves, and the attached one cannot start without a replica that is gone.
 fn needs_what_is_gone(world: &World) -> bool {
     let is_gone = |id| {
         let replica = world.replica_index(id).map(|at| &world.replicas[at]);
@@ -414,8 +415,8 @@ fn needs_what_is_gone(world: &World) -> bool {
         && (world.needed.iter().any(is_gone) || is_torn(world) || waits_in_vain(world))
 }
 
-/// Returns true if replicas have stored views without a common member, and the one that is gone has taken
-/// along which of them is dead.
+/// Returns true if replicas have stored views without a common member, and the record of the dead one was
+/// lost with a replica.
 fn is_torn(world: &World) -> bool {
     world.is_torn && world.replicas.iter().any(|replica| replica.gone)
 }
@@ -487,8 +488,8 @@ fn compare_replicas(world: &mut World) {
 }
 
 impl World {
-    /// Returns true if both ends have the connection. A replica that has ended, and what it may have lost, is
-    /// known to its engine later.
+    /// Returns true if both ends have the connection. The engine learns later that a replica has ended and
+    /// may have lost data.
     fn is_alive(&self, conn: net::ConnId) -> bool {
         self.conns.get(&conn).is_some_and(|conn| conn.engine_open && conn.replica_open)
     }
@@ -541,7 +542,7 @@ impl World {
         self.kill_replica(at, true, 0, rng);
     }
 
-    /// A new replica, of which nothing is known yet.
+    /// Adds a new replica without any state.
     fn put_in_place(&mut self, place: usize) {
         let lost = self.guest.replicas[place];
         let number = self.replicas.len() as u64;
@@ -574,7 +575,7 @@ impl World {
             && !core.membership().is_changing()
     }
 
-    /// The controller puts new replicas in the place of those that are gone, once an engine serves without them.
+    /// Replaces the replicas that are gone, once an engine serves without them.
     fn control_turn(&mut self) {
         self.after(CONTROL_US, Occurrence::Control);
         self.renew_record();
@@ -649,8 +650,8 @@ impl World {
         self.count("salvages run");
     }
 
-    /// The replica that lacks the least, and whether that is surely nothing: it is a member of every view that anybody has ever
-    /// stored and that may count, those who are gone included.
+    /// Returns the replica that lacks the least, and whether it surely lacks nothing. Then it is a member of
+    /// every view that any replica has ever stored and that may count, including replicas that are gone.
     fn best_choice(&self) -> Option<(usize, bool)> {
         let all: Vec<Judgement> = self.replicas.iter().map(Replica::judgement).collect();
         let newest = all.iter().map(|one| one.report.committed).max_by_key(|view| view.id)?;
@@ -677,7 +678,8 @@ impl World {
     }
 }
 
-/// As the controller makes it: the salvaged view is the last grant, so that no engine starts from others.
+/// Returns the arbiter as the controller makes it: the salvaged view is the last grant, so that no engine
+/// starts from others.
 fn salvaged_arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
     let members = Members::new([replica]).unwrap_or_default();
     let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };

@@ -12,7 +12,7 @@ use crate::disk::{Block, SparseFile};
 /// Which connection; never used again.
 pub type ConnId = u64;
 
-/// What an engine asks a replica. The sectors of data are ids of writes.
+/// A request of an engine to a replica. The sectors of data are ids of writes.
 #[derive(Clone, Debug)]
 pub enum Ask {
     /// First of all: which engine, and which queue.
@@ -25,15 +25,15 @@ pub enum Ask {
     Write(ByteRange, Rc<[Id]>, bool),
     /// Make durable.
     Flush,
-    /// Of no more use.
+    /// A discard of the range.
     Discard(ByteRange),
     /// Zeroes, and whether they have to be durable.
     WriteZeroes(ByteRange, bool),
-    /// A check of what is there.
+    /// A check of the stored data.
     Verify(ByteRange),
     /// Are you there?
     Ping,
-    /// A proposed view, and what it honours.
+    /// A proposed view, and the report that it honours.
     Propose(View, ReplicaReport),
     /// A view is through.
     Commit(View),
@@ -65,7 +65,7 @@ pub type RottenBlock = (u64, Block);
 /// What a replica tells an engine that it takes.
 pub use shorthorn_wire::Welcome as Greeting;
 
-/// What a replica answers.
+/// An answer of a replica.
 #[derive(Clone, Debug)]
 pub enum Answer {
     /// Done.
@@ -97,7 +97,7 @@ pub enum Answer {
 /// A message on its way.
 #[derive(Clone, Debug)]
 pub enum Message {
-    /// To the replica: number of the request, and what it is.
+    /// A request to the replica, with its number.
     Ask(u64, Box<Ask>),
     /// To the engine: number of the request, and the answer.
     Answer(u64, Box<Answer>),
@@ -105,7 +105,7 @@ pub enum Message {
     Close,
 }
 
-/// What is under way from one end of a connection to the other.
+/// The messages from one end of a connection to the other.
 #[derive(Debug, Default)]
 pub struct Direction {
     /// When the last message arrives: later ones arrive later.
@@ -116,11 +116,11 @@ pub struct Direction {
     pub arrived: u64,
     /// From this one on they are lost.
     pub lost_from: Option<u64>,
-    /// What is held back, in order.
+    /// Messages that are held back, in order.
     pub held: VecDeque<Message>,
 }
 
-/// One connection: in order, each direction for itself.
+/// A connection: it keeps the order in each direction.
 #[derive(Debug)]
 pub struct Conn {
     /// The engine process.
@@ -146,7 +146,7 @@ pub struct Conn {
 }
 
 impl Conn {
-    /// One of the two directions.
+    /// Returns the messages of one direction.
     pub fn direction(&mut self, to_replica: bool) -> &mut Direction {
         if to_replica { &mut self.to_replica } else { &mut self.to_engine }
     }
@@ -157,7 +157,7 @@ impl Conn {
     }
 }
 
-/// Whose messages a cut holds back.
+/// The connections whose messages a cut holds back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whom {
     /// Those between a host and a replica.
@@ -171,11 +171,11 @@ pub enum Whom {
 pub struct Cut {
     /// To mend this one and no other.
     pub id: u64,
-    /// Whose.
+    /// The affected connections.
     pub whom: Whom,
-    /// Those to the replica.
+    /// True for the messages to the replica.
     pub to_replica: bool,
-    /// Those to the engine.
+    /// True for the messages to the engine.
     pub to_engine: bool,
 }
 

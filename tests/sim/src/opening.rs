@@ -32,7 +32,7 @@ use link::{CallError, Via, Wire};
 pub type Sim = Rc<RefCell<World>>;
 
 const CALL_TIMEOUT_US: u64 = 1_000_000;
-/// How long a replica may take for what is asked over a control connection.
+/// The time limit of a replica for an answer over a control connection.
 const LINE_LIMIT_US: u64 = 10_000_000;
 const RETRY_US: u64 = 100_000;
 /// How long a courier waits before its first attempt,
@@ -44,7 +44,7 @@ const MISSING_LIMIT_MS: u64 = 1500;
 /// The same if the others have lost writes that the guest counts on.
 const KEEPER_LIMIT_MS: u64 = 3000;
 
-/// One engine process, for its tasks.
+/// An engine process, for its tasks.
 #[derive(Clone)]
 struct Process {
     sim: Sim,
@@ -132,7 +132,7 @@ impl Process {
         self.sim.borrow_mut().depose(self.engine, holder);
     }
 
-    /// The controller may want a larger volume: the replicas grow, then the core. What does not succeed is tried again.
+    /// Follows a larger size from the controller: grows the replicas, then the core. Failures are retried.
     async fn follow_size(&self) {
         {
             let mut world = self.sim.borrow_mut();
@@ -203,7 +203,7 @@ impl Process {
         }
     }
 
-    /// One attempt to open the volume. Returns whether the members had lost writes, too.
+    /// Makes one attempt to open the volume. Returns whether the members had lost writes, too.
     async fn attempt_to_open(
         &self,
         offenders: &mut Offenders,
@@ -235,8 +235,8 @@ impl Process {
         Ok((opened, volume, attempt.lost_writes))
     }
 
-    /// A replica is taken for one whose disk was restored only if it was. What an engine of an earlier attachment was told may be of
-    /// long ago.
+    /// Checks that a replica is judged as restored from an older disk only if it was. The reports of an
+    /// engine of an earlier attachment may be old.
     fn judge_unfit(&self, unfit: &[(ReplicaId, String)]) {
         let mut world = self.sim.borrow_mut();
         let attach = world.engines.get(&self.engine).map(|process| process.generation.attach);
@@ -251,7 +251,8 @@ impl Process {
         }
     }
 
-    /// Every member has lost power since a write: whoever has used the device since is told.
+    /// Records that every member has lost power since a write. The user of the device since then learns of
+    /// it.
     fn note_losses(&self) {
         let mut world = self.sim.borrow_mut();
         world.count("starts from lost caches");
@@ -353,7 +354,7 @@ impl Process {
         world.after(1000, Occurrence::Tick { engine });
     }
 
-    /// What changes while it serves: which replicas the volume is to have, and its size.
+    /// Follows changes while the engine serves: the wanted replicas, and the size.
     async fn follow(&self) {
         loop {
             self.sleep(RETRY_US).await;
@@ -375,8 +376,8 @@ impl Process {
         }
     }
 
-    /// Takes new replicas in, and gives up those that are not wanted, as soon as they are not in the view. Returns whether
-    /// any was given up.
+    /// Adds new replicas, and gives up unwanted ones as soon as they are not in the view. Returns whether any
+    /// was given up.
     fn exchange_replicas(&self) -> bool {
         let mut world = self.sim.borrow_mut();
         let wanted = world.guest.replicas.clone();
@@ -419,14 +420,14 @@ impl Process {
 /// The connections to the members: by replica and queue.
 type Connections = Vec<(usize, Vec<ConnId>)>;
 
-/// One attempt to open the volume, as [`shorthorn_recovery`] drives it.
+/// An attempt to open the volume, driven by [`shorthorn_recovery`].
 struct Attempt {
     process: Process,
     replicas: Vec<ReplicaId>,
     /// Greets replicas that had not answered, while the arbiter is waited for. Each says whether it answers.
     search: Vec<(ReplicaId, Greeting)>,
     lost_writes: bool,
-    /// It goes on without replicas that it has reached.
+    /// True if the attempt continues without some of the reached replicas.
     leaves_out: bool,
 }
 

@@ -74,7 +74,7 @@ pub struct Replica {
     pub up: bool,
     /// Which process this is.
     pub boot: u64,
-    /// It is stopped: what happens to it happens later.
+    /// True if the process is paused: its events happen later.
     pub paused: bool,
     pub backlog: Vec<Occurrence>,
     /// The disk has no space for blocks that are not there yet.
@@ -91,13 +91,13 @@ pub struct Replica {
     pub lies: BTreeMap<LieAt, u64>,
     /// When it is started again after it has failed.
     pub restarts_after: Micros,
-    /// After an error of the disk: nothing is served until the process is restarted.
+    /// True after an error of the disk: nothing is served until the process is restarted.
     pub failed: bool,
-    /// A process that has failed is ended by somebody else, who does not look whether engines are connected.
+    /// True if a failed process is ended from outside, whether or not engines are connected.
     pub is_ended_by_others: bool,
-    /// It has answered a check with an error.
+    /// True if the replica has answered a check with an error.
     pub could_not_verify: bool,
-    /// Of delays, and of what errors leave behind.
+    /// The random numbers for delays, and for the effects of errors.
     rng: Rng,
     can_punch: bool,
     /// Some of its blocks have vanished, so that the map of its blocks cannot be relied on.
@@ -106,7 +106,7 @@ pub struct Replica {
     saved: Option<Saved>,
     /// The disk was restored, and not made anew since.
     pub is_rolled_back: bool,
-    /// What the process keeps beside the data.
+    /// The state that the process keeps beside the data.
     state: ReplicaState,
     map: BlockMap,
     /// In the hands of the disk.
@@ -123,14 +123,14 @@ pub struct Replica {
     pub gone: bool,
 }
 
-/// What the disk of a replica says of it, for the operator.
+/// The state of a replica according to its disk, for the operator.
 #[derive(Clone, Debug)]
 pub struct Judgement {
-    /// It lacks data.
+    /// True if the replica lacks data.
     pub rebuilding: bool,
-    /// It may.
+    /// True if the replica may lack data.
     pub lost_cache: bool,
-    /// Its views.
+    /// The stored views.
     pub report: ReplicaReport,
     /// The newest stamp that it has kept.
     pub stamp: Option<u32>,
@@ -143,7 +143,7 @@ fn chain_map(size_bytes: u64, has_snapshot: bool, can_punch: bool) -> BlockMap {
 }
 
 impl Replica {
-    /// A replica of a new volume, or one that is to be brought up.
+    /// Creates a replica of a new volume, or one that is to be rebuilt.
     pub fn new(
         id: ReplicaId,
         size_bytes: u64,
@@ -217,14 +217,14 @@ impl Replica {
         takes_error(&mut self.broken, what)
     }
 
-    /// Changes what the process keeps beside the data.
+    /// Changes the state that the process keeps beside the data.
     fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
         let Replica { state, durable, pages, broken, rng, full_for_pages, .. } = self;
         let mut shelf = Shelf { durable, pages, broken, rng, is_full: *full_for_pages };
         change(state, &mut shelf)
     }
 
-    /// What is on the disk of sets of regions is damaged, or gone. False where there is nothing.
+    /// Damages or removes sets of regions on the disk. Returns false if the disk has none.
     pub fn rot_sets(&mut self, rng: &mut Rng) -> bool {
         let keys: Vec<SetKey> = self.durable.sets.keys().copied().collect();
         if keys.is_empty() {
@@ -275,7 +275,7 @@ impl Replica {
         self.is_rolled_back = true;
     }
 
-    /// What its disk says.
+    /// Returns the state according to the disk.
     pub fn judgement(&self) -> Judgement {
         let regions = Regions::of(self.size_bytes);
         let intent = self.durable.sets.get(&SetKey::Intent);
@@ -312,7 +312,7 @@ impl Replica {
         if self.full || self.full_for_pages { 0 } else { 1000 }
     }
 
-    /// What the volume reads as here.
+    /// Returns the content of the volume on this replica.
     pub fn content(&self) -> Vec<Block> {
         self.files.content(self.size_bytes / BLOCK_BYTES)
     }
@@ -339,7 +339,7 @@ impl Replica {
         self.state.failure().is_some_and(|failure| failure.pause_before_end().is_some())
     }
 
-    /// Returns true if no engine is connected, and nothing is being done.
+    /// Returns true if no engine is connected, and no work is in progress.
     pub fn is_quiet(&self) -> bool {
         self.admission.connections().next().is_none() && self.ops.is_empty() && self.pages.is_empty()
     }
@@ -513,7 +513,7 @@ fn check(sectors: &[Id]) -> u32 {
 }
 
 impl Replica {
-    /// What the disk has done, and the error that it has reported, if any.
+    /// Executes the request on the disk, and returns the answer and the reported error, if any.
     fn done(&mut self, op: &Op, lies: bool, is_unchecked: bool) -> (Answer, Option<Broken>) {
         let error = match &op.ask {
             Ask::Read(_) | Ask::CheckedRead(_) => Broken::Read,
@@ -625,7 +625,7 @@ impl Replica {
         ExtentsPage { extents, next_bytes: held.next().map(|block| block * BLOCK_BYTES) }
     }
 
-    /// A page that cannot be, in place of the true one: an engine that uses it leaves out what has to be copied.
+    /// Replaces a page by an impossible one: an engine that used it would not copy some extents.
     fn spoil_extents(&mut self, page: &mut ExtentsPage) {
         let extent = |offset_bytes, length_bytes| Extent { offset_bytes, length_bytes };
         (page.extents, page.next_bytes) = match self.rng.u8(0..4) {
@@ -636,7 +636,7 @@ impl Replica {
         };
     }
 
-    /// As [`Replica::spoil_extents`].
+    /// Replaces a page like [`Replica::spoil_extents`].
     fn spoil_regions(&mut self, page: &mut RegionsPage) {
         page.kept = true;
         (page.runs, page.next) = match self.rng.u8(0..4) {

@@ -9,16 +9,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::faults::{Broken, Fault, Kind, LieAt};
 
-/// The most replicas that a run ever has: those that take the place of others included.
+/// The maximum number of replicas in a run, including replacements.
 pub const REPLICAS_MAX: usize = 7;
 /// Hosts on which an engine may run.
 pub const HOSTS: usize = 3;
 
-/// What to run.
+/// The parameters of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Script {
-    /// Of delays, and of what the guest asks for.
+    /// The seed of delays, and of the guest's requests.
     pub seed: u64,
     /// How many replicas the volume has.
     pub replicas: u64,
@@ -35,7 +35,7 @@ pub struct Script {
     /// How many queues the engine has.
     #[serde(default = "one")]
     pub queues: u16,
-    /// How each replica holds what the volume begins with; those that are not named have a plain one.
+    /// The layout of each replica at the beginning; unnamed ones have a plain one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layouts: Vec<Layout>,
     /// In the order of their times.
@@ -47,21 +47,21 @@ pub struct Script {
 pub struct Strike {
     /// When it strikes.
     pub at_us: u64,
-    /// What else is chosen follows from this: which blocks are lost, how long a process is away.
+    /// The seed of the other choices: lost blocks, durations.
     #[serde(default)]
     pub salt: u64,
-    /// What it is.
+    /// The fault.
     #[serde(flatten)]
     pub fault: Fault,
 }
 
-/// How a replica holds what it holds: it reads the same with any of them.
+/// The layout of the data of a replica, which reads the same in any of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Layout {
     /// Zeroes where others have holes.
     pub has_zeroes: bool,
-    /// There is no snapshot below the head, which holds all.
+    /// True if no snapshot exists below the head, which holds all data.
     pub is_flat: bool,
     /// The file system cannot make holes.
     pub cannot_punch: bool,
@@ -71,7 +71,7 @@ fn one() -> u16 {
     1
 }
 
-/// Trouble goes on for so long.
+/// The duration of the trouble.
 const TROUBLE_US: u64 = 15_000_000;
 
 /// How often each kind of fault is chosen.

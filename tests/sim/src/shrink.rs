@@ -1,12 +1,12 @@
-//! Making a script that fails smaller, as long as it fails: what is left is what matters.
+//! Makes a failing script smaller, as long as it fails: the rest is relevant.
 
 use crate::script::Script;
 use crate::{Options, run};
 
-/// What is left of a script that fails.
+/// The rest of a failing script.
 #[derive(Debug)]
 pub struct Shrunk {
-    /// It fails.
+    /// The script, which fails.
     pub script: Script,
     /// How.
     pub violation: String,
@@ -34,7 +34,7 @@ pub fn shrink(script: &Script, violation: String, options: Options, runs_max: u3
 
 type Simpler = fn(&Script) -> Script;
 
-/// What else may be left out.
+/// Returns the scripts with one more part left out.
 fn simpler(script: &Script) -> Vec<Simpler> {
     let mut all: Vec<Simpler> = vec![
         |script| Script { slow_network: false, ..script.clone() },

@@ -1,5 +1,5 @@
-//! What a process does step by step (opening a volume, bringing a replica up) is written as async functions. They are polled
-//! when their process was woken; there is no other reason for them to go on.
+//! Runs the step-by-step work of a process (opening a volume, rebuilding a replica), which is written as
+//! async functions. They are polled only after their process was woken.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,4 +1,4 @@
-//! Everything that there is, and what happens next.
+//! The complete state, and its next event.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -23,13 +23,14 @@ pub enum Occurrence {
     Deliver { conn: ConnId, to_replica: bool, number: u64, message: Message },
     /// A process takes a message.
     Take { conn: ConnId, to_replica: bool, message: Message },
-    /// A disk has done what a request asked for.
+    /// A disk has completed a request.
     DiskDone { replica: usize, boot: u64, op: u64 },
     /// A disk has written a page of a set of regions.
     PageDone { replica: usize, boot: u64, write: u64 },
-    /// A replica process looks for regions to sum, or what it has begun is read (false) or written (true).
+    /// A replica process searches regions to sum, or has read (false) or written (true) the ones that it has
+    /// begun.
     Sum { replica: usize, boot: u64, is_read: Option<bool> },
-    /// An engine is told the time.
+    /// The time of an engine advances.
     Tick { engine: u64 },
     /// Trouble.
     Fault(Strike),
@@ -59,18 +60,18 @@ pub enum Occurrence {
     Wake { engine: u64 },
 }
 
-/// The controller: what it has recorded for the volume.
+/// The controller's record of the volume.
 #[derive(Clone, Debug)]
 pub struct Controller {
     /// True if it runs.
     pub up: bool,
     /// Number of the newest attachment.
     pub attach: u64,
-    /// Where that is.
+    /// The host of the attachment.
     pub host: usize,
-    /// What it has granted.
+    /// The record of grants.
     pub arbiter: Arbiter,
-    /// The size that the volume is to have; every engine that starts is told.
+    /// The wanted size of the volume; every starting engine gets it.
     pub size_bytes: u64,
 }
 
@@ -84,11 +85,11 @@ pub struct World {
     pub rng: Rng,
     sequence: u64,
     queue: BinaryHeap<Reverse<(Micros, u64, usize)>>,
-    /// What is in the queue, by its place.
+    /// The occurrences in the queue, by their place.
     occurrences: Vec<Option<Occurrence>>,
     free: Vec<usize>,
     pub replicas: Vec<Replica>,
-    /// How replicas hold what they hold.
+    /// The layouts of the replicas.
     pub layouts: Vec<crate::script::Layout>,
     pub hosts: Vec<Host>,
     pub engines: BTreeMap<u64, EngineProc>,
@@ -97,12 +98,12 @@ pub struct World {
     /// An earlier copy of the controller's store.
     pub saved_controller: Option<Controller>,
     pub guest: Guest,
-    /// What the guest had in flight when it moved: it may happen until the next engine serves.
+    /// The requests in flight when the guest moved: they may happen until the next engine serves.
     pub guest_forgot: Vec<crate::guest::Outstanding>,
     pub checker: Checker,
     /// An engine has started from members that had all lost power, and no guest has begun anew since.
     pub lost_untold: bool,
-    /// Who does not reach whom.
+    /// The broken paths.
     pub cuts: Vec<Cut>,
     /// Answers that tasks wait for.
     pub calls: BTreeMap<(ConnId, u64), Option<Answer>>,
@@ -118,11 +119,11 @@ pub struct World {
     pub scrubs_done: u64,
     /// The first thing that must not be.
     pub violation: Option<String>,
-    /// Whom an engine last could not start without.
+    /// The replicas that the last failed start needed.
     pub needed: Members,
     /// The views that the last attempt to open the volume had to honour have no member in common.
     pub is_torn: bool,
-    /// Trouble is over: what was broken is repaired, and no more comes.
+    /// True if the trouble is over: faults are repaired, and no more come.
     pub calm: bool,
     pub counts: BTreeMap<&'static str, u64>,
     pub log: Vec<String>,
@@ -180,7 +181,7 @@ impl World {
         }
     }
 
-    /// `what` happens after `delay`.
+    /// Schedules `what` after `delay`.
     pub fn after(&mut self, delay: Micros, what: Occurrence) {
         self.sequence += 1;
         let place = self.free.pop().unwrap_or(self.occurrences.len());
@@ -197,7 +198,7 @@ impl World {
         self.sequence
     }
 
-    /// Goes on to the next occurrence.
+    /// Advances to the next occurrence.
     pub fn next(&mut self) -> Option<Occurrence> {
         let Reverse((at, _, place)) = self.queue.pop()?;
         self.now = at;
@@ -241,7 +242,7 @@ impl World {
         }
     }
 
-    /// Opens a connection from an engine to a replica. It may turn out that nobody is there.
+    /// Opens a connection from an engine to a replica, which may turn out to be gone.
     pub fn connect(&mut self, engine: u64, replica: usize) -> ConnId {
         let id = self.fresh();
         let host = self.engines.get(&engine).map_or(0, |engine| engine.host);
@@ -338,7 +339,7 @@ impl World {
         self.forget_if_over(id);
     }
 
-    /// Both ends of a connection see its end, each in its time. Of what is under way a part may be lost.
+    /// Ends a connection; each end notices in its time. A part of the messages in flight may be lost.
     pub fn break_connection(&mut self, id: ConnId, rng: &mut Rng) {
         self.lose_suffix(id, rng);
         self.send(id, true, Message::Close);
@@ -356,7 +357,7 @@ impl World {
         }
     }
 
-    /// From now on nothing that is sent arrives, and nobody is told.
+    /// Loses all later messages without an error.
     pub fn half_open(&mut self, id: ConnId) {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.is_dead = true;
@@ -372,7 +373,7 @@ impl World {
         self.forget_if_over(id);
     }
 
-    /// What a dead engine has sent arrives only when `until` has mended it.
+    /// Holds the messages of a dead engine back until `until` has mended that.
     pub fn hold_messages_of(&mut self, engine: u64) -> u64 {
         let id = self.fresh();
         self.cuts.push(Cut { id, whom: Whom::Engine(engine), to_replica: true, to_engine: false });
@@ -389,7 +390,7 @@ impl World {
         }
     }
 
-    /// Whether what happens is for a process that is stopped: it takes it when it runs again.
+    /// Postpones an occurrence for a paused process, which handles it when it runs again.
     pub fn is_postponed(&mut self, what: Occurrence) -> Option<Occurrence> {
         let engine = match &what {
             Occurrence::Tick { engine }

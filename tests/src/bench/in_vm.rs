@@ -21,7 +21,7 @@ pub struct VmFigure {
     pub frontend: &'static str,
     /// How many replicas the volume has.
     pub replicas: u32,
-    /// Of the workload.
+    /// The name of the workload.
     pub workload: &'static str,
     /// In virtual time.
     pub requests_per_s: f64,

@@ -23,11 +23,11 @@ const READS: [Workload; 2] = [
     Workload { name: "read 4 KiB random, depth 1", rw: "randread", block_size: "4k", depth: 1 },
     Workload { name: "read 4 KiB random, depth 32", rw: "randread", block_size: "4k", depth: 32 },
 ];
-/// A replica has summed what was written before.
+/// The time limit for a replica to sum the data written before.
 const SUMS_LIMIT: Duration = Duration::from_secs(180);
 const USED_BYTES: u64 = 1 << 30;
 
-/// What one volume does and the other does not.
+/// The feature that only one of the volumes has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cost {
     /// Regions are cleared and noted again; on the other they all stay noted.
@@ -54,14 +54,14 @@ impl Cost {
     }
 }
 
-/// One turn of both volumes under one load.
+/// A turn of both volumes under one load.
 #[derive(Clone, Copy, Debug)]
 pub struct CostFigure {
     /// The load.
     pub workload: &'static str,
     /// Requests per second of the volume with it.
     pub with: f64,
-    /// Of the one without.
+    /// The figure of the volume without the feature.
     pub without: f64,
 }
 

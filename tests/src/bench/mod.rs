@@ -1,4 +1,4 @@
-//! What `make bench` measures, and how.
+//! The measurements of `make bench`.
 
 mod in_vm;
 mod intent;

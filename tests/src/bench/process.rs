@@ -2,17 +2,17 @@ use std::fs;
 
 use anyhow::{Context, Result};
 
-/// What some processes have used so far.
+/// The resources that some processes have used so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     /// CPU time of all their threads, kernel side included, in microseconds. The kernel counts in ticks of 10 ms.
     pub cpu_us: u64,
-    /// Resident memory; what several share counts for each.
+    /// Resident memory; shared memory counts for each process.
     pub resident_bytes: u64,
 }
 
 impl Usage {
-    /// Of the processes `pids` now.
+    /// Returns the usage of the processes `pids` now.
     ///
     /// # Errors
     /// One of them is gone.

@@ -1,4 +1,4 @@
-//! What bringing a replica up costs, and how fast it is.
+//! Measures the cost and the speed of a rebuild.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::{
     FioJob, LocalVolume, LocalVolumeOptions, engine_status, fio, is_whole, signal, until, until_whole,
 };
 
-/// What a replica misses, and the range of the loads.
+/// The data that a replica misses, and the range of the loads.
 pub(super) const USED: &str = "1g";
 const USED_BYTES: u64 = 1 << 30;
 const LIMIT: Duration = Duration::from_secs(600);
@@ -20,7 +20,7 @@ pub(super) const WRITE: Workload =
     Workload { name: "write 1 MiB sequential", rw: "write", block_size: "1m", depth: 8 };
 const RANDOM: Workload = Workload { name: "depth 32", rw: "randwrite", block_size: "4k", depth: 32 };
 
-/// One run with three replicas on this host.
+/// The figures of a run with three replicas on this host.
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildFigures {
     /// Random writes at depth 32 while all replicas are members, per second.
@@ -29,7 +29,7 @@ pub struct RebuildFigures {
     pub written_bytes_per_s: f64,
     /// Copying to a replica that has missed everything, with no other load.
     pub copied_bytes_per_s: f64,
-    /// Random writes at depth 32 while a replica is away and nothing is copied.
+    /// Random writes at depth 32 while a replica is absent, without a copy.
     pub degraded: f64,
     /// The same while it is brought up.
     pub beside_rebuild: f64,
@@ -106,7 +106,7 @@ fn miss_everything(volume: &LocalVolume, then: impl FnOnce() -> Result<()>) -> R
     })
 }
 
-/// What is left to copy; nothing where every replica is a member.
+/// Returns the bytes left to copy; 0 if every replica is a member.
 fn left_bytes(volume: &LocalVolume) -> Result<u64> {
     let status = engine_status(&volume.engine_control()?).context("asking the engine")?;
     Ok(status.members.iter().filter_map(|member| member.copy).map(|copy| copy.left_bytes).sum())

@@ -1,9 +1,9 @@
 use super::targets::Measured;
 
-/// One line of the table: medians over the rounds.
+/// A line of the table: medians over the rounds.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// What was measured.
+    /// The measured target.
     pub target: String,
     /// Medians.
     pub measured: Measured,

@@ -13,7 +13,7 @@ use crate::{FioJob, LocalVolume, LocalVolumeOptions, fio};
 
 const SERVER_LIMIT: Duration = Duration::from_secs(20);
 
-/// What is measured.
+/// A kind of measured target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetKind {
     /// A volume of Shorthorn behind the frontend `socket`.
@@ -21,8 +21,8 @@ pub enum TargetKind {
         /// How many replicas it has, all on this host.
         replicas: u32,
     },
-    /// fio on as many files as there are replicas: what the disk and the file system can do. Writes go to
-    /// all files at once, one request each, and count once; reads go to one file.
+    /// Measures fio on as many files as replicas: the limits of the disk and the file system. Writes are sent
+    /// to all files at once, one request each, and count once; reads use one file.
     Files {
         /// How many files.
         files: u32,
@@ -31,7 +31,7 @@ pub enum TargetKind {
     OneHop,
 }
 
-/// One measurement.
+/// A measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Measured {
     /// Requests per second.

@@ -1,4 +1,4 @@
-/// One kind of load.
+/// A kind of load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workload {
     /// For the table.
@@ -11,7 +11,7 @@ pub struct Workload {
     pub depth: u32,
 }
 
-/// In the order in which they run: the first fills what the others overwrite and read.
+/// The workloads in the order of the run: the first fills the range that the others overwrite and read.
 pub const WORKLOADS: [Workload; 6] = [
     Workload { name: "write 1 MiB sequential, depth 8", rw: "write", block_size: "1m", depth: 8 },
     Workload { name: "read 1 MiB sequential, depth 8", rw: "read", block_size: "1m", depth: 8 },
@@ -28,7 +28,7 @@ impl Workload {
         self.rw.ends_with("write")
     }
 
-    /// The arguments of fio that say what to do; where to is another matter.
+    /// Returns the arguments of fio for the load, without the target.
     #[must_use]
     pub fn arguments(&self, seconds: u32, size: &str) -> Vec<String> {
         let mut arguments = vec![

@@ -9,7 +9,7 @@ use nix::sys::stat::{major, minor};
 
 use crate::SmallDisk;
 
-/// Where control groups of version 1 limit block devices, and those of version 2.
+/// The directories in which control groups of version 1 and 2 limit block devices.
 const V1: &str = "/sys/fs/cgroup/blkio";
 const V2: &str = "/sys/fs/cgroup";
 

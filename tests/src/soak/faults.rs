@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// What is done to a process, a link or a disk.
+/// A kind of fault of a process, a link or a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// kill -9, and a start some time later.
@@ -13,7 +13,7 @@ pub enum Kind {
     ReplicaPaused,
     /// The same.
     EnginePaused,
-    /// Nothing goes over the link, in neither direction, and no connection ends.
+    /// The link carries nothing in either direction, and no connection ends.
     LinkCut,
     /// Nothing reaches the replica.
     ToReplicaCut,
@@ -21,7 +21,7 @@ pub enum Kind {
     FromReplicaCut,
     /// All connections to the replica end.
     ConnectionsClosed,
-    /// All that goes over the link takes longer.
+    /// The link carries everything with a delay.
     LinkDelayed,
     /// A part of the stream to the replica is damaged, missing, or there twice.
     ToReplicaCorrupted,
@@ -33,12 +33,12 @@ pub enum Kind {
     DiskFull,
 }
 
-/// What is hit by the same fault at the same time.
+/// The objects that the same fault hits at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Group {
-    /// One replica, or the engine: a majority of the replicas is healthy.
+    /// Hits one replica, or the engine: a majority of the replicas is healthy.
     Alone,
-    /// One replica, and the engine is killed meanwhile: a majority of the replicas is healthy.
+    /// Hits one replica, and the engine is killed meanwhile: a majority of the replicas is healthy.
     WithEngine,
     /// Two or three replicas.
     Majority,
@@ -52,13 +52,13 @@ impl Group {
     }
 }
 
-/// What an [`Episode`] counts as.
+/// The row of the table in which an [`Episode`] counts.
 pub type Row = (Group, Kind);
 
-/// One fault.
+/// A fault of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// What.
+    /// The kind of fault.
     pub kind: Kind,
     /// Which replica; of no meaning for the engine.
     pub replica: usize,
@@ -75,13 +75,13 @@ pub struct Hit {
 pub struct Episode {
     /// Counted from 1, over all volumes.
     pub number: usize,
-    /// What it counts as.
+    /// The row of the table.
     pub row: Row,
     /// In their order.
     pub hits: Vec<Hit>,
 }
 
-/// What happens to a hit of an episode, and when: counted from the beginning of the episode.
+/// A step of a fault and its time, counted from the beginning of the episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Step {
     /// When.

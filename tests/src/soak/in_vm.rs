@@ -7,14 +7,15 @@ use shorthorn_vmkit::{Kernel, print_output};
 
 use crate::{VmHost, binary};
 
-/// What the hosts of a volume need beside the programs.
+/// Loads the modules that the hosts of a volume need besides the programs.
 const MODULES: &str = "modprobe -a loop veth bridge && { modprobe ublk_drv || modprobe nbd; }";
 
-/// Of the logs and the kernel, after a run that has failed.
+/// The number of lines to show of the logs and the kernel after a failed run.
 const LOG_LINES: u32 = 200;
 
-/// Runs shorthorn-soak with these arguments in a new machine and prints as it goes what it prints; returns whether it has passed. If not, the ends
-/// of the logs of engines and kernel follow: the machine is gone after that.
+/// Runs shorthorn-soak with these arguments in a new machine, and prints its output meanwhile; returns
+/// whether it has passed. If not, the ends of the logs of engines and kernel follow: the machine is gone
+/// after that.
 ///
 /// # Errors
 /// The machine does not start, or the program does not end within `limit`.

@@ -1,4 +1,4 @@
-//! One volume and the faults that it has to stand, one episode after the other.
+//! A volume and the faults that it has to survive, one episode after the other.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 /// A process that was started a moment ago is there soon; a damage needs something to damage.
 const HIT_LIMIT: Duration = Duration::from_secs(20);
 const SLOW_DISK_REQUESTS_PER_S: u32 = 10;
-/// How often a disk that is full is filled anew: what is trimmed makes room.
+/// The interval of filling a full disk again, because trimmed ranges become free.
 const FILL_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_DELAY_MS: u64 = 30;
 /// The part of the volume that is used: small, so that all of it is written and compared again and again.
@@ -55,7 +55,7 @@ impl<'a> Lane<'a> {
         Ok(Lane { options, number, volume, watch, report: Report::default() })
     }
 
-    /// Goes through the episodes and compares everything at the end. All volumes stop once `stop` is set.
+    /// Runs the episodes and compares everything at the end. All volumes stop once `stop` is set.
     pub fn run(mut self, episodes: &[Episode], deadline: Option<Instant>, stop: &AtomicBool) -> Report {
         let (number, stops_early) = (self.number, self.options.stops_early);
         for episode in episodes {
@@ -78,7 +78,7 @@ impl<'a> Lane<'a> {
         report
     }
 
-    /// Compares what the guest has written with what it reads, then the replicas with each other.
+    /// Compares the writes of the guest with its reads, then the replicas with each other.
     fn finish(mut self, report: &mut Report) -> Result<()> {
         report.note_ends(self.volume.processes().ends());
         let compared = self.watch.finish().and_then(|mut guest| {
@@ -167,7 +167,7 @@ impl<'a> Lane<'a> {
         Ok(())
     }
 
-    /// Sleeps until then. What is trimmed on disks that are full makes room, and that is filled again.
+    /// Sleeps until `until`, and meanwhile fills the space again that trims free on full disks.
     fn keep_full(&self, full: &[usize], until: Instant) -> Result<()> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -239,7 +239,7 @@ impl<'a> Lane<'a> {
     }
 }
 
-/// When there was no engine, from the first fault of it to the last.
+/// The time without an engine, from its first fault to the last.
 #[derive(Debug, Default)]
 struct EngineTime {
     first: Option<Instant>,

@@ -9,27 +9,27 @@ const MISSING: Duration = Duration::from_secs(5);
 /// A volume that lacks a majority gives up waiting for replicas, or for a change of its view, after so long: `LATE_LIMIT_MS` of
 /// the engine. Its next start finds all replicas that are there by then.
 const LATE: Duration = Duration::from_secs(60);
-/// One step of the engine's clock, by which each time-out may be noticed later, and the same once more for a machine with more to
-/// do than this test.
+/// The allowance of one step of the engine's clock, by which each time-out may be noticed later. A second one
+/// is for a machine with other load.
 const NOTICE: Duration = Duration::from_secs(2);
 
 /// How long a request may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Beyond what is added.
+    /// The limit without the additional time.
     pub time: Duration,
-    /// What is added.
+    /// The additional time.
     pub beyond: Beyond,
     /// The rule of ARCHITECTURE.md.
     pub why: &'static str,
 }
 
-/// What the volume cannot be faster than.
+/// The condition that the volume has to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beyond {
-    /// It goes on by itself.
+    /// The volume continues by itself.
     Nothing,
-    /// The time in which there is no engine.
+    /// The time without an engine.
     Engine,
     /// The time from the first fault to the end of the last.
     Faults,
@@ -40,7 +40,7 @@ pub enum Beyond {
 pub struct Times {
     /// From the first one's beginning to the end of the last.
     pub faults: Duration,
-    /// In which there was no engine, from first to last.
+    /// The time without an engine, from first to last.
     pub engine: Duration,
 }
 

@@ -15,7 +15,7 @@ use nix::sched::{CloneFlags, setns};
 /// How long a connection to the replica may take. A cut link has it wait.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
-/// Of what is carried at once.
+/// The maximum bytes that are carried at once.
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// A direction.
@@ -86,18 +86,18 @@ impl Link {
         }
     }
 
-    /// Nothing is carried that way until further notice, and no connection ends.
+    /// Stops or resumes carrying data that way; no connection ends.
     pub fn cut(&self, way: Way, is_cut: bool) {
         self.shared.lock().ways[way as usize].is_cut = is_cut;
         self.shared.changed.notify_all();
     }
 
-    /// What is carried takes so much longer, piece by piece.
+    /// Delays all data by this time, piece by piece.
     pub fn delay(&self, time: Duration) {
         self.shared.lock().delay = time;
     }
 
-    /// Damages what is carried next that way, as `choice` says.
+    /// Damages the next data that way, as `choice` says.
     pub fn damage(&self, way: Way, choice: u64) {
         self.shared.lock().ways[way as usize].damage = Some(choice);
     }
@@ -107,7 +107,7 @@ impl Link {
         self.shared.lock().ways[way as usize].damage.is_some()
     }
 
-    /// Takes back what was not damaged.
+    /// Cancels the damage that has not happened yet.
     pub fn spare(&self, way: Way) {
         self.shared.lock().ways[way as usize].damage = None;
     }
@@ -195,7 +195,7 @@ impl Shared {
         if is_gone { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
     }
 
-    /// What is to be sent of a chunk, which may be damaged.
+    /// Returns the pieces of a chunk to send, which may be damaged.
     fn pieces(&self, way: Way, chunk: &mut [u8]) -> Vec<std::ops::Range<usize>> {
         let whole = 0..chunk.len();
         let way = &mut self.lock().ways[way as usize];

@@ -33,7 +33,7 @@ use lane::Lane;
 /// How a run is made.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Says which faults come in which order, and what the loads write.
+    /// The seed of the order of faults, and of the data of the loads.
     pub seed: u64,
     /// How many faults there are at least, unless the time is over before.
     pub faults: usize,
@@ -49,9 +49,9 @@ pub struct Options {
     pub frontend: FrontendChoice,
     /// `replica_timeout_ms` of the volumes.
     pub replica_timeout: Duration,
-    /// What times are counted from in what is printed.
+    /// The start of the printed times.
     pub start: Instant,
-    /// True if all volumes stop when one of them has shown what must not be.
+    /// True if all volumes stop after a violation on one of them.
     pub stops_early: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What a run has shown, as a table.
+//! The results of a run, as a table.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
@@ -8,10 +8,10 @@ use super::faults::{Episode, Group, Kind, Row, every_row};
 use super::limits::{Beyond, limit};
 use super::watch::{Load, Seen};
 
-/// Of what is printed of one kind.
+/// The maximum number of printed lines of one kind.
 const SHOWN_MAX: usize = 20;
 
-/// What an episode has shown.
+/// The results of an episode.
 #[derive(Clone, Debug)]
 pub(super) struct Outcome {
     pub seen: Seen,
@@ -38,7 +38,7 @@ impl Outcome {
     }
 }
 
-/// What the episodes of one row have shown.
+/// The results of the episodes of one row.
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
     episodes: usize,
@@ -77,16 +77,16 @@ impl Figures {
     }
 }
 
-/// What all episodes have shown.
+/// The results of all episodes.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     replica_timeout: Duration,
     rows: BTreeMap<Row, Figures>,
     last_row: Option<Row>,
     volumes_that_differ: usize,
-    /// Errors and waits that must not be, and what else went wrong.
+    /// Forbidden errors and waits, and other problems.
     problems: Vec<String>,
-    /// Errors while there was no majority.
+    /// Errors while no majority existed.
     honest: Vec<String>,
     /// How processes have ended by themselves, and how often.
     ends: BTreeMap<String, u32>,
@@ -129,7 +129,7 @@ impl Report {
         self.problems.push(told);
     }
 
-    /// The load has read what must not be, in the last episode that was added or after it.
+    /// Counts a wrong byte that the load has read, in the last added episode or after it.
     pub(super) fn wrong_byte(&mut self) {
         if let Some(figures) = self.last_row.and_then(|row| self.rows.get_mut(&row)) {
             figures.wrong += 1;
@@ -146,7 +146,7 @@ impl Report {
         }
     }
 
-    /// What a load has to tell that has found nothing wrong.
+    /// Adds the counters of a load without a violation.
     pub(super) fn note_load(&mut self, guest: &mut Load) {
         self.answered += guest.counts().answered;
         self.reconnections += guest.reconnections();
@@ -172,7 +172,7 @@ impl Report {
         self.rows.values().map(|figures| figures.faults).sum()
     }
 
-    /// How many rows of the table are empty, because there was no such fault.
+    /// Returns the number of rows without any fault.
     #[must_use]
     pub fn missing(&self) -> usize {
         every_row().iter().filter(|row| !self.rows.contains_key(row)).count()

@@ -76,7 +76,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// It may run again.
+    /// Lets the process run again.
     pub fn release(&self, index: usize) {
         lock(&self.shared).processes[index].is_held = false;
     }
@@ -96,7 +96,7 @@ impl Supervisor {
         signal(child.id().try_into()?, what)
     }
 
-    /// How processes have ended that nobody has killed, and how often.
+    /// Returns the ends of processes that the test did not kill, with their numbers.
     pub fn ends(&self) -> BTreeMap<String, u32> {
         lock(&self.shared).ends.clone()
     }

@@ -22,7 +22,7 @@ use super::supervisor::Supervisor;
 use crate::network::{Network, address};
 use crate::{DeviceClient, NbdClient, VolumeClient, binary, compare_exports, engine_status, is_whole, until};
 
-/// Of each volume.
+/// The number of replicas of each volume.
 pub(super) const REPLICAS: usize = 3;
 const SIZE_BYTES: u64 = 64 << 20;
 /// Room for the volume, and so little more that it can be filled quickly.
@@ -134,7 +134,7 @@ impl Volume {
         engine_status(&self.engine_control())
     }
 
-    /// Lets replicas that were late come back at once, as an operator does who looks after the volume.
+    /// Lets late replicas come back at once, like an operator who repairs the volume.
     pub fn forgive(&self) -> Result<()> {
         let order = ScrubOrder { bytes_per_s: 1 << 20, repair: false };
         for scrub in [Some(order), None] {
@@ -143,7 +143,8 @@ impl Volume {
         Ok(())
     }
 
-    /// Waits until all replicas are members. Those that have to stay away because they were late are let in.
+    /// Waits until all replicas are members. Replicas that have to stay away because they were late are let
+    /// in.
     ///
     /// # Errors
     /// That is not so within `limit`; the status of the engine is in the message.

@@ -1,4 +1,4 @@
-//! The load on a volume, on a thread of its own, and what it sees.
+//! The load on a volume, on its own thread, and its observations.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,20 +9,20 @@ use anyhow::{Result, bail, ensure};
 
 use crate::guest::{Guest, VolumeClient, Wait};
 
-/// Of whatever device the volume has.
+/// A load on any device of the volume.
 pub(super) type Load = Guest<Box<dyn VolumeClient + Send>>;
 
 /// Between two rounds of requests: several volumes share the processors.
 const PACE: Duration = Duration::from_millis(10);
 
-/// What was seen since the last look.
+/// The observations since the last look.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
     pub longest: Wait,
     pub errors: Vec<String>,
 }
 
-/// A load that runs until [`Watch::finish`], or until it sees what must not be.
+/// A load that runs until [`Watch::finish`], or until it sees a violation.
 #[derive(Debug)]
 pub(super) struct Watch {
     thread: JoinHandle<Result<Load>>,
@@ -72,7 +72,7 @@ impl Watch {
         Ok(())
     }
 
-    /// What was seen since the last call.
+    /// Takes the observations since the last call.
     pub fn take(&self) -> Seen {
         std::mem::take(&mut self.shared.lock().seen)
     }

@@ -39,7 +39,7 @@ pub enum Stream {
     Stderr,
 }
 
-/// What a finished command left.
+/// The results of a finished command.
 #[derive(Debug, Clone, Default)]
 pub struct Output {
     /// The exit status; 128 and the signal's number if a signal ended the command.
@@ -211,7 +211,7 @@ impl GuestCommand {
         self
     }
 
-    /// What it reads on its standard input; nothing by default.
+    /// Sets the bytes of its standard input; empty by default.
     pub fn stdin(mut self, bytes: impl Into<Vec<u8>>) -> Self {
         self.stdin = bytes.into();
         self
@@ -245,8 +245,8 @@ impl GuestCommand {
     }
 }
 
-/// A command that runs in the guest. Dropping this kills the command and what it
-/// started in its process group; what it made a service of its own goes on.
+/// A command that runs in the guest. Dropping this kills the processes of its group; services that it has
+/// started continue.
 #[derive(Debug)]
 pub struct Running {
     stream: Arc<TcpStream>,
@@ -288,7 +288,7 @@ impl Running {
         }
     }
 
-    /// What it has printed so far.
+    /// Returns the output so far.
     pub fn output_so_far(&self) -> Output {
         self.collected.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -32,7 +32,7 @@ pub fn lock_file(path: &Path) -> Result<File> {
         .with_context(|| format!("cannot open the lock file {}", path.display()))
 }
 
-/// Takes the lock for this process alone, unless somebody has it.
+/// Tries to lock the file for this process alone.
 pub fn try_lock(file: &File) -> Result<bool> {
     match file.try_lock() {
         Ok(()) => Ok(true),
@@ -49,7 +49,7 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// Makes a folder for a VM and removes the folders of those that are gone.
+    /// Makes a folder for a VM and removes the folders of ended ones.
     pub fn create(name: &str) -> Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
 

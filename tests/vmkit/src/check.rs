@@ -1,4 +1,4 @@
-//! What every template must be able to do.
+//! Checks the abilities of every template.
 
 use std::time::Instant;
 
@@ -8,8 +8,7 @@ use crate::image::Image;
 use crate::machine::Kernel;
 use crate::vm::{Vm, VmOptions};
 
-/// Starts a VM with that kernel and makes sure that it is what it claims to be.
-/// Returns a line about it.
+/// Starts a VM with that kernel and checks its properties. Returns a line about it.
 pub fn check_template(kernel: Kernel) -> Result<String> {
     let started = Instant::now();
     let vm = Vm::start(VmOptions::new(kernel))?;

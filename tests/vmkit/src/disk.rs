@@ -30,18 +30,17 @@ impl FileSystem {
     }
 }
 
-/// What happens to written data that the guest did not flush.
+/// The fate of written data that the guest did not flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
-    /// It is in the host's page cache, which survives a power cut of the VM.
+    /// The data is in the host's page cache, which survives a power cut of the VM.
     HostCache,
-    /// As above, and a flush does not reach the host's disk either: fastest.
+    /// The same, and a flush does not reach the host's disk either: fastest.
     NoFlush,
-    /// It goes around the host's page cache: for measurements of the disk itself.
+    /// The data bypasses the host's page cache: for measurements of the disk itself.
     Direct,
-    /// A power cut loses what was written to a 64 KiB block for the first time since
-    /// the last flush, as a disk with a volatile cache would. What overwrites such a
-    /// block later survives.
+    /// A power cut loses first writes to a 64 KiB block since the last flush, like a disk with a volatile
+    /// cache. Later writes to such a block survive.
     VolatileCache,
 }
 
@@ -52,9 +51,9 @@ pub struct DataDisk {
     pub size_mib: u64,
     /// None leaves the disk empty and unmounted.
     pub file_system: Option<FileSystem>,
-    /// Where it is mounted, then and at every later boot.
+    /// The mount point, now and at every later boot.
     pub mount_point: String,
-    /// What a power cut does to it.
+    /// The effect of a power cut on the disk.
     pub durability: Durability,
 }
 
@@ -74,7 +73,7 @@ impl DataDisk {
         Self { file_system: None, ..Self::new(size_mib, FileSystem::Ext4) }
     }
 
-    /// Sets what a power cut does to data that was not flushed.
+    /// Sets the effect of a power cut on data that was not flushed.
     #[must_use]
     pub fn durability(mut self, durability: Durability) -> Self {
         self.durability = durability;
@@ -151,7 +150,7 @@ impl Disk {
     }
 }
 
-/// Where udev in the guest links a disk with that serial number.
+/// Returns the path of udev's link in the guest for a disk with that serial number.
 pub fn guest_path(serial: &str) -> String {
     format!("/dev/disk/by-id/scsi-0QEMU_QEMU_HARDDISK_{serial}")
 }

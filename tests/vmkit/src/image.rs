@@ -18,7 +18,7 @@ const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../vm/build-ima
 /// probe is over in about a second.
 const PROBE_LIMIT: Duration = Duration::from_secs(10);
 
-/// What the probe's guest prints on its console.
+/// The line that the probe's guest prints on its console.
 const PROBE_OK: &str = "SHORTHORN-PROBE-OK";
 
 /// An image in the cache. It is not removed while this value lives.
@@ -52,7 +52,7 @@ impl Image {
         build(&["--refresh"]).map(drop)
     }
 
-    /// Removes the images that were built from another recipe and that nobody uses.
+    /// Removes unused images of other recipes.
     pub fn remove_others(&self) -> Result<()> {
         let parent = cache::root()?.join("images");
         let paths = fs::read_dir(&parent)
@@ -119,7 +119,7 @@ fn build(arguments: &[&str]) -> Result<PathBuf> {
     Ok(PathBuf::from(dir.trim_end()))
 }
 
-/// Whether guests really boot under KVM here; found out once per image.
+/// Checks whether guests really boot under KVM here, once per image.
 fn probed_accelerator(dir: &Path) -> Result<Accelerator> {
     let record = dir.join("accelerator");
     let lock = cache::lock_file(&dir.join("accelerator.lock"))?;

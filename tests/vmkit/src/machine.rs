@@ -52,7 +52,7 @@ impl Kernel {
         [Self::Ublk, Self::Nbd, Self::Newest, Self::Iscsi].into_iter().find(|kernel| kernel.name() == name)
     }
 
-    /// Its name in the disk image.
+    /// Returns the name in the disk image.
     pub(crate) fn build(self) -> &'static str {
         match self {
             Self::Ublk | Self::Iscsi => "debian13",
@@ -85,7 +85,7 @@ impl fmt::Display for Kernel {
     }
 }
 
-/// What executes the guest's instructions.
+/// The executor of the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
     Kvm,
@@ -101,7 +101,7 @@ impl Accelerator {
     }
 }
 
-/// What two VMs must have in common to share a template.
+/// The properties that two VMs must share to use one template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hardware {
     pub kernel: Kernel,
@@ -112,7 +112,7 @@ pub struct Hardware {
     pub icount: bool,
 }
 
-/// Where the guest's memory lives.
+/// The storage of the guest's memory.
 #[derive(Debug)]
 pub enum Memory {
     /// A file that the machine writes to: the template being baked.
@@ -123,7 +123,7 @@ pub enum Memory {
     Anonymous,
 }
 
-/// One QEMU process to start.
+/// The parameters of a QEMU process.
 #[derive(Debug)]
 pub struct Machine<'a> {
     pub hardware: Hardware,

@@ -39,7 +39,7 @@ struct Pack {
 }
 
 impl Pack {
-    /// Adds what is in a folder, with the files' own modes.
+    /// Adds the content of a folder, with the files' own modes.
     fn add_dir(&mut self, host: &Path, guest: &str) -> Result<()> {
         let entries = fs::read_dir(host).with_context(|| format!("cannot read {}", host.display()))?;
         for entry in entries {

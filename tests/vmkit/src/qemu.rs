@@ -19,10 +19,10 @@ use crate::qmp::Qmp;
 
 /// Longest wait for a saved machine to be written or read.
 const STATE_LIMIT: Duration = Duration::from_secs(120);
-/// Longest wait for a QEMU that was told to end.
+/// The time limit for a QEMU process to end.
 const EXIT_LIMIT: Duration = Duration::from_secs(30);
 
-/// What a QEMU process needs besides the hardware.
+/// The files that a QEMU process needs besides the hardware.
 #[derive(Debug)]
 pub struct Files<'a> {
     /// The folder for its messages.
@@ -111,7 +111,7 @@ impl Qemu {
         Ok(())
     }
 
-    /// Takes over a saved state. The guest goes on where it was once it is resumed.
+    /// Loads a saved state. The guest continues there once it is resumed.
     pub fn load(&mut self, state: &Path) -> Result<()> {
         self.migration_capabilities()?;
         self.execute("migrate-incoming", json!({ "uri": uri(state) }))?;

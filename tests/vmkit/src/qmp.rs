@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 /// except on a machine where everything waits for its turn.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Events nobody waits for (a guest that resets in a loop) must not pile up.
+/// The maximum number of kept events, so that unread ones (of a guest that resets in a loop) do not pile up.
 const EVENTS_KEPT: usize = 256;
 
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs a command and returns what it returned.
+    /// Runs a command and returns its result.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let mut request = json!({ "execute": command, "arguments": arguments }).to_string();
         request.push('\n');

@@ -23,8 +23,8 @@ pub const BOOT_LIMIT: Duration = Duration::from_secs(180);
 /// Raised when templates made by older code cannot be used any more.
 const FORMAT: u32 = 1;
 
-/// What every clone should find done: modules that hot-plugged disks and mounts
-/// need, and nothing of this boot left to be written.
+/// The commands that prepare every clone: they load the modules for hot-plugged disks and mounts, and write
+/// back the changes of this boot.
 const WARM_UP: &str = "modprobe -a sd_mod xfs && udevadm settle && sync";
 
 /// A saved machine in the cache.
@@ -136,7 +136,7 @@ fn bake(image: &Image, hardware: Hardware, target: &Path) -> Result<()> {
     fs::rename(&partial, target).with_context(|| format!("cannot create {}", target.display()))
 }
 
-/// Removes what bakes that were killed left; the caller holds the lock.
+/// Removes the remains of killed bakes; the caller holds the lock.
 fn remove_partials(target: &Path) -> Result<()> {
     let Some(parent) = target.parent() else { return Ok(()) };
     for entry in fs::read_dir(parent)? {

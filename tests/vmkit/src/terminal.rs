@@ -16,7 +16,7 @@ use crate::vm::Vm;
 
 /// How often the size of the window is looked at.
 const SIZE_INTERVAL_MS: u16 = 500;
-/// Nobody sits at a test VM for longer.
+/// The maximum duration of a session at a test VM.
 const SESSION_LIMIT: Duration = Duration::from_secs(24 * 3600);
 const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 

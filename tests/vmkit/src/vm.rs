@@ -1,4 +1,4 @@
-//! One virtual machine, as a test uses it.
+//! A virtual machine of a test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ pub const HOST_SIDE: &str = "10.0.2.15";
 /// How long a clone may take to answer.
 const CLONE_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a VM should be like.
+/// The options of a VM.
 #[derive(Debug, Clone)]
 #[must_use = "options do nothing until a VM is started with them"]
 pub struct VmOptions {
@@ -259,7 +259,7 @@ impl Vm {
         self.identify()
     }
 
-    /// Has the guest shut down in order and boot again. That it is down after `limit` is part of what is tested.
+    /// Shuts the guest down in order and boots it again. The test fails unless it is down after `limit`.
     pub fn orderly_reboot(&mut self, limit: Duration) -> Result<()> {
         self.with_qemu(|qemu| {
             qemu.forget_resets();
@@ -285,7 +285,7 @@ impl Vm {
         self.lan_host.map(Lan::address)
     }
 
-    /// What the guest's kernel and boot printed. It is kept when something failed.
+    /// Returns the file with the guest's kernel and boot messages. It is kept after a failure.
     pub fn console_log(&self) -> &Path {
         self.console.path()
     }
@@ -342,7 +342,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Tells the guest who it is and mounts its data disk.
+    /// Sets the guest's identity and mounts its data disk.
     fn identify(&self) -> Result<()> {
         let time = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)

@@ -63,7 +63,7 @@ impl Process {
         (process.is_disconnected(peer) && state == PeerState::Failed).then_some(known.replica)
     }
 
-    /// Waits until nobody else uses a control connection, and takes it.
+    /// Waits until the control connection is free, and takes it.
     async fn take_line(&self, peer: usize) -> Option<ConnId> {
         let taken = until(|| {
             let mut world = self.sim.borrow_mut();
@@ -237,7 +237,7 @@ impl ServingEngine for Process {
     }
 }
 
-/// One attempt to bring a replica back.
+/// An attempt to bring a replica back.
 struct Rebuild<'a> {
     process: &'a Process,
     peer: usize,

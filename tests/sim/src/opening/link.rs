@@ -12,7 +12,7 @@ use crate::net::{Answer, Ask, ConnId};
 pub enum CallError {
     /// A newer engine holds it.
     Deposed(Generation),
-    /// It has answered with an error.
+    /// The replica has answered with an error.
     Refused(Errno),
     /// The connection broke, or no answer came in time.
     Broken,

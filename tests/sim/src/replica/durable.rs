@@ -1,4 +1,4 @@
-//! What is on the disk of a replica beside its data, and how that changes step by step.
+//! The state on the disk of a replica beside its data, and its changes step by step.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use shorthorn_views::ReplicaViews;
 
 use crate::faults::Broken;
 
-/// What is on the disk of a replica beside its data.
+/// The state on the disk of a replica beside its data.
 #[derive(Clone, Debug)]
 pub(super) struct Durable {
     pub me: ReplicaId,
     pub views: ReplicaViews,
-    /// Those before, if storing these has failed at its end: a loss of power may bring them back.
+    /// The former views, if storing these has failed at its end: a power loss may bring them back.
     pub views_before: Option<ReplicaViews>,
     /// The files of its sets of regions.
     pub sets: BTreeMap<SetKey, Vec<u8>>,
@@ -37,7 +37,7 @@ pub(super) struct Durable {
 /// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
 pub(super) type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
 
-/// What a disk does for a process that changes what it keeps beside the data.
+/// The disk of a process that changes the state beside the data.
 pub(super) struct Shelf<'a> {
     pub durable: &'a mut Durable,
     pub pages: &'a mut Pages,
@@ -128,7 +128,7 @@ impl Durable {
         }
     }
 
-    /// What a process that starts makes of it.
+    /// Starts a process from this state.
     pub fn start(&mut self, me: ReplicaId, regions: Regions, holds_data: bool) -> ReplicaState {
         let missed = self.sets.iter().filter_map(|(key, file)| match key {
             SetKey::Missed(replica) => Some((*replica, file.clone())),

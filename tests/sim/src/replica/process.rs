@@ -97,7 +97,7 @@ impl World {
         self.end_at_replica(id);
     }
 
-    /// Forgets connections that are gone, and lets in who has waited for that.
+    /// Forgets connections that are gone, and admits the candidates that waited for that.
     fn settle(&mut self, at: usize) {
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::ServeBeforeFenced);
         let replica = &self.replicas[at];
@@ -169,7 +169,7 @@ impl World {
         self.after(delay, Occurrence::DiskDone { replica: at, boot, op: number });
     }
 
-    /// The disk has done what a request asked for.
+    /// Completes a request on the disk.
     pub fn disk_done(&mut self, at: usize, boot: u64, number: u64) {
         let lies = self.options.sabotage == Some(crate::Sabotage::LyingFlush);
         let is_unchecked = self.options.sabotage == Some(crate::Sabotage::UncheckedSources);
@@ -209,7 +209,7 @@ impl World {
         self.settle(at);
     }
 
-    /// What is rotten is told, and nothing else is; and nobody is sent it by a copy.
+    /// Checks that exactly the rotten blocks are reported, and that no copy sends them.
     fn look_at_rot(&mut self, at: usize, ask: &Ask, answer: &Answer) {
         let replica = &self.replicas[at];
         let wrong = match (ask, answer) {
@@ -233,7 +233,7 @@ impl World {
         }
     }
 
-    /// Counts an error of the disk; after all but those of reads nothing is served any more.
+    /// Counts an error of the disk. After all errors except for those of reads, nothing is served any more.
     fn go_on_after(&mut self, at: usize, error: Option<Broken>) {
         let Some(error) = error else { return };
         if matches!(error, Broken::Read | Broken::Verify) || self.replicas[at].failed {
@@ -243,7 +243,7 @@ impl World {
         self.look_at_failure(at, error);
     }
 
-    /// Gives up what waits, and starts the replica again later, if it has failed just now.
+    /// Gives waiting requests up, and restarts the replica later, if it has failed just now.
     fn look_at_failure(&mut self, at: usize, error: Broken) {
         let replica = &mut self.replicas[at];
         if replica.state.failure().is_none() || std::mem::replace(&mut replica.failed, true) {
@@ -434,7 +434,7 @@ impl World {
         self.settle(at);
     }
 
-    /// Looks again at what waits for pages.
+    /// Examines the requests that wait for pages.
     fn go_on_waiting(&mut self, at: usize) {
         let mut again = Vec::new();
         self.replicas[at].waiting.take_modifications(&mut again);

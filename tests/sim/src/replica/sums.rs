@@ -12,7 +12,7 @@ use crate::Sabotage;
 use crate::disk::SparseFile;
 use crate::net::RottenBlock;
 
-/// What a sector shows that the disk has changed.
+/// The content of a sector that the disk has changed.
 pub const ROT: Id = Id::MAX;
 /// How often a process looks for regions to sum.
 const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
@@ -25,12 +25,12 @@ pub(super) struct Summing {
     regions: std::ops::Range<u32>,
     /// By block, once they are read.
     sums: BTreeMap<u64, u32>,
-    /// Nobody wants them any more. What the disk does for them still ends.
+    /// True if the sums are not needed any more. The disk still completes its operations for them.
     is_void: bool,
 }
 
 impl Replica {
-    /// The sum of what a reader sees in a block; never 0.
+    /// Returns the sum of a block as a reader sees it; never 0.
     fn sum_of(&self, block: u64) -> u32 {
         let content =
             self.files.head.get(block).or_else(|| self.files.snapshot.get(block)).unwrap_or_default();
@@ -167,7 +167,7 @@ impl Replica {
         }
     }
 
-    /// The process ends in the middle: what it was writing is there, or not, or has torn the page.
+    /// Ends the process in the middle: the page that it was writing is new, old, or torn.
     pub(super) fn end_summing(&mut self, rng: &mut Rng) {
         let Some(Summing { sums, is_void: false, .. }) = self.summing.take() else { return };
         match rng.u8(0..3) {
@@ -177,7 +177,7 @@ impl Replica {
         }
     }
 
-    /// What is being summed is not what it was.
+    /// Drops the running sums, because the data has changed.
     pub(super) fn void_summing(&mut self) {
         if let Some(summing) = &mut self.summing {
             summing.is_void = true;
@@ -345,7 +345,7 @@ impl World {
         self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(false) });
     }
 
-    /// What was to be summed is read, or the sums are on the disk.
+    /// Continues after the blocks are read, or after the sums are on the disk.
     pub fn sums_done(&mut self, at: usize, boot: u64, is_written: bool) {
         let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
         let replica = &mut self.replicas[at];
